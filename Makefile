@@ -1,0 +1,93 @@
+# Everything a person or CI does with this checkout; `make` alone lists it.
+#
+# The virtual environment is made here (.venv, or .venv-3.12 for PYTHON=python3.12) and
+# holds an editable install: Python changes act at once, C++ changes are rebuilt when the
+# next target needs them. Stamps in it keep repeated runs quick.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench sanitize wheel clean
+
+AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+ifeq ($(origin PYTHON),undefined)
+  PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
+    $$p $(AT_LEAST_311) 2>/dev/null && echo $$p && break; done)
+  VENV := .venv
+else
+  VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+endif
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+NATIVE := CMakeLists.txt $(shell find xla_ext -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cmake')
+FORMATTED := $(shell find xla_ext tests/native -name '*.h' -o -name '*.cc')
+TESTS ?=
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
+	  awk -F '|' '{printf "  %-14s %s\n", $$1, $$2}'
+	@echo 'PYTHON=python3.12 chooses the interpreter, TESTS="-k name" narrows `make test`.'
+
+demo: $(VENV)/installed-examples  ## train on handwritten digits with 2 ranks
+	$(BIN)/ringrun -np 2 $(BIN)/python examples/jax_digits.py
+
+test: $(VENV)/installed-test  ## all tests: plain pytest, which launches ranks itself
+	$(BIN)/pytest $(TESTS)
+
+lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(BIN)/codespell
+
+format: $(VENV)/installed-lint  ## rewrite the sources as `make lint` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+bench: $(VENV)/installed  ## time and bandwidth of allreduce on 2 ranks
+	$(BIN)/ringrun -np 2 $(BIN)/python benchmarks/allreduce.py
+
+sanitize: $(VENV)/installed-cmake  ## the native tests under Address- and ThreadSanitizer
+	for kind in address thread; do \
+	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DRINGJAX_SANITIZE=$$kind -DRINGJAX_NATIVE_TESTS=ON -DRINGJAX_EXTENSION=OFF && \
+	  $(BIN)/cmake --build build/$$kind && \
+	  setarch -R build/$$kind/ringjax_native_tests || exit 1; \
+	done
+
+wheel: $(VENV)/installed-test  ## build the wheel and try it outside the checkout
+	rm -rf dist build/outside
+	$(PIP) wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -P tests/wheel_outside.py dist build/outside
+
+clean:  ## remove all that make has made, the environments too
+	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/made:
+	@$(if $(PYTHON),$(PYTHON),false) $(AT_LEAST_311) || { \
+	  echo 'ringjax needs Python 3.11 or newer$(if $(PYTHON),; $(PYTHON) is not or does not run).' >&2; \
+	  echo 'Install one and name it: make PYTHON=/path/to/python3.12 …' >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { \
+	  echo 'ringjax is built from C++20 sources: install g++ 12 or clang 15, or newer.' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { \
+	  echo 'The venv module is incomplete: on Debian and Ubuntu install python3-venv.' >&2; exit 1; }
+	@touch $@
+
+$(VENV)/installed: $(VENV)/made pyproject.toml $(NATIVE)
+	$(PIP) install --editable .
+	@touch $@
+
+# The packages of an extra, without building ringjax again.
+$(VENV)/installed-%: $(VENV)/installed pyproject.toml
+	@$(BIN)/python -c 'import sys, tomllib; \
+	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	  print(*extras["$*"], sep="\n")' > $(VENV)/$*.txt
+	$(PIP) install --requirement $(VENV)/$*.txt
+	@touch $@
+
+$(VENV)/installed-cmake: $(VENV)/made
+	$(PIP) install 'cmake>=3.20' ninja
+	@touch $@

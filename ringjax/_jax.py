@@ -1,0 +1,325 @@
+"""Everything that touches JAX's private or moving names: effects, tokens, custom calls.
+
+No other file may import ``jax._src``; the tests run this one on the oldest and the
+newest supported JAX. It knows how a call is emitted and ordered, and nothing about what
+a collective means: that is ``primitive.py`` and ``collectives/``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import effects as _effects
+from jax.interpreters import ad, batching, mlir
+
+from ringjax import _native, runtime
+
+Zero = ad.Zero
+Primitive = jax.extend.core.Primitive
+_TOKEN = _core.abstract_token
+
+
+# -- effects ---------------------------------------------------------------------------
+
+
+class _Effect(_effects.Effect):  # type: ignore[misc]
+    """Equal and hashed by type: the singletons below end up in JAX's cache keys."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self).__name__)
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class Ring(_Effect):
+    """Ordered: JAX threads a token through all calls that carry it."""
+
+
+class RingIO(_Effect):
+    """Unordered: keeps ahead-of-time compiled programs on the path that passes tokens."""
+
+
+RING, RING_IO = Ring(), RingIO()
+EFFECTS = frozenset({RING, RING_IO})
+
+for _type in (Ring, RingIO):
+    for _allowed in (
+        _effects.lowerable_effects,
+        _effects.control_flow_allowed_effects,
+        _effects.custom_derivatives_allowed_effects,
+        _effects.remat_allowed_effects,
+    ):
+        _allowed.add_type(_type)
+_effects.ordered_effects.add_type(Ring)
+# Without this a program over several devices is refused before check_devices can say why.
+_effects.shardable_ordered_effects.add_type(Ring)
+
+
+# -- primitives and tracers ------------------------------------------------------------
+
+
+def new_primitive(name: str) -> Any:
+    """A primitive with several results that also works outside of jit."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    _dispatch.simple_impl(primitive)
+    return primitive
+
+
+def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
+    """Installs ``rule(*avals, **params) -> avals``; `ordered` adds the effects."""
+    if ordered:
+        primitive.def_effectful_abstract_eval(
+            lambda *avals, **params: (rule(*avals, **params), set(EFFECTS))
+        )
+    else:
+        primitive.def_abstract_eval(rule)
+
+
+def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
+    if batch is not None:
+        batching.primitive_batchers[primitive] = batch
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+
+
+def shaped(shape: Sequence[int], dtype: Any) -> Any:
+    return _core.ShapedArray(tuple(shape), dtype)
+
+
+def zero_tangent(value: Any) -> Any:
+    """The symbolic zero tangent of `value`."""
+    return Zero(jax.typeof(value).to_tangent_aval())
+
+
+def zero_cotangent(linear: Any) -> Any:
+    """The symbolic zero cotangent of an undefined primal."""
+    return Zero(linear.aval)
+
+
+def is_linear(value: Any) -> bool:
+    return bool(ad.is_undefined_primal(value))
+
+
+def is_eager(values: Sequence[Any]) -> bool:
+    """True if a collective bound now runs now, on exactly these values."""
+    concrete = all(_core.is_concrete(v) for v in values)
+    return concrete and not jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+
+
+def device_count(value: Any) -> int:
+    """The number of devices that hold `value`; 1 if that is not known yet."""
+    concrete = _core.to_concrete_value(value)
+    if isinstance(concrete, jax.Array) and not isinstance(concrete, _core.Tracer):
+        return len(concrete.sharding.device_set)
+    return 1
+
+
+# -- lowering --------------------------------------------------------------------------
+
+
+def register_lowering(primitive: Any, rule: Any) -> None:
+    """Lowers `primitive` by ``rule(ctx, *operands, **params)``, on CPU devices.
+
+    ``cacheable=False`` is essential: by default JAX lowers every equation into a function
+    of its own, no two calls would share a block, and the tie would silently do nothing.
+    """
+
+    def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        _check_devices(ctx, primitive.name)
+        _register_handlers()
+        return rule(ctx, *operands, **params)
+
+    def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Any:
+        platforms = "/".join(ctx.module_context.platforms)
+        raise ValueError(
+            f"ringjax.{primitive.name}: the tensors live on a {platforms} device, but the "
+            "JAX collectives run on CPU devices only; set JAX_PLATFORMS=cpu"
+        )
+
+    mlir.register_lowering(primitive, on_cpu, platform="cpu", cacheable=False)
+    mlir.register_lowering(primitive, elsewhere, cacheable=False)
+
+
+def _check_devices(ctx: Any, name: str) -> None:
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    count = mesh.size if mesh is not None else getattr(axes, "num_devices", 1)
+    if count is not None and count > 1:
+        raise ValueError(
+            f"ringjax.{name}: this program runs on {count} devices of this process, but a "
+            "ringjax program runs on one device per process; start one process per device "
+            "and keep `tensor` on a single device"
+        )
+
+
+_registration = threading.Lock()
+_registered = False
+
+
+def _register_handlers() -> None:
+    # Not at import: a handler registered before the backend exists is checked only when
+    # the backend starts, and takes all of it down if it is refused.
+    global _registered
+    with _registration:
+        if _registered:
+            return
+        for name, handler in _native.ffi_targets().items():
+            jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        _native.set_failure_hook(_forget_failed_tokens)
+        _registered = True
+
+
+class _LastCalls(threading.local):
+    """The last ringjax value of every block of the module being lowered."""
+
+    module: Any = None
+    values: dict[Any, tuple[Any, Any]]
+    enabled = True
+
+    def of(self, module: Any) -> dict[Any, tuple[Any, Any]]:
+        # Holding the module keeps its blocks alive: no address is reused meanwhile.
+        if self.module is not module:
+            self.module, self.values = module, {}
+        return self.values
+
+
+_last_calls = _LastCalls()
+
+
+@contextmanager
+def untied() -> Iterator[None]:
+    """Lowers without the tie. For the control experiment of the order tests only."""
+    _last_calls.enabled = False
+    try:
+        yield
+    finally:
+        _last_calls.enabled = True
+
+
+def emit(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    *,
+    aliases: Mapping[int, int],
+    attributes: Mapping[str, Any],
+    tie: bool = True,
+) -> list[Any]:
+    """Emits one custom call whose last operand and last result are its order value.
+
+    The tie: XLA runs calls that share no value in any order, and ranks would disagree.
+    So the order value of the previous call in the same block, whichever kind it has,
+    becomes an extra operand that the handler ignores.
+    """
+    last = _last_calls.of(ctx.module_context.module)
+    block = mlir.ir.InsertionPoint.current.block
+    operands, avals_in = list(operands), list(avals_in)
+    if tie and _last_calls.enabled and block in last:
+        value, aval = last[block]
+        operands.append(value)
+        avals_in.append(aval)
+    rule = jax.ffi.ffi_lowering(
+        target,
+        has_side_effect=True,
+        operand_output_aliases=dict(aliases),
+        backend_config={k: _attribute(v) for k, v in attributes.items()},
+    )
+    local = ctx.replace(avals_in=avals_in, avals_out=list(avals_out))
+    results: list[Any] = list(rule(local, *operands))
+    last[block] = (results[-1], avals_out[-1])
+    return results
+
+
+def emit_ordered(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    *,
+    aliases: Mapping[int, int],
+    attributes: Mapping[str, Any],
+) -> list[Any]:
+    """`emit` with JAX's token of the `Ring` effect as the order value."""
+    *results, token = emit(
+        ctx,
+        target,
+        [*operands, ctx.tokens_in.get(RING)],
+        [*ctx.avals_in, _TOKEN],
+        [*ctx.avals_out, _TOKEN],
+        aliases=aliases,
+        attributes=attributes,
+    )
+    ctx.set_tokens_out(mlir.TokenSet({RING: token}))
+    return results
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return mlir.ir.DenseI64ArrayAttr.get(list(value))
+    if isinstance(value, bool | int):
+        return mlir.ir_attribute(np.int64(value))
+    if isinstance(value, float):
+        return mlir.ir_attribute(np.float64(value))
+    return mlir.ir_attribute(value)
+
+
+# -- failure and exit ------------------------------------------------------------------
+
+
+def _forget_failed_tokens() -> None:
+    """Drops the tokens of a failed program, or every later program fails with them.
+
+    Runs on the main thread as soon as a handler failed. A small program runs inside its
+    own dispatch, and then JAX stores its failed token only after this returns; a second
+    look from a thread of its own finds that one.
+    """
+    tokens = _dispatch.runtime_tokens
+    stores = (tokens.current_tokens, tokens.output_runtime_tokens)
+    for store in stores:
+        store.clear()
+    threading.Thread(
+        target=_sweep, args=(stores,), name="ringjax-sweep", daemon=True
+    ).start()
+
+
+def _sweep(stores: Sequence[dict[Any, Any]]) -> None:
+    for pause in (0.01, 0.1):
+        time.sleep(pause)
+        for store in stores:
+            for key, token in list(store.items()):
+                try:
+                    token.block_until_ready()
+                except Exception:
+                    if store.get(key) is token:
+                        store.pop(key, None)
+
+
+def _drain() -> None:
+    """Lets dispatched programs finish before the links under them are closed."""
+    waits = [jax.effects_barrier, *(a.block_until_ready for a in jax.live_arrays())]
+    for wait in waits:
+        try:
+            wait()
+        except Exception:  # noqa: S110 - reported where the result is used, if anywhere
+            pass
+    _last_calls.module = None
+
+
+runtime.on_shutdown(_drain)

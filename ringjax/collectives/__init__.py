@@ -1,0 +1,25 @@
+"""The collectives of JAX arrays. Importing this package registers all of them.
+
+To add one: a file here with a function, its rules and its declaration, and a line below.
+"""
+
+from ringjax.collectives.allgather import allgather, grouped_allgather
+from ringjax.collectives.allreduce import allreduce, grouped_allreduce
+from ringjax.collectives.alltoall import alltoall, grouped_alltoall
+from ringjax.collectives.barrier import barrier
+from ringjax.collectives.broadcast import broadcast, grouped_broadcast
+from ringjax.collectives.reducescatter import grouped_reducescatter, reducescatter
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_alltoall",
+    "grouped_broadcast",
+    "grouped_reducescatter",
+    "reducescatter",
+]

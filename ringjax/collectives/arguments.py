@@ -1,0 +1,227 @@
+"""What every collective checks and converts before anything is sent.
+
+No communication here, and no meaning of an op: trees to arrays and back, dtypes, reduce
+ops, factors, roots, rows per rank. Each error names the function, the argument, the value.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax import _jax, _native, runtime
+from ringjax.primitive import ReduceOp
+
+_DTYPES = {
+    "bool": "bool",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float64": "f64",
+    "complex64": "c64",
+    "complex128": "c128",
+}
+
+
+class Compressor(Protocol):
+    """What `compression=` needs: the wire dtype's name, or None for no compression."""
+
+    @property
+    def wire(self) -> str | None: ...
+
+
+class Leaves(NamedTuple):
+    """A tree as a list of arrays that can be sent, and the way back."""
+
+    arrays: list[Any]
+    names: tuple[str, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def flatten(what: str, tree: Any) -> Leaves:
+    """The leaves of `tree` as arrays of a dtype that can be sent, on one device each."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = tuple(
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs
+    )
+    arrays = [
+        _array(what, leaf, name) for (_, leaf), name in zip(pairs, names, strict=True)
+    ]
+    return Leaves(arrays, names, lambda out: jax.tree.unflatten(treedef, list(out)))
+
+
+def _array(what: str, leaf: Any, name: str) -> Any:
+    label = f"`tensor` {name!r}" if name else "`tensor`"
+    try:
+        array = jnp.asarray(leaf)
+    except (TypeError, ValueError) as e:
+        raise TypeError(
+            f"ringjax.{what}: {label} is a {type(leaf).__name__}, expected an array, a "
+            f"number or a tree of them ({e})"
+        ) from None
+    if array.dtype.name not in _DTYPES:
+        hint = (
+            "; send jax.random.key_data(key)"
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            else ""
+        )
+        raise TypeError(
+            f"ringjax.{what}: {label} has dtype {array.dtype.name}, expected one of "
+            f"{', '.join(_DTYPES)}{hint}"
+        )
+    devices = _jax.device_count(array)
+    if devices > 1:
+        raise ValueError(
+            f"ringjax.{what}: {label} is sharded over {devices} local devices, expected "
+            "an array on one device; start one process per device, or gather it first "
+            "with jax.device_put(tensor, jax.local_devices()[0])"
+        )
+    return array
+
+
+def listed(what: str, tensors: Any) -> list[Any]:
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(
+            f"ringjax.{what}: `tensors` must be a list or tuple, got "
+            f"{type(tensors).__name__}"
+        )
+    return list(tensors)
+
+
+def with_rows(what: str, leaves: Leaves, *, scalars: bool = False) -> Leaves:
+    """Refuses 0-d arrays, or (`scalars`) makes them arrays of one row."""
+    for array, name in zip(leaves.arrays, leaves.names, strict=True):
+        if array.ndim == 0 and not scalars:
+            raise ValueError(
+                f"ringjax.{what}: `tensor`{' ' + repr(name) if name else ''} is a scalar "
+                "of shape (), expected an array with rows to distribute (dimension 0)"
+            )
+    return leaves._replace(
+        arrays=[a if a.ndim else a.reshape(1) for a in leaves.arrays]
+    )
+
+
+def reduce_op(what: str, op: Any, arrays: Sequence[Any]) -> ReduceOp:
+    """`op` as a `ReduceOp` that is defined for the dtypes of all `arrays`."""
+    try:
+        if isinstance(op, bool):
+            raise TypeError
+        chosen = ReduceOp(operator.index(op))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"ringjax.{what}: `op` is {op!r}, expected ringjax.Average, Sum, Min, Max or "
+            "Product"
+        ) from None
+    if chosen is ReduceOp.Adasum:
+        raise ValueError(
+            f"ringjax.{what}: op=Adasum is not supported by the JAX collectives; use "
+            "op=Average (or Sum with a scaled learning rate)"
+        )
+    for array in arrays:
+        if chosen is ReduceOp.Average and array.dtype == bool:
+            raise TypeError(
+                f"ringjax.{what}: op=Average is not defined for `tensor` of dtype bool; "
+                "use Sum or Max (or), Min or Product (and), or cast it to a number"
+            )
+        if chosen in (ReduceOp.Min, ReduceOp.Max) and jnp.iscomplexobj(array):
+            raise TypeError(
+                f"ringjax.{what}: op={chosen.name} is not defined for `tensor` of dtype "
+                f"{array.dtype.name}: complex numbers have no order"
+            )
+    return chosen
+
+
+def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float:
+    """A scaling factor: a number known while tracing."""
+    concrete = isinstance(value, numbers.Real | np.number) or (
+        getattr(value, "ndim", None) == 0 and not isinstance(value, jax.core.Tracer)
+    )
+    if not concrete or isinstance(value, bool):
+        traced = isinstance(value, jax.core.Tracer)
+        hint = "; multiply the tensor by it instead" if traced else ""
+        raise TypeError(
+            f"ringjax.{what}: `{argument}` must be a number that is known while tracing, "
+            f"got {value!r}{hint}"
+        )
+    number = float(value)
+    if number != 1.0 and any(a.dtype == bool for a in arrays):
+        raise ValueError(
+            f"ringjax.{what}: `{argument}` is {number}, but a `tensor` has dtype bool, "
+            "which cannot be scaled"
+        )
+    return number
+
+
+def wire(what: str, compression: Compressor | None) -> int:
+    """The number of the wire dtype, -1 for none."""
+    if compression is None:
+        return -1
+    name = getattr(compression, "wire", "missing")
+    if name is None:
+        return -1
+    if name not in _native.DTYPES:
+        raise ValueError(
+            f"ringjax.{what}: `compression` is {compression!r}, expected "
+            "ringjax.Compression.none, fp16 or bf16"
+        )
+    return int(_native.DTYPES[name])
+
+
+def root(what: str, root_rank: Any, process_set: runtime.ProcessSet, size: int) -> int:
+    """The place of world rank `root_rank` among the members of the process set."""
+    if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
+        raise TypeError(
+            f"ringjax.{what}: `root_rank` must be an int, got {root_rank!r} of type "
+            f"{type(root_rank).__name__}"
+        )
+    try:
+        rank = operator.index(root_rank)
+    except jax.errors.TracerIntegerConversionError:
+        raise TypeError(
+            f"ringjax.{what}: `root_rank` must be known while tracing, got a traced value"
+        ) from None
+    if process_set is runtime.global_process_set:
+        members = list(range(size))
+    else:
+        members = list(process_set.ranks or range(size))
+    if rank not in members:
+        raise ValueError(
+            f"ringjax.{what}: `root_rank` is {rank}, expected a rank of the process set: "
+            f"{members}"
+        )
+    return members.index(rank)
+
+
+def splits(what: str, argument: str, value: Any, size: int) -> tuple[int, ...]:
+    """Rows per rank: `size` integers, none negative, known while tracing."""
+    try:
+        if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(value)):
+            raise TypeError("it is traced; pass a tuple or a numpy array")
+        given = np.asarray(value)
+        if given.dtype.kind not in "iu" and given.size:
+            raise TypeError(f"its dtype is {given.dtype}")
+    except (TypeError, ValueError) as e:
+        raise TypeError(
+            f"ringjax.{what}: `{argument}` must be integers known while tracing: {e}"
+        ) from None
+    rows = tuple(int(n) for n in given.reshape(-1))
+    if given.ndim != 1 or len(rows) != size or any(n < 0 for n in rows):
+        raise ValueError(
+            f"ringjax.{what}: `{argument}` is {value!r}, expected {size} non-negative row "
+            "counts, one for each rank"
+        )
+    return rows

@@ -1,0 +1,238 @@
+"""reducescatter: the reduction of all ranks' tensors, of which every rank gets its rows.
+
+The first half of an allreduce; the second half is `allgather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ringjax import _jax, primitive, runtime
+from ringjax.collectives import arguments
+from ringjax.collectives.arguments import Compressor
+from ringjax.primitive import ReduceOp
+
+
+def reducescatter(
+    tensor: Any,
+    op: int = ReduceOp.Average,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: runtime.ProcessSet = runtime.global_process_set,
+    name: str | None = None,
+    compression: Compressor | None = None,
+) -> Any:
+    """Reduces `tensor` over all ranks and gives each rank its part of the rows.
+
+    The rows (dimension 0) are split as evenly as possible; the first ranks take one more
+    if they do not divide. So the result's shape may differ from rank to rank.
+
+    Args:
+      tensor: an array or a tree of arrays with at least one dimension; the same shapes on
+        all ranks.
+      op: Average, Sum, Min, Max or Product, as in `allreduce`.
+      prescale_factor: multiplies each rank's tensor before the reduction.
+      postscale_factor: multiplies the result.
+      process_set: the ranks that take part; this rank must be one of them.
+      name: stands for the operation in error messages.
+      compression: as in `allreduce`.
+
+    Returns:
+      This rank's rows of the reduced tensor or tree.
+
+    Raises:
+      NotInitialized: before ringjax.init().
+      TypeError, ValueError: a bad argument; nothing was sent.
+      jax.errors.JaxRuntimeError: when the result is used, if ranks disagree or one is lost.
+
+    Example:
+      >>> import jax.numpy as jnp, ringjax
+      >>> ringjax.init()
+      >>> mine = ringjax.reducescatter(jnp.ones((ringjax.size(), 3)))
+      >>> mine.shape
+      (1, 3)
+
+    Derivatives: Average and Sum are linear: the tangent is the reducescatter of the
+    tangents; every rank's tensor enters all results, so the cotangent is the allgather
+    of the cotangents, over P for Average. Min, Max and Product as in `allreduce`.
+    """
+    return _reducescatter(
+        "reducescatter",
+        tensor,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set=process_set,
+        name=name,
+        compression=compression,
+    )
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    op: int = ReduceOp.Average,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: runtime.ProcessSet = runtime.global_process_set,
+    name: str | None = None,
+    compression: Compressor | None = None,
+) -> list[Any]:
+    """`reducescatter` of a list as one operation; returns a list."""
+    out: list[Any] = _reducescatter(
+        "grouped_reducescatter",
+        arguments.listed("grouped_reducescatter", tensors),
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set=process_set,
+        name=name,
+        compression=compression,
+    )
+    return out
+
+
+def _reducescatter(
+    what: str,
+    tree: Any,
+    op: int,
+    prescale: float,
+    postscale: float,
+    *,
+    process_set: runtime.ProcessSet,
+    name: str | None,
+    compression: Compressor | None,
+) -> Any:
+    communicator = runtime.communicator(process_set, what)
+    leaves = arguments.with_rows(what, arguments.flatten(what, tree))
+    size = communicator.size
+    counts = tuple(split_rows(array.shape[0], size) for array in leaves.arrays)
+    params = {
+        "comm": communicator.id,
+        "reduce_op": int(arguments.reduce_op(what, op, leaves.arrays)),
+        "prescale": arguments.factor(what, "prescale_factor", prescale, leaves.arrays),
+        "postscale": arguments.factor(
+            what, "postscale_factor", postscale, leaves.arrays
+        ),
+        "wire": arguments.wire(what, compression),
+        "name": name or "",
+        "names": leaves.names,
+        "size": size,
+        "counts": counts,
+        "rows": tuple(rows[communicator.rank] for rows in counts),
+    }
+    if not leaves.arrays:
+        return tree
+    return leaves.rebuild(primitive.bind("reducescatter", leaves.arrays, **params))
+
+
+def split_rows(rows: int, size: int) -> tuple[int, ...]:
+    """As even as possible; the first ranks take the remainder."""
+    each, rest = divmod(rows, size)
+    return tuple(each + (rank < rest) for rank in range(size))
+
+
+# -- shape and derivatives -------------------------------------------------------------
+
+
+def _shape(avals: Sequence[Any], *, rows: Any, **params: Any) -> list[Any]:
+    return [
+        _jax.shaped((own, *aval.shape[1:]), aval.dtype)
+        for aval, own in zip(avals, rows, strict=True)
+    ]
+
+
+def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
+    """Sum: ``dy_r = Σ_s (dx_s)_r``; Average: the same over P; the others see below."""
+    op = ReduceOp(params["reduce_op"])
+    if op in primitive.LINEAR:
+        return primitive.linear_jvp(p, xs, ts, **params)
+    rule = _product_tangents if op is ReduceOp.Product else _extreme_tangents
+    return primitive.sparse_jvp(p, xs, ts, params, rule)
+
+
+def _extreme_tangents(
+    xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Min, Max: as in allreduce, after every rank has learnt all extreme elements.
+
+    ``dy_r = (Σ_s m_s dx_s / k)_r`` with m_s = 1 where rank s holds the extreme element and
+    k the number of ranks that do: a reducescatter with Sum, which transposes by itself.
+    """
+    before, after = params["prescale"], params["postscale"]
+    exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
+    if (before, after, params["wire"]) != (1.0, 1.0, -1):
+        xs = [primitive.scaled(x, before) for x in xs]
+        ys = primitive.bind("reducescatter", xs, **exact)
+    total = {**exact, "reduce_op": int(ReduceOp.Sum)}
+    everywhere = primitive.bind("allgather", ys, **_without_rows(total))
+    masks = [(x == y).astype(x.dtype) for x, y in zip(xs, everywhere, strict=True)]
+    holders = primitive.bind("allreduce", masks, **_without_rows(total, counts=False))
+    shares = [
+        m / k * primitive.scaled(t, before)
+        for m, k, t in zip(masks, holders, ts, strict=True)
+    ]
+    tangents = primitive.bind("reducescatter", shares, **total)
+    return [primitive.scaled(t, after) for t in tangents]
+
+
+def _product_tangents(
+    xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Product: ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r``, on the factors of this rank's rows,
+    which an alltoall brings together: right at zeros and for every order of derivative."""
+    del ys
+    size, rows = params["size"], params["rows"]
+    before, after = params["prescale"], params["postscale"]
+    exchange = {
+        **{k: params[k] for k in ("comm", "name", "names", "size")},
+        "counts": tuple(
+            (*sent, *(own,) * size)
+            for sent, own in zip(params["counts"], rows, strict=True)
+        ),
+    }
+
+    def together(values: list[Any]) -> list[Any]:
+        scaled = [primitive.scaled(v, before) for v in values]
+        return [
+            v.reshape(size, own, *v.shape[1:])
+            for v, own in zip(
+                primitive.bind("alltoall", scaled, **exchange), rows, strict=True
+            )
+        ]
+
+    return [
+        primitive.scaled(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
+        for f, d in zip(together(xs), together(ts), strict=True)
+    ]
+
+
+def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list[Any]:
+    """``y_s = Σ_r (x_r)_s``, so ``ct_x_r = (ct_y_1, .., ct_y_P)`` on every rank."""
+    del avals
+    factor = params["prescale"] * params["postscale"]
+    if params["reduce_op"] == ReduceOp.Average:
+        factor /= params["size"]
+    gathered = primitive.bind("allgather", cts, **_without_rows(params))
+    return [primitive.scaled(ct, factor) for ct in gathered]
+
+
+def _without_rows(params: dict[str, Any], *, counts: bool = True) -> dict[str, Any]:
+    """The parameters for a collective that moves the same rows without reducing them."""
+    kept = ("comm", "name", "names", *(("size", "counts") if counts else ()))
+    return {k: params[k] for k in kept}
+
+
+primitive.collective(
+    "reducescatter",
+    shape=_shape,
+    in_place=False,
+    batch=primitive.batch_rows,
+    jvp=_jvp,
+    transpose=_transpose,
+)

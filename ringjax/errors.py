@@ -1,0 +1,103 @@
+"""The exceptions of ringjax, and how a status of the native core becomes one of them.
+
+Not for bad arguments: those are ValueError or TypeError naming the argument, raised
+before anything is sent. Everything here happened at run time, to this rank or to another.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class StatusLike(Protocol):
+    """What `ringjax._native.StatusError` carries: a code name and the rank to blame."""
+
+    code: str
+    rank: int
+
+
+class RingjaxError(RuntimeError):
+    """Base class of every failure at run time. Its text says who, what and why."""
+
+
+# Horovod's name for the same thing, so that `except HorovodInternalError` keeps working.
+HorovodInternalError = RingjaxError
+
+
+class PeerLost(RingjaxError):
+    """A rank is gone: it died, failed, left, or cannot be reached any more.
+
+    Attributes:
+        rank: the world rank that was lost, -1 if it is not known.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int]]:
+        return type(self), (str(self), self.rank)
+
+
+class Mismatch(RingjaxError):
+    """Ranks disagree about an operation. Every rank gets this; the job stays usable."""
+
+
+class Stalled(RingjaxError):
+    """A living rank did not take part within the time allowed."""
+
+
+class Cancelled(RingjaxError):
+    """An operation was interrupted on this rank."""
+
+
+class InvalidArgument(RingjaxError, ValueError):
+    """An operation was refused on this rank before anything was sent."""
+
+
+class NotInitialized(RingjaxError):
+    """`ringjax.init()` has not been called, or `shutdown()` has."""
+
+
+class StartupError(RingjaxError):
+    """The job could not be brought together; the text says who is missing and why."""
+
+
+class AuthenticationError(StartupError):
+    """The other end does not know this job's secret, or broke the protocol."""
+
+
+class LaunchError(RingjaxError):
+    """A job started by `ringrun` or `ringjax.run.run` failed.
+
+    Attributes:
+        rank: the first rank that failed, -1 if none did.
+        exit_code: what ringrun exits with.
+    """
+
+    def __init__(self, message: str, rank: int = -1, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[type[LaunchError], tuple[str, int, int]]:
+        return type(self), (str(self), self.rank, self.exit_code)
+
+
+def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
+    """The exception for a status code; XLA's names of the codes work too."""
+    if code == "UNAVAILABLE":
+        return PeerLost(message, rank)
+    kinds: dict[str, type[RingjaxError]] = {
+        "MISMATCH": Mismatch,
+        "ABORTED": Mismatch,  # how a mismatch travels through XLA
+        "DEADLINE_EXCEEDED": Stalled,
+        "CANCELLED": Cancelled,
+        "INVALID_ARGUMENT": InvalidArgument,
+    }
+    return kinds.get(code, RingjaxError)(message)
+
+
+def from_status(exc: StatusLike) -> RingjaxError:
+    """Translates an exception of the native core; raise the result `from` it."""
+    return from_code(exc.code, str(exc), exc.rank)

@@ -1,0 +1,392 @@
+"""The links of a communicator: every pair of its ranks connected in the best way.
+
+Ranks of one host share memory: a sealed memfd and both doorbells (eventfds) travel over
+a unix socket whose user is checked. Other pairs, and all that have to do without shared
+memory, get several TCP sockets. Every connection is authenticated (handshake.py). The
+result is descriptors for the native core; nothing here moves tensors. The higher rank
+of a pair calls, the lower one receives the call in `Reception` and makes the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import addresses as address
+from .config import Config
+from .errors import AuthenticationError, PeerLost, RingjaxError, StartupError
+from .handshake import LIMIT, Introduction, Purpose, introduce, peer_uid
+from .reception import Key, Reception
+from .session import Member, Session, ranks_text
+
+_ATTEMPT = 2.0  # seconds for one attempt to connect
+_GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
+_OFFER = struct.Struct("!B7xQ")  # whether memory comes with it; its size
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FLAGS = socket.MSG_CMSG_CLOEXEC
+
+
+@dataclass
+class Mesh:
+    """Descriptors for `_native.Communicator` and `_native.Heartbeat`, which take them.
+
+    Attributes:
+        links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer) or
+            ("tcp", peer, [socket, ...]); peers count within the communicator.
+        doorbell: this rank's own eventfd.
+        control: (world rank, socket) for each other rank, if asked for.
+    """
+
+    links: list[tuple[Any, ...]] = field(default_factory=list)
+    doorbell: int = -1
+    control: list[tuple[int, int]] = field(default_factory=list)
+
+    def descriptors(self) -> list[int]:
+        """All descriptors in it."""
+        found = [self.doorbell] if self.doorbell >= 0 else []
+        for link in self.links:
+            found += [link[2], link[5]] if link[0] == "shm" else link[2]
+        return found + [fd for _, fd in self.control]
+
+    def close(self) -> None:
+        """Closes everything; only before somebody else has taken it."""
+        for fd in self.descriptors():
+            os.close(fd)
+        self.links, self.doorbell, self.control = [], -1, []
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What all communicators of an epoch are built from.
+
+    Attributes:
+        rank: this rank in the world.
+        hosts: for each world rank the number of its host.
+        shm_bytes: how large the memory of a pair is, from the bytes of one ring.
+        log: takes a level and a sentence.
+    """
+
+    rank: int
+    members: Sequence[Member]
+    hosts: Sequence[int]
+    epoch: int
+    job: str
+    secret: bytes = field(repr=False)
+    config: Config
+    reception: Reception
+    session: Session
+    shm_bytes: Callable[[int], int]
+    log: Callable[[str, str], None]
+
+    def build(
+        self, comm: int, ranks: Sequence[int], what: str, *, control: bool = False
+    ) -> Mesh:
+        """Connects this rank with all others of `ranks`; all of them must do it.
+
+        Args:
+            comm: the communicator's number, the same on all ranks.
+            ranks: world ranks in the communicator's order; this one is among them.
+            what: names the communicator in errors.
+            control: also keep a control connection to each of them.
+
+        Raises:
+            StartupError: some could not be reached within the start timeout.
+            PeerLost: a rank is known to be gone.
+        """
+        work = _Work(self, comm, ranks, what)
+        try:
+            work.call_lower()
+            work.offer_to_higher()
+            work.take_from_lower()
+            work.hear_from_higher()
+            return work.result(control)
+        finally:
+            work.close()
+
+
+class _Pair:
+    """What exists so far between this rank and one other."""
+
+    def __init__(self, rank: int, *, local: bool, shared: bool) -> None:
+        self.rank = rank  # in the world
+        self.local, self.shared = local, shared  # one host; and memory wanted
+        self.control: socket.socket | None = None
+        self.data: list[socket.socket] = []
+        self.memory = self.doorbell = -1
+
+    def close(self) -> None:
+        for sock in (self.control, *self.data):
+            if sock is not None:
+                sock.close()
+        for fd in (self.memory, self.doorbell):
+            if fd >= 0:
+                os.close(fd)
+
+
+class _Work:
+    """One building of one communicator, in phases that wait for no chain of ranks."""
+
+    def __init__(
+        self, fabric: Fabric, comm: int, ranks: Sequence[int], what: str
+    ) -> None:
+        self.fabric, self.comm, self.ranks, self.what = fabric, comm, ranks, what
+        self.deadline = time.monotonic() + fabric.config.start_timeout
+        self.mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self.size = fabric.shm_bytes(fabric.config.ring_bytes)
+        self.pairs = [self._pair(r) for r in sorted(ranks) if r != fabric.rank]
+        self.lower = [p for p in self.pairs if p.rank < fabric.rank]
+        self.higher = [p for p in self.pairs if p.rank > fabric.rank]
+
+    def _pair(self, rank: int) -> _Pair:
+        hosts, members, me = self.fabric.hosts, self.fabric.members, self.fabric.rank
+        local = hosts[rank] == hosts[me]
+        both = all(members[r].hello.get("shm") for r in (rank, me))
+        return _Pair(rank, local=local, shared=local and both)
+
+    # Phase 1: call every lower rank; those that do not answer are called again.
+
+    def call_lower(self) -> None:
+        waiting = {pair.rank: pair for pair in self.lower}
+        refused_since: dict[int, float] = {}
+        why: dict[int, str] = {}
+        while waiting:
+            for rank, pair in list(waiting.items()):
+                try:
+                    self._call(pair)
+                except (OSError, AuthenticationError) as error:
+                    why[rank] = str(error)
+                    if not _is_refusal(error):
+                        refused_since.pop(rank, None)
+                    since = refused_since.setdefault(rank, time.monotonic())
+                    if _is_refusal(error) and time.monotonic() - since > _GIVE_UP:
+                        self._fail({rank: f"{why[rank]}, the process is gone"})
+                else:
+                    del waiting[rank]
+            if waiting:
+                self._check(lambda: {r: why[r] for r in waiting})
+                time.sleep(0.02)
+
+    def _call(self, pair: _Pair) -> None:
+        if pair.control is None:
+            pair.control = self._connect(pair, Purpose.CONTROL, 0)
+        while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
+            sock = self._connect(pair, Purpose.DATA, len(pair.data))
+            pair.data.append(sock)
+
+    def _connect(self, pair: _Pair, purpose: Purpose, stream: int) -> socket.socket:
+        fabric = self.fabric
+        introduction = Introduction(
+            fabric.job,
+            purpose,
+            fabric.rank,
+            pair.rank,
+            fabric.epoch,
+            self.comm,
+            stream,
+        )
+        errors: list[Exception] = []
+        for where in self._candidates(pair, purpose):
+            sock = None
+            try:
+                sock = _open(where)
+                limit = min(LIMIT, max(0.05, self.deadline - time.monotonic()))
+                introduce(sock, fabric.secret, introduction, limit)
+                tune(sock, fabric.config.failure_timeout)
+            except (OSError, AuthenticationError) as error:
+                if sock is not None:
+                    sock.close()
+                errors.append(error)
+            else:
+                return sock
+        # A refusal says least: something else is the better explanation.
+        errors.sort(key=_is_refusal)
+        raise errors[0] if errors else OSError("it gave no address")
+
+    def _candidates(self, pair: _Pair, purpose: Purpose) -> list[str | tuple[str, int]]:
+        """Where to call a rank, best first."""
+        member = self.fabric.members[pair.rank]
+        if pair.local and purpose == Purpose.CONTROL:
+            return ["\0" + str(member.hello["door"])]
+        found = address.parse(str(member.hello["addresses"]))
+        mine = self.fabric.members[self.fabric.rank].hello
+        near = mine.get("machine") == member.hello.get("machine")
+        if not near:
+            found = [a for a in found if not address.is_loopback(a[0])] or found
+        found.sort(
+            key=lambda a: (near != address.is_loopback(a[0]), a[0] != member.seen)
+        )
+        return list(found)
+
+    # Phase 2: the lower rank of a pair on one host makes the memory and offers it.
+
+    def offer_to_higher(self) -> None:
+        for pair in self.higher:
+            pair.control = self._arrived(pair, Purpose.CONTROL, 0)
+        shared = [pair for pair in self.higher if pair.shared]
+        try:
+            for pair in shared:
+                pair.memory = make_memory(self.size)
+        except OSError as error:
+            self.fabric.log(
+                "warning",
+                f"{self.what}: {len(shared)} x {self.size} = {len(shared) * self.size} "
+                f"bytes of shared memory cannot be had ({error.strerror}): using TCP on "
+                f"this host, which is slower",
+            )
+            for pair in shared:
+                pair.shared = False
+                if pair.memory >= 0:
+                    os.close(pair.memory)
+                    pair.memory = -1
+        for pair in shared:
+            fds = [pair.memory, self.mesh.doorbell] if pair.shared else []
+            self._send(pair, _OFFER.pack(pair.shared, self.size), fds)
+
+    # Phase 3: the higher rank takes it and answers with its own doorbell.
+
+    def take_from_lower(self) -> None:
+        for pair in self.lower:
+            if not pair.shared:
+                continue
+            message, fds = self._receive(pair, 2)
+            offered, size = _OFFER.unpack(message)
+            if len(fds) == 2:
+                pair.memory, pair.doorbell = fds
+            else:
+                for fd in fds:
+                    os.close(fd)
+            fits = pair.memory >= 0 and size == self.size and fits_size(pair.memory, size)
+            if offered and not fits:
+                self._fail({pair.rank: "it offered memory of another size, or unsealed"})
+            pair.shared = bool(offered)
+            if offered:
+                self._send(pair, _OFFER.pack(1, size), [self.mesh.doorbell])
+            else:
+                self._again(pair)
+
+    def _again(self, pair: _Pair) -> None:
+        """Connects the data sockets of a pair that has to do without memory."""
+        while True:
+            try:
+                self._call(pair)
+            except (OSError, AuthenticationError) as error:
+                why = str(error)
+                self._check(lambda: {pair.rank: why})
+                time.sleep(0.02)
+            else:
+                return
+
+    # Phase 4: the lower rank learns the doorbells of the higher ones.
+
+    def hear_from_higher(self) -> None:
+        for pair in self.higher:
+            if pair.shared:
+                _, fds = self._receive(pair, 1)
+                if len(fds) != 1:
+                    self._fail({pair.rank: "it sent no doorbell"})
+                pair.doorbell = fds[0]
+            while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
+                pair.data.append(self._arrived(pair, Purpose.DATA, len(pair.data)))
+
+    # What the phases need.
+
+    def _arrived(self, pair: _Pair, purpose: Purpose, stream: int) -> socket.socket:
+        key = Key(self.fabric.epoch, self.comm, purpose, stream, pair.rank)
+        while (sock := self.fabric.reception.take(key, 0.1)) is None:
+            self._check(lambda: {pair.rank: "it did not call"})
+        try:
+            tune(sock, self.fabric.config.failure_timeout)
+        except OSError:  # it is gone already; the core will find out
+            sock.close()
+            raise PeerLost(f"{self.what}: rank {pair.rank} is gone", pair.rank) from None
+        return sock
+
+    def _send(self, pair: _Pair, message: bytes, fds: list[int]) -> None:
+        assert pair.control is not None
+        try:
+            pair.control.settimeout(LIMIT)
+            socket.send_fds(pair.control, [message], fds)
+        except OSError as error:
+            raise PeerLost(
+                f"{self.what}: rank {pair.rank} is gone: {error}", pair.rank
+            ) from error
+
+    def _receive(self, pair: _Pair, most: int) -> tuple[bytes, list[int]]:
+        """One message of fixed size with its descriptors."""
+        assert pair.control is not None
+        message, fds = b"", list[int]()
+        try:
+            while len(message) < _OFFER.size:
+                pair.control.settimeout(0.1)
+                try:
+                    piece, more, _, _ = socket.recv_fds(
+                        pair.control, _OFFER.size - len(message), most, _FLAGS
+                    )
+                except TimeoutError:
+                    self._check(lambda: {pair.rank: "it does not answer"})
+                    continue
+                fds += more
+                if not piece:
+                    raise ConnectionResetError("it closed the connection")
+                message += piece
+        except BaseException as error:
+            for fd in fds:
+                os.close(fd)
+            if isinstance(error, OSError):
+                raise PeerLost(
+                    f"{self.what}: rank {pair.rank} is gone: {error}", pair.rank
+                ) from error
+            raise
+        return message, fds
+
+    def _check(self, missing: Callable[[], dict[int, str]]) -> None:
+        """Raises if a rank that is needed has gone, or the time is up."""
+        for rank, why in self.fabric.session.gone().items():
+            if rank in self.ranks:
+                raise PeerLost(f"{self.what}: rank {rank} {why}", rank)
+        if time.monotonic() >= self.deadline:
+            self._fail(missing())
+
+    def _fail(self, missing: dict[int, str]) -> None:
+        hello = {r: self.fabric.members[r].hello for r in missing}
+        reasons = "; ".join(
+            f"rank {r} on {hello[r].get('hostname')} at {hello[r].get('addresses')}: {why}"
+            for r, why in missing.items()
+        )
+        raise StartupError(
+            f"{self.what}: rank {self.fabric.rank} could not be connected with "
+            f"{ranks_text(list(missing))} within "
+            f"{self.fabric.config.start_timeout:g} s ({reasons})"
+        )
+
+    def result(self, control: bool) -> Mesh:
+        mesh, place = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
+        ring = self.fabric.config.ring_bytes
+        for pair in self.pairs:
+            peer = place[pair.rank]
+            if pair.shared:
+                side = int(place[self.fabric.rank] > peer)
+                link = ("shm", peer, pair.memory, side, ring, pair.doorbell)
+                pair.memory = pair.doorbell = -1
+                mesh.links.append(link)
+            else:
+                sockets = [sock.detach() for sock in pair.data]
+                mesh.links.append(("tcp", peer, sockets))
+            if control and pair.control is not None:
+                mesh.control.append((pair.rank, pair.control.detach()))
+        self.mesh = Mesh()  # now the caller's
+        return mesh
+
+    def close(self) -> None:
+        """Closes whatever `result` has not handed out."""
+        for pair in self.pairs:
+            pair.close()
+        self.mesh.close()

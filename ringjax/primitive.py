@@ -1,0 +1,321 @@
+"""From a declaration to a JAX primitive: shapes, batching, derivatives, lowering, order.
+
+A collective takes any number of operands and is one native call. What it means is said
+in `collectives/<op>.py`; what JAX calls things in `_jax.py`. Also here: the chained
+allreduce of gradients, whose order is an array instead of an effect. No input checks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ringjax import _jax, _native, runtime
+
+
+class ReduceOp(enum.IntEnum):
+    """How values of different ranks become one. The numbers are Horovod's."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+LINEAR = (ReduceOp.Average, ReduceOp.Sum)
+
+# Every collective has the same parameters, so that one lowering serves all of them.
+# counts and names have one entry per operand; counts are rows (dimension 0) per rank.
+DEFAULTS: dict[str, Any] = {
+    "comm": 0,
+    "reduce_op": int(ReduceOp.Sum),
+    "wire": -1,
+    "prescale": 1.0,
+    "postscale": 1.0,
+    "root": 0,
+    "size": 0,
+    "counts": (),
+    "name": "",
+    "names": (),
+}
+
+ShapeRule = Callable[..., list[Any]]
+TransposeRule = Callable[[list[Any], list[Any], dict[str, Any]], Sequence[Any]]
+
+_primitives: dict[str, Any] = {}
+
+
+def collective(
+    name: str,
+    *,
+    shape: ShapeRule,
+    in_place: bool,
+    batch: Callable[..., Any] | None,
+    jvp: Callable[..., Any] | None,
+    transpose: TransposeRule | None,
+) -> Any:
+    """Declares a collective and returns its primitive.
+
+    Args:
+      name: a key of `_native.COLLECTIVES`.
+      shape: ``(avals, **params) -> avals`` of the results.
+      in_place: results have the shapes of the operands and may reuse their memory.
+      batch, jvp: as JAX calls them, with the primitive as an extra first argument.
+      transpose: ``(cotangents, operands, params) -> cotangents of the operands``; sees
+        only the operands whose cotangent is not zero. None: not linear.
+    """
+    primitive = _jax.new_primitive(name)
+    _jax.set_shape_rule(primitive, lambda *a, **kw: shape(a, **kw), ordered=True)
+    _jax.set_rules(
+        primitive,
+        batch=batch and (lambda *a, **kw: batch(primitive, *a, **kw)),
+        jvp=jvp and (lambda *a, **kw: jvp(primitive, *a, **kw)),
+        transpose=transpose and _sparse_transpose(transpose),
+    )
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
+        aliases = {i: i for i in range(len(operands))} if in_place else {}
+        return _jax.emit_ordered(
+            ctx,
+            "ringjax_run",
+            operands,
+            aliases=aliases,
+            attributes=attributes(name, params),
+        )
+
+    _jax.register_lowering(primitive, lower)
+    _primitives[name] = primitive
+    return primitive
+
+
+def bind(name: str, operands: Sequence[Any], **params: Any) -> list[Any]:
+    """Binds the collective `name`; parameters that are not given have their defaults.
+
+    By name, because the derivatives of collectives lead to each other in circles.
+    """
+    return list(_primitives[name].bind(*operands, **{**DEFAULTS, **params}))
+
+
+def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
+    """The attributes of a native call. Neither rank nor size unless a shape needs them."""
+    out = {k: v for k, v in params.items() if k in DEFAULTS}
+    out["op"] = _native.COLLECTIVES[op]
+    out["counts"] = tuple(int(n) for rows in params["counts"] for n in rows)
+    out["names"] = "\n".join(n.replace("\n", " ") for n in params["names"])
+    return {**out, "site": 0, "first": 0, "last": 0, **extra}
+
+
+def select(params: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """The parameters of the same call with only the operands `kept`."""
+    per_operand = ("counts", "names")
+    chosen = {k: tuple(params[k][i] for i in kept) for k in per_operand if params[k]}
+    return {**params, **chosen}
+
+
+# -- rules that several collectives share ----------------------------------------------
+
+
+def same_shape(avals: Sequence[Any], **params: Any) -> list[Any]:
+    return [_jax.shaped(a.shape, a.dtype) for a in avals]
+
+
+def scaled(x: Any, factor: float) -> Any:
+    """``factor * x`` in the dtype of x, and no operation for 1."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
+def batch_elementwise(p: Any, xs: Any, dims: Any, **params: Any) -> Any:
+    """Every element is treated alike: the batch dimension may stay where it is."""
+    return p.bind(*xs, **params), list(dims)
+
+
+def batch_rows(p: Any, xs: Any, dims: Any, **params: Any) -> Any:
+    """Dimension 0 is cut by rank, so the batch dimension goes to place 1."""
+    xs = [
+        x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(xs, dims, strict=True)
+    ]
+    return p.bind(*xs, **params), [None if d is None else 1 for d in dims]
+
+
+def linear_jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
+    """A linear map is its own derivative; symbolic zeros are not sent."""
+    return sparse_jvp(p, xs, ts, params, lambda _x, live, _y, kw: p.bind(*live, **kw))
+
+
+def sparse_jvp(p: Any, xs: Any, ts: Any, params: Any, tangents: Any) -> Any:
+    """Results and tangents, where ``tangents(xs, ts, ys, params)`` sees live ones only.
+
+    Which tangents are symbolic zeros is part of the program, hence equal on all ranks.
+    """
+    ys = p.bind(*xs, **params)
+    out = [_jax.zero_tangent(y) for y in ys]
+    live = [i for i, t in enumerate(ts) if type(t) is not _jax.Zero]
+    if live:
+        chosen = ([values[i] for i in live] for values in (xs, ts, ys))
+        values = tangents(*chosen, select(params, live))
+        for i, value in zip(live, values, strict=True):
+            out[i] = value
+    return ys, out
+
+
+def _sparse_transpose(rule: TransposeRule) -> Any:
+    def transpose(cts: Any, *xs: Any, **params: Any) -> list[Any]:
+        out = [_jax.zero_cotangent(x) if _jax.is_linear(x) else None for x in xs]
+        live = [
+            i
+            for i, (ct, x) in enumerate(zip(cts, xs, strict=True))
+            if type(ct) is not _jax.Zero and _jax.is_linear(x)
+        ]
+        if live:
+            values = rule(
+                [cts[i] for i in live], [xs[i].aval for i in live], select(params, live)
+            )
+            for i, value in zip(live, values, strict=True):
+                out[i] = value
+        return out
+
+    return transpose
+
+
+# -- the gradient path: order is an array ----------------------------------------------
+
+_chained_p = _jax.new_primitive("allreduce_chained")
+
+
+def bucketed_allreduce(
+    leaves: Sequence[Any],
+    seq: Any,
+    *,
+    op: int,
+    wire: int,
+    prescale: float,
+    postscale: float,
+    process_set: runtime.ProcessSet,
+    cuts: tuple[tuple[int, ...], ...],
+    overlapped: bool,
+    name: str,
+    names: tuple[str, ...],
+) -> tuple[list[Any], Any]:
+    """Allreduces all `leaves` in one chain that starts and ends in a sequence number.
+
+    No JAX effect: the call keeps JAX's fast dispatch, and a failure poisons nothing.
+
+    Args:
+      leaves: arrays of any shapes and dtypes.
+      seq: uint32[1], the result of the previous call of the same chain.
+      op, wire, prescale, postscale: as the native call takes them.
+      process_set: who takes part.
+      cuts: the indices of the leaves of each bucket, in the order of readiness.
+      overlapped: False: one call that works in place. True: one START per bucket as soon
+        as its leaves exist, and all DONEs after the last START.
+      name, names: for error messages; one name per leaf, or none.
+
+    Returns:
+      The reduced leaves and ``seq + 1``.
+    """
+    if sorted(i for cut in cuts for i in cut) != list(range(len(leaves))):
+        raise ValueError(
+            f"cuts must hold every index below {len(leaves)} once, got {cuts}"
+        )
+    if not leaves:
+        return [], seq
+    seq = jnp.asarray(seq)
+    if seq.shape != (1,) or seq.dtype != jnp.uint32:
+        raise ValueError(
+            f"ringjax.allreduce_grads: the state's `seq` must be uint32[1], got "
+            f"{seq.dtype}{list(seq.shape)}; was the optimizer state cast or mapped over?"
+        )
+    *out, seq = _chained_p.bind(
+        *leaves,
+        seq,
+        cuts=cuts if overlapped else (tuple(range(len(leaves))),),
+        overlapped=overlapped,
+        **{
+            **DEFAULTS,
+            "comm": runtime.communicator(process_set, "allreduce_grads").id,
+            "reduce_op": int(op),
+            "wire": int(wire),
+            "prescale": float(prescale),
+            "postscale": float(postscale),
+            "name": name,
+            "names": tuple(names),
+        },
+    )
+    return list(out), seq
+
+
+def _chained_lower(
+    ctx: Any, *operands: Any, cuts: Any, overlapped: bool, **params: Any
+) -> list[Any]:
+    *leaves, seq = operands
+    *avals, seq_aval = ctx.avals_in
+    last = len(cuts) - 1
+    targets = ("ringjax_start", "ringjax_done") if overlapped else ("ringjax_run",)
+    for phase, target in enumerate(targets):
+        for site, cut in enumerate(cuts):
+            types = [*(avals[i] for i in cut), seq_aval]
+            *out, seq = _jax.emit(
+                ctx,
+                target,
+                [*(leaves[i] for i in cut), seq],
+                types,
+                types,
+                aliases={i: i for i in range(len(types))},
+                attributes=attributes(
+                    "allreduce",
+                    select(params, cut),
+                    site=site,
+                    first=int(overlapped and phase == 0 and site == 0),
+                    last=int(overlapped and phase == 1 and site == last),
+                ),
+                # The others hang on the first one by seq.
+                tie=phase == 0 and site == 0,
+            )
+            for i, value in zip(cut, out, strict=True):
+                leaves[i] = value
+    return [*leaves, seq]
+
+
+def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:
+    """An ensemble: all members carry the same seq, and one call moves them all."""
+    *leaves, seq = args
+    *leaf_dims, seq_dim = dims
+    if seq_dim is not None:
+        seq = jax.lax.index_in_dim(seq, 0, seq_dim, keepdims=False)
+    return _chained_p.bind(*leaves, seq, **params), [*leaf_dims, None]
+
+
+def _chained_jvp(args: Any, ts: Any, **params: Any) -> Any:
+    """Tangents travel by the stand-alone allreduce, which has all derivative rules."""
+
+    def tangents(_xs: Any, live: Any, _ys: Any, kw: Any) -> Any:
+        kept = {k: v for k, v in kw.items() if k in DEFAULTS}
+        op = ReduceOp(kept["reduce_op"])
+        if op not in LINEAR:
+            raise TypeError(
+                f"ringjax.allreduce_grads: op={op.name} has no derivative here; use "
+                "Average or Sum, or reduce by ringjax.allreduce"
+            )
+        return bind("allreduce", live, **kept)
+
+    # seq is an integer: its tangent is a symbolic zero, so it never is live.
+    float0 = [
+        t if _is_live(t) else _jax.zero_tangent(x)
+        for x, t in zip(args, ts, strict=True)
+    ]
+    return sparse_jvp(_chained_p, args, float0, params, tangents)
+
+
+def _is_live(tangent: Any) -> bool:
+    return type(tangent) is not _jax.Zero and tangent.dtype != jax.dtypes.float0
+
+
+_jax.set_shape_rule(_chained_p, lambda *a, **kw: same_shape(a, **kw), ordered=False)
+_jax.set_rules(_chained_p, batch=_chained_batch, jvp=_chained_jvp, transpose=None)
+_jax.register_lowering(_chained_p, _chained_lower)

@@ -1,0 +1,215 @@
+"""The program on each host that owns its ranks: `python -m ringjax.run.agent`.
+
+ringrun starts one on its own machine and one over ssh on every other; all of them get
+everything (environment with the secret, command, directory) on standard input and
+forward output and exit codes on standard output, never anything in argv. An agent whose
+standard input closes, or whose parent is gone, kills every process below it and ends:
+that is why no rank outlives ringrun, however it dies. Knows no collective, no rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from ringjax.run import spawn
+from ringjax.run.channel import Channel, Message
+
+_CHUNK = 1 << 16
+_BACKLOG = 1 << 20  # bytes not yet taken by ringrun before we stop reading the ranks
+_GRACE = 1.0  # seconds between SIGTERM and SIGKILL when ringrun is gone
+
+
+class Agent:
+    """One selector loop over the channel, the children's pipes and signals."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._channel = Channel(
+            self._selector, reader, writer, self._obey, lambda: self._abandon()
+        )
+        self._children: dict[int, spawn.Child] = {}
+        self._ids: dict[int, int] = {}
+        self._paused: list[tuple[int, Callable[[], None]]] = []
+        self._ending: float | None = None
+        self._wakeup, wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for number in (
+            signal.SIGCHLD,
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGQUIT,
+        ):
+            signal.signal(number, lambda *_: None)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._signalled)
+
+    def run(self) -> NoReturn:
+        """Serve until the job is over; never returns."""
+        spawn.adopt_orphans()
+        self._channel.send({"is": "hello", "pid": os.getpid()})
+        while True:
+            for key, _ in self._selector.select(self._timeout()):
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
+            self._resume()
+            if self._ending is not None:
+                self._finish(self._ending)
+
+    def _timeout(self) -> float | None:
+        if self._ending is not None:
+            return max(0.0, min(0.05, self._ending - time.monotonic()))
+        return None
+
+    # What ringrun asks for.
+
+    def _obey(self, message: Message) -> None:
+        match message.get("do"):
+            case "watch":
+                self._watch(message["pid"])
+            case "spawn":
+                self._spawn(message)
+            case "signal":
+                for child in self._children.values():
+                    child.signal(message["signal"])
+            case "end":
+                self._report(spawn.sweep(limit=1.0))
+                self._ending = time.monotonic() + 0.5
+
+    def _spawn(self, message: Message) -> None:
+        payload = message.get("payload")
+        task = None if payload is None else base64.b64decode(payload)
+        with contextlib.suppress(OSError):
+            # A directory that only the first host has: stay where ssh put us.
+            os.chdir(message["cwd"])
+        for order in message["children"]:
+            self._start(order, {**message["env"], **order["env"]}, task)
+
+    def _start(self, order: Message, env: dict[str, str], task: bytes | None) -> None:
+        name = order["id"]
+        argv = order["argv"]
+        stdin, stdout = order.get("stdin"), order.get("stdout")
+        try:
+            child = spawn.start(
+                argv,
+                env,
+                payload=task if stdin is None else None,
+                stdin=stdin,
+                stdout=stdout,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            missing = isinstance(error, FileNotFoundError)
+            reason = getattr(error, "strerror", None) or str(error)
+            text = f"cannot run {argv[0]!r}: {reason}"
+            code = 127 if missing else 126
+            self._channel.send({"is": "exited", "id": name, "code": code, "text": text})
+            return
+        self._children[name] = child
+        self._ids[child.pid] = name
+        for stream, descriptor in child.pipes.items():
+            self._selector.register(
+                descriptor,
+                selectors.EVENT_READ,
+                lambda n=name, s=stream, d=descriptor: self._forward(n, s, d),
+            )
+        self._channel.send({"is": "started", "id": name, "pid": child.pid})
+
+    def _watch(self, parent: int) -> None:
+        """End when `parent` dies, even if a fork of it holds our pipe open."""
+        try:
+            descriptor = os.pidfd_open(parent)
+        except ProcessLookupError:
+            self._abandon()
+        except OSError:
+            return  # a kernel without pidfd: the pipe alone has to do
+        else:
+            self._selector.register(descriptor, selectors.EVENT_READ, self._abandon)
+
+    # What the children do.
+
+    def _forward(self, name: int, stream: str, descriptor: int) -> None:
+        data = os.read(descriptor, _CHUNK)
+        if not data:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+            self._children[name].pipes.pop(stream, None)
+        text = base64.b64encode(data).decode()
+        self._channel.send({"is": "output", "id": name, "stream": stream, "data": text})
+        if self._channel.pending > _BACKLOG and self._ending is None:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Stop reading the ranks: they wait in their own writes, nothing piles up."""
+        for child in self._children.values():
+            for descriptor in child.pipes.values():
+                with contextlib.suppress(KeyError):
+                    key = self._selector.unregister(descriptor)
+                    self._paused.append((descriptor, key.data))
+
+    def _resume(self) -> None:
+        if self._paused and (self._ending or self._channel.pending < _BACKLOG // 2):
+            for descriptor, callback in self._paused:
+                self._selector.register(descriptor, selectors.EVENT_READ, callback)
+            self._paused.clear()
+
+    def _signalled(self) -> None:
+        numbers = os.read(self._wakeup, 256)
+        self._report(spawn.reap())
+        if any(number != signal.SIGCHLD for number in numbers):
+            self._abandon()
+
+    def _report(self, ended: list[tuple[int, int]]) -> None:
+        for pid, code in ended:
+            name = self._ids.pop(pid, None)
+            if name is None:
+                continue  # an adopted orphan
+            process = self._children[name].process
+            process.returncode = code  # Popen must not wait for it again
+            self._channel.send({"is": "exited", "id": name, "code": code})
+
+    # How it ends.
+
+    def _finish(self, deadline: float) -> None:
+        """After `end`: forward what is left in the pipes, say goodbye, exit."""
+        drained = not any(child.pipes for child in self._children.values())
+        if drained or time.monotonic() > deadline:
+            self._channel.send({"is": "bye"})
+            self._channel.flush(limit=5.0)
+            os._exit(0)
+
+    def _abandon(self) -> NoReturn:
+        """ringrun is gone: end every process below us, then ourselves."""
+        for child in self._children.values():
+            child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        spawn.reap()
+        while not spawn.childless() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            spawn.reap()
+        spawn.sweep(limit=2.0)
+        os._exit(1)
+
+
+def main() -> NoReturn:
+    """Entry point: the channel is standard input and output, moved out of the way."""
+    reader, writer = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    Agent(reader, writer).run()
+
+
+if __name__ == "__main__":
+    if sys.platform != "linux":
+        raise SystemExit("ringjax.run.agent needs Linux")
+    main()

@@ -1,0 +1,84 @@
+"""`ringrun --check-build`: what is usable on this machine, found without importing it.
+
+Looks for packages and libraries only; that a GPU works is for the program to find out.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+from importlib import metadata, util
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _found(name: str) -> bool:
+    try:
+        return util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _line(mark: bool, text: str) -> str:
+    return f"    [{'X' if mark else ' '}] {text}\n"
+
+
+def _package(module: str, distribution: str, title: str) -> str:
+    if not _found(module):
+        return _line(False, title)
+    return _line(True, f"{title} {_version(distribution) or ''}".rstrip())
+
+
+def _library(pattern: str, packages: str) -> str | None:
+    """Path of a shared library, from a pip package or where the linker looks."""
+    roots = [
+        *(os.path.join(path, packages) for path in _site_paths()),
+        *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
+        "/usr/local/cuda/lib64",
+        "/usr/local/cuda/compat",
+        f"/usr/lib/{platform.machine()}-linux-gnu",
+        "/usr/lib64",
+        "/usr/lib",
+        "/usr/local/lib",
+    ]
+    for root in filter(None, roots):
+        if matches := sorted(glob.glob(os.path.join(root, pattern))):
+            return matches[0]
+    return None
+
+
+def _site_paths() -> list[str]:
+    import sys
+
+    return [path for path in sys.path if path.endswith("-packages")]
+
+
+def report() -> str:
+    """The text that --check-build prints."""
+    import ringjax
+
+    nccl = _library("libnccl.so*", "nvidia/nccl/lib")
+    driver = _library("libcuda.so*", "")
+    core = _found("ringjax._native")
+    memfd = hasattr(os, "memfd_create")
+    return (
+        f"ringjax v{ringjax.__version__}:\n\n"
+        "Available Frameworks:\n"
+        + _package("jax", "jax", "JAX")
+        + _package("jaxlib", "jaxlib", "jaxlib")
+        + _package("optax", "optax", "Optax")
+        + _package("flax", "flax", "Flax")
+        + "\nAvailable Transports:\n"
+        + _line(core, "native core (ringjax._native)")
+        + _line(core and memfd, "shared memory (memfd)")
+        + _line(core, "TCP")
+        + "\nAvailable Libraries:\n"
+        + _line(nccl is not None, f"NCCL {nccl or '(not found)'}")
+        + _line(driver is not None, f"CUDA driver {driver or '(not found)'}")
+    )

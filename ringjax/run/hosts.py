@@ -1,0 +1,307 @@
+"""Where ranks run: host lists, host files, Slurm allocations, and which rank gets which slot.
+
+Names and counts only, plus the question "is this host me, and under which address do
+the others reach me". Nothing here starts a process or opens a connection.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+# A host is handed to ssh as an argument: it must never look like an option.
+_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
+_ADDRESS6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.\-]+)?")
+_LOOPBACK = ("localhost", "localhost.localdomain", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One rank's place in the job, in Horovod's terms."""
+
+    host: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+    def environment(self) -> dict[str, str]:
+        """Variables that tell the rank its place, under our names and Horovod's."""
+        place = {
+            "RANK": self.rank,
+            "SIZE": self.size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_SIZE": self.local_size,
+            "CROSS_RANK": self.cross_rank,
+            "CROSS_SIZE": self.cross_size,
+            "HOSTNAME": self.host,
+        }
+        return {
+            f"{prefix}_{key}": str(value)
+            for prefix in ("RINGJAX", "HOROVOD")
+            for key, value in place.items()
+        }
+
+
+def _host(name: str, slots: str | None, where: str) -> Host:
+    """Check one entry; `where` opens the error text."""
+    if name.startswith("[") and name.endswith("]") and _ADDRESS6.fullmatch(name[1:-1]):
+        name = name[1:-1]
+    elif not _NAME.fullmatch(name):
+        raise ValueError(f"{where}: {name!r} is not a host name")
+    if slots is None:
+        return Host(name, 1)
+    if not slots.isascii() or not slots.isdigit() or int(slots) < 1:
+        raise ValueError(
+            f"{where}: slots of {name!r} must be a positive whole number, "
+            f"not {slots!r}"
+        )
+    return Host(name, int(slots))
+
+
+def _split(entry: str, where: str) -> Host:
+    """Read `host`, `host:slots` or `[v6 address]:slots`."""
+    name, colon, slots = entry.rpartition(":")
+    if not colon or entry.endswith("]"):
+        return _host(entry, None, where)
+    return _host(name, slots, where)
+
+
+def _merge(hosts: Iterable[Host]) -> list[Host]:
+    """Hosts in order of first mention; slots of repeated mentions add up."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return [Host(name, count) for name, count in slots.items()]
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Read the value of -H: `host1:2,host2:4`; a host without a number has one slot.
+
+    Raises:
+        ValueError: naming the entry that cannot be read.
+    """
+    entries = [entry.strip() for entry in text.split(",")]
+    if not any(entries):
+        raise ValueError("-H: no host given; write for example host1:2,host2:2")
+    return _merge(_split(entry, "-H") for entry in entries if entry)
+
+
+def parse_hostfile(path: str | os.PathLike[str]) -> list[Host]:
+    """Read a host file: per line `host slots=N`, `host:N` or `host`; `#` comments.
+
+    Raises:
+        ValueError: naming file and line of what cannot be read.
+    """
+    hosts = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--hostfile {os.fspath(path)}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        where = f"{os.fspath(path)}, line {number}"
+        slots = None
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key == "slots":
+                slots = value
+            elif key not in ("max-slots", "max_slots"):
+                raise ValueError(f"{where}: {word!r} is not understood")
+        if slots is None:
+            hosts.append(_split(words[0], where))
+        else:
+            hosts.append(_host(words[0], slots, where))
+    if not hosts:
+        raise ValueError(f"--hostfile {os.fspath(path)}: no host in it")
+    return _merge(hosts)
+
+
+def _expand(nodelist: str) -> list[str]:
+    """Slurm's `a[1-2,08],b` -> a1 a2 a08 b; one bracket a name, zeros kept."""
+    names = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        match = re.fullmatch(r"([^\[]*)(?:\[([^\]]*)\])?([^\[]*)", entry)
+        if match is None:
+            raise ValueError(f"SLURM_JOB_NODELIST: cannot read {entry!r}")
+        head, ranges, tail = match.groups()
+        if ranges is None:
+            names.append(entry)
+            continue
+        for item in ranges.split(","):
+            first, _, last = item.partition("-")
+            width = len(first)
+            for index in range(int(first), int(last or first) + 1):
+                names.append(f"{head}{index:0{width}d}{tail}")
+    return names
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
+    """Hosts of the Slurm allocation that we run in; None outside, or on one node.
+
+    A single node is left to the localhost default, so that `-np` may ask for more
+    ranks than the allocation has tasks.
+    """
+    nodelist = environ.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        return None
+    names = _expand(nodelist)
+    counts: list[str] = []
+    for entry in environ.get("SLURM_TASKS_PER_NODE", "1").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            raise ValueError(f"SLURM_TASKS_PER_NODE: cannot read {entry!r}")
+        counts += [match[1]] * int(match[2] or 1)
+    counts += counts[-1:] * (len(names) - len(counts))
+    if len(names) < 2:
+        return None
+    return _merge(
+        _host(name, count, "SLURM_JOB_NODELIST")
+        for name, count in zip(names, counts, strict=False)
+    )
+
+
+def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
+    """Give `size` ranks to the hosts in order, filling one host before the next.
+
+    local_rank counts inside a host; cross_rank counts the hosts that have a rank with
+    the same local_rank, as in Horovod.
+
+    Raises:
+        ValueError: if the hosts have fewer slots than ranks are asked for.
+    """
+    if size < 1:
+        raise ValueError(f"-np: at least one process is needed, not {size}")
+    available = sum(host.slots for host in hosts)
+    if size > available:
+        names = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise ValueError(
+            f"-np {size}: more processes than slots; there are {available} ({names})"
+        )
+    taken: list[tuple[Host, int]] = []
+    left = size
+    for host in hosts:
+        count = min(host.slots, left)
+        if count:
+            taken.append((host, count))
+        left -= count
+    slots = []
+    for host, count in taken:
+        for local_rank in range(count):
+            same = [other.name for other, n in taken if n > local_rank]
+            slots.append(
+                Slot(
+                    host=host.name,
+                    rank=len(slots),
+                    size=size,
+                    local_rank=local_rank,
+                    local_size=count,
+                    cross_rank=same.index(host.name),
+                    cross_size=len(same),
+                )
+            )
+    return slots
+
+
+def is_local(name: str) -> bool:
+    """Whether `name` is this machine: loopback, our host name, or an address of ours."""
+    if name in _LOOPBACK or name == socket.gethostname():
+        return True
+    if "@" in name:  # another user, even on this machine, needs ssh
+        return False
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_is_ours(family, address) for family, *_, address in found)
+
+
+def _is_ours(family: int, address: tuple[object, ...]) -> bool:
+    """An address is ours exactly if we can bind to it; nothing is sent."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+def _interface_address(interface: str) -> str | None:
+    """IPv4 address of an interface, None if it has none (SIOCGIFADDR)."""
+    import fcntl
+
+    name = interface.encode()
+    if len(name) > 15:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, 0x8915, name.ljust(256, b"\0"))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
+    """Addresses of this machine under which the `remote` hosts can reach it.
+
+    Loopback alone if there is no remote host. The given interfaces if any. Otherwise
+    the addresses from which packets to the remote hosts leave, and for names that only
+    ssh can resolve every address of this machine but loopback.
+
+    Raises:
+        ValueError: naming an interface that does not exist or has no IPv4 address.
+    """
+    if interfaces:
+        chosen = []
+        for interface in interfaces:
+            address = _interface_address(interface)
+            if address is None:
+                known = ", ".join(name for _, name in socket.if_nameindex())
+                raise ValueError(
+                    f"--network-interfaces: {interface!r} is no interface with an "
+                    f"IPv4 address here (there are: {known})"
+                )
+            chosen.append(address)
+        return chosen
+    if not remote:
+        return ["127.0.0.1"]
+    routed = [_address_towards(name.rpartition("@")[2]) for name in remote]
+    addresses = [address for address in routed if address]
+    if None in routed:
+        for _, interface in socket.if_nameindex():
+            address = _interface_address(interface)
+            if address and not address.startswith("127."):
+                addresses.append(address)
+    return list(dict.fromkeys(addresses)) or ["127.0.0.1"]
+
+
+def _address_towards(name: str) -> str | None:
+    """Our address on the way to `name`; connecting a datagram socket sends nothing."""
+    try:
+        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+            except OSError:
+                continue
+    return None

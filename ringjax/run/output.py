@@ -1,0 +1,197 @@
+"""What the user sees: lines of all ranks with a prefix, and a copy of each in files.
+
+On a terminal the prefix is a coloured `[rank]`; elsewhere it is Horovod's
+`[rank]<stdout>:`, so that scripts that read such logs keep working. Files hold the bytes
+that the rank wrote, without prefixes. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+_COLOURS = (36, 33, 32, 35, 34, 31)
+_LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
+_STREAMS = {"stdout": 1, "stderr": 2}
+
+
+def padded(rank: int, size: int) -> str:
+    """The rank with the zeros that make directory names sort (Horovod's width)."""
+    return str(rank).zfill(len(str(size - 1)))
+
+
+class OutputClosed(BrokenPipeError):
+    """Nobody reads our standard output or error any more."""
+
+
+class Console:
+    """Merges the output of `size` ranks on our own standard output and error.
+
+    Args:
+        size: number of ranks.
+        directory: if given, DIR/rank.N/stdout and stderr get a copy.
+        timestamps: put the local time before every prefix.
+        python: write to sys.stdout and sys.stderr, which a notebook may have replaced,
+            and not to the descriptors of the process.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        directory: str | None = None,
+        timestamps: bool = False,
+        python: bool = False,
+    ) -> None:
+        self._size = size
+        self._timestamps = timestamps
+        self._python = python
+        self._terminal = {1: sys.stdout.isatty(), 2: sys.stderr.isatty()}
+        self._closed: set[int] = set()  # targets that nobody reads any more
+        self.labels: dict[int, str] = {}  # of helpers, whose ids are negative
+        self._colour = "NO_COLOR" not in os.environ
+        self._partial: dict[tuple[int, str], bytes] = {}
+        self._unfinished: tuple[int, str] | None = None  # whose line the cursor is in
+        self._last: dict[int, str] = {}
+        self._files: dict[tuple[int, str], BinaryIO] = {}
+        if directory is not None:
+            self._open(Path(directory))
+
+    def _open(self, directory: Path) -> None:
+        for rank in range(self._size):
+            folder = directory / f"rank.{padded(rank, self._size)}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream in _STREAMS:
+                # Unbuffered, so that a log can be followed while the job runs.
+                self._files[rank, stream] = open(folder / stream, "wb", buffering=0)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `idle` would show an unfinished line."""
+        return any(
+            data and self._terminal[_STREAMS[stream]]
+            for (_, stream), data in self._partial.items()
+        )
+
+    def last_error(self, rank: int) -> str:
+        """The last line, not empty, that the rank wrote to its standard error."""
+        return self._last.get(rank, "")
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        """Take output of a rank; whole lines appear, the rest waits for its end."""
+        if not data:
+            self._finish(rank, stream)
+            return
+        key = (rank, stream)
+        if key in self._files:
+            self._files[key].write(data)
+        data = self._partial.pop(key, b"") + data
+        lines = _LINE.findall(data)
+        rest = data[sum(map(len, lines)) :]
+        if stream == "stderr":
+            self._remember(rank, [*lines, rest])
+        if len(rest) > _LONGEST:
+            lines.append(rest)
+            rest = b""
+        if rest:
+            self._partial[key] = rest
+        if lines:
+            self._show(key, lines)
+
+    def _remember(self, rank: int, lines: list[bytes]) -> None:
+        for line in reversed(lines):
+            if text := line.decode(errors="replace").strip():
+                self._last[rank] = text
+                return
+
+    def _finish(self, rank: int, stream: str) -> None:
+        """The stream has ended: a last line without an end gets one."""
+        rest = self._partial.pop((rank, stream), b"")
+        if rest or self._unfinished == (rank, stream):
+            self._show((rank, stream), [rest + b"\n"])
+
+    def idle(self) -> None:
+        """Nothing came for a moment: show unfinished lines on terminals."""
+        for key, rest in list(self._partial.items()):
+            if self._terminal[_STREAMS[key[1]]]:
+                del self._partial[key]
+                self._show(key, [rest])
+
+    def _prefix(self, rank: int, stream: str) -> bytes:
+        time_text = time.asctime() if self._timestamps else ""
+        if rank < 0:
+            return f"ringrun: {self.labels[rank]}: ".encode()
+        if not self._terminal[_STREAMS[stream]]:
+            return f"{time_text}[{rank}]<{stream}>:".encode()
+        label = f"[{rank:{len(str(self._size - 1))}d}]"
+        if self._colour:
+            label = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
+        return f"{time_text} {label} ".lstrip().encode()
+
+    def _show(self, key: tuple[int, str], lines: list[bytes]) -> None:
+        """Write lines with prefixes; only the last one may be unfinished."""
+        target = _STREAMS[key[1]]
+        prefix = self._prefix(*key)
+        text = prefix + prefix.join(lines)
+        if self._unfinished == key:
+            text = text[len(prefix) :]  # we are in the middle of this rank's line
+        else:
+            self._break()
+        self._unfinished = None if lines[-1].endswith((b"\n", b"\r")) else key
+        self._write(target, text)
+
+    def _break(self) -> None:
+        """End the unfinished line of whoever has it."""
+        if self._unfinished is not None:
+            stream = self._unfinished[1]
+            self._unfinished = None
+            self._write(_STREAMS[stream], b"\n")
+
+    def note(self, text: str) -> None:
+        """A line of ringrun's own, on standard error."""
+        with contextlib.suppress(OutputClosed):
+            self._break()
+            self._write(2, f"ringrun: {text}\n".encode(errors="replace"))
+
+    def close(self) -> None:
+        """Show every unfinished line and close the files."""
+        try:
+            for rank, stream in list(self._partial):
+                self._finish(rank, stream)
+            self._break()
+        finally:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _write(self, target: int, data: bytes) -> None:
+        """Write everything; raises OutputClosed the first time that nobody reads."""
+        if target in self._closed:
+            return
+        try:
+            if self._python:
+                file = sys.stdout if target == 1 else sys.stderr
+                file.write(data.decode(errors="replace"))
+                file.flush()
+            else:
+                _write_all(target, data)
+        except BrokenPipeError as error:
+            self._closed.add(target)
+            raise OutputClosed from error
+
+
+def _write_all(target: int, data: bytes) -> None:
+    """Write to a descriptor, also to one that somebody made non-blocking."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(target, view) :]
+        except BlockingIOError:
+            select.select([], [target], [])

@@ -1,0 +1,61 @@
+"""What a rank of `ringjax.run(fn)` executes: one pickled function, its result to a pipe.
+
+`python -m ringjax.run.task FD`: the function comes on standard input from ringrun, the
+result goes to descriptor FD, both inherited from the agent. Nothing is unpickled that
+came over a network without authentication.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+RESULT, ERROR = b"R", b"E"
+
+
+def decode(blob: bytes) -> Any:
+    """The value that a rank returned; raises ValueError if it returned none."""
+    if blob[:1] != RESULT:
+        raise ValueError("the rank ended without a result")
+    import cloudpickle
+
+    return cloudpickle.loads(blob[1:])
+
+
+def error_text(blob: bytes) -> str:
+    """The traceback of a rank that raised, or nothing."""
+    return blob[1:].decode(errors="replace") if blob[:1] == ERROR else ""
+
+
+def _answer(result: int, blob: bytes) -> None:
+    with open(result, "wb") as pipe:
+        pipe.write(blob)
+
+
+def main() -> None:
+    """Run the function; an exception goes on to the interpreter after it is reported."""
+    result = int(sys.argv[1])
+    os.set_inheritable(result, False)
+    import cloudpickle
+
+    with open(os.dup(0), "rb") as file:
+        data = file.read()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    try:
+        function, args, kwargs = cloudpickle.loads(data)
+        value = function(*args, **kwargs)
+        blob = RESULT + cloudpickle.dumps(value)
+    except BaseException as error:
+        left = isinstance(error, SystemExit) and not error.code
+        if not left:
+            _answer(result, ERROR + traceback.format_exc().encode())
+        raise
+    _answer(result, blob)
+
+
+if __name__ == "__main__":
+    main()

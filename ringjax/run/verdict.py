@@ -1,0 +1,131 @@
+"""Which rank failed first, and why: from exit codes, reports and last words.
+
+One failure brings down every other rank within milliseconds, and the news may overtake
+each other: a rank that lost its peer can end before the peer that raised. So exits,
+reports over the rendezvous connection and what the ranks wrote are weighed together.
+Pure bookkeeping; sends nothing, waits for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Errors that say "another rank failed". They blame somebody else.
+_CONSEQUENCE = re.compile(r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\[")
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class _Rank:
+    host: str
+    exit_code: int | None = None
+    exit_time: float = 0.0
+    exit_text: str = ""
+    ours: bool = False  # ended after we began to end the job
+    report: str = ""
+    report_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The rank that failed first, the exit code of the job, and one line why."""
+
+    rank: int
+    exit_code: int
+    reason: str
+
+
+class Verdict:
+    """Collects what becomes of the ranks; `hosts[r]` is where rank r runs."""
+
+    def __init__(self, hosts: list[str], last_words: Callable[[int], str]) -> None:
+        self._ranks = [_Rank(host) for host in hosts]
+        self._last_words = last_words
+        self._several = len(set(hosts)) > 1
+        self._stopping = False
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank has ended."""
+        return all(rank.exit_code is not None for rank in self._ranks)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has ended with an error."""
+        return any(rank.exit_code for rank in self._ranks)
+
+    def succeeded(self) -> set[int]:
+        """The ranks that have ended without an error."""
+        return {n for n, rank in enumerate(self._ranks) if rank.exit_code == 0}
+
+    def stopping(self) -> None:
+        """From now on ranks end because we make them."""
+        self._stopping = True
+
+    def exited(self, rank: int, code: int, now: float, text: str = "") -> None:
+        """A rank has ended with an exit code; `text` if there is more to say."""
+        state = self._ranks[rank]
+        if state.exit_code is None:
+            state.exit_code = code
+            state.exit_time = now
+            state.exit_text = text
+            state.ours = self._stopping
+
+    def reported(self, rank: int, text: str, now: float) -> None:
+        """A rank has told the rendezvous server that it fails."""
+        if 0 <= rank < len(self._ranks) and not self._ranks[rank].report:
+            self._ranks[rank].report = text.strip()
+            self._ranks[rank].report_time = now
+
+    def first(self) -> Blame | None:
+        """The rank to blame, None if no rank failed by itself."""
+        candidates = []
+        for number, rank in enumerate(self._ranks):
+            if not rank.exit_code or (rank.ours and not rank.report):
+                continue
+            when = rank.exit_time
+            if rank.report:
+                when = min(when, rank.report_time)
+            words = rank.report or rank.exit_text or self._last_words(number)
+            candidates.append((bool(_CONSEQUENCE.search(words)), when, number))
+        if not candidates:
+            return None
+        number = min(candidates)[2]
+        return self._blame(number, self._ranks[number])
+
+    def _blame(self, number: int, rank: _Rank) -> Blame:
+        code = rank.exit_code or 1
+        who = f"rank {number}"
+        if self._several:
+            who += f" ({rank.host})"
+        if rank.ours:  # it reported, then hung until we ended it
+            return Blame(number, 1, f"{who} failed: {_one_line(rank.report)}")
+        if rank.exit_text:
+            return Blame(number, code, f"{who}: {rank.exit_text}")
+        words = rank.report or self._last_words(number)
+        how = f"exit code {code}"
+        if code > 128 and (name := _signal_name(code - 128)):
+            how = f"killed by {name}"
+            if code - 128 in _FROM_OUTSIDE and not rank.report:
+                # What it wrote before has nothing to do with it.
+                return Blame(number, code, f"{who} was {how}")
+        if not words:
+            return Blame(number, code, f"{who} failed with {how}")
+        return Blame(number, code, f"{who} failed: {_one_line(words)} ({how})")
+
+
+def _one_line(text: str) -> str:
+    """The first line of a report, cut to what a terminal can show."""
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= 500 else line[:497] + "..."
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return ""

@@ -1,0 +1,243 @@
+"""A rank's connection to the rendezvous: join it, learn the membership, stay in touch.
+
+The other end is rendezvous.py. The connection stays open as long as the rank belongs to
+the job; it carries no tensors, and losing it does not end a job that has come together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import addresses as address
+from .errors import AuthenticationError, RingjaxError, Stalled, StartupError
+from .handshake import LIMIT, Introduction, Keys, Opener, Purpose, Sealer, introduce
+
+SERVER_RANK = -1
+_GRACE = 2.0  # seconds to wait longer than the server, which can say who is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank as all others know it.
+
+    Attributes:
+        seen: the address from which it reached the rendezvous; it is known to work.
+        hello: what it said about itself when it joined.
+    """
+
+    rank: int
+    seen: str
+    hello: dict[str, Any]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks for a sentence: "rank 3", or "ranks 1, 2, 5 and 40 more"."""
+    shown = ", ".join(map(str, ranks[:16]))
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
+
+
+def join(
+    addresses: str,
+    secret: bytes,
+    job: str,
+    hello: dict[str, Any],
+    timeout: float,
+    *,
+    patient: bool = False,
+) -> Session:
+    """Joins the job's rendezvous and waits until all ranks have.
+
+    Args:
+        addresses: "host:port,...", tried in turn until one answers.
+        hello: what the others shall know; "rank" and "size" must be in it.
+        timeout: seconds for all of it.
+        patient: a server that cannot prove itself may be a stranger on the port that
+            the right one will take soon, so keep trying. Otherwise that is an error.
+
+    Raises:
+        StartupError: nobody answers, ranks are missing, or this one is refused.
+        AuthenticationError: the server does not know the secret.
+    """
+    rank, size = int(hello["rank"]), int(hello["size"])
+    candidates = address.parse(addresses)
+    deadline = time.monotonic() + timeout
+    introduction = Introduction(job, Purpose.RENDEZVOUS, rank, SERVER_RANK)
+    pause, why = 0.02, ""
+    while True:
+        stranger: AuthenticationError | None = None
+        for host, port in candidates:
+            where = address.show(host, port)
+            try:
+                session = _connect((host, port), secret, introduction, deadline)
+            except AuthenticationError as error:
+                why = f"{where} {error}"
+                stranger = AuthenticationError(f"the rendezvous at {why}")
+            except OSError as error:
+                why = f"{where}: {error.strerror or error}"
+            else:
+                try:
+                    session.enter(size, hello, deadline + _GRACE)
+                except ConnectionError as error:  # it restarts, or ends: look again
+                    session.close()
+                    why = f"{where}: {error}"
+                except BaseException:
+                    session.close()
+                    raise
+                else:
+                    return session
+        if stranger and not patient:
+            raise stranger
+        if time.monotonic() + pause >= deadline:
+            kind = AuthenticationError if stranger else StartupError
+            raise kind(
+                f"rank {rank} could not join the rendezvous within {timeout:g} s: {why}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _connect(
+    where: tuple[str, int], secret: bytes, introduction: Introduction, deadline: float
+) -> Session:
+    limit = min(LIMIT, max(0.1, deadline - time.monotonic()))
+    sock = socket.create_connection(where, timeout=limit)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keys = introduce(sock, secret, introduction, limit)
+    except BaseException:
+        sock.close()
+        raise
+    return Session(sock, keys, introduction.caller)
+
+
+class Session:
+    """This rank's place in the job. Made by `join`; usable from any thread.
+
+    Attributes:
+        members: all ranks, in order.
+        epoch: how many memberships this rendezvous has seen before this one.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Keys, rank: int) -> None:
+        self.rank, self.epoch = rank, 0
+        self.members: list[Member] = []
+        self._sock: socket.socket | None = sock
+        self._sealer, self._opener = Sealer(keys.send), Opener(keys.receive)
+        self._queue: list[dict[str, Any]] = []
+        self._gone: dict[int, str] = {}
+        self._exchanges = 0
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+
+    def enter(self, size: int, hello: dict[str, Any], deadline: float) -> None:
+        """Says hello and waits for the membership."""
+        self._send({"type": "hello", "size": size, "hello": hello}, LIMIT)
+        message = self._receive(deadline)
+        if message is None:
+            raise StartupError(f"rank {self.rank} got no membership in time")
+        if message.get("type") != "members":
+            raise StartupError(str(message.get("text", "refused by the rendezvous")))
+        self.epoch = int(message["epoch"])
+        self.members = [
+            Member(int(m["rank"]), str(m["seen"]), dict(m["hello"]))
+            for m in message["members"]
+        ]
+
+    def exchange(self, value: Any, seconds: float, what: str) -> list[Any]:
+        """Gives every rank the JSON values of all ranks, in the order of the ranks.
+
+        Every rank makes the same exchanges in the same order.
+
+        Args:
+            what: names the exchange in errors.
+
+        Raises:
+            Stalled: not all ranks took part in time; the text names them.
+            RingjaxError: the rendezvous is gone.
+        """
+        with self._receiving:
+            number, self._exchanges = self._exchanges, self._exchanges + 1
+            message = {"type": "exchange", "number": number, "value": value}
+            try:
+                self._send(message | {"seconds": seconds}, LIMIT)
+                reply = self._reply(number, time.monotonic() + seconds + _GRACE)
+            except OSError as error:
+                raise RingjaxError(
+                    f"{what}: the rendezvous is gone: {error}"
+                ) from error
+        if reply is None:
+            raise Stalled(f"{what}: no answer from the rendezvous in {seconds:g} s")
+        if reply["type"] == "broken":
+            raise Stalled(f"{what}: {reply.get('text')} (waited up to {seconds:g} s)")
+        return list(reply["values"])
+
+    def _reply(self, number: int, deadline: float) -> dict[str, Any] | None:
+        while (message := self._receive(deadline)) is not None:
+            if message.get("number") == number:
+                return message
+            self._note(message)
+        return None
+
+    def gone(self) -> dict[int, str]:
+        """The ranks known to have gone, and why. Does not wait."""
+        if self._receiving.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError, AuthenticationError):
+                    while (message := self._receive(0.0)) is not None:
+                        self._note(message)
+            finally:
+                self._receiving.release()
+        return dict(self._gone)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if message.get("type") == "gone":
+            self._gone.setdefault(int(message["rank"]), str(message["text"]))
+
+    def report_failure(self, text: str) -> None:
+        """Tells the launcher why this rank goes down. Never raises, never waits long."""
+        with contextlib.suppress(OSError):
+            self._send({"type": "failure", "text": text[:4096]}, 0.5)
+
+    def leave(self) -> None:
+        """Tells the rendezvous that this rank leaves in good order."""
+        with contextlib.suppress(OSError):
+            self._send({"type": "leave"}, 0.5)
+
+    def close(self) -> None:
+        """Closes the connection. May be called twice."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
+    def _send(self, message: dict[str, Any], seconds: float) -> None:
+        if not self._sending.acquire(timeout=seconds):
+            raise TimeoutError("the connection is busy")
+        try:
+            if self._sock is None:
+                raise ConnectionAbortedError("the session is closed")
+            self._sock.settimeout(seconds)
+            self._sock.sendall(self._sealer.seal(message))
+        finally:
+            self._sending.release()
+
+    def _receive(self, deadline: float) -> dict[str, Any] | None:
+        """The next message; None if there is none until then."""
+        while not self._queue:
+            if self._sock is None:
+                raise ConnectionAbortedError("the session is closed")
+            self._sock.settimeout(max(0.0, deadline - time.monotonic()))
+            try:
+                piece = self._sock.recv(1 << 16)
+            except (BlockingIOError, TimeoutError):
+                return None
+            if not piece:
+                raise ConnectionResetError("the rendezvous closed the connection")
+            self._queue += self._opener.feed(piece)
+        return self._queue.pop(0)

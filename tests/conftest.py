@@ -1,0 +1,113 @@
+"""What every test has: the `ranks` mark, a world, jobs to start, a check for leaks.
+
+`@pytest.mark.ranks(1, 2, 3)` runs a test under ringrun on so many ranks, once for each
+number, from plain `pytest`. The mechanism is in rank_items.py and rank_worker.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import leaks
+import pytest
+from launch import Job
+from rank_items import RUNS, RankItem, Runs
+from rank_worker import VARIABLE, RankWorker
+
+# Every rank must draw the same examples; a time limit per example would make them differ.
+hypothesis.settings.register_profile(
+    "ranks", derandomize=True, database=None, deadline=None, print_blob=False,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
+hypothesis.settings.load_profile("ranks")
+
+
+def _in_rank() -> bool:
+    return VARIABLE in os.environ
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Takes one of the two sides: the pytest that you started, or one inside a rank."""
+    if _in_rank():
+        folder = Path(os.environ[VARIABLE])
+        rank, size = (int(os.environ[f"RINGJAX_{x}"]) for x in ("RANK", "SIZE"))
+        config.pluginmanager.register(RankWorker(folder, rank, size), "rank-worker")
+    else:
+        config.stash[RUNS] = Runs()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[Any]:
+    """Replaces a marked test by one item for each number of ranks."""
+    found = yield
+    if _in_rank() or not isinstance(found, list):
+        return found
+    return [
+        item
+        for node in found
+        for item in (
+            RankItem.expand(node)
+            if isinstance(node, pytest.Function) and node.get_closest_marker("ranks")
+            else [node]
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this rank is, after `ringjax.init()`."""
+
+    rank: int
+    size: int
+
+
+@pytest.fixture
+def world() -> World:
+    """An initialised ringjax; the test must be marked with `ranks`."""
+    if not _in_rank():
+        pytest.fail("the fixture `world` needs @pytest.mark.ranks(…)")
+    import ringjax
+
+    if not ringjax.is_initialized():
+        ringjax.init()
+    return World(ringjax.rank(), ringjax.size())
+
+
+StartJob = Callable[..., Job]
+
+
+@pytest.fixture
+def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartJob]:
+    """Starts jobs of several ranks; the test fails if one leaves anything behind."""
+    jobs: list[Job] = []
+
+    def start(
+        np: int,
+        script: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> Job:
+        job = Job(np, script, tmp_path_factory.mktemp("job"), env, options)
+        jobs.append(job.start())
+        return job
+
+    yield start
+    left = [text for job in jobs for text in job.close()]
+    assert not left, "\n".join(left)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves processes, sockets, threads or shared memory behind."""
+    if _in_rank():
+        yield  # a rank keeps its connections; the launch is checked as a whole
+        return
+    before = leaks.Snapshot.take()
+    yield
+    left = leaks.settle(before.leaked_since)
+    assert not left, "this test left behind:\n" + "\n".join(left)

@@ -1,0 +1,232 @@
+"""Starts jobs of several ranks for tests, and plays fate: kill, interrupt, wait, read logs.
+
+Not here: what a rank does (the script that a test hands in, or tests/rank_worker.py) and
+what counts as a leak (tests/leaks.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import leaks
+
+ROOT = Path(__file__).resolve().parent.parent
+# A job must not take itself for a part of the job that started pytest.
+_FOREIGN = ("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+_LAUNCHER = "ringjax.run"
+
+
+class JobError(AssertionError):
+    """A job did not do what the test waited for; the text holds every rank's log."""
+
+
+class Job:
+    """One run of `ringrun -np N …` with its ranks, logs and end.
+
+    Tests get it from the fixture `start_job`, which also closes it.
+
+    Args:
+      np: number of ranks.
+      script: Python source for every rank, or the words of a command.
+      folder: an empty folder for the script and the logs.
+      env: variables added to the job's environment.
+      options: further words for ringrun.
+    """
+
+    def __init__(
+        self,
+        np: int,
+        script: str | Sequence[str],
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        self.np = np
+        self.id = uuid.uuid4().hex[:12]
+        self._folder = folder
+        self._command = self._write(script)
+        self._env = environment(self.id, env or {})
+        self._options = list(options)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended_itself = False
+
+    def start(self) -> Self:
+        """Starts the launcher in a session of its own, as a terminal would."""
+        logs = ["--output-filename", str(self._folder / "logs")]
+        words = [sys.executable, "-P", "-m", _LAUNCHER, "-np", str(self.np), *logs]
+        with (self._folder / "launcher").open("wb") as log:
+            self._process = subprocess.Popen(
+                [*words, *self._options, *self._command],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The launcher's process id."""
+        if self._process is None:
+            raise JobError("the job was not started")
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code of the launcher, or None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait(self, timeout: float = 40) -> int:
+        """Waits for the end of the job and returns ringrun's exit code.
+
+        Raises:
+          JobError: it still ran after `timeout` seconds; it is ended, and the text shows
+            the stacks of all ranks.
+        """
+        if self._process is None:
+            raise JobError("the job was not started")
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.end_with_stacks()
+            late = f"the job still ran after {timeout:g} s\n{self.logs()}"
+            raise JobError(late) from None
+        self._ended_itself = True
+        return code
+
+    def wait_for(self, rank: int, text: str, timeout: float = 40) -> None:
+        """Waits until `rank` has printed `text`."""
+        deadline = time.monotonic() + timeout
+        while text not in self.output(rank):
+            if self.poll() is not None or time.monotonic() > deadline:
+                if text in self.output(rank):
+                    return
+                self.end_with_stacks()
+                raise JobError(f"rank {rank} never printed {text!r}\n{self.logs()}")
+            time.sleep(0.01)
+
+    def rank_pid(self, rank: int, timeout: float = 20) -> int:
+        """The process id of the script that runs as `rank`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for pid in leaks.processes(self.id):
+                if self._runs_rank(pid, rank):
+                    return pid
+            if self.poll() is not None or time.monotonic() > deadline:
+                raise JobError(f"rank {rank} does not run\n{self.logs()}")
+            time.sleep(0.01)
+
+    def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Sends `sig` to one rank; SIGKILL is a machine that loses power."""
+        os.kill(self.rank_pid(rank), sig)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to the launcher's whole process group."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def output(self, rank: int) -> str:
+        """Everything that `rank` has written, its stdout before its stderr."""
+        folder = self._folder / "logs" / f"rank.{rank}"
+        return "".join(_text(folder / name) for name in ("stdout", "stderr"))
+
+    def launcher_output(self) -> str:
+        """What ringrun itself has written to the terminal."""
+        return _text(self._folder / "launcher")
+
+    def logs(self, tail: int = 4000) -> str:
+        """The last `tail` characters of ringrun and of every rank, for error texts."""
+        parts = [("ringrun", self.launcher_output())]
+        parts += [(f"rank {rank}", self.output(rank)) for rank in range(self.np)]
+        return "\n".join(f"--- {who}\n{text.strip()[-tail:]}" for who, text in parts)
+
+    def end_with_stacks(self) -> None:
+        """Ends the job; every rank first writes the stacks of its threads to its log."""
+        alive = leaks.processes(self.id)
+        ranks = [p for p in alive if any(self._runs_rank(p, r) for r in range(self.np))]
+        for pid in ranks:
+            _signal(pid, signal.SIGABRT)  # PYTHONFAULTHANDLER is set
+        leaks.settle(lambda: [str(p) for p in ranks if p in leaks.processes(self.id)], 2)
+        self._kill_all()
+
+    def left_behind(self) -> list[str]:
+        """Processes of the job that outlived it; none are left after the call."""
+        found = leaks.settle(lambda: list(leaks.processes(self.id).values()))
+        self._kill_all()
+        return [f"process that outlived the job: {text}" for text in found]
+
+    def close(self) -> list[str]:
+        """Ends what still runs; returns what outlived a job that had ended by itself."""
+        found = self.left_behind() if self._ended_itself else []
+        self._kill_all()
+        return found
+
+    def _write(self, script: str | Sequence[str]) -> list[str]:
+        if not isinstance(script, str):
+            return list(script)
+        path = self._folder / "script.py"
+        path.write_text(textwrap.dedent(script).strip() + "\n")
+        return [sys.executable, str(path)]
+
+    def _runs_rank(self, pid: int, rank: int) -> bool:
+        """Whether `pid` runs the job's very command as `rank`, not a wrapper of it."""
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        command = [word.encode() for word in self._command]
+        return words == command and f"RINGJAX_RANK={rank}".encode() in variables
+
+    def _kill_all(self) -> None:
+        def kill() -> list[str]:
+            alive = leaks.processes(self.id)
+            for pid in alive:
+                _signal(pid, signal.SIGKILL)
+            return [str(pid) for pid in alive]
+
+        leaks.settle(kill, 10)
+        if self._process is not None:
+            self._process.wait(10)
+
+
+def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job: this process's, without traces of another launcher."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    kept.setdefault("JAX_PLATFORMS", "cpu")
+    spec = importlib.util.find_spec("ringjax")
+    if spec is not None and spec.origin and Path(spec.origin).is_relative_to(ROOT):
+        # The package comes from the checkout here, so it must come from there in the job.
+        kept["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), kept.get("PYTHONPATH")])
+        )
+    return {
+        **kept,
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        leaks.JOB_VARIABLE: job,
+        **extra,
+    }
+
+
+def _signal(pid: int, sig: signal.Signals) -> None:
+    try:
+        os.kill(pid, sig)
+    except ProcessLookupError:
+        pass  # it ended by itself meanwhile
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,180 @@
+"""Finds what a test or a job left behind: processes, descriptors, threads, shared memory.
+
+A listening port or an abstract unix socket lives exactly as long as a process holds a
+descriptor of it. So it is enough that no process of the job is alive and that this
+process holds no new descriptor; sockets are described by address to make a leak readable.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Every job that the tests start carries this variable, and so do its orphans.
+JOB_VARIABLE = "RINGJAX_TEST_JOB"
+# Descriptors that ringjax opens; others (files of a backend loaded meanwhile) are not ours.
+_KINDS = ("socket:", "pipe:", "/memfd:", "anon_inode:[eventfd]", "anon_inode:[pidfd]")
+
+
+def processes(job: str) -> dict[int, str]:
+    """The living processes of a test job: pid -> command line, whoever their parent is."""
+    needle = f"{JOB_VARIABLE}={job}".encode()
+    found = {}
+    for pid in _pids():
+        if needle in _read(f"/proc/{pid}/environ").split(b"\0") and _state(pid) != "Z":
+            found[pid] = _command(pid)
+    return found
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process and the machine's shared memory hold at one moment."""
+
+    children: dict[int, str]
+    descriptors: dict[str, int]  # what it refers to -> its number
+    threads: dict[int, str]
+    shared_memory: frozenset[str]
+
+    @staticmethod
+    def take() -> Snapshot:
+        return Snapshot(
+            children=_children(),
+            descriptors=_descriptors(),
+            threads=_threads(),
+            shared_memory=frozenset(_names("/dev/shm")),
+        )
+
+    def leaked_since(self) -> list[str]:
+        """Sentences about everything that exists now and did not exist at `self`."""
+        now = Snapshot.take()
+        sockets = _socket_names() if now.descriptors.keys() - self.descriptors else {}
+        return [
+            *(
+                f"child process {pid}: {text}"
+                for pid, text in now.children.items()
+                if pid not in self.children
+            ),
+            *(
+                f"descriptor {number}: {target} {sockets.get(target, '')}".rstrip()
+                for target, number in now.descriptors.items()
+                if target not in self.descriptors
+            ),
+            *(
+                f"thread {text!r}"
+                for ident, text in now.threads.items()
+                if ident not in self.threads
+            ),
+            *(
+                f"/dev/shm/{name}"
+                for name in sorted(now.shared_memory - self.shared_memory)
+                if not _held_by_stranger(f"/dev/shm/{name}")
+            ),
+        ]
+
+
+def settle(check: Callable[[], list[str]], seconds: float = 2.0) -> list[str]:
+    """Repeats `check` until it finds nothing or the time is up; returns the last finding.
+
+    The kernel and thread pools need a moment to let go after a process was killed.
+    """
+    deadline = time.monotonic() + seconds
+    while (found := check()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in _names("/proc") if name.isdigit())
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _state(pid: int) -> str:
+    # The command name in brackets may hold anything, so look behind the last bracket.
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2][1:2].decode()
+
+
+def _children() -> dict[int, str]:
+    pids = (
+        int(word)
+        for task in _names("/proc/self/task")
+        for word in _read(f"/proc/self/task/{task}/children").split()
+    )
+    return {pid: _command(pid) or "a zombie that nobody waited for" for pid in pids}
+
+
+def _command(pid: int) -> str:
+    words = _read(f"/proc/{pid}/cmdline").split(b"\0")
+    return b" ".join(words).decode(errors="replace").strip()
+
+
+def _descriptors() -> dict[str, int]:
+    found = {}
+    for name in _names("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("anon_inode:"):
+            target = f"{target}#{name}"  # all share one inode: the number tells them apart
+        if target.startswith(_KINDS):
+            found[target] = int(name)
+    return found
+
+
+def _socket_names() -> dict[str, str]:
+    names = {}
+    for line in _read("/proc/self/net/unix").decode(errors="replace").splitlines()[1:]:
+        words = line.split()
+        if len(words) > 7:
+            names[f"socket:[{words[6]}]"] = f"unix {words[7]}"
+    for family in ("tcp", "tcp6"):
+        for line in _read(f"/proc/self/net/{family}").decode().splitlines()[1:]:
+            words = line.split()
+            port = int(words[1].rpartition(":")[2], 16)
+            state = "listening" if words[3] == "0A" else "connected"
+            names[f"socket:[{words[9]}]"] = f"{family} {state} on port {port}"
+    return names
+
+
+def _threads() -> dict[int, str]:
+    """Python's threads, and native ones that carry the library's name."""
+    found = {t.native_id or 0: t.name for t in threading.enumerate()}
+    for task in _names("/proc/self/task"):
+        name = _read(f"/proc/self/task/{task}/comm").decode(errors="replace").strip()
+        if name.startswith("ringjax"):
+            found.setdefault(int(task), name)
+    return found
+
+
+def _held_by_stranger(path: str) -> bool:
+    """Whether a process outside this one's family has `path` mapped or open."""
+    family = {os.getpid(), *_children()}
+    for pid in _pids():
+        if pid in family:
+            continue
+        if path.encode() in _read(f"/proc/{pid}/maps"):
+            return True
+        for name in _names(f"/proc/{pid}/fd"):
+            try:
+                if os.readlink(f"/proc/{pid}/fd/{name}") == path:
+                    return True
+            except OSError:
+                continue
+    return False

@@ -1,0 +1,270 @@
+// Threads as ranks over in-process links: collectives, disagreement, loss, overlap.
+// The same code paths that processes run, in reach of the sanitizers.
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "collective/table.h"
+#include "engine/communicator.h"
+#include "engine/heartbeat.h"
+#include "engine/overlap.h"
+
+namespace ringjax {
+namespace {
+
+std::unique_ptr<Doorbell> MakeBell() {
+  return std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+}
+
+class World {
+ public:
+  explicit World(std::vector<int> hosts, const std::string& algorithm = "",
+                 size_t ring = 4096, double timeout = 20) {
+    const int size = static_cast<int>(hosts.size());
+    std::vector<std::unique_ptr<Doorbell>> bells;
+    std::vector<std::vector<std::unique_ptr<Link>>> links(size);
+    std::vector<int> members(size);
+    for (int r = 0; r < size; ++r) {
+      bells.push_back(MakeBell());
+      links[r].resize(size);
+      members[r] = r;
+    }
+    for (int a = 0; a < size; ++a)
+      for (int b = a + 1; b < size; ++b)
+        std::tie(links[a][b], links[b][a]) =
+            MakeLocalLinks(ring, bells[a].get(), bells[b].get());
+    for (int r = 0; r < size; ++r) {
+      CommunicatorOptions o;
+      o.topology = {r, size, hosts};
+      o.members = members;
+      o.collective_timeout = timeout;
+      o.algorithm = algorithm;
+      ranks.push_back(std::make_shared<Communicator>(o, std::move(links[r]),
+                                                     std::move(bells[r])));
+    }
+  }
+
+  // Runs `body` as every rank at once.
+  void Each(const std::function<void(Communicator&)>& body) {
+    std::vector<std::thread> threads;
+    for (auto& c : ranks) threads.emplace_back([&body, &c] { body(*c); });
+    for (auto& t : threads) t.join();
+  }
+
+  std::vector<std::shared_ptr<Communicator>> ranks;
+};
+
+Call AllreduceOf(std::vector<float>* data, ReduceOp op = ReduceOp::kSum) {
+  Call call;
+  call.op = Collective::kAllreduce;
+  call.reduce_op = op;
+  call.name = "x";
+  call.tensors.push_back({DType::kF32, {static_cast<int64_t>(data->size())},
+                          data->data(), data->data()});
+  return call;
+}
+
+void CheckSum(World* world, size_t n, ReduceOp op) {
+  const float size = static_cast<float>(world->ranks.size());
+  world->Each([&](Communicator& c) {
+    std::vector<float> data(n);
+    for (size_t i = 0; i < n; ++i)
+      data[i] = static_cast<float>(i % 97) + static_cast<float>(c.rank());
+    const Status status = c.Run(AllreduceOf(&data, op));
+    CHECK(status.ok());
+    for (size_t i = 0; i < n; ++i) {
+      const float sum = static_cast<float>(i % 97) * size + size * (size - 1) / 2;
+      const float want = op == ReduceOp::kAverage ? sum / size : sum;
+      if (std::abs(data[i] - want) > 1e-3f) {
+        CHECK(data[i] == want);
+        break;
+      }
+    }
+  });
+}
+
+TEST(AllreduceEveryAlgorithmAndSize) {
+  for (const Algorithm& a : Algorithms()) {
+    if (a.op != Collective::kAllreduce) continue;
+    for (const std::vector<int>& hosts :
+         {std::vector<int>{0}, {0, 0}, {0, 0, 0}, {0, 0, 1, 1}, {0, 1, 2, 2, 2}}) {
+      if (!a.applies({0, static_cast<int>(hosts.size()), hosts})) continue;
+      World world(hosts, "allreduce:" + std::string(a.name));
+      for (size_t n : {1, 2, 5, 1000, 70001}) CheckSum(&world, n, ReduceOp::kSum);
+      CheckSum(&world, 333, ReduceOp::kAverage);
+    }
+  }
+}
+
+TEST(ManyCallsBackToBack) {
+  World world({0, 0, 0});
+  world.Each([](Communicator& c) {
+    std::mt19937 random(7);
+    for (int i = 0; i < 300; ++i) {
+      std::vector<float> data(random() % 3000, 1.0f);
+      CHECK(c.Run(AllreduceOf(&data)).ok());
+      for (float x : data) CHECK_EQ(x, 3.0f);
+    }
+  });
+}
+
+TEST(MismatchIsToldToAllAndLeavesTheCommunicatorUsable) {
+  World world({0, 0, 0, 0, 0});
+  std::vector<std::string> messages(5);
+  world.Each([&](Communicator& c) {
+    std::vector<float> data(c.rank() == 3 ? 6 : 4, 1.0f);
+    const Status status = c.Run(AllreduceOf(&data));
+    CHECK(status.code() == Code::kMismatch);
+    CHECK_EQ(status.rank(), 3);
+    messages[c.rank()] = status.message();
+    for (float x : data) CHECK_EQ(x, 1.0f);  // nothing was exchanged
+    std::vector<float> next(8, 1.0f);
+    CHECK(c.Run(AllreduceOf(&next)).ok());
+    CHECK_EQ(next[0], 5.0f);
+  });
+  for (const auto& m : messages) {
+    CHECK_EQ(m, messages[0]);
+    CHECK(m.find("rank 3 sent f32[6]") != m.npos);
+    CHECK(m.find("rank 0 sent f32[4]") != m.npos);
+  }
+}
+
+TEST(MismatchedKindsOfCallsAreNamed) {
+  World world({0, 0});
+  world.Each([](Communicator& c) {
+    std::vector<float> data(4, 1.0f);
+    Call call = AllreduceOf(&data);
+    if (c.rank() == 1) call.op = Collective::kBroadcast;
+    const Status status = c.Run(call);
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(status.message().find("broadcast") != std::string::npos);
+    CHECK(status.message().find("allreduce") != std::string::npos);
+  });
+}
+
+TEST(AlltoallWithSplitsThatDoNotFit) {
+  World world({0, 0, 0});
+  world.Each([](Communicator& c) {
+    std::vector<float> in(6, static_cast<float>(c.rank())), out(6, -1.0f);
+    Call call;
+    call.op = Collective::kAlltoall;
+    call.name = "a";
+    call.tensors.push_back({DType::kF32, {6}, in.data(), out.data()});
+    call.rows = {2, 2, 2, 2, 2, 2};
+    CHECK(c.Run(call).ok());
+    for (int i = 0; i < 6; ++i) CHECK_EQ(out[i], static_cast<float>(i / 2));
+    if (c.rank() == 1) call.rows = {1, 3, 2, 2, 3, 2};
+    CHECK(c.Run(call).code() == Code::kMismatch);
+    call.rows = {2, 2, 2, 2, 2, 2};
+    CHECK(c.Run(call).ok());
+  });
+}
+
+TEST(ACallThatOneRankNeverMakesTimesOut) {
+  World world({0, 0, 0}, "", 4096, 1.5);
+  world.Each([](Communicator& c) {
+    if (c.rank() == 2) return;
+    std::vector<float> data(4, 1.0f);
+    const Status status = c.Run(AllreduceOf(&data));
+    CHECK(status.code() == Code::kDeadlineExceeded);
+    CHECK(c.aborted());
+    CHECK(!c.Run(AllreduceOf(&data)).ok());
+  });
+}
+
+TEST(AbortWakesAWaitingCall) {
+  World world({0, 0});
+  std::thread waiting([&] {
+    std::vector<float> data(4, 1.0f);
+    const Status status = world.ranks[0]->Run(AllreduceOf(&data));
+    CHECK(status.code() == Code::kUnavailable);
+    CHECK(status.message().find("rank 1 is gone") != std::string::npos);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  world.ranks[0]->Abort(Status(Code::kUnavailable, "rank 1 is gone", 1));
+  waiting.join();
+}
+
+TEST(OverlapKeepsOrderWithDirectCalls) {
+  World world({0, 0, 0});
+  world.Each([&](Communicator& c) {
+    Overlap overlap(world.ranks[c.rank()]);
+    for (int step = 0; step < 20; ++step) {
+      std::vector<std::vector<float>> buckets(4, std::vector<float>(500, 1.0f));
+      for (int k = 0; k < 4; ++k)
+        CHECK(overlap.Start(AllreduceOf(&buckets[k]), k, k == 0).ok());
+      std::vector<float> alone(10, 2.0f);
+      CHECK(c.Run(AllreduceOf(&alone)).ok());
+      CHECK_EQ(alone[9], 6.0f);
+      for (int k = 0; k < 4; ++k) {
+        CHECK(overlap.Done(AllreduceOf(&buckets[k]), k).ok());
+        CHECK_EQ(buckets[k][499], 3.0f);
+      }
+    }
+  });
+}
+
+TEST(AStepLeftHalfDoneEndsTheCommunicator) {
+  World world({0});
+  Overlap overlap(world.ranks[0]);
+  std::vector<float> data(8, 1.0f);
+  CHECK(!overlap.Done(AllreduceOf(&data), 0).ok());
+  CHECK(overlap.Start(AllreduceOf(&data), 0, true).ok());
+  CHECK(overlap.Start(AllreduceOf(&data), 1, true).ok());
+  CHECK(!overlap.Done(AllreduceOf(&data), 1).ok());
+  CHECK(world.ranks[0]->aborted());
+}
+
+TEST(HeartbeatNamesTheRankThatDied) {
+  World world({0, 0});
+  int pair[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+  auto zero = std::make_shared<Heartbeat>(0, std::vector<Heartbeat::Peer>{{1, pair[0]}},
+                                          0.1, 5.0, MakeBell());
+  zero->Watch(world.ranks[0]);
+  std::thread waiting([&] {
+    std::vector<float> data(4, 1.0f);
+    const Status status = world.ranks[0]->Run(AllreduceOf(&data));
+    CHECK(status.code() == Code::kUnavailable);
+    CHECK_EQ(status.rank(), 1);
+  });
+  close(pair[1]);
+  waiting.join();
+  CHECK_EQ(zero->lost().size(), 1u);
+}
+
+TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
+  World world({0, 0, 0});
+  int pair[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+  auto zero = std::make_shared<Heartbeat>(0, std::vector<Heartbeat::Peer>{{1, pair[0]}},
+                                          0.1, 5.0, MakeBell());
+  auto one = std::make_shared<Heartbeat>(1, std::vector<Heartbeat::Peer>{{0, pair[1]}},
+                                         0.1, 5.0, MakeBell());
+  zero->Watch(world.ranks[0]);
+  one->Fail("rank 2 closed its connection", 2);
+  one->Stop();
+  std::vector<float> data(4, 1.0f);
+  const Status status = world.ranks[0]->Run(AllreduceOf(&data));
+  CHECK(status.code() == Code::kUnavailable);
+  for (int i = 0; i < 500 && zero->lost().size() < 2; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK_EQ(zero->lost()[0].first, 2);
+}
+
+TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {
+  World world({0, 0});
+  CheckSum(&world, 10, ReduceOp::kSum);
+  world.ranks[0]->PeerLeft(1);
+  std::vector<float> data(4, 1.0f);
+  const Status status = world.ranks[0]->Run(AllreduceOf(&data));
+  CHECK(status.message().find("rank 1 has shut down") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace ringjax

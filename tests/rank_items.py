@@ -1,0 +1,272 @@
+"""The side of pytest that you see: tests marked `ranks(2, 3)` become one item per count.
+
+Starting Python and jax costs seconds, so all selected tests of one file with the same
+rank count and environment share one launch: the first that runs starts it, the others
+read their result. After a failure the ranks may be out of step, so they stop, and the
+next test starts a fresh launch. What happens inside a rank is tests/rank_worker.py.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import leaks
+import pytest
+import rank_worker
+from launch import Job
+
+START_UP = 60.0  # seconds a launch may need before its first test, on a busy machine
+GRACE = 15.0  # seconds beyond a test's own timeout before the launch is ended
+
+
+class RankFailure(Exception):
+    """A test failed on some rank; the text says where and why."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tests of one group share a launch."""
+
+    path: Path
+    np: int
+    env: tuple[tuple[str, str], ...] = ()
+    alone: str = ""  # the id of an isolated test
+
+
+@dataclass
+class Verdict:
+    """What a test came to, over all ranks."""
+
+    outcome: str  # one of: passed, failed, skipped, xfailed
+    text: str = ""
+
+
+class RankItem(pytest.Item):
+    """One marked test on one number of ranks."""
+
+    group: Group
+    test: str
+    limit: float
+    line: int | None
+
+    @staticmethod
+    def expand(function: pytest.Function) -> list[RankItem]:
+        """One item for every rank count that the function's `ranks` mark names."""
+        mark = function.get_closest_marker("ranks")
+        assert mark is not None
+        counts = mark.args
+        if not counts or not all(isinstance(n, int) and n > 0 for n in counts):
+            raise pytest.UsageError(f"{function.nodeid}: ranks(…) wants numbers of ranks")
+        unknown = mark.kwargs.keys() - {"isolated", "env"}
+        if unknown:
+            raise pytest.UsageError(f"{function.nodeid}: ranks(…) has no {unknown}")
+        return [RankItem._make(function, np, **mark.kwargs) for np in counts]
+
+    @staticmethod
+    def _make(
+        function: pytest.Function,
+        np: int,
+        isolated: bool = False,
+        env: dict[str, str] | None = None,
+    ) -> RankItem:
+        label = "1 rank" if np == 1 else f"{np} ranks"
+        name = function.name
+        name = f"{name[:-1]}-{label}]" if name.endswith("]") else f"{name}[{label}]"
+        item: RankItem = RankItem.from_parent(function.parent, name=name)
+        # The ranks keep the time; what this process waits for is a whole launch.
+        item.own_markers = [pytest.mark.timeout(0).mark, *function.own_markers]
+        item.keywords.update(function.keywords)
+        item.test = function.nodeid
+        item.line = function.reportinfo()[1]
+        item.limit = rank_worker.limit(function)
+        item.group = Group(
+            path=function.path,
+            np=np,
+            env=tuple(sorted((env or {}).items())),
+            alone=function.nodeid if isolated else "",
+        )
+        return item
+
+    def runtest(self) -> None:
+        """Fetches the verdict, launching the ranks when it is not there yet."""
+        verdict = self.config.stash[RUNS].verdict(self)
+        if verdict.outcome == "failed":
+            raise RankFailure(verdict.text)
+        if verdict.outcome == "skipped":
+            pytest.skip(verdict.text)
+        if verdict.outcome == "xfailed":
+            pytest.xfail(verdict.text)
+
+    def repr_failure(
+        self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None
+    ) -> Any:
+        """Shows the ranks' own reports, not how this process came by them."""
+        if isinstance(excinfo.value, RankFailure):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        """Where the test is."""
+        return self.path, self.line, self.name
+
+    def iter_markers_with_node(
+        self, name: str | None = None
+    ) -> Iterator[tuple[Any, pytest.Mark]]:
+        """All marks but xfail: the ranks judge that one themselves."""
+        pairs = super().iter_markers_with_node(name)
+        return (pair for pair in pairs if pair[1].name != "xfail")
+
+
+@dataclass
+class Launch:
+    """What came back from one launch."""
+
+    np: int
+    exit_code: int
+    logs: str
+    stalled: bool
+    left_behind: list[str]
+    starts: dict[str, set[int]] = field(default_factory=dict)
+    ends: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+
+    def read(self, folder: Path) -> None:
+        """Reads the lines that the ranks have written."""
+        for rank in range(self.np):
+            path = rank_worker.results(folder, rank)
+            for line in path.read_text().splitlines() if path.exists() else ():
+                event = json.loads(line)
+                if event["event"] == "start":
+                    self.starts.setdefault(event["test"], set()).add(rank)
+                else:
+                    self.ends.setdefault(event["test"], {})[rank] = event
+
+    def verdict(self, test: str) -> Verdict | None:
+        """The verdict of one test; None if no rank had come to it."""
+        ends = self.ends.get(test, {})
+        failed = {r: e for r, e in sorted(ends.items()) if e["outcome"] == "failed"}
+        missing = sorted(set(range(self.np)) - ends.keys())
+        if failed or (missing and test in self.starts):
+            texts = [self._report(rank, event) for rank, event in failed.items()]
+            texts += [f"rank {r} of {self.np} has no result" for r in missing]
+            if missing:
+                texts.append(self.end())
+            return Verdict("failed", "\n\n".join(texts))
+        if missing:
+            return None
+        outcomes = {(e["outcome"], e["text"]) for e in ends.values()}
+        if len(outcomes) > 1:
+            return Verdict("failed", f"the ranks disagree: {sorted(outcomes)}")
+        return Verdict(*outcomes.pop())
+
+    def end(self) -> str:
+        """How the launch ended, with the logs."""
+        how = f"ringrun ended with exit code {self.exit_code}"
+        if self.stalled:
+            how = "the ranks made no progress and were ended"
+        return f"{how}\n{self.logs}"
+
+    def _report(self, rank: int, event: dict[str, Any]) -> str:
+        sections = [f"--- {name}\n{text}" for name, text in event["sections"]]
+        head = f"rank {rank} of {self.np}: {event['crash']}"
+        return "\n".join([head, event["text"], *sections])
+
+
+class Runs:
+    """All launches of one pytest session and the verdicts they gave."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[str, Verdict] = {}
+
+    def verdict(self, item: RankItem) -> Verdict:
+        """The verdict of `item`, after a launch if need be."""
+        if item.nodeid not in self._verdicts:
+            self._run(item.group, self._waiting(item))
+        return self._verdicts[item.nodeid]
+
+    def _waiting(self, item: RankItem) -> list[RankItem]:
+        """`item` and what else of its group is selected and has no verdict yet."""
+        peers = [i for i in item.session.items if isinstance(i, RankItem)]
+        waiting = [
+            i
+            for i in peers
+            if i.group == item.group and i.nodeid not in self._verdicts and i is not item
+        ]
+        return [item, *waiting]
+
+    def _run(self, group: Group, items: Sequence[RankItem]) -> None:
+        before = leaks.Snapshot.take()
+        launch = _launch(group, items, items[0].config)
+        left = [*launch.left_behind, *leaks.settle(before.leaked_since)]
+        verdicts = {item: launch.verdict(item.test) for item in items}
+        known = {item: v for item, v in verdicts.items() if v is not None}
+        if not known:
+            # It never came to a test, so another launch would not either.
+            nothing = Verdict("failed", f"no test was started\n{launch.end()}")
+            known = dict.fromkeys(items, nothing)
+        if left:
+            last = list(known)[-1]
+            text = "\n".join([known[last].text, "the launch left behind:", *left])
+            known[last] = Verdict("failed", text.strip())
+        self._verdicts |= {item.nodeid: verdict for item, verdict in known.items()}
+
+
+RUNS = pytest.StashKey[Runs]()
+
+
+def _launch(
+    group: Group, items: Sequence[RankItem], config: pytest.Config
+) -> Launch:
+    with tempfile.TemporaryDirectory(prefix="ringjax-ranks-") as name:
+        folder = Path(name)
+        rank_worker.write_selection(folder, [item.test for item in items])
+        env = {**dict(group.env), rank_worker.VARIABLE: str(folder)}
+        command = rank_worker.command(config, group.path)
+        job = Job(group.np, command, folder, env).start()
+        try:
+            stalled = not _watch(job, folder, max(item.limit for item in items))
+            launch = Launch(
+                np=group.np,
+                exit_code=job.poll() or 0,
+                logs=job.logs() + _stacks(folder, group.np),
+                stalled=stalled,
+                left_behind=job.left_behind(),
+            )
+        finally:
+            job.close()
+        launch.read(folder)
+        return launch
+
+
+def _watch(job: Job, folder: Path, limit: float) -> bool:
+    """Waits for the end of the job; False if it stood still and had to be ended."""
+    seen, deadline = -1, time.monotonic() + START_UP
+    while job.poll() is None:
+        written = sum(_sizes(rank_worker.results(folder, r) for r in range(job.np)))
+        if written != seen:
+            extra = limit + GRACE if written else START_UP
+            seen, deadline = written, time.monotonic() + extra
+        if time.monotonic() > deadline:
+            job.end_with_stacks()
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _sizes(paths: Iterable[Path]) -> Iterable[int]:
+    return (path.stat().st_size if path.exists() else 0 for path in paths)
+
+
+def _stacks(folder: Path, np: int) -> str:
+    texts = []
+    for rank in range(np):
+        path = rank_worker.stacks(folder, rank)
+        lines = path.read_text().splitlines() if path.exists() else []
+        ours = [s for s in lines if "/_pytest/" not in s and "/pluggy/" not in s]
+        texts += [f"--- stacks of rank {rank}", *ours] if ours else []
+    return "\n".join(["", *texts])

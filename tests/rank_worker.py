@@ -1,0 +1,168 @@
+"""The side of pytest inside a rank: runs the selected tests in step with the other ranks.
+
+Every rank writes a JSON line when a test starts and when it ends. Between two tests the
+ranks wait for each other over a small shared file, not over ringjax, so that a broken
+collective in one test cannot disturb the next. Reading the lines: tests/rank_items.py.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VARIABLE = "RINGJAX_TEST_RANK_DIR"
+DEFAULT_LIMIT = 60.0
+_WAIT = 120.0  # seconds to wait for a slower rank; its own timeout ends it before
+
+
+def results(folder: Path, rank: int) -> Path:
+    """The file with the JSON lines of `rank`."""
+    return folder / f"results.{rank}"
+
+
+def stacks(folder: Path, rank: int) -> Path:
+    """The file for the thread stacks of `rank` shortly before a test times out."""
+    return folder / f"stacks.{rank}"
+
+
+def write_selection(folder: Path, tests: Sequence[str]) -> None:
+    """Leaves the ids of the tests to run, in order, for every rank."""
+    (folder / "selection").write_text(json.dumps(list(tests)))
+
+
+def command(config: pytest.Config, path: Path) -> list[str]:
+    """The words that run the selected tests of `path` in a rank."""
+    # -P: the package under test is the installed one, not the checkout in the way.
+    words = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header"]
+    words += ["-p", "no:cacheprovider", "--timeout-method=thread"]
+    return [*words, "--rootdir", str(config.rootpath), "-c", str(config.inipath), str(path)]
+
+
+def limit(item: pytest.Item) -> float:
+    """The timeout of a test in seconds."""
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark and mark.args else DEFAULT_LIMIT
+
+
+class Progress:
+    """How many tests every rank has finished, and whether one of them failed there."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        descriptor = os.open(folder / "progress", os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        self._cells = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("I")
+        os.close(descriptor)
+        self._rank, self._size = rank, size
+
+    def finish(self, failed: bool) -> None:
+        """This rank has finished one test more."""
+        if failed:
+            self._cells[self._size + self._rank] = 1
+        self._cells[self._rank] += 1
+
+    def all_in_step(self) -> bool:
+        """Waits for the others to finish the same test; False if it failed somewhere."""
+        mine = self._cells[self._rank]
+        deadline = time.monotonic() + _WAIT
+        while time.monotonic() < deadline:
+            if any(self._cells[self._size : 2 * self._size]):
+                return False
+            if all(done >= mine for done in self._cells[: self._size]):
+                return True
+            time.sleep(0.0005)
+        return False
+
+
+class RankWorker:
+    """The pytest plugin of a rank."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self._selection = json.loads((folder / "selection").read_text())
+        self._results = results(folder, rank).open("a", buffering=1)
+        self._stacks = stacks(folder, rank).open("w")
+        self._progress = Progress(folder, rank, size)
+        self._reports: list[pytest.TestReport] = []
+        self._in_order = True
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keeps the selected tests, in the order of the selection."""
+        found = {item.nodeid: item for item in items}
+        missing = [test for test in self._selection if test not in found]
+        if missing:
+            raise pytest.UsageError(f"this rank does not know {missing}")
+        items[:] = [found[test] for test in self._selection]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Runs one test between its two lines and waits for the other ranks."""
+        self._reports.clear()
+        self._write(event="start", test=item.nodeid)
+        # A little before pytest-timeout ends this rank, so that all ranks leave stacks.
+        faulthandler.dump_traceback_later(0.9 * limit(item), file=self._stacks)
+        try:
+            result = yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        end = _summary(self._reports)
+        self._write(event="end", test=item.nodeid, **end)
+        self._progress.finish(failed=end["outcome"] == "failed")
+        if not self._progress.all_in_step():
+            item.session.shouldstop = "a rank failed: the next test needs a new launch"
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collects the reports of setup, call and teardown."""
+        self._reports.append(report)
+
+    def pytest_internalerror(self) -> None:
+        """A failure of pytest itself must not look like a failed test."""
+        self._in_order = False
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Ends with 0 after failed tests: their lines tell, and no rank has crashed."""
+        expected = (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
+        if self._in_order and session.exitstatus in expected and session.items:
+            session.exitstatus = pytest.ExitCode.OK
+
+    def _write(self, **event: Any) -> None:
+        self._results.write(json.dumps(event) + "\n")
+
+
+def _summary(reports: Sequence[pytest.TestReport]) -> dict[str, Any]:
+    """One outcome for the three phases of a test."""
+    failed = [r for r in reports if r.failed]
+    skipped = [r for r in reports if r.skipped]
+    outcome, text, crash, sections = "passed", "", "", []
+    if failed:
+        outcome, crash = "failed", _crash(failed[0])
+        text = "\n".join(f"({r.when}) {r.longreprtext}" for r in failed)
+        sections = reports[-1].sections
+    elif skipped:
+        expected = getattr(skipped[0], "wasxfail", None)
+        outcome = "skipped" if expected is None else "xfailed"
+        text = _reason(skipped[0]) if expected is None else expected
+    return {"outcome": outcome, "text": text, "crash": crash, "sections": sections}
+
+
+def _crash(report: pytest.TestReport) -> str:
+    """The one line that says what went wrong."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message if crash else report.longreprtext
+    return next(iter(message.splitlines()), "")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    where = report.longrepr  # (path, line, text) for a skip
+    text = str(where[2]) if isinstance(where, tuple) else report.longreprtext
+    return text.removeprefix("Skipped: ")

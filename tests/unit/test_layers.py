@@ -1,0 +1,198 @@
+"""The layers of the house: who may import or include whom, and how files are named.
+
+The picture is in docs/architecture.md. A new module needs a line in `LEVELS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+PACKAGE = ROOT / "ringjax"
+NATIVE = ROOT / "xla_ext"
+
+# A module imports its own level or lower ones, and there are no cycles.
+LEVELS = {
+    0: {"errors", "config", "addresses", "handshake", "session", "rendezvous", "_native"},
+    1: {"runtime", "mesh", "launch", "buckets"},
+    2: {"_jax"},
+    3: {"primitive"},
+    4: {"collectives", "compression"},
+    5: {"optim", "sync"},
+}
+LEVEL = {name: level for level, names in LEVELS.items() for name in names}
+LEVEL["run"] = 0  # the launcher starts before any framework is there
+
+JAX_FROM = 2  # the lowest level that may import jax or optax
+FRAMEWORKS = {"jax", "jaxlib", "optax", "flax", "torch", "tensorflow", "keras"}
+# Building the ranks' environment and detecting another launcher need the whole of it.
+ENVIRONMENT_READERS = {"config.py", "launch.py", "run/spawn.py"}
+
+DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
+LONGEST = 450
+LONGEST_FUNCTION = 60
+
+# folder -> the folders whose headers it may include
+INCLUDES = {
+    "base": {"base"},
+    "transport": {"base", "transport"},
+    "collective": {"base", "collective"},
+    "engine": {"base", "transport", "collective", "engine"},
+    "ffi": {"base", "engine", "ffi"},
+    "": {"base", "transport", "collective", "engine", "ffi", ""},
+}
+
+
+def _modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _sources() -> list[Path]:
+    return sorted(p for p in NATIVE.rglob("*") if p.suffix in (".h", ".cc", ".cu"))
+
+
+def _everything() -> list[Path]:
+    folders = ("ringjax", "xla_ext", "tests", "examples", "benchmarks")
+    found = (p for folder in folders for p in (ROOT / folder).rglob("*"))
+    kinds = (".py", ".pyi", ".h", ".cc", ".cu", ".sh")
+    return sorted(p for p in found if p.suffix in kinds)
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The absolute names of all modules that `path` imports, wherever in the file."""
+    parts = path.relative_to(ROOT).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            here = parts[: len(parts) - node.level] if node.level else ()
+            base = ".".join([*here, *filter(None, [node.module])])
+            yield base
+            if base.split(".")[0] == "ringjax":
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _layer(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if parts[0] == "ringjax" and len(parts) > 1 else None
+
+
+def test_every_module_has_a_level() -> None:
+    names = {_layer(_name(path)) for path in _modules()} - {None}
+    assert names <= LEVEL.keys(), f"give them a level: {names - LEVEL.keys()}"
+
+
+@pytest.mark.parametrize("path", _modules(), ids=_name)
+def test_imports_point_downwards(path: Path) -> None:
+    mine = _layer(_name(path))
+    if mine is None:
+        pytest.skip("the package's door loads names lazily; another test watches it")
+    for name in _imports(path):
+        top = name.split(".")[0]
+        theirs = _layer(name)
+        if theirs in LEVEL:
+            assert LEVEL[theirs] <= LEVEL[mine], f"{mine} must not import {name}"
+            if theirs == "run":
+                assert mine == "run", f"{mine} must not import the launcher"
+        if top in FRAMEWORKS:
+            assert LEVEL[mine] >= JAX_FROM, f"{mine} must not import {top}"
+            assert top not in ("torch", "tensorflow", "keras", "flax"), name
+        if name.startswith("jax._src"):
+            assert mine == "_jax", f"{name}: only _jax.py names what is private to jax"
+
+
+def test_imports_have_no_cycle() -> None:
+    modules = {_name(path): path for path in _modules()}
+    graph = {
+        name: {i for i in _imports(path) if i in modules and i not in ("ringjax", name)}
+        for name, path in modules.items()
+        if name != "ringjax"
+    }
+    # `from . import x` inside a package names the package too; that is not a cycle.
+    graph = {n: {i for i in uses if not n.startswith(f"{i}.")} for n, uses in graph.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_only_config_reads_the_environment() -> None:
+    reads = re.compile(r"\bos\.environ\b|\bos\.getenv\b|\bfrom os import .*(environ|getenv)")
+    readers = {
+        str(path.relative_to(PACKAGE))
+        for path in _modules()
+        if reads.search(path.read_text())
+    }
+    assert readers <= ENVIRONMENT_READERS
+
+
+@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(NATIVE)))
+def test_includes_point_downwards(path: Path) -> None:
+    text = path.read_text()
+    parts = path.relative_to(NATIVE).parts
+    folder = parts[0] if len(parts) > 1 else ""
+    for header in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.MULTILINE):
+        if header.startswith("xla/"):
+            assert folder == "ffi", f"{header}: XLA's headers stay in ffi/"
+            continue
+        theirs = header.split("/")[0] if "/" in header else ""
+        assert theirs in INCLUDES[folder], f"{folder} must not include {header}"
+    for header in re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, re.MULTILINE):
+        if header.startswith(("nanobind", "Python.h")):
+            assert folder == "", f"{header}: Python's headers stay in module*.cc"
+        assert not header.startswith("xla/") or folder == "ffi", header
+
+
+@pytest.mark.parametrize("path", _everything(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_file_is_no_drawer_and_opens_with_what_it_is(path: Path) -> None:
+    words = {w for part in path.relative_to(ROOT).parts for w in re.split(r"[_.]", part)}
+    assert not words & DRAWERS, "a name that says nothing; say what is inside"
+    text = path.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= LONGEST, "split it: a file is one idea"
+    if path.suffix == ".py" and text.strip():
+        assert ast.get_docstring(ast.parse(text)), "say what it is, and what it is not"
+    if path.suffix in (".h", ".cc", ".cu"):
+        assert lines[0].startswith("//"), "say what it is, and what it is not"
+
+
+@pytest.mark.parametrize("path", _modules(), ids=_name)
+def test_functions_are_short(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            length = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("ringjax", {"jax", "torch", "tensorflow"}),
+        ("ringjax.run.cli", {"jax", "numpy", "torch", "tensorflow", "ringjax._native"}),
+    ],
+)
+def test_import_is_light(module: str, absent: set[str]) -> None:
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=environment("import", {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not absent & set(done.stdout.split())

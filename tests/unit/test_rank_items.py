@@ -1,0 +1,171 @@
+"""The harness itself: a test that fails on one rank, dies, hangs or leaks must be seen.
+
+Runs pytest on small files of marked tests that need no collective.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+pytestmark = pytest.mark.timeout(120)
+
+Inner = Callable[..., str]
+
+
+@pytest.fixture
+def inner(tmp_path: Path) -> Inner:
+    """Runs pytest on one test file and returns what it printed."""
+
+    def run(source: str, *options: str) -> str:
+        file = tmp_path / "test_inner.py"
+        head = "import os, pytest, subprocess, sys, time\nRANK = os.environ.get('RINGJAX_RANK')\n"
+        file.write_text(head + textwrap.dedent(source))
+        env = environment("harness", {"PYTEST_PLUGINS": "conftest"})
+        env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT / "tests"), env.get("PYTHONPATH")])
+        )
+        words = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider"]
+        words += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+        done = subprocess.run(
+            [*words, *options, str(file)],
+            env=env,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+        )
+        print(done.stdout)  # shown when the test fails
+        return done.stdout
+
+    return run
+
+
+def test_a_failure_on_one_rank_fails_the_test_and_spares_the_next(inner: Inner) -> None:
+    out = inner("""
+        pytestmark = pytest.mark.ranks(1, 3)
+
+        @pytest.mark.parametrize("limit", [2, 3])
+        def test_rank_is_small(limit):
+            print("speaking:", RANK)
+            assert int(RANK) < limit
+
+        def test_next(): pass
+    """)
+    assert "1 failed, 5 passed" in out
+    assert "test_rank_is_small[2-3 ranks] - rank 2 of 3: " in out
+    assert "speaking: 2" in out
+    assert "speaking: 1" not in out
+
+
+def test_one_launch_serves_a_file_and_only_what_was_selected(inner: Inner) -> None:
+    out = inner(
+        """
+        pytestmark = pytest.mark.ranks(2)
+        seen = []
+        def test_one(): seen.append("one")
+        def test_two(): assert seen == ["one"]  # in the same processes
+        def test_three(): assert False
+        @pytest.mark.ranks(1, isolated=True, env={"COLOUR": "red"})
+        def test_four(): assert os.environ["COLOUR"] == "red"
+        """,
+        "-v",
+        "-k",
+        "not three",
+    )
+    assert "test_one[2 ranks] PASSED" in out
+    assert "test_four[1 rank] PASSED" in out
+    assert "3 passed, 1 deselected" in out
+
+
+def test_skips_and_expected_failures_keep_their_reasons(inner: Inner) -> None:
+    out = inner("""
+        pytestmark = pytest.mark.ranks(2)
+        def test_skip(): pytest.skip("no device here")
+        def test_skip_on_one_rank():
+            if RANK == "1":
+                pytest.skip("only here")
+        @pytest.mark.xfail(reason="known weakness", strict=True)
+        def test_weak(): assert False
+        @pytest.mark.xfail(reason="repaired meanwhile", strict=True)
+        def test_repaired(): pass
+    """)
+    assert "2 failed, 1 skipped, 1 xfailed" in out
+    assert "no device here" in out
+    assert "test_skip_on_one_rank[2 ranks] - the ranks disagree" in out
+    assert "XPASS(strict)" in out
+
+
+def test_a_rank_that_dies_fails_the_test_with_its_log(inner: Inner) -> None:
+    out = inner("""
+        pytestmark = pytest.mark.ranks(2)
+        def test_dies():
+            if RANK == "1":
+                os.write(2, b"last words")
+                os._exit(7)
+        def test_next(): pass
+    """)
+    assert "1 failed, 1 passed" in out
+    assert "rank 1 of 2 has no result" in out
+    assert "exit code 7" in out
+
+
+def test_a_rank_that_hangs_is_ended_and_every_rank_shows_its_stack(inner: Inner) -> None:
+    out = inner("""
+        @pytest.mark.ranks(2)
+        @pytest.mark.timeout(4)
+        def test_hangs():
+            def wait_for_ever():
+                time.sleep(1000)
+            def wait_for_the_other():
+                time.sleep(999)
+            wait_for_ever() if RANK == "1" else wait_for_the_other()
+    """)
+    assert "1 failed" in out
+    stacks = out[out.index("--- stacks of rank 0") :]
+    assert "in wait_for_the_other" in stacks[: stacks.index("--- stacks of rank 1")]
+    assert "in wait_for_ever" in stacks
+
+
+def test_a_process_that_outlives_the_launch_is_a_failure(inner: Inner) -> None:
+    out = inner("""
+        @pytest.mark.ranks(1)
+        def test_leaves_a_child():
+            words = [sys.executable, "-c", "import time; time.sleep(60)"]
+            quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            os.environ["CHILD"] = str(
+                subprocess.Popen(words, **quiet, start_new_session=True).pid
+            )
+    """)
+    assert "the launch left behind:" in out
+    assert "time.sleep(60)" in out
+
+
+def test_a_leak_in_this_process_is_a_failure(inner: Inner) -> None:
+    out = inner("""
+        import socket
+        kept = []
+        def test_listens(): kept.append(socket.create_server(("127.0.0.1", 0)))
+        def test_clean(): pass
+    """)
+    assert "1 error" in out
+    assert "tcp listening on port" in out
+
+
+def test_a_warning_is_an_error(inner: Inner) -> None:
+    out = inner("""
+        import warnings
+        @pytest.mark.ranks(1)
+        def test_warns(): warnings.warn("old ways")
+    """)
+    assert "UserWarning: old ways" in out
+    assert "1 failed" in out

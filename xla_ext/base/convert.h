@@ -1,0 +1,81 @@
+// f16 and bf16 as bits, to and from float and double, rounding to nearest even.
+//
+// Branch-free integer code that compilers vectorise on every CPU, so that the same bits
+// come out everywhere, also where the calling thread flushes denormals to zero: no
+// operand and no result of the float arithmetic in here is a denormal that matters.
+// Not arithmetic on these types: that is done in float, in reduce_kernels.h.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+// Calls would keep the loops around them from being vectorised.
+#define RINGJAX_INLINE [[gnu::always_inline]] inline
+
+namespace ringjax {
+
+inline constexpr uint32_t kSignBit = 0x80000000u;
+inline constexpr uint32_t kFloatInfinity = 0x7f800000u;
+
+RINGJAX_INLINE float FloatFromBits(uint32_t bits) { return std::bit_cast<float>(bits); }
+RINGJAX_INLINE uint32_t BitsOf(float value) { return std::bit_cast<uint32_t>(value); }
+
+RINGJAX_INLINE float BFloat16ToFloat(uint16_t b) {
+  return FloatFromBits(static_cast<uint32_t>(b) << 16);
+}
+
+RINGJAX_INLINE uint16_t BFloat16FromFloatBits(uint32_t bits) {
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet = (bits >> 16) | 0x40u;
+  const bool nan = (bits & ~kSignBit) > kFloatInfinity;
+  return static_cast<uint16_t>(nan ? quiet : rounded);
+}
+
+RINGJAX_INLINE float HalfToFloat(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  const uint32_t shifted = static_cast<uint32_t>(h & 0x7fffu) << 13;
+  const uint32_t normal = shifted + (112u << 23);      // the biases are 15 and 127
+  const uint32_t special = shifted | kFloatInfinity;   // infinity and NaN
+  // A denormal m is read as 2^-14 + m 2^-24, from which 2^-14 is subtracted exactly.
+  const float lifted = FloatFromBits(shifted + (113u << 23));
+  const uint32_t denormal = BitsOf(lifted - FloatFromBits(113u << 23));
+  const uint32_t finite = shifted < 0x00800000u ? denormal : normal;
+  return FloatFromBits(sign | (shifted >= 0x0f800000u ? special : finite));
+}
+
+RINGJAX_INLINE uint16_t HalfFromFloatBits(uint32_t bits) {
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & ~kSignBit;
+  const uint32_t odd = (magnitude >> 13) & 1u;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + odd) >> 13;
+  // 0.5 has the unit in the last place of f16's denormals, so adding it rounds there.
+  const uint32_t capped = magnitude < 0x38800000u ? magnitude : 0u;
+  const uint32_t denormal = BitsOf(FloatFromBits(capped) + 0.5f) - 0x3f000000u;
+  const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  uint32_t half = magnitude < 0x38800000u ? denormal : normal;
+  half = magnitude >= 0x47800000u ? 0x7c00u : half;
+  half = magnitude > kFloatInfinity ? nan : half;
+  return static_cast<uint16_t>(sign | half);
+}
+
+// The float next to `value` whose last bit tells whether anything was cut off (rounding
+// to odd): rounding that once more gives what rounding `value` directly would have.
+// Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Trans.
+// Comput. 57(4), 2008.
+RINGJAX_INLINE uint32_t FloatBitsToOdd(double value) {
+  const float nearest = static_cast<float>(value);
+  const double back = static_cast<double>(nearest);
+  const uint32_t away = std::fabs(back) > std::fabs(value) ? 1u : 0u;
+  const uint32_t inexact = back != value ? 1u : 0u;
+  return (BitsOf(nearest) - away) | inexact;
+}
+
+RINGJAX_INLINE uint16_t FloatToBFloat16(float v) { return BFloat16FromFloatBits(BitsOf(v)); }
+RINGJAX_INLINE uint16_t FloatToHalf(float v) { return HalfFromFloatBits(BitsOf(v)); }
+RINGJAX_INLINE uint16_t DoubleToBFloat16(double v) {
+  return BFloat16FromFloatBits(FloatBitsToOdd(v));
+}
+RINGJAX_INLINE uint16_t DoubleToHalf(double v) { return HalfFromFloatBits(FloatBitsToOdd(v)); }
+
+}  // namespace ringjax

@@ -1,0 +1,306 @@
+// Chooses the loop for a dtype, wire dtype, operation and scaling. The loops are in
+// reduce_kernels.h; the functions marked RINGJAX_CLONES hold copies of them for several
+// generations of x86-64, and the dynamic linker picks one of each when it loads us.
+#include "base/reduce.h"
+
+#include <algorithm>
+
+#include "base/reduce_kernels.h"
+#include "base/status.h"
+
+namespace ringjax {
+namespace {
+
+using namespace kernels;
+
+// Where one loop reads and writes.
+struct Operands {
+  void* out;
+  const void* own;
+  const void* received;
+  size_t n;
+};
+
+using F32 = Same<float>;
+using F64 = Same<double>;
+
+template <typename T, typename W>
+RINGJAX_INLINE void PlainFloats(const Operands& p, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kMin: return CombinePlain<T, W, Minimum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kMax: return CombinePlain<T, W, Maximum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kProduct:
+      return CombinePlain<T, W, Multiply>(p.out, p.own, p.received, p.n);
+    default: return CombinePlain<T, W, Add>(p.out, p.own, p.received, p.n);
+  }
+}
+
+RINGJAX_CLONES void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::kF16: return PlainFloats<Half, Half>(p, op);
+    case DType::kBF16: return PlainFloats<BFloat16, BFloat16>(p, op);
+    case DType::kF32: return PlainFloats<F32, F32>(p, op);
+    default: return PlainFloats<F64, F64>(p, op);
+  }
+}
+
+RINGJAX_CLONES void CombineComplex(const Operands& p, DType dtype) {
+  if (dtype == DType::kC64) {
+    using T = Same<std::complex<float>>;
+    CombinePlain<T, T, Multiply>(p.out, p.own, p.received, p.n);
+  } else {
+    using T = Same<std::complex<double>>;
+    CombinePlain<T, T, Multiply>(p.out, p.own, p.received, p.n);
+  }
+}
+
+// Sums and products do not depend on the sign, so U serves both.
+template <typename T, typename U>
+RINGJAX_INLINE void Integers(const Operands& p, ReduceOp op) {
+  using S = Same<T>;
+  using M = Same<U>;
+  switch (op) {
+    case ReduceOp::kMin: return CombinePlain<S, S, Minimum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kMax: return CombinePlain<S, S, Maximum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kProduct:
+      return CombinePlain<M, M, Multiply>(p.out, p.own, p.received, p.n);
+    default: return CombinePlain<M, M, Add>(p.out, p.own, p.received, p.n);
+  }
+}
+
+RINGJAX_INLINE void Bools(const Operands& p, ReduceOp op) {
+  if (op == ReduceOp::kSum || op == ReduceOp::kMax) {
+    CombinePlain<Bool, Bool, Or>(p.out, p.own, p.received, p.n);
+  } else {
+    CombinePlain<Bool, Bool, And>(p.out, p.own, p.received, p.n);
+  }
+}
+
+RINGJAX_CLONES void CombineIntegers(const Operands& p, DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::kBool: return Bools(p, op);
+    case DType::kI8: return Integers<int8_t, uint8_t>(p, op);
+    case DType::kI16: return Integers<int16_t, uint16_t>(p, op);
+    case DType::kI32: return Integers<int32_t, uint32_t>(p, op);
+    case DType::kI64: return Integers<int64_t, uint64_t>(p, op);
+    case DType::kU8: return Integers<uint8_t, uint8_t>(p, op);
+    case DType::kU16: return Integers<uint16_t, uint16_t>(p, op);
+    case DType::kU32: return Integers<uint32_t, uint32_t>(p, op);
+    default: return Integers<uint64_t, uint64_t>(p, op);
+  }
+}
+
+void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
+  if (IsFloat(dtype)) return CombineFloats(p, dtype, op);
+  if (IsComplex(dtype)) return CombineComplex(p, dtype);
+  CombineIntegers(p, dtype, op);
+}
+
+// The middle of a compressed ring, which is the hot one for sums.
+RINGJAX_CLONES void AddFromWire(const Operands& p, DType dtype, DType wire) {
+  const bool half = wire == DType::kF16;
+  if (dtype == DType::kF32) {
+    if (half) return CombinePlain<F32, Half, Add>(p.out, p.own, p.received, p.n);
+    return CombinePlain<F32, BFloat16, Add>(p.out, p.own, p.received, p.n);
+  }
+  if (half) return CombinePlain<F64, Half, Add>(p.out, p.own, p.received, p.n);
+  CombinePlain<F64, BFloat16, Add>(p.out, p.own, p.received, p.n);
+}
+
+template <typename T, typename W, typename V>
+RINGJAX_INLINE void ScaledFloats(const Operands& p, ReduceOp op, const Factors<V>& f) {
+  switch (op) {
+    case ReduceOp::kMin:
+      return CombineScaled<T, W, Minimum>(p.out, p.own, p.received, p.n, f);
+    case ReduceOp::kMax:
+      return CombineScaled<T, W, Maximum>(p.out, p.own, p.received, p.n, f);
+    case ReduceOp::kProduct:
+      return CombineScaled<T, W, Multiply>(p.out, p.own, p.received, p.n, f);
+    default: return CombineScaled<T, W, Add>(p.out, p.own, p.received, p.n, f);
+  }
+}
+
+RINGJAX_CLONES void CombineScaledFloats(const Operands& p, const Arithmetic& a,
+                                        const Factors<float>& f) {
+  if (a.dtype == DType::kF16) return ScaledFloats<Half, Half>(p, a.op, f);
+  if (a.dtype == DType::kBF16) return ScaledFloats<BFloat16, BFloat16>(p, a.op, f);
+  if (a.wire == DType::kF16) return ScaledFloats<F32, Half>(p, a.op, f);
+  if (a.wire == DType::kBF16) return ScaledFloats<F32, BFloat16>(p, a.op, f);
+  ScaledFloats<F32, F32>(p, a.op, f);
+}
+
+RINGJAX_CLONES void CombineScaledDoubles(const Operands& p, const Arithmetic& a,
+                                         const Factors<double>& f) {
+  if (a.wire == DType::kF16) return ScaledFloats<F64, Half>(p, a.op, f);
+  if (a.wire == DType::kBF16) return ScaledFloats<F64, BFloat16>(p, a.op, f);
+  ScaledFloats<F64, F64>(p, a.op, f);
+}
+
+RINGJAX_CLONES void RescaleFloats(const Operands& p, const Arithmetic& a,
+                                  const Factors<float>& f) {
+  if (a.dtype == DType::kF16) return Rescale<Half, Half>(p.out, p.own, p.n, f);
+  if (a.dtype == DType::kBF16) return Rescale<BFloat16, BFloat16>(p.out, p.own, p.n, f);
+  if (a.wire == DType::kF16) return Rescale<F32, Half>(p.out, p.own, p.n, f);
+  if (a.wire == DType::kBF16) return Rescale<F32, BFloat16>(p.out, p.own, p.n, f);
+  Rescale<F32, F32>(p.out, p.own, p.n, f);
+}
+
+RINGJAX_CLONES void RescaleDoubles(const Operands& p, const Arithmetic& a,
+                                   const Factors<double>& f) {
+  if (a.wire == DType::kF16) return Rescale<F64, Half>(p.out, p.own, p.n, f);
+  if (a.wire == DType::kBF16) return Rescale<F64, BFloat16>(p.out, p.own, p.n, f);
+  Rescale<F64, F64>(p.out, p.own, p.n, f);
+}
+
+RINGJAX_CLONES void NarrowFloats(void* wire, const void* own, size_t n,
+                                 const Arithmetic& a, double before) {
+  const bool half = a.wire == DType::kF16;
+  if (a.dtype == DType::kF32) {
+    const float f = static_cast<float>(before);
+    if (half) return Narrow<F32, Half>(wire, own, n, f);
+    return Narrow<F32, BFloat16>(wire, own, n, f);
+  }
+  if (half) return Narrow<F64, Half>(wire, own, n, before);
+  Narrow<F64, BFloat16>(wire, own, n, before);
+}
+
+RINGJAX_CLONES void WidenFloats(void* out, const void* wire, size_t n,
+                                const Arithmetic& a) {
+  const bool half = a.wire == DType::kF16;
+  if (a.dtype == DType::kF32) {
+    if (half) return Widen<F32, Half>(out, wire, n);
+    return Widen<F32, BFloat16>(out, wire, n);
+  }
+  if (half) return Widen<F64, Half>(out, wire, n);
+  Widen<F64, BFloat16>(out, wire, n);
+}
+
+void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double factor,
+                   int64_t divisor) {
+  switch (dtype) {
+    case DType::kI8: return RescaleIntegers<int8_t>(out, in, n, factor, divisor);
+    case DType::kI16: return RescaleIntegers<int16_t>(out, in, n, factor, divisor);
+    case DType::kI32: return RescaleIntegers<int32_t>(out, in, n, factor, divisor);
+    case DType::kI64: return RescaleIntegers<int64_t>(out, in, n, factor, divisor);
+    case DType::kBool:
+      RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
+      return Bools({out, out, out, n}, ReduceOp::kMax);  // 0 or 1 again
+    case DType::kU8: return RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
+    case DType::kU16: return RescaleIntegers<uint16_t>(out, in, n, factor, divisor);
+    case DType::kU32: return RescaleIntegers<uint32_t>(out, in, n, factor, divisor);
+    default: return RescaleIntegers<uint64_t>(out, in, n, factor, divisor);
+  }
+}
+
+template <typename V>
+Factors<V> FactorsFor(const Arithmetic& a, bool first, bool last) {
+  Factors<V> f;
+  if (first) f.before = static_cast<V>(a.prescale);
+  if (last) {
+    f.after = static_cast<V>(a.postscale);
+    f.divisor = static_cast<V>(a.divisor);
+    f.round = a.compressed();
+  }
+  return f;
+}
+
+// A complex number is scaled, rounded, added and copied as two reals.
+Arithmetic AsReal(const Arithmetic& a) {
+  Arithmetic real = a;
+  real.dtype = real.wire = a.dtype == DType::kC64 ? DType::kF32 : DType::kF64;
+  return real;
+}
+
+void Rescaled(void* out, const void* own, size_t n, const Arithmetic& a, bool first,
+              bool last) {
+  if (IsComplex(a.dtype)) return Rescaled(out, own, 2 * n, AsReal(a), first, last);
+  const Operands p{out, own, nullptr, n};
+  if (a.dtype == DType::kF64)
+    return RescaleDoubles(p, a, FactorsFor<double>(a, first, last));
+  if (IsFloat(a.dtype)) return RescaleFloats(p, a, FactorsFor<float>(a, first, last));
+  if (first && a.scales_first()) {
+    ScaleIntegers(out, own, n, a.dtype, a.prescale, 1);
+    own = out;
+  }
+  if (last && a.scales_last())
+    ScaleIntegers(out, own, n, a.dtype, a.postscale, a.divisor);
+}
+
+// Integers and complex products, which have no loop of their own: scaled, combined and
+// finished in pieces that stay in the first-level cache.
+void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool last) {
+  alignas(64) std::byte scaled[4096];
+  const size_t width = Width(a.dtype), step = sizeof(scaled) / width;
+  const bool before = first && a.scales_first(), after = last && a.scales_last();
+  for (size_t done = 0; done < p.n; done += step) {
+    const size_t n = std::min(step, p.n - done), at = done * width;
+    std::byte* out = static_cast<std::byte*>(p.out) + at;
+    const std::byte* own = static_cast<const std::byte*>(p.own) + at;
+    const std::byte* received = static_cast<const std::byte*>(p.received) + at;
+    if (before) Rescaled(scaled, own, n, a, true, false);
+    CombineUnscaled({out, before ? scaled : own, received, n}, a.dtype, a.op);
+    if (after) Rescaled(out, out, n, a, false, true);
+  }
+}
+
+bool Touches(const Arithmetic& a, bool first, bool last) {
+  return (first && a.scales_first()) || (last && (a.scales_last() || a.compressed()));
+}
+
+void CheckSupported(const Arithmetic& a) {
+  RJ_CHECK(!a.compressed() ||
+               ((a.dtype == DType::kF32 || a.dtype == DType::kF64) &&
+                (a.wire == DType::kF16 || a.wire == DType::kBF16)),
+           "only f32 and f64 can travel as f16 or bf16");
+  RJ_CHECK(a.divisor >= 1, "the divisor must be positive");
+}
+
+}  // namespace
+
+void Combine(void* out, const void* own, const void* received, size_t n,
+             const Arithmetic& a, bool first, bool last) {
+  CheckSupported(a);
+  RJ_CHECK(a.op == ReduceOp::kSum || a.op == ReduceOp::kMin || a.op == ReduceOp::kMax ||
+               a.op == ReduceOp::kProduct,
+           "an operation that is not elementwise");
+  if (n == 0) return;
+  if (IsComplex(a.dtype)) {
+    RJ_CHECK(a.op != ReduceOp::kMin && a.op != ReduceOp::kMax,
+             "complex numbers have no order");
+    if (a.op == ReduceOp::kSum)
+      return Combine(out, own, received, 2 * n, AsReal(a), first, last);
+  }
+  const Operands p{out, own, received, n};
+  const bool touches = Touches(a, first, last);
+  if (!touches && !a.compressed()) return CombineUnscaled(p, a.dtype, a.op);
+  if (!touches && a.op == ReduceOp::kSum) return AddFromWire(p, a.dtype, a.wire);
+  if (a.dtype == DType::kF64)
+    return CombineScaledDoubles(p, a, FactorsFor<double>(a, first, last));
+  if (IsFloat(a.dtype))
+    return CombineScaledFloats(p, a, FactorsFor<float>(a, first, last));
+  CombineInPieces(p, a, first, last);
+}
+
+void Encode(void* wire, const void* own, size_t n, const Arithmetic& a, bool first) {
+  CheckSupported(a);
+  if (n == 0) return;
+  if (!a.compressed()) return CopyScaled(wire, own, n, a, first, false);
+  NarrowFloats(wire, own, n, a, first ? a.prescale : 1.0);
+}
+
+void Decode(void* out, const void* wire, size_t n, const Arithmetic& a) {
+  CheckSupported(a);
+  if (n == 0) return;
+  if (a.compressed()) return WidenFloats(out, wire, n, a);
+  if (out != wire) std::memcpy(out, wire, n * Width(a.dtype));
+}
+
+void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool first,
+                bool last) {
+  CheckSupported(a);
+  if (n == 0) return;
+  if (Touches(a, first, last)) return Rescaled(out, own, n, a, first, last);
+  if (out != own) std::memcpy(out, own, n * Width(a.dtype));
+}
+
+}  // namespace ringjax

@@ -1,0 +1,238 @@
+// The loops behind reduce.cc: element types, operations, and one template per shape of
+// loop. Everything is forced inline into the functions of reduce.cc that are compiled
+// once per CPU generation; nothing here is called from anywhere else.
+#pragma once
+
+#include <bit>
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "base/convert.h"
+
+#if defined(RINGJAX_SANITIZED) || defined(__SANITIZE_THREAD__) || \
+    defined(__SANITIZE_ADDRESS__)
+#define RINGJAX_CLONES  // resolvers would run before the sanitizer's start-up
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    defined(__linux__)
+#define RINGJAX_CLONES \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define RINGJAX_CLONES
+#endif
+
+// out == own is an ordinary case and carries nothing from one turn to the next; without
+// this promise the compiler would take its scalar loop for it.
+#if defined(__clang__)
+#define RINGJAX_VECTOR_LOOP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define RINGJAX_VECTOR_LOOP _Pragma("GCC ivdep")
+#endif
+
+namespace ringjax::kernels {
+
+// Element types: how a value lies in memory and what it is computed in.
+template <typename T>
+struct Same {
+  using Stored = T;
+  using Value = T;
+  RINGJAX_INLINE static T Widen(T v) { return v; }
+  RINGJAX_INLINE static T Narrow(T v) { return v; }
+};
+struct Half {
+  using Stored = uint16_t;
+  using Value = float;
+  RINGJAX_INLINE static float Widen(uint16_t v) { return HalfToFloat(v); }
+  RINGJAX_INLINE static uint16_t Narrow(float v) { return FloatToHalf(v); }
+  RINGJAX_INLINE static uint16_t Narrow(double v) { return DoubleToHalf(v); }
+};
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Value = float;
+  RINGJAX_INLINE static float Widen(uint16_t v) { return BFloat16ToFloat(v); }
+  RINGJAX_INLINE static uint16_t Narrow(float v) { return FloatToBFloat16(v); }
+  RINGJAX_INLINE static uint16_t Narrow(double v) { return DoubleToBFloat16(v); }
+};
+struct Bool {
+  using Stored = uint8_t;
+  using Value = uint8_t;
+  RINGJAX_INLINE static uint8_t Widen(uint8_t v) { return v != 0 ? 1 : 0; }
+  RINGJAX_INLINE static uint8_t Narrow(uint8_t v) { return v != 0 ? 1 : 0; }
+};
+
+// Bytes in and out without any demand on alignment.
+template <typename E>
+RINGJAX_INLINE typename E::Stored LoadAs(const void* base, size_t i) {
+  typename E::Stored v;
+  std::memcpy(&v, static_cast<const char*>(base) + i * sizeof(v), sizeof(v));
+  return v;
+}
+template <typename E>
+RINGJAX_INLINE void StoreAs(void* base, size_t i, typename E::Stored v) {
+  std::memcpy(static_cast<char*>(base) + i * sizeof(v), &v, sizeof(v));
+}
+
+// Integers wrap around, also the narrow ones, which C++ would promote to int.
+template <typename T>
+using Modular = std::conditional_t<
+    std::is_integral_v<T>, std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>, T>;
+
+struct Add {
+  template <typename T>
+  RINGJAX_INLINE static T Apply(T a, T b) {
+    return static_cast<T>(static_cast<Modular<T>>(a) + static_cast<Modular<T>>(b));
+  }
+};
+struct Multiply {
+  template <typename T>
+  RINGJAX_INLINE static T Apply(T a, T b) {
+    return static_cast<T>(static_cast<Modular<T>>(a) * static_cast<Modular<T>>(b));
+  }
+  // The textbook product: the compiler's own treats infinities specially and branches.
+  template <typename T>
+  RINGJAX_INLINE static std::complex<T> Apply(std::complex<T> a, std::complex<T> b) {
+    return {a.real() * b.real() - a.imag() * b.imag(),
+            a.real() * b.imag() + a.imag() * b.real()};
+  }
+};
+struct Or {
+  RINGJAX_INLINE static uint8_t Apply(uint8_t a, uint8_t b) { return a | b; }
+};
+struct And {
+  RINGJAX_INLINE static uint8_t Apply(uint8_t a, uint8_t b) { return a & b; }
+};
+
+template <typename T>
+using BitsFor = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+// A NaN on either side wins, as in numpy. Of two zeros the result takes a sign that
+// does not depend on their order, so that ranks that swap roles agree.
+struct Minimum {
+  template <typename T>
+  RINGJAX_INLINE static T Apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      return a < b ? a : b;
+    } else {
+      using Bits = BitsFor<T>;
+      const T either =
+          std::bit_cast<T>(std::bit_cast<Bits>(a) | std::bit_cast<Bits>(b));
+      const T less = a < b ? a : b;
+      const T chosen = a == b ? either : less;
+      return a != a ? a : chosen;
+    }
+  }
+};
+struct Maximum {
+  template <typename T>
+  RINGJAX_INLINE static T Apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      return a > b ? a : b;
+    } else {
+      using Bits = BitsFor<T>;
+      const T either =
+          std::bit_cast<T>(std::bit_cast<Bits>(a) & std::bit_cast<Bits>(b));
+      const T more = a > b ? a : b;
+      const T chosen = a == b ? either : more;
+      return a != a ? a : chosen;
+    }
+  }
+};
+
+// out = own op received, in type T from wire type W.
+template <typename T, typename W, typename Op>
+RINGJAX_INLINE void CombinePlain(void* out, const void* own, const void* received,
+                                 size_t n) {
+  using V = typename T::Value;
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i) {
+    const V a = T::Widen(LoadAs<T>(own, i));
+    const V b = static_cast<V>(W::Widen(LoadAs<W>(received, i)));
+    StoreAs<T>(out, i, T::Narrow(Op::Apply(a, b)));
+  }
+}
+
+// What one loop over floats applies; neutral values where nothing is to be done.
+template <typename V>
+struct Factors {
+  V before = 1;      // own contribution
+  V after = 1;       // result
+  V divisor = 1;     // result
+  bool round = false;  // the result to what the wire carries
+};
+
+// The own contribution is rounded to T after scaling, as it is when it is sent.
+template <typename T, typename V>
+RINGJAX_INLINE V ScaledOwn(const void* own, size_t i, const Factors<V>& f) {
+  return T::Widen(T::Narrow(T::Widen(LoadAs<T>(own, i)) * f.before));
+}
+template <typename T, typename W, typename V>
+RINGJAX_INLINE void Finish(void* out, size_t i, V v, const Factors<V>& f) {
+  v = v * f.after / f.divisor;
+  if constexpr (!std::is_same_v<T, W>) {
+    const V rounded = static_cast<V>(W::Widen(W::Narrow(v)));
+    v = f.round ? rounded : v;
+  }
+  StoreAs<T>(out, i, T::Narrow(v));
+}
+
+template <typename T, typename W, typename Op>
+RINGJAX_INLINE void CombineScaled(void* out, const void* own, const void* received,
+                                  size_t n, const Factors<typename T::Value> f) {
+  using V = typename T::Value;
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i) {
+    const V b = static_cast<V>(W::Widen(LoadAs<W>(received, i)));
+    Finish<T, W>(out, i, Op::Apply(ScaledOwn<T>(own, i, f), b), f);
+  }
+}
+
+template <typename T, typename W>
+RINGJAX_INLINE void Rescale(void* out, const void* own, size_t n,
+                            const Factors<typename T::Value> f) {
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i) Finish<T, W>(out, i, ScaledOwn<T>(own, i, f), f);
+}
+
+template <typename T, typename W>
+RINGJAX_INLINE void Narrow(void* wire, const void* own, size_t n,
+                           typename T::Value before) {
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i)
+    StoreAs<W>(wire, i, W::Narrow(LoadAs<T>(own, i) * before));
+}
+
+template <typename T, typename W>
+RINGJAX_INLINE void Widen(void* out, const void* wire, size_t n) {
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i)
+    StoreAs<T>(out, i, static_cast<typename T::Value>(W::Widen(LoadAs<W>(wire, i))));
+}
+
+// Truncation toward zero; what does not fit becomes the nearest limit, and NaN zero.
+template <typename T>
+RINGJAX_INLINE T Truncated(double v) {
+  constexpr T lowest = std::numeric_limits<T>::lowest();
+  constexpr T highest = std::numeric_limits<T>::max();
+  // Exact for narrow types; for 64 bits the limit rounds up to a power of two.
+  if (v >= static_cast<double>(highest)) return highest;
+  if (v <= static_cast<double>(lowest)) return lowest;
+  return v != v ? T{0} : static_cast<T>(v);
+}
+
+// Integers: factor first, truncated, then the exact division.
+template <typename T>
+RINGJAX_INLINE void RescaleIntegers(void* out, const void* in, size_t n, double factor,
+                                    int64_t divisor) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
+  for (size_t i = 0; i < n; ++i) {
+    T v = LoadAs<Same<T>>(in, i);
+    if (factor != 1.0) v = Truncated<T>(static_cast<double>(v) * factor);
+    if (divisor != 1) v = static_cast<T>(static_cast<Wide>(v) / static_cast<Wide>(divisor));
+    StoreAs<Same<T>>(out, i, v);
+  }
+}
+
+}  // namespace ringjax::kernels

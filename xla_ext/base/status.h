@@ -1,0 +1,78 @@
+// Status and Result: everything that a peer, a user or the operating system can cause.
+//
+// Not for broken invariants of our own: those are RJ_CHECK, which names the place and
+// aborts, because no caller could do anything sensible about them.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace ringjax {
+
+enum class Code : uint8_t {
+  kOk = 0,
+  kInvalidArgument,     // this rank passed something impossible; nothing was sent
+  kFailedPrecondition,  // not initialised, shut down, wrong size for this program
+  kMismatch,            // ranks disagree about the operation; all of them know
+  kDeadlineExceeded,    // a live peer did not call or did not move for too long
+  kUnavailable,         // a peer is gone, or the communicator was aborted
+  kCancelled,           // this rank was interrupted (Ctrl-C)
+  kInternal,            // the operating system refused something
+};
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  // `rank` is the rank that caused it, -1 if none did.
+  Status(Code code, std::string message, int rank = -1)
+      : code_(code), rank_(rank), message_(std::move(message)) {}
+
+  bool ok() const { return code_ == Code::kOk; }
+  Code code() const { return code_; }
+  int rank() const { return rank_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  Code code_ = Code::kOk;
+  int rank_ = -1;
+  std::string message_;
+};
+
+inline Status OkStatus() { return {}; }
+
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : held_(std::move(value)) {}          // NOLINT: implicit by design
+  Result(Status status) : held_(std::move(status)) {}   // NOLINT
+
+  bool ok() const { return std::holds_alternative<T>(held_); }
+  T& value() { return std::get<T>(held_); }
+  const T& value() const { return std::get<T>(held_); }
+  Status status() const { return ok() ? Status() : std::get<Status>(held_); }
+
+ private:
+  std::variant<T, Status> held_;
+};
+
+}  // namespace ringjax
+
+// Returns from the enclosing function if `expression` is not ok.
+#define RJ_TRY(expression)                                  \
+  do {                                                      \
+    if (::ringjax::Status rj_s = (expression); !rj_s.ok()) \
+      return rj_s;                                          \
+  } while (0)
+
+#define RJ_CHECK(condition, what)                                                \
+  do {                                                                           \
+    if (!(condition)) {                                                          \
+      std::fprintf(stderr, "ringjax: broken invariant at %s:%d: %s\n", __FILE__, \
+                   __LINE__, what);                                              \
+      std::abort();                                                              \
+    }                                                                            \
+  } while (0)

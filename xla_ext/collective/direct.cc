@@ -1,0 +1,124 @@
+// Direct algorithms: every rank talks to every other at once. Fewest steps there can
+// be for the bytes of a ring, so the choice on one host, where a link costs nothing.
+//
+//                 steps  messages  sent by each rank, n elements on P ranks
+//   allreduce       2    2 (P - 1)  2 (P - 1) / P n
+//   reducescatter   1      P - 1      (P - 1) / P n
+//   allgather       1      P - 1      (P - 1) / P n
+//   broadcast       2      P - 1      n from the root, (P - 2) / (P - 1) n from others
+//
+// The broadcast scatters over the other ranks, which exchange what they got: van de
+// Geijn's scatter-allgather, Barnett et al., "Interprocessor collective communication
+// library", SHPCC 1994, except that nothing travels back to the root.
+#include "collective/algorithms.h"
+#include "collective/cost.h"
+
+namespace ringjax::collective {
+namespace {
+
+double DirectCost(double rounds, uint64_t bytes, const Topology& topology,
+                  const CostModel& model) {
+  Traffic traffic(topology, model);
+  if (topology.size == 1) return traffic.Seconds(0);
+  for (int i = 0; i < static_cast<int>(rounds); ++i)
+    traffic.SendAll(static_cast<double>(bytes) / topology.size);
+  return traffic.Seconds(rounds);
+}
+
+}  // namespace
+
+// Ranks start with different peers: nobody is asked by all the others first.
+void AddDirectReduceScatter(ScheduleBuilder* builder, const Group& group,
+                            const Blocks& blocks, bool last, Slice own) {
+  const int r = group.index, peers = group.size() - 1;
+  for (int i = 1; i <= peers; ++i) {
+    builder->Send(group.At(r + i), blocks.At(r + i));
+    builder->RecvReduce(group.At(r - i), blocks.At(r), last && i == peers, own);
+  }
+}
+
+void AddDirectAllgather(ScheduleBuilder* builder, const Group& group,
+                        const Blocks& blocks) {
+  const int r = group.index;
+  for (int i = 1; i < group.size(); ++i) {
+    builder->Send(group.At(r + i), blocks.At(r));
+    builder->Recv(group.At(r - i), blocks.At(r - i));
+  }
+}
+
+Schedule DirectAllreduce(const Problem& problem, const Topology& topology) {
+  if (topology.size == 1) return Alone(problem.counts[0]);
+  const Group world = World(topology);
+  const Blocks blocks = Blocks::Even({0, problem.counts[0]}, topology.size);
+  ScheduleBuilder builder;
+  AddDirectReduceScatter(&builder, world, blocks, true, OutAt(blocks.At(world.index)));
+  AddDirectAllgather(&builder, world, blocks);
+  return builder.Take();
+}
+
+Schedule DirectReducescatter(const Problem& problem, const Topology& topology) {
+  if (topology.size == 1) return Alone(problem.counts[0]);
+  const Blocks blocks = Blocks::Of(problem.counts);
+  const Slice own{Region::kOut, 0, blocks.At(topology.rank).count};
+  ScheduleBuilder builder;
+  AddDirectReduceScatter(&builder, World(topology), blocks, true, own);
+  return builder.Take();
+}
+
+Schedule DirectAllgather(const Problem& problem, const Topology& topology) {
+  const Blocks blocks = Blocks::Of(problem.counts);
+  const Range own = blocks.At(topology.rank);
+  ScheduleBuilder builder;
+  builder.Move(own, {Region::kIn, 0, own.count});
+  AddDirectAllgather(&builder, World(topology), blocks);
+  builder.Finish(own);
+  return builder.Take();
+}
+
+Schedule DirectBroadcast(const Problem& problem, const Topology& topology) {
+  const int root = problem.root, others = topology.size - 1;
+  const Range whole{0, problem.counts[0]};
+  ScheduleBuilder builder;
+  if (topology.rank == root) {
+    const Blocks blocks = Blocks::Even(whole, others > 0 ? others : 1);
+    for (int i = 0; i < others; ++i)
+      builder.Send(Wrap(root + 1 + i, topology.size), blocks.At(i));
+    builder.Finish(whole);
+    return builder.Take();
+  }
+  Group group{{}, Wrap(topology.rank - root - 1, topology.size)};
+  for (int i = 0; i < others; ++i)
+    group.ranks.push_back(Wrap(root + 1 + i, topology.size));
+  const Blocks blocks = Blocks::Even(whole, others);
+  builder.Recv(root, blocks.At(group.index));
+  AddDirectAllgather(&builder, group, blocks);
+  return builder.Take();
+}
+
+double DirectAllreduceCost(uint64_t bytes, const Topology& topology,
+                           const CostModel& model) {
+  return DirectCost(2, bytes, topology, model);
+}
+
+double DirectReducescatterCost(uint64_t bytes, const Topology& topology,
+                               const CostModel& model) {
+  return DirectCost(1, bytes, topology, model);
+}
+
+double DirectAllgatherCost(uint64_t bytes, const Topology& topology,
+                           const CostModel& model) {
+  return DirectCost(1, bytes, topology, model);
+}
+
+// As if rank 0 were the root, so that the choice does not depend on it.
+double DirectBroadcastCost(uint64_t bytes, const Topology& topology,
+                           const CostModel& model) {
+  Traffic traffic(topology, model);
+  if (topology.size == 1) return traffic.Seconds(0);
+  const double block = static_cast<double>(bytes) / (topology.size - 1);
+  for (int r = 1; r < topology.size; ++r) traffic.Send(0, r, block);
+  traffic.SendAll(block, 1);
+  return traffic.Seconds(2);
+}
+
+}  // namespace ringjax::collective

@@ -1,0 +1,190 @@
+// Recursive halving and doubling: ranks pair up at distance 1, 2, 4, ... and split
+// what they hold; then they gather the other way round. Few steps and few bytes, so the
+// choice for middle sizes. Any number of ranks: beyond the largest power of two p, each
+// rank left over lends its vector to a neighbour first and gets the result at the end.
+//
+//                 steps                sent by each rank, n elements
+//   allreduce     2 log2 p [+ 2]       2 (p - 1) / p n [+ n]
+//   reducescatter   log2 p [+ 2]       about (p - 1) / p n [+ one block, or n]
+//
+// Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur,
+// Rabenseifner and Gropp, "Optimization of collective communication operations in
+// MPICH", IJHPCA 2005. Each element is finished on one rank and then copied: plain
+// recursive doubling would let ranks end with different roundings.
+#include <bit>
+#include <vector>
+
+#include "collective/algorithms.h"
+#include "collective/cost.h"
+
+namespace ringjax::collective {
+namespace {
+
+// Which ranks take part: rank pairs (0, 1), (2, 3), ... as far as there are too many,
+// the odd one standing for both, and then every rank for itself. Those who stand are
+// numbered 0 .. power - 1.
+struct Fold {
+  explicit Fold(int size)
+      : power(static_cast<int>(std::bit_floor(static_cast<unsigned>(size)))),
+        pairs(size - power) {}
+
+  bool Leaves(int rank) const { return rank < 2 * pairs && rank % 2 == 0; }
+  bool Stands(int rank) const { return rank < 2 * pairs && rank % 2 == 1; }
+  int Number(int rank) const { return rank < 2 * pairs ? rank / 2 : rank - pairs; }
+  int Rank(int number) const {
+    return number < pairs ? 2 * number + 1 : number + pairs;
+  }
+  // The lowest rank that `number` stands for.
+  int FirstRank(int number) const { return number < pairs ? 2 * number : Rank(number); }
+
+  int power, pairs;
+};
+
+// One exchange between two members, which both hold the blocks [keep_lo, keep_hi) and
+// [give_lo, give_hi): each keeps one half and gives the other.
+struct Exchange {
+  int peer;
+  int keep_lo, keep_hi, give_lo, give_hi;
+};
+
+// The exchanges of member `number` of `power`. Near first: most bytes go to the
+// neighbour, likely on the same host. Far first: member i ends with block i.
+std::vector<Exchange> Halve(int number, int power, bool near_first) {
+  std::vector<Exchange> exchanges;
+  int lo = 0, hi = power;
+  for (int round = 1; round < power; round *= 2) {
+    const int distance = near_first ? round : power / (2 * round);
+    const int middle = lo + (hi - lo) / 2;
+    if (number & distance) {
+      exchanges.push_back({number ^ distance, middle, hi, lo, middle});
+      lo = middle;
+    } else {
+      exchanges.push_back({number ^ distance, lo, middle, middle, hi});
+      hi = middle;
+    }
+  }
+  return exchanges;
+}
+
+}  // namespace
+
+Schedule HalvingAllreduce(const Problem& problem, const Topology& topology) {
+  if (topology.size == 1) return Alone(problem.counts[0]);
+  const Fold fold(topology.size);
+  const int rank = topology.rank;
+  const Range whole{0, problem.counts[0]};
+  ScheduleBuilder builder;
+  if (fold.Leaves(rank)) {
+    builder.Send(rank + 1, whole);
+    builder.Recv(rank + 1, whole);
+    return builder.Take();
+  }
+  if (fold.Stands(rank)) builder.RecvReduce(rank - 1, whole, false);
+
+  const Blocks blocks = Blocks::Even(whole, fold.power);
+  const auto exchanges = Halve(fold.Number(rank), fold.power, true);
+  for (const Exchange& e : exchanges) {
+    const int peer = fold.Rank(e.peer);
+    const bool last = e.keep_hi - e.keep_lo == 1;
+    builder.Send(peer, blocks.Between(e.give_lo, e.give_hi));
+    builder.RecvReduce(peer, blocks.Between(e.keep_lo, e.keep_hi), last);
+  }
+  for (auto e = exchanges.rbegin(); e != exchanges.rend(); ++e) {
+    const int peer = fold.Rank(e->peer);
+    builder.Send(peer, blocks.Between(e->keep_lo, e->keep_hi));
+    builder.Recv(peer, blocks.Between(e->give_lo, e->give_hi));
+  }
+  if (fold.Stands(rank)) builder.Send(rank - 1, whole);
+  return builder.Take();
+}
+
+// kIn stays untouched, so partial sums live in scratch, where a rank that stands for
+// two also finishes the other's block. Members halve far first, which leaves each with
+// the consecutive blocks of the ranks it stands for.
+Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) {
+  if (topology.size == 1) return Alone(problem.counts[0]);
+  const Fold fold(topology.size);
+  const int rank = topology.rank;
+  const Blocks blocks = Blocks::Of(problem.counts);
+  const Range own = blocks.At(rank);
+  const Slice out{Region::kOut, 0, own.count};
+  ScheduleBuilder builder;
+  if (fold.Leaves(rank)) {
+    builder.Send(rank + 1, blocks.whole());
+    builder.Recv(rank + 1, own, out);
+    return builder.Take();
+  }
+  // The blocks of members lo .. hi - 1.
+  const auto between = [&](int lo, int hi) {
+    return blocks.Between(fold.FirstRank(lo), fold.Rank(hi - 1) + 1);
+  };
+  const int self = fold.Number(rank);
+  const auto exchanges = Halve(self, fold.power, false);
+  const Range most = fold.Stands(rank)
+                         ? blocks.whole()
+                         : between(exchanges[0].keep_lo, exchanges[0].keep_hi);
+  const auto scratch = [&](Range r) -> Slice {
+    return {Region::kScratch, r.offset - most.offset, r.count};
+  };
+  if (fold.Stands(rank)) builder.RecvReduce(rank - 1, most, false, scratch(most));
+  if (fold.Stands(rank) || fold.power > 2) builder.ReserveScratch(most.count);
+  for (const Exchange& e : exchanges) {
+    const int peer = fold.Rank(e.peer);
+    const Range keep = between(e.keep_lo, e.keep_hi);
+    if (e.keep_hi - e.keep_lo > 1) {
+      builder.Send(peer, between(e.give_lo, e.give_hi));
+      builder.RecvReduce(peer, keep, false, scratch(keep));
+      continue;
+    }
+    for (int r = fold.FirstRank(e.peer); r <= peer; ++r)
+      builder.Send(peer, blocks.At(r));
+    for (int r = fold.FirstRank(self); r <= rank; ++r)
+      builder.RecvReduce(peer, blocks.At(r), true,
+                         r == rank ? out : scratch(blocks.At(r)));
+  }
+  if (fold.Stands(rank)) builder.Send(rank - 1, blocks.At(rank - 1));
+  return builder.Take();
+}
+
+namespace {
+
+// Bytes that members exchange by halving once.
+void CountHalving(Traffic* traffic, const Fold& fold, bool near_first, double bytes) {
+  for (int round = 1; round < fold.power; round *= 2) {
+    const int distance = near_first ? round : fold.power / (2 * round);
+    for (int v = 0; v < fold.power; ++v)
+      traffic->Send(fold.Rank(v), fold.Rank(v ^ distance), bytes / (2 * round));
+  }
+}
+
+}  // namespace
+
+double HalvingAllreduceCost(uint64_t bytes, const Topology& topology,
+                            const CostModel& model) {
+  Traffic traffic(topology, model);
+  const Fold fold(topology.size);
+  const auto whole = static_cast<double>(bytes);
+  CountHalving(&traffic, fold, true, 2 * whole);
+  for (int i = 0; i < fold.pairs; ++i) {
+    traffic.Send(2 * i, 2 * i + 1, whole);
+    traffic.Send(2 * i + 1, 2 * i, whole);
+  }
+  const int rounds = CeilLog2(fold.power) + (fold.pairs > 0 ? 1 : 0);
+  return traffic.Seconds(2 * rounds, Flow::kByRounds);
+}
+
+double HalvingReducescatterCost(uint64_t bytes, const Topology& topology,
+                                const CostModel& model) {
+  Traffic traffic(topology, model);
+  const Fold fold(topology.size);
+  const auto whole = static_cast<double>(bytes);
+  CountHalving(&traffic, fold, false, whole);
+  for (int i = 0; i < fold.pairs; ++i) {
+    traffic.Send(2 * i, 2 * i + 1, whole);
+    traffic.Send(2 * i + 1, 2 * i, whole / topology.size);
+  }
+  const int rounds = CeilLog2(fold.power) + (fold.pairs > 0 ? 2 : 0);
+  return traffic.Seconds(rounds, Flow::kByRounds);
+}
+
+}  // namespace ringjax::collective

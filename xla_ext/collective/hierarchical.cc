@@ -1,0 +1,191 @@
+// Hierarchical algorithms: inside the host through memory, between hosts as little as
+// possible. Composed from ring, direct and tree; H hosts of L ranks, n elements.
+//
+//                        steps                          crossing a host's link
+//   allreduce, even      2 + 2 (H - 1)                  2 (H - 1) / H n
+//   allreduce, uneven    2 ceil(log2 L) + 2 (H - 1)     2 (H - 1) / H n
+//   allgather, even      1 + (H - 1)                    (H - 1) / H n
+//   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n at the root's
+//
+// Even hosts work in lanes: rank i of every host takes part i of the vector between the
+// hosts, so that all ranks share that work: Kandalla et al., "Designing multi-leader-
+// based allgather algorithms for multi-core clusters", IPDPS 2009. On uneven hosts one
+// leader each speaks for the others.
+#include <algorithm>
+#include <bit>
+
+#include "collective/algorithms.h"
+#include "collective/cost.h"
+
+namespace ringjax::collective {
+namespace {
+
+using HostRanks = std::vector<std::vector<int>>;
+
+bool Even(const HostRanks& hosts) {
+  return std::all_of(hosts.begin(), hosts.end(), [&](const std::vector<int>& ranks) {
+    return ranks.size() == hosts[0].size();
+  });
+}
+
+// Where this rank sits: its host, and the ranks there.
+struct Seat {
+  Seat(const HostRanks& hosts, int rank) {
+    for (size_t h = 0; h < hosts.size(); ++h) {
+      const auto place = std::find(hosts[h].begin(), hosts[h].end(), rank);
+      if (place == hosts[h].end()) continue;
+      host = static_cast<int>(h);
+      local = {hosts[h], static_cast<int>(place - hosts[h].begin())};
+    }
+  }
+
+  // The ranks with this one's place, which every host must have.
+  Group Lane(const HostRanks& hosts) const {
+    Group lane{{}, host};
+    for (const std::vector<int>& ranks : hosts)
+      lane.ranks.push_back(ranks[static_cast<size_t>(local.index)]);
+    return lane;
+  }
+
+  int host = 0;
+  Group local;
+};
+
+// Ring blocks come in falling order from the own one; passing them on in that order,
+// one by one, keeps the data moving.
+void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
+                      const Seat& seat, Range whole) {
+  const Group lane = seat.Lane(hosts);
+  const Blocks parts = Blocks::Even(whole, seat.local.size());
+  const auto split = [&](int i) { return Blocks::Even(parts.At(i), lane.size()); };
+  const Range own = parts.At(seat.local.index);
+  AddDirectReduceScatter(builder, seat.local, parts, false, OutAt(own));
+  AddRingReduceScatter(builder, lane, split(seat.local.index), InPlace);
+  AddRingAllgather(builder, lane, split(seat.local.index));
+  for (int s = 0; s < lane.size(); ++s) {
+    std::vector<Range> arrived;
+    for (int i = 0; i < seat.local.size(); ++i)
+      arrived.push_back(split(i).At(lane.index - s));
+    AddDirectAllgather(builder, seat.local, arrived);
+  }
+}
+
+void AllreduceByLeaders(ScheduleBuilder* builder, const HostRanks& hosts,
+                        const Seat& seat, Range whole) {
+  const Blocks blocks = Blocks::Even(whole, static_cast<int>(hosts.size()));
+  AddBinomialReduce(builder, seat.local, 0, whole, false);
+  if (seat.local.index == 0) {
+    const Group leaders = seat.Lane(hosts);
+    AddRingReduceScatter(builder, leaders, blocks, InPlace);
+    AddRingAllgather(builder, leaders, blocks);
+  }
+  for (int s = 0; s < blocks.size(); ++s)
+    AddBinomialBroadcast(builder, seat.local, 0, blocks.At(seat.host - s));
+}
+
+}  // namespace
+
+bool HasHierarchy(const Topology& topology) {
+  const size_t hosts = Hosts(topology).size();
+  return hosts > 1 && hosts < static_cast<size_t>(topology.size);
+}
+
+bool HasEvenHierarchy(const Topology& topology) {
+  return HasHierarchy(topology) && Even(Hosts(topology));
+}
+
+Schedule HierarchicalAllreduce(const Problem& problem, const Topology& topology) {
+  const HostRanks hosts = Hosts(topology);
+  if (hosts.size() == 1) return DirectAllreduce(problem, topology);
+  const Seat seat(hosts, topology.rank);
+  const Range whole{0, problem.counts[0]};
+  ScheduleBuilder builder;
+  if (Even(hosts))
+    AllreduceInLanes(&builder, hosts, seat, whole);
+  else
+    AllreduceByLeaders(&builder, hosts, seat, whole);
+  return builder.Take();
+}
+
+// First the lanes, then every rank hands its lane's blocks to the others on its host.
+Schedule HierarchicalAllgather(const Problem& problem, const Topology& topology) {
+  const HostRanks hosts = Hosts(topology);
+  const Seat seat(hosts, topology.rank);
+  const Group lane = seat.Lane(hosts);
+  const Blocks blocks = Blocks::Of(problem.counts);
+  const Range own = blocks.At(topology.rank);
+  const auto blocks_of = [&](const std::vector<int>& ranks) {
+    std::vector<Range> ranges;
+    for (const int r : ranks) ranges.push_back(blocks.At(r));
+    return ranges;
+  };
+  ScheduleBuilder builder;
+  builder.Move(own, {Region::kIn, 0, own.count});
+  AddRingAllgather(&builder, lane, blocks_of(lane.ranks));
+  for (int s = 0; s < lane.size(); ++s) {
+    const int h = Wrap(lane.index - s, lane.size());
+    AddDirectAllgather(&builder, seat.local, blocks_of(hosts[static_cast<size_t>(h)]));
+  }
+  builder.Finish(own);
+  return builder.Take();
+}
+
+// The root leads its own host.
+Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology) {
+  const HostRanks hosts = Hosts(topology);
+  const Seat seat(hosts, topology.rank), root(hosts, problem.root);
+  const Range whole{0, problem.counts[0]};
+  Group leaders{{}, seat.host};
+  for (const std::vector<int>& ranks : hosts) leaders.ranks.push_back(ranks[0]);
+  leaders.ranks[static_cast<size_t>(root.host)] = problem.root;
+  ScheduleBuilder builder;
+  if (leaders.At(seat.host) == topology.rank)
+    AddBinomialBroadcast(&builder, leaders, root.host, whole);
+  const int leader = seat.host == root.host ? root.local.index : 0;
+  AddBinomialBroadcast(&builder, seat.local, leader, whole);
+  if (topology.rank == problem.root) builder.Finish(whole);
+  return builder.Take();
+}
+
+namespace {
+
+// A ring over one rank of each host, `lanes` of them side by side.
+double BetweenHosts(double rounds, double bytes, int hosts, const CostModel& model) {
+  const double hops = rounds * (hosts - 1);
+  return hops * (model.remote_latency + bytes / hosts * model.remote_byte);
+}
+
+// A full host, alone.
+Topology FullHost(int ranks) {
+  return {0, ranks, std::vector<int>(static_cast<size_t>(ranks), 0)};
+}
+
+}  // namespace
+
+double HierarchicalAllreduceCost(uint64_t bytes, const Topology& topology,
+                                 const CostModel& model) {
+  const Traffic traffic(topology, model);
+  const Topology host = FullHost(traffic.widest());
+  return (traffic.even() ? DirectAllreduceCost : TreeAllreduceCost)(bytes, host,
+                                                                    model) +
+         BetweenHosts(2, static_cast<double>(bytes), traffic.hosts(), model);
+}
+
+double HierarchicalAllgatherCost(uint64_t bytes, const Topology& topology,
+                                 const CostModel& model) {
+  const Traffic traffic(topology, model);
+  const Topology host = FullHost(traffic.widest());
+  return DirectAllgatherCost(bytes, host, model) +
+         BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
+}
+
+double HierarchicalBroadcastCost(uint64_t bytes, const Topology& topology,
+                                 const CostModel& model) {
+  const Traffic traffic(topology, model);
+  Topology leaders{0, traffic.hosts(), {}};
+  for (int h = 0; h < leaders.size; ++h) leaders.host.push_back(h);
+  return TreeBroadcastCost(bytes, FullHost(traffic.widest()), model) +
+         TreeBroadcastCost(bytes, leaders, model);
+}
+
+}  // namespace ringjax::collective

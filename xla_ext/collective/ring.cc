@@ -1,0 +1,105 @@
+// Ring algorithms: every rank talks to two neighbours only, and all links work all the
+// time. The choice for long vectors on slow networks; latency grows with the ranks.
+//
+//                 steps      sent by each rank, n elements on P ranks
+//   allreduce     2 (P - 1)  2 (P - 1) / P n
+//   reducescatter   P - 1      (P - 1) / P n
+//   allgather       P - 1      (P - 1) / P n
+//
+// Both halves of the allreduce send as little as any algorithm can: Patarasu and Yuan,
+// "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+#include <algorithm>
+
+#include "collective/algorithms.h"
+#include "collective/cost.h"
+
+namespace ringjax::collective {
+namespace {
+
+// `rounds` times round the ring.
+double RingCost(double rounds, uint64_t bytes, const Topology& topology,
+                const CostModel& model) {
+  Traffic traffic(topology, model);
+  const int size = topology.size;
+  const double hops = rounds * (size - 1);
+  for (int r = 0; r < size && size > 1; ++r)
+    traffic.Send(r, (r + 1) % size, hops / size * static_cast<double>(bytes), hops);
+  return traffic.Seconds(hops);
+}
+
+}  // namespace
+
+// In round s each rank passes on block r - 1 - s, which the s ranks before it have
+// summed, and adds its part to block r - 2 - s; the last one it adds to is its own.
+void AddRingReduceScatter(ScheduleBuilder* builder, const Group& group,
+                          const Blocks& blocks, const Destination& destination) {
+  const int r = group.index, rounds = group.size() - 1;
+  for (int s = 0; s < rounds; ++s) {
+    const Range block = blocks.At(r - 2 - s);
+    builder->Send(group.At(r + 1), blocks.At(r - 1 - s));
+    builder->RecvReduce(group.At(r - 1), block, s == rounds - 1, destination(s, block));
+  }
+}
+
+void AddRingAllgather(ScheduleBuilder* builder, const Group& group,
+                      const Blocks& blocks) {
+  const int r = group.index;
+  for (int s = 0; s < group.size() - 1; ++s) {
+    builder->Send(group.At(r + 1), blocks.At(r - s));
+    builder->Recv(group.At(r - 1), blocks.At(r - s - 1));
+  }
+}
+
+Schedule RingAllreduce(const Problem& problem, const Topology& topology) {
+  if (topology.size == 1) return Alone(problem.counts[0]);
+  const Group world = World(topology);
+  const Blocks blocks = Blocks::Even({0, problem.counts[0]}, topology.size);
+  ScheduleBuilder builder;
+  AddRingReduceScatter(&builder, world, blocks, InPlace);
+  AddRingAllgather(&builder, world, blocks);
+  return builder.Take();
+}
+
+// kIn stays untouched, so partial sums live in scratch: two slots, because while one
+// is on its way out the next one comes in.
+Schedule RingReducescatter(const Problem& problem, const Topology& topology) {
+  if (topology.size == 1) return Alone(problem.counts[0]);
+  const Blocks blocks = Blocks::Of(problem.counts);
+  const uint64_t slot = blocks.Largest();
+  const int rounds = topology.size - 1;
+  ScheduleBuilder builder;
+  builder.ReserveScratch(slot * static_cast<uint64_t>(std::min(rounds - 1, 2)));
+  const auto destination = [&](int round, Range block) -> Slice {
+    if (round == rounds - 1) return {Region::kOut, 0, block.count};
+    return {Region::kScratch, slot * static_cast<uint64_t>(round % 2), block.count};
+  };
+  AddRingReduceScatter(&builder, World(topology), blocks, destination);
+  return builder.Take();
+}
+
+Schedule RingAllgather(const Problem& problem, const Topology& topology) {
+  const Blocks blocks = Blocks::Of(problem.counts);
+  const Range own = blocks.At(topology.rank);
+  ScheduleBuilder builder;
+  builder.Move(own, {Region::kIn, 0, own.count});
+  AddRingAllgather(&builder, World(topology), blocks);
+  builder.Finish(own);
+  return builder.Take();
+}
+
+double RingAllreduceCost(uint64_t bytes, const Topology& topology,
+                         const CostModel& model) {
+  return RingCost(2, bytes, topology, model);
+}
+
+double RingReducescatterCost(uint64_t bytes, const Topology& topology,
+                             const CostModel& model) {
+  return RingCost(1, bytes, topology, model);
+}
+
+double RingAllgatherCost(uint64_t bytes, const Topology& topology,
+                         const CostModel& model) {
+  return RingCost(1, bytes, topology, model);
+}
+
+}  // namespace ringjax::collective

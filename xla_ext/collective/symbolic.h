@@ -1,0 +1,136 @@
+// Symbolic memory for the verifier: intervals that know which ranks contributed to
+// them, in place of numbers. Used by verify.cc only; see there for what is proved.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+
+namespace ringjax::symbolic {
+
+// A set of ranks.
+class Ranks {
+ public:
+  Ranks() = default;
+  Ranks(int rank, int size) : words_(static_cast<size_t>(size + 63) / 64) {
+    words_[static_cast<size_t>(rank) / 64] = uint64_t{1} << (rank % 64);
+  }
+  bool Meets(const Ranks& other) const {
+    for (size_t i = 0; i < words_.size(); ++i)
+      if (words_[i] & other.words_[i]) return true;
+    return false;
+  }
+  void Add(const Ranks& other) {
+    if (words_.empty()) words_.resize(other.words_.size());
+    for (size_t i = 0; i < words_.size(); ++i) words_[i] |= other.words_[i];
+  }
+  bool operator==(const Ranks&) const = default;
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+// What the elements of one interval are: contributions of `who` to the elements from
+// `position` of the vector (of the source's kIn, for collectives that only move data).
+struct Value {
+  Ranks who;
+  uint64_t position = 0;
+  bool raw = false;       // untouched: not even prescaled
+  bool finished = false;  // went through a step with `last`
+  uint64_t depth = 0;     // messages it came through
+};
+
+struct Piece {
+  uint64_t count = 0;
+  Value value;
+};
+using Pieces = std::vector<Piece>;
+
+// Memory of one rank: intervals by offset; what is in none was never written.
+class Memory {
+ public:
+  // Nothing if part of it was never written.
+  std::optional<Pieces> Read(uint64_t offset, uint64_t count) const {
+    Pieces pieces;
+    auto cell = cells_.upper_bound(offset);
+    if (cell != cells_.begin()) --cell;
+    for (uint64_t at = offset; at < offset + count; ++cell) {
+      if (cell == cells_.end() || cell->first > at) return std::nullopt;
+      const uint64_t skip = at - cell->first;
+      if (skip >= cell->second.count) return std::nullopt;
+      const uint64_t n = std::min(cell->second.count - skip, offset + count - at);
+      pieces.push_back({n, cell->second.value});
+      pieces.back().value.position += skip;
+      at += n;
+    }
+    return pieces;
+  }
+
+  // True if any of it was written.
+  bool Touches(uint64_t offset, uint64_t count) const {
+    const auto cell = cells_.lower_bound(offset + count);
+    if (cell == cells_.begin()) return false;
+    const auto& [begin, piece] = *std::prev(cell);
+    return begin + piece.count > offset;
+  }
+
+  void Write(uint64_t offset, const Pieces& pieces) {
+    uint64_t count = 0;
+    for (const Piece& piece : pieces) count += piece.count;
+    CutAt(offset);
+    CutAt(offset + count);
+    cells_.erase(cells_.lower_bound(offset), cells_.lower_bound(offset + count));
+    for (const Piece& piece : pieces) {
+      cells_[offset] = piece;
+      offset += piece.count;
+    }
+  }
+
+ private:
+  void CutAt(uint64_t offset) {
+    auto cell = cells_.lower_bound(offset);
+    if (cell == cells_.begin()) return;
+    auto& [begin, piece] = *--cell;
+    const uint64_t head = offset - begin;
+    if (head >= piece.count) return;
+    Piece tail{piece.count - head, piece.value};
+    tail.value.position += head;
+    piece.count = head;
+    cells_[offset] = std::move(tail);
+  }
+
+  std::map<uint64_t, Piece> cells_;
+};
+
+// Element by element, own + received.
+inline Result<Pieces> Reduce(const Pieces& own, const Pieces& received) {
+  const auto bad = [](const char* what) { return Status(Code::kInternal, what); };
+  Pieces result;
+  uint64_t own_skip = 0, skip = 0;  // elements used of the current pieces
+  for (size_t i = 0, j = 0; i < own.size() && j < received.size();) {
+    const Value &a = own[i].value, &b = received[j].value;
+    const uint64_t n = std::min(own[i].count - own_skip, received[j].count - skip);
+    if (a.position + own_skip != b.position + skip)
+      return bad("it combines different elements");
+    if (a.finished || b.finished) return bad("it adds to a finished result");
+    if (a.who.Meets(b.who)) return bad("it takes a contribution twice");
+    result.push_back({n, a});
+    Value& value = result.back().value;
+    value.position += own_skip;
+    value.depth = std::max(a.depth, b.depth);
+    value.who.Add(b.who);
+    own_skip += n;
+    skip += n;
+    if (own_skip == own[i].count) ++i, own_skip = 0;
+    if (skip == received[j].count) ++j, skip = 0;
+  }
+  return result;
+}
+
+}  // namespace ringjax::symbolic

@@ -1,0 +1,116 @@
+// The table of algorithms: one row each, and the choice of the cheapest.
+//
+// A new algorithm is its own file, a line in algorithms.h, and a row here. kBarrier has
+// no rows: the round in which ranks agree about an operation is a barrier already.
+#include "collective/table.h"
+
+#include <array>
+#include <utility>
+
+#include "collective/algorithms.h"
+
+namespace ringjax {
+namespace {
+
+using namespace collective;  // NOLINT: this file is its index
+
+bool Always(const Topology&) { return true; }
+
+constexpr auto kAllreduce = Collective::kAllreduce;
+constexpr auto kAllgather = Collective::kAllgather;
+constexpr auto kBroadcast = Collective::kBroadcast;
+constexpr auto kReducescatter = Collective::kReducescatter;
+constexpr auto kAlltoall = Collective::kAlltoall;
+
+#define RJ_ROW(op, name, generator, applies) \
+  Algorithm { op, name, generator, applies, generator##Cost }
+
+// Of equally cheap ones, the first is chosen.
+constexpr std::array kTable = {
+    RJ_ROW(kAllreduce, "direct", DirectAllreduce, Always),
+    RJ_ROW(kAllreduce, "ring", RingAllreduce, Always),
+    RJ_ROW(kAllreduce, "halving", HalvingAllreduce, Always),
+    RJ_ROW(kAllreduce, "tree", TreeAllreduce, Always),
+    RJ_ROW(kAllreduce, "double_tree", DoubleTreeAllreduce, Always),
+    RJ_ROW(kAllreduce, "hierarchical", HierarchicalAllreduce, HasHierarchy),
+    RJ_ROW(kAllgather, "direct", DirectAllgather, Always),
+    RJ_ROW(kAllgather, "ring", RingAllgather, Always),
+    RJ_ROW(kAllgather, "bruck", BruckAllgather, Always),
+    RJ_ROW(kAllgather, "hierarchical", HierarchicalAllgather, HasEvenHierarchy),
+    RJ_ROW(kBroadcast, "tree", TreeBroadcast, Always),
+    RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always),
+    RJ_ROW(kBroadcast, "hierarchical", HierarchicalBroadcast, HasHierarchy),
+    RJ_ROW(kReducescatter, "direct", DirectReducescatter, Always),
+    RJ_ROW(kReducescatter, "ring", RingReducescatter, Always),
+    RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always),
+    RJ_ROW(kAlltoall, "pairwise", PairwiseAlltoall, Always),
+};
+#undef RJ_ROW
+
+std::string Applying(Collective op, const Topology& topology) {
+  std::string names;
+  for (const Algorithm& row : kTable) {
+    if (row.op != op || !row.applies(topology)) continue;
+    names += (names.empty() ? "" : ", ") + std::string(row.name);
+  }
+  return names.empty() ? "none" : names;
+}
+
+}  // namespace
+
+std::span<const Algorithm> Algorithms() { return kTable; }
+
+const Algorithm* Find(Collective op, std::string_view name) {
+  for (const Algorithm& row : kTable) {
+    if (row.op == op && row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+Result<const Algorithm*> Choose(Collective op, std::string_view name, uint64_t bytes,
+                                const Topology& topology, const CostModel& model) {
+  const Algorithm* best = nullptr;
+  double least = 0;
+  for (const Algorithm& row : kTable) {
+    if (row.op != op || !row.applies(topology)) continue;
+    if (!name.empty() && row.name != name) continue;
+    const double seconds = name.empty() ? row.cost(bytes, topology, model) : 0;
+    if (best != nullptr && seconds >= least) continue;
+    best = &row;
+    least = seconds;
+  }
+  if (best != nullptr) return best;
+  std::string text(Name(op));
+  text +=
+      name.empty() ? std::string(": no algorithm") : " by '" + std::string(name) + "'";
+  if (!name.empty()) {
+    const bool known = Find(op, name) != nullptr;
+    text += known ? ": needs several ranks on several hosts" : ": no such algorithm";
+  }
+  text += "; for these " + std::to_string(topology.size) +
+          " ranks: " + Applying(op, topology);
+  return Status(Code::kInvalidArgument, std::move(text));
+}
+
+Status CheckProblem(const Problem& problem, int size) {
+  size_t counts = static_cast<size_t>(size);
+  if (problem.op == kAllreduce || problem.op == kBroadcast) counts = 1;
+  if (problem.op == kAlltoall) counts *= 2;
+  if (problem.op == Collective::kBarrier) counts = 0;
+  const std::string op(Name(problem.op));
+  if (problem.counts.size() != counts)
+    return {Code::kInvalidArgument, op + ": " + std::to_string(problem.counts.size()) +
+                                        " counts, expected " + std::to_string(counts)};
+  if (problem.root < 0 || problem.root >= size)
+    return {Code::kInvalidArgument, op + ": root " + std::to_string(problem.root) +
+                                        " is not one of " + std::to_string(size) +
+                                        " ranks"};
+  uint64_t sum = 0;
+  for (const uint64_t count : problem.counts) {
+    if (__builtin_add_overflow(sum, count, &sum))
+      return {Code::kInvalidArgument, op + ": the counts add up to 2^64 or more"};
+  }
+  return {};
+}
+
+}  // namespace ringjax

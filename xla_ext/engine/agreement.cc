@@ -1,0 +1,143 @@
+// The dissemination round and the exchange of descriptions. See agreement.h.
+#include "engine/agreement.h"
+
+#include <algorithm>
+
+namespace ringjax {
+namespace {
+
+constexpr size_t kMostText = 64 << 10;
+
+// Sends `out` to one peer and receives `in` from another (or the same) at the same time.
+class Exchange {
+ public:
+  Exchange(const Lane& lane, Waiter* waiter) : lane_(lane), waiter_(waiter) {}
+
+  Status Do(int to, iovec out, int from, iovec in) {
+    size_t sent = 0, received = 0;
+    Link *target = lane_.links[to].get(), *source = lane_.links[from].get();
+    while (sent < out.iov_len || received < in.iov_len) {
+      bool moved = false;
+      if (sent < out.iov_len)
+        RJ_TRY(Move(to, target->TryWrite(Rest(out, sent)), &sent, &moved));
+      if (received < in.iov_len)
+        RJ_TRY(Move(from, source->TryRead(Rest(in, received)), &received, &moved));
+      if (moved) {
+        waiter_->Progressed();
+        continue;
+      }
+      const bool writes = sent < out.iov_len, reads = received < in.iov_len;
+      RJ_TRY(waiter_->Idle([&] {
+        std::vector<Waiter::Interest> all;
+        if (to == from) return all.push_back({target, reads, writes}), all;
+        if (writes) all.push_back({target, false, true});
+        if (reads) all.push_back({source, true, false});
+        return all;
+      }));
+      RJ_TRY(CheckStall(reads ? from : to));
+    }
+    return OkStatus();
+  }
+
+ private:
+  std::span<const iovec> Rest(const iovec& piece, size_t done) {
+    rest_ = {static_cast<char*>(piece.iov_base) + done, piece.iov_len - done};
+    return {&rest_, 1};
+  }
+
+  static Status Move(int peer, Result<size_t> n, size_t* done, bool* moved) {
+    if (!n.ok()) return Status(n.status().code(), n.status().message(), peer);
+    *done += n.value();
+    *moved |= n.value() > 0;
+    return OkStatus();
+  }
+
+  Status CheckStall(int peer) {
+    const double idle = waiter_->IdleSeconds();
+    if (idle < 1.0) return OkStatus();
+    if (lane_.on_stall) RJ_TRY(lane_.on_stall(idle, {peer}));
+    if (lane_.timeout > 0 && idle > lane_.timeout)
+      return Status(Code::kDeadlineExceeded, "has not called", peer);
+    return OkStatus();
+  }
+
+  const Lane& lane_;
+  Waiter* waiter_;
+  iovec rest_;
+};
+
+Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
+  return Status(Code::kInternal,
+                "is out of step: it is at seq " + std::to_string(got.sequence) +
+                    ", this rank at seq " + std::to_string(frame.sequence),
+                peer);
+}
+
+}  // namespace
+
+Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
+             bool* agreed) {
+  const int size = static_cast<int>(lane.links.size());
+  Exchange exchange(lane, waiter);
+  Frame mine = frame, theirs;
+  mine.kind = static_cast<uint16_t>(FrameKind::kAgree);
+  mine.agreed = fit ? 1 : 0;
+  waiter->Progressed();
+  for (int round = 0, reach = 1; reach < size; ++round, reach *= 2) {
+    const int to = (lane.rank + reach) % size;
+    const int from = (lane.rank - reach + size) % size;
+    mine.step = static_cast<uint32_t>(round);
+    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
+    if (!theirs.SameStream(mine) || theirs.kind != mine.kind || theirs.step != mine.step)
+      return OutOfStep(theirs, mine, from);
+    if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) mine.agreed = 0;
+  }
+  *agreed = mine.agreed == 1;
+  return OkStatus();
+}
+
+Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lane,
+                     Waiter* waiter, std::vector<std::string>* texts) {
+  const int size = static_cast<int>(lane.links.size());
+  Exchange exchange(lane, waiter);
+  std::string text = own.substr(0, kMostText);
+  texts->assign(size, "");
+  (*texts)[lane.rank] = text;
+  Frame mine = frame, theirs;
+  mine.kind = static_cast<uint16_t>(FrameKind::kExplain);
+  mine.bytes = text.size();
+  for (int i = 1; i < size; ++i) {
+    const int to = (lane.rank + i) % size, from = (lane.rank - i + size) % size;
+    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
+    if (!theirs.SameStream(mine) || theirs.kind != mine.kind || theirs.bytes > kMostText)
+      return OutOfStep(theirs, mine, from);
+    std::string& received = (*texts)[from];
+    received.resize(theirs.bytes);
+    RJ_TRY(exchange.Do(to, {text.data(), text.size()}, from,
+                       {received.data(), received.size()}));
+  }
+  return OkStatus();
+}
+
+Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
+                     const Lane& lane, Waiter* waiter, std::vector<int64_t>* received) {
+  const int size = static_cast<int>(lane.links.size());
+  const size_t k = words.size() / size, bytes = k * sizeof(int64_t);
+  Exchange exchange(lane, waiter);
+  Frame mine = frame, theirs;
+  mine.kind = static_cast<uint16_t>(FrameKind::kExplain);
+  mine.bytes = bytes;
+  std::vector<int64_t> out = words;
+  *received = words;  // a rank's block for itself stays
+  for (int i = 1; i < size; ++i) {
+    const int to = (lane.rank + i) % size, from = (lane.rank - i + size) % size;
+    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
+    if (!theirs.SameStream(mine) || theirs.kind != mine.kind || theirs.bytes != bytes)
+      return OutOfStep(theirs, mine, from);
+    RJ_TRY(exchange.Do(to, {out.data() + to * k, bytes}, from,
+                       {received->data() + from * k, bytes}));
+  }
+  return OkStatus();
+}
+
+}  // namespace ringjax

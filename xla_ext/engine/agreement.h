@@ -1,0 +1,31 @@
+// Agreement: before any data moves, all ranks learn whether all mean the same call.
+//
+// A dissemination round (Hensgen, Finkel, Manber 1988; the barrier of the same name):
+// ceil(log2 P) exchanges of one 64-byte frame. Every rank's frame reaches every rank
+// through partners that compared fingerprints on the way, so either all find agreement
+// or all find the disagreement, in the same call, and the communicator stays usable.
+// It is also the barrier, and the flow control of the call that follows.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/executor.h"
+
+namespace ringjax {
+
+// ok: `*agreed` says what all ranks found. `fit` is this rank's own vote.
+// Errors as Execute's: these concern the links, not the agreement.
+Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
+             bool* agreed);
+
+// After a disagreement: every rank's text, by rank; texts longer than 64 KiB are cut.
+Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lane,
+                     Waiter* waiter, std::vector<std::string>* texts);
+
+// Sends words[r*k .. r*k+k) to rank r and receives as many from it into the same place
+// of `received`; k = words.size() / P, alike on all ranks.
+Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
+                     const Lane& lane, Waiter* waiter, std::vector<int64_t>* received);
+
+}  // namespace ringjax

@@ -1,0 +1,286 @@
+// One call from the turnstile to the finished buffers. See communicator.h; what the
+// call is split into is in requests.cc.
+#include "engine/communicator.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include "engine/agreement.h"
+
+namespace ringjax {
+
+uint64_t Turnstile::Take() {
+  std::lock_guard lock(mutex_);
+  return next_++;
+}
+
+Status Turnstile::Wait(uint64_t ticket, const std::function<Status()>& stop) {
+  std::unique_lock lock(mutex_);
+  while (serving_ != ticket) {
+    turn_.wait_for(lock, std::chrono::milliseconds(100));
+    if (serving_ == ticket) break;
+    lock.unlock();
+    Status status = stop();
+    lock.lock();
+    if (!status.ok()) return status;
+  }
+  return OkStatus();
+}
+
+void Turnstile::Leave() {
+  {
+    std::lock_guard lock(mutex_);
+    ++serving_;
+  }
+  turn_.notify_all();
+}
+
+void Turnstile::WakeAll() { turn_.notify_all(); }
+
+Communicator::Communicator(CommunicatorOptions options,
+                           std::vector<std::unique_ptr<Link>> links,
+                           std::unique_ptr<Doorbell> doorbell)
+    : options_(std::move(options)), doorbell_(std::move(doorbell)) {
+  lane_.links = std::move(links);
+  lane_.rank = rank();
+  lane_.timeout = options_.collective_timeout;
+  const auto& host = options_.topology.host;
+  const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
+  crowded_ = neighbours > static_cast<long>(std::thread::hardware_concurrency());
+}
+
+Communicator::~Communicator() {
+  Abort(Status(Code::kUnavailable, "the communicator was shut down"));
+}
+
+std::string Communicator::Prefix() const {
+  return "RINGJAX[" + options_.name + ", epoch " + std::to_string(options_.epoch) +
+         "]: ";
+}
+
+Status Communicator::Run(const Call& call) { return RunInTurn(TakeTicket(), call); }
+
+Status Communicator::RunInTurn(uint64_t ticket, const Call& call) {
+  const Status turn = turnstile_.Wait(ticket, [this] {
+    if (aborted()) return abort_status();
+    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
+      return Status(Code::kCancelled, "interrupted while waiting for its turn");
+    return OkStatus();
+  });
+  if (!turn.ok()) return Fail(call, turn);
+  const Status status = RunExclusive(call);
+  turnstile_.Leave();
+  return status;
+}
+
+Status Communicator::RunExclusive(const Call& call) {
+  if (aborted()) return Fail(call, abort_status());
+  if (Status left = CheckLeft(); !left.ok()) return Fail(call, left);
+  if (Status invalid = Validate(call); !invalid.ok())
+    return Status(invalid.code(), Prefix() + Where(call) + ": " + invalid.message());
+  const auto start = Clock::now();
+  entered_.store(++sequence_, std::memory_order_relaxed);
+  warned_ = 0;
+  Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
+  lane_.on_stall = [&](double seconds, const std::vector<int>& peers) {
+    return OnStall(call, seconds, peers);
+  };
+  Frame frame;
+  frame.job = options_.job;
+  frame.epoch = options_.epoch;
+  frame.communicator = static_cast<uint32_t>(options_.id);
+  frame.sequence = sequence_;
+  frame.fingerprint = Fingerprint(call);
+  if (Status agreed = AgreeOn(call, frame, &waiter); !agreed.ok()) return agreed;
+  OpStats used;
+  for (Request& request : Split(call)) {
+    if (Status s = RunRequest(&request, frame, &waiter, &used); !s.ok())
+      return Fail(call, s);
+    ++frame.step;
+  }
+  std::lock_guard lock(mutex_);
+  OpStats& total = stats_[std::string(Name(call.op))];
+  ++total.calls;
+  total.bytes += used.bytes;
+  total.sent_bytes += used.sent_bytes;
+  total.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+  for (const auto& [name, calls] : used.algorithms) total.algorithms[name] += calls;
+  return OkStatus();
+}
+
+Status Communicator::AgreeOn(const Call& call, const Frame& frame, Waiter* waiter) {
+  if (size() == 1) return OkStatus();
+  bool agreed = false, fit = true;
+  if (Status s = Agree(frame, true, lane_, waiter, &agreed); !s.ok())
+    return Fail(call, s);
+  if (agreed && call.op == Collective::kAlltoall && !call.rows.empty()) {
+    if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
+      return Fail(call, s);
+    if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
+      return Fail(call, s);
+    if (!agreed)
+      return Status(Code::kMismatch, Prefix() + Where(call) +
+                                         ": splits and received_splits of the ranks "
+                                         "do not fit together. Nothing was exchanged.");
+  }
+  if (agreed) return OkStatus();
+  std::vector<std::string> texts;
+  Status s = ExchangeTexts(frame, Explain(call, 64 << 10), lane_, waiter, &texts);
+  if (!s.ok()) return Fail(call, s);
+  int culprit = -1;
+  std::string text = Mismatch(texts, options_.members, options_.name, &culprit);
+  return Status(Code::kMismatch, Prefix() + text, culprit);
+}
+
+Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* waiter,
+                                OpStats* stats) {
+  request->memory.in = &request->in;
+  request->memory.out = &request->out;
+  const Collective op = request->problem.op;
+  Result<const Algorithm*> algorithm = Choose(op, ForcedAlgorithm(op), request->bytes,
+                                              options_.topology, options_.cost);
+  if (!algorithm.ok()) return algorithm.status();
+  Result<const Plan*> plan = PlanFor(request->problem, *algorithm.value());
+  if (!plan.ok()) return plan.status();
+  const size_t width = Width(request->arithmetic.dtype);
+  if (const uint64_t need = plan.value()->scratch * width; need > 0) {
+    if (scratch_.size() < need) scratch_.resize(need);
+    request->memory.scratch.Add(scratch_.data(), need);
+  }
+  stats->bytes += request->bytes;
+  stats->sent_bytes += plan.value()->sent * Width(request->arithmetic.wire);
+  ++stats->algorithms[std::string(algorithm.value()->name)];
+  return Execute(*plan.value(), request->memory, request->arithmetic, frame, lane_,
+                 waiter);
+}
+
+Result<const Plan*> Communicator::PlanFor(const Problem& problem,
+                                          const Algorithm& algorithm) {
+  constexpr size_t kMostPlans = 512;
+  std::vector<uint64_t> key = problem.counts;
+  key.push_back(static_cast<uint64_t>(problem.root));
+  key.push_back(static_cast<uint64_t>(&algorithm - Algorithms().data()));
+  auto found = plans_.find(key);
+  if (found == plans_.end()) {
+    if (plans_.size() >= kMostPlans) plans_.clear();
+    const bool in_place = problem.op == Collective::kAllreduce ||
+                          problem.op == Collective::kBroadcast;
+    const Schedule schedule = algorithm.generate(problem, options_.topology);
+    found = plans_.emplace(std::move(key), Compile(schedule, size(), in_place)).first;
+  }
+  return &found->second;
+}
+
+void Communicator::Abort(const Status& status) {
+  {
+    std::lock_guard lock(mutex_);
+    if (abort_status_.ok()) abort_status_ = status;
+  }
+  aborted_.store(true, std::memory_order_release);
+  doorbell_->Ring();
+  turnstile_.WakeAll();
+}
+
+Status Communicator::abort_status() const {
+  std::lock_guard lock(mutex_);
+  return abort_status_;
+}
+
+std::map<std::string, OpStats> Communicator::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+std::map<std::string, int> Communicator::transports() const {
+  std::map<std::string, int> all;
+  for (const auto& link : lane_.links)
+    if (link) ++all[std::string(link->transport())];
+  return all;
+}
+
+// A link tells that a peer is gone; the heartbeat tells why, a moment later.
+Status Communicator::Fail(const Call& call, const Status& cause) {
+  Status reason = cause;
+  if (cause.code() == Code::kUnavailable && left_.load() < 0) {
+    for (int i = 0; i < 100 && !aborted(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  if (aborted()) {
+    reason = abort_status();
+  } else {
+    const int world = cause.rank() < 0 ? -1 : options_.members[cause.rank()];
+    std::string text = cause.message();
+    if (world >= 0) text = "rank " + std::to_string(world) + " " + text;
+    if (cause.code() == Code::kCancelled)
+      text = "rank " + std::to_string(options_.members[rank()]) + " was " + text;
+    if (cause.code() == Code::kDeadlineExceeded) {
+      char seconds[32];
+      std::snprintf(seconds, sizeof seconds, "%g", options_.collective_timeout);
+      text = std::string("no progress for ") + seconds + " s, waiting for " +
+             Waited(cause.rank() < 0 ? std::vector<int>{}
+                                     : std::vector<int>{cause.rank()});
+    }
+    reason = Status(cause.code(), text, world);
+    Abort(Status(cause.code() == Code::kInternal ? Code::kUnavailable : cause.code(),
+                 Where(call) + ": " + text, world));
+    if (on_failure_) on_failure_(abort_status());
+  }
+  return Status(reason.code(), Prefix() + Where(call) + ": " + reason.message(),
+                reason.rank());
+}
+
+// "rank 2, rank 3": who has not even entered this call if the heartbeat knows, else the
+// peers whose links are waited for.
+std::string Communicator::Waited(const std::vector<int>& peers) const {
+  std::vector<int> world;
+  if (laggards_) world = laggards_(sequence_);
+  if (world.empty())
+    for (int peer : peers) world.push_back(options_.members[peer]);
+  std::string text;
+  for (int r : world) text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
+  return text.empty() ? "its peers" : text;
+}
+
+Status Communicator::OnStall(const Call& call, double seconds,
+                             const std::vector<int>& peers) {
+  RJ_TRY(CheckLeft());
+  if (options_.stall_warning <= 0 || seconds < options_.stall_warning ||
+      seconds < warned_ * 2)
+    return OkStatus();
+  warned_ = seconds;
+  std::fprintf(stderr,
+               "[ringjax %d/%d e%u] %s has waited %.0f s for %s; still waiting\n",
+               options_.members[rank()], size(), options_.epoch, Where(call).c_str(),
+               seconds, Waited(peers).c_str());
+  return OkStatus();
+}
+
+void Communicator::PeerLeft(int world_rank) {
+  int none = -1;
+  left_.compare_exchange_strong(none, world_rank);
+}
+
+Status Communicator::CheckLeft() const {
+  const int left = left_.load();
+  if (left < 0) return OkStatus();
+  const auto& members = options_.members;
+  const auto at = std::find(members.begin(), members.end(), left) - members.begin();
+  return Status(Code::kUnavailable, "has shut down", static_cast<int>(at));
+}
+
+std::string Communicator::Where(const Call& call) const {
+  std::string text = std::string(Name(call.op)) + " '" + std::string(call.name) + "' (";
+  if (call.tensors.size() == 1)
+    text += Describe(call.tensors[0]);
+  else
+    text += std::to_string(call.tensors.size()) + " tensors";
+  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter)
+    text += ", " + std::string(Name(call.reduce_op));
+  return text + ", seq " + std::to_string(sequence_) + ")";
+}
+
+}  // namespace ringjax

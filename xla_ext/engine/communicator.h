@@ -1,0 +1,150 @@
+// A communicator: the ranks of one process set, their links, one order of calls.
+//
+// No global state: a process may have many. Calls are served in the order in which they
+// arrive (one lane); a call runs on the thread that makes it. Rank and size are asked
+// for here at run time and are never part of a compiled program unless a shape needs
+// them. A failure is a Status for every pending and later call, never an abort of the
+// process; a mismatch fails one call on all ranks and leaves the communicator usable.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "collective/table.h"
+#include "engine/descriptor.h"
+#include "engine/executor.h"
+
+namespace ringjax {
+
+struct CommunicatorOptions {
+  int id = 0;
+  std::string name = "world";
+  uint64_t job = 0;
+  uint32_t epoch = 0;
+  Topology topology;
+  std::vector<int> members;  // world rank of each rank here
+  double spin_seconds = 50e-6;
+  double stall_warning = 30;       // seconds
+  double collective_timeout = 300; // seconds, 0 = never
+  std::string algorithm;  // "", a name, or "allreduce:ring,broadcast:binomial"
+  CostModel cost;
+};
+
+// What was exchanged, per collective. `bytes` counts the tensors, not the wire.
+struct OpStats {
+  uint64_t calls = 0, bytes = 0, sent_bytes = 0;
+  double seconds = 0;
+  std::map<std::string, uint64_t> algorithms;
+};
+
+// First come, first served, over condition variables; the fast path takes one lock.
+class Turnstile {
+ public:
+  uint64_t Take();
+  // Not ok if `stop` says so while waiting; the turn is then lost for good.
+  Status Wait(uint64_t ticket, const std::function<Status()>& stop);
+  void Leave();  // after one's turn
+  void WakeAll();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable turn_;
+  uint64_t next_ = 0, serving_ = 0;
+};
+
+class Communicator {
+ public:
+  Communicator(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
+               std::unique_ptr<Doorbell> doorbell);
+  ~Communicator();
+
+  int id() const { return options_.id; }
+  int rank() const { return options_.topology.rank; }
+  int size() const { return options_.topology.size; }
+  const CommunicatorOptions& options() const { return options_; }
+  // "RINGJAX[world, epoch 0]: ", the mark of every message that leaves the core.
+  std::string Prefix() const;
+
+  // Runs one call on this thread and returns when its results are in place.
+  Status Run(const Call& call);
+
+  // The same in two halves for callers that already hold a place in the order.
+  uint64_t TakeTicket() { return turnstile_.Take(); }
+  Status RunInTurn(uint64_t ticket, const Call& call);
+
+  // Fails every pending and later call. The first reason stays. `status` names a world
+  // rank. Callable from any thread, also from the heartbeat.
+  void Abort(const Status& status);
+  Status abort_status() const;
+  // A member left in good order. Calls that it took part in can still finish; a call
+  // that needs it fails, at the latest a second after nothing moves any more.
+  void PeerLeft(int world_rank);
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+
+  // Called once, on the failing thread, when a call fails in a way that ends this
+  // communicator, so that the peers can be told. Set before the first call.
+  void set_on_failure(std::function<void(const Status&)> f) { on_failure_ = std::move(f); }
+  // World ranks known not to have entered call `sequence` yet. Set before first use.
+  void set_laggards(std::function<std::vector<int>(uint64_t)> f) {
+    laggards_ = std::move(f);
+  }
+
+  uint64_t entered() const { return entered_.load(std::memory_order_relaxed); }
+  std::map<std::string, OpStats> stats() const;
+  std::map<std::string, int> transports() const;
+
+ private:
+  // A piece of a call with one element type: one problem, one plan.
+  struct Request {
+    Problem problem;
+    Arithmetic arithmetic;
+    Memory memory;
+    Spans in, out;
+    uint64_t bytes = 0;
+  };
+
+  Status RunExclusive(const Call& call);
+  Status Validate(const Call& call) const;
+  Status AgreeOn(const Call& call, const Frame& frame, Waiter* waiter);
+  Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
+                     bool* fit) const;
+  std::vector<Request> Split(const Call& call) const;
+  Status RunRequest(Request* request, const Frame& frame, Waiter* waiter,
+                    OpStats* stats);
+  Result<const Plan*> PlanFor(const Problem& problem, const Algorithm& algorithm);
+  std::string_view ForcedAlgorithm(Collective op) const;
+  Status Fail(const Call& call, const Status& cause);
+  Status OnStall(const Call& call, double seconds, const std::vector<int>& peers);
+  Status CheckLeft() const;
+  std::string Waited(const std::vector<int>& peers) const;
+  std::string Where(const Call& call) const;
+
+  const CommunicatorOptions options_;
+  const std::unique_ptr<Doorbell> doorbell_;
+  Lane lane_;
+  bool crowded_ = false;
+  Turnstile turnstile_;
+  uint64_t sequence_ = 0;  // of the call being served
+  std::atomic<uint64_t> entered_{0};
+  double warned_ = 0;
+  std::map<std::vector<uint64_t>, Plan> plans_;
+  std::vector<std::byte> scratch_;
+
+  std::atomic<bool> aborted_{false};
+  std::atomic<int> left_{-1};  // world rank of the first member that left
+  mutable std::mutex mutex_;  // guards the two below
+  Status abort_status_;
+  std::map<std::string, OpStats> stats_;
+
+  std::function<void(const Status&)> on_failure_;
+  std::function<std::vector<int>(uint64_t)> laggards_;
+};
+
+}  // namespace ringjax

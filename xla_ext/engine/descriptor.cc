@@ -1,0 +1,163 @@
+// Fingerprints and words. See descriptor.h.
+#include "engine/descriptor.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <sstream>
+
+namespace ringjax {
+namespace {
+
+// splitmix64's finaliser (Steele, Lea, Flood 2014), chained: a few cycles a word.
+class Hash {
+ public:
+  void Add(uint64_t word) {
+    state_ += 0x9e3779b97f4a7c15ull + word;
+    state_ = (state_ ^ (state_ >> 30)) * 0xbf58476d1ce4e5b9ull;
+    state_ = (state_ ^ (state_ >> 27)) * 0x94d049bb133111ebull;
+    state_ ^= state_ >> 31;
+  }
+  void Add(double value) { Add(std::bit_cast<uint64_t>(value)); }
+  void Add(std::string_view text) {
+    Add(text.size());
+    for (size_t i = 0; i < text.size(); i += 8) {
+      uint64_t word = 0;
+      std::memcpy(&word, text.data() + i, std::min<size_t>(8, text.size() - i));
+      Add(word);
+    }
+  }
+  uint64_t value() const { return state_; }
+
+ private:
+  uint64_t state_ = 0x52474a58;
+};
+
+// Alltoall's rows differ by rank by nature; all others must be alike.
+bool RowsAgree(Collective op) { return op != Collective::kAlltoall; }
+
+std::vector<std::string_view> Lines(std::string_view text) {
+  std::vector<std::string_view> lines;
+  while (!text.empty()) {
+    const size_t end = text.find('\n');
+    lines.push_back(text.substr(0, end));
+    text.remove_prefix(end == text.npos ? text.size() : end + 1);
+  }
+  return lines;
+}
+
+// The text that most ranks sent; the lowest of them if there are several such texts.
+int Reference(const std::vector<std::string>& texts) {
+  int best = 0;
+  long most = 0;
+  for (int r = 0; r < static_cast<int>(texts.size()); ++r) {
+    const long n = std::count(texts.begin(), texts.end(), texts[r]);
+    if (n > most) best = r, most = n;
+  }
+  return best;
+}
+
+}  // namespace
+
+uint64_t Tensor::elements() const {
+  uint64_t n = 1;
+  for (int64_t d : dims) n *= static_cast<uint64_t>(d);
+  return n;
+}
+
+std::string_view Call::TensorName(size_t i) const {
+  std::string_view rest = names;
+  for (; i > 0 && !rest.empty(); --i) {
+    const size_t end = rest.find('\n');
+    rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
+  }
+  return rest.substr(0, rest.find('\n'));
+}
+
+bool RaggedRows(Collective op) {
+  return op == Collective::kAllgather || op == Collective::kAlltoall;
+}
+
+uint64_t Fingerprint(const Call& call) {
+  Hash hash;
+  hash.Add(static_cast<uint64_t>(call.op) | static_cast<uint64_t>(call.reduce_op) << 8 |
+           static_cast<uint64_t>(call.wire & 0xff) << 16 |
+           static_cast<uint64_t>(static_cast<uint32_t>(call.root)) << 32);
+  hash.Add(call.prescale);
+  hash.Add(call.postscale);
+  hash.Add(static_cast<uint64_t>(call.step));
+  hash.Add(call.name);
+  hash.Add(call.tensors.size());
+  const size_t skip = RaggedRows(call.op) ? 1 : 0;
+  for (const Tensor& t : call.tensors) {
+    hash.Add(static_cast<uint64_t>(t.dtype) | t.dims.size() << 8);
+    for (size_t d = skip; d < t.dims.size(); ++d)
+      hash.Add(static_cast<uint64_t>(t.dims[d]));
+  }
+  if (RowsAgree(call.op))
+    for (int64_t rows : call.rows) hash.Add(static_cast<uint64_t>(rows));
+  return hash.value();
+}
+
+std::string Describe(const Tensor& tensor) {
+  std::string text(Name(tensor.dtype));
+  text += '[';
+  for (size_t d = 0; d < tensor.dims.size(); ++d)
+    text += (d ? "," : "") + std::to_string(tensor.dims[d]);
+  return text + ']';
+}
+
+std::string Explain(const Call& call, size_t limit) {
+  std::ostringstream out;
+  out << Name(call.op) << " '" << call.name << "'\n";
+  out << "op=" << Name(call.reduce_op) << '\n';
+  out << "root_rank=" << call.root << '\n';
+  out << "wire="
+      << (call.wire < 0 ? std::string_view("none") : Name(static_cast<DType>(call.wire)))
+      << '\n';
+  out << "prescale_factor=" << call.prescale << '\n';
+  out << "postscale_factor=" << call.postscale << '\n';
+  out << "optimizer step " << call.step << '\n';
+  out << call.tensors.size() << " tensors\n";
+  const size_t per_tensor =
+      call.tensors.empty() ? 0 : call.rows.size() / call.tensors.size();
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const std::string_view name = call.TensorName(i);
+    if (!name.empty()) out << '\'' << name << "' ";
+    out << Describe(call.tensors[i]);
+    if (per_tensor > 0 && RowsAgree(call.op)) {
+      out << " rows by rank";
+      for (size_t r = 0; r < per_tensor; ++r)
+        out << (r ? ',' : ' ') << call.rows[i * per_tensor + r];
+    }
+    out << '\n';
+    if (static_cast<size_t>(out.tellp()) > limit) break;
+  }
+  std::string text = out.str();
+  if (text.size() > limit) text.resize(limit);
+  return text;
+}
+
+std::string Mismatch(const std::vector<std::string>& texts,
+                     const std::vector<int>& members, std::string_view communicator,
+                     int* culprit) {
+  const int good = Reference(texts);
+  int bad = 0;
+  while (bad < static_cast<int>(texts.size()) && texts[bad] == texts[good]) ++bad;
+  if (bad == static_cast<int>(texts.size())) bad = good;  // beyond the size limit
+  *culprit = members[bad];
+  const auto ours = Lines(texts[good]), theirs = Lines(texts[bad]);
+  std::string_view a = "tensors beyond those described", b = a;
+  for (size_t i = 0; i < std::max(ours.size(), theirs.size()); ++i) {
+    a = i < ours.size() ? ours[i] : std::string_view("nothing more");
+    b = i < theirs.size() ? theirs[i] : std::string_view("nothing more");
+    if (a != b) break;
+  }
+  std::ostringstream out;
+  out << (ours.empty() ? std::string_view("?") : ours[0]) << " (" << communicator
+      << "): ranks disagree: rank " << members[bad] << " sent " << b << ", rank "
+      << members[good] << " sent " << a << ". Nothing was exchanged.";
+  return out.str();
+}
+
+}  // namespace ringjax

@@ -1,0 +1,62 @@
+// What a rank is about to do, in a form that ranks can compare: a fingerprint on the
+// fast path, words when the fingerprints differ.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/dtype.h"
+#include "collective/schedule.h"
+
+namespace ringjax {
+
+struct Tensor {
+  DType dtype = DType::kF32;
+  std::vector<int64_t> dims;
+  void* in = nullptr;
+  void* out = nullptr;
+
+  uint64_t elements() const;
+  uint64_t bytes() const { return elements() * Width(dtype); }
+};
+
+// One call of any framework, as all ranks must agree on it.
+struct Call {
+  Collective op = Collective::kAllreduce;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  int wire = -1;  // DType number, or -1: as it is
+  double prescale = 1.0, postscale = 1.0;
+  int root = 0;
+  int64_t step = -1;  // the caller's sequence number (optimizer state), -1 if none
+  std::string_view name;   // of the operation: "grads"
+  std::string_view names;  // of the tensors, joined by newlines; may be empty
+  std::vector<Tensor> tensors;
+  // Rows (dim 0) per rank, for each tensor one after another; see Problem::counts.
+  std::vector<int64_t> rows;
+
+  std::string_view TensorName(size_t i) const;
+};
+
+// True if dim 0 may differ between ranks (its size is in rows instead).
+bool RaggedRows(Collective op);
+
+// Equal on all ranks exactly if the calls fit together.
+uint64_t Fingerprint(const Call& call);
+
+// "f32[8,128]".
+std::string Describe(const Tensor& tensor);
+
+// Lines for the peers, at most `limit` bytes: the operation, its options, one line per
+// tensor. Parsed by nobody: compared and shown.
+std::string Explain(const Call& call, size_t limit);
+
+// One sentence naming the first difference; texts[r] is Explain of rank r and
+// members[r] its world rank. The same on all ranks.
+std::string Mismatch(const std::vector<std::string>& texts,
+                     const std::vector<int>& members, std::string_view communicator,
+                     int* culprit);
+
+}  // namespace ringjax

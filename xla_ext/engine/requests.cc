@@ -1,0 +1,201 @@
+// From a call to requests: validation, grouping by element type, blocks per rank.
+//
+// Allreduce fuses all tensors of one type into one request, broadcast all tensors into
+// one stream of bytes; the others have one block per rank and tensor, so each tensor is
+// a request of its own. Nothing is copied: requests are spans.
+#include <algorithm>
+#include <numeric>
+
+#include "engine/agreement.h"
+#include "engine/communicator.h"
+
+namespace ringjax {
+namespace {
+
+uint64_t RowElements(const Tensor& t) {
+  uint64_t n = 1;
+  for (size_t d = 1; d < t.dims.size(); ++d) n *= static_cast<uint64_t>(t.dims[d]);
+  return n;
+}
+
+Status Invalid(const std::string& what) { return {Code::kInvalidArgument, what}; }
+
+Status CheckReduce(const Call& call, const Tensor& t) {
+  if (call.reduce_op == ReduceOp::kAdasum)
+    return Invalid("op=Adasum is not a reduction of this engine");
+  if (IsComplex(t.dtype) &&
+      (call.reduce_op == ReduceOp::kMin || call.reduce_op == ReduceOp::kMax))
+    return Invalid("op=" + std::string(Name(call.reduce_op)) +
+                   " has no order on complex numbers");
+  if (t.dtype == DType::kBool && call.reduce_op == ReduceOp::kAverage)
+    return Invalid("op=AVERAGE has no meaning for bool");
+  return OkStatus();
+}
+
+// Rows of tensor `i` in call.rows.
+std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
+  return std::span(call.rows).subspan(i * per_tensor, per_tensor);
+}
+
+int64_t Total(std::span<const int64_t> rows) {
+  return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+}
+
+}  // namespace
+
+Status Communicator::Validate(const Call& call) const {
+  const bool reduces =
+      call.op == Collective::kAllreduce || call.op == Collective::kReducescatter;
+  const size_t p = static_cast<size_t>(size());
+  size_t per_tensor = 0;
+  if (call.op == Collective::kAllgather || call.op == Collective::kReducescatter)
+    per_tensor = p;
+  if (call.op == Collective::kAlltoall) per_tensor = 2 * p;
+  if (call.rows.size() != per_tensor * call.tensors.size())
+    return Status(Code::kFailedPrecondition,
+                  "compiled for another number of ranks (" +
+                      std::to_string(call.rows.size()) + " row counts, " +
+                      std::to_string(size()) + " ranks now): trace it again");
+  if (call.op == Collective::kBroadcast && (call.root < 0 || call.root >= size()))
+    return Invalid("root_rank=" + std::to_string(call.root) + " is not in 0.." +
+                   std::to_string(size() - 1));
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const Tensor& t = call.tensors[i];
+    if (reduces) RJ_TRY(CheckReduce(call, t));
+    if (per_tensor == 0) continue;
+    if (t.dims.empty()) return Invalid("a tensor without dimensions has no rows");
+    const auto rows = RowsOf(call, i, per_tensor);
+    if (std::any_of(rows.begin(), rows.end(), [](int64_t n) { return n < 0; }))
+      return Invalid("negative row count");
+    const int64_t own = call.op == Collective::kAllgather ? rows[rank()]
+                        : call.op == Collective::kAlltoall ? Total(rows.first(p))
+                                                           : Total(rows);
+    if (own != t.dims[0])
+      return Invalid("row counts say " + std::to_string(own) + " rows, the tensor is " +
+                     Describe(t));
+  }
+  return OkStatus();
+}
+
+std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
+  std::vector<Request> requests;
+  auto add = [&](DType dtype, const Tensor* one) -> Request& {
+    Request& r = requests.emplace_back();
+    r.problem.op = call.op;
+    r.problem.root = call.root;
+    r.arithmetic.dtype = r.arithmetic.wire = dtype;
+    if (one) {
+      r.in.Add(one->in, one->bytes());
+      r.bytes = one->bytes();
+    }
+    return r;
+  };
+  auto reduce = [&](Request* r) {
+    Arithmetic& a = r->arithmetic;
+    a.op = call.reduce_op == ReduceOp::kAverage ? ReduceOp::kSum : call.reduce_op;
+    a.prescale = call.prescale;
+    a.postscale = call.postscale;
+    a.divisor = call.reduce_op == ReduceOp::kAverage ? size() : 1;
+    if (call.wire >= 0 && (a.dtype == DType::kF32 || a.dtype == DType::kF64))
+      a.wire = static_cast<DType>(call.wire);
+  };
+  auto fuse = [&](Request* r, const Tensor& t) {
+    r->in.Add(t.in, t.bytes());
+    r->out.Add(t.out, t.bytes());
+    r->bytes += t.bytes();
+  };
+  auto blocks = [&](Request* r, std::span<const int64_t> rows, uint64_t row) {
+    for (int64_t n : rows) r->problem.counts.push_back(static_cast<uint64_t>(n) * row);
+  };
+  const size_t p = static_cast<size_t>(size());
+  switch (call.op) {
+    case Collective::kBarrier:
+      break;
+    case Collective::kAllreduce:
+      for (int d = 0; d < kDTypeCount; ++d) {
+        Request* r = nullptr;
+        for (const Tensor& t : call.tensors) {
+          if (t.dtype != static_cast<DType>(d) || t.bytes() == 0) continue;
+          if (!r) reduce(r = &add(t.dtype, nullptr));
+          fuse(r, t);
+        }
+        if (r) r->problem.counts = {r->bytes / Width(r->arithmetic.dtype)};
+      }
+      break;
+    case Collective::kBroadcast: {
+      Request& r = add(DType::kU8, nullptr);
+      for (const Tensor& t : call.tensors) fuse(&r, t);
+      r.problem.counts = {r.bytes};
+      if (r.bytes == 0) requests.clear();
+      break;
+    }
+    case Collective::kAllgather:
+      for (size_t i = 0; i < call.tensors.size(); ++i) {
+        const Tensor& t = call.tensors[i];
+        const uint64_t row = RowElements(t) * Width(t.dtype);
+        const auto rows = RowsOf(call, i, p);
+        Request& r = add(DType::kU8, &t);
+        blocks(&r, rows, row);
+        r.bytes = static_cast<uint64_t>(Total(rows)) * row;
+        r.out.Add(t.out, r.bytes);
+      }
+      break;
+    case Collective::kReducescatter:
+      for (size_t i = 0; i < call.tensors.size(); ++i) {
+        const Tensor& t = call.tensors[i];
+        const auto rows = RowsOf(call, i, p);
+        Request& r = add(t.dtype, &t);
+        reduce(&r);
+        blocks(&r, rows, RowElements(t));
+        r.out.Add(t.out, r.problem.counts[rank()] * Width(t.dtype));
+      }
+      break;
+    case Collective::kAlltoall:
+      for (size_t i = 0; i < call.tensors.size(); ++i) {
+        const Tensor& t = call.tensors[i];
+        const uint64_t row = RowElements(t) * Width(t.dtype);
+        const auto rows = RowsOf(call, i, 2 * p);
+        Request& r = add(DType::kU8, &t);
+        blocks(&r, rows, row);
+        r.out.Add(t.out, static_cast<uint64_t>(Total(rows.last(p))) * row);
+      }
+      break;
+  }
+  std::erase_if(requests, [&](const Request& r) {
+    return call.op == Collective::kAllgather && r.bytes == 0;
+  });
+  return requests;
+}
+
+// Tells every peer how many rows it is sent and hears how many come, before any row
+// does: `*fit` is false if some peer sends another number than this rank expects.
+Status Communicator::CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
+                                 bool* fit) const {
+  const size_t p = static_cast<size_t>(size()), n = call.tensors.size();
+  std::vector<int64_t> sent(p * n), coming(p * n), expected(p * n);
+  for (size_t i = 0; i < n; ++i) {
+    const auto rows = RowsOf(call, i, 2 * p);
+    for (size_t r = 0; r < p; ++r) {
+      sent[r * n + i] = rows[r];
+      expected[r * n + i] = rows[p + r];
+    }
+  }
+  RJ_TRY(ExchangeWords(frame, sent, lane_, waiter, &coming));
+  *fit = coming == expected;
+  return OkStatus();
+}
+
+std::string_view Communicator::ForcedAlgorithm(Collective op) const {
+  std::string_view rest = options_.algorithm;
+  if (rest.find(':') == rest.npos) return op == Collective::kAllreduce ? rest : "";
+  while (!rest.empty()) {
+    const std::string_view entry = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), entry.size() + 1));
+    const size_t colon = entry.find(':');
+    if (colon != entry.npos && entry.substr(0, colon) == Name(op))
+      return entry.substr(colon + 1);
+  }
+  return "";
+}
+
+}  // namespace ringjax

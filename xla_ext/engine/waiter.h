@@ -1,0 +1,106 @@
+// How a thread waits for links: spin briefly, then yield, then sleep on descriptors.
+//
+// A waiting rank must not take the core from the rank it waits for, so spinning ends
+// after microseconds; and it must notice an abort, Ctrl-C and a deadline, so sleeping is
+// in slices. Waiting for progress and deciding that there was none stay with the caller.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/link.h"
+
+namespace ringjax {
+
+using Clock = std::chrono::steady_clock;
+
+// Returns true if this process was asked to stop (Ctrl-C). May be null.
+using InterruptCheck = bool (*)();
+inline std::atomic<InterruptCheck> interrupt_check{nullptr};
+
+class Waiter {
+ public:
+  // What to arm before sleeping: link, wants to read, wants to write.
+  struct Interest {
+    Link* link;
+    bool read, write;
+  };
+
+  Waiter(Doorbell* doorbell, const std::atomic<bool>* aborted, double spin_seconds,
+         bool crowded)
+      : doorbell_(doorbell), aborted_(aborted), crowded_(crowded) {
+    spin_ = std::chrono::duration_cast<Clock::duration>(
+        std::chrono::duration<double>(spin_seconds));
+  }
+
+  // The caller moved something: the next wait starts with spinning again.
+  void Progressed() { idle_ = 0; }
+
+  // How long there has been no progress; zero while spinning.
+  double IdleSeconds() const {
+    if (idle_ == 0) return 0;
+    return std::chrono::duration<double>(Clock::now() - since_).count();
+  }
+
+  // The caller found nothing to do. Returns when it should look again; not ok once the
+  // communicator is aborted or this process was interrupted.
+  template <typename Interests>
+  Status Idle(Interests&& interests) {
+    if (aborted_->load(std::memory_order_acquire))
+      return Status(Code::kUnavailable, "aborted");
+    if (idle_ == 0) since_ = Clock::now();
+    ++idle_;
+    if (idle_ < 64 && !crowded_) {
+      Pause();
+      return OkStatus();
+    }
+    if (Clock::now() - since_ < spin_) {
+      // Crowded: somebody who could make progress may be waiting for this core.
+      if (crowded_ || idle_ % 16 == 0) sched_yield(); else Pause();
+      return OkStatus();
+    }
+    return Sleep(interests());
+  }
+
+ private:
+  static void Pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  Status Sleep(const std::vector<Interest>& interests) {
+    fds_.clear();
+    fds_.push_back({doorbell_->fd(), POLLIN, 0});
+    bool ready = false;
+    for (const Interest& i : interests)
+      ready |= i.link->Arm(i.read, i.write, &fds_);
+    // Looked at again after arming: an abort rings the doorbell only once.
+    if (aborted_->load(std::memory_order_acquire)) ready = true;
+    if (!ready) poll(fds_.data(), fds_.size(), kSliceMs);
+    for (const Interest& i : interests) i.link->Disarm();
+    if (fds_[0].revents) doorbell_->Drain();
+    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
+      return Status(Code::kCancelled, "interrupted");
+    return OkStatus();
+  }
+
+  static constexpr int kSliceMs = 100;
+
+  Doorbell* doorbell_;
+  const std::atomic<bool>* aborted_;
+  Clock::duration spin_;
+  bool crowded_;  // more ranks on this host than cores
+  uint64_t idle_ = 0;
+  Clock::time_point since_;
+  std::vector<pollfd> fds_;
+};
+
+}  // namespace ringjax

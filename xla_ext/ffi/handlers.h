@@ -1,0 +1,13 @@
+// The handlers as addresses, so that the binding needs no XLA header.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ringjax {
+
+// Target name and XLA_FFI_Handler*, for jax.ffi.register_ffi_target.
+std::vector<std::pair<std::string, void*>> HostHandlers();
+
+}  // namespace ringjax

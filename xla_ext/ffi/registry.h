@@ -1,0 +1,29 @@
+// Communicators by id, for compiled programs: a program carries the id in its
+// attributes and finds here what is alive under it now. The only process-wide state of
+// the native side.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "engine/communicator.h"
+#include "engine/overlap.h"
+
+namespace ringjax {
+
+struct Registered {
+  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<Overlap> overlap;
+};
+
+// Replaces what had this id.
+void Register(int64_t id, Registered entry);
+void Unregister(int64_t id);
+// Empty pointers if there is none.
+Registered Find(int64_t id);
+
+// Called after a handler failed, on the failing thread; may be null.
+using FailureHook = void (*)();
+void SetFailureHook(FailureHook hook);
+
+}  // namespace ringjax
