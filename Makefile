@@ -81,13 +81,13 @@ $(VENV)/installed: $(VENV)/made pyproject.toml $(NATIVE)
 	@touch $@
 
 # The packages of an extra, without building ringjax again.
-$(VENV)/installed-%: $(VENV)/installed pyproject.toml
+$(VENV)/installed-%: pyproject.toml | $(VENV)/installed
 	@$(BIN)/python -c 'import sys, tomllib; \
 	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	  print(*extras["$*"], sep="\n")' > $(VENV)/$*.txt
 	$(PIP) install --requirement $(VENV)/$*.txt
 	@touch $@
 
-$(VENV)/installed-cmake: $(VENV)/made
+$(VENV)/installed-cmake: | $(VENV)/made
 	$(PIP) install 'cmake>=3.20' ninja
 	@touch $@

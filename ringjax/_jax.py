@@ -7,10 +7,10 @@ a collective means: that is ``primitive.py`` and ``collectives/``.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
+from jax._src import xla_bridge as _bridge
 from jax.interpreters import ad, batching, mlir
 
 from ringjax import _native, runtime
@@ -49,7 +50,7 @@ class Ring(_Effect):
 
 
 class RingIO(_Effect):
-    """Unordered: keeps ahead-of-time compiled programs on the path that passes tokens."""
+    """Unordered: keeps programs compiled ahead of time on the path with tokens."""
 
 
 RING, RING_IO = Ring(), RingIO()
@@ -64,7 +65,7 @@ for _type in (Ring, RingIO):
     ):
         _allowed.add_type(_type)
 _effects.ordered_effects.add_type(Ring)
-# Without this a program over several devices is refused before check_devices can say why.
+# Or JAX refuses a program over several devices before _check_devices can say why.
 _effects.shardable_ordered_effects.add_type(Ring)
 
 
@@ -130,14 +131,30 @@ def device_count(value: Any) -> int:
     return 1
 
 
+def producers(values: Sequence[Any]) -> list[int]:
+    """The place of the equation that produces each traced value; -1 for an input.
+
+    Raises:
+      AttributeError, TypeError: the values are not traced together, or this jax keeps its
+        equations elsewhere.
+    """
+    if len({id(v._trace) for v in values}) != 1:
+        raise TypeError("values of several traces, or of none")
+    equations = values[0]._trace.frame.tracing_eqns
+    entries = [e() if callable(e) else e for e in equations]  # weak references or not
+    places = {id(e): place for place, e in enumerate(entries) if e is not None}
+    return [places.get(id(v.parent), -1) for v in values]
+
+
 # -- lowering --------------------------------------------------------------------------
 
 
 def register_lowering(primitive: Any, rule: Any) -> None:
     """Lowers `primitive` by ``rule(ctx, *operands, **params)``, on CPU devices.
 
-    ``cacheable=False`` is essential: by default JAX lowers every equation into a function
-    of its own, no two calls would share a block, and the tie would silently do nothing.
+    ``cacheable=False`` is essential: by default JAX lowers every equation into a
+    function of its own, no two calls would share a block, and the tie would silently
+    do nothing.
     """
 
     def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -148,7 +165,7 @@ def register_lowering(primitive: Any, rule: Any) -> None:
     def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Any:
         platforms = "/".join(ctx.module_context.platforms)
         raise ValueError(
-            f"ringjax.{primitive.name}: the tensors live on a {platforms} device, but the "
+            f"ringjax.{primitive.name}: `tensor` is on a {platforms} device, but the "
             "JAX collectives run on CPU devices only; set JAX_PLATFORMS=cpu"
         )
 
@@ -162,9 +179,9 @@ def _check_devices(ctx: Any, name: str) -> None:
     count = mesh.size if mesh is not None else getattr(axes, "num_devices", 1)
     if count is not None and count > 1:
         raise ValueError(
-            f"ringjax.{name}: this program runs on {count} devices of this process, but a "
-            "ringjax program runs on one device per process; start one process per device "
-            "and keep `tensor` on a single device"
+            f"ringjax.{name}: this program runs on {count} devices of this process, "
+            "but a program with ringjax in it runs on one: start one process per "
+            "device, and keep `tensor` on a single device"
         )
 
 
@@ -202,7 +219,7 @@ class _LastCalls(threading.local):
 _last_calls = _LastCalls()
 
 
-@contextmanager
+@contextlib.contextmanager
 def untied() -> Iterator[None]:
     """Lowers without the tie. For the control experiment of the order tests only."""
     _last_calls.enabled = False
@@ -313,13 +330,27 @@ def _sweep(stores: Sequence[dict[Any, Any]]) -> None:
 
 def _drain() -> None:
     """Lets dispatched programs finish before the links under them are closed."""
+    _last_calls.module = None
+    if not _bridge.backends_are_initialized():
+        return  # nothing ever ran, or JAX's own exit came first
     waits = [jax.effects_barrier, *(a.block_until_ready for a in jax.live_arrays())]
     for wait in waits:
-        try:
+        # A failure is reported where the result is used, if anywhere.
+        with contextlib.suppress(Exception):
             wait()
-        except Exception:  # noqa: S110 - reported where the result is used, if anywhere
-            pass
-    _last_calls.module = None
 
 
+_place: tuple[int, int] | None = None
+
+
+def _forget_programs() -> None:
+    """After a restart in another place: shapes that hold rank or size are stale."""
+    global _place
+    place = (runtime.rank(), runtime.size())
+    if _place not in (None, place):
+        jax.clear_caches()
+    _place = place
+
+
+runtime.on_init(_forget_programs)
 runtime.on_shutdown(_drain)

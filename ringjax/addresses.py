@@ -1,4 +1,4 @@
-"""Addresses as text, listening sockets, and the addresses of this machine.
+"""Addresses as text, sockets with the right options, the addresses of this machine.
 
 Not for names of hosts in an engine's notation: see launch.py. IPv4 and IPv6.
 """
@@ -47,6 +47,34 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
+    """Connects to a TCP address, or to a unix socket given as a string."""
+    if isinstance(where, tuple):
+        return socket.create_connection(where, timeout=seconds)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(seconds)
+        sock.connect(where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def tune(sock: socket.socket, failure_timeout: float) -> None:
+    """Makes a TCP socket send at once, and notice a silent peer in that time."""
+    if sock.family == socket.AF_UNIX:  # the kernel tells at once
+        return
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, 3)
+    # Keepalive does not count while data waits for an acknowledgement; this does.
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(failure_timeout * 1000))
 
 
 def is_loopback(host: str) -> bool:

@@ -268,7 +268,7 @@ class Door:
     """Listening sockets that let in only connections that prove themselves.
 
     It works inside a loop over `selector`, whose entries carry a callable as data, and
-    which calls `sweep` at least once a second. A stranger costs at most one of
+    which calls `sweep` about once a second while it is `busy`. A stranger costs at most one of
     MOST_PENDING places for LIMIT seconds and less than 100 bytes.
 
     Args:
@@ -292,6 +292,11 @@ class Door:
         for listener in self._listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ, self._enter)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody is in a handshake, so that `sweep` matters."""
+        return bool(self._guests)
 
     def _enter(self, listener: socket.socket) -> None:
         try:

@@ -9,29 +9,23 @@ of a pair calls, the lower one receives the call in `Reception` and makes the me
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from . import addresses as address
+from . import memory
 from .config import Config
-from .errors import AuthenticationError, PeerLost, RingjaxError, StartupError
+from .errors import AuthenticationError, PeerLost, StartupError
 from .handshake import LIMIT, Introduction, Purpose, introduce, peer_uid
 from .reception import Key, Reception
 from .session import Member, Session, ranks_text
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
 _GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
-_OFFER = struct.Struct("!B7xQ")  # whether memory comes with it; its size
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_FLAGS = socket.MSG_CMSG_CLOEXEC
 
 
 @dataclass
@@ -55,6 +49,12 @@ class Mesh:
         for link in self.links:
             found += [link[2], link[5]] if link[0] == "shm" else link[2]
         return found + [fd for _, fd in self.control]
+
+    def sockets(self) -> list[tuple[int, int]]:
+        """The connections among them: (descriptor, inode)."""
+        fds = [fd for _, fd in self.control]
+        fds += [fd for link in self.links if link[0] == "tcp" for fd in link[2]]
+        return [(fd, os.fstat(fd).st_ino) for fd in fds]
 
     def close(self) -> None:
         """Closes everything; only before somebody else has taken it."""
@@ -196,10 +196,13 @@ class _Work:
         for where in self._candidates(pair, purpose):
             sock = None
             try:
-                sock = _open(where)
-                limit = min(LIMIT, max(0.05, self.deadline - time.monotonic()))
+                left = max(0.05, self.deadline - time.monotonic())
+                sock = address.connect(where, min(_ATTEMPT, left))
+                if sock.family == socket.AF_UNIX and peer_uid(sock) != os.geteuid():
+                    raise AuthenticationError("it belongs to another user")
+                limit = min(LIMIT, left)
                 introduce(sock, fabric.secret, introduction, limit)
-                tune(sock, fabric.config.failure_timeout)
+                address.tune(sock, fabric.config.failure_timeout)
             except (OSError, AuthenticationError) as error:
                 if sock is not None:
                     sock.close()
@@ -233,7 +236,7 @@ class _Work:
         shared = [pair for pair in self.higher if pair.shared]
         try:
             for pair in shared:
-                pair.memory = make_memory(self.size)
+                pair.memory = memory.make(self.size)
         except OSError as error:
             self.fabric.log(
                 "warning",
@@ -247,8 +250,8 @@ class _Work:
                     os.close(pair.memory)
                     pair.memory = -1
         for pair in shared:
-            fds = [pair.memory, self.mesh.doorbell] if pair.shared else []
-            self._send(pair, _OFFER.pack(pair.shared, self.size), fds)
+            offer = [pair.memory, self.mesh.doorbell] if pair.shared else []
+            self._send(pair, self.size if pair.shared else 0, offer)
 
     # Phase 3: the higher rank takes it and answers with its own doorbell.
 
@@ -256,21 +259,21 @@ class _Work:
         for pair in self.lower:
             if not pair.shared:
                 continue
-            message, fds = self._receive(pair, 2)
-            offered, size = _OFFER.unpack(message)
+            size, fds = self._receive(pair, 2)
+            if size == 0 and not fds:
+                pair.shared = False
+                self._again(pair)
+                continue
             if len(fds) == 2:
                 pair.memory, pair.doorbell = fds
             else:
                 for fd in fds:
                     os.close(fd)
-            fits = pair.memory >= 0 and size == self.size and fits_size(pair.memory, size)
-            if offered and not fits:
-                self._fail({pair.rank: "it offered memory of another size, or unsealed"})
-            pair.shared = bool(offered)
-            if offered:
-                self._send(pair, _OFFER.pack(1, size), [self.mesh.doorbell])
-            else:
-                self._again(pair)
+            if pair.memory < 0 or not memory.is_sound(pair.memory, self.size):
+                self._fail(
+                    {pair.rank: "it offered memory of another size, or unsealed"}
+                )
+            self._send(pair, self.size, [self.mesh.doorbell])
 
     def _again(self, pair: _Pair) -> None:
         """Connects the data sockets of a pair that has to do without memory."""
@@ -300,52 +303,46 @@ class _Work:
 
     def _arrived(self, pair: _Pair, purpose: Purpose, stream: int) -> socket.socket:
         key = Key(self.fabric.epoch, self.comm, purpose, stream, pair.rank)
-        while (sock := self.fabric.reception.take(key, 0.1)) is None:
-            self._check(lambda: {pair.rank: "it did not call"})
+        reception = self.fabric.reception
+        while (sock := reception.take(key, 0.1)) is None:
+            self._check(
+                lambda: {
+                    other.rank: "it did not call"
+                    for other in self.higher
+                    if other is pair
+                    or not (
+                        other.control
+                        or reception.holds(key._replace(caller=other.rank))
+                    )
+                }
+            )
         try:
-            tune(sock, self.fabric.config.failure_timeout)
-        except OSError:  # it is gone already; the core will find out
+            address.tune(sock, self.fabric.config.failure_timeout)
+        except OSError as error:
             sock.close()
-            raise PeerLost(f"{self.what}: rank {pair.rank} is gone", pair.rank) from None
+            raise self._lost(pair, error) from error
         return sock
 
-    def _send(self, pair: _Pair, message: bytes, fds: list[int]) -> None:
+    def _send(self, pair: _Pair, size: int, fds: list[int]) -> None:
         assert pair.control is not None
         try:
-            pair.control.settimeout(LIMIT)
-            socket.send_fds(pair.control, [message], fds)
+            memory.send(pair.control, size, fds)
         except OSError as error:
-            raise PeerLost(
-                f"{self.what}: rank {pair.rank} is gone: {error}", pair.rank
-            ) from error
+            raise self._lost(pair, error) from error
 
-    def _receive(self, pair: _Pair, most: int) -> tuple[bytes, list[int]]:
-        """One message of fixed size with its descriptors."""
+    def _receive(self, pair: _Pair, most: int) -> tuple[int, list[int]]:
         assert pair.control is not None
-        message, fds = b"", list[int]()
-        try:
-            while len(message) < _OFFER.size:
-                pair.control.settimeout(0.1)
-                try:
-                    piece, more, _, _ = socket.recv_fds(
-                        pair.control, _OFFER.size - len(message), most, _FLAGS
-                    )
-                except TimeoutError:
-                    self._check(lambda: {pair.rank: "it does not answer"})
-                    continue
-                fds += more
-                if not piece:
-                    raise ConnectionResetError("it closed the connection")
-                message += piece
-        except BaseException as error:
-            for fd in fds:
-                os.close(fd)
-            if isinstance(error, OSError):
-                raise PeerLost(
-                    f"{self.what}: rank {pair.rank} is gone: {error}", pair.rank
-                ) from error
-            raise
-        return message, fds
+        while True:
+            try:
+                received = memory.receive(pair.control, most, 0.1)
+            except OSError as error:
+                raise self._lost(pair, error) from error
+            if received is not None:
+                return received
+            self._check(lambda: {pair.rank: "it does not answer"})
+
+    def _lost(self, pair: _Pair, why: object) -> PeerLost:
+        return PeerLost(f"{self.what}: rank {pair.rank} is gone: {why}", pair.rank)
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
         """Raises if a rank that is needed has gone, or the time is up."""
@@ -355,7 +352,7 @@ class _Work:
         if time.monotonic() >= self.deadline:
             self._fail(missing())
 
-    def _fail(self, missing: dict[int, str]) -> None:
+    def _fail(self, missing: dict[int, str]) -> NoReturn:
         hello = {r: self.fabric.members[r].hello for r in missing}
         reasons = "; ".join(
             f"rank {r} on {hello[r].get('hostname')} at {hello[r].get('addresses')}: {why}"
@@ -390,3 +387,8 @@ class _Work:
         for pair in self.pairs:
             pair.close()
         self.mesh.close()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether nobody listens there: a rank opens its doors before it joins."""
+    return isinstance(error, ConnectionRefusedError)

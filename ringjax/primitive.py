@@ -1,4 +1,4 @@
-"""From a declaration to a JAX primitive: shapes, batching, derivatives, lowering, order.
+"""From a declaration to a JAX primitive: shapes, batching, derivatives, order.
 
 A collective takes any number of operands and is one native call. What it means is said
 in `collectives/<op>.py`; what JAX calls things in `_jax.py`. Also here: the chained
@@ -7,7 +7,6 @@ allreduce of gradients, whose order is an array instead of an effect. No input c
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,18 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax import _jax, _native, runtime
-
-
-class ReduceOp(enum.IntEnum):
-    """How values of different ranks become one. The numbers are Horovod's."""
-
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
-
+from ringjax.ops import ReduceOp as ReduceOp
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
 
@@ -66,7 +54,8 @@ def collective(
       name: a key of `_native.COLLECTIVES`.
       shape: ``(avals, **params) -> avals`` of the results.
       in_place: results have the shapes of the operands and may reuse their memory.
-      batch, jvp: as JAX calls them, with the primitive as an extra first argument.
+      batch: JAX's batching rule, with the primitive as an extra first argument.
+      jvp: the same for JAX's rule of forward derivatives. None: not differentiable.
       transpose: ``(cotangents, operands, params) -> cotangents of the operands``; sees
         only the operands whose cotangent is not zero. None: not linear.
     """
@@ -94,16 +83,16 @@ def collective(
     return primitive
 
 
-def bind(name: str, operands: Sequence[Any], **params: Any) -> list[Any]:
-    """Binds the collective `name`; parameters that are not given have their defaults.
+def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any]:
+    """Binds a collective; parameters that are not given have their defaults.
 
     By name, because the derivatives of collectives lead to each other in circles.
     """
-    return list(_primitives[name].bind(*operands, **{**DEFAULTS, **params}))
+    return list(_primitives[collective].bind(*operands, **{**DEFAULTS, **params}))
 
 
 def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
-    """The attributes of a native call. Neither rank nor size unless a shape needs them."""
+    """The attributes of a native call: no rank and no size unless a shape needs it."""
     out = {k: v for k, v in params.items() if k in DEFAULTS}
     out["op"] = _native.COLLECTIVES[op]
     out["counts"] = tuple(int(n) for rows in params["counts"] for n in rows)
@@ -122,6 +111,7 @@ def select(params: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
 
 
 def same_shape(avals: Sequence[Any], **params: Any) -> list[Any]:
+    """Every result looks like its operand."""
     return [_jax.shaped(a.shape, a.dtype) for a in avals]
 
 
@@ -209,12 +199,16 @@ def bucketed_allreduce(
     Args:
       leaves: arrays of any shapes and dtypes.
       seq: uint32[1], the result of the previous call of the same chain.
-      op, wire, prescale, postscale: as the native call takes them.
+      op: a `ReduceOp`.
+      wire: the number of the dtype on the wire, -1 for none.
+      prescale: multiplies each rank's leaves.
+      postscale: multiplies the results.
       process_set: who takes part.
       cuts: the indices of the leaves of each bucket, in the order of readiness.
-      overlapped: False: one call that works in place. True: one START per bucket as soon
-        as its leaves exist, and all DONEs after the last START.
-      name, names: for error messages; one name per leaf, or none.
+      overlapped: False: one call that works in place. True: one START per bucket as
+        soon as its leaves exist, and all DONEs after the last START.
+      name: stands for the call in error messages.
+      names: one for each leaf, for error messages, or none.
 
     Returns:
       The reduced leaves and ``seq + 1``.
@@ -229,7 +223,7 @@ def bucketed_allreduce(
     if seq.shape != (1,) or seq.dtype != jnp.uint32:
         raise ValueError(
             f"ringjax.allreduce_grads: the state's `seq` must be uint32[1], got "
-            f"{seq.dtype}{list(seq.shape)}; was the optimizer state cast or mapped over?"
+            f"{seq.dtype}{list(seq.shape)}; was the optimizer state cast or mapped?"
         )
     *out, seq = _chained_p.bind(
         *leaves,

@@ -230,12 +230,12 @@ class Server:
 
     def _hello(self, seat: _Seat, message: dict[str, Any]) -> None:
         gathering = self._gathering
+        present = gathering.seats.get(seat.rank)
+        why = ""
         if message.get("size") != self._size:
-            why = f"it says that the job has {message.get('size')} ranks, not {self._size}"
-        elif seat.rank in gathering.seats:
-            why = f"rank {seat.rank} has joined already, from {gathering.seats[seat.rank].seen}"
-        else:
-            why = ""
+            why = f"the job has {self._size} ranks, not {message.get('size')}"
+        elif present is not None:
+            why = f"rank {seat.rank} has joined already, from {present.seen}"
         if why:
             seat.send({"type": "refused", "text": why}, last=True)
             return

@@ -65,42 +65,58 @@ def join(
         StartupError: nobody answers, ranks are missing, or this one is refused.
         AuthenticationError: the server does not know the secret.
     """
-    rank, size = int(hello["rank"]), int(hello["size"])
-    candidates = address.parse(addresses)
     deadline = time.monotonic() + timeout
-    introduction = Introduction(job, Purpose.RENDEZVOUS, rank, SERVER_RANK)
-    pause, why = 0.02, ""
+    pause = 0.02
     while True:
-        stranger: AuthenticationError | None = None
-        for host, port in candidates:
-            where = address.show(host, port)
-            try:
-                session = _connect((host, port), secret, introduction, deadline)
-            except AuthenticationError as error:
-                why = f"{where} {error}"
-                stranger = AuthenticationError(f"the rendezvous at {why}")
-            except OSError as error:
-                why = f"{where}: {error.strerror or error}"
-            else:
-                try:
-                    session.enter(size, hello, deadline + _GRACE)
-                except ConnectionError as error:  # it restarts, or ends: look again
-                    session.close()
-                    why = f"{where}: {error}"
-                except BaseException:
-                    session.close()
-                    raise
-                else:
-                    return session
-        if stranger and not patient:
-            raise stranger
+        try:
+            return knock(addresses, secret, job, hello, deadline)
+        except OSError as error:
+            why: Exception = StartupError(str(error))
+        except AuthenticationError as error:
+            if not patient:
+                raise
+            why = error
         if time.monotonic() + pause >= deadline:
-            kind = AuthenticationError if stranger else StartupError
-            raise kind(
-                f"rank {rank} could not join the rendezvous within {timeout:g} s: {why}"
+            raise type(why)(
+                f"rank {hello['rank']} could not join its job within {timeout:g} s: "
+                f"{why}"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
+
+
+def knock(
+    addresses: str, secret: bytes, job: str, hello: dict[str, Any], deadline: float
+) -> Session:
+    """Tries each address once; otherwise like `join`.
+
+    Raises:
+        OSError: nobody answers, or the server went away; later it may be there.
+    """
+    introduction = Introduction(
+        job, Purpose.RENDEZVOUS, int(hello["rank"]), SERVER_RANK
+    )
+    stranger, absent = None, None
+    for host, port in address.parse(addresses):
+        where = f"the rendezvous at {address.show(host, port)}"
+        try:
+            session = _connect((host, port), secret, introduction, deadline)
+        except AuthenticationError as error:
+            stranger = AuthenticationError(f"{where} {error}")
+            continue
+        except OSError as error:
+            absent = OSError(f"{where}: {error.strerror or error}")
+            continue
+        try:
+            session.enter(int(hello["size"]), hello, deadline + _GRACE)
+        except ConnectionError as error:  # it ends, and perhaps another one begins
+            session.close()
+            raise OSError(f"{where}: {error}") from error
+        except BaseException:
+            session.close()
+            raise
+        return session
+    raise stranger or absent or OSError("no address")
 
 
 def _connect(
@@ -201,7 +217,7 @@ class Session:
             self._gone.setdefault(int(message["rank"]), str(message["text"]))
 
     def report_failure(self, text: str) -> None:
-        """Tells the launcher why this rank goes down. Never raises, never waits long."""
+        """Tells the launcher why this rank goes down. Never raises or waits long."""
         with contextlib.suppress(OSError):
             self._send({"type": "failure", "text": text[:4096]}, 0.5)
 

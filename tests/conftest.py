@@ -7,19 +7,18 @@ number, from plain `pytest`. The mechanism is in rank_items.py and rank_worker.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import leaks
 import pytest
-from launch import Job
+from launch import Job, StartJob
 from rank_items import RUNS, RankItem, Runs
-from rank_worker import VARIABLE, RankWorker
+from rank_worker import VARIABLE, RankWorker, World
 
-# Every rank must draw the same examples; a time limit per example would make them differ.
+# Every rank must draw the same examples; a time limit would make them differ.
 hypothesis.settings.register_profile(
     "ranks", derandomize=True, database=None, deadline=None, print_blob=False,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
@@ -45,25 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_pycollect_makeitem() -> Iterator[Any]:
     """Replaces a marked test by one item for each number of ranks."""
     found = yield
-    if _in_rank() or not isinstance(found, list):
+    if _in_rank() or not found:
         return found
     return [
         item
-        for node in found
+        for node in (found if isinstance(found, list) else [found])
         for item in (
             RankItem.expand(node)
             if isinstance(node, pytest.Function) and node.get_closest_marker("ranks")
             else [node]
         )
     ]
-
-
-@dataclass(frozen=True)
-class World:
-    """Who this rank is, after `ringjax.init()`."""
-
-    rank: int
-    size: int
 
 
 @pytest.fixture
@@ -76,9 +67,6 @@ def world() -> World:
     if not ringjax.is_initialized():
         ringjax.init()
     return World(ringjax.rank(), ringjax.size())
-
-
-StartJob = Callable[..., Job]
 
 
 @pytest.fixture

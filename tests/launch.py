@@ -1,11 +1,12 @@
-"""Starts jobs of several ranks for tests, and plays fate: kill, interrupt, wait, read logs.
+"""Starts jobs of several ranks for tests, and plays fate: kill, interrupt, wait, read.
 
-Not here: what a rank does (the script that a test hands in, or tests/rank_worker.py) and
-what counts as a leak (tests/leaks.py).
+Not here: what a rank does (the script that a test hands in, or tests/rank_worker.py)
+and what counts as a leak (tests/leaks.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -14,7 +15,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -90,8 +91,8 @@ class Job:
         """Waits for the end of the job and returns ringrun's exit code.
 
         Raises:
-          JobError: it still ran after `timeout` seconds; it is ended, and the text shows
-            the stacks of all ranks.
+          JobError: it still ran after `timeout` seconds; it is ended, and the text
+            shows the stacks of all ranks.
         """
         if self._process is None:
             raise JobError("the job was not started")
@@ -150,12 +151,14 @@ class Job:
         return "\n".join(f"--- {who}\n{text.strip()[-tail:]}" for who, text in parts)
 
     def end_with_stacks(self) -> None:
-        """Ends the job; every rank first writes the stacks of its threads to its log."""
+        """Ends the job; every rank first writes its threads' stacks to its log."""
         alive = leaks.processes(self.id)
         ranks = [p for p in alive if any(self._runs_rank(p, r) for r in range(self.np))]
         for pid in ranks:
             _signal(pid, signal.SIGABRT)  # PYTHONFAULTHANDLER is set
-        leaks.settle(lambda: [str(p) for p in ranks if p in leaks.processes(self.id)], 2)
+        leaks.settle(
+            lambda: [str(p) for p in ranks if p in leaks.processes(self.id)], 2
+        )
         self._kill_all()
 
     def left_behind(self) -> list[str]:
@@ -165,7 +168,7 @@ class Job:
         return [f"process that outlived the job: {text}" for text in found]
 
     def close(self) -> list[str]:
-        """Ends what still runs; returns what outlived a job that had ended by itself."""
+        """Ends what still runs; returns what outlived a job that ended by itself."""
         found = self.left_behind() if self._ended_itself else []
         self._kill_all()
         return found
@@ -199,13 +202,17 @@ class Job:
             self._process.wait(10)
 
 
+StartJob = Callable[..., Job]
+"""The fixture `start_job`: Job's arguments but the folder; the job has started."""
+
+
 def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a job: this process's, without traces of another launcher."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     kept.setdefault("JAX_PLATFORMS", "cpu")
     spec = importlib.util.find_spec("ringjax")
     if spec is not None and spec.origin and Path(spec.origin).is_relative_to(ROOT):
-        # The package comes from the checkout here, so it must come from there in the job.
+        # It comes from the checkout here, so it must come from there in the job.
         kept["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT), kept.get("PYTHONPATH")])
         )
@@ -219,10 +226,8 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def _signal(pid: int, sig: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
         os.kill(pid, sig)
-    except ProcessLookupError:
-        pass  # it ended by itself meanwhile
 
 
 def _text(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""Finds what a test or a job left behind: processes, descriptors, threads, shared memory.
+"""Finds what a test or a job left behind: processes, descriptors, threads, memory.
 
 A listening port or an abstract unix socket lives exactly as long as a process holds a
-descriptor of it. So it is enough that no process of the job is alive and that this
-process holds no new descriptor; sockets are described by address to make a leak readable.
+descriptor of it. So it is enough that no process of the job is alive and that this one
+holds no new descriptor; sockets are described by address to make a leak readable.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 # Every job that the tests start carries this variable, and so do its orphans.
 JOB_VARIABLE = "RINGJAX_TEST_JOB"
-# Descriptors that ringjax opens; others (files of a backend loaded meanwhile) are not ours.
+# Descriptors that ringjax opens; files of a backend loaded meanwhile are not ours.
 _KINDS = ("socket:", "pipe:", "/memfd:", "anon_inode:[eventfd]", "anon_inode:[pidfd]")
 
 
 def processes(job: str) -> dict[int, str]:
-    """The living processes of a test job: pid -> command line, whoever their parent is."""
+    """The living processes of a test job, orphans too: pid -> command line."""
     needle = f"{JOB_VARIABLE}={job}".encode()
     found = {}
     for pid in _pids():
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 def settle(check: Callable[[], list[str]], seconds: float = 2.0) -> list[str]:
-    """Repeats `check` until it finds nothing or the time is up; returns the last finding.
+    """Repeats `check` until it finds nothing or time is up; returns what it found.
 
     The kernel and thread pools need a moment to let go after a process was killed.
     """
@@ -132,7 +132,9 @@ def _descriptors() -> dict[str, int]:
         except OSError:
             continue
         if target.startswith("anon_inode:"):
-            target = f"{target}#{name}"  # all share one inode: the number tells them apart
+            target = (
+                f"{target}#{name}"  # all share one inode: the number tells them apart
+            )
         if target.startswith(_KINDS):
             found[target] = int(name)
     return found

@@ -1,4 +1,4 @@
-"""The side of pytest that you see: tests marked `ranks(2, 3)` become one item per count.
+"""The side of pytest that you see: a test marked `ranks(2, 3)` becomes two items.
 
 Starting Python and jax costs seconds, so all selected tests of one file with the same
 rank count and environment share one launch: the first that runs starts it, the others
@@ -62,7 +62,9 @@ class RankItem(pytest.Item):
         assert mark is not None
         counts = mark.args
         if not counts or not all(isinstance(n, int) and n > 0 for n in counts):
-            raise pytest.UsageError(f"{function.nodeid}: ranks(…) wants numbers of ranks")
+            raise pytest.UsageError(
+                f"{function.nodeid}: ranks(…) wants numbers of ranks"
+            )
         unknown = mark.kwargs.keys() - {"isolated", "env"}
         if unknown:
             raise pytest.UsageError(f"{function.nodeid}: ranks(…) has no {unknown}")
@@ -78,6 +80,7 @@ class RankItem(pytest.Item):
         label = "1 rank" if np == 1 else f"{np} ranks"
         name = function.name
         name = f"{name[:-1]}-{label}]" if name.endswith("]") else f"{name}[{label}]"
+        assert function.parent is not None
         item: RankItem = RankItem.from_parent(function.parent, name=name)
         # The ranks keep the time; what this process waits for is a whole launch.
         item.own_markers = [pytest.mark.timeout(0).mark, *function.own_markers]
@@ -195,7 +198,9 @@ class Runs:
         waiting = [
             i
             for i in peers
-            if i.group == item.group and i.nodeid not in self._verdicts and i is not item
+            if i.group == item.group
+            and i.nodeid not in self._verdicts
+            and i is not item
         ]
         return [item, *waiting]
 
@@ -219,9 +224,7 @@ class Runs:
 RUNS = pytest.StashKey[Runs]()
 
 
-def _launch(
-    group: Group, items: Sequence[RankItem], config: pytest.Config
-) -> Launch:
+def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> Launch:
     with tempfile.TemporaryDirectory(prefix="ringjax-ranks-") as name:
         folder = Path(name)
         rank_worker.write_selection(folder, [item.test for item in items])

@@ -1,4 +1,4 @@
-"""The side of pytest inside a rank: runs the selected tests in step with the other ranks.
+"""The side of pytest inside a rank: runs the tests in step with the other ranks.
 
 Every rank writes a JSON line when a test starts and when it ends. Between two tests the
 ranks wait for each other over a small shared file, not over ringjax, so that a broken
@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ import pytest
 VARIABLE = "RINGJAX_TEST_RANK_DIR"
 DEFAULT_LIMIT = 60.0
 _WAIT = 120.0  # seconds to wait for a slower rank; its own timeout ends it before
+
+
+@dataclass(frozen=True)
+class World:
+    """Who a rank is, after `ringjax.init()`."""
+
+    rank: int
+    size: int
 
 
 def results(folder: Path, rank: int) -> Path:
@@ -44,7 +53,8 @@ def command(config: pytest.Config, path: Path) -> list[str]:
     # -P: the package under test is the installed one, not the checkout in the way.
     words = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header"]
     words += ["-p", "no:cacheprovider", "--timeout-method=thread"]
-    return [*words, "--rootdir", str(config.rootpath), "-c", str(config.inipath), str(path)]
+    words += ["--rootdir", str(config.rootpath), "-c", str(config.inipath)]
+    return [*words, str(path)]
 
 
 def limit(item: pytest.Item) -> float:
@@ -70,7 +80,7 @@ class Progress:
         self._cells[self._rank] += 1
 
     def all_in_step(self) -> bool:
-        """Waits for the others to finish the same test; False if it failed somewhere."""
+        """Waits for the others to finish the test; False if it failed somewhere."""
         mine = self._cells[self._rank]
         deadline = time.monotonic() + _WAIT
         while time.monotonic() < deadline:

@@ -1,6 +1,6 @@
 """The collectives of JAX arrays. Importing this package registers all of them.
 
-To add one: a file here with a function, its rules and its declaration, and a line below.
+To add one: a file here with its function, rules and declaration, and a line below.
 """
 
 from ringjax.collectives.allgather import allgather, grouped_allgather

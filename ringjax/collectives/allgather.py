@@ -38,7 +38,8 @@ def allgather(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if ranks disagree or one is lost.
+      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
+        one is lost.
 
     Example:
       >>> import jax.numpy as jnp, ringjax

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from ringjax import _native, primitive, runtime
 from ringjax.collectives import arguments
-from ringjax.collectives.arguments import Compressor
-from ringjax.primitive import ReduceOp
+from ringjax.compression import Compression, WireDtype
+from ringjax.ops import ReduceOp
 
 _WIRES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
 
@@ -32,7 +32,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-    compression: Compressor | None = None,
+    compression: WireDtype = Compression.none,
 ) -> Any:
     """Reduces `tensor` over all ranks; every rank gets the same result, bit for bit.
 
@@ -48,7 +48,7 @@ def allreduce(
       process_set: the ranks that take part; this rank must be one of them.
       name: stands for the operation in error messages.
       compression: ringjax.Compression.fp16 or .bf16: float32 and float64 tensors travel
-        in that type, sums are formed in float32. None is Compression.none.
+        in that type, sums are formed in float32.
 
     Returns:
       The reduced tensor or tree, with the shapes and dtypes of `tensor`.
@@ -56,17 +56,18 @@ def allreduce(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if ranks disagree or one is lost.
+      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
+        one is lost.
 
     Example:
       >>> import jax, jax.numpy as jnp, ringjax
       >>> ringjax.init()
       >>> mean = jax.jit(lambda x: ringjax.allreduce(x))(jnp.arange(3.0))
 
-    Derivatives: Average and Sum are linear and symmetric, so the tangent is the allreduce
-    of the tangents and the cotangent the allreduce of the cotangents. Min and Max pass
-    both to the rank that holds the extreme element; ranks that tie share them equally.
-    Product follows the product rule exactly, also where elements are zero.
+    Derivatives: Average and Sum are linear and symmetric, so the tangent is the
+    allreduce of the tangents and the cotangent the allreduce of the cotangents. Min and
+    Max pass both to the rank that holds the extreme element; ranks that tie share them
+    equally. Product follows the product rule exactly, also where elements are zero.
 
     References:
       P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of
@@ -92,7 +93,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-    compression: Compressor | None = None,
+    compression: WireDtype = Compression.none,
 ) -> list[Any]:
     """`allreduce` of a list as one operation; returns a list.
 
@@ -123,7 +124,7 @@ def _allreduce(
     *,
     process_set: runtime.ProcessSet,
     name: str | None,
-    compression: Compressor | None,
+    compression: WireDtype,
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.flatten(what, tree)
@@ -160,11 +161,11 @@ def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
 def _extreme_tangents(
     xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
 ) -> list[Any]:
-    """Min, Max: with m_r = 1 where rank r holds the extreme element and k = Σ_s m_s,
-    ``dy = Σ_s m_s dx_s / k``.
+    """Min, Max: ``dy = Σ_s m_s dx_s / k``.
 
-    k and m are constants almost everywhere, and the rest is a Sum, which transposes by
-    itself: rank r's cotangent is ``m_r / k · Σ_s ct_s``.
+    m_s is 1 where rank s holds the extreme element, and k = Σ_s m_s. Both are constants
+    almost everywhere, and the rest is a Sum, which transposes by itself: rank r's
+    cotangent is ``m_r / k · Σ_s ct_s``.
     """
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
@@ -183,7 +184,7 @@ def _extreme_tangents(
 
 
 def _as_sent(x: Any, wire: int) -> Any:
-    """x as the other ranks see it if it is compressed on the way."""
+    """What the other ranks see of x if it is compressed on the way."""
     for name, dtype in _WIRES.items():
         if wire == _native.DTYPES[name] and x.dtype in (jnp.float32, jnp.float64):
             return x.astype(dtype).astype(x.dtype)
@@ -193,10 +194,10 @@ def _as_sent(x: Any, wire: int) -> Any:
 def _product_tangents(
     xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
 ) -> list[Any]:
-    """Product: ``dy = Σ_s dx_s Π_{u≠s} x_u``, by the product rule on the gathered factors.
+    """Product: ``dy = Σ_s dx_s Π_{u≠s} x_u``, on the factors of all ranks.
 
-    Dividing the product by one factor would be wrong at zeros; gathering costs P times the
-    memory and is right for every order of derivative.
+    Dividing the product by one factor would be wrong at zeros; gathering costs P times
+    the memory and is right for every order of derivative.
     """
     del ys
     size = params["ranks"]

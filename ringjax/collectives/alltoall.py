@@ -29,10 +29,10 @@ def alltoall(
     """Sends the first rows of `tensor` to rank 0, the next to rank 1, and so on.
 
     Args:
-      tensor: an array or a tree of arrays with at least one dimension. All but the first
-        dimension must be alike on all ranks.
-      splits: how many rows go to each rank; integers that are known while tracing and add
-        up to the rows of every array in `tensor`. None: equal parts.
+      tensor: an array or a tree of arrays with at least one dimension. All but the
+        first dimension must be alike on all ranks.
+      splits: how many rows go to each rank; integers that are known while tracing and
+        add up to the rows of every array in `tensor`. None: equal parts.
       received_splits: how many rows come from each rank. Needed with `splits` while
         tracing (jit, vmap, scan), where a result must have a known shape; outside, the
         ranks tell each other.
@@ -46,7 +46,8 @@ def alltoall(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if ranks disagree or one is lost.
+      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
+        one is lost.
 
     Example:
       >>> import jax.numpy as jnp, ringjax
@@ -54,8 +55,8 @@ def alltoall(
       >>> ringjax.alltoall(jnp.arange(ringjax.size())).shape == (ringjax.size(),)
       True
 
-    Derivatives: a permutation of the world's rows, so the tangent takes the same way and
-    the cotangent the way back: an alltoall with both splits swapped.
+    Derivatives: a permutation of the world's rows, so the tangent takes the same way
+    and the cotangent the way back: an alltoall with both splits swapped.
     """
     return _alltoall("alltoall", tensor, splits, received_splits, process_set, name)
 
@@ -93,8 +94,8 @@ def _alltoall(
     if splits is None:
         if received_splits is not None:
             raise ValueError(
-                f"ringjax.{what}: `received_splits` is {received_splits!r}, but `splits` "
-                "is not given"
+                f"ringjax.{what}: `received_splits` is {received_splits!r}, but "
+                "`splits` is not given"
             )
         counts = tuple(
             (_equal_part(what, array, communicator.size),) * (2 * communicator.size)
@@ -129,8 +130,8 @@ def _equal_part(what: str, array: Any, size: int) -> int:
     rows = int(array.shape[0])
     if rows % size:
         raise ValueError(
-            f"ringjax.{what}: `tensor` has {rows} rows (shape {tuple(array.shape)}), which "
-            f"{size} ranks cannot share equally; pass `splits`"
+            f"ringjax.{what}: `tensor` has {rows} rows (shape {tuple(array.shape)}), "
+            f"which {size} ranks cannot share equally; pass `splits`"
         )
     return rows // size
 
@@ -143,12 +144,12 @@ def _splits(
     communicator: Any,
     eager: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both splits as checked tuples; the second is empty if the ranks must still say."""
+    """Both splits, checked; the second is empty if the ranks must still say."""
     sent = arguments.splits(what, "splits", splits, communicator.size)
     for array in arrays:
         if array.shape[0] != sum(sent):
             raise ValueError(
-                f"ringjax.{what}: `splits` is {list(sent)}, which adds up to {sum(sent)}, "
+                f"ringjax.{what}: `splits` is {list(sent)}, together {sum(sent)}, "
                 f"but `tensor` has {array.shape[0]} rows (shape {tuple(array.shape)})"
             )
     if received_splits is not None:
@@ -165,8 +166,8 @@ def _splits(
     if not eager:
         raise ValueError(
             f"ringjax.{what}: `received_splits` is missing; while tracing (jit, vmap, "
-            "scan) the result needs a known shape, so pass how many rows come from each "
-            "rank beside `splits`"
+            "scan) the result needs a known shape, so pass beside `splits` how many "
+            "rows come from each rank"
         )
     return sent, ()
 
@@ -192,8 +193,8 @@ def _received(
         expects = tuple(table[size + peer][rank] for peer in range(size))
         if _UNKNOWN not in expects and expects != sends:
             raise ValueError(
-                f"ringjax.{what}: rank {rank} passes `received_splits` {list(expects)}, "
-                f"but the ranks send it {list(sends)} rows"
+                f"ringjax.{what}: rank {rank} passes `received_splits` "
+                f"{list(expects)}, but the ranks send it {list(sends)} rows"
             )
     return table[communicator.rank]
 

@@ -1,7 +1,7 @@
 """What every collective checks and converts before anything is sent.
 
 No communication here, and no meaning of an op: trees to arrays and back, dtypes, reduce
-ops, factors, roots, rows per rank. Each error names the function, the argument, the value.
+ops, factors, roots, rows per rank. Errors name the function, the argument, the value.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ringjax import _jax, _native, runtime
-from ringjax.primitive import ReduceOp
+from ringjax.compression import WireDtype
+from ringjax.ops import ReduceOp
 
 _DTYPES = {
     "bool": "bool",
@@ -37,13 +38,6 @@ _DTYPES = {
 }
 
 
-class Compressor(Protocol):
-    """What `compression=` needs: the wire dtype's name, or None for no compression."""
-
-    @property
-    def wire(self) -> str | None: ...
-
-
 class Leaves(NamedTuple):
     """A tree as a list of arrays that can be sent, and the way back."""
 
@@ -53,7 +47,7 @@ class Leaves(NamedTuple):
 
 
 def flatten(what: str, tree: Any) -> Leaves:
-    """The leaves of `tree` as arrays of a dtype that can be sent, on one device each."""
+    """The leaves of `tree` as arrays that can be sent: known dtype, one device."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs
@@ -86,14 +80,15 @@ def _array(what: str, leaf: Any, name: str) -> Any:
     devices = _jax.device_count(array)
     if devices > 1:
         raise ValueError(
-            f"ringjax.{what}: {label} is sharded over {devices} local devices, expected "
-            "an array on one device; start one process per device, or gather it first "
-            "with jax.device_put(tensor, jax.local_devices()[0])"
+            f"ringjax.{what}: {label} is sharded over {devices} local devices, "
+            "expected an array on one device; start one process per device, or gather "
+            "it first with jax.device_put(tensor, jax.local_devices()[0])"
         )
     return array
 
 
 def listed(what: str, tensors: Any) -> list[Any]:
+    """The argument of a grouped collective as a list."""
     if not isinstance(tensors, list | tuple):
         raise TypeError(
             f"ringjax.{what}: `tensors` must be a list or tuple, got "
@@ -107,8 +102,8 @@ def with_rows(what: str, leaves: Leaves, *, scalars: bool = False) -> Leaves:
     for array, name in zip(leaves.arrays, leaves.names, strict=True):
         if array.ndim == 0 and not scalars:
             raise ValueError(
-                f"ringjax.{what}: `tensor`{' ' + repr(name) if name else ''} is a scalar "
-                "of shape (), expected an array with rows to distribute (dimension 0)"
+                f"ringjax.{what}: `tensor`{' ' + repr(name) if name else ''} has "
+                "shape (), expected an array with rows to distribute (dimension 0)"
             )
     return leaves._replace(
         arrays=[a if a.ndim else a.reshape(1) for a in leaves.arrays]
@@ -123,8 +118,8 @@ def reduce_op(what: str, op: Any, arrays: Sequence[Any]) -> ReduceOp:
         chosen = ReduceOp(operator.index(op))
     except (TypeError, ValueError):
         raise ValueError(
-            f"ringjax.{what}: `op` is {op!r}, expected ringjax.Average, Sum, Min, Max or "
-            "Product"
+            f"ringjax.{what}: `op` is {op!r}, expected ringjax.Average, Sum, Min, Max "
+            "or Product"
         ) from None
     if chosen is ReduceOp.Adasum:
         raise ValueError(
@@ -134,13 +129,13 @@ def reduce_op(what: str, op: Any, arrays: Sequence[Any]) -> ReduceOp:
     for array in arrays:
         if chosen is ReduceOp.Average and array.dtype == bool:
             raise TypeError(
-                f"ringjax.{what}: op=Average is not defined for `tensor` of dtype bool; "
-                "use Sum or Max (or), Min or Product (and), or cast it to a number"
+                f"ringjax.{what}: op=Average is not defined for `tensor` of dtype "
+                "bool; use Sum (or) or Min (and), or cast it to a number"
             )
         if chosen in (ReduceOp.Min, ReduceOp.Max) and jnp.iscomplexobj(array):
             raise TypeError(
-                f"ringjax.{what}: op={chosen.name} is not defined for `tensor` of dtype "
-                f"{array.dtype.name}: complex numbers have no order"
+                f"ringjax.{what}: op={chosen.name} is not defined for `tensor` of "
+                f"dtype {array.dtype.name}: complex numbers have no order"
             )
     return chosen
 
@@ -154,8 +149,8 @@ def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float
         traced = isinstance(value, jax.core.Tracer)
         hint = "; multiply the tensor by it instead" if traced else ""
         raise TypeError(
-            f"ringjax.{what}: `{argument}` must be a number that is known while tracing, "
-            f"got {value!r}{hint}"
+            f"ringjax.{what}: `{argument}` must be a number that is known while "
+            f"tracing, got {value!r}{hint}"
         )
     number = float(value)
     if number != 1.0 and any(a.dtype == bool for a in arrays):
@@ -166,19 +161,14 @@ def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float
     return number
 
 
-def wire(what: str, compression: Compressor | None) -> int:
+def wire(what: str, compression: WireDtype) -> int:
     """The number of the wire dtype, -1 for none."""
-    if compression is None:
-        return -1
-    name = getattr(compression, "wire", "missing")
-    if name is None:
-        return -1
-    if name not in _native.DTYPES:
-        raise ValueError(
+    if not isinstance(compression, WireDtype):
+        raise TypeError(
             f"ringjax.{what}: `compression` is {compression!r}, expected "
             "ringjax.Compression.none, fp16 or bf16"
         )
-    return int(_native.DTYPES[name])
+    return -1 if compression.wire is None else _native.DTYPES[compression.wire]
 
 
 def root(what: str, root_rank: Any, process_set: runtime.ProcessSet, size: int) -> int:
@@ -192,7 +182,7 @@ def root(what: str, root_rank: Any, process_set: runtime.ProcessSet, size: int) 
         rank = operator.index(root_rank)
     except jax.errors.TracerIntegerConversionError:
         raise TypeError(
-            f"ringjax.{what}: `root_rank` must be known while tracing, got a traced value"
+            f"ringjax.{what}: `root_rank` must be known while tracing, got {root_rank}"
         ) from None
     if process_set is runtime.global_process_set:
         members = list(range(size))
@@ -200,8 +190,8 @@ def root(what: str, root_rank: Any, process_set: runtime.ProcessSet, size: int) 
         members = list(process_set.ranks or range(size))
     if rank not in members:
         raise ValueError(
-            f"ringjax.{what}: `root_rank` is {rank}, expected a rank of the process set: "
-            f"{members}"
+            f"ringjax.{what}: `root_rank` is {rank}, expected a rank of the process "
+            f"set: {members}"
         )
     return members.index(rank)
 
@@ -221,7 +211,7 @@ def splits(what: str, argument: str, value: Any, size: int) -> tuple[int, ...]:
     rows = tuple(int(n) for n in given.reshape(-1))
     if given.ndim != 1 or len(rows) != size or any(n < 0 for n in rows):
         raise ValueError(
-            f"ringjax.{what}: `{argument}` is {value!r}, expected {size} non-negative row "
-            "counts, one for each rank"
+            f"ringjax.{what}: `{argument}` is {value!r}, expected {size} non-negative "
+            "row counts, one for each rank"
         )
     return rows

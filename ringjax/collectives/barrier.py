@@ -19,8 +19,8 @@ def barrier(
 ) -> None:
     """Waits until every rank of `process_set` has called it.
 
-    Outside of jit it returns when all ranks are there, and raises if one is lost. Inside
-    a compiled program it is one more operation in the order of the others.
+    Outside of jit it returns when all ranks are there, and raises if one is lost.
+    Inside a compiled program it is one more operation in the order of the others.
 
     Args:
       process_set: the ranks that take part; this rank must be one of them.

@@ -13,7 +13,7 @@ import numpy as np
 
 from ringjax import primitive, runtime
 from ringjax.collectives import arguments
-from ringjax.primitive import ReduceOp
+from ringjax.ops import ReduceOp
 
 
 def broadcast(
@@ -39,7 +39,8 @@ def broadcast(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if ranks disagree or one is lost.
+      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
+        one is lost.
 
     Example:
       >>> import jax.numpy as jnp, ringjax

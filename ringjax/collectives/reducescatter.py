@@ -1,4 +1,4 @@
-"""reducescatter: the reduction of all ranks' tensors, of which every rank gets its rows.
+"""reducescatter: reduces the tensors of all ranks and gives every rank its rows.
 
 The first half of an allreduce; the second half is `allgather`.
 """
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from ringjax import _jax, primitive, runtime
 from ringjax.collectives import arguments
-from ringjax.collectives.arguments import Compressor
-from ringjax.primitive import ReduceOp
+from ringjax.compression import Compression, WireDtype
+from ringjax.ops import ReduceOp
 
 
 def reducescatter(
@@ -25,16 +25,16 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-    compression: Compressor | None = None,
+    compression: WireDtype = Compression.none,
 ) -> Any:
     """Reduces `tensor` over all ranks and gives each rank its part of the rows.
 
-    The rows (dimension 0) are split as evenly as possible; the first ranks take one more
-    if they do not divide. So the result's shape may differ from rank to rank.
+    The rows (dimension 0) are split as evenly as possible; the first ranks take one
+    more if they do not divide. So the result's shape may differ from rank to rank.
 
     Args:
-      tensor: an array or a tree of arrays with at least one dimension; the same shapes on
-        all ranks.
+      tensor: an array or a tree of arrays with at least one dimension; the same shapes
+        on all ranks.
       op: Average, Sum, Min, Max or Product, as in `allreduce`.
       prescale_factor: multiplies each rank's tensor before the reduction.
       postscale_factor: multiplies the result.
@@ -48,7 +48,8 @@ def reducescatter(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if ranks disagree or one is lost.
+      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
+        one is lost.
 
     Example:
       >>> import jax.numpy as jnp, ringjax
@@ -81,7 +82,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-    compression: Compressor | None = None,
+    compression: WireDtype = Compression.none,
 ) -> list[Any]:
     """`reducescatter` of a list as one operation; returns a list."""
     out: list[Any] = _reducescatter(
@@ -106,7 +107,7 @@ def _reducescatter(
     *,
     process_set: runtime.ProcessSet,
     name: str | None,
-    compression: Compressor | None,
+    compression: WireDtype,
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.with_rows(what, arguments.flatten(what, tree))
@@ -161,8 +162,8 @@ def _extreme_tangents(
 ) -> list[Any]:
     """Min, Max: as in allreduce, after every rank has learnt all extreme elements.
 
-    ``dy_r = (Σ_s m_s dx_s / k)_r`` with m_s = 1 where rank s holds the extreme element and
-    k the number of ranks that do: a reducescatter with Sum, which transposes by itself.
+    ``dy_r = (Σ_s m_s dx_s / k)_r`` with m_s = 1 where rank s holds the extreme element
+    and k = Σ_s m_s: a reducescatter with Sum, which transposes by itself.
     """
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
@@ -184,8 +185,10 @@ def _extreme_tangents(
 def _product_tangents(
     xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
 ) -> list[Any]:
-    """Product: ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r``, on the factors of this rank's rows,
-    which an alltoall brings together: right at zeros and for every order of derivative."""
+    """Product: ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r``, on the factors of these rows.
+
+    An alltoall brings them together: right at zeros and for every order of derivative.
+    """
     del ys
     size, rows = params["size"], params["rows"]
     before, after = params["prescale"], params["postscale"]
@@ -223,7 +226,7 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
 
 
 def _without_rows(params: dict[str, Any], *, counts: bool = True) -> dict[str, Any]:
-    """The parameters for a collective that moves the same rows without reducing them."""
+    """The parameters for a collective that moves the same rows and reduces nothing."""
     kept = ("comm", "name", "names", *(("size", "counts") if counts else ()))
     return {k: params[k] for k in kept}
 

@@ -6,7 +6,6 @@ or not a module below was imported first. Imports no jax; see job.py for the wor
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +68,7 @@ def run(
 
     from ringjax.config import Config
     from ringjax.errors import LaunchError
-    from ringjax.run import cli, task
+    from ringjax.run import cli, environ, task
     from ringjax.run.job import Job, Spec
     from ringjax.run.output import Console
 
@@ -79,7 +78,7 @@ def run(
     if size is None and hosts is None and hostfile is None:
         size = 1
     slots = cli.find_hosts(size, hosts, hostfile, {})
-    base = os.environ if env is None else env
+    base = environ.inherited() if env is None else env
     changes = {}
     if start_timeout is not None:
         changes["RINGJAX_START_TIMEOUT"] = f"{start_timeout:g}"
@@ -90,7 +89,7 @@ def run(
     spec = Spec(
         slots=slots,
         command=[executable or sys.executable, "-m", "ringjax.run.task"],
-        env=cli.worker_environment(base, {**changes, "PYTHONPATH": _python_path(base)}),
+        env=environ.for_ranks(base, {**changes, "PYTHONPATH": environ.task_path(base)}),
         start_timeout=config.start_timeout,
         payload=cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))),
         interfaces=[name for name in interfaces if name],
@@ -98,7 +97,9 @@ def run(
         ssh_identity_file=ssh_identity_file,
         verbose=verbose,
     )
-    outcome = Job(spec, Console(len(slots), directory=output_filename, python=True)).run()
+    outcome = Job(
+        spec, Console(len(slots), directory=output_filename, python=True)
+    ).run()
     if outcome.exit_code:
         text = task.error_text(outcome.results.get(outcome.rank, b""))
         message = outcome.reason + (f"\n\n{text}" if text else "")
@@ -114,12 +115,6 @@ def _result(blob: bytes, rank: int) -> Any:
         return task.decode(blob)
     except Exception as error:
         raise LaunchError(f"rank {rank}: no result: {error}", rank, 1) from error
-
-
-def _python_path(base: Mapping[str, str]) -> str:
-    """The module search path of this process: what `fn` refers to is found there."""
-    paths = [os.path.abspath(path) for path in sys.path if path]
-    return os.pathsep.join([*paths, *filter(None, [base.get("PYTHONPATH")])])
 
 
 class _Callable(types.ModuleType):

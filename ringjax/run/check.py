@@ -8,7 +8,10 @@ from __future__ import annotations
 import glob
 import os
 import platform
+import sys
 from importlib import metadata, util
+
+from ringjax.run import environ
 
 
 def _version(distribution: str) -> str | None:
@@ -39,7 +42,7 @@ def _library(pattern: str, packages: str) -> str | None:
     """Path of a shared library, from a pip package or where the linker looks."""
     roots = [
         *(os.path.join(path, packages) for path in _site_paths()),
-        *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
+        *environ.library_paths(),
         "/usr/local/cuda/lib64",
         "/usr/local/cuda/compat",
         f"/usr/lib/{platform.machine()}-linux-gnu",
@@ -54,8 +57,6 @@ def _library(pattern: str, packages: str) -> str | None:
 
 
 def _site_paths() -> list[str]:
-    import sys
-
     return [path for path in sys.path if path.endswith("-packages")]
 
 

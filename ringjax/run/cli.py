@@ -15,7 +15,7 @@ from types import FrameType
 
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
-from ringjax.run import hosts, options
+from ringjax.run import environ, hosts, options
 from ringjax.run.job import Job, Spec
 from ringjax.run.output import Console
 
@@ -50,27 +50,16 @@ def find_hosts(
     return hosts.assign(found, np or sum(host.slots for host in found))
 
 
-def worker_environment(
-    environ: Mapping[str, str], changes: Mapping[str, str]
-) -> dict[str, str]:
-    """What all ranks have in their environment."""
-    # A pipe would make Python hold back output, of all things the last lines.
-    env = {"PYTHONUNBUFFERED": "1", **environ, **changes}
-    for name in ("RINGJAX_SECRET_FILE", "RINGJAX_SECRET"):
-        env.pop(name, None)
-    return env
-
-
 class _Signals:
     """SIGINT, SIGTERM and SIGHUP end the job; a second one at once."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._first: int | None = None
-        self._seen = 0
-        self.pending: list[int] = []
+        self._late = False
 
     def install(self) -> None:
+        """Take over the signals."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
@@ -78,15 +67,18 @@ class _Signals:
         signal.signal(signal.SIGALRM, self._expire)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self._first is not None
+        self._late = self._first is not None
         self._first = self._first or number
         self._job.interrupt(number)
-        # The loop may hang in a write to a terminal that nobody reads. Then we just
-        # die; the agents see that and end the ranks.
-        signal.setitimer(signal.ITIMER_REAL, 0.3 if again else _LIMIT)
+        signal.setitimer(signal.ITIMER_REAL, 0.4 if self._late else _HEARD)
 
     def _expire(self, number: int, frame: FrameType | None) -> None:
-        os._exit(128 + (self._first or number))
+        # The loop may hang in a write to a terminal that nobody reads. Then we just
+        # die: the agents see it and end the ranks.
+        if self._late or not self._job.stopping:
+            os._exit(128 + (self._first or number))
+        self._late = True
+        signal.setitimer(signal.ITIMER_REAL, _LIMIT - _HEARD)
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -95,13 +87,14 @@ def launch(args: argparse.Namespace) -> int:
     Raises:
         ValueError, RingjaxError: it cannot be started.
     """
-    slots = find_hosts(args.np, args.hosts, args.hostfile, os.environ)
+    base = environ.inherited()
+    slots = find_hosts(args.np, args.hosts, args.hostfile, base)
     changes = options.environment(args)
-    config = Config.from_env({**os.environ, **changes})
+    config = Config.from_env({**base, **changes})
     spec = Spec(
         slots=slots,
         command=args.command,
-        env=worker_environment(os.environ, changes),
+        env=environ.for_ranks(base, changes),
         start_timeout=config.start_timeout,
         interfaces=[name for name in config.network_interfaces.split(",") if name],
         ssh_port=args.ssh_port,
@@ -147,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.command:
             raise ValueError("no command given; try: ringrun -np 2 python train.py")
         return launch(args)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except OSError as error:
         print(f"ringrun: {error}", file=sys.stderr)
         return 1

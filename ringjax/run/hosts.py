@@ -1,4 +1,4 @@
-"""Where ranks run: host lists, host files, Slurm allocations, and which rank gets which slot.
+"""Where ranks run: host lists, host files, Slurm, and which rank gets which slot.
 
 Names and counts only, plus the question "is this host me, and under which address do
 the others reach me". Nothing here starts a process or opens a connection.
@@ -66,8 +66,7 @@ def _host(name: str, slots: str | None, where: str) -> Host:
         return Host(name, 1)
     if not slots.isascii() or not slots.isdigit() or int(slots) < 1:
         raise ValueError(
-            f"{where}: slots of {name!r} must be a positive whole number, "
-            f"not {slots!r}"
+            f"{where}: slots of {name!r} must be a positive whole number, not {slots!r}"
         )
     return Host(name, int(slots))
 
@@ -201,7 +200,7 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
         if count:
             taken.append((host, count))
         left -= count
-    slots = []
+    slots: list[Slot] = []
     for host, count in taken:
         for local_rank in range(count):
             same = [other.name for other, n in taken if n > local_rank]
@@ -220,7 +219,7 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
 
 
 def is_local(name: str) -> bool:
-    """Whether `name` is this machine: loopback, our host name, or an address of ours."""
+    """Whether `name` is this machine: loopback, its name, or an address of it."""
     if name in _LOOPBACK or name == socket.gethostname():
         return True
     if "@" in name:  # another user, even on this machine, needs ssh

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ringjax.run import environ
 from ringjax.run.channel import Channel, Message
 from ringjax.run.hosts import Slot, is_local, own_addresses
 from ringjax.run.output import Console, OutputClosed
@@ -46,11 +47,6 @@ _AFTER_SIGINT: _Plan = (
 )
 _AFTER_SIGTERM: _Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None))
 _AT_ONCE: _Plan = ((0.0, signal.SIGKILL), (0.2, None))
-# What describes the first host and would mislead a program on another one.
-_HOST_BOUND = frozenset(
-    "DISPLAY HOSTNAME OLDPWD PWD SHLVL SSH_AGENT_PID SSH_AUTH_SOCK SSH_CLIENT "
-    "SSH_CONNECTION SSH_TTY TERM TMPDIR XDG_RUNTIME_DIR XDG_SESSION_ID _".split()
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +90,7 @@ class Job:
         self._console = console
         self._size = len(spec.slots)
         self._selector = selectors.DefaultSelector()
-        self._verdict = Verdict(
-            [slot.host for slot in spec.slots], console.last_error
-        )
+        self._verdict = Verdict([slot.host for slot in spec.slots], console.last_error)
         self._results: dict[int, bytearray] = {}
         self._pids: dict[int, int] = {}
         self._guardian: subprocess.Popen[bytes] | None = None
@@ -132,6 +126,11 @@ class Job:
             plan = _AFTER_SIGINT if number == signal.SIGINT else _AFTER_SIGTERM
             self._begin(plan)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the ranks have been told to end."""
+        return self._verdict.is_stopping
+
     # Starting.
 
     def _start_agents(self) -> None:
@@ -155,7 +154,7 @@ class Job:
             [sys.executable, "-P", "-m", "ringjax.run.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": _python_path()},
+            env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
             pass_fds=theirs,
             start_new_session=True,  # a Ctrl-C on the terminal is for ringrun alone
         )
@@ -177,7 +176,7 @@ class Job:
             os.close(stdout)
         self._local.channel.send({"do": "watch", "pid": os.getpid()})
         if orders:
-            self._spawn(self._local, orders, os.environ)
+            self._spawn(self._local, orders, environ.inherited())
 
     def _open(self, agent: _Agent, reader: int, writer: int) -> Channel:
         return Channel(
@@ -203,7 +202,7 @@ class Job:
             command += ["-p", str(self._spec.ssh_port)]
         if self._spec.ssh_identity_file is not None:
             command += ["-i", self._spec.ssh_identity_file]
-        program = ["env", f"PYTHONPATH={_python_path()}"]
+        program = ["env", f"PYTHONPATH={environ.agent_path()}"]
         program += [sys.executable, "-P", "-m", "ringjax.run.agent"]
         return [*command, host, "exec " + shlex.join(program)]
 
@@ -245,7 +244,7 @@ class Job:
             self._spawn(
                 agent,
                 orders,
-                env if agent is self._local else _portable(env),
+                env if agent is self._local else environ.portable(env),
                 self._spec.payload,
             )
 
@@ -297,19 +296,21 @@ class Job:
         failures = self._server.failures[self._reports :]
         self._reports += len(failures)
         for failure in failures:
-            self._verdict.reported(failure.rank, failure.text, time.monotonic())
-        if self._plan or not 0 < len(joined) < self._size:
-            return
-        if self._server.error is not None:
-            self._start_failure = f"the job did not start: {self._server.error}"
-        elif absent := self._verdict.succeeded() - joined:
+            if failure.rank >= 0:
+                self._verdict.reported(failure.rank, failure.text, time.monotonic())
+            elif not self._plan:
+                self._no_start(failure.text)
+        absent = self._verdict.succeeded() - joined
+        if absent and not self._plan and 0 < len(joined) < self._size:
             # Nobody has to wait for the timeout to learn this.
-            self._start_failure = (
-                f"the job did not start: rank {min(absent)} ended without an error "
-                "while others wait for it in ringjax.init()"
+            self._no_start(
+                f"rank {min(absent)} ended without an error while others wait for it "
+                "in ringjax.init()"
             )
-        if self._start_failure:
-            self._begin(_AFTER_FAILURE)
+
+    def _no_start(self, why: str) -> None:
+        self._start_failure = f"the job did not start: {why}"
+        self._begin(_AFTER_FAILURE)
 
     def _advance(self) -> None:
         if self._verdict.failed and not self._plan and not self._given_up:
@@ -433,19 +434,3 @@ class Job:
 
 def _done(agent: _Agent) -> bool:
     return agent.ended or agent.channel is None or agent.channel.closed
-
-
-def _python_path() -> str:
-    """PYTHONPATH with which the same ringjax is found, here or on a like host."""
-    import ringjax
-
-    root = os.path.dirname(os.path.dirname(os.path.abspath(ringjax.__file__)))
-    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-
-
-def _portable(env: Mapping[str, str]) -> dict[str, str]:
-    return {
-        key: value
-        for key, value in env.items()
-        if key not in _HOST_BOUND and not key.startswith("BASH_FUNC_")
-    }

@@ -269,7 +269,7 @@ def _load_toml(path: str) -> Any:
 
 def _load_yaml(path: str) -> Any:
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
         raise OptionError(
             f"--config-file {path}: reading YAML needs PyYAML (pip install pyyaml); a "

@@ -1,8 +1,8 @@
 """What the user sees: lines of all ranks with a prefix, and a copy of each in files.
 
 On a terminal the prefix is a coloured `[rank]`; elsewhere it is Horovod's
-`[rank]<stdout>:`, so that scripts that read such logs keep working. Files hold the bytes
-that the rank wrote, without prefixes. Knows nothing of processes.
+`[rank]<stdout>:`, so that scripts that read such logs keep working. Files hold the
+bytes that the rank wrote, without prefixes. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 from typing import BinaryIO
+
+from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
@@ -56,7 +58,7 @@ class Console:
         self._terminal = {1: sys.stdout.isatty(), 2: sys.stderr.isatty()}
         self._closed: set[int] = set()  # targets that nobody reads any more
         self.labels: dict[int, str] = {}  # of helpers, whose ids are negative
-        self._colour = "NO_COLOR" not in os.environ
+        self._colour = environ.wants_colour()
         self._partial: dict[tuple[int, str], bytes] = {}
         self._unfinished: tuple[int, str] | None = None  # whose line the cursor is in
         self._last: dict[int, str] = {}
@@ -70,7 +72,7 @@ class Console:
             folder.mkdir(parents=True, exist_ok=True)
             for stream in _STREAMS:
                 # Unbuffered, so that a log can be followed while the job runs.
-                self._files[rank, stream] = open(folder / stream, "wb", buffering=0)
+                self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
 
     @property
     def waiting(self) -> bool:

@@ -31,6 +31,7 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Its process id, and its group's."""
         return self.process.pid
 
     def signal(self, number: int) -> None:
@@ -133,7 +134,7 @@ def reap() -> list[tuple[int, int]]:
 
     The exit code of a process that a signal ended is 128 + the signal, as in a shell.
     """
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

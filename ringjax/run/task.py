@@ -1,4 +1,4 @@
-"""What a rank of `ringjax.run(fn)` executes: one pickled function, its result to a pipe.
+"""What a rank of `ringjax.run(fn)` executes: one function, its result to a pipe.
 
 `python -m ringjax.run.task FD`: the function comes on standard input from ringrun, the
 result goes to descriptor FD, both inherited from the agent. Nothing is unpickled that
@@ -35,7 +35,7 @@ def _answer(result: int, blob: bytes) -> None:
 
 
 def main() -> None:
-    """Run the function; an exception goes on to the interpreter after it is reported."""
+    """Run the function; an exception is reported and goes on to the interpreter."""
     result = int(sys.argv[1])
     os.set_inheritable(result, False)
     import cloudpickle

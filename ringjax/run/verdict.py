@@ -46,7 +46,7 @@ class Verdict:
         self._ranks = [_Rank(host) for host in hosts]
         self._last_words = last_words
         self._several = len(set(hosts)) > 1
-        self._stopping = False
+        self.is_stopping = False
 
     @property
     def over(self) -> bool:
@@ -64,7 +64,7 @@ class Verdict:
 
     def stopping(self) -> None:
         """From now on ranks end because we make them."""
-        self._stopping = True
+        self.is_stopping = True
 
     def exited(self, rank: int, code: int, now: float, text: str = "") -> None:
         """A rank has ended with an exit code; `text` if there is more to say."""
@@ -73,7 +73,7 @@ class Verdict:
             state.exit_code = code
             state.exit_time = now
             state.exit_text = text
-            state.ours = self._stopping
+            state.ours = self.is_stopping
 
     def reported(self, rank: int, text: str, now: float) -> None:
         """A rank has told the rendezvous server that it fails."""

@@ -21,8 +21,12 @@ NATIVE = ROOT / "xla_ext"
 
 # A module imports its own level or lower ones, and there are no cycles.
 LEVELS = {
-    0: {"errors", "config", "addresses", "handshake", "session", "rendezvous", "_native"},
-    1: {"runtime", "mesh", "launch", "buckets"},
+    0: {
+        *("errors", "config", "ops", "_native"),
+        *("addresses", "handshake", "session", "rendezvous", "reception", "memory"),
+        *("launch", "meeting", "objects"),
+    },
+    1: {"runtime", "world", "mesh", "buckets", "basics"},
     2: {"_jax"},
     3: {"primitive"},
     4: {"collectives", "compression"},
@@ -33,8 +37,9 @@ LEVEL["run"] = 0  # the launcher starts before any framework is there
 
 JAX_FROM = 2  # the lowest level that may import jax or optax
 FRAMEWORKS = {"jax", "jaxlib", "optax", "flax", "torch", "tensorflow", "keras"}
-# Building the ranks' environment and detecting another launcher need the whole of it.
-ENVIRONMENT_READERS = {"config.py", "launch.py", "run/spawn.py"}
+# What is not ringjax's own configuration: the whole environment to hand on to ranks, the
+# traces of another launcher, the system's folder for sockets.
+ENVIRONMENT_READERS = {"config.py", "launch.py", "meeting.py", "run/environ.py"}
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
 LONGEST = 450
@@ -122,7 +127,9 @@ def test_imports_have_no_cycle() -> None:
         if name != "ringjax"
     }
     # `from . import x` inside a package names the package too; that is not a cycle.
-    graph = {n: {i for i in uses if not n.startswith(f"{i}.")} for n, uses in graph.items()}
+    graph = {
+        n: {i for i in uses if not n.startswith(f"{i}.")} for n, uses in graph.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -130,7 +137,9 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_only_config_reads_the_environment() -> None:
-    reads = re.compile(r"\bos\.environ\b|\bos\.getenv\b|\bfrom os import .*(environ|getenv)")
+    reads = re.compile(
+        r"\bos\.environ\b|\bos\.getenv\b|\bfrom os import .*(environ|getenv)"
+    )
     readers = {
         str(path.relative_to(PACKAGE))
         for path in _modules()
@@ -158,7 +167,9 @@ def test_includes_point_downwards(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _everything(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_file_is_no_drawer_and_opens_with_what_it_is(path: Path) -> None:
-    words = {w for part in path.relative_to(ROOT).parts for w in re.split(r"[_.]", part)}
+    words = {
+        w for part in path.relative_to(ROOT).parts for w in re.split(r"[_.]", part)
+    }
     assert not words & DRAWERS, "a name that says nothing; say what is inside"
     text = path.read_text()
     lines = text.splitlines()

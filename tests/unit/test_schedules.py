@@ -1,14 +1,13 @@
 """Schedules of all collectives, proved by the verifier for many sizes and layouts.
 
 No socket, no process: schedules are data. Textbook numbers of steps, messages and
-elements are asserted, and controls show that the verifier rejects broken schedules.
+elements are asserted; test_verifier.py has the controls.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ Step = dict[str, Any]
 
 ROWS: list[tuple[str, str]] = _native.algorithms()
 SIZES = [*range(1, 18), 23, 32, 33]
-REDUCTIONS = ("allreduce", "reducescatter")
 
 
 def split(n: int, parts: int) -> list[int]:
@@ -75,7 +73,7 @@ def schedules(
     op: str, algorithm: str, counts: Counts, host: list[int], root: int = 0
 ) -> list[list[Step]]:
     return [
-        _native.schedule(op, algorithm, rank, counts[rank], host, root)
+        _native.schedule(op, algorithm, rank, counts, host, root)
         for rank in range(len(host))
     ]
 
@@ -143,6 +141,13 @@ def test_uneven_counts_on_any_hosts(
     counts = data.draw(uneven_counts(op, len(host)))
     root = data.draw(st.integers(0, len(host) - 1)) if op == "broadcast" else 0
     prove(op, algorithm, counts, host, root)
+
+
+@pytest.mark.parametrize(("op", "algorithm"), ROWS)
+def test_where_algorithms_apply(op: str, algorithm: str) -> None:
+    for size in SIZES:
+        for host in layouts(size):
+            assert _native.applies(op, algorithm, host) == applies(op, algorithm, host)
 
 
 def test_an_algorithm_that_does_not_apply_is_refused() -> None:
@@ -243,7 +248,7 @@ def test_double_tree_numbers(size: int) -> None:
 @pytest.mark.parametrize("size", MANY)
 def test_bruck_numbers(size: int) -> None:
     report = report_for("allgather", "bruck", size)
-    assert report["steps"] == deepest(size)
+    assert deepest(size) <= report["steps"] <= ceil_log2(size)
     assert max(report["messages"]) <= 2 * ceil_log2(size)
     assert sum(report["sent"]) == (size - 1) * BIG
 
@@ -311,11 +316,11 @@ def test_one_rank_copies_and_scales_once(op: str, algorithm: str) -> None:
         assert not applies(op, algorithm, [0])
         prove(op, algorithm, even_counts(op, 4, 7), host)
         return
-    (step,) = _native.schedule(op, algorithm, 0, even_counts(op, 1, 7)[0], [0], 0)
+    (step,) = _native.schedule(op, algorithm, 0, even_counts(op, 1, 7), [0], 0)
     assert (step["kind"], step["first"], step["last"]) == ("copy", True, True)
     assert step["src"] == ("in", 0, 7)
     assert step["dst"] == ("out", 0, 7)
-    assert _native.schedule(op, algorithm, 0, even_counts(op, 1, 0)[0], [0], 0) == []
+    assert _native.schedule(op, algorithm, 0, even_counts(op, 1, 0), [0], 0) == []
 
 
 @pytest.mark.parametrize(
@@ -340,155 +345,3 @@ def test_what_is_passed_on_came_in_one_message(op: str, algorithm: str) -> None:
                         region == r and o <= offset and offset + count <= o + c
                         for r, o, c in came
                     )
-
-
-# Controls: schedules that must be rejected.
-
-
-def drop(steps: list[Step], i: int) -> None:
-    del steps[i]
-
-
-def flip_first(steps: list[Step], i: int) -> None:
-    steps[i]["first"] = not steps[i]["first"]
-
-
-def flip_last(steps: list[Step], i: int) -> None:
-    steps[i]["last"] = not steps[i]["last"]
-
-
-def shift_dst(steps: list[Step], i: int) -> None:
-    region, offset, count = steps[i]["dst"]
-    steps[i]["dst"] = (region, offset + 1, count)
-
-
-def shift_src(steps: list[Step], i: int) -> None:
-    region, offset, count = steps[i]["src"]
-    steps[i]["src"] = (region, offset + 1, count)
-
-
-def shrink(steps: list[Step], i: int) -> None:
-    for name in ("src", "dst"):
-        region, offset, count = steps[i][name]
-        steps[i][name] = (region, offset, max(0, count - 1))
-
-
-def write_to_input(steps: list[Step], i: int) -> None:
-    steps[i]["dst"] = ("in", *steps[i]["dst"][1:])
-
-
-READS = {"send", "recv_reduce", "copy"}
-WRITES = {"recv", "recv_reduce", "copy"}
-BREAKAGES: list[tuple[Callable[[list[Step], int], None], set[str]]] = [
-    (drop, READS | WRITES),
-    (flip_first, READS),
-    (flip_last, {"recv_reduce", "copy"}),
-    (shift_dst, WRITES),
-    (shift_src, READS),
-    (shrink, READS | WRITES),
-    (write_to_input, WRITES),
-]
-
-
-@pytest.mark.parametrize(("breakage", "kinds"), BREAKAGES)
-@pytest.mark.parametrize(
-    ("op", "algorithm"), [row for row in ROWS if row[0] in REDUCTIONS]
-)
-def test_any_broken_step_is_noticed(
-    op: str,
-    algorithm: str,
-    breakage: Callable[[list[Step], int], None],
-    kinds: set[str],
-) -> None:
-    size = 6
-    host = [r // 3 for r in range(size)]
-    counts = even_counts(op, size, 40)
-    good = schedules(op, algorithm, counts, host)
-    assert _native.verify_schedules(op, good, counts, host, 0)["ok"]
-    broken = 0
-    for rank in range(size):
-        for i, step in enumerate(good[rank]):
-            if step["kind"] in kinds:
-                bad = copy.deepcopy(good)
-                breakage(bad[rank], i)
-                rejection(op, bad, counts)
-                broken += 1
-    assert broken > 0 or kinds == {"copy"}
-
-
-def make(kind: str, peer: int = -1, **fields: Any) -> Step:
-    empty = ("out", 0, 0)
-    step = {"kind": kind, "peer": peer, "dst": empty, "src": empty}
-    return {**step, "first": False, "last": False, **fields}
-
-
-IN, OUT = ("in", 0, 3), ("out", 0, 3)
-
-
-def test_results_that_each_rank_rounds_by_itself_are_rejected() -> None:
-    """Plain recursive doubling: right sums, but not the same bits everywhere."""
-    swap = [
-        [
-            make("send", other, src=IN, first=True),
-            make("recv_reduce", other, dst=OUT, src=IN, first=True, last=True),
-        ]
-        for other in (1, 0)
-    ]
-    assert "finished twice" in rejection("allreduce", swap, [[3], [3]])
-
-
-def test_a_contribution_that_counts_twice_is_rejected() -> None:
-    steps = [
-        [
-            make("recv_reduce", 1, dst=OUT, src=IN, first=True),
-            make("recv_reduce", 1, dst=OUT, src=OUT, last=True),
-            make("send", 1, src=OUT),
-        ],
-        [
-            make("send", 0, src=IN, first=True),
-            make("send", 0, src=IN, first=True),
-            make("recv", 0, dst=OUT),
-        ],
-    ]
-    assert "twice" in rejection("allreduce", steps, [[3], [3]])
-
-
-def test_a_deadlock_is_rejected() -> None:
-    wait = [
-        [make("recv", other, dst=OUT), make("send", other, src=OUT)] for other in (1, 0)
-    ]
-    reason = rejection("allreduce", wait, [[3], [3]])
-    assert reason.startswith("deadlock; rank 0, step 0 (recv from 1")
-    assert "rank 1, step 0 (recv from 0" in reason
-
-
-def test_what_only_works_with_two_buffers_is_rejected() -> None:
-    """A root that copies, and then sends what the copy overwrote."""
-    steps = [
-        [
-            make("copy", dst=OUT, src=IN, first=True, last=True),
-            make("send", 1, src=IN, first=True),
-        ],
-        [make("recv", 0, dst=OUT)],
-    ]
-    assert "in and out are one" in rejection("broadcast", steps, [[3], [3]])
-    steps[0].reverse()
-    assert _native.verify_schedules("broadcast", steps, [[3], [3]], [0, 0], 0)["ok"]
-
-
-def test_blocks_in_the_wrong_place_are_rejected() -> None:
-    counts = [[3, 3], [3, 3]]
-    good = schedules("allgather", "direct", counts, [0, 0])
-    for step in good[1]:
-        if step["dst"][2] > 0:
-            step["dst"] = ("out", 3 - step["dst"][1], 3)
-    assert "wrong contributions" in rejection("allgather", good, counts)
-
-
-def test_ranks_that_disagree_are_rejected() -> None:
-    steps: list[list[Step]] = [[], []]
-    assert "disagree" in rejection("allreduce", steps, [[3], [4]])
-    counts = [[0, 1, 0, 0], [0, 0, 2, 0]]
-    assert "does not send" in rejection("alltoall", steps, counts)
-    assert "root 2" in rejection("broadcast", steps, [[3], [3]], root=2)
-    assert "expected 2" in rejection("allgather", steps, [[3], [3]])

@@ -71,11 +71,15 @@ RINGJAX_INLINE uint32_t FloatBitsToOdd(double value) {
   return (BitsOf(nearest) - away) | inexact;
 }
 
-RINGJAX_INLINE uint16_t FloatToBFloat16(float v) { return BFloat16FromFloatBits(BitsOf(v)); }
+RINGJAX_INLINE uint16_t FloatToBFloat16(float v) {
+  return BFloat16FromFloatBits(BitsOf(v));
+}
 RINGJAX_INLINE uint16_t FloatToHalf(float v) { return HalfFromFloatBits(BitsOf(v)); }
 RINGJAX_INLINE uint16_t DoubleToBFloat16(double v) {
   return BFloat16FromFloatBits(FloatBitsToOdd(v));
 }
-RINGJAX_INLINE uint16_t DoubleToHalf(double v) { return HalfFromFloatBits(FloatBitsToOdd(v)); }
+RINGJAX_INLINE uint16_t DoubleToHalf(double v) {
+  return HalfFromFloatBits(FloatBitsToOdd(v));
+}
 
 }  // namespace ringjax

@@ -27,8 +27,10 @@ using F64 = Same<double>;
 template <typename T, typename W>
 RINGJAX_INLINE void PlainFloats(const Operands& p, ReduceOp op) {
   switch (op) {
-    case ReduceOp::kMin: return CombinePlain<T, W, Minimum>(p.out, p.own, p.received, p.n);
-    case ReduceOp::kMax: return CombinePlain<T, W, Maximum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kMin:
+      return CombinePlain<T, W, Minimum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kMax:
+      return CombinePlain<T, W, Maximum>(p.out, p.own, p.received, p.n);
     case ReduceOp::kProduct:
       return CombinePlain<T, W, Multiply>(p.out, p.own, p.received, p.n);
     default: return CombinePlain<T, W, Add>(p.out, p.own, p.received, p.n);
@@ -44,13 +46,11 @@ RINGJAX_CLONES void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
   }
 }
 
-RINGJAX_CLONES void CombineComplex(const Operands& p, DType dtype) {
+RINGJAX_CLONES void CombineComplexProducts(const Operands& p, DType dtype) {
   if (dtype == DType::kC64) {
-    using T = Same<std::complex<float>>;
-    CombinePlain<T, T, Multiply>(p.out, p.own, p.received, p.n);
+    MultiplyComplex<float>(p.out, p.own, p.received, p.n);
   } else {
-    using T = Same<std::complex<double>>;
-    CombinePlain<T, T, Multiply>(p.out, p.own, p.received, p.n);
+    MultiplyComplex<double>(p.out, p.own, p.received, p.n);
   }
 }
 
@@ -60,8 +60,10 @@ RINGJAX_INLINE void Integers(const Operands& p, ReduceOp op) {
   using S = Same<T>;
   using M = Same<U>;
   switch (op) {
-    case ReduceOp::kMin: return CombinePlain<S, S, Minimum>(p.out, p.own, p.received, p.n);
-    case ReduceOp::kMax: return CombinePlain<S, S, Maximum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kMin:
+      return CombinePlain<S, S, Minimum>(p.out, p.own, p.received, p.n);
+    case ReduceOp::kMax:
+      return CombinePlain<S, S, Maximum>(p.out, p.own, p.received, p.n);
     case ReduceOp::kProduct:
       return CombinePlain<M, M, Multiply>(p.out, p.own, p.received, p.n);
     default: return CombinePlain<M, M, Add>(p.out, p.own, p.received, p.n);
@@ -92,7 +94,7 @@ RINGJAX_CLONES void CombineIntegers(const Operands& p, DType dtype, ReduceOp op)
 
 void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
   if (IsFloat(dtype)) return CombineFloats(p, dtype, op);
-  if (IsComplex(dtype)) return CombineComplex(p, dtype);
+  if (IsComplex(dtype)) return CombineComplexProducts(p, dtype);
   CombineIntegers(p, dtype, op);
 }
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <bit>
-#include <complex>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -91,12 +90,6 @@ struct Multiply {
   RINGJAX_INLINE static T Apply(T a, T b) {
     return static_cast<T>(static_cast<Modular<T>>(a) * static_cast<Modular<T>>(b));
   }
-  // The textbook product: the compiler's own treats infinities specially and branches.
-  template <typename T>
-  RINGJAX_INLINE static std::complex<T> Apply(std::complex<T> a, std::complex<T> b) {
-    return {a.real() * b.real() - a.imag() * b.imag(),
-            a.real() * b.imag() + a.imag() * b.real()};
-  }
 };
 struct Or {
   RINGJAX_INLINE static uint8_t Apply(uint8_t a, uint8_t b) { return a | b; }
@@ -154,26 +147,44 @@ RINGJAX_INLINE void CombinePlain(void* out, const void* own, const void* receive
   }
 }
 
+// Products of complex numbers, the textbook way: the compiler's own product treats
+// infinities specially and branches.
+template <typename T>
+RINGJAX_INLINE void MultiplyComplex(void* out, const void* own, const void* received,
+                                    size_t n) {
+  using E = Same<T>;
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i) {
+    const T a = LoadAs<E>(own, 2 * i), b = LoadAs<E>(own, 2 * i + 1);
+    const T c = LoadAs<E>(received, 2 * i), d = LoadAs<E>(received, 2 * i + 1);
+    StoreAs<E>(out, 2 * i, a * c - b * d);
+    StoreAs<E>(out, 2 * i + 1, a * d + b * c);
+  }
+}
+
 // What one loop over floats applies; neutral values where nothing is to be done.
 template <typename V>
 struct Factors {
   V before = 1;      // own contribution
   V after = 1;       // result
   V divisor = 1;     // result
-  bool round = false;  // the result to what the wire carries
+  bool round = false;  // the result, to what the wire carries
 };
 
-// The own contribution is rounded to T after scaling, as it is when it is sent.
 template <typename T, typename V>
 RINGJAX_INLINE V ScaledOwn(const void* own, size_t i, const Factors<V>& f) {
-  return T::Widen(T::Narrow(T::Widen(LoadAs<T>(own, i)) * f.before));
+  return T::Widen(LoadAs<T>(own, i)) * f.before;
 }
 template <typename T, typename W, typename V>
 RINGJAX_INLINE void Finish(void* out, size_t i, V v, const Factors<V>& f) {
   v = v * f.after / f.divisor;
   if constexpr (!std::is_same_v<T, W>) {
+    // Chosen by a mask, since a condition keeps compilers from vectorising.
+    using Bits = BitsFor<V>;
+    const Bits keep = f.round ? Bits{0} : ~Bits{0};
     const V rounded = static_cast<V>(W::Widen(W::Narrow(v)));
-    v = f.round ? rounded : v;
+    v = std::bit_cast<V>((std::bit_cast<Bits>(v) & keep) |
+                         (std::bit_cast<Bits>(rounded) & ~keep));
   }
   StoreAs<T>(out, i, T::Narrow(v));
 }
@@ -230,7 +241,8 @@ RINGJAX_INLINE void RescaleIntegers(void* out, const void* in, size_t n, double 
   for (size_t i = 0; i < n; ++i) {
     T v = LoadAs<Same<T>>(in, i);
     if (factor != 1.0) v = Truncated<T>(static_cast<double>(v) * factor);
-    if (divisor != 1) v = static_cast<T>(static_cast<Wide>(v) / static_cast<Wide>(divisor));
+    if (divisor != 1)
+      v = static_cast<T>(static_cast<Wide>(v) / static_cast<Wide>(divisor));
     StoreAs<Same<T>>(out, i, v);
   }
 }

@@ -20,7 +20,9 @@ double Largest(const std::vector<double>& values) {
 
 }  // namespace
 
-int CeilLog2(int n) { return std::bit_width(static_cast<unsigned>(n - 1)); }
+int CeilLog2(int n) {
+  return static_cast<int>(std::bit_width(static_cast<unsigned>(n - 1)));
+}
 
 Traffic::Traffic(const Topology& topology, const CostModel& model)
     : model_(model), host_(static_cast<size_t>(topology.size)) {

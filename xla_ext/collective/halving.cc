@@ -98,6 +98,24 @@ Schedule HalvingAllreduce(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
+namespace {
+
+// The last exchange of a reduce-scatter: each end gives the blocks of the ranks that
+// the other stands for. Scratch begins with element `base`.
+void FinishBlocks(ScheduleBuilder* builder, const Fold& fold, const Blocks& blocks,
+                  int rank, int peer, uint64_t base) {
+  for (int r = fold.FirstRank(fold.Number(peer)); r <= peer; ++r)
+    builder->Send(peer, blocks.At(r));
+  for (int r = fold.FirstRank(fold.Number(rank)); r <= rank; ++r) {
+    const Range block = blocks.At(r);
+    Slice dst{Region::kOut, 0, block.count};
+    if (r != rank) dst = {Region::kScratch, block.offset - base, block.count};
+    builder->RecvReduce(peer, block, true, dst);
+  }
+}
+
+}  // namespace
+
 // kIn stays untouched, so partial sums live in scratch, where a rank that stands for
 // two also finishes the other's block. Members halve far first, which leaves each with
 // the consecutive blocks of the ranks it stands for.
@@ -106,20 +124,18 @@ Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) 
   const Fold fold(topology.size);
   const int rank = topology.rank;
   const Blocks blocks = Blocks::Of(problem.counts);
-  const Range own = blocks.At(rank);
-  const Slice out{Region::kOut, 0, own.count};
   ScheduleBuilder builder;
   if (fold.Leaves(rank)) {
+    const Range own = blocks.At(rank);
     builder.Send(rank + 1, blocks.whole());
-    builder.Recv(rank + 1, own, out);
+    builder.Recv(rank + 1, own, {Region::kOut, 0, own.count});
     return builder.Take();
   }
   // The blocks of members lo .. hi - 1.
   const auto between = [&](int lo, int hi) {
     return blocks.Between(fold.FirstRank(lo), fold.Rank(hi - 1) + 1);
   };
-  const int self = fold.Number(rank);
-  const auto exchanges = Halve(self, fold.power, false);
+  const auto exchanges = Halve(fold.Number(rank), fold.power, false);
   const Range most = fold.Stands(rank)
                          ? blocks.whole()
                          : between(exchanges[0].keep_lo, exchanges[0].keep_hi);
@@ -129,19 +145,13 @@ Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) 
   if (fold.Stands(rank)) builder.RecvReduce(rank - 1, most, false, scratch(most));
   if (fold.Stands(rank) || fold.power > 2) builder.ReserveScratch(most.count);
   for (const Exchange& e : exchanges) {
-    const int peer = fold.Rank(e.peer);
     const Range keep = between(e.keep_lo, e.keep_hi);
-    if (e.keep_hi - e.keep_lo > 1) {
-      builder.Send(peer, between(e.give_lo, e.give_hi));
-      builder.RecvReduce(peer, keep, false, scratch(keep));
-      continue;
-    }
-    for (int r = fold.FirstRank(e.peer); r <= peer; ++r)
-      builder.Send(peer, blocks.At(r));
-    for (int r = fold.FirstRank(self); r <= rank; ++r)
-      builder.RecvReduce(peer, blocks.At(r), true,
-                         r == rank ? out : scratch(blocks.At(r)));
+    if (e.keep_hi - e.keep_lo == 1) break;
+    builder.Send(fold.Rank(e.peer), between(e.give_lo, e.give_hi));
+    builder.RecvReduce(fold.Rank(e.peer), keep, false, scratch(keep));
   }
+  const int peer = fold.Rank(exchanges.back().peer);
+  FinishBlocks(&builder, fold, blocks, rank, peer, most.offset);
   if (fold.Stands(rank)) builder.Send(rank - 1, blocks.At(rank - 1));
   return builder.Take();
 }

@@ -7,8 +7,9 @@
 //
 // The double tree is Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
 // broadcast, reduction and scan", Parallel Computing 2009: two binary trees, each for
-// half of the vector; who has children in one is a leaf in the other, so that all ranks
-// send about equally much. The executor forwards messages while they come in.
+// half of the vector; who has children in one is a leaf in the other (but rank 0 if P
+// is odd), so that all ranks send about equally much. The executor forwards messages
+// while they come in.
 #include <algorithm>
 #include <array>
 #include <bit>

@@ -140,37 +140,40 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
                                 OpStats* stats) {
   request->memory.in = &request->in;
   request->memory.out = &request->out;
-  const Collective op = request->problem.op;
-  Result<const Algorithm*> algorithm = Choose(op, ForcedAlgorithm(op), request->bytes,
-                                              options_.topology, options_.cost);
-  if (!algorithm.ok()) return algorithm.status();
-  Result<const Plan*> plan = PlanFor(request->problem, *algorithm.value());
-  if (!plan.ok()) return plan.status();
+  Result<const Planned*> planned = PlanFor(request->problem, request->bytes);
+  if (!planned.ok()) return planned.status();
+  const Plan& plan = planned.value()->plan;
   const size_t width = Width(request->arithmetic.dtype);
-  if (const uint64_t need = plan.value()->scratch * width; need > 0) {
+  if (const uint64_t need = plan.scratch * width; need > 0) {
     if (scratch_.size() < need) scratch_.resize(need);
     request->memory.scratch.Add(scratch_.data(), need);
   }
   stats->bytes += request->bytes;
-  stats->sent_bytes += plan.value()->sent * Width(request->arithmetic.wire);
-  ++stats->algorithms[std::string(algorithm.value()->name)];
-  return Execute(*plan.value(), request->memory, request->arithmetic, frame, lane_,
-                 waiter);
+  stats->sent_bytes += plan.sent * Width(request->arithmetic.wire);
+  ++stats->algorithms[std::string(planned.value()->algorithm->name)];
+  return Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
 }
 
-Result<const Plan*> Communicator::PlanFor(const Problem& problem,
-                                          const Algorithm& algorithm) {
+Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& problem,
+                                                           uint64_t bytes) {
   constexpr size_t kMostPlans = 512;
   std::vector<uint64_t> key = problem.counts;
+  key.push_back(bytes);
   key.push_back(static_cast<uint64_t>(problem.root));
-  key.push_back(static_cast<uint64_t>(&algorithm - Algorithms().data()));
+  key.push_back(static_cast<uint64_t>(problem.op));
   auto found = plans_.find(key);
   if (found == plans_.end()) {
     if (plans_.size() >= kMostPlans) plans_.clear();
+    Result<const Algorithm*> chosen = Choose(problem.op, ForcedAlgorithm(problem.op),
+                                             bytes, options_.topology, options_.cost);
+    if (!chosen.ok()) return chosen.status();
+    const Algorithm& algorithm = *chosen.value();
+    RJ_TRY(CheckProblem(problem, size()));
     const bool in_place = problem.op == Collective::kAllreduce ||
                           problem.op == Collective::kBroadcast;
     const Schedule schedule = algorithm.generate(problem, options_.topology);
-    found = plans_.emplace(std::move(key), Compile(schedule, size(), in_place)).first;
+    Planned planned{&algorithm, Compile(schedule, size(), in_place)};
+    found = plans_.emplace(std::move(key), std::move(planned)).first;
   }
   return &found->second;
 }

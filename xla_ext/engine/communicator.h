@@ -59,7 +59,8 @@ class Turnstile {
   uint64_t next_ = 0, serving_ = 0;
 };
 
-class Communicator {
+// Shared: Python, the registry and (weakly) the heartbeat hold the same one.
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
                std::unique_ptr<Doorbell> doorbell);
@@ -118,7 +119,12 @@ class Communicator {
   std::vector<Request> Split(const Call& call) const;
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter,
                     OpStats* stats);
-  Result<const Plan*> PlanFor(const Problem& problem, const Algorithm& algorithm);
+  // An algorithm and its compiled schedule; both are looked up once per problem.
+  struct Planned {
+    const Algorithm* algorithm;
+    Plan plan;
+  };
+  Result<const Planned*> PlanFor(const Problem& problem, uint64_t bytes);
   std::string_view ForcedAlgorithm(Collective op) const;
   Status Fail(const Call& call, const Status& cause);
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers);
@@ -134,7 +140,7 @@ class Communicator {
   uint64_t sequence_ = 0;  // of the call being served
   std::atomic<uint64_t> entered_{0};
   double warned_ = 0;
-  std::map<std::vector<uint64_t>, Plan> plans_;
+  std::map<std::vector<uint64_t>, Planned> plans_;
   std::vector<std::byte> scratch_;
 
   std::atomic<bool> aborted_{false};

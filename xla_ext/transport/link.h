@@ -52,7 +52,7 @@ class Link {
 // The owner polls `fd`, and drains it after waking.
 class Doorbell {
  public:
-  explicit Doorbell(int fd) : fd_(fd) {}  // takes ownership
+  explicit Doorbell(int fd);  // takes ownership; makes it non-blocking
   ~Doorbell();
   Doorbell(const Doorbell&) = delete;
   Doorbell& operator=(const Doorbell&) = delete;
@@ -73,7 +73,7 @@ Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes
                                           int peer_doorbell);
 
 // In-process: the two ends of a pair for threads as ranks (tests, sanitizers).
-// The doorbells must outlive the links.
+// doorbell0 must outlive the first end, doorbell1 the second.
 std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> MakeLocalLinks(
     size_t ring_bytes, Doorbell* doorbell0, Doorbell* doorbell1);
 

@@ -1,0 +1,149 @@
+"""ringjax: data-parallel training with JAX, one line in the script.
+
+Only the public names, loaded when they are first used: `import ringjax` imports no
+framework, and the launcher never does. What a name means is told where it is defined.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringjax import errors as errors
+    from ringjax.basics import ccl_built as ccl_built
+    from ringjax.basics import cuda_built as cuda_built
+    from ringjax.basics import ddl_built as ddl_built
+    from ringjax.basics import gloo_built as gloo_built
+    from ringjax.basics import gloo_enabled as gloo_enabled
+    from ringjax.basics import mpi_built as mpi_built
+    from ringjax.basics import mpi_enabled as mpi_enabled
+    from ringjax.basics import mpi_threads_supported as mpi_threads_supported
+    from ringjax.basics import nccl_built as nccl_built
+    from ringjax.basics import rocm_built as rocm_built
+    from ringjax.collectives.allgather import allgather as allgather
+    from ringjax.collectives.allgather import grouped_allgather as grouped_allgather
+    from ringjax.collectives.allreduce import allreduce as allreduce
+    from ringjax.collectives.allreduce import grouped_allreduce as grouped_allreduce
+    from ringjax.collectives.alltoall import alltoall as alltoall
+    from ringjax.collectives.alltoall import grouped_alltoall as grouped_alltoall
+    from ringjax.collectives.barrier import barrier as barrier
+    from ringjax.collectives.broadcast import broadcast as broadcast
+    from ringjax.collectives.broadcast import grouped_broadcast as grouped_broadcast
+    from ringjax.collectives.reducescatter import (
+        grouped_reducescatter as grouped_reducescatter,
+    )
+    from ringjax.collectives.reducescatter import reducescatter as reducescatter
+    from ringjax.compression import Compression as Compression
+    from ringjax.ops import Adasum as Adasum
+    from ringjax.ops import Average as Average
+    from ringjax.ops import Max as Max
+    from ringjax.ops import Min as Min
+    from ringjax.ops import Product as Product
+    from ringjax.ops import Sum as Sum
+    from ringjax.optim import allreduce_grads as allreduce_grads
+    from ringjax.run import run as run
+    from ringjax.runtime import ProcessSet as ProcessSet
+    from ringjax.runtime import add_process_set as add_process_set
+    from ringjax.runtime import cross_rank as cross_rank
+    from ringjax.runtime import cross_size as cross_size
+    from ringjax.runtime import global_process_set as global_process_set
+    from ringjax.runtime import init as init
+    from ringjax.runtime import is_homogeneous as is_homogeneous
+    from ringjax.runtime import is_initialized as is_initialized
+    from ringjax.runtime import local_rank as local_rank
+    from ringjax.runtime import local_size as local_size
+    from ringjax.runtime import rank as rank
+    from ringjax.runtime import remove_process_set as remove_process_set
+    from ringjax.runtime import shutdown as shutdown
+    from ringjax.runtime import size as size
+    from ringjax.sync import allgather_object as allgather_object
+    from ringjax.sync import allreduce_metrics as allreduce_metrics
+    from ringjax.sync import broadcast_object as broadcast_object
+    from ringjax.sync import broadcast_parameters as broadcast_parameters
+
+    __version__: str
+
+# Where each name is defined. `errors` and `run` are modules; `run` can be called.
+_NAMES = {
+    "runtime": (
+        "ProcessSet",
+        "add_process_set",
+        "cross_rank",
+        "cross_size",
+        "global_process_set",
+        "init",
+        "is_homogeneous",
+        "is_initialized",
+        "local_rank",
+        "local_size",
+        "rank",
+        "remove_process_set",
+        "shutdown",
+        "size",
+    ),
+    "collectives": (
+        "allgather",
+        "allreduce",
+        "alltoall",
+        "barrier",
+        "broadcast",
+        "grouped_allgather",
+        "grouped_allreduce",
+        "grouped_alltoall",
+        "grouped_broadcast",
+        "grouped_reducescatter",
+        "reducescatter",
+    ),
+    "compression": ("Compression",),
+    "optim": ("allreduce_grads",),
+    "sync": (
+        "allgather_object",
+        "allreduce_metrics",
+        "broadcast_object",
+        "broadcast_parameters",
+    ),
+    "ops": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
+    "basics": (
+        "ccl_built",
+        "cuda_built",
+        "ddl_built",
+        "gloo_built",
+        "gloo_enabled",
+        "mpi_built",
+        "mpi_enabled",
+        "mpi_threads_supported",
+        "nccl_built",
+        "rocm_built",
+    ),
+}
+_MODULES = ("errors", "run")
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted([*_HOME, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _MODULES:
+        return importlib.import_module(f"ringjax.{name}")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"ringjax.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module 'ringjax' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("ringjax")
+    except metadata.PackageNotFoundError:
+        return "0.0.0+checkout"

@@ -1,0 +1,298 @@
+"""Python objects as bytes and back, without pickle: JSON for the structure, raw arrays.
+
+Knows no communication and no jax; `sync.py` sends the bytes. Bytes that came from
+another rank are bounded and checked: whatever they hold, decoding gives an object of
+the types below or a ValueError.
+
+Layout: ``RJO1`` | u32 length of the JSON text | JSON text | blobs, one after another.
+The text is ``{"value": node, "blobs": [bytes of each]}``. A node is null, true, false,
+a number, a string, a list of nodes, or one of ``{"tuple": [node, …]}``,
+``{"set": [node, …]}``, ``{"frozenset": [node, …]}``, ``{"dict": [[key, value], …]}``,
+``{"float": "nan"}``, ``{"int": hex}``, ``{"complex": [re, im]}``, ``{"bytes": blob}``,
+``{"array": [blob, dtype, shape]}``, ``{"scalar": [blob, dtype, []]}``.
+Or ``RJOP`` | a pickle, which is only read where the caller has asked for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MAX_BYTES = 1 << 31
+_PLAIN, _PICKLE = b"RJO1", b"RJOP"
+_MAX_DEPTH = 100
+_LENGTH = struct.Struct("<I")
+_KINDS = "biufc"
+_EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # of the package ml_dtypes
+_ALLOWED = (
+    "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
+    "and numpy or jax arrays and scalars"
+)
+
+
+def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
+    """The bytes of `value`.
+
+    Raises:
+      TypeError: `value` holds something else than the types of the layout above, and
+        `allow_pickle` is False. The text says where.
+    """
+    try:
+        return _Encoder().encode(value)
+    except TypeError:
+        if not allow_pickle:
+            raise
+    import cloudpickle
+
+    return _PICKLE + bytes(cloudpickle.dumps(value))
+
+
+def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
+    """The object in `data`; jax arrays arrive as numpy arrays.
+
+    Raises:
+      ValueError: `data` is not what `encode` makes, or it is a pickle and
+        `allow_pickle` is False.
+    """
+    if data[:4] == _PICKLE and allow_pickle:
+        import cloudpickle
+
+        return cloudpickle.loads(data[4:])
+    if data[:4] == _PICKLE:
+        raise ValueError(
+            "the sender has pickled the object; pass allow_pickle=True here too"
+        )
+    try:
+        return _Decoder(data).decode()
+    except (KeyError, IndexError, TypeError, RecursionError, OverflowError) as e:
+        raise ValueError(f"not an encoded object: {type(e).__name__}: {e}") from None
+
+
+class Message(NamedTuple):
+    """An object on its way, or the reason why it cannot be sent, which travels instead.
+
+    A message is a head of fixed size and a body: the receivers have to know its size.
+    """
+
+    failed: bool
+    data: bytes
+
+    @classmethod
+    def of(cls, value: Any, *, allow_pickle: bool) -> Message:
+        """Never raises: the other ranks already wait for this one."""
+        try:
+            data = encode(value, allow_pickle=allow_pickle)
+        except Exception as e:  # a pickle runs the object's own code
+            return cls(
+                True, f"{type(e).__name__}: {e}".encode(errors="replace")[:65536]
+            )
+        if len(data) > MAX_BYTES:
+            text = f"it has {len(data)} bytes, more than {MAX_BYTES}"
+            return cls(True, text.encode())
+        return cls(False, data)
+
+    def head(self) -> np.ndarray[Any, Any]:
+        """uint32[2]: whether it failed, and the number of bytes."""
+        return np.array([self.failed, len(self.data)], np.uint32)
+
+    def body(self) -> np.ndarray[Any, Any]:
+        """The bytes, filled up to `room`."""
+        body = np.zeros(room(self.head()), np.uint8)
+        body[: len(self.data)] = np.frombuffer(self.data, np.uint8)
+        return body
+
+
+def room(head: np.ndarray[Any, Any]) -> int:
+    """The size of the body: a power of two, as every new shape is a new program."""
+    length = int(head[1])
+    if length > MAX_BYTES:
+        raise ValueError(f"an object of {length} bytes is announced")
+    return max(64, 1 << (length - 1).bit_length())
+
+
+def opened(head: np.ndarray[Any, Any], body: bytes, *, allow_pickle: bool) -> Any:
+    """The object of a message; TypeError with the sender's reason if it had failed."""
+    data = body[: int(head[1])]
+    if head[0]:
+        raise TypeError(data.decode(errors="replace"))
+    return decode(data, allow_pickle=allow_pickle)
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self._blobs: list[bytes] = []
+
+    def encode(self, value: Any) -> bytes:
+        node = self._node(value, "the object", 0)
+        head = {"value": node, "blobs": [len(blob) for blob in self._blobs]}
+        text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
+        return b"".join([_PLAIN, _LENGTH.pack(len(text)), text, *self._blobs])
+
+    def _node(self, value: Any, where: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise TypeError(f"{where} is nested more than {_MAX_DEPTH} deep")
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is int:
+            # Python refuses to read decimals of more than 4300 digits.
+            return value if abs(value) < 1 << 256 else {"int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if kind is complex:
+            parts = (value.real, value.imag)
+            return {"complex": [self._node(p, where, depth) for p in parts]}
+        if kind is str:
+            return self._text(value, where)
+        if kind is bytes:
+            return {"bytes": self._blob(value)}
+        return self._container(value, where, depth + 1)
+
+    def _container(self, value: Any, where: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in (list, tuple, set, frozenset):
+            items = [self._node(v, f"{where}[{i}]", depth) for i, v in enumerate(value)]
+            return items if kind is list else {kind.__name__: items}
+        if kind is dict:
+            pairs = [
+                [
+                    self._node(k, f"the key {k!r} of {where}", depth),
+                    self._node(v, f"{where}[{k!r}]", depth),
+                ]
+                for k, v in value.items()
+            ]
+            return {"dict": pairs}
+        if isinstance(value, np.generic) or (
+            hasattr(value, "__array__") and hasattr(value, "dtype")
+        ):
+            return self._array(value, where)
+        raise TypeError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, expected {_ALLOWED}; "
+            "allow_pickle=True sends anything"
+        )
+
+    def _text(self, value: str, where: str) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise TypeError(f"{where} is a str that is not valid Unicode") from None
+        return value
+
+    def _array(self, value: Any, where: str) -> Any:
+        try:
+            array = np.asarray(value)
+        except TypeError as e:  # a tracer, or a typed key of jax.random
+            raise TypeError(f"{where} cannot be read as a numpy array: {e}") from None
+        dtype = (
+            array.dtype.newbyteorder("<") if array.dtype.kind in _KINDS else array.dtype
+        )
+        name = dtype.str if dtype.kind in _KINDS else dtype.name
+        if dtype.kind not in _KINDS and name not in _EXTENDED:
+            raise TypeError(
+                f"{where} is an array of dtype {array.dtype}, which has no plain bytes"
+            )
+        blob = self._blob(np.ascontiguousarray(array, dtype).tobytes())
+        tag = "scalar" if isinstance(value, np.generic) else "array"
+        return {tag: [blob, name, list(array.shape)]}
+
+    def _blob(self, blob: bytes) -> int:
+        self._blobs.append(blob)
+        return len(self._blobs) - 1
+
+
+class _Decoder:
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._blobs: list[memoryview] = []
+        self._tags: dict[str, Callable[[Any, int], Any]] = {
+            "tuple": lambda v, d: tuple(self._items(v, d)),
+            "set": lambda v, d: set(self._items(v, d)),
+            "frozenset": lambda v, d: frozenset(self._items(v, d)),
+            "dict": self._dict,
+            "float": lambda v, _: float(_typed(v, str)),
+            "int": lambda v, _: int(_typed(v, str), 16),
+            "complex": self._complex,
+            "bytes": lambda v, _: bytes(self._blob(v)),
+            "array": lambda v, _: self._array(v).copy(),
+            "scalar": lambda v, _: self._array(v)[()],
+        }
+
+    def decode(self) -> Any:
+        data, start = self._data, 4 + _LENGTH.size
+        if len(data) < start or bytes(data[:4]) != _PLAIN:
+            raise ValueError("not an encoded object: it does not begin with RJO1")
+        (length,) = _LENGTH.unpack(data[4:start])
+        if length > len(data) - start:
+            raise ValueError("not an encoded object: its text is cut off")
+        end = start + length
+        head = _typed(json.loads(str(data[start:end], "utf-8")), dict)
+        for size in _typed(head["blobs"], list):
+            if not 0 <= _typed(size, int) <= len(data) - end:
+                raise ValueError("not an encoded object: a blob is cut off")
+            self._blobs.append(data[end : end + size])
+            end += size
+        if end != len(data):
+            raise ValueError(f"not an encoded object: {len(data) - end} bytes too many")
+        return self._value(head["value"], 0)
+
+    def _value(self, node: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"not an encoded object: more than {_MAX_DEPTH} deep")
+        if isinstance(node, list):
+            return self._items(node, depth + 1)
+        if not isinstance(node, dict):
+            return node
+        if len(node) != 1:
+            raise ValueError("not an encoded object: a node with several tags")
+        ((tag, content),) = node.items()
+        return self._tags[tag](content, depth + 1)
+
+    def _items(self, nodes: Any, depth: int) -> list[Any]:
+        return [self._value(node, depth) for node in _typed(nodes, list)]
+
+    def _dict(self, pairs: Any, depth: int) -> dict[Any, Any]:
+        nodes = [_typed(pair, list) for pair in _typed(pairs, list)]
+        return {self._value(k, depth): self._value(v, depth) for k, v in nodes}
+
+    def _complex(self, parts: Any, depth: int) -> complex:
+        real, imag = self._items(parts, depth)
+        return complex(_typed(real, float), _typed(imag, float))
+
+    def _array(self, content: Any) -> np.ndarray[Any, Any]:
+        index, name, shape = _typed(content, list)
+        if _typed(name, str) in _EXTENDED:
+            import ml_dtypes
+
+            dtype = np.dtype(getattr(ml_dtypes, name))
+        else:
+            dtype = np.dtype(name)
+        if dtype.kind not in _KINDS and name not in _EXTENDED:
+            raise ValueError(f"not an encoded object: an array of dtype {name!r}")
+        blob = self._blob(index)
+        if any(_typed(n, int) < 0 for n in _typed(shape, list)) or len(shape) > 64:
+            raise ValueError(f"not an encoded object: an array of shape {shape}")
+        if math.prod(shape) * dtype.itemsize != len(blob):
+            raise ValueError(
+                "not an encoded object: an array with the wrong number of bytes"
+            )
+        return np.frombuffer(blob, dtype).reshape(shape)
+
+    def _blob(self, index: Any) -> memoryview:
+        if _typed(index, int) < 0:
+            raise ValueError("not an encoded object: a negative blob")
+        return self._blobs[index]
+
+
+def _typed(value: Any, kind: type) -> Any:
+    # bool is an int to Python, but not here.
+    if type(value) is not kind:
+        raise ValueError(
+            f"not an encoded object: a {type(value).__name__} where a {kind.__name__} "
+            "belongs"
+        )
+    return value

@@ -1,0 +1,29 @@
+"""How values of different ranks become one: Horovod's names and numbers.
+
+Here and not with the collectives, so that the names are there without any framework.
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
+
+
+class ReduceOp(enum.IntEnum):
+    """A reduction. The numbers are Horovod's."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product

@@ -1,0 +1,181 @@
+"""The one line that makes an optimizer data-parallel: `allreduce_grads` for optax.
+
+Decides at trace time what travels when (readiness, buckets, in place or overlapped).
+The call itself is `primitive.bucketed_allreduce`, the plan of buckets `buckets.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ringjax import _jax, buckets, primitive, runtime
+from ringjax.collectives import arguments
+from ringjax.compression import Compression, WireDtype
+from ringjax.ops import ReduceOp
+
+_WHAT = "allreduce_grads"
+
+
+class AllreduceState(NamedTuple):
+    """What `allreduce_grads` remembers between two steps.
+
+    Attributes:
+      seq: uint32[1], the number of the next step. It orders the steps and travels with
+        the data: ranks whose optimizer states are at different steps find out.
+    """
+
+    seq: jax.Array
+
+
+def allreduce_grads(
+    op: Any = ReduceOp.Average,
+    *,
+    compression: WireDtype = Compression.none,
+    bucket_bytes: int | None = None,
+    process_set: runtime.ProcessSet = runtime.global_process_set,
+    gradient_predivide_factor: float = 1.0,
+    overlap: bool | Literal["auto"] = "auto",
+    name: str = "grads",
+) -> optax.GradientTransformationExtraArgs:
+    """Replaces the gradients of this rank by their average over all ranks.
+
+    Goes in front of everything that is not linear in the gradients (clipping, adam, …).
+    Works in optax.chain, masked, MultiSteps, multi_transform and inject_hyperparams, on
+    any tree: flax linen parameters, flax nnx states, plain trees.
+
+    Args:
+      op: Average, Sum, Min, Max or Product.
+      compression: Compression.fp16 or .bf16 halves the bytes of float32 gradients.
+      bucket_bytes: how much travels at once when overlapped; None: as
+        RINGJAX_BUCKET_BYTES says.
+      process_set: the ranks that take part; this rank must be one of them.
+      gradient_predivide_factor: divides the gradients before the sum and multiplies the
+        average by it afterwards, against overflow. With op=Average only.
+      overlap: False: all gradients in one call that works in place. True: every bucket
+        starts when its gradients exist and runs beside the rest of the backward pass.
+        "auto": in place where all ranks share one host, overlapped otherwise.
+      name: stands for the gradients in error messages.
+
+    Returns:
+      A transformation whose state is an `AllreduceState`. Its update raises
+      NotInitialized before ringjax.init(), TypeError or ValueError for gradients that
+      cannot be sent; nothing was sent then. Leaves without a value (None, masked nodes)
+      and float0 leaves pass through; a tree without others is not sent, `seq` stays.
+
+    Raises:
+      TypeError, ValueError: a bad argument.
+
+    Example:
+      >>> import optax, ringjax
+      >>> ringjax.init()
+      >>> tx = optax.chain(ringjax.allreduce_grads(), optax.adam(1e-3))
+
+    As the inner factory itself of optax.inject_hyperparams it needs
+    ``static_args=("op", "gradient_predivide_factor")``: both are part of the program.
+    """
+    prescale, postscale = _scales(op, gradient_predivide_factor)
+    wire = arguments.wire(_WHAT, compression)
+    if overlap not in (True, False, "auto"):
+        raise ValueError(
+            f"ringjax.{_WHAT}: `overlap` is {overlap!r}, expected True, False or 'auto'"
+        )
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ValueError(
+            f"ringjax.{_WHAT}: `bucket_bytes` is {bucket_bytes}, expected at least 1"
+        )
+
+    def init(params: Any) -> AllreduceState:
+        del params
+        return AllreduceState(seq=jnp.zeros((1,), jnp.uint32))
+
+    def update(
+        updates: Any, state: AllreduceState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AllreduceState]:
+        del params, extra
+        communicator = runtime.communicator(process_set, _WHAT)
+        leaves, treedef = jax.tree.flatten(updates)
+        kept = [i for i, leaf in enumerate(leaves) if not _is_float0(leaf)]
+        # The names of all leaves are right only in the whole tree: cut out by None.
+        sent = arguments.flatten(
+            _WHAT, jax.tree.map(lambda x: None if _is_float0(x) else x, updates)
+        )
+        if not kept:
+            return updates, state
+        arguments.reduce_op(_WHAT, op, sent.arrays)
+        limit = runtime.config().bucket_bytes if bucket_bytes is None else bucket_bytes
+        out, seq = primitive.bucketed_allreduce(
+            sent.arrays,
+            state.seq,
+            op=int(op),
+            wire=wire,
+            prescale=prescale,
+            postscale=postscale,
+            process_set=process_set,
+            cuts=buckets.plan(
+                [(x.shape, x.dtype) for x in sent.arrays],
+                limit,
+                readiness([leaves[i] for i in kept]),
+            ),
+            overlapped=_is_spread(communicator) if overlap == "auto" else overlap,
+            name=name,
+            names=sent.names,
+        )
+        for i, value in zip(kept, out, strict=True):
+            leaves[i] = value
+        return jax.tree.unflatten(treedef, leaves), AllreduceState(seq)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def readiness(values: Sequence[Any]) -> list[int] | None:
+    """The indices of traced `values`, first computed first; None if that is not known.
+
+    The order of the equations that are being traced is the order of the backward pass.
+    Plain flatten order is no guide: flax sorts ``layer_10`` before ``layer_2``.
+    """
+    try:
+        produced = _jax.producers(values)
+    except (AttributeError, TypeError):  # another jax, or values that are not traced
+        return None
+    if len(set(produced)) < 2:
+        return None
+    # Among equals (a scan, an inner jit) the backward pass still ends at layer 0.
+    return sorted(range(len(values)), key=lambda i: (produced[i], -i))
+
+
+def _scales(op: Any, factor: float) -> tuple[float, float]:
+    """Factors before and after the reduction; the division by the size is native."""
+    if isinstance(op, jax.core.Tracer):
+        raise TypeError(
+            f"ringjax.{_WHAT}: `op` is traced, but it is part of the program; with "
+            "optax.inject_hyperparams pass "
+            'static_args=("op", "gradient_predivide_factor")'
+        )
+    chosen = arguments.reduce_op(_WHAT, op, [])
+    number = arguments.factor(_WHAT, "gradient_predivide_factor", factor, [])
+    if not 0.0 < number < float("inf"):
+        raise ValueError(
+            f"ringjax.{_WHAT}: `gradient_predivide_factor` is {number}, expected a "
+            "positive finite number"
+        )
+    if number != 1.0 and chosen is not ReduceOp.Average:
+        raise ValueError(
+            f"ringjax.{_WHAT}: `gradient_predivide_factor` is {number}, which needs "
+            f"op=Average, not {chosen.name}"
+        )
+    return 1.0 / number, number
+
+
+def _is_float0(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
+
+
+def _is_spread(communicator: Any) -> bool:
+    """Whether there is a wire to hide; on one host the memory bus is the limit."""
+    return len(set(communicator.hosts)) > 1

@@ -1,0 +1,78 @@
+"""ProcessSet: some of the ranks, who run collectives of their own. Horovod's class.
+
+Only the name of a group; its links and its registry are in world.py and runtime.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+
+class ProcessSet:
+    """A subset of the ranks, to be given to `init` or `add_process_set`.
+
+    Args:
+        ranks: world ranks, each once; they are kept sorted.
+
+    Attributes:
+        ranks: the sorted ranks. Those of `global_process_set` are known after `init`.
+        process_set_id: its number while it is registered, else None.
+
+    Raises:
+        ValueError: a rank is negative or given twice.
+        TypeError: a rank is no integer.
+
+    Example:
+        >>> ProcessSet([2, 0])
+        ProcessSet(process_set_id=None, ranks=[0, 2])
+    """
+
+    # Tells this process's world rank, or raises NotInitialized; runtime.py provides it.
+    own_rank: ClassVar[Callable[[str], int]]
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.process_set_id: int | None = None
+        self.ranks = _checked(ranks)
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+    def included(self) -> bool:
+        """Whether this process is one of them. Raises NotInitialized before `init`."""
+        return self.own_rank("ProcessSet.included") in self.ranks
+
+    def rank(self) -> int:
+        """This process's rank within the set.
+
+        Raises:
+            NotInitialized: before `init`.
+            ValueError: this process is not in the set.
+        """
+        mine = self.own_rank("ProcessSet.rank")
+        if mine not in self.ranks:
+            raise ValueError(f"rank {mine} is not in {self}")
+        return self.ranks.index(mine)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+def _checked(ranks: Iterable[int]) -> list[int]:
+    if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
+        raise TypeError(f"ranks must be a sequence of integers, not {ranks!r}")
+    found = []
+    for rank in ranks:
+        if isinstance(rank, bool):
+            raise TypeError(f"ranks must be integers, not {rank!r}")
+        try:
+            found.append(operator.index(rank))
+        except TypeError:
+            raise TypeError(f"ranks must be integers, not {rank!r}") from None
+    if any(rank < 0 for rank in found):
+        raise ValueError(f"ranks must not be negative: {found}")
+    if len(set(found)) != len(found):
+        raise ValueError(f"ranks must be given once each: {found}")
+    return sorted(found)

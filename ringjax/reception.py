@@ -1,0 +1,166 @@
+"""Where other ranks call: this rank's listening sockets and the thread behind them.
+
+A unix socket in the abstract namespace (it has no file and goes with the process) for
+ranks of this host, TCP sockets for the others. Whoever proves itself (handshake.py) is
+kept under what it introduced itself as, until `mesh` takes it. Connections for a
+communicator that this rank has not begun to build yet simply wait here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from . import addresses as address
+from .handshake import Door, Introduction, Keys, Purpose, answer, turn
+
+_MOST_WAITING = 1 << 16  # connections; only members can cause them
+
+
+class Key(NamedTuple):
+    """What a connection is; `caller` is a world rank."""
+
+    epoch: int
+    comm: int
+    purpose: Purpose
+    stream: int
+    caller: int
+
+
+class Reception:
+    """Takes the calls of the higher ranks.
+
+    Args:
+        secret: the job's secret.
+        job: its id.
+        rank: this rank; the calls must be meant for it, and come from higher ones.
+        size: the job's size.
+        hosts: the addresses to listen on for other hosts, see `addresses`.
+        log: takes sentences about refused connections.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        job: str,
+        *,
+        rank: int,
+        size: int,
+        hosts: Sequence[str],
+        log: Callable[[str], None],
+    ) -> None:
+        self._rank, self._size = rank, size
+        self._arrived: dict[Key, socket.socket] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        # Random, so that nobody can sit on the name before us.
+        self.door = f"ringjax-{job}-{rank}-{secrets.token_hex(8)}"
+        listeners: list[socket.socket] = []
+        try:
+            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listeners.append(local)
+            local.bind("\0" + self.door)
+            local.listen(1024)
+            for host in hosts:
+                # An interface may have lost its address meanwhile; others will do.
+                with contextlib.suppress(OSError):
+                    listeners.append(address.listen(host))
+            if hosts and len(listeners) == 1:
+                raise OSError(f"cannot listen on any of {', '.join(hosts)}")
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+        self.addresses = [address.show(*s.getsockname()[:2]) for s in listeners[1:]]
+        self._selector = selectors.DefaultSelector()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, os.eventfd_read)
+        self._door = Door(
+            listeners,
+            self._selector,
+            lambda: answer(secret, job, self._accepts),
+            self._admit,
+            log,
+        )
+        self._thread = threading.Thread(
+            target=self._serve, name="ringjax-reception", daemon=True
+        )
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            # Without guests there is nothing to sweep, so it can sleep long.
+            turn(self._selector, 0.5 if self._door.busy else 60.0)
+            self._door.sweep()
+
+    def _accepts(self, introduction: Introduction) -> str:
+        if introduction.purpose == Purpose.RENDEZVOUS:
+            return "looks for the rendezvous, which is not here"
+        if introduction.callee != self._rank:
+            return f"looks for rank {introduction.callee}, this is {self._rank}"
+        if not self._rank < introduction.caller < self._size:
+            return f"claims to be rank {introduction.caller} of {self._size}"
+        return ""
+
+    def _admit(
+        self, sock: socket.socket, where: str, introduction: Introduction, keys: Keys
+    ) -> None:
+        del where, keys
+        key = Key(
+            introduction.epoch,
+            introduction.comm,
+            introduction.purpose,
+            introduction.stream,
+            introduction.caller,
+        )
+        with self._changed:
+            old = self._arrived.pop(key, None)  # the caller gave up on it
+            if len(self._arrived) >= _MOST_WAITING:
+                sock.close()
+            else:
+                self._arrived[key] = sock
+            self._changed.notify_all()
+        if old is not None:
+            old.close()
+
+    def take(self, key: Key, seconds: float) -> socket.socket | None:
+        """The connection of that key, once; None if it has not come by then."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._arrived, seconds)
+            return self._arrived.pop(key, None)
+
+    def holds(self, key: Key) -> bool:
+        """Whether that connection waits here."""
+        with self._changed:
+            return key in self._arrived
+
+    def discard(self, comm: int) -> None:
+        """Closes what waits for a communicator that will not be built."""
+        with self._changed:
+            for key in [key for key in self._arrived if key.comm == comm]:
+                self._arrived.pop(key).close()
+
+    def close(self) -> None:
+        """Ends the thread and closes all sockets. May be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join(5.0)
+        self.release()
+
+    def release(self) -> None:
+        """Closes all sockets without the thread, which a forked child does not have."""
+        self._closing = True
+        self._door.close()
+        self._selector.close()
+        os.close(self._wakeup)
+        for sock in self._arrived.values():
+            sock.close()
+        self._arrived.clear()

@@ -1,0 +1,81 @@
+"""The environment: ringrun's own, and what ranks here and on other hosts get of it.
+
+The only reader of the environment in the launcher. Settings of ringjax themselves are
+read by config.py, from what `inherited` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+
+# What describes the first host and would mislead a program on another one.
+_HOST_BOUND = frozenset(
+    ("DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
+)
+_HOST_BOUND_PREFIXES = ("BASH_FUNC_", "SSH_", "XDG_")
+# Each job makes its own; a job inside a job must not tell the outer one's.
+_SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment."""
+    return dict(os.environ)
+
+
+def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks have in their environment."""
+    # On a pipe Python would hold back output, of all things the last lines.
+    env = {"PYTHONUNBUFFERED": "1", **base, **changes}
+    for name in _SECRETS:
+        env.pop(name, None)
+    return env
+
+
+def portable(env: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment makes sense on another host."""
+    return {
+        key: value
+        for key, value in env.items()
+        if key not in _HOST_BOUND and not key.startswith(_HOST_BOUND_PREFIXES)
+    }
+
+
+def agent_path() -> str:
+    """PYTHONPATH with which an agent finds this ringjax, here or on a like host."""
+    import ringjax
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(ringjax.__file__)))
+    return _join([root, *_paths(os.environ)])
+
+
+def task_path(base: Mapping[str, str]) -> str:
+    """PYTHONPATH with which a rank finds the modules that this process has found."""
+    own = sysconfig.get_paths()
+    paths = [
+        os.path.abspath(path)
+        for path in sys.path
+        if path not in (own["purelib"], own["platlib"])
+        and not path.startswith(own["stdlib"])
+    ]
+    return _join([*filter(os.path.isdir, paths), *_paths(base)])
+
+
+def library_paths() -> list[str]:
+    """Where LD_LIBRARY_PATH makes the linker look first."""
+    return [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
+
+
+def wants_colour() -> bool:
+    """Whether colours on a terminal are welcome (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR")
+
+
+def _paths(env: Mapping[str, str]) -> list[str]:
+    return [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _join(paths: list[str]) -> str:
+    return os.pathsep.join(dict.fromkeys(paths))

@@ -1,0 +1,408 @@
+"""Values that must be alike or be known on all ranks: parameters, objects, metrics.
+
+Built from the stand-alone collectives, on their lane; how objects become bytes is in
+`objects.py`. Not for gradients. All functions but `broadcast_parameters` run outside of
+jit only, and all must be called by every rank of the process set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax import _jax, errors, objects, runtime
+from ringjax.collectives import allgather, arguments, broadcast
+from ringjax.ops import ReduceOp
+
+_global = runtime.global_process_set
+_REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.Sum: np.sum,
+    ReduceOp.Min: np.min,
+    ReduceOp.Max: np.max,
+    ReduceOp.Product: np.prod,
+}
+
+
+def broadcast_parameters(
+    tree: Any,
+    root_rank: int = 0,
+    *,
+    process_set: runtime.ProcessSet = _global,
+    name: str = "parameters",
+) -> Any:
+    """Returns the root's values of `tree` on every rank, in one operation.
+
+    Before it, the ranks compare names, shapes and dtypes of all leaves by a short hash.
+
+    Args:
+      tree: parameters, an optimizer state, a flax TrainState, an nnx State, any tree of
+        jax or numpy arrays, jax.random keys and Python numbers. Leaves keep their type
+        and dtype, 64-bit numbers are exact also without jax_enable_x64. Inside jit
+        every leaf is a jax array, and ranks compare only sizes and dtypes.
+      root_rank: the sender's rank in the world.
+      process_set: the ranks that take part; this rank must be one of them.
+      name: stands for the tree in error messages.
+
+    Returns:
+      A new tree of the same structure.
+
+    Raises:
+      NotInitialized: before ringjax.init().
+      TypeError, ValueError: a bad argument, or a leaf that is none of these.
+      Mismatch: the trees differ between ranks; the text names the leaf. On every rank.
+      PeerLost: a rank is gone.
+
+    Example:
+      >>> import jax.numpy as jnp, ringjax
+      >>> ringjax.init()
+      >>> params = ringjax.broadcast_parameters({"w": jnp.ones(3), "step": 0})
+    """
+    what = "broadcast_parameters"
+    communicator = runtime.communicator(process_set, what)
+    arguments.root(what, root_rank, process_set, communicator.size)
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
+    eager = _jax.is_eager([leaf for _, leaf in pairs if isinstance(leaf, jax.Array)])
+    packed = [
+        _pack(what, path, leaf, eager)
+        for path, (_, leaf) in zip(paths, pairs, strict=True)
+    ]
+    operands = {path: leaf.array for path, leaf in zip(paths, packed, strict=True)}
+    if not eager:
+        sent = broadcast(operands, root_rank, process_set=process_set, name=name)
+    else:
+        kinds = {path: leaf.kind for path, leaf in zip(paths, packed, strict=True)}
+        _compare(what, {"`root_rank`": str(root_rank), **kinds}, process_set)
+        with _readable_failures():
+            sent = jax.block_until_ready(
+                broadcast(operands, root_rank, process_set=process_set, name=name)
+            )
+    values = [leaf.unpack(sent[path]) for path, leaf in zip(paths, packed, strict=True)]
+    return jax.tree.unflatten(treedef, values)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: runtime.ProcessSet = _global,
+    *,
+    allow_pickle: bool = False,
+) -> Any:
+    """Returns the root's object on every rank.
+
+    Args:
+      obj: None, numbers, strings, bytes, lists, tuples, dicts, sets, numpy and jax
+        arrays, nested as you like. Only the root's is looked at. jax arrays arrive as
+        numpy arrays.
+      root_rank: the sender's rank in the world.
+      name: stands for the object in error messages.
+      process_set: the ranks that take part; this rank must be one of them.
+      allow_pickle: on all ranks: send what else it is as a pickle. Reading a pickle
+        runs code that the sender chose.
+
+    Returns:
+      A copy of the object, on the root too.
+
+    Raises:
+      NotInitialized, PeerLost: as everywhere.
+      TypeError: the root's object cannot be sent; raised on every rank.
+      ValueError: the root has sent a pickle, and this rank does not allow that.
+
+    Example:
+      >>> import ringjax
+      >>> ringjax.init()
+      >>> config = ringjax.broadcast_object({"lr": 1e-3, "layers": [64, 64]})
+    """
+    what = "broadcast_object"
+    communicator = _eager_communicator(what, process_set)
+    root = arguments.root(what, root_rank, process_set, communicator.size)
+    call = {"root_rank": root_rank, "process_set": process_set, "name": name or what}
+    is_root = communicator.rank == root
+    message = objects.Message.of(obj if is_root else None, allow_pickle=allow_pickle)
+    with _readable_failures():
+        head = np.asarray(broadcast(message.head(), **call))
+        with _blaming(what, root_rank):
+            room = objects.room(head)
+        body = message.body() if is_root else np.zeros(room, np.uint8)
+        data = np.asarray(broadcast(body, **call)).tobytes()
+    with _blaming(what, root_rank):
+        return objects.opened(head, data, allow_pickle=allow_pickle)
+
+
+def allgather_object(
+    obj: Any,
+    name: str | None = None,
+    process_set: runtime.ProcessSet = _global,
+    *,
+    allow_pickle: bool = False,
+) -> list[Any]:
+    """Returns the objects of all ranks, in the order of the ranks.
+
+    Args, Raises: as `broadcast_object`.
+
+    Example:
+      >>> import ringjax
+      >>> ringjax.init()
+      >>> ringjax.allgather_object("ready") == ["ready"] * ringjax.size()
+      True
+    """
+    what = "allgather_object"
+    communicator = _eager_communicator(what, process_set)
+    message = objects.Message.of(obj, allow_pickle=allow_pickle)
+    call = {"process_set": process_set, "name": name or what}
+    with _readable_failures():
+        heads = np.asarray(allgather(message.head()[None], **call))
+        data = np.asarray(allgather(message.body(), **call)).tobytes()
+    found, start = [], 0
+    members = _members(process_set, communicator.size)
+    for rank, head in zip(members, heads, strict=True):
+        with _blaming(what, rank):
+            room = objects.room(head)
+            body = data[start : start + room]
+            found.append(objects.opened(head, body, allow_pickle=allow_pickle))
+        start += room
+    return found
+
+
+def allreduce_metrics(
+    metrics: Any,
+    op: int = ReduceOp.Average,
+    *,
+    weight: float | None = None,
+    process_set: runtime.ProcessSet = _global,
+    name: str | None = None,
+) -> Any:
+    """Reduces a tree of numbers over all ranks, in float64 whatever jax is set to.
+
+    Every rank gets every rank's numbers and adds them up in the order of the ranks, so
+    the results are exact to float64 and alike bit for bit. Meant for a few numbers now
+    and then; for many, use `allreduce`.
+
+    Args:
+      metrics: a tree of Python numbers and real arrays, with the same names and shapes
+        on all ranks.
+      op: Average, Sum, Min, Max or Product.
+      weight: with Average: how much this rank's numbers count, such as the number of
+        its samples. The result is ``Σ weight·x / Σ weight``; NaN if all weights are 0.
+      process_set: the ranks that take part; this rank must be one of them.
+      name: stands for the metrics in error messages.
+
+    Returns:
+      The same tree: numpy arrays for arrays, Python numbers for numbers and 0-d arrays
+      (floats; ints if all ranks gave integers and it is not an Average).
+
+    Raises:
+      NotInitialized, PeerLost: as everywhere.
+      TypeError, ValueError: a bad argument.
+      Mismatch: names or shapes differ between ranks. On every rank.
+
+    Example:
+      >>> import ringjax
+      >>> ringjax.init()
+      >>> ringjax.allreduce_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
+      {'accuracy': 1.0, 'loss': 0.5}
+    """
+    what = "allreduce_metrics"
+    _eager_communicator(what, process_set)
+    chosen = arguments.reduce_op(what, op, [])
+    if weight is not None and chosen is not ReduceOp.Average:
+        raise ValueError(
+            f"ringjax.{what}: `weight` needs op=Average, not {chosen.name}"
+        )
+    own = 1.0 if weight is None else arguments.factor(what, "weight", weight, [])
+    if not 0.0 <= own < float("inf"):
+        raise ValueError(f"ringjax.{what}: `weight` is {own}, expected a number from 0")
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(metrics)
+    paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
+    values = [_number(what, p, leaf) for p, (_, leaf) in zip(paths, pairs, strict=True)]
+    shapes = {p: str(list(v.shape)) for p, v in zip(paths, values, strict=True)}
+    _compare(what, {"`op`": chosen.name, **shapes}, process_set)
+    everyone = allgather_object([own, *values], name or what, process_set)
+    weights = np.array([numbers[0] for numbers in everyone])
+    columns = zip(*(numbers[1:] for numbers in everyone), strict=True)
+    reduced = [_reduce(chosen, column, weights) for column in columns]
+    return jax.tree.unflatten(treedef, reduced)
+
+
+# -- leaves of parameters --------------------------------------------------------------
+
+
+class _Packed(NamedTuple):
+    """A leaf as an array that can be sent, and the way back."""
+
+    array: Any
+    kind: str  # what the ranks compare
+    unpack: Callable[[Any], Any]
+
+
+def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        return _pack_array(what, path, leaf, eager)
+    for kind, dtype in ((bool, bool), (int, int), (float, float), (complex, complex)):
+        if isinstance(leaf, kind):
+            try:
+                number = np.array(leaf, dtype)
+            except OverflowError:
+                raise ValueError(
+                    f"ringjax.{what}: the leaf {path!r} is an int of more than 64 bits"
+                ) from None
+            if not eager:
+                return _Packed(jnp.asarray(leaf), "", lambda out: out)
+            raw = _pack_bytes(number, lambda array: type(leaf)(array.item()))
+            return raw._replace(kind=f"a Python {type(leaf).__name__}")
+    raise TypeError(
+        f"ringjax.{what}: the leaf {path!r} is a {type(leaf).__name__}, expected an "
+        "array, a key of jax.random or a number; ringjax.broadcast_object sends others"
+    )
+
+
+def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
+    dtype, dims = leaf.dtype, ",".join(map(str, leaf.shape))
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(leaf)
+        return _Packed(
+            jax.random.key_data(leaf),
+            f"{dtype.name}[{dims}]",
+            lambda out: jax.random.wrap_key_data(out, impl=impl),
+        )
+    kind = f"{dtype.name}[{dims}]"
+    if not eager:
+        return _Packed(jnp.asarray(leaf), kind, lambda out: out)
+    if dtype.hasobject:
+        raise TypeError(
+            f"ringjax.{what}: the leaf {path!r} is an array of Python objects"
+        )
+    as_before = _restorer(leaf)
+    # By dtype alone, so that a rank with numpy arrays understands one with jax arrays.
+    known = dtype.kind in "biufc" or dtype.name == "bfloat16"
+    if known and jax.dtypes.canonicalize_dtype(dtype) == dtype:
+        return _Packed(leaf, kind, lambda out: as_before(out))
+    return _pack_bytes(np.asarray(leaf), as_before)._replace(kind=kind)
+
+
+def _restorer(leaf: Any) -> Callable[[Any], Any]:
+    if isinstance(leaf, jax.Array):
+        return jnp.asarray
+    if isinstance(leaf, np.generic):
+        return lambda out: np.asarray(out)[()]
+    return np.array  # a copy that can be written to
+
+
+def _pack_bytes(array: np.ndarray[Any, Any], restore: Callable[[Any], Any]) -> _Packed:
+    raw = array.tobytes()
+    return _Packed(
+        np.ndarray((len(raw),), np.uint8, buffer=raw),
+        "",
+        lambda out: restore(
+            np.ndarray(array.shape, array.dtype, buffer=np.asarray(out).tobytes())
+        ),
+    )
+
+
+def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) -> None:
+    """Raises Mismatch on every rank if `lines` are not the same on all."""
+    text = json.dumps(list(lines.items()))
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    with _readable_failures():
+        rows = allgather(
+            digest[None], process_set=process_set, name=f"{what} (structure)"
+        )
+        rows = np.asarray(rows)
+    if (rows == digest).all():
+        return
+    everyone = allgather_object(lines, f"{what} (structure)", process_set)
+    first = everyone[0]
+    members = _members(process_set, len(everyone))
+    for rank, other in zip(members, everyone, strict=True):
+        for key in [*first, *other]:
+            mine, theirs = (side.get(key, "nothing") for side in (first, other))
+            if mine != theirs:
+                label = key if key.startswith("`") else repr(key)
+                raise errors.Mismatch(
+                    f"ringjax.{what}: {label}: rank {members[0]} has {mine}, "
+                    f"rank {rank} has {theirs}"
+                )
+    raise errors.Mismatch(f"ringjax.{what}: the leaves are in another order on a rank")
+
+
+# -- metrics ---------------------------------------------------------------------------
+
+
+def _number(what: str, path: str, leaf: Any) -> np.ndarray[Any, Any]:
+    """The leaf as float64, or as int64 or Python's int if it is an integer."""
+    try:
+        array = np.asarray(leaf)
+        if array.dtype.name in ("bfloat16", "float16") or array.dtype.kind == "f":
+            return array.astype(np.float64)
+        if array.dtype.kind in "bi" or array.dtype.kind == "u":
+            return array.astype(np.uint64 if array.dtype == np.uint64 else np.int64)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"ringjax.{what}: the metric {path!r} is a {type(leaf).__name__}, expected a "
+        "real number or array"
+    )
+
+
+def _reduce(op: ReduceOp, column: Sequence[Any], weights: np.ndarray[Any, Any]) -> Any:
+    stack = np.stack(column)
+    if op is ReduceOp.Average:
+        with np.errstate(invalid="ignore"):
+            weighted = weights.reshape(-1, *[1] * (stack.ndim - 1)) * stack
+            out = np.asarray(weighted.sum(axis=0) / weights.sum())
+    else:
+        out = np.asarray(_REDUCTIONS[op](stack, axis=0))
+    return out if out.ndim else out.item()
+
+
+# -- the world -------------------------------------------------------------------------
+
+
+def _eager_communicator(what: str, process_set: runtime.ProcessSet) -> Any:
+    communicator = runtime.communicator(process_set, what)
+    if not _jax.is_eager(()):
+        raise TypeError(f"ringjax.{what} runs outside of jit only, and this is inside")
+    return communicator
+
+
+@contextmanager
+def _blaming(what: str, rank: int) -> Iterator[None]:
+    """Says whose object it is that cannot be sent or read."""
+    try:
+        yield
+    except TypeError as e:
+        text = f"ringjax.{what}: `obj` of rank {rank} cannot be sent: {e}"
+        raise TypeError(text) from None
+    except ValueError as e:
+        raise ValueError(f"ringjax.{what}: `obj` of rank {rank}: {e}") from None
+
+
+def _members(process_set: runtime.ProcessSet, size: int) -> list[int]:
+    """The world ranks of the members, in the order of their ranks within the set."""
+    if process_set is _global:
+        return list(range(size))
+    return list(process_set.ranks or range(size))
+
+
+@contextmanager
+def _readable_failures() -> Iterator[None]:
+    """Turns the failure of a program into the exception that it stands for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*)", str(e))
+        if found is None:
+            raise
+        code, text = found.groups()
+        culprit = re.search(r"\brank (\d+)", text)
+        rank = int(culprit[1]) if culprit else -1
+        raise errors.from_code(code, text, rank) from e

@@ -1,0 +1,322 @@
+"""The live state of one `init`: membership, links, heartbeat, communicators.
+
+It is formed from the settings and the environment, adds and removes communicators of
+process sets, and ends in good order, with a failure, or by being forgotten in a forked
+child. What users call is in runtime.py; who finds whom is in meeting.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _native, launch
+from . import addresses as address
+from .config import LOG_LEVELS, Config
+from .errors import Mismatch, StartupError
+from .meeting import Meeting, attend
+from .mesh import Fabric, Mesh
+from .reception import Reception
+from .session import Member
+
+# What ranks must agree about for their links and algorithms to fit together.
+_AGREED = ("ring_bytes", "tcp_streams", "algorithm")
+_CLOSED = "ringjax.shutdown() was called on this rank"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A rank's coordinates. `hosts` has the number of each world rank's host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hosts: tuple[int, ...]
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len({self.hosts.count(host) for host in set(self.hosts)}) == 1
+
+    @staticmethod
+    def of(rank: int, names: Sequence[str], config: Config) -> Standing:
+        """From the host's name of each rank; what the settings say is stronger."""
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        hosts = tuple(numbers[name] for name in names)
+        mine = hosts[rank]
+        local_rank = hosts[:rank].count(mine)
+        # The hosts that have a process with my local rank, in the order of the ranks.
+        cross = [h for h in numbers.values() if hosts.count(h) > local_rank]
+        computed = {
+            "local_rank": local_rank,
+            "local_size": hosts.count(mine),
+            "cross_rank": cross.index(mine),
+            "cross_size": len(cross),
+        }
+        given = {name: getattr(config, name) for name in computed}
+        stronger = {name: v for name, v in given.items() if v is not None}
+        return Standing(rank=rank, size=len(hosts), hosts=hosts, **computed | stronger)
+
+
+class World:
+    """All ranks of the job, as this one is connected with them.
+
+    Raises:
+        StartupError, PeerLost: the job could not be brought together.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.failed = ""  # why this rank fails, once it does
+        self.communicators: dict[int, _native.Communicator] = {}
+        # What the core holds, by communicator: numbers and inodes of the sockets.
+        self._sockets: dict[int, list[tuple[int, int]]] = {}
+        self._heartbeat: _native.Heartbeat | None = None
+        self._reception: Reception | None = None
+        self._meeting: Meeting | None = None
+        self._fabric: Fabric | None = None
+        place = launch.find(config)
+        self._prefix = f"ringjax {place.rank}/{place.size}"
+        try:
+            if place.size == 1:
+                self.standing = Standing.of(0, ["here"], config)
+            else:
+                self._come_together(place)
+            self._connect(0, range(place.size), "world")
+        except BaseException:
+            self.close()
+            raise
+
+    def _come_together(self, place: launch.Place) -> None:
+        config = self.config
+        try:
+            hosts = (
+                ["127.0.0.1"]
+                if place.one_host
+                else address.of_interfaces(config.network_interfaces)
+            )
+        except ValueError as error:
+            raise StartupError(f"RINGJAX_NETWORK_INTERFACES: {error}") from None
+        hello = {
+            "rank": place.rank,
+            "size": place.size,
+            "version": _native.version(),
+            "hostname": config.hostname or socket.gethostname(),
+            "machine": _machine(),
+            "shm": config.shm,
+            "settings": {name: getattr(config, name) for name in _AGREED},
+        }
+        self._meeting = attend(
+            place, config, hello, lambda s, j: self._open(s, j, place, hosts)
+        )
+        members = self._meeting.session.members
+        _check_agreement(members)
+        names = [f"{m.hello.get('machine')} {m.hello.get('hostname')}" for m in members]
+        self.standing = Standing.of(place.rank, names, config)
+        self._prefix += f" e{self._meeting.session.epoch}"
+        assert self._reception is not None
+        self._fabric = Fabric(
+            rank=place.rank,
+            members=members,
+            hosts=self.standing.hosts,
+            epoch=self._meeting.session.epoch,
+            job=self._meeting.job,
+            secret=self._meeting.secret,
+            config=config,
+            reception=self._reception,
+            session=self._meeting.session,
+            shm_bytes=_native.shm_bytes,
+            log=self.log,
+        )
+
+    def _open(
+        self, secret: bytes, job: str, place: launch.Place, hosts: list[str]
+    ) -> dict[str, Any]:
+        """Opens the doors for the other ranks, before they can know about them."""
+        if self._reception is not None:
+            self._reception.close()
+        self._reception = Reception(
+            secret,
+            job,
+            rank=place.rank,
+            size=place.size,
+            hosts=hosts,
+            log=lambda text: self.log("warning", text),
+        )
+        return {
+            "door": self._reception.door,
+            "addresses": ",".join(self._reception.addresses),
+        }
+
+    def _connect(self, number: int, ranks: Sequence[int], name: str) -> None:
+        """Builds a communicator; all of `ranks` do it, and this is one of them."""
+        standing, config = self.standing, self.config
+        if self._fabric is None:
+            mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            job, epoch = 0, 0
+        else:
+            mesh = self._fabric.build(number, ranks, name, control=number == 0)
+            job, epoch = int(self._fabric.job, 16), self._fabric.epoch
+        self._sockets[number] = mesh.sockets()
+        communicator = _native.Communicator(
+            id=number,
+            name=name,
+            job=job,
+            epoch=epoch,
+            rank=list(ranks).index(standing.rank),
+            hosts=[standing.hosts[rank] for rank in ranks],
+            members=list(ranks),
+            links=mesh.links,
+            doorbell=mesh.doorbell,
+            options={
+                "ring_bytes": config.ring_bytes,
+                "spin_us": config.spin_us,
+                "stall_warning": config.stall_warning,
+                "collective_timeout": config.collective_timeout,
+                "algorithm": config.algorithm,
+            },
+        )
+        self.communicators[number] = communicator
+        if mesh.control:
+            self._heartbeat = _native.Heartbeat(
+                standing.rank,
+                mesh.control,
+                interval=config.heartbeat,
+                timeout=config.failure_timeout,
+            )
+        if self._heartbeat is not None:
+            self._heartbeat.watch(communicator)
+
+    def add(self, number: int, ranks: Sequence[int], what: str) -> None:
+        """Registers a process set; collective over the world.
+
+        Raises:
+            Mismatch: ranks disagree about the set. Nothing was registered.
+        """
+        self._agree(f"{what} {number}", ranks)
+        if self.standing.rank in ranks:
+            self._connect(number, ranks, f"process set {number}")
+
+    def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
+        """Ends a process set; collective over the world."""
+        self._agree(f"{what} {number}", ranks)
+        communicator = self.communicators.pop(number, None)
+        if communicator is not None:
+            if self._heartbeat is not None:
+                self._heartbeat.forget(communicator)
+            communicator.close()
+        self._sockets.pop(number, None)
+
+    def _agree(self, what: str, ranks: Sequence[int]) -> None:
+        if self._meeting is None:
+            return
+        text = str(list(ranks[:32])) + ("..." if len(ranks) > 32 else "")
+        digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
+        mine = f"{what} {text} {digest}"
+        said = self._meeting.session.exchange(
+            mine, self.config.start_timeout, f"ringjax.{what}"
+        )
+        for rank, other in enumerate(said):
+            if other != mine:
+                raise Mismatch(
+                    f"ringjax.{what} of ranks {text}: rank {rank} calls "
+                    f"{str(other)[:-17]}"
+                )
+
+    def fail(self, text: str) -> None:
+        """Tells everybody that this rank goes down, and why."""
+        if self.failed:
+            return
+        self.failed = text
+        if self._heartbeat is not None:
+            self._heartbeat.fail(text)
+        if self._meeting is not None:
+            self._meeting.session.report_failure(text)
+
+    def stop(self) -> None:
+        """Fails what is pending, so that nothing waits for it."""
+        for communicator in self.communicators.values():
+            communicator.abort(self.failed or _CLOSED, self.standing.rank)
+
+    def close(self) -> None:
+        """Leaves the job. Bounded in time; may be called on half of a world."""
+        if self._heartbeat is not None and not self.failed:
+            self._heartbeat.leave()
+        if self._meeting is not None and not self.failed:
+            self._meeting.session.leave()
+        for communicator in self.communicators.values():
+            if self._heartbeat is not None:
+                self._heartbeat.forget(communicator)
+            communicator.close()
+        self.communicators.clear()
+        self._sockets.clear()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        if self._reception is not None:
+            self._reception.close()
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def abandon(self) -> None:
+        """In a forked child: lets go of the sockets and of nothing else.
+
+        Copies of them here would hide the parent's death from its peers. The threads of
+        the core do not exist in the child, so its objects must never be closed.
+        """
+        _abandoned.append((self.communicators, self._heartbeat))
+        for sockets in self._sockets.values():
+            for fd, inode in sockets:
+                with contextlib.suppress(OSError):
+                    # The core may have closed it, and the number be somebody else's.
+                    if os.fstat(fd).st_ino == inode:
+                        os.close(fd)
+        if self._reception is not None:
+            self._reception.release()
+        if self._meeting is not None:
+            self._meeting.session.close()
+
+    def log(self, level: str, text: str) -> None:
+        """One line on standard error, if the level is wanted."""
+        if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
+            print(f"[{self._prefix}] {level}: {text}", file=sys.stderr, flush=True)
+
+
+_abandoned: list[object] = []
+
+
+def _machine() -> str:
+    """What two processes share if a unix socket of one can be reached by the other."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _check_agreement(members: Sequence[Member]) -> None:
+    """Every rank sees all, so every rank raises the same."""
+    first = members[0].hello
+    for member in members[1:]:
+        if member.hello.get("version") != first.get("version"):
+            raise StartupError(
+                f"rank {member.rank} runs ringjax {member.hello.get('version')}, "
+                f"rank 0 {first.get('version')}"
+            )
+        mine, theirs = first.get("settings", {}), member.hello.get("settings", {})
+        for name in _AGREED:
+            if mine.get(name) != theirs.get(name):
+                raise StartupError(
+                    f"RINGJAX_{name.upper()} must be alike on all ranks: it is "
+                    f"{mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank "
+                    f"{member.rank}"
+                )

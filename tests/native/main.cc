@@ -1,0 +1,46 @@
+// ringjax_native_tests [name-filter]: runs the registered tests whose name contains the
+// filter, one line each. A test that hangs ends the program with its name.
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+
+#include "check.h"
+
+namespace {
+
+constexpr unsigned kSecondsPerTest = 300;
+const char* running = "";
+
+void OnAlarm(int) {
+  for (const char* text : {"TIMEOUT ", running, "\n"})
+    if (write(STDERR_FILENO, text, std::strlen(text)) < 0) break;
+  _exit(2);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using Clock = std::chrono::steady_clock;
+  const char* filter = argc > 1 ? argv[1] : "";
+  signal(SIGALRM, OnAlarm);
+  int passed = 0, failed = 0;
+  for (const auto& test : ringjax::testing::Tests()) {
+    if (std::strstr(test.name, filter) == nullptr) continue;
+    running = test.name;
+    ringjax::testing::failures = 0;
+    alarm(kSecondsPerTest);
+    const auto start = Clock::now();
+    test.body();
+    const std::chrono::duration<double> seconds = Clock::now() - start;
+    const bool ok = ringjax::testing::failures == 0;
+    ++(ok ? passed : failed);
+    std::printf("%s %s (%.2f s)\n", ok ? "ok  " : "FAIL", test.name, seconds.count());
+    std::fflush(stdout);
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  // A filter that matches nothing is a mistake, not a success.
+  return failed == 0 && passed > 0 ? 0 : 1;
+}

@@ -1,0 +1,112 @@
+"""ringjax.allgather against numpy.concatenate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ringjax
+from hypothesis import given
+from hypothesis import strategies as st
+from ringjax import allgather
+from stacked import check_derivatives, draw, draw_all, equal, properties, raises
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _x64(world: Any) -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def test_every_dtype(world) -> None:
+    xs = draw_all(world.size, (3, 5))
+    for f in (allgather, jax.jit(allgather)):
+        for dtype, out in f({d: x[world.rank] for d, x in xs.items()}).items():
+            equal(out, np.concatenate(xs[dtype]))
+
+
+@properties
+@given(
+    rows=st.lists(st.integers(0, 7), min_size=3, max_size=3),
+    rest=st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    seed=st.integers(0, 1000),
+)
+def test_rows_that_differ(world, rows, rest, seed) -> None:
+    xs = draw(world.size, lambda r: (rows[r], *rest), "float32", seed)
+    ns = draw(world.size, lambda r: (rows[-1 - r],), "int16", seed)
+    out = allgather({"x": xs[world.rank], "n": ns[world.rank]})
+    equal(out["x"], np.concatenate(xs))
+    equal(out["n"], np.concatenate(ns))
+
+
+def test_scalars_are_rows(world) -> None:
+    equal(allgather(np.float32(world.rank)), np.arange(world.size, dtype=np.float32))
+    out = ringjax.grouped_allgather([world.rank, np.ones((1, 2))])
+    equal(out[1], np.ones((world.size, 2)))
+    assert out[0].tolist() == list(range(world.size))
+
+
+def test_vmap(world) -> None:
+    xs = draw(world.size, (4, 2, 3), "float64")
+    for axis in range(3):
+        expected = np.stack(
+            [
+                np.concatenate(rows)
+                for rows in zip(*(np.moveaxis(x, axis, 0) for x in xs))
+            ]
+        )
+        equal(jax.vmap(allgather, in_axes=axis)(xs[world.rank]), expected)
+        equal(jax.jit(jax.vmap(allgather, in_axes=axis))(xs[world.rank]), expected)
+
+
+def test_scan(world) -> None:
+    def body(carry, x):
+        return carry, jnp.sum(allgather(x)[:, None] * carry[None])
+
+    _, out = jax.jit(lambda xs: jax.lax.scan(body, jnp.ones(2), xs))(jnp.ones((5, 3)))
+    equal(out, np.full(5, 6.0 * world.size))
+
+
+def test_derivatives(world) -> None:
+    def model(xs):
+        return [jnp.concatenate(xs)] * len(xs)
+
+    check_derivatives(world.rank, allgather, model, draw(world.size, (4, 3), "float64"))
+
+
+def test_derivatives_with_rows_that_differ(world) -> None:
+    xs = draw(world.size, lambda r: (r + 1, 2), "float64")
+    weights = np.arange(1.0, 1.0 + sum(len(x) for x in xs))[:, None]
+
+    def loss(x):  # not under jit: the ranks tell each other their rows
+        return jnp.sum(weights * allgather(x) ** 2) * (world.rank + 1)
+
+    start = sum(len(x) for x in xs[: world.rank])
+    mine = weights[start : start + world.rank + 1]
+    total = sum(r + 1 for r in range(world.size))
+    expected = 2 * mine * xs[world.rank] * total
+    equal(jax.grad(loss)(jnp.asarray(xs[world.rank])), expected, 1e-12)
+
+
+@pytest.mark.ranks(2, 3)
+def test_traced_rows_that_differ_raise_on_all_ranks(world) -> None:
+    f = jax.jit(lambda x: allgather(x, name="batch"))
+    with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "allgather 'batch'"):
+        jax.block_until_ready(f(jnp.ones(2 + world.rank)))
+    equal(f(jnp.ones(2)), np.ones(2 * world.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_other_dimensions_that_differ_raise_on_all_ranks(world) -> None:
+    with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "allgather"):
+        jax.block_until_ready(allgather(jnp.ones((2, 2 + world.rank))))
+    with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "allgather"):
+        jax.block_until_ready(
+            allgather(jnp.ones(2, "int32" if world.rank else "float32"))
+        )
+    equal(allgather(jnp.ones(1)), np.ones(world.size))

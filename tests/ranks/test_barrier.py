@@ -1,0 +1,51 @@
+"""ringjax.barrier: nobody leaves before all have come."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ringjax
+from stacked import equal, raises
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+
+def test_waits_for_the_slowest(world) -> None:
+    ringjax.barrier()
+    start = time.monotonic()
+    if world.rank == world.size - 1:
+        time.sleep(0.3)
+    ringjax.barrier(name="epoch")
+    assert time.monotonic() - start >= 0.29
+
+
+def test_in_a_program(world) -> None:
+    @jax.jit
+    def program(x):
+        x = ringjax.allreduce(x, ringjax.Sum)
+        ringjax.barrier()
+        return ringjax.allreduce(x, ringjax.Max)
+
+    for _ in range(3):
+        equal(program(jnp.ones(3)), np.full(3, world.size, np.float32))
+    equal(jax.grad(lambda x: jnp.sum(program(x) ** 0))(jnp.ones(3)), np.zeros(3, "f4"))
+
+    def body(carry, x):
+        ringjax.barrier()
+        return carry + x, None
+
+    equal(jax.lax.scan(body, 0.0, jnp.ones(4))[0], np.float32(4))
+
+
+@pytest.mark.ranks(2, 3)
+def test_another_operation_raises_on_all_ranks(world) -> None:
+    with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "barrier"):
+        if world.rank:
+            ringjax.barrier()
+        else:
+            jax.block_until_ready(ringjax.allreduce(jnp.ones(3)))
+    ringjax.barrier()

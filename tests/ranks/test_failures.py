@@ -1,0 +1,268 @@
+"""Stories with real processes: ranks that die, raise, leave, freeze, stall or disagree.
+
+What every other rank must see: an error that names the culprit, soon; and of the job:
+the culprit's exit code, its reason last, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable
+from textwrap import dedent
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import leaks
+import numpy as np
+import pytest
+from launch import Job, StartJob
+from rank_worker import World
+
+import ringjax
+
+HEAD = """
+import os, sys, time
+import jax, jax.numpy as jnp, optax
+import ringjax
+
+ringjax.init()
+rank, size = ringjax.rank(), ringjax.size()
+
+def tell(error):
+    sys.stdout.write(f"caught at {time.time()}: {error}\\n")
+    sys.stdout.flush()
+"""
+
+TRAIN = (
+    HEAD
+    + """
+tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.1))
+params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64)}
+state = tx.init(params)
+
+@jax.jit
+def step(params, state, x):
+    grads = jax.grad(lambda p: jnp.sum((x @ p["w"] + p["b"]) ** 2) / x.size)(params)
+    updates, state = tx.update(grads, state)
+    return optax.apply_updates(params, updates), state
+
+def train(steps):
+    global params, state
+    for _ in range(steps):
+        params, state = step(params, state, jnp.full((8, 64), rank + 1.0))
+        jax.block_until_ready(params)
+
+train(10)
+print("training", flush=True)
+"""
+)
+
+TRAIN_ON = (
+    TRAIN
+    + """
+try:
+    train(10**9)
+except Exception as error:
+    tell(error)
+    raise
+"""
+)
+
+WAIT = (
+    HEAD
+    + """
+print("ready", flush=True)
+try:
+    if rank == 0:
+        time.sleep(60)
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(4), name="loss"))
+except BaseException as error:
+    tell(repr(error))
+    raise
+"""
+)
+
+
+def _caught(job: Job, rank: int) -> tuple[float, str]:
+    """When a rank caught its error, and the text of it."""
+    assert "caught at " in job.output(rank), job.logs()
+    when, _, text = job.output(rank).partition("caught at ")[2].partition(": ")
+    return float(when), text
+
+
+def _all_print(job: Job, text: str) -> None:
+    for rank in range(job.np):
+        job.wait_for(rank, text)
+
+
+def test_a_killed_rank_is_named_by_the_others_within_two_seconds(
+    start_job: StartJob,
+) -> None:
+    job = start_job(3, TRAIN_ON)
+    _all_print(job, "training")
+    killed = time.time()
+    job.kill(rank=1)
+    assert job.wait(15) == 128 + signal.SIGKILL, job.logs()
+    for rank in (0, 2):
+        when, text = _caught(job, rank)
+        assert when - killed < 2, job.logs()
+        assert "rank 1" in text
+    assert "rank 1" in job.launcher_output().splitlines()[-1]
+
+
+def test_an_exception_reaches_every_rank_with_its_text(start_job: StartJob) -> None:
+    script = """
+    try:
+        if rank == 1:
+            raise ValueError("the data set is gone")
+        train(10**9)
+    except Exception as error:
+        tell(error)
+        raise
+    """
+    job = start_job(3, TRAIN + "\n" + dedent(script))
+    assert job.wait(40) == 1, job.logs()
+    raised, _ = _caught(job, 1)
+    for rank in (0, 2):
+        when, text = _caught(job, rank)
+        assert when - raised < 2, job.logs()
+        assert "rank 1" in text
+        assert "ValueError: the data set is gone" in text
+    last = job.launcher_output().splitlines()[-1]
+    assert "rank 1" in last
+    assert "the data set is gone" in last
+
+
+def test_a_rank_that_leaves_early_is_named(start_job: StartJob) -> None:
+    script = """
+    if rank == 1:
+        sys.exit(0)
+    try:
+        train(10**9)
+    except Exception as error:
+        tell(error)
+    """
+    job = start_job(3, TRAIN + "\n" + dedent(script))
+    assert job.wait(40) == 0, job.logs()  # the others lived with it
+    for rank in (0, 2):
+        assert "rank 1" in _caught(job, rank)[1]
+
+
+def test_a_frozen_rank_is_named_after_the_failure_timeout(start_job: StartJob) -> None:
+    patience = {"RINGJAX_FAILURE_TIMEOUT": "2", "RINGJAX_HEARTBEAT": "0.2"}
+    job = start_job(3, TRAIN_ON, env=patience)
+    _all_print(job, "training")
+    frozen = time.time()
+    job.kill(rank=2, sig=signal.SIGSTOP)
+    assert job.wait(30) != 0, job.logs()
+    for rank in (0, 1):
+        when, text = _caught(job, rank)
+        assert when - frozen < 5, job.logs()
+        assert "rank 2" in text
+
+
+def test_a_rank_that_never_calls_is_named_after_the_deadline(
+    start_job: StartJob,
+) -> None:
+    job = start_job(3, WAIT, env={"RINGJAX_COLLECTIVE_TIMEOUT": "3"})
+    started = time.time()
+    assert job.wait(30) != 0, job.logs()
+    for rank in (1, 2):
+        when, text = _caught(job, rank)
+        assert when - started < 20
+        assert "rank 0" in text, job.logs()
+        assert "loss" in text
+
+
+def test_ctrl_c_ends_a_waiting_job_within_two_seconds(start_job: StartJob) -> None:
+    job = start_job(3, WAIT)
+    _all_print(job, "ready")
+    time.sleep(0.3)  # let the others enter the collective
+    pressed = time.time()
+    job.interrupt()
+    assert job.wait(10) == 128 + signal.SIGINT, job.logs()
+    assert time.time() - pressed < 2
+    assert leaks.settle(lambda: list(leaks.processes(job.id).values())) == []
+
+
+def test_a_waiting_rank_alone_can_be_interrupted(start_job: StartJob) -> None:
+    job = start_job(2, WAIT)
+    _all_print(job, "ready")
+    time.sleep(0.3)  # let rank 1 enter the collective
+    pressed = time.time()
+    job.kill(rank=1, sig=signal.SIGINT)
+    job.wait_for(1, "caught at ", timeout=5)
+    when, _ = _caught(job, 1)
+    assert when - pressed < 2
+    assert "KeyboardInterrupt" in job.output(1)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(start_job: StartJob) -> None:
+    job = start_job(2, WAIT)
+    _all_print(job, "ready")
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait(5)
+    assert leaks.settle(lambda: list(leaks.processes(job.id).values()), 4) == []
+
+
+# what the error must show, and what rank 1 calls with; the others: f32[4], Sum
+DISAGREEMENTS: dict[str, tuple[list[str], Callable[[Any], dict[str, Any]]]] = {
+    "shape": (["f32[4]", "f32[3]"], lambda x: {"tensor": x[:3]}),
+    "rank": (["f32[4]", "f32[2,2]"], lambda x: {"tensor": x.reshape(2, 2)}),
+    "dtype": (["f32[4]", "i32[4]"], lambda x: {"tensor": x.astype(jnp.int32)}),
+    "op": (["SUM", "MAX"], lambda x: {"tensor": x, "op": ringjax.Max}),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_every_rank_gets_one_clear_error_when_ranks_disagree(
+    world: World, what: str
+) -> None:
+    shown, otherwise = DISAGREEMENTS[what]
+    x = jnp.arange(4, dtype=jnp.float32)
+    given = {"tensor": x, "op": ringjax.Sum, "name": "grads/2"}
+    given |= otherwise(x) if world.rank == 1 else {}
+    text = _mismatch(lambda: ringjax.allreduce(**given))
+    for part in ["allreduce", "grads/2", "rank 0", "rank 1", *shown]:
+        assert part in text
+    _still_usable(world, text)
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_rank_gets_one_clear_error_when_roots_differ(world: World) -> None:
+    root = 1 if world.rank == 1 else 0
+    text = _mismatch(
+        lambda: ringjax.broadcast(jnp.ones(3), root_rank=root, name="weights")
+    )
+    for part in ("broadcast", "weights", "root"):
+        assert part in text
+    _still_usable(world, text)
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_rank_gets_one_clear_error_when_operations_differ(world: World) -> None:
+    call = ringjax.allgather if world.rank == 1 else ringjax.allreduce
+    text = _mismatch(lambda: call(jnp.ones(3), name="x"))
+    assert "allreduce" in text
+    assert "allgather" in text
+    _still_usable(world, text)
+
+
+def _mismatch(call: Callable[[], Any]) -> str:
+    started = time.monotonic()
+    with pytest.raises(Exception, match="RINGJAX") as caught:
+        jax.block_until_ready(call())
+    assert time.monotonic() - started < 1 + 1  # a second to compile the call
+    return str(caught.value)
+
+
+def _still_usable(world: World, text: str) -> None:
+    """The next collectives work, and show that all ranks had the same text."""
+    number = np.array([zlib.crc32(text.encode())], np.uint32)
+    every = np.asarray(ringjax.allgather(number))
+    assert every.tolist() == number.tolist() * world.size

@@ -1,0 +1,137 @@
+"""The oracle of the rank tests: every rank can draw every rank's input from a seed.
+
+So what a collective must give is plain numpy, or for derivatives plain jax, on all
+inputs at once. No test is here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
+
+# A rank's world is the same for all examples of a test.
+properties = settings(
+    max_examples=20,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def draw(
+    size: int,
+    shape: tuple[int, ...] | Callable[[int], tuple[int, ...]],
+    dtype: str = "float32",
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """One array for each rank; `shape` may depend on the rank.
+
+    The values are small integers or their halves, so that sums and products of a few of
+    them are exact in every dtype.
+    """
+    out = []
+    for rank in range(size):
+        rng = np.random.default_rng((seed, rank))
+        dims = shape(rank) if callable(shape) else shape
+        if dtype == "bool":
+            values = rng.integers(0, 2, dims)
+        elif dtype in INTEGERS:
+            values = rng.integers(0 if dtype[0] == "u" else -4, 5, dims)
+        else:
+            values = rng.integers(-4, 5, dims) / 2
+            if dtype in COMPLEX:
+                values = values + 1j * rng.integers(-4, 5, dims) / 2
+        out.append(np.asarray(values).astype(jnp.dtype(dtype)))
+    return out
+
+
+def draw_all(
+    size: int, shape: tuple[int, ...], dtypes: Sequence[str] = DTYPES
+) -> dict[str, list[np.ndarray]]:
+    """`draw` for every dtype; they travel, and are compiled, as one tree."""
+    return {dtype: draw(size, shape, dtype) for dtype in dtypes}
+
+
+def equal(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Same shape, same dtype, same values."""
+    expected = np.asarray(expected)
+    assert isinstance(actual, jax.Array), type(actual)
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    wide = "complex128" if np.iscomplexobj(expected) else "float64"
+    if tolerance == 0.0:
+        np.testing.assert_array_equal(np.asarray(actual), expected)
+    else:
+        np.testing.assert_allclose(
+            np.asarray(actual).astype(wide),
+            expected.astype(wide),
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+
+def check_derivatives(
+    rank: int,
+    op: Callable[[Any], Any],
+    model: Callable[[Sequence[Any]], Sequence[Any]],
+    xs: Sequence[np.ndarray],
+    *,
+    tolerance: float = 1e-10,
+) -> None:
+    """JVP, VJP, the VJP of a VJP, plain and under jit, against `model` of the world.
+
+    `op` is this rank's program; ``model([x of each rank]) -> [y of each rank]`` is the
+    same for all ranks at once, whose derivatives jax takes from ordinary arithmetic.
+    """
+    ys = model(list(map(jnp.asarray, xs)))
+    ts = [
+        np.cos(1.0 + i + np.arange(x.size)).reshape(x.shape) for i, x in enumerate(xs)
+    ]
+    cts = [
+        np.sin(2.0 + i + np.arange(y.size)).reshape(y.shape) for i, y in enumerate(ys)
+    ]
+    ts = [t.astype(x.dtype) for t, x in zip(ts, xs, strict=True)]
+    cts = [ct.astype(y.dtype) for ct, y in zip(cts, ys, strict=True)]
+
+    def jvp(f: Any, x: Any, t: Any) -> Any:
+        return jax.jvp(f, (x,), (t,))[1]
+
+    def vjp(f: Any, x: Any, ct: Any) -> Any:
+        return jax.vjp(f, x)[1](ct)[0]
+
+    def twice(f: Any, x: Any, ct: Any, t: Any) -> Any:
+        return jax.vjp(lambda v: vjp(f, v, ct), x)[1](t)[0]
+
+    world = list(map(jnp.asarray, xs))
+    expected = [
+        jvp(model, world, list(map(jnp.asarray, ts)))[rank],
+        vjp(model, world, list(map(jnp.asarray, cts)))[rank],
+        twice(model, world, list(map(jnp.asarray, cts)), list(map(jnp.asarray, ts)))[
+            rank
+        ],
+    ]
+    x, t, ct = jnp.asarray(xs[rank]), jnp.asarray(ts[rank]), jnp.asarray(cts[rank])
+    for wrap in (lambda f: f, jax.jit):
+        actual = [
+            wrap(lambda a, b: jvp(op, a, b))(x, t),
+            wrap(lambda a, b: vjp(op, a, b))(x, ct),
+            wrap(lambda a, b, c: twice(op, a, b, c))(x, ct, t),
+        ]
+        for got, want in zip(actual, expected, strict=True):
+            equal(got, want, tolerance)
+
+
+def raises(kind: type[Exception], *parts: str) -> Any:
+    """`pytest.raises` with all `parts` in the message, in this order."""
+    pattern = "(?s)" + ".*".join(re.escape(part) for part in parts)
+    return pytest.raises(kind, match=pattern)

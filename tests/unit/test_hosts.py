@@ -1,0 +1,178 @@
+"""Host lists, host files, Slurm allocations, and the ranks' places in them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringjax.run.cli import find_hosts
+from ringjax.run.hosts import (
+    Host,
+    assign,
+    is_local,
+    own_addresses,
+    parse_hostfile,
+    parse_hosts,
+    slurm_hosts,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:2,b:4", [Host("a", 2), Host("b", 4)]),
+        (" a:2 , b ", [Host("a", 2), Host("b", 1)]),
+        ("10.0.0.7:1,[fe80::1]:3", [Host("10.0.0.7", 1), Host("fe80::1", 3)]),
+        ("[::1]", [Host("::1", 1)]),
+        ("a:1,b:2,a:3", [Host("a", 4), Host("b", 2)]),
+        ("me@gpu-01.example.org:8", [Host("me@gpu-01.example.org", 8)]),
+    ],
+)
+def test_host_list(text: str, expected: list[Host]) -> None:
+    assert parse_hosts(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "-H: no host given"),
+        ("a:0", "slots of 'a' must be a positive whole number, not '0'"),
+        ("a:two", "slots of 'a' must be a positive whole number, not 'two'"),
+        ("a:", "must be a positive whole number, not ''"),
+        ("-oProxyCommand=x:1", "'-oProxyCommand=x' is not a host name"),
+        ("a b:1", "'a b' is not a host name"),
+        ("me@-x:1", "'me@-x' is not a host name"),
+    ],
+)
+def test_bad_host_list_names_the_entry(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^-H: ") as caught:
+        parse_hosts(text)
+    assert message in str(caught.value)
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(
+        "# the cluster\nhost1 slots=2\n\nhost2:4 # fast\nhost3\n"
+        "host4 slots=1 max_slots=8\nhost1 slots=1\n"
+    )
+    expected = [Host("host1", 3), Host("host2", 4), Host("host3", 1), Host("host4", 1)]
+    assert parse_hostfile(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2\nb slots=x\n", "line 2: slots of 'b'"),
+        ("a cores=2\n", "line 1: 'cores=2' is not understood"),
+        ("# nobody\n", "no host in it"),
+    ],
+)
+def test_bad_hostfile_names_the_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_hostfile(file)
+
+
+def test_missing_hostfile(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--hostfile .*nowhere: .*No such file"):
+        parse_hostfile(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "tasks", "expected"),
+    [
+        ("n1,n2", "2(x2)", [Host("n1", 2), Host("n2", 2)]),
+        ("n[08-10]", "1(x2),4", [Host("n08", 1), Host("n09", 1), Host("n10", 4)]),
+        ("a[1,3]-ib,b", "2", [Host("a1-ib", 2), Host("a3-ib", 2), Host("b", 2)]),
+        ("lonely", "4", None),
+    ],
+)
+def test_slurm(nodelist: str, tasks: str, expected: list[Host] | None) -> None:
+    environ = {"SLURM_JOB_NODELIST": nodelist, "SLURM_TASKS_PER_NODE": tasks}
+    assert slurm_hosts(environ) == expected
+
+
+def test_outside_slurm() -> None:
+    assert slurm_hosts({}) is None
+
+
+def test_places_are_horovods() -> None:
+    slots = assign([Host("a", 3), Host("b", 1), Host("c", 2)], 6)
+    assert [s.host for s in slots] == list("aaabcc")
+    assert [s.rank for s in slots] == [0, 1, 2, 3, 4, 5]
+    assert [s.local_rank for s in slots] == [0, 1, 2, 0, 0, 1]
+    assert [s.local_size for s in slots] == [3, 3, 3, 1, 2, 2]
+    assert [s.cross_rank for s in slots] == [0, 0, 0, 1, 2, 1]
+    assert [s.cross_size for s in slots] == [3, 2, 1, 3, 3, 2]
+    env = slots[5].environment()
+    for prefix in ("RINGJAX", "HOROVOD"):
+        assert env[f"{prefix}_RANK"] == "5"
+        assert env[f"{prefix}_SIZE"] == "6"
+        assert env[f"{prefix}_LOCAL_RANK"] == "1"
+        assert env[f"{prefix}_LOCAL_SIZE"] == "2"
+        assert env[f"{prefix}_CROSS_RANK"] == "1"
+        assert env[f"{prefix}_CROSS_SIZE"] == "2"
+        assert env[f"{prefix}_HOSTNAME"] == "c"
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_every_place_is_taken_once(counts: list[int], data: st.DataObject) -> None:
+    hosts = [Host(f"h{i}", count) for i, count in enumerate(counts)]
+    size = data.draw(st.integers(1, sum(counts)))
+    slots = assign(hosts, size)
+    assert [s.rank for s in slots] == list(range(size))
+    assert {(s.host, s.local_rank) for s in slots} == {
+        (s.host, local) for s in slots for local in range(s.local_size)
+    }
+    for slot in slots:
+        column = [s for s in slots if s.local_rank == slot.local_rank]
+        assert len(column) == slot.cross_size
+        assert column[slot.cross_rank] == slot
+
+
+def test_too_few_slots() -> None:
+    with pytest.raises(ValueError, match=r"-np 4: .*there are 3 \(a:1, b:2\)"):
+        assign([Host("a", 1), Host("b", 2)], 4)
+
+
+def test_where_the_hosts_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("x slots=2\n")
+    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+
+    def names(np: int | None, hosts: str | None, hostfile: str | None) -> list[str]:
+        return [slot.host for slot in find_hosts(np, hosts, hostfile, environ)]
+
+    assert names(None, "a:1,b:1", None) == ["a", "b"]
+    assert names(1, None, str(file)) == ["x"]
+    assert names(3, None, None) == ["n1", "n1", "n2"]
+    assert [s.host for s in find_hosts(2, None, None, {})] == ["localhost"] * 2
+    with pytest.raises(ValueError, match="-np: say how many"):
+        find_hosts(None, None, None, {})
+    with pytest.raises(ValueError, match="only one of them"):
+        find_hosts(1, "a:1", str(file), {})
+
+
+def test_local_names() -> None:
+    for name in ("localhost", "127.0.0.1", "127.0.0.2", "::1", socket.gethostname()):
+        assert is_local(name), name
+    for name in ("203.0.113.7", "no-such-host.invalid", "me@localhost"):
+        assert not is_local(name), name
+
+
+def test_own_addresses() -> None:
+    assert own_addresses([], []) == ["127.0.0.1"]
+    assert own_addresses([], ["lo"]) == ["127.0.0.1"]
+    assert own_addresses(["127.0.0.2"], []) == ["127.0.0.1"]
+    # What only ssh can resolve is reached from any interface, and never from "all".
+    found = own_addresses(["no-such-host.invalid"], [])
+    assert found
+    assert "0.0.0.0" not in found
+    with pytest.raises(ValueError, match=r"'nope0' is no interface .*there are: .*lo"):
+        own_addresses(["127.0.0.2"], ["nope0"])

@@ -1,0 +1,315 @@
+"""How a job ends from outside: Ctrl-C, kill -9, ssh; nothing of it may be left.
+
+"Other hosts" are this machine behind a stand-in for ssh, which runs the remote command
+in a shell of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import leaks
+import pytest
+from launch import environment
+
+# Says when it runs, then resists SIGINT and SIGTERM, and so does its own child.
+STUBBORN = "trap '' INT TERM; sleep 1000 & echo ready; sleep 1000 & wait; wait"
+# As OpenSSH: options, a host, then the words of a command for the login shell.
+SSH = """#!/bin/sh
+echo "$@" >> "$SSH_LOG"
+while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
+case "$1" in *unreachable*) echo "ssh: no route to $1" >&2; exit 255;; esac
+shift
+echo "Welcome to this machine"
+cd / && exec env -u RINGJAX_SECRET sh -c "$*"
+"""
+
+
+class Running:
+    """A ringrun of our own, on a terminal if asked for."""
+
+    def __init__(
+        self, words: Sequence[str], env: Mapping[str, str], terminal: bool
+    ) -> None:
+        self.job = uuid.uuid4().hex[:12]
+        self.text = b""
+        if terminal:
+            self._reader, writer = pty.openpty()
+        else:
+            self._reader, writer = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ringjax.run", *words],
+            env=environment(self.job, env),
+            stdin=writer if terminal else subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+            start_new_session=True,
+            # On a terminal: its foreground group is ours, as in a shell.
+            preexec_fn=_take_terminal if terminal else None,
+        )
+        os.close(writer)
+        self.writer = self._reader
+
+    def read_until(self, word: str, times: int = 1, limit: float = 30) -> str:
+        """Reads output until a word came so often; an empty word means its end."""
+        deadline = time.monotonic() + limit
+        while not word or self.text.count(word.encode()) < times:
+            left = deadline - time.monotonic()
+            assert left > 0, f"no {word!r} in {self.text.decode()!r}"
+            if not select.select([self._reader], [], [], left)[0]:
+                continue
+            try:
+                data = os.read(self._reader, 1 << 16)
+            except OSError:  # a terminal that was hung up
+                data = b""
+            if not data:
+                assert not word, f"no {word!r} in {self.text.decode()!r}"
+                break
+            self.text += data
+        return self.text.decode()
+
+    def end(self) -> tuple[int, str, float]:
+        """Waits for the end: exit code, output, seconds."""
+        begin = time.monotonic()
+        text = self.read_until("")
+        return self.process.wait(20), text, time.monotonic() - begin
+
+    def processes(self) -> dict[int, str]:
+        return leaks.processes(self.job)
+
+    def close(self) -> list[str]:
+        left = leaks.settle(lambda: list(self.processes().values()))
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        os.close(self._reader)
+        self.process.wait(20)
+        return left
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Start:
+    """Starts ringruns; at the end nothing of them may be left."""
+
+    def __init__(self) -> None:
+        self.running: list[Running] = []
+
+    def __call__(
+        self, *words: str, env: Mapping[str, str] | None = None, terminal: bool = False
+    ) -> Running:
+        self.running.append(Running(words, env or {}, terminal))
+        return self.running[-1]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    starter = Start()
+    yield starter
+    left = [text for running in starter.running for text in running.close()]
+    assert not left, "\n".join(left)
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> dict[str, str]:
+    """An environment whose ssh is the stand-in; it logs its arguments."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(SSH)
+    (folder / "ssh").chmod(0o755)
+    log = tmp_path / "ssh.log"
+    log.touch()
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SSH_LOG": str(log)}
+
+
+def test_control_c_on_a_terminal(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", STUBBORN, terminal=True)
+    text = job.read_until("ready", 2)
+    assert "\x1b[" in text
+    assert "<stdout>" not in text
+    os.write(job.writer, b"\x03")
+    code, text, seconds = job.end()
+    assert code == 130
+    assert text.rstrip().endswith("ringrun: ended by SIGINT")
+    assert seconds < 2
+
+
+def test_no_colour_if_not_wanted(start: Start) -> None:
+    job = start("-np", "1", "echo", "hello", terminal=True, env={"NO_COLOR": "1"})
+    assert job.end()[1] == "[0] hello\r\n"
+
+
+def test_ranks_get_control_c_as_sigint(start: Start) -> None:
+    script = "trap 'echo saved; exit 0' INT; echo ready; sleep 1000 & wait"
+    job = start("-np", "2", "sh", "-c", script, terminal=True)
+    job.read_until("ready", 2)
+    os.write(job.writer, b"\x03")
+    code, text, _ = job.end()
+    assert code == 130
+    assert text.count("saved") == 2
+
+
+def test_a_second_control_c_ends_at_once(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", STUBBORN, terminal=True)
+    job.read_until("ready", 2)
+    os.write(job.writer, b"\x03")
+    job.read_until("^C")
+    time.sleep(0.05)  # two signals that arrive together would be one
+    os.write(job.writer, b"\x03")
+    code, _, seconds = job.end()
+    assert code == 130
+    assert seconds < 1
+
+
+def test_sigterm(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", STUBBORN)
+    job.read_until("ready", 2)
+    job.process.terminate()
+    code, text, seconds = job.end()
+    assert code == 143
+    assert text.rstrip().endswith("ringrun: ended by SIGTERM")
+    assert seconds < 2
+
+
+def test_control_c_while_nobody_reads_our_output(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", "yes flood")
+    job.read_until("flood")
+    before = len(job.text)
+    # Wait until ringrun hangs in a write, the only way for its state to be 'S' in it.
+    leaks.settle(lambda: [] if _writes(job.process.pid) else ["not yet"], 20)
+    job.process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    assert job.process.wait(20) == 130
+    assert time.monotonic() - begin < 2
+    assert len(job.text) == before
+
+
+def _writes(pid: int) -> bool:
+    try:
+        name = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return False
+    return "pipe_write" in name or name == "0"
+
+
+def test_kill_9_of_ringrun_leaves_nothing(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", STUBBORN)
+    job.read_until("ready", 2)
+    assert len(job.processes()) >= 6
+    job.process.kill()
+    assert leaks.settle(lambda: list(job.processes().values()), 5) == []
+
+
+def test_kill_9_of_the_agent_leaves_nothing(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", STUBBORN)
+    job.read_until("ready", 2)
+    [agent] = [
+        pid for pid, text in job.processes().items() if "ringjax.run.agent" in text
+    ]
+    os.kill(agent, signal.SIGKILL)
+    code, text, _ = job.end()
+    assert code == 255
+    assert text.rstrip().endswith("ringrun: rank 0: its agent on this host died")
+
+
+def test_daemons_do_not_outlive_the_job(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", "setsid sleep 1000 & (setsid sleep 1000 &) ; :")
+    assert job.end()[0] == 0
+
+
+def test_output_pipe_that_is_closed_ends_the_job(start: Start) -> None:
+    words = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", "yes"]
+    script = '"$@" | head -n 1; echo "${PIPESTATUS[0]}"'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *words],
+        env=environment("ringrun", {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.stdout == "[0]<stdout>:y\n141\n"
+    assert done.stderr == ""
+
+
+def test_other_hosts(start: Start, ssh: dict[str, str], tmp_path: Path) -> None:
+    words = ["-p", "2222", "-i", "/my key", "-H", "localhost:1,n1:2,n2:1"]
+    logs = ["--output-filename", str(tmp_path / "logs")]
+    script = "echo $RINGJAX_RANK $RINGJAX_HOSTNAME $RINGJAX_CROSS_RANK; pwd >&2"
+    job = start(*words, *logs, "sh", "-c", script, env=ssh)
+    code, text, _ = job.end()
+    assert code == 0, text
+    for rank, place in enumerate(["localhost 0", "n1 1", "n1 0", "n2 2"]):
+        assert f"[{rank}]<stdout>:{rank} {place}\n" in text
+        assert f"[{rank}]<stderr>:{os.getcwd()}\n" in text
+        stdout = tmp_path / "logs" / f"rank.{rank}" / "stdout"
+        assert stdout.read_text() == f"{rank} {place}\n"
+    assert "Welcome" not in text
+    calls = Path(ssh["SSH_LOG"]).read_text().splitlines()
+    assert len(calls) == 2
+    assert all("-p 2222 -i /my key" in call for call in calls)
+
+
+def test_failure_on_another_host(start: Start, ssh: dict[str, str]) -> None:
+    script = "[ $RINGJAX_RANK = 2 ] && echo boom >&2 && exit 9; exec sleep 1000"
+    job = start("-H", "localhost:1,n1:2", "sh", "-c", script, env=ssh)
+    code, text, _ = job.end()
+    assert code == 9
+    assert text.rstrip().endswith("ringrun: rank 2 (n1) failed: boom (exit code 9)")
+
+
+def test_host_that_cannot_be_reached(start: Start, ssh: dict[str, str]) -> None:
+    job = start("-H", "localhost:1,unreachable:1", "sleep", "1000", env=ssh)
+    code, text, _ = job.end()
+    assert code == 255
+    assert "ringrun: unreachable: ssh: no route to unreachable" in text
+    reason = "rank 1 (unreachable): lost its host, ssh ended (255)"
+    assert text.rstrip().endswith(f"ringrun: {reason}")
+
+
+def test_kill_9_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
+    job = start("-H", "localhost:1,n1:2", "sh", "-c", STUBBORN, env=ssh)
+    job.read_until("ready", 3)
+    job.process.kill()
+    assert leaks.settle(lambda: list(job.processes().values()), 5) == []
+
+
+def test_control_c_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
+    job = start("-H", "n1:1,n2:2", "sh", "-c", STUBBORN, env=ssh)
+    job.read_until("ready", 3)
+    job.process.send_signal(signal.SIGINT)
+    code, _, seconds = job.end()
+    assert code == 130
+    assert seconds < 2
+
+
+def test_the_secret_is_in_no_command_line(start: Start, ssh: dict[str, str]) -> None:
+    script = "echo secret $RINGJAX_SECRET; sleep 1000"
+    job = start("-H", "localhost:1,n1:1", "sh", "-c", script, env=ssh)
+    text = job.read_until("secret ", 2)
+    text = job.read_until("\n", text.count("\n") + 1) if text[-1] != "\n" else text
+    secrets = {line.split()[1] for line in text.splitlines() if "secret " in line}
+    [secret] = secrets
+    assert len(bytes.fromhex(secret)) == 32
+    lines = [Path(f"/proc/{p}/cmdline").read_bytes() for p in job.processes()]
+    assert len(lines) >= 5
+    assert not any(secret.encode() in line for line in lines)
+    assert secret not in Path(ssh["SSH_LOG"]).read_text()
+    # Only the ranks know it, not ssh, not the agents.
+    for pid, command in job.processes().items():
+        if "ssh" in command or "ringjax.run" in command:
+            assert secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    job.process.terminate()
+    assert job.end()[0] == 143

@@ -1,0 +1,90 @@
+"""ringrun and its rendezvous server: who is blamed, and jobs that never get together.
+
+The ranks join the rendezvous by themselves, without jax and without the native core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from launch import Job
+
+StartJob = Callable[..., Job]
+
+JOIN = """
+import os, signal, sys, time
+from ringjax.config import Config
+from ringjax.rendezvous import join
+
+config = Config.from_env()
+rank = config.rank
+
+def enter():
+    hello = {"rank": rank, "size": config.size}
+    secret = bytes.fromhex(config.secret)
+    return join(config.rendezvous, secret, config.job, hello, config.start_timeout)
+
+"""
+
+
+def test_ranks_find_each_other(start_job: StartJob) -> None:
+    job = start_job(3, JOIN + "print(len(enter().members), 'members')")
+    assert job.wait() == 0
+    for rank in range(3):
+        assert job.output(rank) == "3 members\n"
+
+
+def test_the_reason_is_what_the_first_rank_reported(start_job: StartJob) -> None:
+    script = """
+session = enter()
+if rank == 1:
+    session.report_failure("ValueError: boom")
+    time.sleep(0.5)  # slow to leave
+    sys.exit(5)
+time.sleep(0.2)
+sys.exit("PeerLost: rank 1 failed: ValueError: boom")
+"""
+    job = start_job(2, JOIN + script)
+    assert job.wait() == 5
+    last = job.launcher_output().strip().splitlines()[-1]
+    assert last == "ringrun: rank 1 failed: ValueError: boom (exit code 5)"
+
+
+def test_others_may_fail_by_themselves_first(start_job: StartJob) -> None:
+    script = """
+session = enter()
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.4)
+sys.exit("PeerLost: rank 0 closed its connection")
+"""
+    job = start_job(3, JOIN + script)
+    assert job.wait() == 137
+    for rank in (1, 2):
+        assert "PeerLost" in job.output(rank)
+    last = job.launcher_output().strip().splitlines()[-1]
+    assert last == "ringrun: rank 0 was killed by signal 9 (SIGKILL)"
+
+
+def test_start_timeout_names_who_never_came(start_job: StartJob) -> None:
+    script = "if rank in (1, 3): time.sleep(1000)\nenter()"
+    job = start_job(4, JOIN + script, options=["--start-timeout", "0.5"])
+    assert job.wait() == 1
+    last = job.launcher_output().strip().splitlines()[-1]
+    assert last.startswith(
+        "ringrun: the job did not start: ranks 1, 3 of 4 did not join"
+    )
+
+
+def test_a_rank_that_leaves_before_init(start_job: StartJob) -> None:
+    job = start_job(2, JOIN + "if rank == 0: enter()")
+    assert job.wait() == 1
+    last = job.launcher_output().strip().splitlines()[-1]
+    assert "rank 1 ended without an error while others wait" in last
+
+
+def test_loopback_only_if_all_hosts_are_local(start_job: StartJob) -> None:
+    job = start_job(2, JOIN + "print(config.rendezvous)")
+    assert job.wait() == 0
+    assert job.output(0).startswith("127.0.0.1:")
+    assert "," not in job.output(0)

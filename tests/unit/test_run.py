@@ -1,0 +1,138 @@
+"""`ringjax.run(fn)`: results, exceptions, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import leaks
+import pytest
+
+import ringjax
+from ringjax.errors import LaunchError
+from ringjax.run import run
+
+
+def _rank() -> int:
+    return int(os.environ["RINGJAX_RANK"])
+
+
+def test_results_by_rank() -> None:
+    def task(base: int, *, step: int) -> tuple[int, int]:
+        return int(os.environ["RINGJAX_RANK"]) * step + base, os.getpid()
+
+    results = run(task, (100,), {"step": 7}, np=3)
+    assert [value for value, _ in results] == [100, 107, 114]
+    assert len({os.getpid(), *(pid for _, pid in results)}) == 4
+
+
+def test_the_package_is_the_function() -> None:
+    assert ringjax.run(lambda: "hello") == ["hello"]
+    assert ringjax.run(lambda: 1, num_proc=2) == [1, 1]
+    assert ringjax.run(lambda: 2, hosts="localhost:2") == [2, 2]
+
+
+def test_large_results_and_arguments() -> None:
+    data = os.urandom(3 << 20)
+    assert run(lambda blob: blob[::-1], (data,), np=2) == [data[::-1]] * 2
+
+
+def test_an_exception_names_the_rank_and_shows_its_traceback() -> None:
+    def task() -> None:
+        if os.environ["RINGJAX_RANK"] == "1":
+            raise KeyError("the missing key")
+
+    with pytest.raises(LaunchError) as caught:
+        run(task, np=2)
+    assert (caught.value.rank, caught.value.exit_code) == (1, 1)
+    text = str(caught.value)
+    assert text.startswith("rank 1 failed: KeyError: 'the missing key' (exit code 1)\n")
+    assert 'raise KeyError("the missing key")' in text
+
+
+def test_a_rank_that_dies() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 was killed by signal 9") as caught:
+        run(lambda: os.kill(os.getpid(), 9))
+    assert caught.value.exit_code == 137
+
+
+def test_a_rank_without_a_result() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0: no result: .*without a result"):
+        run(lambda: sys.exit(0))
+
+
+def test_a_result_that_cannot_be_sent() -> None:
+    with pytest.raises(LaunchError, match="cannot pickle"):
+        run(threading.Lock)
+
+
+def test_output_goes_where_ours_goes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "logs")
+    run(lambda: print("hello"), np=2, output_filename=folder)
+    assert set(capsys.readouterr().out.splitlines()) == {
+        "[0]<stdout>:hello",
+        "[1]<stdout>:hello",
+    }
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "hello\n"
+
+
+def test_environment() -> None:
+    base = {k: v for k, v in os.environ.items() if k != "HOME"}
+    seen = run(lambda: dict(os.environ), env={**base, "COLOUR": "blue"})[0]
+    assert seen["COLOUR"] == "blue"
+    assert "HOME" not in seen
+
+
+def test_ranks_find_modules_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ringjax_test_module.py").write_text(
+        "def task():\n    return 'found'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module: Any = __import__("ringjax_test_module")
+    assert run(module.task, np=2) == ["found", "found"]
+
+
+def test_from_a_thread() -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(run(lambda: 5, np=2)))
+    thread.start()
+    thread.join(40)
+    assert results == [5, 5]
+
+
+def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringjax.run.job import Job
+
+    turn = Job._turn
+
+    def interrupted(self: Job) -> None:
+        turn(self)
+        if self._pids:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "_turn", interrupted)
+    monkeypatch.setenv(leaks.JOB_VARIABLE, "interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: __import__("time").sleep(1000), np=2)
+    assert leaks.settle(lambda: list(leaks.processes("interrupted").values())) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"np": 2, "num_proc": 3}, "np=2 and num_proc=3"),
+        ({"np": 0}, "-np: at least one process"),
+        ({"np": 3, "hosts": "localhost:2"}, "more processes than slots"),
+        ({"start_timeout": -1}, "RINGJAX_START_TIMEOUT is '-1'"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(_rank, **options)

@@ -1,0 +1,82 @@
+"""Processes of one host: bound to their starter, and killed to the last descendant."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+
+import leaks
+import pytest
+from launch import environment
+
+
+def starter(code: str, job: str) -> subprocess.Popen[str]:
+    """A process of its own that runs `code` with ringjax.run.spawn at hand."""
+    head = "import os, sys, time\nfrom ringjax.run import spawn\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", head + code],
+        env=environment(job, {}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_children_die_with_their_starter() -> None:
+    job = uuid.uuid4().hex
+    code = """
+child = spawn.start(["sleep", "1000"], os.environ)
+print(child.pid, flush=True)
+time.sleep(1000)
+"""
+    with starter(code, job) as process:
+        child = int(line(process))
+        assert child in leaks.processes(job)
+        process.kill()
+    assert leaks.settle(lambda: list(leaks.processes(job).values())) == []
+
+
+def test_sweep_finds_what_left_its_group() -> None:
+    job = uuid.uuid4().hex
+    code = """
+spawn.adopt_orphans()
+words = "setsid sh -c 'echo up; sleep 1000 & (setsid sleep 1000 &); wait' & wait"
+child = spawn.start(["sh", "-c", words], os.environ)
+os.read(child.pipes["stdout"], 3)
+ended = spawn.sweep(limit=5.0)
+assert (child.pid, 137) in ended, ended
+print(spawn.childless(), flush=True)
+"""
+    with starter(code, job) as process:
+        assert line(process) == "True"
+    assert process.returncode == 0
+    assert leaks.processes(job) == {}
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_do_not_inherit_ignored_signals(ignored: signal.Signals) -> None:
+    code = f"""
+import signal
+signal.signal({int(ignored)}, signal.SIG_IGN)
+child = spawn.start(["sh", "-c", "kill -{int(ignored)} $$; echo alive"], os.environ)
+child.process.wait()
+print(child.process.returncode, flush=True)
+"""
+    with starter(code, uuid.uuid4().hex) as process:
+        assert line(process) == str(-ignored)
+
+
+def test_a_failed_start_leaves_no_descriptor() -> None:
+    from ringjax.run import spawn
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        spawn.start(["no-such-command"], {}, payload=b"task")
+    assert os.listdir("/proc/self/fd") == before

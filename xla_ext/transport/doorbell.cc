@@ -1,0 +1,37 @@
+// The eventfd that wakes a sleeping rank. Links decide when to ring: see ring_link.h.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+
+#include "transport/link.h"
+
+namespace ringjax {
+
+Doorbell::Doorbell(int fd) : fd_(fd) {
+  // Non-blocking whoever made it: neither ringing nor draining may ever wait.
+  if (const int flags = fcntl(fd_, F_GETFL); flags >= 0)
+    fcntl(fd_, F_SETFL, flags | O_NONBLOCK);
+  fcntl(fd_, F_SETFD, FD_CLOEXEC);
+}
+
+Doorbell::~Doorbell() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void Doorbell::Ring() {
+  const uint64_t one = 1;
+  // A full counter (EAGAIN) is as loud as it gets, and a peer that closed its end is
+  // noticed by the link.
+  while (write(fd_, &one, sizeof(one)) < 0 && errno == EINTR) {
+  }
+}
+
+void Doorbell::Drain() {
+  uint64_t rings;
+  while (read(fd_, &rings, sizeof(rings)) < 0 && errno == EINTR) {
+  }
+}
+
+}  // namespace ringjax

@@ -1,0 +1,162 @@
+// See ring_link.h.
+#include "transport/ring_link.h"
+
+#include "base/status.h"
+
+namespace ringjax {
+namespace {
+
+// Long copies are shown to the other side in parts, so that both sides copy at once.
+constexpr size_t kPublishEvery = 32 << 10;
+
+std::byte* RingData(std::byte* block, int side, size_t ring_bytes) {
+  return block + kPairHeader + static_cast<size_t>(side) * ring_bytes;
+}
+
+}  // namespace
+
+RingLink::RingLink(std::byte* block, int side, size_t ring_bytes)
+    : pair_(reinterpret_cast<RingPair*>(block)),
+      mine_(&pair_->sides[side]),
+      peer_(&pair_->sides[1 - side]),
+      out_(&pair_->positions[side], RingData(block, side, ring_bytes), ring_bytes),
+      in_(&pair_->positions[1 - side], RingData(block, 1 - side, ring_bytes),
+          ring_bytes) {}
+
+void RingLink::Close() {
+  StoreShared(mine_->closed, uint32_t{1});
+  RingPeer();
+}
+
+void RingLink::WakeIf(uint32_t wants) {
+  if ((LoadShared(peer_->wants) & wants) == 0) return;
+  // Taken away, so that a long transfer rings once. Another wish of the sleeper may go
+  // with it: it wakes up all the same.
+  const std::atomic_ref<uint32_t> asleep(peer_->wants);
+  if (asleep.exchange(0, std::memory_order_seq_cst) != 0) RingPeer();
+}
+
+void RingLink::PublishWritten() {
+  out_.Publish();
+  WakeIf(kWantsBytes);
+}
+
+void RingLink::PublishRead() {
+  in_.Publish();
+  WakeIf(kWantsRoom);
+}
+
+Status RingLink::WriteState() const {
+  if (out_.broken())
+    return Status(Code::kUnavailable, "shared memory is damaged: impossible position");
+  if (LoadShared(peer_->closed) != 0)
+    return Status(Code::kUnavailable, "the peer closed the link");
+  return OkStatus();
+}
+
+Status RingLink::ReadState() {
+  // What the peer wrote before it closed is still delivered: closed is looked at first.
+  const bool closed = LoadShared(peer_->closed) != 0;
+  const size_t seen = in_.Available(0);
+  const size_t available = in_.Available(seen + 1);
+  if (in_.broken())
+    return Status(Code::kUnavailable, "shared memory is damaged: impossible position");
+  if (closed && available == seen)
+    return Status(Code::kUnavailable, "the peer closed the link");
+  return OkStatus();
+}
+
+Result<size_t> RingLink::TryWrite(std::span<const iovec> pieces) {
+  RJ_TRY(WriteState());
+  scant_room_ = 0;
+  size_t moved = 0, hidden = 0;
+  for (const iovec& piece : pieces) {
+    const std::byte* from = static_cast<const std::byte*>(piece.iov_base);
+    for (size_t left = piece.iov_len; left > 0;) {
+      const size_t n = std::min({left, out_.Room(left), kPublishEvery - hidden});
+      if (n == 0) {
+        if (hidden > 0) PublishWritten();
+        if (out_.broken() && moved == 0) return WriteState();
+        return moved;
+      }
+      out_.CopyIn(from, n);
+      from += n;
+      left -= n;
+      moved += n;
+      hidden += n;
+      if (hidden == kPublishEvery) {
+        PublishWritten();
+        hidden = 0;
+      }
+    }
+  }
+  if (hidden > 0) PublishWritten();
+  return moved;
+}
+
+Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
+  scant_bytes_ = 0;
+  size_t moved = 0, hidden = 0;
+  for (const iovec& piece : pieces) {
+    std::byte* to = static_cast<std::byte*>(piece.iov_base);
+    for (size_t left = piece.iov_len; left > 0;) {
+      const size_t n = std::min({left, in_.Available(left), kPublishEvery - hidden});
+      if (n == 0) {
+        if (hidden > 0) PublishRead();
+        if (moved == 0) RJ_TRY(ReadState());
+        return moved;
+      }
+      in_.CopyOut(to, n);
+      to += n;
+      left -= n;
+      moved += n;
+      hidden += n;
+      if (hidden == kPublishEvery) {
+        PublishRead();
+        hidden = 0;
+      }
+    }
+  }
+  if (hidden > 0) PublishRead();
+  return moved;
+}
+
+Result<std::span<std::byte>> RingLink::Reserve(size_t limit, size_t granularity) {
+  RJ_TRY(WriteState());
+  const std::span<std::byte> room = out_.Reserve(limit, granularity);
+  if (room.empty()) RJ_TRY(WriteState());
+  scant_room_ = room.empty() ? out_.Room(0) : 0;
+  return room;
+}
+
+Status RingLink::Commit(size_t bytes) {
+  out_.Commit(bytes);
+  if (bytes > 0) PublishWritten();
+  return OkStatus();
+}
+
+Result<std::span<const std::byte>> RingLink::Peek(size_t limit, size_t granularity) {
+  const std::span<const std::byte> bytes = in_.Peek(limit, granularity);
+  scant_bytes_ = bytes.empty() ? in_.Available(0) : 0;
+  if (bytes.empty() && limit > 0) RJ_TRY(ReadState());
+  return bytes;
+}
+
+void RingLink::Consume(size_t bytes) {
+  in_.Consume(bytes);
+  if (bytes > 0) PublishRead();
+}
+
+bool RingLink::Arm(bool want_read, bool want_write, std::vector<pollfd>*) {
+  StoreShared(mine_->wants,
+              (want_read ? kWantsBytes : 0) | (want_write ? kWantsRoom : 0));
+  if (LoadShared(peer_->closed) != 0) return true;
+  bool ready = false;
+  if (want_read) ready |= in_.Available(scant_bytes_ + 1) > scant_bytes_;
+  if (want_write) ready |= out_.Room(scant_room_ + 1) > scant_room_;
+  return ready || in_.broken() || out_.broken();
+}
+
+void RingLink::Disarm() { StoreShared(mine_->wants, uint32_t{0}); }
+
+}  // namespace ringjax

@@ -1,0 +1,102 @@
+// Rings in a memfd that both processes map. Who creates the memfd sizes, fills
+// (posix_fallocate) and seals it; this end only trusts it after looking at both.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <system_error>
+
+#include "transport/ring_link.h"
+
+namespace ringjax {
+namespace {
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+class ShmLink final : public RingLink {
+ public:
+  ShmLink(std::byte* block, int side, size_t ring_bytes,
+          std::unique_ptr<Doorbell> peer_doorbell)
+      : RingLink(block, side, ring_bytes),
+        block_(block),
+        bytes_(ShmBytes(ring_bytes)),
+        peer_doorbell_(std::move(peer_doorbell)) {}
+  ~ShmLink() override {
+    Close();
+    munmap(block_, bytes_);
+  }
+  std::string_view transport() const override { return "shm"; }
+
+ private:
+  void RingPeer() override { peer_doorbell_->Ring(); }
+
+  std::byte* block_;
+  size_t bytes_;
+  std::unique_ptr<Doorbell> peer_doorbell_;
+};
+
+Status Refused(const std::string& what) {
+  return Status(Code::kInternal,
+                what + ": " + std::generic_category().message(errno));
+}
+
+// A file that the peer could shrink would turn reads into SIGBUS.
+Status CheckMemfd(int memfd, size_t bytes) {
+  struct stat info;
+  if (fstat(memfd, &info) != 0) return Refused("shared memory: fstat");
+  if (info.st_size < 0 || static_cast<size_t>(info.st_size) != bytes)
+    return Status(Code::kInvalidArgument,
+                  "shared memory has " + std::to_string(info.st_size) +
+                      " bytes, expected " + std::to_string(bytes));
+  const int seals = fcntl(memfd, F_GET_SEALS);
+  constexpr int kNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & kNeeded) != kNeeded)
+    return Status(Code::kInvalidArgument,
+                  "shared memory is not sealed against resizing");
+  return OkStatus();
+}
+
+}  // namespace
+
+size_t ShmBytes(size_t ring_bytes) { return kPairHeader + 2 * ring_bytes; }
+
+Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
+                                          int peer_doorbell) {
+  const Descriptor file(memfd);
+  auto doorbell = std::make_unique<Doorbell>(peer_doorbell);
+  if (side != 0 && side != 1)
+    return Status(Code::kInvalidArgument, "a shared memory link has sides 0 and 1");
+  if (!IsRingSize(ring_bytes))
+    return Status(Code::kInvalidArgument,
+                  "a ring's size must be a power of two from 64 on, not " +
+                      std::to_string(ring_bytes));
+  const size_t bytes = ShmBytes(ring_bytes);
+  RJ_TRY(CheckMemfd(memfd, bytes));
+  void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
+  if (block == MAP_FAILED) return Refused("shared memory: mmap");
+  // Kindnesses that may fail: fewer page faults, and those now and not during the first
+  // collectives.
+  madvise(block, bytes, MADV_HUGEPAGE);
+#ifdef MADV_POPULATE_WRITE
+  madvise(block, bytes, MADV_POPULATE_WRITE);
+#endif
+  return std::unique_ptr<Link>(std::make_unique<ShmLink>(
+      static_cast<std::byte*>(block), side, ring_bytes, std::move(doorbell)));
+}
+
+}  // namespace ringjax

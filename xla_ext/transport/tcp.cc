@@ -1,0 +1,302 @@
+// A link over TCP: the byte stream of each direction is dealt out in blocks over the
+// sockets, in turn, so that long messages use several flows and short ones stay on one.
+// Both ends count bytes, so no header is needed. Sockets arrive connected and
+// authenticated; who connects, and to whom, is not decided here.
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <system_error>
+
+#include "transport/link.h"
+
+namespace ringjax {
+namespace {
+
+constexpr size_t kBlock = 256 << 10;      // bytes before the next socket's turn
+constexpr size_t kStaging = 256 << 10;    // for Reserve and Peek
+constexpr size_t kReadAhead = 16 << 10;   // a short read takes what follows along
+constexpr size_t kShortRead = 4 << 10;
+
+Status Failed(const char* call, int error) {
+  const bool ours = error == EBADF || error == ENOTSOCK || error == EFAULT ||
+                    error == EINVAL || error == ENOMEM;
+  return Status(ours ? Code::kInternal : Code::kUnavailable,
+                std::string(call) + ": " + std::generic_category().message(error));
+}
+
+bool Later(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
+
+// Bytes between [begin, end) of a buffer that exists only once it is needed.
+class Staging {
+ public:
+  size_t size() const { return end_ - begin_; }
+  size_t room() const { return kStaging - end_; }
+  const std::byte* data() const { return bytes_.get() + begin_; }
+  std::byte* end() {
+    if (!bytes_) bytes_.reset(new std::byte[kStaging]);
+    return bytes_.get() + end_;
+  }
+  void Append(size_t n) { end_ += n; }
+  void Drop(size_t n) {
+    begin_ += n;
+    if (begin_ == end_) begin_ = end_ = 0;
+  }
+  // Moves what is left to the front: less than an element, or little else.
+  void Compact() {
+    if (begin_ == 0) return;
+    std::memmove(bytes_.get(), data(), size());
+    end_ -= begin_;
+    begin_ = 0;
+  }
+
+ private:
+  std::unique_ptr<std::byte[]> bytes_;
+  size_t begin_ = 0, end_ = 0;
+};
+
+// One direction: which socket the next byte belongs to, and for how many bytes.
+struct Direction {
+  uint64_t bytes = 0;  // moved so far
+  Status broken;       // sticky: the first error of this direction
+  Staging staging;
+};
+
+class TcpLink final : public Link {
+ public:
+  explicit TcpLink(std::vector<int> sockets) : sockets_(std::move(sockets)) {}
+  ~TcpLink() override {
+    for (int fd : sockets_) close(fd);
+  }
+  std::string_view transport() const override { return "tcp"; }
+
+  Result<size_t> TryWrite(std::span<const iovec> pieces) override;
+  Result<size_t> TryRead(std::span<const iovec> pieces) override;
+  Result<std::span<std::byte>> Reserve(size_t limit, size_t granularity) override;
+  Status Commit(size_t bytes) override;
+  Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) override;
+  void Consume(size_t bytes) override { in_.staging.Drop(bytes); }
+  Result<bool> Flush() override;
+  bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
+  void Disarm() override {}
+
+ private:
+  int Socket(const Direction& d) const {
+    return sockets_[d.bytes / kBlock % sockets_.size()];
+  }
+  size_t BlockLeft(const Direction& d) const {
+    return sockets_.size() == 1 ? size_t{INT_MAX} : kBlock - d.bytes % kBlock;
+  }
+
+  // Puts at most `limit` bytes of `pieces`, less the first `skip`, into message_.
+  size_t Gather(std::span<const iovec> pieces, size_t skip, size_t limit);
+  // One system call on message_, of `bytes`. 0: later, or broken.
+  size_t Send(size_t bytes);
+  size_t Receive(size_t bytes);
+
+  std::vector<int> sockets_;
+  Direction out_, in_;
+  std::vector<iovec> message_;
+  size_t scant_bytes_ = 0;  // less than one element was there when Peek gave up
+};
+
+size_t TcpLink::Gather(std::span<const iovec> pieces, size_t skip, size_t limit) {
+  message_.clear();
+  size_t total = 0;
+  for (const iovec& piece : pieces) {
+    if (skip >= piece.iov_len) {
+      skip -= piece.iov_len;
+      continue;
+    }
+    const size_t n = std::min(piece.iov_len - skip, limit - total);
+    message_.push_back({static_cast<std::byte*>(piece.iov_base) + skip, n});
+    skip = 0;
+    total += n;
+    if (total == limit || message_.size() == IOV_MAX - 1) break;
+  }
+  return total;
+}
+
+size_t TcpLink::Send(size_t bytes) {
+  if (!out_.broken.ok() || bytes == 0) return 0;
+  msghdr header{};
+  header.msg_iov = message_.data();
+  header.msg_iovlen = message_.size();
+  ssize_t n;
+  do {
+    n = sendmsg(Socket(out_), &header, MSG_NOSIGNAL);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0) {
+    if (!Later(errno)) out_.broken = Failed("send", errno);
+    return 0;
+  }
+  out_.bytes += static_cast<uint64_t>(n);
+  return static_cast<size_t>(n);
+}
+
+size_t TcpLink::Receive(size_t bytes) {
+  if (!in_.broken.ok() || bytes == 0) return 0;
+  msghdr header{};
+  header.msg_iov = message_.data();
+  header.msg_iovlen = message_.size();
+  ssize_t n;
+  do {
+    n = recvmsg(Socket(in_), &header, 0);
+  } while (n < 0 && errno == EINTR);
+  if (n == 0) in_.broken = Status(Code::kUnavailable, "the peer closed the connection");
+  if (n < 0 && !Later(errno)) in_.broken = Failed("receive", errno);
+  if (n <= 0) return 0;
+  in_.bytes += static_cast<uint64_t>(n);
+  return static_cast<size_t>(n);
+}
+
+Result<bool> TcpLink::Flush() {
+  Staging& staged = out_.staging;
+  while (staged.size() > 0) {
+    const size_t n = std::min(staged.size(), BlockLeft(out_));
+    message_.assign(1, {const_cast<std::byte*>(staged.data()), n});
+    const size_t sent = Send(n);
+    if (!out_.broken.ok()) return out_.broken;
+    staged.Drop(sent);
+    if (sent < n) return false;
+  }
+  return true;
+}
+
+Result<size_t> TcpLink::TryWrite(std::span<const iovec> pieces) {
+  if (!out_.broken.ok()) return out_.broken;
+  const Result<bool> flushed = Flush();
+  if (!flushed.ok()) return flushed.status();
+  if (!flushed.value()) return size_t{0};
+  size_t moved = 0;
+  while (true) {
+    const size_t n = Gather(pieces, moved, BlockLeft(out_));
+    const size_t sent = Send(n);
+    moved += sent;
+    if (sent < n || n == 0) break;
+  }
+  if (moved == 0 && !out_.broken.ok()) return out_.broken;
+  return moved;
+}
+
+Result<size_t> TcpLink::TryRead(std::span<const iovec> pieces) {
+  scant_bytes_ = 0;
+  size_t moved = 0;
+  Staging& staged = in_.staging;
+  while (true) {
+    const size_t n = Gather(pieces, moved, BlockLeft(in_));
+    if (n == 0) break;
+    if (staged.size() > 0) {
+      for (const iovec& piece : message_) {
+        const size_t part = std::min(piece.iov_len, staged.size());
+        std::memcpy(piece.iov_base, staged.data(), part);
+        staged.Drop(part);
+        moved += part;
+      }
+      continue;
+    }
+    // After a short read, the rest of what the kernel has goes to staging: one system
+    // call for a header and the payload behind it.
+    size_t ahead = 0;
+    if (n < kShortRead) {
+      ahead = std::min(kReadAhead, BlockLeft(in_) - n);
+      if (ahead > 0) message_.push_back({staged.end(), ahead});
+    }
+    const size_t received = Receive(n + ahead);
+    if (received > n) staged.Append(received - n);
+    moved += std::min(received, n);
+    if (received < n) break;
+  }
+  if (moved == 0 && !in_.broken.ok()) return in_.broken;
+  return moved;
+}
+
+Result<std::span<std::byte>> TcpLink::Reserve(size_t limit, size_t granularity) {
+  if (!out_.broken.ok()) return out_.broken;
+  Staging& staged = out_.staging;
+  if (staged.room() < limit) {
+    const Result<bool> flushed = Flush();
+    if (!flushed.ok()) return flushed.status();
+  }
+  const size_t n = std::min(limit, staged.room()) & ~(granularity - 1);
+  if (n == 0) return std::span<std::byte>();
+  return std::span<std::byte>(staged.end(), n);
+}
+
+Status TcpLink::Commit(size_t bytes) {
+  out_.staging.Append(bytes);
+  return Flush().status();
+}
+
+Result<std::span<const std::byte>> TcpLink::Peek(size_t limit, size_t granularity) {
+  Staging& staged = in_.staging;
+  scant_bytes_ = 0;
+  while (staged.size() < granularity && limit >= granularity) {
+    staged.Compact();
+    const size_t wanted = std::max(limit - staged.size(), kReadAhead);
+    const size_t n = std::min({wanted, staged.room(), BlockLeft(in_)});
+    message_.assign(1, {staged.end(), n});
+    const size_t received = Receive(n);
+    staged.Append(received);
+    if (received == 0) break;
+  }
+  const size_t n = std::min(staged.size(), limit) & ~(granularity - 1);
+  if (n > 0) return std::span<const std::byte>(staged.data(), n);
+  if (!in_.broken.ok() && limit > 0) return in_.broken;
+  scant_bytes_ = staged.size();
+  return std::span<const std::byte>();
+}
+
+bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
+  if (want_read && in_.staging.size() > scant_bytes_) return true;
+  if ((want_read && !in_.broken.ok()) || (want_write && !out_.broken.ok())) return true;
+  const int from = Socket(in_), to = Socket(out_);
+  const bool same = want_read && want_write && from == to;
+  if (want_read)
+    fds->push_back({from, static_cast<short>(same ? POLLIN | POLLOUT : POLLIN), 0});
+  if (want_write && !same) fds->push_back({to, POLLOUT, 0});
+  return false;
+}
+
+// A socket that is stream-like, ours to block on never, and not inherited by children.
+Status Prepare(int fd) {
+  int type = 0;
+  socklen_t length = sizeof(type);
+  if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) != 0)
+    return Failed("getsockopt", errno);
+  if (type != SOCK_STREAM)
+    return Status(Code::kInvalidArgument, "a TCP link needs stream sockets");
+  const int flags = fcntl(fd, F_GETFL);
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ||
+      fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
+    return Failed("fcntl", errno);
+  // Refused by Unix sockets, which do not delay anything.
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  return OkStatus();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets) {
+  Status status;
+  if (sockets.empty())
+    status = Status(Code::kInvalidArgument, "a TCP link needs a socket");
+  for (int fd : sockets)
+    if (status.ok()) status = Prepare(fd);
+  if (!status.ok()) {
+    for (int fd : sockets) close(fd);
+    return status;
+  }
+  return std::unique_ptr<Link>(std::make_unique<TcpLink>(std::move(sockets)));
+}
+
+}  // namespace ringjax
