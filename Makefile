@@ -5,6 +5,9 @@
 # next target needs them. Stamps in it keep repeated runs quick.
 
 SHELL := /bin/sh
+ifeq ($(PATH),)  # `env -i make …`
+  export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+endif
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench sanitize wheel clean
 
@@ -19,8 +22,8 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-NATIVE := CMakeLists.txt $(shell find xla_ext -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cmake')
-FORMATTED := $(shell find xla_ext tests/native -name '*.h' -o -name '*.cc')
+SOURCES := $(wildcard $(foreach d,xla_ext xla_ext/* tests/native,$(d)/*.h $(d)/*.cc))
+NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES))
 TESTS ?=
 
 help:  ## list the targets
@@ -38,13 +41,13 @@ lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
 	$(BIN)/codespell
 
 format: $(VENV)/installed-lint  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i $(FORMATTED)
+	$(BIN)/clang-format -i $(SOURCES)
 
 bench: $(VENV)/installed  ## time and bandwidth of allreduce on 2 ranks
 	$(BIN)/ringrun -np 2 $(BIN)/python benchmarks/allreduce.py

@@ -249,12 +249,13 @@ def variables(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 def _read_secret(path: str) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Not blocking: opening a pipe would otherwise wait for somebody to write.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"RINGJAX_SECRET_FILE is {path!r}: {error.strerror}") from None
-    with open(fd, "rb") as file:
+    try:
         # Of the open file, so that it cannot be exchanged between check and use.
-        status = os.fstat(file.fileno())
+        status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"RINGJAX_SECRET_FILE is {path!r}: not a regular file")
         if status.st_uid not in (os.geteuid(), 0):
@@ -267,7 +268,9 @@ def _read_secret(path: str) -> bytes:
                 f"RINGJAX_SECRET_FILE is {path!r}: others may use it (mode "
                 f"{stat.S_IMODE(status.st_mode):04o}); chmod 600 it"
             )
-        text = file.read(4096).strip()
+        text = os.read(fd, 4096).strip()
+    finally:
+        os.close(fd)
     try:
         return bytes.fromhex(_hex(2 * MIN_SECRET_BYTES, exactly=False)(text.decode()))
     except ValueError:

@@ -1,7 +1,7 @@
 """The exceptions of ringjax, and how a status of the native core becomes one of them.
 
 Not for bad arguments: those are ValueError or TypeError naming the argument, raised
-before anything is sent. Everything here happened at run time, to this rank or to another.
+before anything is sent. All of these happened at run time, to this rank or another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RingjaxError(RuntimeError):
     """Base class of every failure at run time. Its text says who, what and why."""
 
 
-# Horovod's name for the same thing, so that `except HorovodInternalError` keeps working.
+# Horovod's name for the same thing: `except HorovodInternalError` keeps working.
 HorovodInternalError = RingjaxError
 
 

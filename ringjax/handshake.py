@@ -1,7 +1,7 @@
 """Who is at the other end: mutual HMAC-SHA256 challenge and response on a connection.
 
 Four messages of fixed size prove to both ends that the other knows the job's secret:
-    caller -> callee   introduction: job, purpose, epoch, communicator, both ranks, nonce
+    caller -> callee   introduction: job, purpose, epoch, communicator, ranks, nonce
     callee -> caller   its nonce, HMAC(callee key, all so far)
     caller -> callee   HMAC(caller key, all so far)
     callee -> caller   HMAC(welcome key, all so far)
@@ -13,7 +13,6 @@ The protocol is a pure state machine; sockets are driven below it and in `Door`.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import hmac
 import json
@@ -268,8 +267,8 @@ class Door:
     """Listening sockets that let in only connections that prove themselves.
 
     It works inside a loop over `selector`, whose entries carry a callable as data, and
-    which calls `sweep` about once a second while it is `busy`. A stranger costs at most one of
-    MOST_PENDING places for LIMIT seconds and less than 100 bytes.
+    which calls `sweep` about once a second while it is `busy`. A stranger costs at
+    most one of MOST_PENDING places for LIMIT seconds and less than 100 bytes.
 
     Args:
         steps: starts a callee's half of a handshake, see `answer`.
@@ -325,7 +324,9 @@ class Door:
         try:
             piece = sock.recv(guest.wants - len(guest.received))
             if not piece:
-                raise AuthenticationError("closed the connection before proving itself")
+                # A caller that has seen our proof and stops there does not believe it.
+                doubt = ": it has another secret" if guest.wants == _MAC else ""
+                raise AuthenticationError(f"left before proving itself{doubt}")
             guest.received += piece
             if len(guest.received) < guest.wants:
                 return
@@ -374,14 +375,14 @@ class Door:
         self._log(f"refused a connection from {where}: it {why}")
 
     def close(self) -> None:
-        """Closes the listening sockets and everything that has not proved itself."""
-        for guest in list(self._guests.values()):
-            self._forget(guest)
-            guest.sock.close()
-        for listener in self._listeners:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(listener)
-            listener.close()
+        """Closes the listening sockets and everything that has not proved itself.
+
+        The selector must be closed before: in a forked child it is shared with the
+        parent, which would lose what is unregistered here.
+        """
+        for sock in (*self._guests, *self._listeners):
+            sock.close()
+        self._guests.clear()
         self._listeners.clear()
 
 

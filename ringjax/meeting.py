@@ -46,6 +46,12 @@ class Meeting:
     job: str
     server: Server | None = None
 
+    def release(self) -> None:
+        """In a forked child: closes the copies of the parent's sockets."""
+        self.session.close()
+        if self.server is not None:
+            self.server.release()
+
     def close(self) -> None:
         """Closes the session, and the server if it is here."""
         self.session.close()
@@ -183,7 +189,8 @@ def _given_secret(place: Place, config: Config) -> bytes:
         raise StartupError(
             f"the job has {place.size} ranks ({place.source}) but no secret: set "
             f"RINGJAX_SECRET_FILE to a file that all of them can read and only you "
-            f"(chmod 600; openssl rand -hex 32 > FILE), or RINGJAX_SECRET to its content"
+            f"(openssl rand -hex 32 > FILE; chmod 600 FILE), or RINGJAX_SECRET to what "
+            f"is in it"
         )
     return secret
 
@@ -252,15 +259,17 @@ class _Notice:
 
     def read(self) -> Ticket | None:
         """None if there is none, or it is not to be trusted."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self.path, flags)
         except OSError:
             return None
-        with open(fd, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                return None
-            text = file.read(4096)
+        try:
+            status = os.fstat(fd)
+            ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            text = os.read(fd, 4096) if ours and stat.S_ISREG(status.st_mode) else b""
+        finally:
+            os.close(fd)
         try:
             found = json.loads(text)
             secret, job = bytes.fromhex(found["secret"]), str(found["job"])

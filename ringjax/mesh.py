@@ -154,7 +154,10 @@ class _Work:
     # Phase 1: call every lower rank; those that do not answer are called again.
 
     def call_lower(self) -> None:
-        waiting = {pair.rank: pair for pair in self.lower}
+        self._reach(self.lower)
+
+    def _reach(self, pairs: Sequence[_Pair]) -> None:
+        waiting = {pair.rank: pair for pair in pairs}
         refused_since: dict[int, float] = {}
         why: dict[int, str] = {}
         while waiting:
@@ -240,9 +243,9 @@ class _Work:
         except OSError as error:
             self.fabric.log(
                 "warning",
-                f"{self.what}: {len(shared)} x {self.size} = {len(shared) * self.size} "
-                f"bytes of shared memory cannot be had ({error.strerror}): using TCP on "
-                f"this host, which is slower",
+                f"{self.what}: {len(shared)} x {self.size} = "
+                f"{len(shared) * self.size} bytes of shared memory cannot be had "
+                f"({error.strerror}): using TCP on this host, which is slower",
             )
             for pair in shared:
                 pair.shared = False
@@ -262,7 +265,7 @@ class _Work:
             size, fds = self._receive(pair, 2)
             if size == 0 and not fds:
                 pair.shared = False
-                self._again(pair)
+                self._reach([pair])  # now for the data sockets
                 continue
             if len(fds) == 2:
                 pair.memory, pair.doorbell = fds
@@ -274,18 +277,6 @@ class _Work:
                     {pair.rank: "it offered memory of another size, or unsealed"}
                 )
             self._send(pair, self.size, [self.mesh.doorbell])
-
-    def _again(self, pair: _Pair) -> None:
-        """Connects the data sockets of a pair that has to do without memory."""
-        while True:
-            try:
-                self._call(pair)
-            except (OSError, AuthenticationError) as error:
-                why = str(error)
-                self._check(lambda: {pair.rank: why})
-                time.sleep(0.02)
-            else:
-                return
 
     # Phase 4: the lower rank learns the doorbells of the higher ones.
 
@@ -350,18 +341,19 @@ class _Work:
             if rank in self.ranks:
                 raise PeerLost(f"{self.what}: rank {rank} {why}", rank)
         if time.monotonic() >= self.deadline:
-            self._fail(missing())
+            limit = self.fabric.config.start_timeout
+            self._fail(missing(), f" within {limit:g} s")
 
-    def _fail(self, missing: dict[int, str]) -> NoReturn:
+    def _fail(self, missing: dict[int, str], when: str = "") -> NoReturn:
         hello = {r: self.fabric.members[r].hello for r in missing}
         reasons = "; ".join(
-            f"rank {r} on {hello[r].get('hostname')} at {hello[r].get('addresses')}: {why}"
+            f"rank {r} on {hello[r].get('hostname')}: {why}; its addresses are "
+            f"{hello[r].get('addresses')}"
             for r, why in missing.items()
         )
         raise StartupError(
             f"{self.what}: rank {self.fabric.rank} could not be connected with "
-            f"{ranks_text(list(missing))} within "
-            f"{self.fabric.config.start_timeout:g} s ({reasons})"
+            f"{ranks_text(list(missing))}{when} ({reasons})"
         )
 
     def result(self, control: bool) -> Mesh:

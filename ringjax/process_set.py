@@ -7,7 +7,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+
+
+class Identity:
+    """Who this process is; runtime.py, which knows it and this module, fills it in.
+
+    Attributes:
+        rank: gives the world rank; its argument names the caller in NotInitialized.
+    """
+
+    rank: Callable[[str], int]
+
+
+this_process = Identity()
 
 
 class ProcessSet:
@@ -29,9 +41,6 @@ class ProcessSet:
         ProcessSet(process_set_id=None, ranks=[0, 2])
     """
 
-    # Tells this process's world rank, or raises NotInitialized; runtime.py provides it.
-    own_rank: ClassVar[Callable[[str], int]]
-
     def __init__(self, ranks: Iterable[int]) -> None:
         self.process_set_id: int | None = None
         self.ranks = _checked(ranks)
@@ -42,7 +51,7 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this process is one of them. Raises NotInitialized before `init`."""
-        return self.own_rank("ProcessSet.included") in self.ranks
+        return this_process.rank("ProcessSet.included") in self.ranks
 
     def rank(self) -> int:
         """This process's rank within the set.
@@ -51,7 +60,7 @@ class ProcessSet:
             NotInitialized: before `init`.
             ValueError: this process is not in the set.
         """
-        mine = self.own_rank("ProcessSet.rank")
+        mine = this_process.rank("ProcessSet.rank")
         if mine not in self.ranks:
             raise ValueError(f"rank {mine} is not in {self}")
         return self.ranks.index(mine)

@@ -158,8 +158,8 @@ class Reception:
     def release(self) -> None:
         """Closes all sockets without the thread, which a forked child does not have."""
         self._closing = True
-        self._door.close()
         self._selector.close()
+        self._door.close()
         os.close(self._wakeup)
         for sock in self._arrived.values():
             sock.close()

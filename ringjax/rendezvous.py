@@ -174,7 +174,7 @@ class Server:
         with contextlib.suppress(OSError):  # the thread may have ended by itself
             self._wakeup.send(b"x")
         if self._thread is None:
-            self._release()
+            self.release()
         elif self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
@@ -185,16 +185,16 @@ class Server:
                 self._door.sweep()
                 self._sweep()
         finally:
-            self._release()
+            self.release()
 
-    def _release(self) -> None:
-        self._door.close()
-        for seat in list(self._seats):
-            self._seats.discard(seat)
-            seat.sock.close()
+    def release(self) -> None:
+        """Closes all sockets without the thread, which a forked child does not have."""
+        self._closing = True
         self.selector.close()
-        self._wakeup.close()
-        self._woken.close()
+        self._door.close()
+        for sock in (*(seat.sock for seat in self._seats), self._wakeup, self._woken):
+            sock.close()
+        self._seats.clear()
 
     def _accepts(self, introduction: Introduction) -> str:
         if introduction.purpose != Purpose.RENDEZVOUS:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from .config import Config
 from .errors import NotInitialized, RingjaxError
-from .process_set import ProcessSet
+from .process_set import ProcessSet, this_process
 from .world import World
 
 if TYPE_CHECKING:
@@ -191,8 +191,7 @@ def current(what: str) -> World:
     return _world
 
 
-# ProcessSet knows nothing of this module, which knows it.
-ProcessSet.own_rank = staticmethod(lambda what: current(what).standing.rank)
+this_process.rank = lambda what: current(what).standing.rank
 
 
 def config() -> Config:

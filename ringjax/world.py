@@ -249,22 +249,25 @@ class World:
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
-        if self._heartbeat is not None and not self.failed:
-            self._heartbeat.leave()
-        if self._meeting is not None and not self.failed:
-            self._meeting.session.leave()
+        heartbeat, meeting = self._heartbeat, self._meeting
+        if heartbeat is not None and not self.failed:
+            heartbeat.leave()
+        if meeting is not None and not self.failed:
+            meeting.session.leave()
         for communicator in self.communicators.values():
-            if self._heartbeat is not None:
-                self._heartbeat.forget(communicator)
+            if heartbeat is not None:
+                heartbeat.forget(communicator)
             communicator.close()
-        self.communicators.clear()
-        self._sockets.clear()
-        if self._heartbeat is not None:
-            self._heartbeat.close()
+        if heartbeat is not None:
+            heartbeat.close()
         if self._reception is not None:
             self._reception.close()
-        if self._meeting is not None:
-            self._meeting.close()
+        if meeting is not None:
+            meeting.close()
+        # The core closes its descriptors when nobody refers to its objects any more.
+        self.communicators.clear()
+        self._sockets.clear()
+        self._heartbeat = self._reception = self._meeting = self._fabric = None
 
     def abandon(self) -> None:
         """In a forked child: lets go of the sockets and of nothing else.
@@ -282,7 +285,7 @@ class World:
         if self._reception is not None:
             self._reception.release()
         if self._meeting is not None:
-            self._meeting.session.close()
+            self._meeting.release()
 
     def log(self, level: str, text: str) -> None:
         """One line on standard error, if the level is wanted."""

@@ -69,7 +69,8 @@ def run(
     from ringjax.config import Config
     from ringjax.errors import LaunchError
     from ringjax.run import cli, environ, task
-    from ringjax.run.job import Job, Spec
+    from ringjax.run.job import Job
+    from ringjax.run.order import Spec
     from ringjax.run.output import Console
 
     if np is not None and num_proc is not None and np != num_proc:

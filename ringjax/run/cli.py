@@ -16,7 +16,8 @@ from types import FrameType
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, hosts, options
-from ringjax.run.job import Job, Spec
+from ringjax.run.job import Job
+from ringjax.run.order import Spec
 from ringjax.run.output import Console
 
 _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write

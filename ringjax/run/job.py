@@ -12,19 +12,18 @@ import contextlib
 import os
 import secrets
 import selectors
-import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ringjax.run import environ
 from ringjax.run.channel import Channel, Message
-from ringjax.run.hosts import Slot, is_local, own_addresses
+from ringjax.run.hosts import is_local, own_addresses
+from ringjax.run.order import Agent, Spec, agent_command, ssh_command
 from ringjax.run.output import Console, OutputClosed
 from ringjax.run.verdict import Verdict
 
@@ -49,21 +48,6 @@ _AFTER_SIGTERM: _Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, Non
 _AT_ONCE: _Plan = ((0.0, signal.SIGKILL), (0.2, None))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What to run and where."""
-
-    slots: Sequence[Slot]
-    command: Sequence[str]
-    env: Mapping[str, str]
-    start_timeout: float
-    payload: bytes | None = None
-    interfaces: Sequence[str] = ()
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    verbose: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a job ended; `rank` is the one to blame, -1 if there is none."""
@@ -72,14 +56,6 @@ class Outcome:
     rank: int = -1
     reason: str = ""
     results: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Agent:
-    host: str
-    slots: list[Slot]
-    channel: Channel | None = None
-    ended: bool = False
 
 
 class Job:
@@ -94,8 +70,8 @@ class Job:
         self._results: dict[int, bytearray] = {}
         self._pids: dict[int, int] = {}
         self._guardian: subprocess.Popen[bytes] | None = None
-        self._local = _Agent("localhost", [])
-        self._remote: list[_Agent] = []
+        self._local = Agent("localhost", [])
+        self._remote: list[Agent] = []
         self._server: Server | None = None
         self._reports = 0
         self._joined = False
@@ -134,10 +110,10 @@ class Job:
     # Starting.
 
     def _start_agents(self) -> None:
-        hosts: dict[str, _Agent] = {}
+        hosts: dict[str, Agent] = {}
         for slot in self._spec.slots:
             if slot.host not in hosts:
-                hosts[slot.host] = _Agent(slot.host, [])
+                hosts[slot.host] = Agent(slot.host, [])
             hosts[slot.host].slots.append(slot)
         for host, agent in hosts.items():
             if is_local(host):
@@ -151,7 +127,7 @@ class Job:
             theirs += [stdin, stdout]
             agent.channel = self._open(agent, mine, ours)
         self._guardian = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ringjax.run.agent"],
+            agent_command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
@@ -170,7 +146,11 @@ class Job:
         for index, agent in enumerate(self._remote):
             stdin, stdout = theirs[2 * index : 2 * index + 2]
             self._console.labels[-1 - index] = agent.host
-            order = {"id": -1 - index, "argv": self._ssh(agent.host), "env": {}}
+            order = {
+                "id": -1 - index,
+                "argv": ssh_command(agent.host, self._spec),
+                "env": {},
+            }
             orders.append({**order, "stdin": stdin, "stdout": stdout})
             os.close(stdin)
             os.close(stdout)
@@ -178,7 +158,7 @@ class Job:
         if orders:
             self._spawn(self._local, orders, environ.inherited())
 
-    def _open(self, agent: _Agent, reader: int, writer: int) -> Channel:
+    def _open(self, agent: Agent, reader: int, writer: int) -> Channel:
         return Channel(
             self._selector,
             reader,
@@ -186,25 +166,6 @@ class Job:
             lambda message: self._heard(agent, message),
             lambda: self._lost(agent),
         )
-
-    def _ssh(self, host: str) -> list[str]:
-        """The ssh command; all that is secret or long goes over its standard input."""
-        options = {
-            "BatchMode": "yes",  # there is nobody to answer a question
-            "StrictHostKeyChecking": "accept-new",
-            "ConnectTimeout": str(max(1, round(self._spec.start_timeout))),
-            "ServerAliveInterval": "5",
-            "ServerAliveCountMax": "3",
-            "LogLevel": "ERROR",
-        }
-        command = ["ssh", *(f"-o{key}={value}" for key, value in options.items())]
-        if self._spec.ssh_port is not None:
-            command += ["-p", str(self._spec.ssh_port)]
-        if self._spec.ssh_identity_file is not None:
-            command += ["-i", self._spec.ssh_identity_file]
-        program = ["env", f"PYTHONPATH={environ.agent_path()}"]
-        program += [sys.executable, "-P", "-m", "ringjax.run.agent"]
-        return [*command, host, "exec " + shlex.join(program)]
 
     def _start_ranks(self) -> None:
         from ringjax import rendezvous
@@ -250,7 +211,7 @@ class Job:
 
     def _spawn(
         self,
-        agent: _Agent,
+        agent: Agent,
         orders: list[Message],
         env: Mapping[str, str],
         payload: bytes | None = None,
@@ -334,7 +295,7 @@ class Job:
         wait = 0.0 if plan is _AFTER_FAILURE and not self._joined else plan[0][0]
         self._next = time.monotonic() + wait
 
-    def _heard(self, agent: _Agent, message: Message) -> None:
+    def _heard(self, agent: Agent, message: Message) -> None:
         match message.get("is"):
             case "output":
                 self._output(
@@ -371,7 +332,7 @@ class Job:
         if not agent.ended:
             self._lost_ranks(agent, f"lost its host, ssh ended ({message['code']})")
 
-    def _lost(self, agent: _Agent) -> None:
+    def _lost(self, agent: Agent) -> None:
         if agent.ended:
             return
         if agent is not self._local:
@@ -383,7 +344,7 @@ class Job:
         for other in self._remote:
             self._lost_ranks(other, "the agent on the first host died")
 
-    def _lost_ranks(self, agent: _Agent, text: str) -> None:
+    def _lost_ranks(self, agent: Agent, text: str) -> None:
         for slot in agent.slots:
             self._verdict.exited(slot.rank, 255, time.monotonic(), text)
 
@@ -397,7 +358,9 @@ class Job:
             for agent in agents:
                 if agent.channel is not None:
                     agent.channel.send({"do": "end"})
-            while time.monotonic() < deadline and not all(map(_done, agents)):
+            while time.monotonic() < deadline and not all(
+                agent.done for agent in agents
+            ):
                 for key, _ in self._selector.select(0.05):
                     if self._selector.get_map().get(key.fd) is key:
                         with contextlib.suppress(OutputClosed):
@@ -430,7 +393,3 @@ class Job:
         if blame is not None:
             return Outcome(blame.exit_code, blame.rank, blame.reason, results)
         return Outcome(0, results=results)
-
-
-def _done(agent: _Agent) -> bool:
-    return agent.ended or agent.channel is None or agent.channel.closed

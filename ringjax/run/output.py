@@ -21,6 +21,8 @@ from ringjax.run import environ
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
+# What JAX adds below an exception, which is the line worth repeating.
+_NOTE = re.compile(r"-+$|For simplicity, JAX has removed its internal frames")
 _STREAMS = {"stdout": 1, "stderr": 2}
 
 
@@ -109,7 +111,8 @@ class Console:
 
     def _remember(self, rank: int, lines: list[bytes]) -> None:
         for line in reversed(lines):
-            if text := line.decode(errors="replace").strip():
+            text = line.decode(errors="replace").strip()
+            if text and not _NOTE.match(text):
                 self._last[rank] = text
                 return
 

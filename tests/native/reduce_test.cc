@@ -250,6 +250,19 @@ TEST(NarrowingRoundsOnceAndToEven) {
   }
 }
 
+// Also a NaN whose only payload bits are those that are cut off.
+TEST(NarrowingKeepsNaN) {
+  for (DType wire : {DType::kF16, DType::kBF16})
+    for (uint32_t bits : {0x7f800001u, 0xff800001u, 0x7fc00000u, 0xffffffffu}) {
+      float f;
+      std::memcpy(&f, &bits, 4);
+      uint16_t half;
+      Encode(&half, &f, 1, {DType::kF32, wire}, false);
+      CHECK(std::isnan(FromHalfBits(wire, half)));
+      CHECK_EQ(half >> 15, static_cast<int>(bits >> 31));
+    }
+}
+
 TEST(MinAndMaxAgreeWhicheverSideIsOwn) {
   const float nan = std::nanf(""), zero = 0.0f;
   const float a[] = {zero, -zero, nan, 1, -INFINITY, nan};

@@ -57,7 +57,7 @@ def test_vmap(world) -> None:
         expected = np.stack(
             [
                 np.concatenate(rows)
-                for rows in zip(*(np.moveaxis(x, axis, 0) for x in xs))
+                for rows in zip(*(np.moveaxis(x, axis, 0) for x in xs), strict=True)
             ]
         )
         equal(jax.vmap(allgather, in_axes=axis)(xs[world.rank]), expected)

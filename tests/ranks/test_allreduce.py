@@ -42,10 +42,7 @@ def oracle(op: int, xs: list[np.ndarray]) -> np.ndarray:
         if total.dtype.kind in "iu":
             return np.trunc(total / len(xs)).astype(total.dtype)
         return (total / np.float64(len(xs))).astype(total.dtype)
-    if xs[0].dtype == bool:
-        combine = BOOL.get(op, np.logical_and)
-    else:
-        combine = REDUCE[op]
+    combine = BOOL.get(op, np.logical_and) if xs[0].dtype == bool else REDUCE[op]
     out = xs[0]
     for x in xs[1:]:
         out = combine(out, x).astype(x.dtype)

@@ -48,8 +48,8 @@ def test_it_starts_in_a_moment() -> None:
         assert ringrun("-np", "2", "true").returncode == 0
         return time.monotonic() - begin
 
-    # 0.16 s on an idle machine with two cores; the best of some, as others work too.
-    assert min(seconds() for _ in range(5)) < 0.4
+    # 0.16 s on an idle machine with two cores; one of some tries, as others work too.
+    assert any(seconds() < 0.4 for _ in range(10))
 
 
 def test_prefixes_and_places() -> None:
@@ -122,6 +122,12 @@ def test_exit_code_and_reason_of_the_first_failure() -> None:
     assert done.returncode == 7
     assert last_line(done) == "ringrun: rank 1 failed: boom (exit code 7)"
     assert time.monotonic() - begin < 20
+
+
+def test_notes_of_jax_are_no_reason() -> None:
+    note = "--------------------\nFor simplicity, JAX has removed its internal frames"
+    done = ringrun("-np", "1", *sh(f"echo 'ValueError: x\n{note} …' >&2; exit 1"))
+    assert last_line(done) == "ringrun: rank 0 failed: ValueError: x (exit code 1)"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])

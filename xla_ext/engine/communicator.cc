@@ -215,25 +215,38 @@ Status Communicator::Fail(const Call& call, const Status& cause) {
   if (aborted()) {
     reason = abort_status();
   } else {
-    const int world = cause.rank() < 0 ? -1 : options_.members[cause.rank()];
-    std::string text = cause.message();
-    if (world >= 0) text = "rank " + std::to_string(world) + " " + text;
-    if (cause.code() == Code::kCancelled)
-      text = "rank " + std::to_string(options_.members[rank()]) + " was " + text;
-    if (cause.code() == Code::kDeadlineExceeded) {
-      char seconds[32];
-      std::snprintf(seconds, sizeof seconds, "%g", options_.collective_timeout);
-      text = std::string("no progress for ") + seconds + " s, waiting for " +
-             Waited(cause.rank() < 0 ? std::vector<int>{}
-                                     : std::vector<int>{cause.rank()});
-    }
-    reason = Status(cause.code(), text, world);
-    Abort(Status(cause.code() == Code::kInternal ? Code::kUnavailable : cause.code(),
-                 Where(call) + ": " + text, world));
-    if (on_failure_) on_failure_(abort_status());
+    const Status blame = Blame(call, cause);
+    reason = Status(cause.code() == Code::kInternal ? Code::kUnavailable : cause.code(),
+                    "rank " + std::to_string(blame.rank()) + " " + blame.message(),
+                    blame.rank());
+    Abort(reason);
+    if (on_failure_) on_failure_(blame);
   }
   return Status(reason.code(), Prefix() + Where(call) + ": " + reason.message(),
                 reason.rank());
+}
+
+// Who caused it, as a world rank, and what it did, as a predicate: peers are told these
+// two, so that all ranks print the same sentence.
+Status Communicator::Blame(const Call& call, const Status& cause) const {
+  const int here = options_.members[rank()];
+  int world = cause.rank() < 0 ? here : options_.members[cause.rank()];
+  std::string what = cause.message();
+  if (cause.code() == Code::kCancelled) what = "was " + what;
+  if (cause.code() == Code::kDeadlineExceeded) {
+    char seconds[32];
+    std::snprintf(seconds, sizeof seconds, " for %g s", options_.collective_timeout);
+    std::vector<int> late;
+    if (laggards_) late = laggards_(sequence_);
+    if (!late.empty()) {
+      world = late.front();
+      what = "has not called " + Where(call);
+    }
+    what += seconds;
+    for (size_t i = 1; i < late.size(); ++i)
+      what += (i == 1 ? ", nor has rank " : ", rank ") + std::to_string(late[i]);
+  }
+  return Status(cause.code(), what, world);
 }
 
 // "rank 2, rank 3": who has not even entered this call if the heartbeat knows, else the

@@ -127,6 +127,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Result<const Planned*> PlanFor(const Problem& problem, uint64_t bytes);
   std::string_view ForcedAlgorithm(Collective op) const;
   Status Fail(const Call& call, const Status& cause);
+  Status Blame(const Call& call, const Status& cause) const;
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers);
   Status CheckLeft() const;
   std::string Waited(const std::vector<int>& peers) const;

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <tuple>
 
 namespace ringjax {
 namespace {
@@ -158,11 +159,10 @@ bool Heartbeat::Parse(State* state) {
   state->input.erase(0, sizeof message + message.length);
   if (message.type == Type::kFail) {
     const bool itself = message.culprit < 0 || message.culprit == rank;
-    // It blames this rank (which it may have lost by a cut network): then it is gone.
-    if (itself || message.culprit == rank_)
-      Lose(rank, "failed: " + text);
-    else
+    if (!itself)
       Lose(message.culprit, text);
+    else
+      Lose(rank, message.culprit == rank ? text : "failed: " + text);
   }
   {
     std::lock_guard lock(mutex_);
@@ -269,11 +269,12 @@ void Heartbeat::Forget(const Communicator* communicator) {
 }
 
 void Heartbeat::Fail(const std::string& message, int culprit) {
+  std::string what = message;
   if (culprit < 0) {
     std::lock_guard lock(mutex_);
-    if (!lost_.empty()) culprit = lost_.front().first;
+    if (!lost_.empty()) std::tie(culprit, what) = lost_.front();
   }
-  Tell(Type::kFail, culprit, message);
+  Tell(Type::kFail, culprit, what);
 }
 
 void Heartbeat::Leave() { Tell(Type::kLeave, -1, ""); }

@@ -38,7 +38,8 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void Watch(const std::shared_ptr<Communicator>& communicator);
   void Forget(const Communicator* communicator);
 
-  // Tells all peers that this rank fails, with the rank it blames (-1: itself).
+  // Tells all peers that this rank fails and why. `culprit` is the world rank to blame
+  // and `message` what it did; -1 blames this rank, unless it lost another one before.
   void Fail(const std::string& message, int culprit = -1);
   // Tells all peers that this rank leaves in good order.
   void Leave();

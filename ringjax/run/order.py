@@ -1,0 +1,69 @@
+"""What is ordered from the hosts of a job: the ranks, and the agent that starts them.
+
+Records and command lines; the job itself is job.py, the other end agent.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ringjax.run import environ
+from ringjax.run.channel import Channel
+from ringjax.run.hosts import Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What to run and where."""
+
+    slots: Sequence[Slot]
+    command: Sequence[str]
+    env: Mapping[str, str]
+    start_timeout: float
+    payload: bytes | None = None
+    interfaces: Sequence[str] = ()
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    verbose: bool = False
+
+
+@dataclass(slots=True)
+class Agent:
+    """What ringrun knows of the agent on a host."""
+
+    host: str
+    slots: list[Slot]
+    channel: Channel | None = None
+    ended: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing will come from it any more."""
+        return self.ended or self.channel is None or self.channel.closed
+
+
+def agent_command() -> list[str]:
+    """The agent's command. -P: no file of the user's directory may shadow a module."""
+    return [sys.executable, "-P", "-m", "ringjax.run.agent"]
+
+
+def ssh_command(host: str, spec: Spec) -> list[str]:
+    """The agent's command on another host; all else goes over its standard input."""
+    options = {
+        "BatchMode": "yes",  # there is nobody to answer a question
+        "StrictHostKeyChecking": "accept-new",
+        "ConnectTimeout": str(max(1, round(spec.start_timeout))),
+        "ServerAliveInterval": "5",
+        "ServerAliveCountMax": "3",
+        "LogLevel": "ERROR",
+    }
+    command = ["ssh", *(f"-o{key}={value}" for key, value in options.items())]
+    if spec.ssh_port is not None:
+        command += ["-p", str(spec.ssh_port)]
+    if spec.ssh_identity_file is not None:
+        command += ["-i", spec.ssh_identity_file]
+    program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
+    return [*command, host, "exec " + shlex.join(program)]

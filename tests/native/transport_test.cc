@@ -1,0 +1,530 @@
+// Links between two threads: every transport must carry the same streams, wake who
+// sleeps, report a peer that is gone, and survive nonsense in shared memory.
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "transport/link.h"
+#include "transport/ring_link.h"
+
+namespace ringjax {
+namespace {
+
+int MakeEventFd() { return eventfd(0, EFD_CLOEXEC); }
+
+// Two ends and the doorbells on which they sleep.
+struct Ends {
+  std::unique_ptr<Doorbell> bells[2];
+  std::unique_ptr<Link> links[2];
+};
+using MakeEnds = std::function<Ends()>;
+
+Ends WithBells() {
+  Ends ends;
+  for (auto& bell : ends.bells) bell = std::make_unique<Doorbell>(MakeEventFd());
+  return ends;
+}
+
+Ends LocalEnds(size_t ring) {
+  Ends ends = WithBells();
+  std::tie(ends.links[0], ends.links[1]) =
+      MakeLocalLinks(ring, ends.bells[0].get(), ends.bells[1].get());
+  return ends;
+}
+
+int MakeMemfd(size_t bytes, int seals = F_SEAL_SHRINK | F_SEAL_GROW) {
+  const int fd = memfd_create("ringjax-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  CHECK(fd >= 0 && posix_fallocate(fd, 0, static_cast<off_t>(bytes)) == 0);
+  CHECK(fcntl(fd, F_ADD_SEALS, seals) == 0);
+  return fd;
+}
+
+Ends ShmEnds(size_t ring) {
+  Ends ends = WithBells();
+  const int memfd = MakeMemfd(ShmBytes(ring));
+  for (int side = 0; side < 2; ++side) {
+    auto link = MakeShmLink(dup(memfd), side, ring, dup(ends.bells[1 - side]->fd()));
+    CHECK(link.ok());
+    ends.links[side] = std::move(link.value());
+  }
+  close(memfd);
+  return ends;
+}
+
+std::pair<int, int> Loopback() {
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  CHECK(bind(listener, generic, length) == 0 && listen(listener, 1) == 0);
+  CHECK(getsockname(listener, generic, &length) == 0);
+  const int one = socket(AF_INET, SOCK_STREAM, 0);
+  CHECK(connect(one, generic, length) == 0);
+  const int other = accept(listener, nullptr, nullptr);
+  CHECK(other >= 0);
+  close(listener);
+  return {one, other};
+}
+
+std::pair<int, int> UnixPair() {
+  int fds[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+  return {fds[0], fds[1]};
+}
+
+Ends SocketEnds(size_t flows, const std::function<std::pair<int, int>()>& connected) {
+  Ends ends = WithBells();
+  std::vector<int> sockets[2];
+  for (size_t i = 0; i < flows; ++i) {
+    const auto [one, other] = connected();
+    sockets[0].push_back(one);
+    sockets[1].push_back(other);
+  }
+  for (int side = 0; side < 2; ++side) {
+    auto link = MakeTcpLink(sockets[side]);
+    CHECK(link.ok());
+    ends.links[side] = std::move(link.value());
+  }
+  return ends;
+}
+
+const std::pair<const char*, MakeEnds> kTransports[] = {
+    {"local 64", [] { return LocalEnds(64); }},
+    {"local 4096", [] { return LocalEnds(4096); }},
+    {"shm 4096", [] { return ShmEnds(4096); }},
+    {"shm 256 KiB", [] { return ShmEnds(256 << 10); }},
+    {"tcp x1", [] { return SocketEnds(1, Loopback); }},
+    {"tcp x3", [] { return SocketEnds(3, Loopback); }},
+    {"unix x1", [] { return SocketEnds(1, UnixPair); }},
+    {"unix x3", [] { return SocketEnds(3, UnixPair); }},
+};
+
+// Byte number `at` of the stream that `side` writes.
+std::byte Content(int side, uint64_t at) {
+  uint64_t x = at * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(side);
+  return static_cast<std::byte>(x >> 56 ^ x >> 31);
+}
+
+struct Message {
+  size_t bytes, granularity;
+};
+
+// Both ends draw the same messages from the same seed: odd sizes before wide elements.
+std::vector<Message> Messages(int side, size_t count, size_t largest, bool uniform) {
+  std::mt19937 random(17 + static_cast<unsigned>(side));
+  std::vector<Message> all;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t granularity = uniform ? 8 : size_t{1} << random() % 5;
+    const size_t range = random() % 4 ? 64 : largest / granularity;
+    all.push_back({(random() % range + 1) * granularity, granularity});
+  }
+  return all;
+}
+
+// Sleeps until the link can move. False after `seconds`: a wake-up was lost.
+bool Sleep(Link* link, Doorbell* bell, bool reads, bool writes, int seconds = 30) {
+  std::vector<pollfd> fds{{bell->fd(), POLLIN, 0}};
+  const bool ready = link->Arm(reads, writes, &fds);
+  const int woken = ready ? 1 : poll(fds.data(), fds.size(), seconds * 1000);
+  link->Disarm();
+  if (fds[0].revents != 0) bell->Drain();
+  return woken > 0;
+}
+
+// One end of a duplex exchange of messages, moved in all the ways there are.
+class Exchange {
+ public:
+  Exchange(Link* link, Doorbell* bell, int side, size_t count, size_t largest,
+           bool uniform)
+      : link_(link),
+        bell_(bell),
+        side_(side),
+        uniform_(uniform),
+        out_(Messages(side, count, largest, uniform)),
+        in_(Messages(1 - side, count, largest, uniform)),
+        random_(99 + static_cast<unsigned>(side)) {}
+
+  void Run() {
+    while (true) {
+      const bool writes = sent_ < out_.size(), reads = received_ < in_.size();
+      bool flushed = true;
+      if (!writes) {
+        Result<bool> done = link_->Flush();
+        CHECK(done.ok());
+        flushed = done.ok() && done.value();
+      }
+      if (!writes && !reads && flushed) return;
+      const bool moved = (writes && Send()) | (reads && Receive());
+      if (testing::failures > 0) return;
+      if (moved) continue;
+      if (!Sleep(link_, bell_, reads, writes || !flushed))
+        testing::Fail(__FILE__, __LINE__, "nobody woke a sleeping end");
+    }
+  }
+
+ private:
+  bool Send() {
+    const Message& m = out_[sent_];
+    const size_t left = Portion(m.bytes - out_done_);
+    size_t n = 0;
+    if (out_done_ % m.granularity == 0 && random_() % 2) {
+      auto room = link_->Reserve(left, m.granularity);
+      CHECK(room.ok());
+      if (!room.ok()) return false;
+      CheckRegion(room.value().data(), room.value().size(), left, m.granularity);
+      n = room.value().size();
+      n = Used(n, m.granularity);
+      for (size_t i = 0; i < n; ++i)
+        room.value()[i] = Content(side_, out_total_ + i);
+      CHECK(link_->Commit(n).ok());
+    } else {
+      buffer_.resize(left);
+      for (size_t i = 0; i < left; ++i) buffer_[i] = Content(side_, out_total_ + i);
+      auto written = link_->TryWrite(Split());
+      CHECK(written.ok());
+      if (!written.ok()) return false;
+      n = written.value();
+    }
+    Advance(n, m.bytes, &out_done_, &out_total_, &sent_);
+    return n > 0;
+  }
+
+  bool Receive() {
+    const Message& m = in_[received_];
+    const size_t left = Portion(m.bytes - in_done_);
+    size_t n = 0;
+    if (in_done_ % m.granularity == 0 && random_() % 2) {
+      auto bytes = link_->Peek(left, m.granularity);
+      CHECK(bytes.ok());
+      if (!bytes.ok()) return false;
+      CheckRegion(bytes.value().data(), bytes.value().size(), left, m.granularity);
+      n = bytes.value().size();
+      n = Used(n, m.granularity);
+      for (size_t i = 0; i < n; ++i)
+        CHECK(bytes.value()[i] == Content(1 - side_, in_total_ + i));
+      link_->Consume(n);
+    } else {
+      buffer_.assign(left, std::byte{0});
+      auto got = link_->TryRead(Split());
+      CHECK(got.ok());
+      if (!got.ok()) return false;
+      n = got.value();
+      for (size_t i = 0; i < n; ++i)
+        CHECK(buffer_[i] == Content(1 - side_, in_total_ + i));
+    }
+    Advance(n, m.bytes, &in_done_, &in_total_, &received_);
+    return n > 0;
+  }
+
+  // How much of a message to ask for at once: 64 bytes to 256 KiB.
+  size_t Portion(size_t left) { return std::min(left, size_t{64} << random_() % 13); }
+
+  // How much of a region to use: sometimes less than was offered.
+  size_t Used(size_t offered, size_t granularity) {
+    if (offered == 0 || random_() % 4 != 0) return offered;
+    return random_() % (offered / granularity + 1) * granularity;
+  }
+
+  // buffer_ as a few pieces, some of them empty.
+  std::span<const iovec> Split() {
+    pieces_.clear();
+    for (size_t at = 0; at < buffer_.size();) {
+      const size_t n = std::min<size_t>(random_() % 3 ? random_() % 40 : buffer_.size(),
+                                        buffer_.size() - at);
+      pieces_.push_back({buffer_.data() + at, n});
+      at += n;
+    }
+    return pieces_;
+  }
+
+  void CheckRegion(const std::byte* data, size_t bytes, size_t limit,
+                   size_t granularity) const {
+    CHECK(bytes <= limit && bytes % granularity == 0);
+    if (uniform_) CHECK_EQ(reinterpret_cast<uintptr_t>(data) % granularity, 0u);
+  }
+
+  static void Advance(size_t n, size_t bytes, size_t* done, uint64_t* total,
+                      size_t* index) {
+    *done += n;
+    *total += n;
+    if (*done < bytes) return;
+    *done = 0;
+    ++*index;
+  }
+
+  Link* link_;
+  Doorbell* bell_;
+  int side_;
+  bool uniform_;
+  std::vector<Message> out_, in_;
+  std::mt19937 random_;
+  std::vector<std::byte> buffer_;
+  std::vector<iovec> pieces_;
+  size_t sent_ = 0, received_ = 0, out_done_ = 0, in_done_ = 0;
+  uint64_t out_total_ = 0, in_total_ = 0;
+};
+
+void ExchangeOn(const MakeEnds& make, size_t count, size_t largest, bool uniform) {
+  Ends ends = make();
+  std::thread threads[2];
+  for (int side = 0; side < 2; ++side)
+    threads[side] = std::thread([&ends, side, count, largest, uniform] {
+      Exchange(ends.links[side].get(), ends.bells[side].get(), side, count, largest,
+               uniform)
+          .Run();
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+void OnEveryTransport(const std::function<void(const MakeEnds&)>& body) {
+  for (const auto& [name, make] : kTransports) {
+    const int before = testing::failures;
+    body(make);
+    if (testing::failures != before) std::cerr << "  on " << name << "\n";
+  }
+}
+
+TEST(StreamsOfOddMessagesArriveUnchanged) {
+  OnEveryTransport([](const MakeEnds& make) { ExchangeOn(make, 1500, 3000, false); });
+}
+
+TEST(StreamsOfLongMessagesArriveUnchanged) {
+  OnEveryTransport([](const MakeEnds& make) { ExchangeOn(make, 16, 700000, false); });
+}
+
+TEST(RegionsOfEvenMessagesAreAligned) {
+  OnEveryTransport([](const MakeEnds& make) { ExchangeOn(make, 500, 9000, true); });
+}
+
+// Writes or reads all of `bytes`, spinning a random while and then sleeping.
+bool MoveAll(Link* link, Doorbell* bell, bool writes, std::byte* data, size_t bytes,
+             std::mt19937* random) {
+  unsigned patience = (*random)() % 40;
+  for (size_t done = 0; done < bytes;) {
+    const iovec piece{data + done, bytes - done};
+    const auto n = writes ? link->TryWrite({&piece, 1}) : link->TryRead({&piece, 1});
+    if (!n.ok()) return false;
+    done += n.value();
+    if (n.value() > 0) continue;
+    if (patience-- > 0) continue;
+    patience = (*random)() % 40;
+    if (!Sleep(link, bell, !writes, writes)) return false;
+  }
+  return true;
+}
+
+void PingPong(const MakeEnds& make, int rounds) {
+  Ends ends = make();
+  const auto play = [&ends, rounds](int side) {
+    std::mt19937 random(static_cast<unsigned>(side));
+    std::byte data[64];
+    for (int i = 0; i < rounds && testing::failures == 0; ++i) {
+      // The sizes wrap the smallest ring around again and again.
+      const size_t bytes = static_cast<size_t>(i * 7 % 41 + 1);
+      std::memset(data, i & 0xff, bytes);
+      for (bool writes : {side == 0, side == 1})
+        CHECK(MoveAll(ends.links[side].get(), ends.bells[side].get(), writes, data,
+                      bytes, &random));
+      CHECK(data[0] == static_cast<std::byte>(i));
+    }
+  };
+  std::thread other(play, 1);
+  play(0);
+  other.join();
+}
+
+// RINGJAX_TEST_ROUNDS raises the number for a long search.
+int Rounds(int usual) {
+  const char* text = std::getenv("RINGJAX_TEST_ROUNDS");
+  return text == nullptr ? usual : std::atoi(text);
+}
+
+TEST(NoWakeUpIsLost) {
+  OnEveryTransport([](const MakeEnds& make) { PingPong(make, Rounds(20000)); });
+}
+
+// The writer overruns a small ring, so that both ends sleep: for bytes and for room.
+TEST(NoWakeUpIsLostWhenTheRingIsFull) {
+  OnEveryTransport([](const MakeEnds& make) {
+    Ends ends = make();
+    const int rounds = Rounds(4000);
+    const auto stream = [&ends, rounds](int side) {
+      std::mt19937 random(static_cast<unsigned>(side));
+      std::byte data[150] = {};
+      for (int i = 0; i < rounds && testing::failures == 0; ++i)
+        CHECK(MoveAll(ends.links[side].get(), ends.bells[side].get(), side == 0, data,
+                      sizeof(data), &random));
+    };
+    std::thread other(stream, 1);
+    stream(0);
+    other.join();
+  });
+}
+
+// A fragment of an element must not keep its reader awake.
+TEST(AFragmentIsNotWorthWakingFor) {
+  OnEveryTransport([](const MakeEnds& make) {
+    Ends ends = make();
+    std::byte data[8] = {};
+    const iovec five{data, 5}, three{data, 3};
+    CHECK_EQ(ends.links[0]->TryWrite({&five, 1}).value(), 5u);
+    std::vector<pollfd> fds;
+    const auto peek = [&] { return ends.links[1]->Peek(8, 8).value().size(); };
+    CHECK_EQ(peek(), 0u);
+    for (int i = 0; i < 100 && ends.links[1]->transport() == "tcp"; ++i)
+      CHECK_EQ(peek(), 0u);
+    CHECK(!ends.links[1]->Arm(true, false, &fds));
+    ends.links[1]->Disarm();
+    CHECK_EQ(ends.links[0]->TryWrite({&three, 1}).value(), 3u);
+    CHECK(Sleep(ends.links[1].get(), ends.bells[1].get(), true, false));
+    CHECK_EQ(peek(), 8u);
+  });
+}
+
+// Repeats until the link gives up; what it says then.
+template <typename Attempt>
+Status Until(Link* link, Doorbell* bell, bool reads, Attempt attempt) {
+  for (int i = 0; i < 100; ++i) {
+    auto result = attempt();
+    if (!result.ok()) return result.status();
+    CHECK(Sleep(link, bell, reads, !reads));
+  }
+  return OkStatus();
+}
+
+TEST(AClosedEndIsUnavailableAfterItsLastBytes) {
+  OnEveryTransport([](const MakeEnds& make) {
+    Ends ends = make();
+    std::byte data[10];
+    for (size_t i = 0; i < 10; ++i) data[i] = Content(0, i);
+    const iovec piece{data, 10};
+    CHECK_EQ(ends.links[0]->TryWrite({&piece, 1}).value(), 10u);
+    // Asleep for more than there is when the other end goes.
+    Link* link = ends.links[1].get();
+    Doorbell* bell = ends.bells[1].get();
+    std::thread closer([&ends] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ends.links[0].reset();
+      ends.bells[0].reset();
+    });
+    std::mt19937 random(1);
+    std::byte got[10];
+    CHECK(MoveAll(link, bell, false, got, 10, &random));
+    CHECK(std::memcmp(got, data, 10) == 0);
+    const iovec more{got, 10};
+    const Status read =
+        Until(link, bell, true, [&] { return link->TryRead({&more, 1}); });
+    CHECK(read.code() == Code::kUnavailable);
+    CHECK(!read.message().empty());
+    const Status peek = Until(link, bell, true, [&] { return link->Peek(8, 8); });
+    CHECK(peek.code() == Code::kUnavailable);
+    const Status written =
+        Until(link, bell, false, [&] { return link->TryWrite({&more, 1}); });
+    CHECK(written.code() == Code::kUnavailable);
+    CHECK(link->Reserve(8, 8).status().code() == Code::kUnavailable);
+    closer.join();
+  });
+}
+
+TEST(ImpossiblePositionsInSharedMemoryAreRefused) {
+  constexpr size_t kRing = 4096;
+  for (uint64_t claim : {uint64_t{kRing + 201}, uint64_t{1} << 40, ~uint64_t{0},
+                         uint64_t{99}}) {  // 99: behind what was seen before
+    Ends bells = WithBells();
+    const int memfd = MakeMemfd(ShmBytes(kRing));
+    auto* pair = static_cast<RingPair*>(mmap(nullptr, ShmBytes(kRing),
+                                             PROT_READ | PROT_WRITE, MAP_SHARED, memfd,
+                                             0));
+    auto link = MakeShmLink(memfd, 0, kRing, dup(bells.bells[1]->fd()));
+    CHECK(link.ok());
+    std::vector<std::byte> data(3 * kRing);
+    const iovec piece{data.data(), 200}, rest{data.data(), data.size()};
+    CHECK_EQ(link.value()->TryWrite({&piece, 1}).value(), 200u);
+    StoreShared(pair->positions[0].read, uint64_t{100});
+    StoreShared(pair->positions[1].written, uint64_t{200});
+    CHECK_EQ(link.value()->TryRead({&piece, 1}).value(), 200u);
+    CHECK_EQ(link.value()->TryWrite({&rest, 1}).value(), kRing - 100);  // 100 was seen
+
+    StoreShared(pair->positions[1].written, claim);
+    StoreShared(pair->positions[0].read, claim);
+    const auto gone = [](const Status& s) { return s.code() == Code::kUnavailable; };
+    CHECK(gone(link.value()->TryRead({&rest, 1}).status()));
+    CHECK(gone(link.value()->Peek(64, 8).status()));
+    CHECK(gone(link.value()->TryWrite({&rest, 1}).status()));
+    CHECK(gone(link.value()->Reserve(64, 8).status()));
+    std::vector<pollfd> fds;
+    CHECK(link.value()->Arm(true, true, &fds));
+    link.value().reset();
+    munmap(pair, ShmBytes(kRing));
+  }
+}
+
+bool IsOpen(int fd) { return fcntl(fd, F_GETFD) >= 0; }
+
+TEST(UnsafeSharedMemoryIsRefusedAndClosed) {
+  constexpr size_t kRing = 4096;
+  const auto refused = [](int memfd, int side, size_t ring) {
+    const int bell = MakeEventFd();
+    const auto link = MakeShmLink(memfd, side, ring, bell);
+    CHECK(link.status().code() == Code::kInvalidArgument);
+    CHECK(!IsOpen(memfd) && !IsOpen(bell));
+  };
+  refused(MakeMemfd(ShmBytes(kRing) - 1), 0, kRing);
+  refused(MakeMemfd(ShmBytes(kRing) + 4096), 0, kRing);
+  refused(MakeMemfd(ShmBytes(kRing), F_SEAL_GROW), 0, kRing);
+  refused(MakeMemfd(ShmBytes(kRing), F_SEAL_SHRINK), 0, kRing);
+  refused(MakeMemfd(ShmBytes(kRing)), 2, kRing);
+  refused(MakeMemfd(ShmBytes(3000)), 0, 3000);
+  refused(MakeMemfd(ShmBytes(kRing)), 1, 2 * kRing);
+}
+
+TEST(SocketsThatCannotCarryALinkAreRefusedAndClosed) {
+  CHECK(MakeTcpLink({}).status().code() == Code::kInvalidArgument);
+  const int datagram = socket(AF_INET, SOCK_DGRAM, 0);
+  const auto [one, other] = UnixPair();
+  CHECK(MakeTcpLink({one, datagram}).status().code() == Code::kInvalidArgument);
+  CHECK(!IsOpen(one) && !IsOpen(datagram));
+  const int bell = MakeEventFd();
+  CHECK(!MakeTcpLink({bell}).ok());
+  close(other);
+}
+
+TEST(DescriptorsAreNotInherited) {
+  const auto inherited = [](int fd) { return (fcntl(fd, F_GETFD) & FD_CLOEXEC) == 0; };
+  const int bell = eventfd(0, 0);
+  const Doorbell owner(bell);
+  CHECK(!inherited(bell));
+  const auto [one, other] = Loopback();
+  CHECK(inherited(one));
+  const auto link = MakeTcpLink({one});
+  CHECK(!inherited(one));
+  CHECK((fcntl(one, F_GETFL) & O_NONBLOCK) != 0);
+  close(other);
+}
+
+TEST(ADoorbellRungManyTimesIsDrainedAtOnce) {
+  Doorbell bell(MakeEventFd());
+  bell.Drain();  // nothing there: must not wait
+  for (int i = 0; i < 1000; ++i) bell.Ring();
+  bell.Drain();
+  pollfd fd{bell.fd(), POLLIN, 0};
+  CHECK_EQ(poll(&fd, 1, 0), 0);
+  bell.Ring();
+  CHECK_EQ(poll(&fd, 1, 0), 1);
+}
+
+}  // namespace
+}  // namespace ringjax

@@ -1,0 +1,71 @@
+"""Every example runs as a user runs it, on one rank and on two, with few steps."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT, environment
+
+EXAMPLES = ROOT / "examples"
+SHORT = {
+    "jax_plain.py": (["--steps", "60"], r"step 60: loss 0\.\d+"),
+    "jax_digits.py": (["--epochs", "2"], r"epoch  2: loss .*images/s  allreduce"),
+    "jax_char_lm.py": (
+        ["--steps", "4", "--width", "16", "--layers", "1", "--sample", "8"],
+        r"step     4: train \d\.\d+  test \d\.\d+ bits/char",
+    ),
+}
+LIMIT = 120
+
+
+def run(command: list[str]) -> str:
+    env = environment("", {})
+    env = {k: v for k, v in env.items() if not k.startswith(("RINGJAX_", "HOROVOD_"))}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SHORT.keys()
+
+
+@pytest.mark.timeout(LIMIT + 10)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", SHORT)
+def test_runs(name: str, ranks: int) -> None:
+    options, expected = SHORT[name]
+    command = [sys.executable, str(EXAMPLES / name), *options]
+    if ranks > 1:
+        command = [sys.executable, "-m", "ringjax.run", "-np", str(ranks), *command]
+    out = run(command)
+    assert re.search(expected, out), out
+    assert f"{ranks} rank(s)" in out or name == "jax_plain.py"
+    if name == "jax_digits.py":
+        assert "MB of gradients in" in out and "algorithm: " in out
+        assert ("shm" in out) == (ranks > 1)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_says_how_to_go_further(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    assert "ringrun -np" in text
+    assert re.search("[Ff]urther", text.split('"""')[1])
+
+
+def test_the_plain_example_is_short() -> None:
+    lines = (EXAMPLES / "jax_plain.py").read_text().splitlines()
+    assert len(lines) < 40
+
+
+@pytest.mark.timeout(LIMIT + 10)
+def test_the_demo_reaches_its_accuracy() -> None:
+    """What `make demo` promises, on one rank: the result does not depend on their number."""
+    out = run([sys.executable, str(EXAMPLES / "jax_digits.py")])
+    reached = [float(x) for x in re.findall(r"test +([\d.]+)%", out)]
+    assert reached[-1] >= 97.0, out

@@ -1,0 +1,167 @@
+"""The order of calls in a program is the same on all ranks, because of the tie.
+
+Small or sequential programs show nothing: XLA then runs them in order anyway. So there
+are independent towers of work with a call in each, and a control without the tie that
+must fail. Two processes, and also with a single XLA worker, where a second call that
+waits would be a deadlock. The text of the lowering is in unit/test_lowering.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ringjax
+from ringjax import _jax, primitive, runtime
+from stacked import equal, raises
+
+TOWERS = 8
+STEPS = 40
+ONE_WORKER = {"NPROC": "1"}
+WORKERS = {"NPROC": "4"}
+
+
+def chained(leaf: Any, seq: Any, overlapped: bool, name: str) -> tuple[Any, Any]:
+    (leaf,), seq = primitive.bucketed_allreduce(
+        [leaf],
+        seq,
+        op=ringjax.Average,
+        wire=-1,
+        prescale=1.0,
+        postscale=1.0,
+        process_set=runtime.global_process_set,
+        cuts=((0,),),
+        overlapped=overlapped,
+        name=name,
+        names=("x",),
+    )
+    return leaf, seq
+
+
+def tower(x: Any, depth: int) -> Any:
+    for _ in range(depth):
+        x = jnp.tanh(x @ x.T / 8)
+    return x
+
+
+def start(rank: int) -> tuple[list[Any], list[Any]]:
+    # Different sizes, so that a call that meets another one is noticed.
+    xs = [jnp.full((64 + 8 * k, 64 + 8 * k), 0.01 * (k + 1)) for k in range(TOWERS)]
+    return xs, [jnp.zeros(1, jnp.uint32) for _ in xs]
+
+
+def program(rank: int, overlapped: bool) -> Callable[..., Any]:
+    """Towers that end in a chain of their own or in a stand-alone call, by turns.
+
+    The intermediates are results, or XLA reuses their memory and so orders the towers;
+    and the ranks' towers are of different height, so that they finish in another order.
+    """
+
+    @jax.jit
+    def step(xs: list[Any], seqs: list[Any]) -> Any:
+        out, between = [], []
+        for k, (x, seq) in enumerate(zip(xs, seqs, strict=True)):
+            x = tower(x, 1 + (k if rank else TOWERS - k) % 5)
+            between.append(x)
+            if k % 4 == 3:
+                x = ringjax.allreduce(x, name=f"alone {k}")
+            else:
+                x, seqs[k] = chained(x, seq, overlapped, f"chain {k}")
+            out.append(x * 0.9)
+        return out, seqs, between
+
+    return step
+
+
+def run(world: Any, overlapped: bool) -> list[Any]:
+    step = program(world.rank, overlapped)
+    xs, seqs = start(world.rank)
+    for _ in range(STEPS):
+        xs, seqs, _ = step(xs, seqs)
+    jax.block_until_ready(xs)
+    expected = [0 if k % 4 == 3 else STEPS for k in range(TOWERS)]
+    assert [int(s[0]) for s in seqs] == expected
+    return xs
+
+
+def check_equal_on_all_ranks(xs: list[Any]) -> None:
+    for x in xs:
+        assert np.isfinite(x).all()
+        equal(ringjax.allreduce(x, ringjax.Max), x)
+        equal(ringjax.allreduce(x, ringjax.Min), x)
+
+
+@pytest.mark.ranks(2, env=ONE_WORKER)
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_tied_with_one_worker(world, overlapped) -> None:
+    check_equal_on_all_ranks(run(world, overlapped))
+
+
+@pytest.mark.ranks(2, 3, env=WORKERS)
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_tied_with_many_workers(world, overlapped) -> None:
+    check_equal_on_all_ranks(run(world, overlapped))
+
+
+@pytest.mark.ranks(2, isolated=True, env=WORKERS)
+def test_control_without_the_tie_disagrees(world) -> None:
+    """If this passes without an error, the tests above prove nothing."""
+    with (
+        _jax.untied(),
+        raises(jax.errors.JaxRuntimeError, "RINGJAX[", "ranks disagree"),
+    ):
+        run(world, overlapped=False)
+
+
+@pytest.mark.ranks(2)
+def test_inner_jit_beside_a_call_never_hangs(world) -> None:
+    """An inner jit is a block of its own: the tie does not reach it (a sharp bit).
+
+    Either XLA keeps the order, or all ranks raise; afterwards everything works.
+    """
+    inner = jax.jit(lambda x, seq: chained(tower(x, 3), seq, False, "inner"))
+
+    @jax.jit
+    def step(x: Any, y: Any, seq: Any) -> Any:
+        x, seq = inner(x, seq)
+        return x, ringjax.allreduce(tower(y, 4 if world.rank else 1)), seq
+
+    x, y, seq = jnp.ones((96, 96)), jnp.ones((64, 64)), jnp.zeros(1, jnp.uint32)
+    failed = False
+    for _ in range(10):
+        try:
+            x, y, seq = jax.block_until_ready(step(x, y, seq))
+        except jax.errors.JaxRuntimeError as error:
+            assert "RINGJAX[" in str(error)
+            failed = True
+            break
+    outcomes = ringjax.allgather(np.int32(failed))
+    assert len(set(outcomes.tolist())) == 1
+
+
+@pytest.mark.ranks(2, 3)
+def test_steps_in_flight_stay_in_order(world) -> None:
+    """Chains order whole programs: a step's number is the result of the one before."""
+
+    @jax.jit
+    def step(x, seq):
+        x, seq = chained(x + world.rank, seq, True, "grads")
+        return x, seq
+
+    x, seq = jnp.zeros(1000), jnp.zeros(1, jnp.uint32)
+    for _ in range(50):
+        x, seq = step(x, seq)  # not waited for
+    equal(seq, np.full(1, 50, np.uint32))
+    equal(x, np.full(1000, 50 * (world.size - 1) / 2, np.float32), 1e-4)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_at_different_steps_raise(world) -> None:
+    step = jax.jit(lambda x, seq: chained(x, seq, False, "grads"))
+    with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "grads"):
+        jax.block_until_ready(step(jnp.ones(3), jnp.full(1, world.rank, jnp.uint32)))
+    equal(step(jnp.ones(3), jnp.zeros(1, jnp.uint32))[0], np.ones(3, np.float32))

@@ -1,0 +1,378 @@
+"""Parameters, objects and metrics on several ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import ringjax
+
+RANKS = pytest.mark.ranks(1, 2, 3)
+SEVERAL = pytest.mark.ranks(2, 3)
+
+
+class Bag(NamedTuple):
+    count: int
+    rate: float
+    on: bool
+    z: complex
+
+
+def bag(root: int, rank: int):
+    """A tree whose values only the root has."""
+    mine = 1 if rank == root else 0
+    return {
+        "python": Bag((1 << 62) * mine + 1, 0.1 * mine, bool(mine), 1j * mine),
+        "f32": jnp.arange(6.0).reshape(2, 3) * mine,
+        "f16": jnp.ones((), jnp.float16) * mine,
+        "bf16": jnp.ones(3, jnp.bfloat16) * mine,
+        "fp8": jnp.ones(3, jnp.float8_e4m3fn) * mine,
+        "int4": jnp.full(3, 5 * mine, jnp.int4),
+        "u32": jnp.full((1,), (1 << 32) - 5, jnp.uint32) * mine,
+        "bool": jnp.full(3, bool(mine)),
+        "empty": jnp.zeros((0, 3)),
+        "np64": np.arange(3.0) / 7 * mine,
+        "npi64": np.int64((1 << 60) + 1) * mine,
+        "swapped": (np.arange(3, dtype=">i4") * mine).astype(">i4"),
+        "strided": np.arange(12.0).reshape(3, 4).T[::2] * mine,
+        "date": np.array(["2020-01-02"], "datetime64[D]") if mine else DATE,
+        "none": None,
+        "tuple": ((), [jnp.full(2, mine)]),
+        "key": jax.random.key(7 if mine else 8),
+        "keys": jax.random.split(jax.random.key(9 if mine else 8, impl="rbg"), 3),
+    }
+
+
+DATE = np.array(["1999-01-01"], "datetime64[D]")
+
+
+def same(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert type(x) is type(y)
+        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+            assert x == y
+            continue
+        assert x.dtype == y.dtype and x.shape == y.shape
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@RANKS
+@pytest.mark.parametrize("last", [False, True])
+def test_every_kind_of_leaf_arrives_as_it_was(world, last) -> None:
+    root = world.size - 1 if last else 0
+    out = ringjax.broadcast_parameters(bag(root, world.rank), root_rank=root)
+    same(out, bag(root, root))
+    out["np64"][0] = 1.0  # can be written to
+
+
+def broadcasts() -> int:
+    stats = ringjax.runtime.communicator().stats()
+    return stats["broadcast"]["calls"] if "broadcast" in stats else 0
+
+
+@RANKS
+def test_a_tree_is_one_operation(world) -> None:
+    tree = [jnp.full(i, float(world.rank)) for i in range(1, 60)]
+    before = broadcasts()
+    out = ringjax.broadcast_parameters(tree)
+    assert broadcasts() == before + 1
+    assert all((x == 0).all() for x in out)
+
+
+@RANKS
+def test_empty_trees(world) -> None:
+    for tree in ({}, None, (), {"a": None}):
+        assert ringjax.broadcast_parameters(tree) == tree
+
+
+@RANKS
+def test_a_train_state_with_everything_in_it(world) -> None:
+    net = linen.Dense(3)
+    tx = optax.chain(ringjax.allreduce_grads(), optax.adam(1e-2))
+
+    def fresh(seed):
+        variables = net.init(jax.random.key(seed), jnp.ones((1, 2)))
+        return TrainState.create(apply_fn=net.apply, params=variables, tx=tx)
+
+    state = fresh(world.rank + 10)
+    if world.rank == 0:  # the root has a history: three steps of a job of its own
+        opt_state = (state.opt_state[0]._replace(seq=jnp.full(1, 3, jnp.uint32)),)
+        state = state.replace(step=3, opt_state=(*opt_state, *state.opt_state[1:]))
+    state = ringjax.broadcast_parameters(state)
+    assert type(state.step) is int and state.step == 3
+    assert state.opt_state[0].seq.dtype == jnp.uint32
+    same(state.params, fresh(10).params)
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    state = jax.jit(lambda s: s.apply_gradients(grads=grads))(state)
+    assert int(state.opt_state[0].seq[0]) == 4
+
+
+@RANKS
+def test_an_nnx_state_with_its_random_streams(world) -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(2, 3, rngs=rngs)
+            self.norm = nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def fresh(seed):
+        return nnx.state(Net(nnx.Rngs(params=seed, dropout=seed + 1)))
+
+    same(ringjax.broadcast_parameters(fresh(world.rank)), fresh(0))
+
+
+@RANKS
+def test_inside_jit(world) -> None:
+    root = world.size - 1
+    tree = {"w": jnp.full(3, world.rank), "key": jax.random.key(world.rank), "n": 2}
+    out = jax.jit(lambda t: ringjax.broadcast_parameters(t, root))(tree)
+    np.testing.assert_array_equal(out["w"], root)
+    assert int(out["n"]) == 2
+    same(out["key"], jax.random.key(root))
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda r: {"w": jnp.ones(2 + r)},
+            r"'w': rank 0 has float32\[2\], rank 1 has float32\[3\]",
+        ),
+        (
+            lambda r: {"w": jnp.ones(2, jnp.float16 if r else jnp.float32)},
+            r"'w': rank 0 has float32\[2\], rank 1 has float16\[2\]",
+        ),
+        (lambda r: {"w": 1, **({"b": 1} if r else {})}, "'b': rank 0 has nothing, rank 1"),
+        (lambda r: {"w": 1} if r else {}, "'w': rank 0 has nothing, rank 1 has a Python"),
+        (lambda r: {"n": {"w": 1.0 if r else 1}}, "'n/w': rank 0 has a Python int, rank"),
+        (
+            lambda r: jax.random.key(0, impl="rbg" if r else None),
+            r"rank 0 has key<fry>\[\], rank 1 has key<rbg>\[\]",
+        ),
+    ],
+    ids=["shape", "dtype", "more", "empty", "number", "key"],
+)
+def test_trees_that_differ_are_told_on_every_rank(world, make, text) -> None:
+    with pytest.raises(ringjax.errors.Mismatch, match=text):
+        ringjax.broadcast_parameters(make(world.rank))
+    assert ringjax.broadcast_parameters(world.rank) == 0  # still usable
+
+
+@SEVERAL
+def test_roots_that_differ_are_told(world) -> None:
+    with pytest.raises(ringjax.errors.Mismatch, match="`root_rank`: rank 0 has 0, rank 1"):
+        ringjax.broadcast_parameters({"w": jnp.ones(1)}, root_rank=min(world.rank, 1))
+
+
+@RANKS
+def test_numpy_here_and_jax_there_is_no_mismatch(world) -> None:
+    value = np.arange(3, dtype=np.float32) + world.rank
+    tree = value if world.rank else jnp.asarray(value)
+    out = ringjax.broadcast_parameters(tree)
+    assert type(out) is type(tree)
+    np.testing.assert_array_equal(out, np.arange(3))
+
+
+@RANKS
+@pytest.mark.parametrize(
+    ("leaf", "error", "text"),
+    [
+        ("name", TypeError, "'x' is a str"),
+        (np.array([None]), TypeError, "'x' is an array of Python objects"),
+        (1 << 70, ValueError, "'x' is an int of more than 64 bits"),
+    ],
+    ids=["str", "objects", "int"],
+)
+def test_a_leaf_that_cannot_be_sent_is_named(world, leaf, error, text) -> None:
+    with pytest.raises(error, match=text):
+        ringjax.broadcast_parameters({"x": leaf})
+
+
+@RANKS
+def test_a_root_outside_of_the_world_is_refused(world) -> None:
+    for call in (ringjax.broadcast_parameters, ringjax.broadcast_object):
+        with pytest.raises(ValueError, match="`root_rank` is 9"):
+            call(1, 9)
+
+
+# -- objects -----------------------------------------------------------------------------
+
+OBJECT = {"lr": 1e-3, 5: (None, [True, b"\0"]), "name": "ß", "x": np.arange(4.0)}
+
+
+@RANKS
+@pytest.mark.parametrize("last", [False, True])
+def test_broadcast_object(world, last) -> None:
+    root = world.size - 1 if last else 0
+    # Only the root's object is looked at.
+    mine = OBJECT if world.rank == root else object()
+    out = ringjax.broadcast_object(mine, root)
+    np.testing.assert_array_equal(out.pop("x"), np.arange(4.0))
+    assert out == {k: v for k, v in OBJECT.items() if k != "x"}
+
+
+@RANKS
+@pytest.mark.parametrize("length", [0, 1, 100_000, 3_000_001])
+def test_large_and_empty_objects(world, length) -> None:
+    data = bytes(range(256)) * (length // 256 + 1)
+    assert ringjax.broadcast_object(data[:length]) == data[:length]
+
+
+@RANKS
+def test_allgather_object(world) -> None:
+    mine = {"rank": world.rank, "long": "x" * (200 * world.rank)}
+    everyone = ringjax.allgather_object(mine)
+    assert [x["rank"] for x in everyone] == list(range(world.size))
+    assert [len(x["long"]) for x in everyone] == [200 * r for r in range(world.size)]
+
+
+class Odd:
+    """What the safe format does not know."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
+
+    __hash__ = None
+
+
+@RANKS
+def test_a_pickle_only_if_asked_for(world) -> None:
+    with pytest.raises(TypeError, match="`obj` of rank 0 cannot be sent: .*Odd"):
+        ringjax.broadcast_object(Odd())
+    with pytest.raises(TypeError, match="`obj` of rank 0 cannot be sent: .*Odd"):
+        ringjax.allgather_object(Odd())
+    assert ringjax.broadcast_object(Odd(), allow_pickle=True) == Odd()
+    assert ringjax.allgather_object(Odd(), allow_pickle=True) == [Odd()] * world.size
+
+
+@SEVERAL
+def test_one_rank_that_cannot_send_is_named_on_all(world) -> None:
+    with pytest.raises(TypeError, match="`obj` of rank 1 cannot be sent"):
+        ringjax.allgather_object(Odd() if world.rank == 1 else 1)
+
+
+@SEVERAL
+def test_a_pickle_is_refused_where_it_is_not_allowed(world) -> None:
+    if world.rank == 0:
+        assert ringjax.broadcast_object(Odd(), allow_pickle=True) == Odd()
+    else:
+        with pytest.raises(ValueError, match="`obj` of rank 0: the sender has pickled"):
+            ringjax.broadcast_object(None)
+
+
+@RANKS
+def test_not_inside_jit(world) -> None:
+    for call in (
+        ringjax.broadcast_object,
+        ringjax.allgather_object,
+        ringjax.allreduce_metrics,
+    ):
+        with pytest.raises(TypeError, match=f"{call.__name__} runs outside of jit only"):
+            jax.jit(lambda x, call=call: call(1) or x).lower(1.0)
+
+
+@pytest.mark.ranks(3)
+def test_process_sets(world) -> None:
+    pair = ringjax.add_process_set([0, 2])
+    if world.rank != 1:
+        mine = 10 * world.rank
+        assert ringjax.allgather_object(mine, process_set=pair) == [0, 20]
+        assert ringjax.broadcast_object(mine, 2, process_set=pair) == 20
+        assert ringjax.broadcast_parameters(mine, 2, process_set=pair) == 20
+        assert ringjax.allreduce_metrics(mine, process_set=pair) == 10.0
+        with pytest.raises(TypeError, match="`obj` of rank 2"):
+            ringjax.allgather_object(Odd() if world.rank else 1, process_set=pair)
+        with pytest.raises(ringjax.errors.Mismatch, match="rank 0 has .* rank 2 has"):
+            ringjax.broadcast_parameters(jnp.ones(1 + world.rank), process_set=pair)
+    else:
+        for call in (ringjax.allgather_object, ringjax.broadcast_parameters):
+            with pytest.raises(ValueError, match="process_set"):
+                call(1, process_set=pair)
+    ringjax.barrier()
+    assert ringjax.remove_process_set(pair)
+
+
+# -- metrics -----------------------------------------------------------------------------
+
+
+@RANKS
+def test_metrics_are_exact_to_float64(world) -> None:
+    values = [0.1 + r * 1e-12 for r in range(world.size)]
+    out = ringjax.allreduce_metrics({"loss": values[world.rank], "n": [world.rank, None]})
+    assert type(out["loss"]) is float
+    assert out["loss"] == pytest.approx(np.mean(values), rel=1e-15)
+    assert out["n"] == [(world.size - 1) / 2, None]
+    total = ringjax.allreduce_metrics((1 << 60) + 1, op=ringjax.Sum)
+    assert total == ((1 << 60) + 1) * world.size and type(total) is int
+    assert ringjax.allreduce_metrics(world.rank, op=ringjax.Max) == world.size - 1
+    assert ringjax.allreduce_metrics(world.rank - 5, op=ringjax.Min) == -5
+    product = ringjax.allreduce_metrics(world.rank + 1.0, op=ringjax.Product)
+    assert product == math.factorial(world.size)
+
+
+@RANKS
+def test_metrics_of_arrays_and_device_values(world) -> None:
+    mine = {"v": jnp.arange(3.0) * world.rank, "s": jnp.float32(world.rank), "b": True}
+    out = ringjax.allreduce_metrics(mine)
+    middle = (world.size - 1) / 2
+    assert type(out["s"]) is float and out["s"] == middle and out["b"] == 1.0
+    assert type(out["v"]) is np.ndarray
+    np.testing.assert_allclose(out["v"], np.arange(3) * middle)
+
+
+@RANKS
+def test_weighted_metrics(world) -> None:
+    weights = [3.0 * r + 1 for r in range(world.size)]
+    values = [r / 7 for r in range(world.size)]
+    out = ringjax.allreduce_metrics(values[world.rank], weight=weights[world.rank])
+    assert out == pytest.approx(np.average(values, weights=weights), rel=1e-14)
+    # A rank without samples does not count, whatever it says.
+    weight = 0 if world.rank else 5
+    assert ringjax.allreduce_metrics(world.rank + 0.5, weight=weight) == 0.5
+    assert math.isnan(ringjax.allreduce_metrics(1.0, weight=0))
+
+
+@SEVERAL
+def test_an_integer_on_one_rank_and_a_float_on_another(world) -> None:
+    mine = 0 if world.rank else 0.5
+    assert ringjax.allreduce_metrics(mine, op=ringjax.Sum) == 0.5
+
+
+@SEVERAL
+def test_other_metrics_are_told(world) -> None:
+    name = "loss" if world.rank else "accuracy"
+    with pytest.raises(ringjax.errors.Mismatch, match="'accuracy': rank 0 has .* nothing"):
+        ringjax.allreduce_metrics({name: 1.0})
+    with pytest.raises(ringjax.errors.Mismatch, match="`op`: rank 0 has Average"):
+        ringjax.allreduce_metrics(1.0, ringjax.Sum if world.rank else ringjax.Average)
+
+
+@RANKS
+@pytest.mark.parametrize(
+    ("args", "error", "text"),
+    [
+        (({"x": "a"},), TypeError, "'x' is a str"),
+        (({"x": 1j},), TypeError, "'x' is a complex"),
+        ((1.0, ringjax.Sum, 2.0), ValueError, "`weight` needs op=Average"),
+        ((1.0, ringjax.Average, -1.0), ValueError, "`weight` is -1"),
+        ((1.0, ringjax.Average, math.nan), ValueError, "`weight` is nan"),
+        ((1.0, 99), ValueError, "`op` is 99"),
+    ],
+)
+def test_bad_metrics_are_named(world, args, error, text) -> None:
+    tree, *rest = args
+    op = rest[0] if rest else ringjax.Average
+    with pytest.raises(error, match=text):
+        ringjax.allreduce_metrics(tree, op, weight=rest[1] if rest[1:] else None)

@@ -1,0 +1,364 @@
+"""The handshake: who gets in, who does not, and what strangers cost.
+
+The protocol is tried as a pure state machine first, then through `Door` on sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringjax import addresses, handshake
+from ringjax.errors import AuthenticationError
+from ringjax.handshake import Door, Introduction, Keys, Opener, Purpose, Sealer
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+HELLO = Introduction(JOB, Purpose.DATA, caller=3, callee=1, epoch=2, comm=5, stream=1)
+
+
+def answer(
+    secret: bytes = SECRET, job: str = JOB, refuses: str = ""
+) -> handshake._Steps:
+    return handshake.answer(secret, job, lambda introduction: refuses)
+
+
+def converse(
+    caller: handshake._Steps,
+    callee: handshake._Steps,
+    tamper: Callable[[int, bytes], bytes] = lambda number, message: message,
+) -> tuple[tuple[Introduction, Keys], tuple[Introduction, Keys], list[bytes]]:
+    """Runs both halves against each other; `tamper` may change each message."""
+    said, _ = next(caller)
+    next(callee)
+    transcript = []
+    for number in range(4):
+        said = tamper(number, said)
+        transcript.append(said)
+        try:
+            said, _ = (callee, caller)[number % 2].send(said)
+        except StopIteration as finished:
+            called = finished.value
+            with pytest.raises(StopIteration) as done:
+                callee.send(b"")
+            return called, done.value.value, transcript
+    raise AssertionError("the caller did not finish")
+
+
+def test_both_learn_the_introduction_and_fitting_keys() -> None:
+    (mine, keys), (theirs, other), transcript = converse(
+        handshake.call(SECRET, HELLO), answer()
+    )
+    assert mine == theirs == HELLO
+    assert (keys.send, keys.receive) == (other.receive, other.send)
+    assert keys.send != keys.receive
+    assert [len(message) for message in transcript] == [68, 64, 32, 32]
+    assert SECRET not in b"".join(transcript)
+
+
+def test_every_conversation_is_another_one() -> None:
+    one = converse(handshake.call(SECRET, HELLO), answer())
+    two = converse(handshake.call(SECRET, HELLO), answer())
+    assert one[0][1] != two[0][1]
+    assert not set(one[2]) & set(two[2])
+
+
+@given(st.integers(0, 3), st.integers(0, 67), st.integers(1, 255))
+def test_any_changed_byte_is_noticed(number: int, place: int, change: int) -> None:
+    def tamper(now: int, message: bytes) -> bytes:
+        if now != number:
+            return message
+        changed = bytearray(message)
+        changed[place % len(message)] ^= change
+        return bytes(changed)
+
+    with pytest.raises(AuthenticationError):
+        converse(handshake.call(SECRET, HELLO), answer(), tamper)
+
+
+@given(st.binary(min_size=68, max_size=68))
+def test_garbage_is_refused_at_the_first_message(garbage: bytes) -> None:
+    steps = answer()
+    next(steps)
+    with pytest.raises(AuthenticationError):
+        steps.send(garbage)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"job": "fedcba9876543210"}, "belongs to job fedcba9876543210, not to " + JOB),
+        ({"purpose": 9}, "unknown purpose 9"),
+    ],
+)
+def test_a_false_introduction(change: dict[str, object], text: str) -> None:
+    steps = answer()
+    next(steps)
+    with pytest.raises(AuthenticationError, match=text):
+        steps.send(replace(HELLO, **change).pack(bytes(32)))  # type: ignore[arg-type]
+
+
+def test_the_wrong_secret_is_refused_by_both_sides() -> None:
+    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        converse(handshake.call(b"w" * 32, HELLO), answer())
+    # A caller who goes on in spite of that gets no further.
+    callee = answer()
+    next(callee)
+    challenge, _ = callee.send(HELLO.pack(bytes(32)))
+    guess = hmac.digest(b"w" * 32, HELLO.pack(bytes(32)) + challenge, "sha256")
+    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        callee.send(guess)
+
+
+def test_a_recorded_conversation_cannot_be_replayed() -> None:
+    recorded = converse(handshake.call(SECRET, HELLO), answer())[2]
+    callee = answer()
+    next(callee)
+    callee.send(recorded[0])
+    with pytest.raises(AuthenticationError):
+        callee.send(recorded[2])
+    caller = handshake.call(SECRET, HELLO)
+    next(caller)
+    with pytest.raises(AuthenticationError):
+        caller.send(recorded[1])
+
+
+def test_what_the_callee_says_cannot_be_reflected() -> None:
+    callee = answer()
+    next(callee)
+    challenge, _ = callee.send(HELLO.pack(bytes(32)))
+    with pytest.raises(AuthenticationError):
+        callee.send(challenge[32:])
+
+
+def test_a_refusal_comes_before_any_proof() -> None:
+    steps = answer(refuses="looks for rank 7")
+    next(steps)
+    with pytest.raises(AuthenticationError, match="looks for rank 7"):
+        steps.send(HELLO.pack(bytes(32)))
+
+
+# Sealed messages.
+
+
+def test_sealed_messages_arrive_in_any_pieces() -> None:
+    sealer, opener = Sealer(b"k"), Opener(b"k")
+    messages = [{"a": 1}, {"b": ["ü", None]}, {}]
+    stream = b"".join(map(sealer.seal, messages))
+    found = [m for i in range(len(stream)) for m in opener.feed(stream[i : i + 1])]
+    assert found == messages
+
+
+@given(st.integers(0, 200), st.integers(1, 255))
+def test_an_altered_sealed_message_is_noticed(place: int, change: int) -> None:
+    sealed = bytearray(Sealer(b"k").seal({"text": "x" * 20}))
+    sealed[place % len(sealed)] ^= change
+    opener = Opener(b"k", most=4096)
+    with contextlib.suppress(AuthenticationError):
+        assert opener.feed(bytes(sealed)) == []  # a longer length waits for more
+
+
+@pytest.mark.parametrize("order", [(0, 0), (1,), (1, 0)])
+def test_replayed_lost_and_swapped_messages_are_noticed(order: tuple[int, ...]) -> None:
+    sealer, opener = Sealer(b"k"), Opener(b"k")
+    sealed = [sealer.seal({"n": n}) for n in range(2)]
+    with pytest.raises(AuthenticationError, match="altered or replayed"):
+        for n in order:
+            opener.feed(sealed[n])
+
+
+def test_a_message_of_the_other_direction_is_noticed() -> None:
+    (_, keys), _, _ = converse(handshake.call(SECRET, HELLO), answer())
+    with pytest.raises(AuthenticationError, match="altered or replayed"):
+        Opener(keys.receive).feed(Sealer(keys.send).seal({}))
+
+
+def test_an_announced_length_is_not_believed() -> None:
+    with pytest.raises(AuthenticationError, match="announces a message of 4294967295"):
+        Opener(b"k").feed(b"\xff" * 36)
+    with pytest.raises(ValueError, match="at most 16777216"):
+        Sealer(b"k").seal({"x": "x" * (17 << 20)})
+
+
+def test_only_json_objects() -> None:
+    for text in (b"[1]", b"{", b"\xff"):
+        head = len(text).to_bytes(4, "big")
+        mac = hmac.digest(b"k", bytes(8) + head + text, "sha256")
+        with pytest.raises(AuthenticationError, match="other than a JSON object"):
+            Opener(b"k").feed(head + mac + text)
+
+
+# Through a door.
+
+
+class House:
+    """A door, its loop in a thread, and who came in."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.admitted: list[tuple[socket.socket, Introduction]] = []
+        self.log: list[str] = []
+        listener = addresses.listen("127.0.0.1")
+        self.address = listener.getsockname()
+        self.door = Door(
+            [listener],
+            self.selector,
+            answer,
+            lambda sock, where, hello, keys: self.admitted.append((sock, hello)),
+            self.log.append,
+        )
+        self.ends = False
+        self.thread = threading.Thread(target=self.live)
+        self.thread.start()
+
+    def live(self) -> None:
+        while not self.ends:
+            handshake.turn(self.selector, 0.01)
+            self.door.sweep()
+
+    def visit(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=5)
+
+    def enter(self, secret: bytes = SECRET) -> socket.socket:
+        sock = self.visit()
+        try:
+            handshake.introduce(sock, secret, HELLO)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def close(self) -> None:
+        self.ends = True
+        self.thread.join()
+        self.selector.close()
+        self.door.close()
+        for sock, _ in self.admitted:
+            sock.close()
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    house = House()
+    yield house
+    house.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_a_member_comes_in(house: House) -> None:
+    with house.enter() as sock:
+        until(lambda: bool(house.admitted))
+        there, hello = house.admitted[0]
+        assert hello == HELLO
+        there.setblocking(True)
+        sock.sendall(b"plain bytes from here on")
+        assert there.recv(100) == b"plain bytes from here on"
+
+
+def test_the_wrong_secret_is_logged_once(house: House) -> None:
+    for _ in range(5):
+        with pytest.raises(
+            AuthenticationError, match="does not know this job's secret"
+        ):
+            house.enter(b"w" * 32)
+    house.enter().close()
+    until(lambda: bool(house.admitted))
+    assert house.log == [
+        "refused a connection from 127.0.0.1: it left before proving itself: it has "
+        "another secret"
+    ]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
+        b"\0" * 4096,
+        b"\xff" * 4096,
+        HELLO.pack(bytes(32)) + b"\0" * 32,
+        replace(HELLO, job="00" * 8).pack(bytes(32)),
+    ],
+    ids=["http", "zeros", "ones", "a wrong proof", "another job"],
+)
+def test_garbage_is_shown_out_and_members_still_come_in(
+    house: House, garbage: bytes
+) -> None:
+    with house.visit() as stranger:
+        stranger.sendall(garbage)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(100):
+                pass
+    house.enter().close()
+    until(lambda: bool(house.admitted))
+    assert len(house.log) == 1
+
+
+def test_slow_strangers_neither_block_nor_stay(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "LIMIT", 0.3)
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(house.visit()) for _ in range(20)]
+        for sock in slow:
+            sock.sendall(HELLO.pack(bytes(32))[:5])
+        begin = time.monotonic()
+        house.enter().close()
+        assert time.monotonic() - begin < 0.3
+        for sock in slow:  # each was shown out
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+    assert not house.door.busy
+    assert "did not prove itself within 0.3 s" in house.log[0]
+
+
+def test_the_oldest_gives_way_when_strangers_crowd_the_door(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "MOST_PENDING", 4)
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(house.visit()) for _ in range(12)]
+        house.enter().close()
+        until(lambda: bool(house.admitted))
+        assert crowd[0].recv(1) == b""
+    assert len(house.log) == 1
+
+
+def test_a_caller_does_not_wait_for_ever() -> None:
+    with addresses.listen("127.0.0.1") as silent:
+        begin = time.monotonic()
+        with (
+            socket.create_connection(silent.getsockname()) as sock,
+            pytest.raises(TimeoutError),
+        ):
+            handshake.introduce(sock, SECRET, HELLO, limit=0.2)
+        assert time.monotonic() - begin < 2
+
+
+def test_the_kernel_tells_the_user_of_a_unix_socket() -> None:
+    one, two = socket.socketpair()
+    with one, two:
+        assert handshake.peer_uid(one) == os.geteuid()
+        assert handshake._stranger(one) == ""
+
+
+def test_another_user_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = socket.socketpair()
+    monkeypatch.setattr(handshake, "peer_uid", lambda sock: 4711)
+    with one, two:
+        assert handshake._stranger(one) == "belongs to user 4711"
