@@ -32,7 +32,7 @@ _TOKEN = _core.abstract_token
 # -- effects ---------------------------------------------------------------------------
 
 
-class _Effect(_effects.Effect):  # type: ignore[misc]
+class _Effect(_effects.Effect):
     """Equal and hashed by type: the singletons below end up in JAX's cache keys."""
 
     def __eq__(self, other: object) -> bool:
@@ -120,7 +120,7 @@ def is_linear(value: Any) -> bool:
 def is_eager(values: Sequence[Any]) -> bool:
     """True if a collective bound now runs now, on exactly these values."""
     concrete = all(_core.is_concrete(v) for v in values)
-    return concrete and not jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+    return concrete and not _core.unsafe_am_i_under_a_jit()
 
 
 def device_count(value: Any) -> int:
@@ -135,8 +135,8 @@ def producers(values: Sequence[Any]) -> list[int]:
     """The place of the equation that produces each traced value; -1 for an input.
 
     Raises:
-      AttributeError, TypeError: the values are not traced together, or this jax keeps its
-        equations elsewhere.
+      AttributeError, TypeError: the values are not traced together, or this jax keeps
+        its equations elsewhere.
     """
     if len({id(v._trace) for v in values}) != 1:
         raise TypeError("values of several traces, or of none")

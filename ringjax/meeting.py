@@ -106,10 +106,14 @@ def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
         except StartupError as error:
             failure = error
             continue
-        server.start()
         ticket = Ticket(",".join(server.addresses), secret, job)
-        if place.one_host:
-            _Notice(place).write(ticket)
+        try:
+            if place.one_host:
+                _Notice(place).write(ticket)
+        except BaseException:
+            server.close()
+            raise
+        server.start()
         return ticket, server
     assert failure is not None
     raise failure

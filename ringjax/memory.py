@@ -7,10 +7,14 @@ are the native core's.
 
 from __future__ import annotations
 
+import array
+import contextlib
+import errno
 import fcntl
 import os
 import socket
 import struct
+from pathlib import Path
 
 from .handshake import LIMIT
 
@@ -24,16 +28,39 @@ def make(size: int) -> int:
     Raises:
         OSError: the system has no memory for it, or no memfd.
     """
+    # A memfd has no limit of its own: asking for too much would not fail but make the
+    # kernel kill processes.
+    if size > available() // 2:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     fd = os.memfd_create("ringjax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        # Without this a full machine would show as SIGBUS on first touch.
+        # Without this a lack of memory would show as SIGBUS on first touch.
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def available() -> int:
+    """Bytes that this process could still use: of the machine, and of its cgroup."""
+    limits = [1 << 62]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as table:
+        limits += [
+            int(line.split()[1]) << 10
+            for line in table
+            if line.startswith("MemAvailable:")
+        ]
+    # As a container sees its own cgroup; outside of one there is no such file.
+    with contextlib.suppress(OSError, ValueError):
+        used, most = (
+            int(Path("/sys/fs/cgroup", name).read_text())
+            for name in ("memory.current", "memory.max")
+        )
+        limits.append(most - used)
+    return max(0, min(limits))
 
 
 def is_sound(fd: int, size: int) -> bool:
@@ -59,19 +86,23 @@ def receive(
     Raises:
         OSError: the other end is gone.
     """
-    message, fds = b"", list[int]()
+    message, fds = b"", array.array("i")
+    room = socket.CMSG_LEN(most * fds.itemsize)
     try:
         sock.settimeout(seconds)
         while len(message) < _MESSAGE.size:
             try:
-                piece, more, _, _ = socket.recv_fds(
-                    sock, _MESSAGE.size - len(message), most, socket.MSG_CMSG_CLOEXEC
+                # Not socket.recv_fds: it takes flags but does not use them.
+                piece, items, _, _ = sock.recvmsg(
+                    _MESSAGE.size - len(message), room, socket.MSG_CMSG_CLOEXEC
                 )
             except TimeoutError:
                 if not message:
                     return None
                 raise
-            fds += more
+            for level, kind, data in items:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             if not piece:
                 raise ConnectionResetError("it closed the connection")
             message += piece
@@ -82,4 +113,4 @@ def receive(
         for fd in fds:
             os.close(fd)
         raise
-    return _MESSAGE.unpack(message)[0], fds
+    return _MESSAGE.unpack(message)[0], fds.tolist()

@@ -97,10 +97,14 @@ def knock(
         job, Purpose.RENDEZVOUS, int(hello["rank"]), SERVER_RANK
     )
     stranger, absent = None, None
-    for host, port in address.parse(addresses):
+    candidates = address.parse(addresses)
+    # Something else that listens there and says nothing must not use up all the time.
+    share = (deadline - time.monotonic()) / (2 * len(candidates))
+    limit = min(LIMIT, max(0.1, share))
+    for host, port in candidates:
         where = f"the rendezvous at {address.show(host, port)}"
         try:
-            session = _connect((host, port), secret, introduction, deadline)
+            session = _connect((host, port), secret, introduction, limit)
         except AuthenticationError as error:
             stranger = AuthenticationError(f"{where} {error}")
             continue
@@ -120,9 +124,8 @@ def knock(
 
 
 def _connect(
-    where: tuple[str, int], secret: bytes, introduction: Introduction, deadline: float
+    where: tuple[str, int], secret: bytes, introduction: Introduction, limit: float
 ) -> Session:
-    limit = min(LIMIT, max(0.1, deadline - time.monotonic()))
     sock = socket.create_connection(where, timeout=limit)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -282,10 +282,12 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
             f"ringjax.{what}: the leaf {path!r} is an array of Python objects"
         )
     as_before = _restorer(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        leaf = np.asarray(leaf, dtype.newbyteorder("="))
     # By dtype alone, so that a rank with numpy arrays understands one with jax arrays.
     known = dtype.kind in "biufc" or dtype.name == "bfloat16"
-    if known and jax.dtypes.canonicalize_dtype(dtype) == dtype:
-        return _Packed(leaf, kind, lambda out: as_before(out))
+    if known and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
+        return _Packed(leaf, kind, as_before)
     return _pack_bytes(np.asarray(leaf), as_before)._replace(kind=kind)
 
 
@@ -294,7 +296,7 @@ def _restorer(leaf: Any) -> Callable[[Any], Any]:
         return jnp.asarray
     if isinstance(leaf, np.generic):
         return lambda out: np.asarray(out)[()]
-    return np.array  # a copy that can be written to
+    return lambda out: np.array(out, leaf.dtype)  # a copy that can be written to
 
 
 def _pack_bytes(array: np.ndarray[Any, Any], restore: Callable[[Any], Any]) -> _Packed:

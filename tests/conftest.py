@@ -7,7 +7,7 @@ number, from plain `pytest`. The mechanism is in rank_items.py and rank_worker.p
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem() -> Iterator[Any]:
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Replaces a marked test by one item for each number of ranks."""
     found = yield
     if _in_rank() or not found:

@@ -59,7 +59,7 @@ class Console:
         self._python = python
         self._terminal = {1: sys.stdout.isatty(), 2: sys.stderr.isatty()}
         self._closed: set[int] = set()  # targets that nobody reads any more
-        self.labels: dict[int, str] = {}  # of helpers, whose ids are negative
+        self.labels: dict[int, str] = {}  # of ssh clients, whose ids are negative
         self._colour = environ.wants_colour()
         self._partial: dict[tuple[int, str], bytes] = {}
         self._unfinished: tuple[int, str] | None = None  # whose line the cursor is in

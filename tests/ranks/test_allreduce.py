@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ringjax
 from hypothesis import given
 from hypothesis import strategies as st
-from ringjax import Average, Compression, Max, Min, Product, Sum, allreduce
 from stacked import (
     COMPLEX,
     DTYPES,
@@ -23,6 +21,9 @@ from stacked import (
     properties,
     raises,
 )
+
+import ringjax
+from ringjax import Average, Compression, Max, Min, Product, Sum, allreduce
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -113,7 +114,7 @@ def test_compression(world, compression) -> None:
     assert int(out["n"]) == 3 * world.size
 
 
-# -- inside jax's transforms -------------------------------------------------------------
+# -- inside jax's transforms -----------------------------------------------------------
 
 
 def test_vmap(world) -> None:
@@ -213,7 +214,7 @@ def test_one_device_shard_map(world) -> None:
     equal(jax.jit(f)(x), sum(np.arange(6.0) + r for r in range(world.size)))
 
 
-# -- derivatives -------------------------------------------------------------------------
+# -- derivatives -----------------------------------------------------------------------
 
 
 def _model(op: int, before: float = 1.0, after: float = 1.0) -> Any:
@@ -261,7 +262,7 @@ def test_complex_and_hessian(world) -> None:
     equal(hessian, np.diag(6 * np.arange(3.0)), 1e-12)
 
 
-# -- mistakes ----------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------
 
 
 def test_bad_arguments(world) -> None:

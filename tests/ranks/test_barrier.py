@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ringjax
 from stacked import equal, raises
+
+import ringjax
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stacked import check_derivatives, draw, draw_all, equal, raises
+
 import ringjax
 from ringjax import broadcast
-from stacked import check_derivatives, draw, draw_all, equal, raises
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

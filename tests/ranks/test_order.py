@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ringjax
-from ringjax import _jax, primitive, runtime
 from stacked import equal, raises
 
+import ringjax
+from ringjax import _jax, primitive, runtime
+
 TOWERS = 8
-STEPS = 40
+STEPS = 25
 ONE_WORKER = {"NPROC": "1"}
 WORKERS = {"NPROC": "4"}
 

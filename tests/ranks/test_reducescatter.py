@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ringjax
 from hypothesis import given
 from hypothesis import strategies as st
-from ringjax import Average, Compression, Max, Min, Product, Sum, reducescatter
 from stacked import check_derivatives, draw, draw_all, equal, properties, raises
+
+import ringjax
+from ringjax import Average, Compression, Max, Min, Product, Sum, reducescatter
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

@@ -26,7 +26,7 @@ LEVELS = {
         *("addresses", "handshake", "session", "rendezvous", "reception", "memory"),
         *("launch", "meeting", "objects"),
     },
-    1: {"runtime", "world", "mesh", "buckets", "basics"},
+    1: {"runtime", "world", "process_set", "mesh", "buckets", "basics"},
     2: {"_jax"},
     3: {"primitive"},
     4: {"collectives", "compression"},

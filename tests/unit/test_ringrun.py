@@ -191,8 +191,8 @@ def test_everything_after_the_command_is_its_own() -> None:
 
 HOROVOD = """
 -np 2 -H localhost:2 --gloo --disable-cache --cycle-time-ms 3.5 --cache-capacity 0
---fusion-threshold-mb 32 --autotune --autotune-log-file /tmp/x --no-stall-check
---hierarchical-allreduce --timeline-filename /tmp/t.json --timeline-mark-cycles
+--fusion-threshold-mb 32 --autotune --autotune-log-file a.csv --no-stall-check
+--hierarchical-allreduce --timeline-filename t.json --timeline-mark-cycles
 --mpi-threads-disable --num-nccl-streams 2 --thread-affinity 1 --tcp
 --gloo-timeout-seconds 9 --log-level DEBUG --log-hide-timestamp
 --network-interface lo --start-timeout 600 --mpi-args=-x --binding-args=-y

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
+#include "engine/descriptor.h"
+
 namespace ringjax {
 namespace {
-
-constexpr size_t kMostText = 64 << 10;
 
 // Sends `out` to one peer and receives `in` from another (or the same) at the same time.
 class Exchange {
@@ -100,7 +100,7 @@ Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lan
                      Waiter* waiter, std::vector<std::string>* texts) {
   const int size = static_cast<int>(lane.links.size());
   Exchange exchange(lane, waiter);
-  std::string text = own.substr(0, kMostText);
+  std::string text(Cut(own, kMostText));
   texts->assign(size, "");
   (*texts)[lane.rank] = text;
   Frame mine = frame, theirs;

@@ -7,11 +7,27 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <exception>
 #include <thread>
 
 #include "engine/agreement.h"
 
 namespace ringjax {
+namespace {
+
+// Leaves the turnstile whatever happens: a turn that is kept would stop all others.
+class Turn {
+ public:
+  explicit Turn(Turnstile* turnstile) : turnstile_(turnstile) {}
+  ~Turn() { turnstile_->Leave(); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Turnstile* turnstile_;
+};
+
+}  // namespace
 
 uint64_t Turnstile::Take() {
   std::lock_guard lock(mutex_);
@@ -21,12 +37,12 @@ uint64_t Turnstile::Take() {
 Status Turnstile::Wait(uint64_t ticket, const std::function<Status()>& stop) {
   std::unique_lock lock(mutex_);
   while (serving_ != ticket) {
-    turn_.wait_for(lock, std::chrono::milliseconds(100));
-    if (serving_ == ticket) break;
+    // Asked before waiting: behind a turn that was lost nobody will call.
     lock.unlock();
-    Status status = stop();
+    RJ_TRY(stop());
     lock.lock();
-    if (!status.ok()) return status;
+    if (serving_ == ticket) break;
+    turn_.wait_for(lock, std::chrono::milliseconds(100));
   }
   return OkStatus();
 }
@@ -72,18 +88,21 @@ Status Communicator::RunInTurn(uint64_t ticket, const Call& call) {
     return OkStatus();
   });
   if (!turn.ok()) return Fail(call, turn);
-  const Status status = RunExclusive(call);
-  turnstile_.Leave();
-  return status;
+  const Turn here(&turnstile_);
+  try {
+    return RunExclusive(call);
+  } catch (const std::exception& e) {  // out of memory, most likely: peers must know
+    return Fail(call, Status(Code::kInternal, std::string("failed: ") + e.what()));
+  }
 }
 
 Status Communicator::RunExclusive(const Call& call) {
   if (aborted()) return Fail(call, abort_status());
   if (Status left = CheckLeft(); !left.ok()) return Fail(call, left);
-  if (Status invalid = Validate(call); !invalid.ok())
-    return Status(invalid.code(), Prefix() + Where(call) + ": " + invalid.message());
+  const Status valid = Validate(call);
   const auto start = Clock::now();
-  entered_.store(++sequence_, std::memory_order_relaxed);
+  // Counted and voted on even if it is not valid, so that all ranks stay in step.
+  entered_.fetch_add(1, std::memory_order_relaxed);
   warned_ = 0;
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   lane_.on_stall = [&](double seconds, const std::vector<int>& peers) {
@@ -93,9 +112,10 @@ Status Communicator::RunExclusive(const Call& call) {
   frame.job = options_.job;
   frame.epoch = options_.epoch;
   frame.communicator = static_cast<uint32_t>(options_.id);
-  frame.sequence = sequence_;
+  frame.sequence = entered();
   frame.fingerprint = Fingerprint(call);
-  if (Status agreed = AgreeOn(call, frame, &waiter); !agreed.ok()) return agreed;
+  if (Status agreed = AgreeOn(call, valid, frame, &waiter); !agreed.ok())
+    return agreed;
   OpStats used;
   for (Request& request : Split(call)) {
     if (Status s = RunRequest(&request, frame, &waiter, &used); !s.ok())
@@ -112,10 +132,11 @@ Status Communicator::RunExclusive(const Call& call) {
   return OkStatus();
 }
 
-Status Communicator::AgreeOn(const Call& call, const Frame& frame, Waiter* waiter) {
-  if (size() == 1) return OkStatus();
-  bool agreed = false, fit = true;
-  if (Status s = Agree(frame, true, lane_, waiter, &agreed); !s.ok())
+Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame& frame,
+                             Waiter* waiter) {
+  if (size() == 1) return valid.ok() ? valid : Named(call, valid);
+  bool agreed = false, fit = valid.ok();
+  if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
     return Fail(call, s);
   if (agreed && call.op == Collective::kAlltoall && !call.rows.empty()) {
     if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
@@ -123,14 +144,17 @@ Status Communicator::AgreeOn(const Call& call, const Frame& frame, Waiter* waite
     if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
       return Fail(call, s);
     if (!agreed)
-      return Status(Code::kMismatch, Prefix() + Where(call) +
-                                         ": splits and received_splits of the ranks "
-                                         "do not fit together. Nothing was exchanged.");
+      return Named(call, {Code::kMismatch,
+                          "splits and received_splits of the ranks do not fit "
+                          "together. Nothing was exchanged."});
   }
   if (agreed) return OkStatus();
   std::vector<std::string> texts;
-  Status s = ExchangeTexts(frame, Explain(call, 64 << 10), lane_, waiter, &texts);
-  if (!s.ok()) return Fail(call, s);
+  const std::string own =
+      valid.ok() ? Explain(call, kMostText) : Refusal(valid.message());
+  if (Status s = ExchangeTexts(frame, own, lane_, waiter, &texts); !s.ok())
+    return Fail(call, s);
+  if (!valid.ok()) return Named(call, valid);
   int culprit = -1;
   std::string text = Mismatch(texts, options_.members, options_.name, &culprit);
   return Status(Code::kMismatch, Prefix() + text, culprit);
@@ -207,23 +231,29 @@ std::map<std::string, int> Communicator::transports() const {
 
 // A link tells that a peer is gone; the heartbeat tells why, a moment later.
 Status Communicator::Fail(const Call& call, const Status& cause) {
-  Status reason = cause;
   if (cause.code() == Code::kUnavailable && left_.load() < 0) {
     for (int i = 0; i < 100 && !aborted(); ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
-  if (aborted()) {
-    reason = abort_status();
-  } else {
-    const Status blame = Blame(call, cause);
-    reason = Status(cause.code() == Code::kInternal ? Code::kUnavailable : cause.code(),
-                    "rank " + std::to_string(blame.rank()) + " " + blame.message(),
-                    blame.rank());
-    Abort(reason);
-    if (on_failure_) on_failure_(blame);
-  }
-  return Status(reason.code(), Prefix() + Where(call) + ": " + reason.message(),
-                reason.rank());
+  if (!aborted()) End(Blame(call, cause));
+  return Named(call, abort_status());
+}
+
+void Communicator::End(const Status& blame) {
+  const Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
+  Abort(Status(code, "rank " + std::to_string(blame.rank()) + " " + blame.message(),
+               blame.rank()));
+  if (on_failure_) on_failure_(blame);
+}
+
+void Communicator::GiveUp(Code code, const std::string& what) {
+  if (!aborted()) End(Status(code, what, options_.members[rank()]));
+}
+
+// As it is shown: with the mark, the operation and what went wrong.
+Status Communicator::Named(const Call& call, const Status& status) const {
+  return Status(status.code(), Prefix() + Where(call) + ": " + status.message(),
+                status.rank());
 }
 
 // Who caused it, as a world rank, and what it did, as a predicate: peers are told these
@@ -237,7 +267,7 @@ Status Communicator::Blame(const Call& call, const Status& cause) const {
     char seconds[32];
     std::snprintf(seconds, sizeof seconds, " for %g s", options_.collective_timeout);
     std::vector<int> late;
-    if (laggards_) late = laggards_(sequence_);
+    if (laggards_) late = laggards_(entered());
     if (!late.empty()) {
       world = late.front();
       what = "has not called " + Where(call);
@@ -253,7 +283,7 @@ Status Communicator::Blame(const Call& call, const Status& cause) const {
 // peers whose links are waited for.
 std::string Communicator::Waited(const std::vector<int>& peers) const {
   std::vector<int> world;
-  if (laggards_) world = laggards_(sequence_);
+  if (laggards_) world = laggards_(entered());
   if (world.empty())
     for (int peer : peers) world.push_back(options_.members[peer]);
   std::string text;
@@ -296,7 +326,7 @@ std::string Communicator::Where(const Call& call) const {
     text += std::to_string(call.tensors.size()) + " tensors";
   if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter)
     text += ", " + std::string(Name(call.reduce_op));
-  return text + ", seq " + std::to_string(sequence_) + ")";
+  return text + ", seq " + std::to_string(entered()) + ")";
 }
 
 }  // namespace ringjax

@@ -84,6 +84,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // rank. Callable from any thread, also from the heartbeat.
   void Abort(const Status& status);
   Status abort_status() const;
+  // Aborts because of what this rank did ("was interrupted"), and tells the peers.
+  void GiveUp(Code code, const std::string& what);
   // A member left in good order. Calls that it took part in can still finish; a call
   // that needs it fails, at the latest a second after nothing moves any more.
   void PeerLeft(int world_rank);
@@ -113,7 +115,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   Status RunExclusive(const Call& call);
   Status Validate(const Call& call) const;
-  Status AgreeOn(const Call& call, const Frame& frame, Waiter* waiter);
+  // `valid` is what Validate found: this rank's vote.
+  Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
+                 Waiter* waiter);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                      bool* fit) const;
   std::vector<Request> Split(const Call& call) const;
@@ -128,9 +132,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string_view ForcedAlgorithm(Collective op) const;
   Status Fail(const Call& call, const Status& cause);
   Status Blame(const Call& call, const Status& cause) const;
+  void End(const Status& blame);  // aborts and tells the peers
+  Status Named(const Call& call, const Status& status) const;
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers);
   Status CheckLeft() const;
   std::string Waited(const std::vector<int>& peers) const;
+  // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
 
   const CommunicatorOptions options_;
@@ -138,8 +145,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Lane lane_;
   bool crowded_ = false;
   Turnstile turnstile_;
-  uint64_t sequence_ = 0;  // of the call being served
-  std::atomic<uint64_t> entered_{0};
+  std::atomic<uint64_t> entered_{0};  // sequence number of the call being served
   double warned_ = 0;
   std::map<std::vector<uint64_t>, Planned> plans_;
   std::vector<std::byte> scratch_;

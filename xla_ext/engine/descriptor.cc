@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <charconv>
 #include <cstring>
 #include <sstream>
 
@@ -46,6 +47,26 @@ std::vector<std::string_view> Lines(std::string_view text) {
   return lines;
 }
 
+// As short as tells it from every other number.
+std::string Digits(double value) {
+  char text[32];
+  return std::string(text, std::to_chars(text, text + sizeof text, value).ptr);
+}
+
+constexpr long kHeadLines = 8;  // of Explain, before the tensors
+constexpr std::string_view kRefused = "refused: ";
+
+bool IsRefusal(std::string_view text) {
+  return text.substr(0, kRefused.size()) == kRefused;
+}
+
+// What the ranks call the operation: the first line of the first that describes it.
+std::string_view Title(const std::vector<std::string>& texts) {
+  for (std::string_view text : texts)
+    if (!IsRefusal(text)) return text.substr(0, text.find('\n'));
+  return "?";
+}
+
 // The text that most ranks sent; the lowest of them if there are several such texts.
 int Reference(const std::vector<std::string>& texts) {
   int best = 0;
@@ -63,6 +84,23 @@ uint64_t Tensor::elements() const {
   uint64_t n = 1;
   for (int64_t d : dims) n *= static_cast<uint64_t>(d);
   return n;
+}
+
+Status Call::SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number) {
+  auto bad = [](const char* what, int64_t number) {
+    return Status(Code::kInvalidArgument,
+                  "there is no " + std::string(what) + " number " + std::to_string(number));
+  };
+  if (op_number < 0 || op_number >= kCollectiveCount) return bad("collective", op_number);
+  if (reduce_number < 0 || reduce_number > static_cast<int>(ReduceOp::kProduct))
+    return bad("reduce op", reduce_number);
+  if (wire_number != -1 && wire_number != static_cast<int>(DType::kF16) &&
+      wire_number != static_cast<int>(DType::kBF16))
+    return bad("wire type", wire_number);
+  op = static_cast<Collective>(op_number);
+  reduce_op = static_cast<ReduceOp>(reduce_number);
+  wire = static_cast<int>(wire_number);
+  return OkStatus();
 }
 
 std::string_view Call::TensorName(size_t i) const {
@@ -99,12 +137,19 @@ uint64_t Fingerprint(const Call& call) {
   return hash.value();
 }
 
-std::string Describe(const Tensor& tensor) {
+std::string Describe(const Tensor& tensor, bool ragged) {
   std::string text(Name(tensor.dtype));
   text += '[';
   for (size_t d = 0; d < tensor.dims.size(); ++d)
-    text += (d ? "," : "") + std::to_string(tensor.dims[d]);
+    text += (d ? "," : "") +
+            (d == 0 && ragged ? std::string("*") : std::to_string(tensor.dims[d]));
   return text + ']';
+}
+
+std::string_view Cut(std::string_view text, size_t limit) {
+  if (text.size() <= limit) return text;
+  while (limit > 0 && (text[limit] & 0xc0) == 0x80) --limit;  // UTF-8 continues
+  return text.substr(0, limit);
 }
 
 std::string Explain(const Call& call, size_t limit) {
@@ -115,8 +160,8 @@ std::string Explain(const Call& call, size_t limit) {
   out << "wire="
       << (call.wire < 0 ? std::string_view("none") : Name(static_cast<DType>(call.wire)))
       << '\n';
-  out << "prescale_factor=" << call.prescale << '\n';
-  out << "postscale_factor=" << call.postscale << '\n';
+  out << "prescale_factor=" << Digits(call.prescale) << '\n';
+  out << "postscale_factor=" << Digits(call.postscale) << '\n';
   out << "optimizer step " << call.step << '\n';
   out << call.tensors.size() << " tensors\n";
   const size_t per_tensor =
@@ -124,7 +169,7 @@ std::string Explain(const Call& call, size_t limit) {
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const std::string_view name = call.TensorName(i);
     if (!name.empty()) out << '\'' << name << "' ";
-    out << Describe(call.tensors[i]);
+    out << Describe(call.tensors[i], RaggedRows(call.op));
     if (per_tensor > 0 && RowsAgree(call.op)) {
       out << " rows by rank";
       for (size_t r = 0; r < per_tensor; ++r)
@@ -133,29 +178,42 @@ std::string Explain(const Call& call, size_t limit) {
     out << '\n';
     if (static_cast<size_t>(out.tellp()) > limit) break;
   }
-  std::string text = out.str();
-  if (text.size() > limit) text.resize(limit);
-  return text;
+  return std::string(Cut(out.str(), limit));
 }
+
+std::string Refusal(const std::string& why) { return std::string(kRefused) + why; }
 
 std::string Mismatch(const std::vector<std::string>& texts,
                      const std::vector<int>& members, std::string_view communicator,
                      int* culprit) {
-  const int good = Reference(texts);
+  const int size = static_cast<int>(texts.size()), good = Reference(texts);
   int bad = 0;
-  while (bad < static_cast<int>(texts.size()) && texts[bad] == texts[good]) ++bad;
-  if (bad == static_cast<int>(texts.size())) bad = good;  // beyond the size limit
-  *culprit = members[bad];
+  while (bad < size && texts[bad] == texts[good]) ++bad;
+  for (int r = size - 1; r >= 0; --r)
+    if (IsRefusal(texts[r])) bad = r;
+  *culprit = bad < size ? members[bad] : -1;
+  std::ostringstream out;
+  out << Title(texts) << " (" << communicator << "): ";
+  if (bad == size) {
+    const long lines = std::count(texts[0].begin(), texts[0].end(), '\n');
+    out << "ranks disagree about tensors beyond the first "
+        << std::max(0L, lines - kHeadLines) << ". Nothing was exchanged.";
+    return out.str();
+  }
+  if (IsRefusal(texts[bad])) {
+    out << "rank " << members[bad] << " refused it: "
+        << std::string_view(texts[bad]).substr(kRefused.size())
+        << ". Nothing was exchanged.";
+    return out.str();
+  }
   const auto ours = Lines(texts[good]), theirs = Lines(texts[bad]);
-  std::string_view a = "tensors beyond those described", b = a;
+  std::string_view a, b;
   for (size_t i = 0; i < std::max(ours.size(), theirs.size()); ++i) {
     a = i < ours.size() ? ours[i] : std::string_view("nothing more");
     b = i < theirs.size() ? theirs[i] : std::string_view("nothing more");
     if (a != b) break;
   }
-  std::ostringstream out;
-  out << (ours.empty() ? std::string_view("?") : ours[0]) << " (" << communicator
-      << "): ranks disagree: rank " << members[bad] << " sent " << b << ", rank "
+  out << "ranks disagree: rank " << members[bad] << " sent " << b << ", rank "
       << members[good] << " sent " << a << ". Nothing was exchanged.";
   return out.str();
 }

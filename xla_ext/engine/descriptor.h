@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/status.h"
 #include "collective/schedule.h"
 
 namespace ringjax {
@@ -18,6 +19,7 @@ struct Tensor {
   std::vector<int64_t> dims;
   void* in = nullptr;
   void* out = nullptr;
+  uint64_t room = 0;  // bytes at `out`
 
   uint64_t elements() const;
   uint64_t bytes() const { return elements() * Width(dtype); }
@@ -37,6 +39,9 @@ struct Call {
   // Rows (dim 0) per rank, for each tensor one after another; see Problem::counts.
   std::vector<int64_t> rows;
 
+  // Sets the three from numbers that came from outside, if there are such.
+  Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);
+
   std::string_view TensorName(size_t i) const;
 };
 
@@ -46,15 +51,25 @@ bool RaggedRows(Collective op);
 // Equal on all ranks exactly if the calls fit together.
 uint64_t Fingerprint(const Call& call);
 
-// "f32[8,128]".
-std::string Describe(const Tensor& tensor);
+// "f32[8,128]", or "f32[*,128]" if dim 0 is a matter of each rank.
+std::string Describe(const Tensor& tensor, bool ragged = false);
+
+// At most `limit` bytes of `text`, not ending within a character.
+std::string_view Cut(std::string_view text, size_t limit);
+
+// The longest text that a rank sends to explain its call.
+inline constexpr size_t kMostText = 64 << 10;
 
 // Lines for the peers, at most `limit` bytes: the operation, its options, one line per
 // tensor. Parsed by nobody: compared and shown.
 std::string Explain(const Call& call, size_t limit);
 
-// One sentence naming the first difference; texts[r] is Explain of rank r and
-// members[r] its world rank. The same on all ranks.
+// Instead of Explain from a rank whose own call is not valid.
+std::string Refusal(const std::string& why);
+
+// One sentence naming the first difference; texts[r] is Explain or Refusal of rank r
+// and members[r] its world rank. The same on all ranks. `*culprit` is -1 if the texts
+// do not tell.
 std::string Mismatch(const std::vector<std::string>& texts,
                      const std::vector<int>& members, std::string_view communicator,
                      int* culprit);

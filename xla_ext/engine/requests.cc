@@ -21,8 +21,6 @@ uint64_t RowElements(const Tensor& t) {
 Status Invalid(const std::string& what) { return {Code::kInvalidArgument, what}; }
 
 Status CheckReduce(const Call& call, const Tensor& t) {
-  if (call.reduce_op == ReduceOp::kAdasum)
-    return Invalid("op=Adasum is not a reduction of this engine");
   if (IsComplex(t.dtype) &&
       (call.reduce_op == ReduceOp::kMin || call.reduce_op == ReduceOp::kMax))
     return Invalid("op=" + std::string(Name(call.reduce_op)) +
@@ -37,8 +35,51 @@ std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
   return std::span(call.rows).subspan(i * per_tensor, per_tensor);
 }
 
-int64_t Total(std::span<const int64_t> rows) {
-  return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+uint64_t Total(std::span<const int64_t> rows) {
+  return std::accumulate(rows.begin(), rows.end(), uint64_t{0});
+}
+
+// The tensor's own rows, and those that its `out` receives.
+struct Rows {
+  uint64_t in = 0, out = 0;
+};
+
+Rows OwnRows(Collective op, std::span<const int64_t> rows, size_t rank, size_t size) {
+  switch (op) {
+    case Collective::kAllgather:
+      return {static_cast<uint64_t>(rows[rank]), Total(rows)};
+    case Collective::kReducescatter:
+      return {Total(rows), static_cast<uint64_t>(rows[rank])};
+    default: return {Total(rows.first(size)), Total(rows.last(size))};
+  }
+}
+
+Status CheckRows(const Call& call, const Tensor& t, std::span<const int64_t> rows,
+                 size_t rank, size_t size) {
+  if (t.dims.empty()) return Invalid("a tensor without dimensions has no rows");
+  constexpr int64_t kMost = int64_t{1} << 40;  // so that no sum can overflow
+  if (std::any_of(rows.begin(), rows.end(),
+                  [](int64_t n) { return n < 0 || n > kMost; }))
+    return Invalid("a row count is negative or beyond any memory");
+  const Rows own = OwnRows(call.op, rows, rank, size);
+  if (own.in != static_cast<uint64_t>(t.dims[0]))
+    return Invalid("row counts say " + std::to_string(own.in) +
+                   " rows, the tensor is " + Describe(t));
+  uint64_t bytes = 0;
+  if (__builtin_mul_overflow(own.out, RowElements(t) * Width(t.dtype), &bytes) ||
+      bytes != t.room)
+    return Invalid(std::to_string(own.out) + " rows like those of " + Describe(t) +
+                   " do not fit a result of " + std::to_string(t.room) + " bytes");
+  return OkStatus();
+}
+
+// "tensor 3 'layer/kernel': ", or nothing if there is only one.
+std::string Label(const Call& call, size_t i) {
+  if (call.tensors.size() == 1) return "";
+  std::string text = "tensor " + std::to_string(i);
+  if (const auto name = call.TensorName(i); !name.empty())
+    text += " '" + std::string(name) + "'";
+  return text + ": ";
 }
 
 }  // namespace
@@ -59,20 +100,20 @@ Status Communicator::Validate(const Call& call) const {
   if (call.op == Collective::kBroadcast && (call.root < 0 || call.root >= size()))
     return Invalid("root_rank=" + std::to_string(call.root) + " is not in 0.." +
                    std::to_string(size() - 1));
+  if (reduces && call.reduce_op == ReduceOp::kAdasum)
+    return Invalid("op=Adasum is not a reduction of this engine");
+  if (const auto forced = ForcedAlgorithm(call.op); !forced.empty())
+    RJ_TRY(Choose(call.op, forced, 0, options_.topology, options_.cost).status());
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const Tensor& t = call.tensors[i];
-    if (reduces) RJ_TRY(CheckReduce(call, t));
-    if (per_tensor == 0) continue;
-    if (t.dims.empty()) return Invalid("a tensor without dimensions has no rows");
-    const auto rows = RowsOf(call, i, per_tensor);
-    if (std::any_of(rows.begin(), rows.end(), [](int64_t n) { return n < 0; }))
-      return Invalid("negative row count");
-    const int64_t own = call.op == Collective::kAllgather ? rows[rank()]
-                        : call.op == Collective::kAlltoall ? Total(rows.first(p))
-                                                           : Total(rows);
-    if (own != t.dims[0])
-      return Invalid("row counts say " + std::to_string(own) + " rows, the tensor is " +
-                     Describe(t));
+    Status fits;
+    if (per_tensor > 0)
+      fits = CheckRows(call, t, RowsOf(call, i, per_tensor), rank(), p);
+    else if (t.room != t.bytes())
+      fits = Invalid("the result of " + Describe(t) + " has " + std::to_string(t.room) +
+                     " bytes");
+    if (fits.ok() && reduces) fits = CheckReduce(call, t);
+    if (!fits.ok()) return Status(fits.code(), Label(call, i) + fits.message());
   }
   return OkStatus();
 }
@@ -136,7 +177,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
         const auto rows = RowsOf(call, i, p);
         Request& r = add(DType::kU8, &t);
         blocks(&r, rows, row);
-        r.bytes = static_cast<uint64_t>(Total(rows)) * row;
+        r.bytes = Total(rows) * row;
         r.out.Add(t.out, r.bytes);
       }
       break;
@@ -157,7 +198,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
         const auto rows = RowsOf(call, i, 2 * p);
         Request& r = add(DType::kU8, &t);
         blocks(&r, rows, row);
-        r.out.Add(t.out, static_cast<uint64_t>(Total(rows.last(p))) * row);
+        r.out.Add(t.out, Total(rows.last(p)) * row);
       }
       break;
   }

@@ -1,0 +1,349 @@
+"""What the collectives become in JAX: calls, ties, aliases, copies, rules, refusals.
+
+One process, a job of one; what the calls compute is tested in ranks/.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from launch import environment
+from stacked import raises
+
+import ringjax
+from ringjax import _jax, _native, primitive, runtime
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job_of_one() -> Iterator[None]:
+    ringjax.init()
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # the backend is there
+    yield
+    ringjax.shutdown()
+
+
+def chained(leaves: list[Any], seq: Any, cuts: Any = None, **options: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "op": ringjax.Average,
+        "wire": -1,
+        "prescale": 1.0,
+        "postscale": 1.0,
+        "process_set": runtime.global_process_set,
+        "cuts": cuts or (tuple(range(len(leaves))),),
+        "overlapped": cuts is not None,
+        "name": "grads",
+        "names": tuple(f"leaf{i}" for i in range(len(leaves))),
+    }
+    return primitive.bucketed_allreduce(leaves, seq, **{**arguments, **options})
+
+
+SEQ = np.zeros(1, np.uint32)
+CALL = re.compile(
+    r"(?P<name>%\w+)(:(?P<results>\d+))? = stablehlo\.custom_call "
+    r"@(?P<target>ringjax_\w+)\((?P<operands>[^)]*)\)(?P<rest>.*)"
+)
+
+
+class Call(NamedTuple):
+    """One native call in the text of a lowering."""
+
+    target: str
+    operands: list[str]
+    order: str  # its last result
+    rest: str
+
+
+def calls(f: Any, *args: Any) -> list[Call]:
+    """Every native call of `f`, in the order of the text."""
+    text = jax.jit(f).lower(*args).as_text()
+    return [
+        Call(
+            m["target"],
+            m["operands"].split(", "),
+            f"{m['name']}#{int(m['results']) - 1}" if m["results"] else m["name"],
+            m["rest"],
+        )
+        for m in CALL.finditer(text)
+    ]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of `jaxpr` and of every jaxpr inside."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def bound(f: Any, *args: Any) -> list[tuple[str, int]]:
+    """Name and number of operands of the collectives in the jaxpr of `f`."""
+    names = {*_native.COLLECTIVES, "allreduce_chained"}
+    found = equations(jax.make_jaxpr(f)(*args).jaxpr)
+    return [
+        (e.primitive.name, len(e.invars)) for e in found if e.primitive.name in names
+    ]
+
+
+# -- the calls -------------------------------------------------------------------------
+
+
+def test_one_tree_is_one_call() -> None:
+    tree = {"a": jnp.ones(3), "b": [jnp.ones((2, 2), "int8"), 1.0]}
+    (call,) = calls(ringjax.allreduce, tree)
+    assert call.target == "ringjax_run"
+    assert len(call.operands) == 4  # three leaves and the token
+    assert "has_side_effect = true" in call.rest
+    assert r'names = "a\0Ab/0\0Ab/1"' in call.rest
+
+
+def test_neither_rank_nor_size_is_compiled_in() -> None:
+    for f in (ringjax.allreduce, partial(ringjax.broadcast, root_rank=0)):
+        (call,) = calls(f, jnp.ones(3))
+        assert "size = 0 : i64" in call.rest
+        assert "counts = array<i64>" in call.rest
+    (call,) = calls(ringjax.allgather, jnp.ones(3))
+    assert "size = 1 : i64" in call.rest
+    assert "counts = array<i64: 3>" in call.rest
+
+
+def test_the_second_call_has_one_operand_more() -> None:
+    def program(x: Any, y: Any, seq: Any) -> Any:
+        x = ringjax.allreduce(x)
+        (y,), seq = chained([y], seq)
+        (z,), _ = chained([x + 1], SEQ)
+        ringjax.barrier()
+        return x, y, z, seq
+
+    found = calls(program, jnp.ones(3), jnp.ones(4), SEQ)
+    # leaf, order; leaf, order, tie; leaf, order, tie; order, tie
+    assert [len(call.operands) for call in found] == [2, 3, 3, 2]
+    for before, call in pairwise(found):
+        assert call.operands[-1] == before.order
+
+
+def test_without_the_tie_the_control_has_none() -> None:
+    def program(x: Any) -> Any:
+        return ringjax.allreduce(x), chained([x + 1], SEQ)
+
+    assert [len(call.operands) for call in calls(program, jnp.ones(3))] == [2, 3]
+    with _jax.untied():
+        assert [len(call.operands) for call in calls(program, jnp.ones(4))] == [2, 2]
+
+
+def test_a_block_is_tied_within_itself_only() -> None:
+    def program(x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            return chained([ringjax.allreduce(carry)], SEQ)[0][0], None
+
+        return jax.lax.scan(body, ringjax.allreduce(x), None, length=3)[0]
+
+    assert [len(call.operands) for call in calls(program, jnp.ones(3))] == [2, 2, 3]
+
+
+def test_start_done_is_one_chain() -> None:
+    def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
+        ringjax.allreduce(a)
+        return chained([a, b, c], seq, cuts=((2, 1), (0,)))
+
+    found = calls(program, jnp.ones(2), jnp.ones(3), jnp.ones(4), SEQ)
+    targets = ["ringjax_run", *["ringjax_start"] * 2, *["ringjax_done"] * 2]
+    assert [call.target for call in found] == targets
+    chain = found[1:]
+    # Only the first START is tied; the others hang on the one before by seq.
+    assert [len(call.operands) for call in chain] == [4, 2, 3, 2]
+    for before, call in pairwise(found):
+        assert call.operands[-1] == before.order
+    marks = [re.findall(r"(first|last|site) = (\d)", call.rest) for call in chain]
+    values = [tuple(int(v) for _, v in sorted(m)) for m in marks]
+    assert values == [(1, 0, 0), (0, 0, 1), (0, 0, 0), (0, 1, 1)]  # first, last, site
+    assert r'names = "leaf2\0Aleaf1"' in chain[0].rest
+
+
+def test_in_place_calls_are_aliased() -> None:
+    def aliases(f: Any, *args: Any) -> list[tuple[int, int]]:
+        pattern = r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)"
+        (call,) = calls(f, *args)
+        return [(int(a), int(b)) for a, b in re.findall(pattern, call.rest)]
+
+    pair = (jnp.ones(3), jnp.ones(4))
+    assert aliases(ringjax.allreduce, pair) == [(0, 0), (1, 1)]
+    assert aliases(lambda x: ringjax.broadcast(x, 0), pair) == [(0, 0), (1, 1)]
+    assert aliases(lambda x: chained(list(x), SEQ), pair) == [(0, 0), (1, 1), (2, 2)]
+    assert aliases(ringjax.allgather, pair) == []
+
+
+@pytest.mark.parametrize("cuts", [None, ((1,), (0,))])
+def test_no_copies_when_donated(cuts: Any) -> None:
+    def step(params: Any, seq: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(p[0] @ p[1]) ** 2))(params)
+        grads, seq = chained(grads, seq, cuts)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], seq
+
+    params = [jnp.ones((256, 256)), jnp.ones((256, 256))]
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, SEQ).compile()
+    assert len(re.findall(r" copy\(", _entry(compiled))) == 0
+    kept = jax.jit(step).lower(params, SEQ).compile()
+    assert len(re.findall(r" copy\(", _entry(kept))) <= 1  # the four bytes of seq
+
+
+def _entry(compiled: Any) -> str:
+    text: str = compiled.as_text()
+    return text[text.index("ENTRY") :]
+
+
+def test_the_chain_has_no_effect_and_keeps_fast_dispatch() -> None:
+    jaxpr = jax.make_jaxpr(lambda x, s: chained([x], s))(jnp.ones(3), SEQ)
+    assert not jaxpr.effects
+    names = sorted(map(repr, jax.make_jaxpr(ringjax.allreduce)(jnp.ones(3)).effects))
+    assert names == ["Ring", "RingIO"]
+
+
+def test_unused_results_stay_in_order() -> None:
+    def program(x: Any) -> Any:
+        ringjax.allreduce(x)  # nobody uses it, but other ranks may wait for it
+        return x
+
+    assert len(calls(program, jnp.ones(3))) == 1
+
+
+# -- rules -----------------------------------------------------------------------------
+
+
+def test_zero_tangents_and_cotangents_are_not_sent() -> None:
+    def loss(x: Any, y: Any) -> Any:
+        a, b = ringjax.allreduce((x, jax.lax.stop_gradient(y)), ringjax.Sum)
+        return jnp.sum(a * b)
+
+    found = bound(jax.grad(loss), jnp.ones(3), jnp.ones(3))
+    assert found == [("allreduce", 2), ("allreduce", 1)]
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (ringjax.allreduce, ["allreduce", "allreduce"]),
+        (ringjax.allgather, ["allgather", "reducescatter"]),
+        (ringjax.reducescatter, ["reducescatter", "allgather"]),
+        (ringjax.alltoall, ["alltoall", "alltoall"]),
+        (
+            partial(ringjax.broadcast, root_rank=0),
+            ["broadcast", "reducescatter", "allreduce"],
+        ),
+        (partial(ringjax.allreduce, op=ringjax.Max), ["allreduce"] * 3),
+        (
+            partial(ringjax.allreduce, op=ringjax.Product),
+            ["allreduce", "allgather", "reducescatter"],
+        ),
+    ],
+)
+def test_what_the_derivative_sends(f: Any, expected: list[str]) -> None:
+    found = bound(jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))), jnp.ones((2, 3)))
+    assert sorted(name for name, _ in found) == sorted(expected)
+
+
+def test_batching_binds_one_call_for_all() -> None:
+    for f in (ringjax.allreduce, ringjax.allgather, ringjax.alltoall):
+        assert len(bound(jax.vmap(f, in_axes=1), jnp.ones((4, 5)))) == 1
+    ensemble = jax.vmap(lambda x, s: chained([x], s))
+    (leaf,), seq = jax.eval_shape(
+        ensemble, jnp.ones((3, 5)), jnp.zeros((3, 1), "uint32")
+    )
+    assert (leaf.shape, seq.shape) == ((3, 5), (3, 1))
+    found = bound(ensemble, jnp.ones((3, 5)), jnp.zeros((3, 1), "uint32"))
+    assert found == [("allreduce_chained", 2)]
+
+
+def test_derivative_of_the_chain() -> None:
+    def loss(x: Any, y: Any) -> Any:
+        (a, b), _ = chained([x * x, y], SEQ)
+        return jnp.sum(a) + jax.lax.stop_gradient(jnp.sum(b))
+
+    x = jnp.arange(3.0)
+    found = bound(jax.grad(loss), x, x)
+    assert found == [("allreduce_chained", 3), ("allreduce", 1)]
+    np.testing.assert_allclose(jax.grad(loss)(x, x), 2 * x)
+    np.testing.assert_allclose(jax.jvp(loss, (x, x), (x, x))[1], 2 * jnp.sum(x * x))
+    with raises(TypeError, "ringjax.allreduce_grads", "op=Max has no derivative"):
+        jax.grad(lambda x: chained([x], SEQ, op=ringjax.Max)[0][0][0])(x)
+
+
+# -- refusals --------------------------------------------------------------------------
+
+
+def test_the_chain_checks_its_state() -> None:
+    with raises(ValueError, "`seq` must be uint32[1], got float32[1]"):
+        chained([jnp.ones(2)], jnp.zeros(1))
+    with raises(ValueError, "cuts must hold every index below 2 once"):
+        chained([jnp.ones(2), jnp.ones(2)], SEQ, cuts=((0,),))
+    assert chained([], SEQ) == ([], SEQ)
+
+
+def test_before_init() -> None:
+    code = """
+import jax.numpy as jnp, ringjax
+for op in ("allreduce", "allgather", "reducescatter", "alltoall", "barrier"):
+    try:
+        getattr(ringjax, op)(*([] if op == "barrier" else [jnp.ones(2)]))
+    except ringjax.errors.NotInitialized as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=environment("before-init", {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.stdout.splitlines() == [
+        f"ringjax.{op}: call ringjax.init() first"
+        for op in ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
+    ], done.stderr
+
+
+def test_process_set_that_is_not_registered() -> None:
+    with raises(ValueError, "ringjax.allgather: process_set", "not registered"):
+        ringjax.allgather(jnp.ones(2), process_set=ringjax.ProcessSet([0]))
+
+
+def test_several_local_devices() -> None:
+    code = """
+import jax, jax.numpy as jnp, ringjax
+from jax.sharding import NamedSharding, PartitionSpec as P
+ringjax.init()
+mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.device_put(jnp.ones(4), NamedSharding(mesh, P("i")))
+inside = jax.shard_map(ringjax.allreduce, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+for f in (ringjax.allreduce, jax.jit(ringjax.allreduce), jax.jit(inside)):
+    try:
+        jax.block_until_ready(f(x))
+    except ValueError as error:
+        print(str(error).splitlines()[0])
+print(ringjax.allreduce(jax.device_put(x, jax.devices()[0])).shape)
+"""
+    variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=environment("devices", variables),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4, done.stderr
+    assert "`tensor` is sharded over 2 local devices" in lines[0]
+    assert "this program runs on 2 devices of this process" in lines[1]
+    assert "this program runs on 2 devices of this process" in lines[2]
+    assert lines[3] == "(4,)"

@@ -1,0 +1,213 @@
+"""Meeting without ringrun: the notice of rank 0, stale notices, ports, secrets."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringjax import addresses, meeting
+from ringjax.config import Config
+from ringjax.errors import StartupError
+from ringjax.launch import Place
+from ringjax.meeting import Meeting, attend
+
+SECRET = "5e" * 32
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / f"ringjax-{os.geteuid()}"
+
+
+def here(rank: int, size: int = 2, identity: str = "test 1") -> Place:
+    return Place(rank, size, "a test", one_host=True, identity=identity)
+
+
+def there(rank: int, size: int = 2, **more: Any) -> Place:
+    place = {"identity": "test 2", "first_host": "127.0.0.1"} | more
+    return Place(rank, size, "a test", **place)
+
+
+def start(places: Sequence[Place], config: Config) -> list[Future[Meeting]]:
+    pool = ThreadPoolExecutor(len(places))
+    found = [
+        pool.submit(
+            attend,
+            place,
+            config,
+            {"rank": place.rank, "size": place.size},
+            lambda secret, job: {"job": job},
+        )
+        for place in places
+    ]
+    pool.shutdown(wait=False)
+    return found
+
+
+def check(futures: Sequence[Future[Meeting]]) -> list[Meeting]:
+    meetings = [future.result() for future in futures]
+    for found in meetings:
+        assert [m.rank for m in found.session.members] == list(range(len(meetings)))
+        assert {m.hello["job"] for m in found.session.members} == {meetings[0].job}
+        assert found.secret == meetings[0].secret
+    for found in reversed(meetings):
+        found.close()
+    return meetings
+
+
+QUICK = Config(start_timeout=5.0)
+
+
+def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
+    (late,) = start([here(1)], QUICK)
+    time.sleep(0.1)  # it looks for the notice before there is one
+    ticket, server = meeting.issue(here(0), QUICK) or pytest.fail("no server")
+    (notice,) = folder.iterdir()
+    assert stat.S_IMODE(notice.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert ticket.secret.hex() in notice.read_text()
+    assert ticket.addresses.startswith("127.0.0.1:")
+    first = meeting.join(
+        ticket.addresses, ticket.secret, ticket.job, {"rank": 0, "size": 2}, 5
+    )
+    late.result().close()
+    first.close()
+    server.close()
+
+
+def test_the_notice_is_gone_when_all_have_met(folder: Path) -> None:
+    for _ in range(3):  # and again
+        check(start([here(rank, 3) for rank in (2, 0, 1)], QUICK))
+        assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "garbage",
+        '{"addresses": "127.0.0.1:1", "secret": "00"}',
+        '{"addresses": "x", "secret": "00", "job": "00"}',
+        '{"addresses": "127.0.0.1:%d", "secret": "%s", "job": "0123456789abcdef"}',
+    ],
+)
+def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
+    with addresses.listen("127.0.0.1") as dead:
+        port = dead.getsockname()[1]
+    notice = Path(meeting._Notice(here(0)).path)
+    notice.write_text(text % (port, SECRET) if "%d" in text else text)
+    notice.chmod(0o600)
+    (late,) = start([here(1)], QUICK)
+    time.sleep(0.1)
+    check([*start([here(0)], QUICK), late])
+
+
+def test_a_notice_that_others_could_write_is_not_believed(folder: Path) -> None:
+    ticket = meeting.Ticket("127.0.0.1:1", bytes(32), "0123456789abcdef")
+    notice = meeting._Notice(here(0))
+    notice.write(ticket)
+    assert notice.read() == ticket
+    os.chmod(notice.path, 0o622)
+    assert notice.read() is None
+    os.unlink(notice.path)
+    (folder / "elsewhere").write_text("{}")
+    os.symlink(folder / "elsewhere", notice.path)
+    assert notice.read() is None
+
+
+def test_a_folder_that_others_can_use_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    with pytest.raises(StartupError, match="must be a folder that only this user can"):
+        meeting.issue(here(0), QUICK)
+    folder.rmdir()
+    folder.symlink_to(folder.parent)
+    with pytest.raises(StartupError, match="must be a folder that only this user can"):
+        meeting.issue(here(0), QUICK)
+
+
+def test_rank_0_never_appears(folder: Path) -> None:
+    (alone,) = start([here(1, identity="")], Config(start_timeout=0.3))
+    with pytest.raises(StartupError) as error:
+        alone.result()
+    assert str(error.value) == (
+        "rank 1 of 2 (a test) could not find the rendezvous of its job within 0.3 s: "
+        "rank 0 has not appeared; ranks started by different parents need the same "
+        "RINGJAX_JOB"
+    )
+
+
+def test_a_rank_that_never_appears_is_named_and_the_notice_goes(folder: Path) -> None:
+    futures = start([here(0, 3), here(2, 3)], Config(start_timeout=0.5))
+    for future in futures:
+        with pytest.raises(
+            StartupError, match=r"rank 1 of 3 did not join within 0.5 s"
+        ):
+            future.result()
+    assert list(folder.iterdir()) == []
+
+
+def test_two_jobs_at_the_same_time(folder: Path) -> None:
+    places = [here(rank, 2, name) for rank in (0, 1) for name in ("one", "two")]
+    futures = start(places, QUICK)
+    assert check(futures[::2])[0].job != check(futures[1::2])[0].job
+
+
+# Several hosts.
+
+
+def settings(**more: Any) -> Config:
+    values = {"start_timeout": 5.0, "secret": SECRET, "network_interfaces": "lo"}
+    return Config(**values | more)
+
+
+def test_ranks_of_several_hosts_compute_the_port() -> None:
+    found = check(start([there(rank, 3) for rank in (1, 0, 2)], settings()))
+    assert found[0].secret == bytes.fromhex(SECRET)
+    assert found[0].job == meeting.job_of("test 2", 3)
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    places = [there(rank, identity="taken") for rank in (0, 1)]
+    port = meeting._ports(places[0])[0]
+    with addresses.listen("127.0.0.1", port):
+        check(start(places, settings()))
+
+
+def test_the_engines_port_comes_first() -> None:
+    assert meeting._ports(there(0, ports=(4000,))) == [4000, 4001, 4002, 4003]
+    assert meeting._ports(there(0, ports=(65535,))) == [65535]
+    assert all(61000 <= port < 65536 for port in meeting._ports(there(0)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_secret_it_says_what_to_set(rank: int) -> None:
+    (future,) = start([there(rank)], settings(secret=""))
+    with pytest.raises(StartupError) as error:
+        future.result()
+    assert str(error.value).startswith(
+        "the job has 2 ranks (a test) but no secret: set RINGJAX_SECRET_FILE to a file"
+    )
+
+
+def test_without_the_host_of_rank_0_it_says_what_to_set() -> None:
+    (future,) = start([there(1, first_host="")], settings())
+    with pytest.raises(StartupError, match="set MASTER_ADDR to the name of its host"):
+        future.result()
+
+
+def test_another_secret_is_refused_in_the_end() -> None:
+    places = [there(rank, identity="secrets") for rank in (0, 1)]
+    (zero,) = start(places[:1], settings(start_timeout=1.0))
+    (one,) = start(places[1:], settings(start_timeout=0.5, secret="ab" * 32))
+    with pytest.raises(StartupError, match="does not know this job's secret"):
+        one.result()
+    with pytest.raises(StartupError, match="rank 1 of 2 did not join"):
+        zero.result()

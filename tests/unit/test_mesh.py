@@ -1,0 +1,441 @@
+"""Links between ranks: the right kind for each pair, real ones, and none left behind.
+
+Ranks are threads with a reception each, except where they must die. The native core is
+not needed: what it would get is tried with mmap, read and write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringjax import handshake, memory
+from ringjax.config import Config
+from ringjax.errors import AuthenticationError, PeerLost, StartupError
+from ringjax.handshake import Introduction, Purpose
+from ringjax.mesh import Fabric, Mesh
+from ringjax.reception import Key, Reception
+from ringjax.rendezvous import Server, join
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+RING = 1 << 14
+SIZE = 3 * RING  # what the core would ask for
+
+
+class Ranks:
+    """A world of threads: rank r lives on the host with number hosts[r]."""
+
+    def __init__(self, hosts: Sequence[int], **settings: Any) -> None:
+        self.size, self.hosts = len(hosts), hosts
+        self.config = Config(ring_bytes=RING, **{"start_timeout": 5.0} | settings)
+        self.log: list[str] = []
+        self.server = Server(SECRET, JOB, self.size, log=self.log.append)
+        self.server.start()
+        self.pool = ThreadPoolExecutor(2 * self.size)
+        self.meshes: list[Mesh] = []
+        self.receptions: list[Reception] = []
+        futures = [self.pool.submit(self._fabric, rank) for rank in range(self.size)]
+        self.fabrics = [future.result() for future in futures]
+
+    def _fabric(self, rank: int) -> Fabric:
+        reception = Reception(
+            SECRET,
+            JOB,
+            rank=rank,
+            size=self.size,
+            hosts=["127.0.0.1"],
+            log=self.log.append,
+        )
+        self.receptions.append(reception)
+        hello = {
+            "rank": rank,
+            "size": self.size,
+            "hostname": f"host{self.hosts[rank]}",
+            "machine": "this",
+            "shm": self.config.shm,
+            "door": reception.door,
+            "addresses": ",".join(reception.addresses),
+        }
+        session = join(",".join(self.server.addresses), SECRET, JOB, hello, 10)
+        return Fabric(
+            rank=rank,
+            members=session.members,
+            hosts=self.hosts,
+            epoch=session.epoch,
+            job=JOB,
+            secret=SECRET,
+            config=self.config,
+            reception=reception,
+            session=session,
+            shm_bytes=lambda ring: 3 * ring,
+            log=lambda level, text: self.log.append(f"{level}: {text}"),
+        )
+
+    def start(
+        self, comm: int, ranks: Sequence[int], who: Sequence[int], control: bool
+    ) -> list[Future[Mesh]]:
+        return [
+            self.pool.submit(
+                self.fabrics[rank].build, comm, ranks, "world", control=control
+            )
+            for rank in who
+        ]
+
+    def build(
+        self, comm: int = 0, ranks: Sequence[int] | None = None, control: bool = True
+    ) -> list[Mesh]:
+        ranks = range(self.size) if ranks is None else ranks
+        futures = self.start(comm, ranks, ranks, control)
+        meshes = [future.result() for future in futures]
+        self.meshes += meshes
+        return meshes
+
+    def close(self) -> None:
+        for mesh in self.meshes:
+            mesh.close()
+        for reception in self.receptions:
+            reception.close()
+            reception.close()  # twice is fine
+        for fabric in self.fabrics:
+            fabric.session.close()
+        self.server.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., Ranks]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(hosts: Sequence[int], **settings: Any) -> Ranks:
+            ranks = Ranks(hosts, **settings)
+            stack.callback(ranks.close)
+            return ranks
+
+        yield make
+
+
+def link(mesh: Mesh, peer: int) -> tuple[Any, ...]:
+    (found,) = [link for link in mesh.links if link[1] == peer]
+    return found
+
+
+def check_shared(meshes: list[Mesh], low: int, high: int) -> None:
+    """What one writes the other reads, and each rings the other's doorbell."""
+    one, two = link(meshes[low], high), link(meshes[high], low)
+    assert (one[0], two[0], one[3], two[3]) == ("shm", "shm", 0, 1)
+    assert one[4] == two[4] == RING
+    with mmap.mmap(one[2], SIZE) as here, mmap.mmap(two[2], SIZE) as there:
+        text = f"{low} {high}".encode()
+        here[100 : 100 + len(text)] = text
+        assert there[100 : 100 + len(text)] == text
+    os.eventfd_write(one[5], 1)
+    assert os.eventfd_read(meshes[high].doorbell) == 1
+    os.eventfd_write(two[5], 1)
+    assert os.eventfd_read(meshes[low].doorbell) == 1
+
+
+def check_connected(one: int, two: int, text: bytes) -> None:
+    """Two ends of one connection; it is ours to use, so nothing else is in it."""
+    here, there = socket.socket(fileno=os.dup(one)), socket.socket(fileno=os.dup(two))
+    with here, there:
+        for a, b in ((here, there), (there, here)):
+            a.sendall(text)
+            b.settimeout(5)
+            assert b.recv(100) == text
+        if here.family != socket.AF_UNIX:
+            assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 1, 0), (0, 0, 1, 1, 0)])
+def test_each_pair_gets_the_right_link(
+    world: Callable[..., Ranks], hosts: tuple[int, ...]
+) -> None:
+    ranks = world(hosts, tcp_streams=3)
+    meshes = ranks.build()
+    for low in range(ranks.size):
+        for high in range(low + 1, ranks.size):
+            if hosts[low] == hosts[high]:
+                check_shared(meshes, low, high)
+                continue
+            one, two = link(meshes[low], high), link(meshes[high], low)
+            assert (one[0], two[0]) == ("tcp", "tcp")
+            assert len(one[2]) == len(two[2]) == 3
+            for stream, (a, b) in enumerate(zip(one[2], two[2], strict=True)):
+                check_connected(a, b, b"%d %d %d" % (low, high, stream))
+            check_connected(
+                dict(meshes[low].control)[high], dict(meshes[high].control)[low], b"c"
+            )
+    assert [sorted(dict(mesh.control)) for mesh in meshes] == [
+        [r for r in range(ranks.size) if r != rank] for rank in range(ranks.size)
+    ]
+    assert ranks.log == []
+
+
+def test_every_descriptor_is_closed_on_exec(world: Callable[..., Ranks]) -> None:
+    for mesh in world((0, 0, 1)).build():
+        for fd in mesh.descriptors():
+            assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+
+
+def test_a_part_of_the_ranks(world: Callable[..., Ranks]) -> None:
+    ranks = world((0, 0, 1, 0))
+    ranks.build()
+    one, two = ranks.build(1, [1, 3], control=False)
+    check_shared([one, two], 0, 1)  # peers count within the communicator
+    one, two = ranks.build(2, [2, 3], control=False)
+    assert link(one, 1)[0] == link(two, 0)[0] == "tcp"
+    assert one.control == two.control == []
+
+
+def test_communicators_may_be_built_at_different_times(
+    world: Callable[..., Ranks],
+) -> None:
+    ranks = world((0, 1, 0))
+    early = ranks.start(7, [0, 1, 2], [2], control=False)
+    time.sleep(0.1)
+    ranks.build(0)  # the call for 7 waits in the receptions of the others
+    late = ranks.start(7, [0, 1, 2], [0, 1], control=False)
+    meshes = [future.result() for future in (*late, *early)]
+    ranks.meshes += meshes
+    check_shared(meshes, 0, 2)
+
+
+def test_without_shared_memory_on_request(world: Callable[..., Ranks]) -> None:
+    ranks = world((0, 0, 0), shm=False)
+    for mesh in ranks.build():
+        assert {link[0] for link in mesh.links} == {"tcp"}
+    assert ranks.log == []
+
+
+def test_without_memory_there_is_one_warning_and_tcp(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = world((0, 0, 0))
+    make, made = memory.make, []
+
+    def scarce(size: int) -> int:
+        if made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(size)
+        return make(size)
+
+    monkeypatch.setattr(memory, "make", scarce)
+    meshes = ranks.build()
+    kinds = [sorted(link[0] for link in mesh.links) for mesh in meshes]
+    # Rank 0 or rank 1 got the only piece; rank 0 with two peers gives it back.
+    assert kinds in (
+        [["tcp", "tcp"]] * 3,
+        [["tcp", "tcp"], ["shm", "tcp"], ["shm", "tcp"]],
+    )
+    first = [text for text in ranks.log if "2 x" in text]
+    assert first == [
+        f"warning: world: 2 x {SIZE} = {2 * SIZE} bytes of shared memory cannot be had "
+        "(No space left on device): using TCP on this host, which is slower"
+    ]
+    one, two = link(meshes[0], 2), link(meshes[2], 0)
+    check_connected(one[2][0], two[2][0], b"in spite of that")
+
+
+def test_memory_that_a_peer_could_shrink_is_refused(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsealed(size: int) -> int:
+        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        return fd
+
+    ranks = world((0, 0))
+    monkeypatch.setattr(memory, "make", unsealed)
+    low, high = ranks.start(0, [0, 1], [0, 1], control=True)
+    with pytest.raises(StartupError, match="memory of another size, or unsealed"):
+        high.result()
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        low.result()
+
+
+def test_sealed_memory() -> None:
+    fd = memory.make(SIZE)
+    try:
+        assert memory.is_sound(fd, SIZE)
+        assert not memory.is_sound(fd, SIZE + 1)
+        assert os.fstat(fd).st_blocks * 512 >= SIZE  # the pages are there
+        for size in (0, 2 * SIZE):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < memory.available() < 1 << 62
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        memory.make(1 << 60)
+    monkeypatch.setattr(memory, "available", lambda: 2 * SIZE - 1)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        memory.make(SIZE)
+
+
+def test_who_could_not_be_reached_is_named(world: Callable[..., Ranks]) -> None:
+    ranks = world((0, 1, 2, 0), start_timeout=0.5)
+    futures = ranks.start(0, range(4), [0, 2], control=True)
+    with pytest.raises(StartupError) as error:
+        futures[0].result()  # ranks 1 and 3 do not call
+    text = str(error.value)
+    assert text.startswith(
+        "world: rank 0 could not be connected with ranks 1, 3 within"
+    )
+    assert "rank 1 on host1: it did not call" in text
+    with pytest.raises(
+        StartupError, match=r"rank 2 could not be .* rank 3 within 0.5 s"
+    ):
+        futures[1].result()
+
+
+def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
+    world: Callable[..., Ranks],
+) -> None:
+    ranks = world((0, 0, 0), start_timeout=30.0)
+    begin = time.monotonic()
+    futures = ranks.start(0, range(3), [0, 2], control=True)
+    ranks.fabrics[1].session.report_failure("ValueError: early")
+    for future in futures:
+        with pytest.raises(PeerLost, match="rank 1 failed: ValueError") as error:
+            future.result()
+        assert error.value.rank == 1
+    assert time.monotonic() - begin < 5
+
+
+# What strangers and impostors find at a reception.
+
+
+def _call(fabric: Fabric, introduction: Introduction, secret: bytes = SECRET) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect("\0" + fabric.reception.door)
+        handshake.introduce(sock, secret, introduction)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "caller", "callee"),
+    [
+        (Purpose.RENDEZVOUS, 1, 0),
+        (Purpose.DATA, 1, 1),  # meant for another rank
+        (Purpose.DATA, 0, 0),  # itself
+        (Purpose.DATA, 5, 0),  # no such rank
+        (Purpose.DATA, -1, 0),
+    ],
+)
+def test_false_claims_are_refused(
+    world: Callable[..., Ranks], purpose: Purpose, caller: int, callee: int
+) -> None:
+    ranks = world((0, 0))
+    with pytest.raises(AuthenticationError):
+        _call(ranks.fabrics[0], Introduction(JOB, purpose, caller, callee))
+    ranks.build()
+
+
+def test_garbage_and_the_wrong_secret_do_not_disturb(
+    world: Callable[..., Ranks],
+) -> None:
+    ranks = world((0, 1))
+    futures = ranks.start(0, [0, 1], [0], control=True)
+    for _ in range(3):
+        with pytest.raises(AuthenticationError):
+            _call(ranks.fabrics[0], Introduction(JOB, Purpose.DATA, 1, 0), b"w" * 32)
+        where = ranks.fabrics[0].reception.addresses[0].split(":")
+        with socket.create_connection((where[0], int(where[1]))) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
+    futures += ranks.start(0, [0, 1], [1], control=True)
+    meshes = [future.result() for future in futures]
+    ranks.meshes += meshes
+    assert link(meshes[0], 1)[0] == "tcp"
+    assert len(ranks.log) == 2  # one for each kind of socket
+
+
+def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
+    ranks = world((0, 0))
+    reception = ranks.fabrics[0].reception
+    for comm in (9, 9, 9, 10):  # once the last has come in, the others have
+        _call(ranks.fabrics[0], Introduction(JOB, Purpose.DATA, 1, 0, comm=comm))
+    key = Key(0, 9, Purpose.DATA, 0, 1)
+    sock = reception.take(key, 5)
+    assert sock is not None
+    sock.close()
+    assert reception.take(key, 0.05) is None
+    assert not reception.holds(key)
+
+
+# With processes.
+
+WORKER = """
+import sys, time
+from ringjax.config import Config
+from ringjax.mesh import Fabric
+from ringjax.reception import Reception
+from ringjax.rendezvous import join
+rank, where = int(sys.argv[1]), sys.argv[2]
+secret, job = b"s" * 32, sys.argv[4]
+reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print)
+hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
+         "door": reception.door, "addresses": ",".join(reception.addresses)}
+session = join(where, secret, job, hello, 10)
+fabric = Fabric(rank=rank, members=session.members, hosts=(0, int(sys.argv[3])),
+                epoch=0, job=job, secret=secret, config=Config(start_timeout=10),
+                reception=reception, session=session, shm_bytes=lambda ring: 2 * ring,
+                log=lambda level, text: print(text))
+mesh = fabric.build(0, [0, 1], "world", control=True)
+assert not {"jax", "numpy", "asyncio"} & {name.split(".")[0] for name in sys.modules}
+print("ready", flush=True)
+import os, select
+control = mesh.control[0][1]
+select.select([control], [], [])
+print("noticed", os.read(control, 1), flush=True)
+"""
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_killed_process_is_noticed_and_leaves_nothing(host: int) -> None:
+    job = secrets.token_hex(8)
+    server = Server(SECRET, job, 2)
+    server.start()
+    command = [sys.executable, "-c", WORKER]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), server.addresses[0], str(host), job],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "ready\n"
+        begin = time.monotonic()
+        workers[1].send_signal(signal.SIGKILL)
+        assert workers[0].stdout is not None
+        assert workers[0].stdout.readline() == "noticed b''\n"
+        assert time.monotonic() - begin < 2
+        assert workers[0].wait(10) == 0
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+        server.close()
+    doors = Path("/proc/net/unix").read_text()
+    assert f"ringjax-{job}-" not in doors
