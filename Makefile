@@ -49,8 +49,8 @@ format: $(VENV)/installed-lint  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(SOURCES)
 
-bench: $(VENV)/installed  ## time and bandwidth of allreduce on 2 ranks
-	$(BIN)/ringrun -np 2 $(BIN)/python benchmarks/allreduce.py
+bench: $(VENV)/installed  ## allreduce on 2 ranks, next to other libraries
+	$(BIN)/python -m benchmarks.allreduce
 
 sanitize: $(VENV)/installed-cmake  ## the native tests under Address- and ThreadSanitizer
 	for kind in address thread; do \

@@ -3,8 +3,8 @@
     python jax_char_lm.py                    one rank
     ringrun -np 2 python jax_char_lm.py      two ranks, the same global batch
 
-The text is `pydoc_data.topics`, what Python's own help() prints: about 460,000 characters
-that every installation has. Needs flax: ``pip install "ringjax[examples]"``.
+The text is `pydoc_data.topics`, what Python's own help() prints: about 460,000
+characters that every installation has. Needs flax: ``pip install "ringjax[examples]"``.
 
 To go further: ``--steps 3000 --width 192 --layers 4`` writes much better and takes some
 minutes, ``--batch 128`` feeds more ranks, ``--text FILE`` learns any text.
@@ -54,6 +54,8 @@ def load_text(path: Path | None) -> str:
 
 
 class Block(nn.Module):
+    """Attention to what was before, then a network for each character."""
+
     heads: int = 4
 
     @nn.compact
@@ -67,6 +69,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    """From characters to what each might be followed by."""
+
     letters: int
     length: int
     width: int
@@ -128,7 +132,9 @@ def main() -> None:
     tokens = np.searchsorted(alphabet, list(text)).astype(np.int32)
     train, test = np.split(tokens, [len(tokens) * 9 // 10])
 
-    model = Transformer(len(alphabet), arguments.length, arguments.width, arguments.layers)
+    model = Transformer(
+        len(alphabet), arguments.length, arguments.width, arguments.layers
+    )
     params = model.init(jax.random.key(arguments.seed), tokens[None, : model.length])
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, arguments.learning_rate, arguments.steps // 20, arguments.steps

@@ -3,13 +3,13 @@
     python jax_digits.py                    one rank
     ringrun -np 2 python jax_digits.py      two ranks, the same global batch
 
-The data are the 1,797 real images of 8 × 8 pixels inside the wheel of scikit-learn. Every
-step, the ranks share one global batch, so the number of ranks changes the speed and not
+The data are the 1,797 real images of 8 × 8 pixels inside the wheel of scikit-learn.
+Every step, the ranks share one global batch, so their number changes the speed and not
 the result. Needs flax and scikit-learn: ``pip install "ringjax[examples]"``.
 
 To go further: ``--batch 384 --learning-rate 4e-3`` gives more ranks something to do,
-``--compression bf16`` halves the bytes, ``--overlap`` sends gradients while the backward
-pass still runs. `jax_char_lm.py` trains a transformer, `jax_plain.py` needs no flax.
+``--compression bf16`` halves the bytes, ``--overlap`` sends gradients while the rest is
+still being computed. `jax_char_lm.py` trains a transformer, `jax_plain.py` needs no flax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
@@ -32,20 +31,25 @@ TEST_IMAGES = 360
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--batch", type=int, default=48, help="images of all ranks")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--compression", choices=("none", "fp16", "bf16"), default="none")
+    parser.add_argument(
+        "--compression", choices=("none", "fp16", "bf16"), default="none"
+    )
     parser.add_argument("--overlap", action="store_true", help="also within one host")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 class Data(NamedTuple):
+    """Some images and what they show."""
+
     images: np.ndarray
     labels: np.ndarray
 
     def rows(self, rows) -> Data:
+        """The part with these rows."""
         return Data(self.images[rows], self.labels[rows])
 
 
@@ -61,6 +65,8 @@ def load(seed: int) -> tuple[Data, Data]:
 
 
 class Network(nn.Module):
+    """Two convolutions and two dense layers."""
+
     @nn.compact
     def __call__(self, x):
         x = nn.relu(nn.Conv(16, (3, 3))(x))
@@ -138,7 +144,9 @@ def main() -> None:
     order = np.random.default_rng(arguments.seed + 1)
     for epoch in range(1, arguments.epochs + 1):
         started, waited = time.perf_counter(), allreduce_seconds()
-        shuffled = order.permutation(len(train.labels))[: steps_per_epoch * share * size]
+        shuffled = order.permutation(len(train.labels))[
+            : steps_per_epoch * share * size
+        ]
         history = []
         for rows in shuffled.reshape(steps_per_epoch, size, share):
             params, state, *metrics = step(params, state, train.rows(rows[rank]))

@@ -99,8 +99,9 @@ def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
         ad.primitive_transposes[primitive] = transpose
 
 
-def shaped(shape: Sequence[int], dtype: Any) -> Any:
-    return _core.ShapedArray(tuple(shape), dtype)
+def with_rows(aval: Any, rows: int) -> Any:
+    """`aval` with another first dimension; it keeps its dtype, mesh axes and sharding."""
+    return aval.update(shape=(rows, *aval.shape[1:]), weak_type=False)
 
 
 def zero_tangent(value: Any) -> Any:

@@ -33,6 +33,7 @@ class Communicator:
     ) -> None:
         """Takes ownership of every descriptor in `links` and of `doorbell`.
 
+        Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
         ("tcp", peer, [socket, ...]).
         """

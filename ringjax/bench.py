@@ -12,7 +12,6 @@ import argparse
 import json
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,9 +45,7 @@ def parse_size(text: str) -> int:
     """Bytes of ``4096``, ``4K``, ``64MiB`` or ``1g``; units are powers of 1024."""
     match = re.fullmatch(r"(\d+)(?:([KMG])(?:I?B)?|B)?", text.strip().upper())
     if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; expected bytes, or a number with K, M or G"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no size like 4096, 4K or 64M")
     return int(match[1]) << {None: 0, "K": 10, "M": 20, "G": 30}[match[2]]
 
 
@@ -118,11 +115,9 @@ class Bench:
         self.dtype = jnp.dtype(DTYPES[options.dtype])
         self.rank, self.ranks = ringjax.rank(), ringjax.size()
         function = getattr(ringjax, self.collective)
-        arguments: dict[str, Any] = {}
-        if self.collective in REDUCING:
-            arguments["op"] = getattr(ringjax, options.op)
-        elif self.collective == "broadcast":
-            arguments["root_rank"] = 0
+        takes: dict[str, Any] = {"broadcast": {"root_rank": 0}}
+        takes |= {name: {"op": getattr(ringjax, options.op)} for name in REDUCING}
+        arguments = takes.get(self.collective, {})
 
         def call(x: Any) -> Any:
             if self.barrier:
@@ -136,8 +131,7 @@ class Bench:
 
     def row(self, size: int) -> dict[str, Any]:
         """Checks and times one size; every rank must call it."""
-        share = max(1, size // self.dtype.itemsize // self.ranks)
-        count = share * self.ranks  # so that every rank has an equal share
+        count = self.ranks * max(1, size // self.dtype.itemsize // self.ranks)
         about = (self.collective, self.rank, self.ranks, count, self.dtype)
         values = tensor(*about)
         result = self._step(jnp.asarray(values))
@@ -155,11 +149,10 @@ class Bench:
         median = statistics.median(times)
         algbw = size / median / 1e9
         busbw = algbw * bus_factor(self.collective, self.ranks)
-        dtype, best, count = self.options.dtype, min(times), size // self.dtype.itemsize
-        rates = (median * 1e6, best * 1e6, algbw, busbw)
-        return dict(
-            zip(FIELDS, (size, count, dtype, *rates, "+".join(used)), strict=True)
-        )
+        dtype, count = self.options.dtype, size // self.dtype.itemsize
+        rates = (median * 1e6, min(times) * 1e6, algbw, busbw)
+        row = (size, count, dtype, *rates, "+".join(used))
+        return dict(zip(FIELDS, row, strict=True))
 
     def _step(self, x: Any) -> Any:
         out = jax.block_until_ready(self.call(x))
@@ -243,7 +236,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(COLUMNS.format(*FIELDS), COLUMNS.format(*UNITS), sep="\n", flush=True)
     sizes = size_steps(options.begin, options.end, options.factor)
     rows = []
-    for size in sizes[:1] if options.barrier else sizes:
+    for size in sizes[:1] if options.barrier else sizes:  # a barrier has no size
         rows.append(bench.row(size))
         if talks:
             print(line(rows[-1]), flush=True)
@@ -253,4 +246,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -362,8 +362,8 @@ class Door:
 
     def _dismiss(self, guest: _Guest, why: str) -> None:
         self._forget(guest)
-        guest.sock.close()
         self._refuse(guest.where, why)
+        guest.sock.close()
 
     def _refuse(self, where: str, why: str) -> None:
         now = time.monotonic()

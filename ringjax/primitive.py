@@ -112,7 +112,7 @@ def select(params: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
 
 def same_shape(avals: Sequence[Any], **params: Any) -> list[Any]:
     """Every result looks like its operand."""
-    return [_jax.shaped(a.shape, a.dtype) for a in avals]
+    return [a.update(weak_type=False) for a in avals]
 
 
 def scaled(x: Any, factor: float) -> Any:

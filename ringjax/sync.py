@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -125,15 +126,17 @@ def broadcast_object(
     what = "broadcast_object"
     communicator = _eager_communicator(what, process_set)
     root = arguments.root(what, root_rank, process_set, communicator.size)
-    call = {"root_rank": root_rank, "process_set": process_set, "name": name or what}
+    send = partial(
+        broadcast, root_rank=root_rank, process_set=process_set, name=name or what
+    )
     is_root = communicator.rank == root
     message = objects.Message.of(obj if is_root else None, allow_pickle=allow_pickle)
     with _readable_failures():
-        head = np.asarray(broadcast(message.head(), **call))
+        head = np.asarray(send(message.head()))
         with _blaming(what, root_rank):
             room = objects.room(head)
         body = message.body() if is_root else np.zeros(room, np.uint8)
-        data = np.asarray(broadcast(body, **call)).tobytes()
+        data = np.asarray(send(body)).tobytes()
     with _blaming(what, root_rank):
         return objects.opened(head, data, allow_pickle=allow_pickle)
 
@@ -158,10 +161,10 @@ def allgather_object(
     what = "allgather_object"
     communicator = _eager_communicator(what, process_set)
     message = objects.Message.of(obj, allow_pickle=allow_pickle)
-    call = {"process_set": process_set, "name": name or what}
+    gather = partial(allgather, process_set=process_set, name=name or what)
     with _readable_failures():
-        heads = np.asarray(allgather(message.head()[None], **call))
-        data = np.asarray(allgather(message.body(), **call)).tobytes()
+        heads = np.asarray(gather(message.head()[None]))
+        data = np.asarray(gather(message.body())).tobytes()
     found, start = [], 0
     members = _members(process_set, communicator.size)
     for rank, head in zip(members, heads, strict=True):
@@ -322,17 +325,14 @@ def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) 
     if (rows == digest).all():
         return
     everyone = allgather_object(lines, f"{what} (structure)", process_set)
-    first = everyone[0]
-    members = _members(process_set, len(everyone))
+    members, first = _members(process_set, len(everyone)), everyone[0]
     for rank, other in zip(members, everyone, strict=True):
         for key in [*first, *other]:
-            mine, theirs = (side.get(key, "nothing") for side in (first, other))
-            if mine != theirs:
+            one, two = (side.get(key, "nothing") for side in (first, other))
+            if one != two:
                 label = key if key.startswith("`") else repr(key)
-                raise errors.Mismatch(
-                    f"ringjax.{what}: {label}: rank {members[0]} has {mine}, "
-                    f"rank {rank} has {theirs}"
-                )
+                who = f"rank {members[0]} has {one}, rank {rank} has {two}"
+                raise errors.Mismatch(f"ringjax.{what}: {label}: {who}")
     raise errors.Mismatch(f"ringjax.{what}: the leaves are in another order on a rank")
 
 
@@ -401,10 +401,11 @@ def _readable_failures() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
-        found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*)", str(e))
+        # jax adds a rule and advice about tracebacks below the message.
+        found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*?)(\n-{5,}|$)", str(e))
         if found is None:
             raise
-        code, text = found.groups()
+        code, text = found[1], found[2].strip()
         culprit = re.search(r"\brank (\d+)", text)
         rank = int(culprit[1]) if culprit else -1
         raise errors.from_code(code, text, rank) from e

@@ -121,13 +121,12 @@ def check_derivatives(
         ],
     ]
     x, t, ct = jnp.asarray(xs[rank]), jnp.asarray(ts[rank]), jnp.asarray(cts[rank])
-    for wrap in (lambda f: f, jax.jit):
-        actual = [
-            wrap(lambda a, b: jvp(op, a, b))(x, t),
-            wrap(lambda a, b: vjp(op, a, b))(x, ct),
-            wrap(lambda a, b, c: twice(op, a, b, c))(x, ct, t),
-        ]
-        for got, want in zip(actual, expected, strict=True):
+
+    def derivatives(x: Any, t: Any, ct: Any) -> list[Any]:
+        return [jvp(op, x, t), vjp(op, x, ct), twice(op, x, ct, t)]
+
+    for f in (derivatives, jax.jit(derivatives)):
+        for got, want in zip(f(x, t, ct), expected, strict=True):
             equal(got, want, tolerance)
 
 

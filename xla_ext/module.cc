@@ -10,7 +10,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <stdexcept>
+#include <utility>
 
 #include "engine/communicator.h"
 #include "engine/heartbeat.h"
@@ -18,6 +18,7 @@
 #include "ffi/handlers.h"
 #include "ffi/registry.h"
 #include "module.h"
+#include "transport/ring_link.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -30,11 +31,21 @@ constexpr std::string_view kCodeNames[] = {
     "DEADLINE_EXCEEDED", "UNAVAILABLE",      "CANCELLED",           "INTERNAL"};
 
 PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
+// These two are guarded by the GIL.
 PyObject* failure_callback = nullptr;
+nb::python_error* put_off = nullptr;  // what a signal handler raised within the core
+
+// Bytes from peers need not be text.
+nb::object ToText(const std::string& s) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace");
+  if (text == nullptr) throw nb::python_error();
+  return nb::steal(text);
+}
 
 void Raise(const Status& status) {
   if (status.ok()) return;
-  nb::object error = nb::handle(status_error)(nb::str(status.message().c_str()));
+  nb::object error = nb::handle(status_error)(ToText(status.message()));
   error.attr("code") =
       nb::str(std::string(kCodeNames[static_cast<int>(status.code())]).c_str());
   error.attr("rank") = status.rank();
@@ -42,27 +53,37 @@ void Raise(const Status& status) {
   throw nb::python_error();
 }
 
-// On the main thread: runs Python's signal handlers; true if one of them raised. The
-// exception is put off and Ctrl-C delivered again once the core has let go.
+int RaisePutOff(void*) {
+  nb::python_error* error = std::exchange(put_off, nullptr);
+  if (error == nullptr) return 0;
+  error->restore();
+  delete error;
+  return -1;
+}
+
+// On the main thread: runs Python's signal handlers; true if one of them raised. What it
+// raised is put off until the core has let go and the interpreter runs again.
 bool MainThreadInterrupted() {
-  static const pid_t main_thread = getpid();
-  if (gettid() != main_thread || !Py_IsInitialized()) return false;
+  if (gettid() != getpid() || !Py_IsInitialized()) return false;
   nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
-  PyErr_Clear();
-  PyErr_SetInterrupt();
+  auto* raised = new nb::python_error;  // takes it
+  delete std::exchange(put_off, raised);
+  if (Py_AddPendingCall(&RaisePutOff, nullptr) != 0) PyErr_SetInterrupt();
   return true;
 }
 
 int CallFailureCallback(void*) {
   if (failure_callback == nullptr) return 0;
   PyObject* result = PyObject_CallNoArgs(failure_callback);
-  if (result == nullptr) return -1;
-  Py_DECREF(result);
+  // It would come up in whatever the main thread does just then.
+  if (result == nullptr) PyErr_WriteUnraisable(failure_callback);
+  Py_XDECREF(result);
   return 0;
 }
 
-using Buffer = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using Output = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 DType DTypeOf(const nb::dlpack::dtype& type) {
   const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
@@ -88,16 +109,14 @@ DType DTypeOf(const nb::dlpack::dtype& type) {
   throw nb::type_error("ringjax: this element type cannot be sent");
 }
 
-void Execute(Communicator& self, int op, int reduce_op, const std::vector<Buffer>& ins,
-             const std::vector<Buffer>& outs, const std::vector<int64_t>& counts,
+void Execute(Communicator& self, int op, int reduce_op, const std::vector<Input>& ins,
+             const std::vector<Output>& outs, const std::vector<int64_t>& counts,
              int root, int wire, double prescale, double postscale,
              const std::string& name, const std::vector<std::string>& names) {
   if (ins.size() != outs.size())
     throw nb::value_error("ringjax: as many `outs` as `ins` are needed");
   Call call;
-  call.op = static_cast<Collective>(op);
-  call.reduce_op = static_cast<ReduceOp>(reduce_op);
-  call.wire = wire;
+  Raise(call.SetKinds(op, reduce_op, wire));
   call.prescale = prescale;
   call.postscale = postscale;
   call.root = root;
@@ -106,18 +125,17 @@ void Execute(Communicator& self, int op, int reduce_op, const std::vector<Buffer
   for (const std::string& n : names) joined += (joined.empty() ? "" : "\n") + n;
   call.name = name;
   call.names = joined;
+  call.tensors.reserve(ins.size());
   for (size_t i = 0; i < ins.size(); ++i) {
     Tensor& t = call.tensors.emplace_back();
     t.dtype = DTypeOf(ins[i].dtype());
     for (size_t d = 0; d < ins[i].ndim(); ++d)
       t.dims.push_back(static_cast<int64_t>(ins[i].shape(d)));
-    t.in = ins[i].data();
+    t.in = const_cast<void*>(ins[i].data());  // only read, unless it is `out` as well
     t.out = outs[i].data();
-    const bool same_size =
-        call.op == Collective::kAllreduce || call.op == Collective::kBroadcast;
-    if (DTypeOf(outs[i].dtype()) != t.dtype ||
-        (same_size && outs[i].nbytes() != ins[i].nbytes()))
-      throw nb::value_error("ringjax: `outs` do not fit `ins`");
+    t.room = outs[i].nbytes();
+    if (DTypeOf(outs[i].dtype()) != t.dtype)
+      throw nb::value_error("ringjax: `outs` and `ins` have different element types");
   }
   Status status;
   {
@@ -167,33 +185,76 @@ CommunicatorOptions MakeOptions(int id, std::string name, int rank,
   return o;
 }
 
-// Every descriptor in `link` is taken, also when this throws.
-std::unique_ptr<Link> MakeLink(const nb::tuple& link) {
-  const std::string kind = nb::cast<std::string>(link[0]);
-  Result<std::unique_ptr<Link>> made = Status(Code::kInvalidArgument, "no such link");
-  if (kind == "shm")
-    made = MakeShmLink(nb::cast<int>(link[2]), nb::cast<int>(link[3]),
-                       nb::cast<size_t>(link[4]), nb::cast<int>(link[5]));
-  if (kind == "tcp") made = MakeTcpLink(nb::cast<std::vector<int>>(link[2]));
-  Raise(made.status());
-  return std::move(made.value());
+// Descriptors that are closed unless somebody releases them.
+class Descriptors {
+ public:
+  Descriptors() = default;
+  explicit Descriptors(std::vector<int> fds) : fds_(std::move(fds)) {}
+  Descriptors(Descriptors&& o) noexcept : fds_(o.Release()) {}
+  ~Descriptors() {
+    for (int fd : fds_) close(fd);
+  }
+  std::vector<int> Release() { return std::exchange(fds_, {}); }
+
+ private:
+  std::vector<int> fds_;
+};
+
+std::unique_ptr<Doorbell> NewBell() {
+  const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (fd < 0) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return std::make_unique<Doorbell>(fd);
+}
+
+// A link as Python describes it; see _native.pyi.
+struct LinkEnds {
+  size_t peer;
+  bool shared;
+  int side = 0;
+  size_t ring_bytes = 0;
+  std::vector<int> fds;
+};
+
+LinkEnds ReadLink(const nb::tuple& link) {
+  try {  // a tuple does not look whether it is long enough
+    const std::string kind = link.size() > 2 ? nb::cast<std::string>(link[0]) : "";
+    if (kind == "shm" && link.size() == 6)
+      return {nb::cast<size_t>(link[1]), true, nb::cast<int>(link[3]),
+              nb::cast<size_t>(link[4]), {nb::cast<int>(link[2]), nb::cast<int>(link[5])}};
+    if (kind == "tcp" && link.size() == 3)
+      return {nb::cast<size_t>(link[1]), false, 0, 0,
+              nb::cast<std::vector<int>>(link[2])};
+  } catch (const nb::cast_error&) {
+  }
+  throw nb::type_error("ringjax: a link is neither a shm nor a tcp tuple");
 }
 
 std::shared_ptr<Communicator> MakeCommunicator(
     int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
     const std::vector<int>& hosts, const std::vector<int>& members,
     const std::vector<nb::tuple>& links, int doorbell, const nb::dict& options) {
+  std::vector<LinkEnds> ends;
+  for (const nb::tuple& link : links) ends.push_back(ReadLink(link));
+  // Everything is ours from here on, and closed if this throws half way.
   auto bell = std::make_unique<Doorbell>(doorbell);
+  std::vector<Descriptors> descriptors;
+  for (const LinkEnds& e : ends) descriptors.emplace_back(e.fds);
   CommunicatorOptions o = MakeOptions(id, name, rank, hosts, members, options);
   o.job = job;
   o.epoch = epoch;
   std::vector<std::unique_ptr<Link>> made(hosts.size());
-  for (const nb::tuple& link : links) {
-    const size_t peer = nb::cast<size_t>(link[1]);
-    auto one = MakeLink(link);
-    if (peer >= made.size() || static_cast<int>(peer) == rank)
-      throw nb::value_error("ringjax: a link names a peer that is not there");
-    made[peer] = std::move(one);
+  for (size_t i = 0; i < ends.size(); ++i) {
+    const LinkEnds& e = ends[i];
+    if (e.peer >= made.size() || static_cast<int>(e.peer) == rank || made[e.peer])
+      throw nb::value_error("ringjax: a link names a peer that is not there, or twice");
+    std::vector<int> fds = descriptors[i].Release();
+    auto link = e.shared ? MakeShmLink(fds[0], e.side, e.ring_bytes, fds[1])
+                         : MakeTcpLink(std::move(fds));
+    Raise(link.status());
+    made[e.peer] = std::move(link.value());
   }
   for (size_t r = 0; r < made.size(); ++r)
     if (!made[r] && static_cast<int>(r) != rank)
@@ -208,11 +269,13 @@ std::vector<std::shared_ptr<Communicator>> LocalWorld(const std::vector<int>& ho
                                                       const nb::dict& options) {
   const int size = static_cast<int>(hosts.size());
   const size_t ring = static_cast<size_t>(Number(options, "ring_bytes", 1 << 16));
+  if (!IsRingSize(ring))
+    throw nb::value_error("ringjax: ring_bytes must be a power of two from 64 on");
   std::vector<std::unique_ptr<Doorbell>> bells;
   std::vector<std::vector<std::unique_ptr<Link>>> links(size);
   std::vector<int> members;
   for (int r = 0; r < size; ++r) {
-    bells.push_back(std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
+    bells.push_back(NewBell());
     links[r].resize(size);
     members.push_back(r);
   }
@@ -265,24 +328,46 @@ void BindCommunicator(nb::module_& m) {
       .def("stats", &Stats);
 }
 
+std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
+                                         const std::vector<std::pair<int, int>>& peers,
+                                         double interval, double timeout) {
+  std::vector<Heartbeat::Peer> all;
+  std::vector<int> fds;
+  for (const auto& [peer, fd] : peers) {
+    all.push_back({peer, fd});
+    fds.push_back(fd);
+  }
+  Descriptors ours(std::move(fds));
+  auto bell = NewBell();
+  ours.Release();
+  return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
+                                     std::move(bell));
+}
+
+nb::list Lost(const Heartbeat& self) {
+  std::vector<std::pair<int, std::string>> lost;
+  {
+    nb::gil_scoped_release release;
+    lost = self.lost();
+  }
+  nb::list all;
+  for (const auto& [rank, why] : lost) all.append(nb::make_tuple(rank, ToText(why)));
+  return all;
+}
+
 void BindHeartbeat(nb::module_& m) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Heartbeat>(m, "Heartbeat")
-      .def(nb::new_([](int rank, const std::vector<std::pair<int, int>>& peers,
-                       double interval, double timeout) {
-             std::vector<Heartbeat::Peer> all;
-             for (const auto& [peer, fd] : peers) all.push_back({peer, fd});
-             return std::make_shared<Heartbeat>(
-                 rank, std::move(all), interval, timeout,
-                 std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
-           }),
-           "rank"_a, "peers"_a, nb::kw_only(), "interval"_a, "timeout"_a)
-      .def("watch", &Heartbeat::Watch, "communicator"_a)
-      .def("forget", &Heartbeat::Forget, "communicator"_a)
+      .def(nb::new_(&MakeHeartbeat), "rank"_a, "peers"_a, nb::kw_only(), "interval"_a,
+           "timeout"_a)
+      // Its lock is held while it writes to peers: nobody else should wait for that.
+      .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
+      .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())
       .def("fail", [](Heartbeat& h, const std::string& message) { h.Fail(message); },
-           "message"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("leave", &Heartbeat::Leave, nb::call_guard<nb::gil_scoped_release>())
-      .def("lost", &Heartbeat::lost)
-      .def("close", &Heartbeat::Stop, nb::call_guard<nb::gil_scoped_release>());
+           "message"_a, Unlocked())
+      .def("leave", &Heartbeat::Leave, Unlocked())
+      .def("lost", &Lost)
+      .def("close", &Heartbeat::Stop, Unlocked());
 }
 
 }  // namespace

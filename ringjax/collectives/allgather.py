@@ -116,7 +116,7 @@ def exchange_rows(
 
 def _shape(avals: Sequence[Any], *, counts: Any, **params: Any) -> list[Any]:
     return [
-        _jax.shaped((sum(rows), *aval.shape[1:]), aval.dtype)
+        _jax.with_rows(aval, sum(rows))
         for aval, rows in zip(avals, counts, strict=True)
     ]
 

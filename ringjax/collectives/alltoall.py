@@ -204,7 +204,7 @@ def _received(
 
 def _shape(avals: Sequence[Any], *, counts: Any, **params: Any) -> list[Any]:
     return [
-        _jax.shaped((sum(rows[len(rows) // 2 :]), *aval.shape[1:]), aval.dtype)
+        _jax.with_rows(aval, sum(rows[len(rows) // 2 :]))
         for aval, rows in zip(avals, counts, strict=True)
     ]
 

@@ -171,7 +171,7 @@ def wire(what: str, compression: WireDtype) -> int:
     return -1 if compression.wire is None else _native.DTYPES[compression.wire]
 
 
-def root(what: str, root_rank: Any, process_set: runtime.ProcessSet, size: int) -> int:
+def root(what: str, root_rank: Any, process_set: runtime.ProcessSet) -> int:
     """The place of world rank `root_rank` among the members of the process set."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
         raise TypeError(
@@ -184,10 +184,7 @@ def root(what: str, root_rank: Any, process_set: runtime.ProcessSet, size: int) 
         raise TypeError(
             f"ringjax.{what}: `root_rank` must be known while tracing, got {root_rank}"
         ) from None
-    if process_set is runtime.global_process_set:
-        members = list(range(size))
-    else:
-        members = list(process_set.ranks or range(size))
+    members = list(process_set.ranks)
     if rank not in members:
         raise ValueError(
             f"ringjax.{what}: `root_rank` is {rank}, expected a rank of the process "

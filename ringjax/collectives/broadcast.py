@@ -79,7 +79,7 @@ def _broadcast(
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.flatten(what, tree)
-    root = arguments.root(what, root_rank, process_set, communicator.size)
+    root = arguments.root(what, root_rank, process_set)
     if not leaves.arrays:
         return tree
     return leaves.rebuild(

@@ -142,10 +142,7 @@ def split_rows(rows: int, size: int) -> tuple[int, ...]:
 
 
 def _shape(avals: Sequence[Any], *, rows: Any, **params: Any) -> list[Any]:
-    return [
-        _jax.shaped((own, *aval.shape[1:]), aval.dtype)
-        for aval, own in zip(avals, rows, strict=True)
-    ]
+    return [_jax.with_rows(aval, own) for aval, own in zip(avals, rows, strict=True)]
 
 
 def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:

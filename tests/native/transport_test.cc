@@ -1,12 +1,6 @@
 // Links between two threads: every transport must carry the same streams, wake who
-// sleeps, report a peer that is gone, and survive nonsense in shared memory.
-#include <fcntl.h>
-#include <netinet/in.h>
+// sleeps, and report a peer that is gone. What must be refused: link_refusal_test.cc.
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstring>
@@ -15,91 +9,11 @@
 #include <thread>
 
 #include "check.h"
+#include "link_ends.h"
 #include "transport/link.h"
-#include "transport/ring_link.h"
 
 namespace ringjax {
 namespace {
-
-int MakeEventFd() { return eventfd(0, EFD_CLOEXEC); }
-
-// Two ends and the doorbells on which they sleep.
-struct Ends {
-  std::unique_ptr<Doorbell> bells[2];
-  std::unique_ptr<Link> links[2];
-};
-using MakeEnds = std::function<Ends()>;
-
-Ends WithBells() {
-  Ends ends;
-  for (auto& bell : ends.bells) bell = std::make_unique<Doorbell>(MakeEventFd());
-  return ends;
-}
-
-Ends LocalEnds(size_t ring) {
-  Ends ends = WithBells();
-  std::tie(ends.links[0], ends.links[1]) =
-      MakeLocalLinks(ring, ends.bells[0].get(), ends.bells[1].get());
-  return ends;
-}
-
-int MakeMemfd(size_t bytes, int seals = F_SEAL_SHRINK | F_SEAL_GROW) {
-  const int fd = memfd_create("ringjax-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  CHECK(fd >= 0 && posix_fallocate(fd, 0, static_cast<off_t>(bytes)) == 0);
-  CHECK(fcntl(fd, F_ADD_SEALS, seals) == 0);
-  return fd;
-}
-
-Ends ShmEnds(size_t ring) {
-  Ends ends = WithBells();
-  const int memfd = MakeMemfd(ShmBytes(ring));
-  for (int side = 0; side < 2; ++side) {
-    auto link = MakeShmLink(dup(memfd), side, ring, dup(ends.bells[1 - side]->fd()));
-    CHECK(link.ok());
-    ends.links[side] = std::move(link.value());
-  }
-  close(memfd);
-  return ends;
-}
-
-std::pair<int, int> Loopback() {
-  const int listener = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  CHECK(bind(listener, generic, length) == 0 && listen(listener, 1) == 0);
-  CHECK(getsockname(listener, generic, &length) == 0);
-  const int one = socket(AF_INET, SOCK_STREAM, 0);
-  CHECK(connect(one, generic, length) == 0);
-  const int other = accept(listener, nullptr, nullptr);
-  CHECK(other >= 0);
-  close(listener);
-  return {one, other};
-}
-
-std::pair<int, int> UnixPair() {
-  int fds[2];
-  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
-  return {fds[0], fds[1]};
-}
-
-Ends SocketEnds(size_t flows, const std::function<std::pair<int, int>()>& connected) {
-  Ends ends = WithBells();
-  std::vector<int> sockets[2];
-  for (size_t i = 0; i < flows; ++i) {
-    const auto [one, other] = connected();
-    sockets[0].push_back(one);
-    sockets[1].push_back(other);
-  }
-  for (int side = 0; side < 2; ++side) {
-    auto link = MakeTcpLink(sockets[side]);
-    CHECK(link.ok());
-    ends.links[side] = std::move(link.value());
-  }
-  return ends;
-}
 
 const std::pair<const char*, MakeEnds> kTransports[] = {
     {"local 64", [] { return LocalEnds(64); }},
@@ -187,8 +101,7 @@ class Exchange {
       CheckRegion(room.value().data(), room.value().size(), left, m.granularity);
       n = room.value().size();
       n = Used(n, m.granularity);
-      for (size_t i = 0; i < n; ++i)
-        room.value()[i] = Content(side_, out_total_ + i);
+      for (size_t i = 0; i < n; ++i) room.value()[i] = Content(side_, out_total_ + i);
       CHECK(link_->Commit(n).ok());
     } else {
       buffer_.resize(left);
@@ -437,93 +350,6 @@ TEST(AClosedEndIsUnavailableAfterItsLastBytes) {
     CHECK(link->Reserve(8, 8).status().code() == Code::kUnavailable);
     closer.join();
   });
-}
-
-TEST(ImpossiblePositionsInSharedMemoryAreRefused) {
-  constexpr size_t kRing = 4096;
-  for (uint64_t claim : {uint64_t{kRing + 201}, uint64_t{1} << 40, ~uint64_t{0},
-                         uint64_t{99}}) {  // 99: behind what was seen before
-    Ends bells = WithBells();
-    const int memfd = MakeMemfd(ShmBytes(kRing));
-    auto* pair = static_cast<RingPair*>(mmap(nullptr, ShmBytes(kRing),
-                                             PROT_READ | PROT_WRITE, MAP_SHARED, memfd,
-                                             0));
-    auto link = MakeShmLink(memfd, 0, kRing, dup(bells.bells[1]->fd()));
-    CHECK(link.ok());
-    std::vector<std::byte> data(3 * kRing);
-    const iovec piece{data.data(), 200}, rest{data.data(), data.size()};
-    CHECK_EQ(link.value()->TryWrite({&piece, 1}).value(), 200u);
-    StoreShared(pair->positions[0].read, uint64_t{100});
-    StoreShared(pair->positions[1].written, uint64_t{200});
-    CHECK_EQ(link.value()->TryRead({&piece, 1}).value(), 200u);
-    CHECK_EQ(link.value()->TryWrite({&rest, 1}).value(), kRing - 100);  // 100 was seen
-
-    StoreShared(pair->positions[1].written, claim);
-    StoreShared(pair->positions[0].read, claim);
-    const auto gone = [](const Status& s) { return s.code() == Code::kUnavailable; };
-    CHECK(gone(link.value()->TryRead({&rest, 1}).status()));
-    CHECK(gone(link.value()->Peek(64, 8).status()));
-    CHECK(gone(link.value()->TryWrite({&rest, 1}).status()));
-    CHECK(gone(link.value()->Reserve(64, 8).status()));
-    std::vector<pollfd> fds;
-    CHECK(link.value()->Arm(true, true, &fds));
-    link.value().reset();
-    munmap(pair, ShmBytes(kRing));
-  }
-}
-
-bool IsOpen(int fd) { return fcntl(fd, F_GETFD) >= 0; }
-
-TEST(UnsafeSharedMemoryIsRefusedAndClosed) {
-  constexpr size_t kRing = 4096;
-  const auto refused = [](int memfd, int side, size_t ring) {
-    const int bell = MakeEventFd();
-    const auto link = MakeShmLink(memfd, side, ring, bell);
-    CHECK(link.status().code() == Code::kInvalidArgument);
-    CHECK(!IsOpen(memfd) && !IsOpen(bell));
-  };
-  refused(MakeMemfd(ShmBytes(kRing) - 1), 0, kRing);
-  refused(MakeMemfd(ShmBytes(kRing) + 4096), 0, kRing);
-  refused(MakeMemfd(ShmBytes(kRing), F_SEAL_GROW), 0, kRing);
-  refused(MakeMemfd(ShmBytes(kRing), F_SEAL_SHRINK), 0, kRing);
-  refused(MakeMemfd(ShmBytes(kRing)), 2, kRing);
-  refused(MakeMemfd(ShmBytes(3000)), 0, 3000);
-  refused(MakeMemfd(ShmBytes(kRing)), 1, 2 * kRing);
-}
-
-TEST(SocketsThatCannotCarryALinkAreRefusedAndClosed) {
-  CHECK(MakeTcpLink({}).status().code() == Code::kInvalidArgument);
-  const int datagram = socket(AF_INET, SOCK_DGRAM, 0);
-  const auto [one, other] = UnixPair();
-  CHECK(MakeTcpLink({one, datagram}).status().code() == Code::kInvalidArgument);
-  CHECK(!IsOpen(one) && !IsOpen(datagram));
-  const int bell = MakeEventFd();
-  CHECK(!MakeTcpLink({bell}).ok());
-  close(other);
-}
-
-TEST(DescriptorsAreNotInherited) {
-  const auto inherited = [](int fd) { return (fcntl(fd, F_GETFD) & FD_CLOEXEC) == 0; };
-  const int bell = eventfd(0, 0);
-  const Doorbell owner(bell);
-  CHECK(!inherited(bell));
-  const auto [one, other] = Loopback();
-  CHECK(inherited(one));
-  const auto link = MakeTcpLink({one});
-  CHECK(!inherited(one));
-  CHECK((fcntl(one, F_GETFL) & O_NONBLOCK) != 0);
-  close(other);
-}
-
-TEST(ADoorbellRungManyTimesIsDrainedAtOnce) {
-  Doorbell bell(MakeEventFd());
-  bell.Drain();  // nothing there: must not wait
-  for (int i = 0; i < 1000; ++i) bell.Ring();
-  bell.Drain();
-  pollfd fd{bell.fd(), POLLIN, 0};
-  CHECK_EQ(poll(&fd, 1, 0), 0);
-  bell.Ring();
-  CHECK_EQ(poll(&fd, 1, 0), 1);
 }
 
 }  // namespace

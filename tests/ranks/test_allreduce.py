@@ -207,11 +207,14 @@ def test_persistent_cache(world, tmp_path) -> None:
 def test_one_device_shard_map(world) -> None:
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
-    f = jax.shard_map(
-        lambda x: allreduce(x, Sum), mesh=mesh, in_specs=spec, out_specs=spec
-    )
-    x = np.arange(6.0) + world.rank
-    equal(jax.jit(f)(x), sum(np.arange(6.0) + r for r in range(world.size)))
+    mapped = partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    xs = [np.arange(6.0) + r for r in range(world.size)]
+    x = jnp.asarray(xs[world.rank])
+    equal(jax.jit(mapped(lambda x: allreduce(x, Sum)))(x), sum(xs))
+    equal(jax.jit(mapped(ringjax.allgather))(x), np.concatenate(xs))
+    f = mapped(lambda x: ringjax.reducescatter(allreduce(x, Sum) ** 2, Sum))
+    slope = jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x)
+    equal(slope, world.size * 2 * sum(xs), 1e-12)
 
 
 # -- derivatives -----------------------------------------------------------------------

@@ -83,6 +83,28 @@ def test_bad_roots(world) -> None:
         jax.jit(broadcast)(x, 0)
 
 
+@pytest.mark.ranks(3)
+def test_process_set_counts_roots_in_the_world(world) -> None:
+    pair = ringjax.add_process_set([1, 2])
+    try:
+        if world.rank == 0:
+            with raises(ValueError, "ringjax.broadcast", "process_set", "this rank, 0"):
+                broadcast(1.0, 2, process_set=pair)
+        else:
+            with raises(ValueError, "`root_rank` is 0", "[1, 2]"):
+                broadcast(1.0, 0, process_set=pair)
+            assert float(broadcast(float(world.rank), 2, process_set=pair)) == 2.0
+            check = jax.grad(lambda x: broadcast(x, 2, process_set=pair) * world.rank)
+            assert float(check(1.0)) == (3.0 if world.rank == 2 else 0.0)
+            rows = ringjax.allgather(np.float32(world.rank), process_set=pair)
+            assert rows.tolist() == [1.0, 2.0]
+            parts = ringjax.reducescatter(jnp.ones(3), process_set=pair)
+            assert parts.shape == (3 - world.rank,)
+    finally:
+        ringjax.remove_process_set(pair)
+    assert float(ringjax.allreduce(1.0, ringjax.Sum)) == 3.0
+
+
 @pytest.mark.ranks(2, 3)
 def test_roots_that_differ_raise_on_all_ranks(world) -> None:
     with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "broadcast"):

@@ -160,6 +160,29 @@ def test_steps_in_flight_stay_in_order(world) -> None:
     equal(x, np.full(1000, 50 * (world.size - 1) / 2, np.float32), 1e-4)
 
 
+EXIT = """
+import time
+import jax, jax.numpy as jnp, optax, ringjax
+ringjax.init()
+tx = ringjax.allreduce_grads()
+grads = jnp.full(100_000, float(ringjax.rank()))
+state = tx.init(grads)
+step = jax.jit(tx.update)
+for _ in range(20):
+    grads, state = step(grads, state)
+mean = jax.jit(lambda x: ringjax.allreduce(x))(grads)
+if ringjax.rank() == 1:
+    time.sleep(0.5)  # the others are at their exit long before
+"""
+
+
+def test_exit_waits_for_what_was_dispatched(start_job) -> None:
+    job = start_job(3, EXIT)
+    assert job.wait(50) == 0, job.logs()
+    for rank in range(3):
+        assert "Error" not in job.output(rank), job.logs()
+
+
 @pytest.mark.ranks(2)
 def test_ranks_at_different_steps_raise(world) -> None:
     step = jax.jit(lambda x, seq: chained(x, seq, False, "grads"))

@@ -154,9 +154,18 @@ def test_inside_jit(world) -> None:
             lambda r: {"w": jnp.ones(2, jnp.float16 if r else jnp.float32)},
             r"'w': rank 0 has float32\[2\], rank 1 has float16\[2\]",
         ),
-        (lambda r: {"w": 1, **({"b": 1} if r else {})}, "'b': rank 0 has nothing, rank 1"),
-        (lambda r: {"w": 1} if r else {}, "'w': rank 0 has nothing, rank 1 has a Python"),
-        (lambda r: {"n": {"w": 1.0 if r else 1}}, "'n/w': rank 0 has a Python int, rank"),
+        (
+            lambda r: {"w": 1, **({"b": 1} if r else {})},
+            "'b': rank 0 has nothing, rank 1",
+        ),
+        (
+            lambda r: {"w": 1} if r else {},
+            "'w': rank 0 has nothing, rank 1 has a Python",
+        ),
+        (
+            lambda r: {"n": {"w": 1.0 if r else 1}},
+            "'n/w': rank 0 has a Python int, rank",
+        ),
         (
             lambda r: jax.random.key(0, impl="rbg" if r else None),
             r"rank 0 has key<fry>\[\], rank 1 has key<rbg>\[\]",
@@ -172,7 +181,9 @@ def test_trees_that_differ_are_told_on_every_rank(world, make, text) -> None:
 
 @SEVERAL
 def test_roots_that_differ_are_told(world) -> None:
-    with pytest.raises(ringjax.errors.Mismatch, match="`root_rank`: rank 0 has 0, rank 1"):
+    with pytest.raises(
+        ringjax.errors.Mismatch, match="`root_rank`: rank 0 has 0, rank 1"
+    ):
         ringjax.broadcast_parameters({"w": jnp.ones(1)}, root_rank=min(world.rank, 1))
 
 
@@ -207,7 +218,7 @@ def test_a_root_outside_of_the_world_is_refused(world) -> None:
             call(1, 9)
 
 
-# -- objects -----------------------------------------------------------------------------
+# -- objects ---
 
 OBJECT = {"lr": 1e-3, 5: (None, [True, b"\0"]), "name": "ß", "x": np.arange(4.0)}
 
@@ -279,7 +290,9 @@ def test_not_inside_jit(world) -> None:
         ringjax.allgather_object,
         ringjax.allreduce_metrics,
     ):
-        with pytest.raises(TypeError, match=f"{call.__name__} runs outside of jit only"):
+        with pytest.raises(
+            TypeError, match=f"{call.__name__} runs outside of jit only"
+        ):
             jax.jit(lambda x, call=call: call(1) or x).lower(1.0)
 
 
@@ -304,13 +317,15 @@ def test_process_sets(world) -> None:
     assert ringjax.remove_process_set(pair)
 
 
-# -- metrics -----------------------------------------------------------------------------
+# -- metrics ---
 
 
 @RANKS
 def test_metrics_are_exact_to_float64(world) -> None:
     values = [0.1 + r * 1e-12 for r in range(world.size)]
-    out = ringjax.allreduce_metrics({"loss": values[world.rank], "n": [world.rank, None]})
+    out = ringjax.allreduce_metrics(
+        {"loss": values[world.rank], "n": [world.rank, None]}
+    )
     assert type(out["loss"]) is float
     assert out["loss"] == pytest.approx(np.mean(values), rel=1e-15)
     assert out["n"] == [(world.size - 1) / 2, None]
@@ -353,7 +368,9 @@ def test_an_integer_on_one_rank_and_a_float_on_another(world) -> None:
 @SEVERAL
 def test_other_metrics_are_told(world) -> None:
     name = "loss" if world.rank else "accuracy"
-    with pytest.raises(ringjax.errors.Mismatch, match="'accuracy': rank 0 has .* nothing"):
+    with pytest.raises(
+        ringjax.errors.Mismatch, match="'accuracy': rank 0 has .* nothing"
+    ):
         ringjax.allreduce_metrics({name: 1.0})
     with pytest.raises(ringjax.errors.Mismatch, match="`op`: rank 0 has Average"):
         ringjax.allreduce_metrics(1.0, ringjax.Sum if world.rank else ringjax.Average)

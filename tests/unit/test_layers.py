@@ -31,14 +31,15 @@ LEVELS = {
     3: {"primitive"},
     4: {"collectives", "compression"},
     5: {"optim", "sync"},
+    6: {"bench"},
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
 LEVEL["run"] = 0  # the launcher starts before any framework is there
 
 JAX_FROM = 2  # the lowest level that may import jax or optax
 FRAMEWORKS = {"jax", "jaxlib", "optax", "flax", "torch", "tensorflow", "keras"}
-# What is not ringjax's own configuration: the whole environment to hand on to ranks, the
-# traces of another launcher, the system's folder for sockets.
+# What is not ringjax's own configuration: the whole environment to hand on to ranks,
+# the traces of another launcher, the system's folder for sockets.
 ENVIRONMENT_READERS = {"config.py", "launch.py", "meeting.py", "run/environ.py"}
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}

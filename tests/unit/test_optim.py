@@ -105,7 +105,9 @@ def run(tx, steps: int = 4):
 
     @jax.jit
     def step(params, state):
-        grads = jax.grad(lambda p: sum((x**2).sum() for x in jax.tree.leaves(p)))(params)
+        grads = jax.grad(lambda p: sum((x**2).sum() for x in jax.tree.leaves(p)))(
+            params
+        )
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -185,9 +187,7 @@ def test_scan_and_donation() -> None:
         return (optax.apply_updates(params, updates), state), None
 
     params = {"w": jnp.ones(5)}
-    step = jax.jit(
-        lambda c: jax.lax.scan(body, c, length=3)[0], donate_argnums=0
-    )
+    step = jax.jit(lambda c: jax.lax.scan(body, c, length=3)[0], donate_argnums=0)
     params, state = step((params, tx.init(params)))
     np.testing.assert_allclose(params["w"], 0.9**3, rtol=1e-6)
     assert seqs(state) == [3]
@@ -272,7 +272,7 @@ def test_a_damaged_state_is_named(seq) -> None:
         ringjax.allreduce_grads().update(GRADS, AllreduceState(seq))
 
 
-# -- the order of readiness --------------------------------------------------------------
+# -- the order of readiness ---
 
 
 def traced_order(params, loss) -> list[str] | None:

@@ -125,6 +125,7 @@ def test_the_wrong_secret_is_refused_at_once_and_logged_once(
             here.join(0, b"w" * 32)
     assert time.monotonic() - begin < 2
     here.gather()
+    until(lambda: bool(here.log))
     assert len(here.log) == 1
     assert "another secret" in here.log[0]
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/clones.h"
 #include "base/reduce_kernels.h"
 #include "base/status.h"
 

@@ -140,9 +140,10 @@ uint64_t Fingerprint(const Call& call) {
 std::string Describe(const Tensor& tensor, bool ragged) {
   std::string text(Name(tensor.dtype));
   text += '[';
-  for (size_t d = 0; d < tensor.dims.size(); ++d)
-    text += (d ? "," : "") +
-            (d == 0 && ragged ? std::string("*") : std::to_string(tensor.dims[d]));
+  for (size_t d = 0; d < tensor.dims.size(); ++d) {
+    if (d > 0) text += ',';
+    text += d == 0 && ragged ? "*" : std::to_string(tensor.dims[d]);
+  }
   return text + ']';
 }
 

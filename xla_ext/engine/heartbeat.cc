@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <tuple>
 
 namespace ringjax {
@@ -48,10 +49,21 @@ Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double 
     state.heard = Now();
   }
   last_look_ = Now();
-  worker_ = std::thread([this] { Work(); });
+  try {
+    worker_ = std::thread([this] { WorkOn(); });
+  } catch (...) {
+    for (State& state : states_) Close(&state);
+    throw;
+  }
 }
 
-Heartbeat::~Heartbeat() { Stop(); }
+Heartbeat::~Heartbeat() {
+  if (owner_.IsHere()) {
+    Stop();
+  } else {  // a forked child: the thread is not here, and its handle cannot be let go
+    [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
+  }
+}
 
 void Heartbeat::Stop() {
   {
@@ -67,6 +79,17 @@ void Heartbeat::Stop() {
 
 double Heartbeat::Now() const {
   return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+// Out of memory is no reason to stop watching, nor to end the process.
+void Heartbeat::WorkOn() {
+  while (true) {
+    try {
+      return Work();
+    } catch (const std::exception&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
 }
 
 void Heartbeat::Work() {
@@ -101,15 +124,16 @@ void Heartbeat::Work() {
 void Heartbeat::Beat() { Tell(Type::kBeat, -1, ""); }
 
 void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
+  const std::string_view sent = Cut(text, kMostText);
   Message message;
   message.type = type;
   message.culprit = culprit;
-  message.length = static_cast<uint32_t>(std::min(text.size(), kMostText));
+  message.length = static_cast<uint32_t>(sent.size());
   std::lock_guard lock(mutex_);
   for (const auto& weak : watched_)
     if (auto c = weak.lock(); c && c->id() == 0) message.entered = c->entered();
   std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
-  bytes.append(text, 0, message.length);
+  bytes.append(sent);
   for (State& state : states_)
     if (state.open) WriteAll(state.peer.fd, bytes, type == Type::kBeat ? 0 : 100);
 }

@@ -17,6 +17,7 @@
 
 #include "base/status.h"
 #include "engine/communicator.h"
+#include "engine/owner.h"
 #include "transport/link.h"
 
 namespace ringjax {
@@ -56,7 +57,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
     uint32_t length = 0;
     uint64_t entered = 0;
   };
-  static constexpr size_t kMostText = 1024;
+  static constexpr size_t kMostText = 1024;  // bytes
 
   struct State {
     Peer peer;
@@ -66,6 +67,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
     bool open = true, left = false;
   };
 
+  void WorkOn();
   void Work();
   double Now() const;
   void Beat();
@@ -79,6 +81,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void Tell(Type type, int culprit, const std::string& text);
   std::vector<int> Laggards(uint64_t sequence) const;
 
+  const Owner owner_;
   const int rank_;
   const double interval_, timeout_;
   const std::unique_ptr<Doorbell> wakeup_;

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <exception>
 
 namespace ringjax {
 
@@ -20,16 +21,18 @@ Overlap::~Overlap() {
 }
 
 Status Overlap::Start(const Call& call, int64_t site, bool first) {
+  for (const Tensor& t : call.tensors)
+    if (t.room != t.bytes()) return Unfit(call, site);
   std::unique_lock lock(mutex_);
   bool stale = false;
   for (auto& [s, job] : jobs_) stale |= job->pending && (first || s == site);
   if (stale) {
     // Our peers applied that step and this rank did not: going on would diverge.
-    communicator_->Abort(Status(
-        Code::kUnavailable,
-        "rank " + std::to_string(communicator_->options().members[communicator_->rank()]) +
-            " started a step whose results it never collected: an earlier step failed "
-            "between START and DONE"));
+    lock.unlock();
+    communicator_->GiveUp(Code::kUnavailable,
+                          "started a step and never collected the results of the one "
+                          "before, which failed between START and DONE");
+    lock.lock();
     for (auto& [s, job] : jobs_) {
       changed_.wait(lock, [&] { return !job->pending || job->finished; });
       job->pending = false;
@@ -39,11 +42,12 @@ Status Overlap::Start(const Call& call, int64_t site, bool first) {
   if (!slot) slot = std::make_unique<Job>();
   Job* job = slot.get();
   Pack(call, job);
+  if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
+  queue_.push_back(job);
+  // The ticket comes last: nothing may fail between taking it and serving it.
   job->pending = true;
   job->finished = false;
   job->ticket = communicator_->TakeTicket();
-  queue_.push_back(job);
-  if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
   lock.unlock();
   changed_.notify_all();
   return OkStatus();
@@ -64,6 +68,7 @@ void Overlap::Pack(const Call& call, Job* job) {
     const uint64_t n = t.bytes();
     if (n > 0) std::memcpy(at, t.in, n);
     t.in = t.out = at;
+    t.room = n;
     at += (n + 63) / 64 * 64;
   }
 }
@@ -82,18 +87,28 @@ Status Overlap::Done(const Call& call, int64_t site) {
     if (!job->finished && check != nullptr) {
       lock.unlock();
       if (check())
-        communicator_->Abort(Status(Code::kCancelled, "interrupted between START and "
-                                                      "DONE"));
+        communicator_->GiveUp(Code::kCancelled, "was interrupted between START and DONE");
       lock.lock();
     }
   }
   job->pending = false;
   if (!job->status.ok()) return job->status;
+  bool fits = call.tensors.size() == job->call.tensors.size();
+  for (size_t i = 0; fits && i < call.tensors.size(); ++i)
+    fits = call.tensors[i].room == job->call.tensors[i].room &&
+           call.tensors[i].bytes() == job->call.tensors[i].room;
+  if (!fits) return Unfit(call, site);
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const Tensor& to = call.tensors[i];
     if (to.bytes() > 0) std::memcpy(to.out, job->call.tensors[i].out, to.bytes());
   }
   return OkStatus();
+}
+
+Status Overlap::Unfit(const Call& call, int64_t site) const {
+  return Status(Code::kInvalidArgument,
+                communicator_->Prefix() + "bucket " + std::to_string(site) + " of '" +
+                    std::string(call.name) + "': results and tensors differ in size");
 }
 
 void Overlap::Work() {
@@ -104,7 +119,12 @@ void Overlap::Work() {
     Job* job = queue_.front();
     queue_.pop_front();
     lock.unlock();
-    Status status = communicator_->RunInTurn(job->ticket, job->call);
+    Status status;
+    try {
+      status = communicator_->RunInTurn(job->ticket, job->call);
+    } catch (const std::exception& e) {
+      status = Status(Code::kInternal, communicator_->Prefix() + e.what());
+    }
     lock.lock();
     job->status = std::move(status);
     job->finished = true;

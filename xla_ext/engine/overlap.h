@@ -45,6 +45,7 @@ class Overlap {
 
   void Work();
   void Pack(const Call& call, Job* job);
+  Status Unfit(const Call& call, int64_t site) const;
 
   const std::shared_ptr<Communicator> communicator_;
   std::mutex mutex_;

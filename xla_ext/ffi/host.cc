@@ -4,7 +4,9 @@
 // Operands: x_0..x_{n-1}, an order operand (u32[1] or a token), perhaps a tie that only
 // orders. Results: y_0..y_{n-1} and the order value. Every op of every kind comes
 // through here, so adding an op adds no handler.
+#include <atomic>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <string>
@@ -18,8 +20,10 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-std::mutex registry_mutex;
-std::map<int64_t, Registered> registry;
+// Never destroyed: threads of XLA may outlive static objects at exit, and a forked child
+// has what is registered but not the threads that its destructors would wait for.
+std::mutex& registry_mutex = *new std::mutex;
+auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
 ffi::Error ToError(const Status& status) {
@@ -79,9 +83,8 @@ class Invocation {
                         std::string(Text("name")) +
                         ": no such communicator: ringjax is shut down, or its process "
                         "set was removed");
-    call.op = static_cast<Collective>(Int("op"));
-    call.reduce_op = static_cast<ReduceOp>(Int("reduce_op"));
-    call.wire = static_cast<int>(Int("wire"));
+    if (Status s = call.SetKinds(Int("op"), Int("reduce_op"), Int("wire")); !s.ok())
+      return BadCall(s.message());
     call.prescale = Float("prescale");
     call.postscale = Float("postscale");
     call.root = static_cast<int>(Int("root"));
@@ -127,6 +130,7 @@ class Invocation {
     if (rets_.size() == 0 || args_.size() < rets_.size())
       return BadCall("a handler was given too few buffers");
     const size_t n = rets_.size() - 1;
+    call.tensors.reserve(n);
     for (size_t i = 0; i < n; ++i) {
       auto in = args_.get<ffi::AnyBuffer>(i);
       auto out = rets_.get<ffi::AnyBuffer>(i);
@@ -141,6 +145,7 @@ class Invocation {
       t.dims.assign(dims.begin(), dims.end());
       t.in = in->untyped_data();
       t.out = (*out)->untyped_data();
+      t.room = (*out)->size_bytes();
     }
     auto order_in = args_.get<ffi::AnyBuffer>(n);
     auto order_out = rets_.get<ffi::AnyBuffer>(n);
@@ -173,37 +178,46 @@ class Invocation {
   bool failed_ = false;
 };
 
+// Loads an invocation and lets `body` run it. No exception reaches XLA, which is C from
+// here on.
+template <typename Body>
+ffi::Error Invoke(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                  const ffi::Dictionary& attrs, Body&& body) {
+  try {
+    Invocation invocation(args, rets, attrs);
+    Status status = invocation.Load();
+    if (status.ok()) status = body(invocation);
+    return ToError(status);
+  } catch (const std::exception& e) {
+    return ToError(Status(Code::kInternal, std::string("RINGJAX[?]: ") + e.what()));
+  }
+}
+
 ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  Invocation invocation(args, rets, attrs);
-  Status status = invocation.Load();
-  if (status.ok()) status = invocation.live.communicator->Run(invocation.call);
-  if (!status.ok()) return ToError(status);
-  invocation.PassOrder(true);
-  return ffi::Error::Success();
+  return Invoke(args, rets, attrs, [](Invocation& it) {
+    RJ_TRY(it.live.communicator->Run(it.call));
+    it.PassOrder(true);
+    return OkStatus();
+  });
 }
 
 ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets rets,
                  ffi::Dictionary attrs) {
-  Invocation invocation(args, rets, attrs);
-  Status status = invocation.Load();
-  if (status.ok())
-    status = invocation.live.overlap->Start(invocation.call, invocation.site,
-                                            invocation.first);
-  if (!status.ok()) return ToError(status);
-  invocation.PassThrough();
-  invocation.PassOrder(false);
-  return ffi::Error::Success();
+  return Invoke(args, rets, attrs, [](Invocation& it) {
+    RJ_TRY(it.live.overlap->Start(it.call, it.site, it.first));
+    it.PassThrough();
+    it.PassOrder(false);
+    return OkStatus();
+  });
 }
 
 ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
                 ffi::Dictionary attrs) {
-  Invocation invocation(args, rets, attrs);
-  Status status = invocation.Load();
-  if (status.ok())
-    status = invocation.live.overlap->Done(invocation.call, invocation.site);
-  if (!status.ok()) return ToError(status);
-  invocation.PassOrder(invocation.last);
-  return ffi::Error::Success();
+  return Invoke(args, rets, attrs, [](Invocation& it) {
+    RJ_TRY(it.live.overlap->Done(it.call, it.site));
+    it.PassOrder(it.last);
+    return OkStatus();
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(

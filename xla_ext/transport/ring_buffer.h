@@ -12,8 +12,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
+
+#include "transport/copy.h"
 
 namespace ringjax {
 
@@ -85,10 +86,10 @@ class RingWriter : public RingEnd {
   // bytes <= Room().
   void CopyIn(const void* from, size_t bytes) {
     const size_t before_wrap = std::min(bytes, ToWrap());
-    std::memcpy(data_ + Index(), from, before_wrap);
+    CopyBytes(data_ + Index(), from, before_wrap);
     if (bytes > before_wrap)
-      std::memcpy(data_, static_cast<const std::byte*>(from) + before_wrap,
-                  bytes - before_wrap);
+      CopyBytes(data_, static_cast<const std::byte*>(from) + before_wrap,
+                bytes - before_wrap);
     position_ += bytes;
   }
 
@@ -157,10 +158,9 @@ class RingReader : public RingEnd {
  private:
   void Extract(void* to, size_t bytes) const {
     const size_t before_wrap = std::min(bytes, ToWrap());
-    std::memcpy(to, data_ + Index(), before_wrap);
+    CopyBytes(to, data_ + Index(), before_wrap);
     if (bytes > before_wrap)
-      std::memcpy(static_cast<std::byte*>(to) + before_wrap, data_,
-                  bytes - before_wrap);
+      CopyBytes(static_cast<std::byte*>(to) + before_wrap, data_, bytes - before_wrap);
   }
   void Refresh() {
     const uint64_t written = LoadShared(shared_->written);

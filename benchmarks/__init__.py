@@ -1,0 +1,1 @@
+"""Comparisons with other libraries. Not installed; see README.md here."""

@@ -1,0 +1,103 @@
+// Two connected ends of every kind of link, for tests that need no more than that.
+#pragma once
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "transport/link.h"
+
+namespace ringjax {
+
+inline int MakeEventFd() { return eventfd(0, EFD_CLOEXEC); }
+
+// Two ends and the doorbells on which they sleep.
+struct Ends {
+  std::unique_ptr<Doorbell> bells[2];
+  std::unique_ptr<Link> links[2];
+};
+using MakeEnds = std::function<Ends()>;
+
+inline Ends WithBells() {
+  Ends ends;
+  for (auto& bell : ends.bells) bell = std::make_unique<Doorbell>(MakeEventFd());
+  return ends;
+}
+
+inline Ends LocalEnds(size_t ring) {
+  Ends ends = WithBells();
+  std::tie(ends.links[0], ends.links[1]) =
+      MakeLocalLinks(ring, ends.bells[0].get(), ends.bells[1].get());
+  return ends;
+}
+
+inline int MakeMemfd(size_t bytes, int seals = F_SEAL_SHRINK | F_SEAL_GROW) {
+  const int fd = memfd_create("ringjax-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  CHECK(fd >= 0 && posix_fallocate(fd, 0, static_cast<off_t>(bytes)) == 0);
+  CHECK(fcntl(fd, F_ADD_SEALS, seals) == 0);
+  return fd;
+}
+
+inline Ends ShmEnds(size_t ring) {
+  Ends ends = WithBells();
+  const int memfd = MakeMemfd(ShmBytes(ring));
+  for (int side = 0; side < 2; ++side) {
+    auto link = MakeShmLink(dup(memfd), side, ring, dup(ends.bells[1 - side]->fd()));
+    CHECK(link.ok());
+    ends.links[side] = std::move(link.value());
+  }
+  close(memfd);
+  return ends;
+}
+
+inline std::pair<int, int> Loopback() {
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  CHECK(bind(listener, generic, length) == 0 && listen(listener, 1) == 0);
+  CHECK(getsockname(listener, generic, &length) == 0);
+  const int one = socket(AF_INET, SOCK_STREAM, 0);
+  CHECK(connect(one, generic, length) == 0);
+  const int other = accept(listener, nullptr, nullptr);
+  CHECK(other >= 0);
+  close(listener);
+  return {one, other};
+}
+
+inline std::pair<int, int> UnixPair() {
+  int fds[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+  return {fds[0], fds[1]};
+}
+
+inline Ends SocketEnds(size_t flows,
+                       const std::function<std::pair<int, int>()>& connected) {
+  Ends ends = WithBells();
+  std::vector<int> sockets[2];
+  for (size_t i = 0; i < flows; ++i) {
+    const auto [one, other] = connected();
+    sockets[0].push_back(one);
+    sockets[1].push_back(other);
+  }
+  for (int side = 0; side < 2; ++side) {
+    auto link = MakeTcpLink(sockets[side]);
+    CHECK(link.ok());
+    ends.links[side] = std::move(link.value());
+  }
+  return ends;
+}
+
+}  // namespace ringjax

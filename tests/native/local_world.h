@@ -1,0 +1,84 @@
+// Threads as ranks: a world of communicators joined by in-process links, and the calls
+// that most engine tests make.
+#pragma once
+
+#include <sys/eventfd.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "engine/communicator.h"
+
+namespace ringjax {
+
+inline std::unique_ptr<Doorbell> MakeBell() {
+  return std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+}
+
+class World {
+ public:
+  explicit World(std::vector<int> hosts, const std::string& algorithm = "",
+                 size_t ring = 4096, double timeout = 20) {
+    const int size = static_cast<int>(hosts.size());
+    std::vector<std::unique_ptr<Doorbell>> bells;
+    std::vector<std::vector<std::unique_ptr<Link>>> links(size);
+    std::vector<int> members(size);
+    for (int r = 0; r < size; ++r) {
+      bells.push_back(MakeBell());
+      links[r].resize(size);
+      members[r] = r;
+    }
+    for (int a = 0; a < size; ++a)
+      for (int b = a + 1; b < size; ++b)
+        std::tie(links[a][b], links[b][a]) =
+            MakeLocalLinks(ring, bells[a].get(), bells[b].get());
+    for (int r = 0; r < size; ++r) {
+      CommunicatorOptions o;
+      o.topology = {r, size, hosts};
+      o.members = members;
+      o.collective_timeout = timeout;
+      o.algorithm = algorithm;
+      ranks.push_back(std::make_shared<Communicator>(o, std::move(links[r]),
+                                                     std::move(bells[r])));
+    }
+  }
+
+  // Runs `body` as every rank at once.
+  void Each(const std::function<void(Communicator&)>& body) {
+    std::vector<std::thread> threads;
+    for (auto& c : ranks) threads.emplace_back([&body, &c] { body(*c); });
+    for (auto& t : threads) t.join();
+  }
+
+  std::vector<std::shared_ptr<Communicator>> ranks;
+};
+
+inline Tensor Floats(std::vector<float>* in, std::vector<float>* out) {
+  return {DType::kF32, {static_cast<int64_t>(in->size())}, in->data(), out->data(),
+          out->size() * sizeof(float)};
+}
+
+inline Call AllreduceOf(std::vector<float>* data, ReduceOp op = ReduceOp::kSum) {
+  Call call;
+  call.op = Collective::kAllreduce;
+  call.reduce_op = op;
+  call.name = "x";
+  call.tensors.push_back(Floats(data, data));
+  return call;
+}
+
+inline Call AllgatherOf(std::vector<float>* in, std::vector<float>* out,
+                        std::vector<int64_t> rows) {
+  Call call;
+  call.op = Collective::kAllgather;
+  call.name = "g";
+  call.tensors.push_back(Floats(in, out));
+  call.rows = std::move(rows);
+  return call;
+}
+
+}  // namespace ringjax

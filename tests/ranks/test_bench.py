@@ -1,0 +1,106 @@
+"""ringjax.bench on real worlds, and the comparison in benchmarks/ with ringjax alone.
+
+No test looks at how long something took.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, StartJob, environment
+from rank_worker import World
+
+QUICK = ["-n", "2", "-w", "1"]
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("mode", ["--jit", "--eager"])
+@pytest.mark.parametrize(
+    "collective",
+    ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "barrier"],
+)
+def test_every_collective_is_checked_and_timed(
+    world: World, collective: str, mode: str
+) -> None:
+    from ringjax import bench
+
+    options = bench.parse([collective, mode, *QUICK])
+    row = bench.Bench(options).row(4096)
+    share = 4096 // 4 // world.size * world.size
+    assert row["count"] == (0 if collective == "barrier" else share)
+    assert row["size"] == 4 * row["count"]
+    assert 0 < row["min"] <= row["median"]
+    factor = bench.bus_factor(collective, world.size)
+    assert row["busbw"] == pytest.approx(row["algbw"] * factor)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "i32", "u8"])
+@pytest.mark.parametrize("op", ["Average", "Product", "Min"])
+def test_reductions_of_other_types(world: World, dtype: str, op: str) -> None:
+    from ringjax import bench
+
+    words = ["reducescatter", "--dtype", dtype, "--op", op, *QUICK]
+    assert bench.Bench(bench.parse(words)).row(1000)["dtype"] == dtype
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_result_ends_the_benchmark(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ringjax
+    from ringjax import bench
+
+    monkeypatch.setattr(ringjax, "allreduce", lambda x, op: x)
+    with pytest.raises(ArithmeticError, match=f"rank {world.rank}: allreduce of 64 B"):
+        bench.Bench(bench.parse(["allreduce", *QUICK])).row(64)
+
+
+def test_as_a_program(start_job: StartJob, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["-b", "1K", "-e", "16K", "--dtype", "f64", "--donated", *QUICK]
+    command = ["-m", "ringjax.bench", "allreduce", *words, "--json", str(file)]
+    job = start_job(2, [sys.executable, *command])
+    assert job.wait() == 0, job.logs()
+    head, names, units, *rows = job.output(0).splitlines()
+    assert head.startswith("# ringjax") and "ranks 2" in head
+    assert names.split()[:2] == ["size", "count"] and "GB/s" in units
+    assert [row.split()[:3] for row in rows] == [
+        ["1024", "128", "f64"],
+        ["4096", "512", "f64"],
+        ["16384", "2048", "f64"],
+    ]
+    assert not job.output(1)
+    written = json.loads(file.read_text())
+    assert written["ranks"] == 2 and written["mode"] == "donated"
+    assert [row["size"] for row in written["rows"]] == [1024, 4096, 16384]
+    assert all(row["algorithm"] for row in written["rows"])
+
+
+def test_the_comparison_runs(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    short = ["--rounds", "1", "--seconds", "0.01", "--sizes", "4096", "--no-model"]
+    words = ["--peers", "ringjax", *short, "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.allreduce", *words],
+        cwd=ROOT,
+        env=environment("", {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 KiB, float32, sum" in done.stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["variant"] for row in rows] == [
+        "jit",
+        "jit, donated",
+        "allreduce_grads in jit, donated",
+        "core, numpy in place",
+    ]
+    assert rows[0]["ratio"] == 1.0 and len(rows[0]["rounds_us"]) == 1

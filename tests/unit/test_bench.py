@@ -1,0 +1,138 @@
+"""What the benchmarks compute without a world: sizes, factors, answers, statistics."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import numpy as np
+import pytest
+from launch import ROOT
+
+from ringjax import bench
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("1b", 1), ("4K", 4096), ("64MiB", 64 << 20), ("2gb", 2 << 30)],
+)
+def test_sizes_are_read_in_powers_of_1024(text: str, size: int) -> None:
+    assert bench.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "K", "-4K", "4T", "1.5M", "4 KiB extra"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        bench.parse_size(text)
+
+
+def test_sizes_grow_by_the_factor_and_stay_within_the_end() -> None:
+    assert bench.size_steps(4096, 100_000, 4) == [4096, 16384, 65536]
+    assert bench.size_steps(8, 8, 2) == [8]
+    assert bench.size_steps(9, 8, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [
+        ("allreduce", 1.5),
+        ("allgather", 0.75),
+        ("reducescatter", 0.75),
+        ("alltoall", 0.75),
+        ("broadcast", 1.0),
+    ],
+)
+def test_bus_factor_of_four_ranks(collective: str, factor: float) -> None:
+    assert bench.bus_factor(collective, 4) == factor
+
+
+@pytest.mark.parametrize("collective", bench.COLLECTIVES)
+def test_one_rank_uses_no_bus(collective: str) -> None:
+    assert bench.bus_factor(collective, 1) == 0
+
+
+def test_expected_values() -> None:
+    f32 = np.dtype(np.float32)
+    inputs = [bench.tensor("allreduce", r, 2, 4, f32).tolist() for r in (0, 1)]
+    assert inputs == [[1, 2, 1, 2], [2, 1, 2, 1]]
+
+    def answer(collective: str, op: str, rank: int) -> list[float]:
+        return bench.expected(collective, op, rank, 2, 4, f32).tolist()
+
+    assert answer("allreduce", "Sum", 0) == [3, 3, 3, 3]
+    assert answer("allreduce", "Average", 1) == [1.5] * 4
+    assert answer("allreduce", "Min", 0) == [1] * 4
+    assert answer("reducescatter", "Max", 1) == [2, 2]
+    assert answer("allgather", "Sum", 1) == [1, 2, 4, 5]
+    assert answer("broadcast", "Sum", 1) == [1, 2, 3, 4]
+    assert answer("alltoall", "Sum", 1) == [3, 4, 6, 7]
+
+
+def test_average_of_integers_truncates_and_bytes_wrap() -> None:
+    i32, u8 = np.dtype(np.int32), np.dtype(np.uint8)
+    assert bench.expected("allreduce", "Average", 0, 2, 2, i32).tolist() == [1, 1]
+    assert bench.expected("allreduce", "Product", 0, 18, 18, u8)[0] == 2**9 % 256
+
+
+def test_a_wrong_result_is_found_and_named() -> None:
+    want = np.arange(4, dtype=np.float32)
+    bench.check(want * (1 + 1e-7), want, "it")
+    with pytest.raises(ArithmeticError, match=r"it: element 2 is 5\.0, expected 2\.0"):
+        bench.check(np.array([0, 1, 5, 3], np.float32), want, "it")
+    with pytest.raises(ArithmeticError, match=r"it: shape \(3,\), expected \(4,\)"):
+        bench.check(want[:3], want, "it")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["allgather", "--donated"], "allreduce and broadcast"),
+        (["allreduce", "-b", "2K", "-e", "1K"], "--begin is larger"),
+        (["allreduce", "-f", "1"], "--factor must be 2"),
+        (["allreduce", "--jit", "--eager"], "not allowed with"),
+        (["scan"], "invalid choice"),
+    ],
+)
+def test_bad_options_are_refused(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(words)
+    assert text in capsys.readouterr().err
+
+
+def test_rows_line_up_with_the_columns() -> None:
+    values = (4096, 1024, "f32", 12.3456, 10.0, 0.5, 0.75, "ring")
+    text = bench.line(dict(zip(bench.FIELDS, values, strict=True)))
+    head = bench.COLUMNS.format(*bench.FIELDS)
+    for field, shown in zip(bench.FIELDS[:-1], text.split(), strict=False):
+        assert text.index(shown) + len(shown) == head.index(field) + len(field)
+    assert text.endswith("12.346     10.000    0.500    0.750  ring")
+
+
+def test_the_gradients_are_those_of_resnet50(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import allreduce
+
+    shapes = allreduce.resnet50()
+    assert len(shapes) == 161
+    assert sum(math.prod(s) for s in shapes) == 25_557_032
+
+
+def test_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import allreduce
+
+    class World:
+        peer = "other"
+
+    # The machine was ten times slower in the second round; the ratio stays what it is.
+    base = allreduce.Variant(World(), "base", rounds=[[1.0], [10.0], [1.0]], wall=1.0)
+    mine = allreduce.Variant(
+        World(), "mine", rounds=[[2.0], [20.0], [4.0]], wall=1.0, busy=0.5, own=0.5
+    )
+    row = mine.row(base, ranks=2, size=4_000_000)
+    assert (row["ratio"], row["ratio_min"], row["ratio_max"]) == (2.0, 2.0, 4.0)
+    assert row["us_median"] == 4e6 and row["busbw"] == pytest.approx(1e-3)
+    assert row["foreign"] == 0.0
+    assert "2.00  (2.00 .. 4.00)" in allreduce.table("title", [row])

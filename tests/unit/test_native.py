@@ -1,0 +1,293 @@
+"""The binding: what it promises Python about descriptors, errors, buffers and signals.
+
+Not collectives as such: those are tested in tests/native and tests/ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringjax import _native
+from ringjax._native import Communicator, StatusError
+
+ALLREDUCE = _native.COLLECTIVES["allreduce"]
+ALLGATHER = _native.COLLECTIVES["allgather"]
+SUM = _native.REDUCE_OPS["Sum"]
+
+
+def bell() -> int:
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def make(links: list[tuple[Any, ...]], doorbell: int, ranks: int = 3) -> Communicator:
+    return Communicator(
+        id=77,
+        name="test",
+        job=1,
+        epoch=0,
+        rank=0,
+        hosts=[0] * ranks,
+        members=list(range(ranks)),
+        links=links,
+        doorbell=doorbell,
+        options={},
+    )
+
+
+def alone() -> Communicator:
+    return _native.local_world([0])[0]
+
+
+# -- descriptors -----------------------------------------------------------------------
+
+
+def test_the_communicator_closes_its_descriptors() -> None:
+    mine, theirs = socket.socketpair()
+    fds = [mine.detach(), bell()]
+    communicator = make([("tcp", 1, fds[:1])], fds[1], ranks=2)
+    assert all(map(is_open, fds))
+    communicator.close()
+    del communicator
+    assert not any(map(is_open, fds))
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        ("shm", 2, bell, 0, 4096, bell),  # an eventfd is no memory
+        ("shm", 2, bell, 0, 1000, bell),  # no size of a ring
+        ("tcp", 2, bell),  # no socket
+        ("tcp", 9, bell),  # no such rank
+        ("tcp", 0, bell),  # this rank itself
+        ("tcp", 1, bell),  # twice
+        None,  # missing
+    ],
+)
+def test_descriptors_are_taken_even_if_a_link_is_bad(
+    second: tuple[Any, ...] | None,
+) -> None:
+    first, far_first = socket.socketpair()
+    third, far_third = socket.socketpair()
+    fds = [first.detach(), third.detach(), bell()]
+    links: list[tuple[Any, ...]] = [("tcp", 1, fds[:1])]
+    if second is not None:
+        made = [bell() if part is bell else part for part in second]
+        fds += [m for m, part in zip(made, second, strict=True) if part is bell]
+        links.append((*made[:2], [made[2]]) if made[0] == "tcp" else tuple(made))
+    links.append(("tcp", 3, [fds[1]]))
+    with pytest.raises((StatusError, ValueError)):
+        make(links, fds[2], ranks=4)
+    assert not any(map(is_open, fds))
+    far_first.close()
+    far_third.close()
+
+
+@pytest.mark.parametrize("link", [("tcp", 1), ("udp", 1, [3]), ("tcp", "one", [3]), ()])
+def test_a_malformed_link_takes_nothing(link: tuple[Any, ...]) -> None:
+    doorbell = bell()
+    with pytest.raises(TypeError, match="a link is neither"):
+        make([link], doorbell, ranks=2)
+    assert is_open(doorbell)
+    os.close(doorbell)
+
+
+# -- errors ----------------------------------------------------------------------------
+
+
+def test_a_failed_call_says_what_kind_and_who() -> None:
+    communicator = alone()
+    communicator.abort("rank 5 is on fire", 5)
+    data = np.ones(3, np.float32)
+    with pytest.raises(StatusError, match=r"(?s)RINGJAX\[local.*x.*on fire") as caught:
+        communicator.execute(ALLREDUCE, SUM, [data], [data], name="x")
+    assert caught.value.code == "UNAVAILABLE"
+    assert caught.value.rank == 5
+    assert communicator.aborted
+
+
+def test_a_name_that_is_no_ascii_comes_back() -> None:
+    data, name = np.ones(3, np.float32), "größe"
+    adasum = _native.REDUCE_OPS["Adasum"]
+    with pytest.raises(StatusError, match=name) as caught:
+        alone().execute(ALLREDUCE, adasum, [data], [data], name=name)
+    assert caught.value.code == "INVALID_ARGUMENT"
+    assert caught.value.rank == -1
+
+
+@pytest.mark.parametrize("numbers", [(99, 1, -1), (-1, 1, -1), (0, 9, -1), (0, 1, 300)])
+def test_numbers_that_mean_nothing_are_refused(numbers: tuple[int, int, int]) -> None:
+    op, reduce_op, wire = numbers
+    data = np.ones(3, np.float32)
+    with pytest.raises(StatusError, match="there is no") as caught:
+        alone().execute(op, reduce_op, [data], [data], wire=wire)
+    assert caught.value.code == "INVALID_ARGUMENT"
+
+
+# -- buffers ---------------------------------------------------------------------------
+
+
+def test_results_of_another_size_or_type_are_refused() -> None:
+    data, room = np.ones((3, 2), np.float32), np.zeros(3, np.float32)
+    communicator = alone()
+    with pytest.raises(StatusError, match=r"f32\[3,2\] has 12 bytes"):
+        communicator.execute(ALLREDUCE, SUM, [data], [room])
+    with pytest.raises(StatusError, match="do not fit a result of 12 bytes"):
+        communicator.execute(ALLGATHER, SUM, [data], [room], counts=[3])
+    with pytest.raises(StatusError, match="row counts say 4 rows"):
+        communicator.execute(ALLGATHER, SUM, [data], [data], counts=[4])
+    with pytest.raises(StatusError, match="another number of ranks"):
+        communicator.execute(ALLGATHER, SUM, [data], [data])
+    with pytest.raises(ValueError, match="different element types"):
+        communicator.execute(ALLREDUCE, SUM, [data], [np.zeros((3, 2))])
+    with pytest.raises(ValueError, match="as many `outs`"):
+        communicator.execute(ALLREDUCE, SUM, [data], [])
+    with pytest.raises(TypeError, match="incompatible"):  # no DLPack type
+        wide = np.zeros(1, np.longdouble)
+        communicator.execute(ALLREDUCE, SUM, [wide], [wide])
+    assert not room.any()
+
+
+def test_only_results_need_to_be_writable() -> None:
+    data, out = np.full(3, 2, np.int32), np.zeros(3, np.int32)
+    data.flags.writeable = False
+    alone().execute(ALLREDUCE, SUM, [data], [out], prescale=1.0)
+    assert out.tolist() == [2, 2, 2]
+    with pytest.raises(TypeError):
+        alone().execute(ALLREDUCE, SUM, [out], [data])
+
+
+def test_a_local_world_agrees_or_says_who_does_not() -> None:
+    world = _native.local_world([0, 0])
+    errors: list[tuple[str, int, str]] = []
+
+    def call(communicator: Communicator) -> None:
+        data = np.ones(3 + communicator.rank, np.float32)
+        try:
+            communicator.execute(ALLREDUCE, SUM, [data], [data], name="x")
+        except StatusError as e:
+            errors.append((e.code, e.rank, str(e)))
+
+    threads = [threading.Thread(target=call, args=(c,)) for c in world]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+    code, rank, text = errors[0]
+    assert (code, rank) == ("MISMATCH", 1)
+    assert "rank 1 sent f32[4], rank 0 sent f32[3]" in text
+
+
+@pytest.mark.parametrize("ring_bytes", [0, 63, 100, -4096])
+def test_a_local_world_needs_a_sound_ring(ring_bytes: int) -> None:
+    with pytest.raises(ValueError, match="ring_bytes"):
+        _native.local_world([0, 0], {"ring_bytes": ring_bytes})
+
+
+# -- signals and processes -------------------------------------------------------------
+
+
+class _FromTheHandlerError(Exception):
+    pass
+
+
+def test_what_a_signal_handler_raises_arrives() -> None:
+    def handler(signum: int, frame: object) -> None:
+        calls.append(signum)
+        raise _FromTheHandlerError
+
+    calls: list[int] = []
+    waiting = _native.local_world([0, 0])[0]
+    before = signal.signal(signal.SIGUSR1, handler)
+    killer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    killer.start()
+    data = np.ones(3, np.float32)
+    seen: type[BaseException] | None = None
+    try:
+        try:
+            waiting.execute(ALLREDUCE, SUM, [data], [data])  # rank 1 never calls
+        finally:
+            for _ in range(1000):  # the interpreter looks for it between steps
+                pass
+    except BaseException as e:
+        seen = type(e)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        killer.join()
+    assert seen is _FromTheHandlerError
+    assert calls == [signal.SIGUSR1]
+    assert waiting.aborted
+
+
+def test_a_forked_child_ends_without_the_threads_of_the_core() -> None:
+    script = """
+        import os, socket, sys
+        from ringjax import _native
+        ours, theirs = socket.socketpair()
+        beat = _native.Heartbeat(0, [(1, ours.detach())], interval=0.1, timeout=9)
+        child = os.fork()
+        if child == 0:
+            del beat
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert beat.lost() == []
+        beat.close()
+        print("fine")
+    """
+    lines = "\n".join(line.strip() for line in script.splitlines())
+    lines = lines.replace("\ndel beat\nsys", "\n    del beat\n    sys")
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", lines],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.stdout == "fine\n", ended.stderr
+
+
+# -- the description -------------------------------------------------------------------
+
+
+def test_the_stub_names_exactly_what_the_module_has() -> None:
+    assert _native.__file__ is not None
+    stub = ast.parse(Path(_native.__file__).with_name("_native.pyi").read_text())
+    stated = _names(stub.body)
+    assert stated.keys() == {n for n in vars(_native) if not n.startswith("_")}
+    for name, members in stated.items():
+        if members is None or name == "StatusError":  # its fields are of instances
+            continue
+        bound = vars(getattr(_native, name))
+        assert members == {n for n in bound if not n.startswith("_")}, name
+
+
+def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
+    found: dict[str, set[str] | None] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {n for n in _names(node.body) if not n.startswith("_")}
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = None
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = None
+    return found
