@@ -60,6 +60,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """One layer."""
         length, width = x.shape[-2:]
         mask = nn.make_causal_mask(jnp.ones(length))
         y = nn.LayerNorm()(x)
@@ -78,6 +79,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
+        """Logits of the next character at every place."""
         places = nn.Embed(self.length, self.width)(jnp.arange(tokens.shape[-1]))
         x = nn.Embed(self.letters, self.width)(tokens) + places
         for _ in range(self.layers):

@@ -9,7 +9,7 @@ the result. Needs flax and scikit-learn: ``pip install "ringjax[examples]"``.
 
 To go further: ``--batch 384 --learning-rate 4e-3`` gives more ranks something to do,
 ``--compression bf16`` halves the bytes, ``--overlap`` sends gradients while the rest is
-still being computed. `jax_char_lm.py` trains a transformer, `jax_plain.py` needs no flax.
+still being computed. See also `jax_char_lm.py`, a transformer, and `jax_plain.py`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """Logits of the ten digits."""
         x = nn.relu(nn.Conv(16, (3, 3))(x))
         x = nn.relu(nn.Conv(32, (3, 3), strides=2)(x))
         x = x.reshape(len(x), -1)
@@ -105,13 +106,13 @@ def report_exchange(steps: int) -> None:
     done = stats.get("allreduce")
     if done is None:
         return
-    links = ", ".join(f"{n} × {kind}" for kind, n in stats["transports"].items() if n)
+    links = [f"{n} × {kind}" for kind, n in stats["transports"].items() if n]
     print(
-        f"exchanged: {done['bytes'] / 1e6:.1f} MB of gradients in {done['calls']} calls "
-        f"({done['bytes'] / 1e3 / max(steps, 1):.0f} kB a step)\n"
+        f"exchanged: {done['bytes'] / 1e6:.1f} MB of gradients in {done['calls']} "
+        f"calls ({done['bytes'] / 1e3 / max(steps, 1):.0f} kB a step)\n"
         f"time in allreduce: {done['seconds']:.2f} s\n"
         f"algorithm: {', '.join(done['algorithms']) or 'none'}\n"
-        f"transport: {links or 'none, this is a job of one rank'}"
+        f"transport: {', '.join(links) or 'none, this is a job of one rank'}"
     )
 
 

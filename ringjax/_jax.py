@@ -100,7 +100,7 @@ def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
 
 
 def with_rows(aval: Any, rows: int) -> Any:
-    """`aval` with another first dimension; it keeps its dtype, mesh axes and sharding."""
+    """`aval` with another first dimension; its dtype and mesh axes stay."""
     return aval.update(shape=(rows, *aval.shape[1:]), weak_type=False)
 
 

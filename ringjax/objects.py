@@ -285,7 +285,8 @@ class _Decoder:
     def _blob(self, index: Any) -> memoryview:
         if _typed(index, int) < 0:
             raise ValueError("not an encoded object: a negative blob")
-        return self._blobs[index]
+        blob: memoryview = self._blobs[index]
+        return blob
 
 
 def _typed(value: Any, kind: type) -> Any:

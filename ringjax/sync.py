@@ -67,8 +67,8 @@ def broadcast_parameters(
       >>> params = ringjax.broadcast_parameters({"w": jnp.ones(3), "step": 0})
     """
     what = "broadcast_parameters"
-    communicator = runtime.communicator(process_set, what)
-    arguments.root(what, root_rank, process_set, communicator.size)
+    runtime.communicator(process_set, what)
+    arguments.root(what, root_rank, process_set)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
     eager = _jax.is_eager([leaf for _, leaf in pairs if isinstance(leaf, jax.Array)])
@@ -125,7 +125,7 @@ def broadcast_object(
     """
     what = "broadcast_object"
     communicator = _eager_communicator(what, process_set)
-    root = arguments.root(what, root_rank, process_set, communicator.size)
+    root = arguments.root(what, root_rank, process_set)
     send = partial(
         broadcast, root_rank=root_rank, process_set=process_set, name=name or what
     )
@@ -159,14 +159,14 @@ def allgather_object(
       True
     """
     what = "allgather_object"
-    communicator = _eager_communicator(what, process_set)
+    _eager_communicator(what, process_set)
     message = objects.Message.of(obj, allow_pickle=allow_pickle)
     gather = partial(allgather, process_set=process_set, name=name or what)
     with _readable_failures():
         heads = np.asarray(gather(message.head()[None]))
         data = np.asarray(gather(message.body())).tobytes()
     found, start = [], 0
-    members = _members(process_set, communicator.size)
+    members = process_set.ranks
     for rank, head in zip(members, heads, strict=True):
         with _blaming(what, rank):
             room = objects.room(head)
@@ -325,7 +325,7 @@ def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) 
     if (rows == digest).all():
         return
     everyone = allgather_object(lines, f"{what} (structure)", process_set)
-    members, first = _members(process_set, len(everyone)), everyone[0]
+    members, first = process_set.ranks, everyone[0]
     for rank, other in zip(members, everyone, strict=True):
         for key in [*first, *other]:
             one, two = (side.get(key, "nothing") for side in (first, other))
@@ -361,9 +361,10 @@ def _reduce(op: ReduceOp, column: Sequence[Any], weights: np.ndarray[Any, Any]) 
         with np.errstate(invalid="ignore"):
             weighted = weights.reshape(-1, *[1] * (stack.ndim - 1)) * stack
             out = np.asarray(weighted.sum(axis=0) / weights.sum())
-    else:
-        out = np.asarray(_REDUCTIONS[op](stack, axis=0))
-    return out if out.ndim else out.item()
+        return out if out.ndim else out.item()
+    exact = stack.astype(object) if stack.dtype.kind in "iu" else stack
+    out = np.asarray(_REDUCTIONS[op](exact, axis=0))
+    return out.astype(stack.dtype) if out.ndim else out.item()
 
 
 # -- the world -------------------------------------------------------------------------
@@ -386,13 +387,6 @@ def _blaming(what: str, rank: int) -> Iterator[None]:
         raise TypeError(text) from None
     except ValueError as e:
         raise ValueError(f"ringjax.{what}: `obj` of rank {rank}: {e}") from None
-
-
-def _members(process_set: runtime.ProcessSet, size: int) -> list[int]:
-    """The world ranks of the members, in the order of their ranks within the set."""
-    if process_set is _global:
-        return list(range(size))
-    return list(process_set.ranks or range(size))
 
 
 @contextmanager

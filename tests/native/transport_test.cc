@@ -2,6 +2,7 @@
 // sleeps, and report a peer that is gone. What must be refused: link_refusal_test.cc.
 #include <poll.h>
 
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -111,6 +112,7 @@ class Exchange {
       if (!written.ok()) return false;
       n = written.value();
     }
+    most_ = std::max(most_, n);
     Advance(n, m.bytes, &out_done_, &out_total_, &sent_);
     return n > 0;
   }
@@ -142,8 +144,12 @@ class Exchange {
     return n > 0;
   }
 
-  // How much of a message to ask for at once: 64 bytes to 256 KiB.
-  size_t Portion(size_t left) { return std::min(left, size_t{64} << random_() % 13); }
+  // How much of a message to ask for at once: 64 bytes to 256 KiB, but not absurdly
+  // more than a small ring takes, since all of it is filled in or cleared first.
+  size_t Portion(size_t left) {
+    const size_t likely = std::bit_floor(64 + 8 * most_);
+    return std::min({left, size_t{64} << random_() % 13, likely});
+  }
 
   // How much of a region to use: sometimes less than was offered.
   size_t Used(size_t offered, size_t granularity) {
@@ -186,6 +192,7 @@ class Exchange {
   std::mt19937 random_;
   std::vector<std::byte> buffer_;
   std::vector<iovec> pieces_;
+  size_t most_ = 0;  // bytes moved in one call
   size_t sent_ = 0, received_ = 0, out_done_ = 0, in_done_ = 0;
   uint64_t out_total_ = 0, in_total_ = 0;
 };

@@ -270,7 +270,7 @@ def test_steps_in_a_scan(world) -> None:
 
 @RANKS
 def test_a_metric_of_another_program_waits_for_the_step(world) -> None:
-    """Eager collectives right behind steps that still run keep the order on all ranks."""
+    """Eager collectives behind steps that still run keep one order on all ranks."""
     tx = ringjax.allreduce_grads(overlap=True, bucket_bytes=1 << 16)
     towers = [jnp.full((160, 160), 0.01 * (i + 1)) for i in range(6)]
 

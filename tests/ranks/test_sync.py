@@ -331,6 +331,8 @@ def test_metrics_are_exact_to_float64(world) -> None:
     assert out["n"] == [(world.size - 1) / 2, None]
     total = ringjax.allreduce_metrics((1 << 60) + 1, op=ringjax.Sum)
     assert total == ((1 << 60) + 1) * world.size and type(total) is int
+    many = ringjax.allreduce_metrics(1 << 62, op=ringjax.Sum)
+    assert many == world.size << 62  # Python's integers do not overflow
     assert ringjax.allreduce_metrics(world.rank, op=ringjax.Max) == world.size - 1
     assert ringjax.allreduce_metrics(world.rank - 5, op=ringjax.Min) == -5
     product = ringjax.allreduce_metrics(world.rank + 1.0, op=ringjax.Product)

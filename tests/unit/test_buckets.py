@@ -1,4 +1,4 @@
-"""The plan of buckets: every leaf once, one dtype, bounded, in the order of readiness."""
+"""The plan of buckets: every leaf once, one dtype, bounded, in order of readiness."""
 
 from __future__ import annotations
 

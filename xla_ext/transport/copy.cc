@@ -1,6 +1,7 @@
 // See copy.h.
 #include "transport/copy.h"
 
+#include <cstdint>
 #include <cstring>
 
 #include "base/clones.h"
@@ -8,8 +9,12 @@
 namespace ringjax {
 namespace {
 
-// Shorter copies are quick in the C library.
+// Shorter copies are quick in the C library, and sanitizers look into memcpy.
+#if defined(RINGJAX_SANITIZED)
+constexpr size_t kShort = SIZE_MAX;
+#else
 constexpr size_t kShort = 2048;
+#endif
 constexpr size_t kStride = 128;
 
 using Vector [[gnu::vector_size(32), gnu::aligned(1), gnu::may_alias]] = char;
@@ -35,15 +40,8 @@ RINGJAX_CLONES size_t CopyStrides(char* to, const char* from, size_t bytes) {
 void CopyBytes(void* to, const void* from, size_t bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
-#if !defined(RINGJAX_SANITIZED)  // sanitizers look into memcpy, byte by byte otherwise
-  if (bytes >= kShort) {
-    const size_t done = CopyStrides(out, in, bytes);
-    out += done;
-    in += done;
-    bytes -= done;
-  }
-#endif
-  std::memcpy(out, in, bytes);
+  const size_t done = bytes < kShort ? 0 : CopyStrides(out, in, bytes);
+  std::memcpy(out + done, in + done, bytes - done);
 }
 
 }  // namespace ringjax
