@@ -1,4 +1,6 @@
 // ringjax._native: the binding. It only binds; nothing here knows how a byte moves.
+#include "module.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -17,7 +19,6 @@
 #include "engine/overlap.h"
 #include "ffi/handlers.h"
 #include "ffi/registry.h"
-#include "module.h"
 #include "transport/ring_link.h"
 
 namespace nb = nanobind;
@@ -27,8 +28,9 @@ namespace ringjax {
 namespace {
 
 constexpr std::string_view kCodeNames[] = {
-    "OK",          "INVALID_ARGUMENT", "FAILED_PRECONDITION", "MISMATCH",
-    "DEADLINE_EXCEEDED", "UNAVAILABLE",      "CANCELLED",           "INTERNAL"};
+    "OK",        "INVALID_ARGUMENT",  "FAILED_PRECONDITION",
+    "MISMATCH",  "DEADLINE_EXCEEDED", "UNAVAILABLE",
+    "CANCELLED", "INTERNAL"};
 
 PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
 // These two are guarded by the GIL.
@@ -61,8 +63,8 @@ int RaisePutOff(void*) {
   return -1;
 }
 
-// On the main thread: runs Python's signal handlers; true if one of them raised. What it
-// raised is put off until the core has let go and the interpreter runs again.
+// On the main thread: runs Python's signal handlers; true if one of them raised. What
+// it raised is put off until the core has let go and the interpreter runs again.
 bool MainThreadInterrupted() {
   if (gettid() != getpid() || !Py_IsInitialized()) return false;
   nb::gil_scoped_acquire gil;
@@ -222,8 +224,11 @@ LinkEnds ReadLink(const nb::tuple& link) {
   try {  // a tuple does not look whether it is long enough
     const std::string kind = link.size() > 2 ? nb::cast<std::string>(link[0]) : "";
     if (kind == "shm" && link.size() == 6)
-      return {nb::cast<size_t>(link[1]), true, nb::cast<int>(link[3]),
-              nb::cast<size_t>(link[4]), {nb::cast<int>(link[2]), nb::cast<int>(link[5])}};
+      return {nb::cast<size_t>(link[1]),
+              true,
+              nb::cast<int>(link[3]),
+              nb::cast<size_t>(link[4]),
+              {nb::cast<int>(link[2]), nb::cast<int>(link[5])}};
     if (kind == "tcp" && link.size() == 3)
       return {nb::cast<size_t>(link[1]), false, 0, 0,
               nb::cast<std::vector<int>>(link[2])};
@@ -232,10 +237,12 @@ LinkEnds ReadLink(const nb::tuple& link) {
   throw nb::type_error("ringjax: a link is neither a shm nor a tcp tuple");
 }
 
-std::shared_ptr<Communicator> MakeCommunicator(
-    int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
-    const std::vector<int>& hosts, const std::vector<int>& members,
-    const std::vector<nb::tuple>& links, int doorbell, const nb::dict& options) {
+std::shared_ptr<Communicator> MakeCommunicator(int id, const std::string& name,
+                                               uint64_t job, uint32_t epoch, int rank,
+                                               const std::vector<int>& hosts,
+                                               const std::vector<int>& members,
+                                               const std::vector<nb::tuple>& links,
+                                               int doorbell, const nb::dict& options) {
   std::vector<LinkEnds> ends;
   for (const nb::tuple& link : links) ends.push_back(ReadLink(link));
   // Everything is ours from here on, and closed if this throws half way.
@@ -259,7 +266,8 @@ std::shared_ptr<Communicator> MakeCommunicator(
   for (size_t r = 0; r < made.size(); ++r)
     if (!made[r] && static_cast<int>(r) != rank)
       throw nb::value_error("ringjax: a link is missing");
-  auto c = std::make_shared<Communicator>(std::move(o), std::move(made), std::move(bell));
+  auto c =
+      std::make_shared<Communicator>(std::move(o), std::move(made), std::move(bell));
   Register(id, {c, std::make_shared<Overlap>(c)});
   return c;
 }
@@ -314,11 +322,12 @@ void BindCommunicator(nb::module_& m) {
            "counts"_a = std::vector<int64_t>(), "root"_a = 0, "wire"_a = -1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "name"_a = "",
            "names"_a = std::vector<std::string>())
-      .def("abort",
-           [](Communicator& c, const std::string& message, int rank) {
-             c.Abort(Status(Code::kUnavailable, message, rank));
-           },
-           "message"_a, "rank"_a = -1)
+      .def(
+          "abort",
+          [](Communicator& c, const std::string& message, int rank) {
+            c.Abort(Status(Code::kUnavailable, message, rank));
+          },
+          "message"_a, "rank"_a = -1)
       .def("close",
            [](Communicator& c) {
              c.Abort(Status(Code::kUnavailable, "ringjax is shut down"));
@@ -363,8 +372,9 @@ void BindHeartbeat(nb::module_& m) {
       // Its lock is held while it writes to peers: nobody else should wait for that.
       .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
       .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())
-      .def("fail", [](Heartbeat& h, const std::string& message) { h.Fail(message); },
-           "message"_a, Unlocked())
+      .def(
+          "fail", [](Heartbeat& h, const std::string& message) { h.Fail(message); },
+          "message"_a, Unlocked())
       .def("leave", &Heartbeat::Leave, Unlocked())
       .def("lost", &Lost)
       .def("close", &Heartbeat::Stop, Unlocked());
@@ -387,23 +397,28 @@ NB_MODULE(_native, m) {
   m.def("local_world", &LocalWorld, "hosts"_a, "options"_a = nb::dict());
   m.def("ffi_targets", &FfiTargets);
   m.def("shm_bytes", &ShmBytes, "ring_bytes"_a);
-  m.def("set_failure_hook", [](nb::object f) {
-    Py_XDECREF(failure_callback);
-    failure_callback = f.is_none() ? nullptr : f.release().ptr();
-    SetFailureHook(failure_callback == nullptr
-                       ? nullptr
-                       : +[] { Py_AddPendingCall(&CallFailureCallback, nullptr); });
-  }, "f"_a.none());
+  m.def(
+      "set_failure_hook",
+      [](nb::object f) {
+        Py_XDECREF(failure_callback);
+        failure_callback = f.is_none() ? nullptr : f.release().ptr();
+        SetFailureHook(failure_callback == nullptr ? nullptr : +[] {
+          Py_AddPendingCall(&CallFailureCallback, nullptr);
+        });
+      },
+      "f"_a.none());
   m.def("version", [] { return std::string(RINGJAX_VERSION); });
   nb::dict collectives, reduce_ops, dtypes;
   for (int i = 0; i < kCollectiveCount; ++i)
     collectives[std::string(kCollectiveNames[i]).c_str()] = i;
-  for (const auto& [name, number] :
-       {std::pair("Average", 0), {"Sum", 1}, {"Adasum", 2}, {"Min", 3}, {"Max", 4},
-        {"Product", 5}})
+  for (const auto& [name, number] : {std::pair("Average", 0),
+                                     {"Sum", 1},
+                                     {"Adasum", 2},
+                                     {"Min", 3},
+                                     {"Max", 4},
+                                     {"Product", 5}})
     reduce_ops[name] = number;
-  for (int i = 0; i < kDTypeCount; ++i)
-    dtypes[std::string(kDTypeNames[i]).c_str()] = i;
+  for (int i = 0; i < kDTypeCount; ++i) dtypes[std::string(kDTypeNames[i]).c_str()] = i;
   m.attr("COLLECTIVES") = collectives;
   m.attr("REDUCE_OPS") = reduce_ops;
   m.attr("DTYPES") = dtypes;

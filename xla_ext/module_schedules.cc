@@ -107,7 +107,8 @@ nb::dict ToDict(const Report& report) {
 void BindSchedules(nb::module_& m) {
   m.def("algorithms", [] {
     std::vector<std::pair<std::string, std::string>> all;
-    for (const Algorithm& a : Algorithms()) all.push_back({Text(Name(a.op)), Text(a.name)});
+    for (const Algorithm& a : Algorithms())
+      all.push_back({Text(Name(a.op)), Text(a.name)});
     return all;
   });
   m.def(
@@ -125,9 +126,9 @@ void BindSchedules(nb::module_& m) {
         const auto problems = Problems(op, counts, root);
         if (rank < 0 || rank >= static_cast<int>(problems.size()))
           throw nb::value_error("ringjax: rank is out of range");
-        return ToList(AlgorithmOf(op, algorithm)
-                          .generate(problems[rank],
-                                    {rank, static_cast<int>(host.size()), host}));
+        return ToList(
+            AlgorithmOf(op, algorithm)
+                .generate(problems[rank], {rank, static_cast<int>(host.size()), host}));
       },
       "op"_a, "algorithm"_a, "rank"_a, "counts"_a, "host"_a, "root"_a = 0);
   m.def(

@@ -42,8 +42,8 @@ void CheckEqual(const A& a, const B& b, const char* text, const char* file, int 
 
 }  // namespace ringjax::testing
 
-#define TEST(name)                                                               \
-  static void name();                                                            \
+#define TEST(name)                                                                   \
+  static void name();                                                                \
   static const ::ringjax::testing::Registration registration_of_##name(#name, name); \
   static void name()
 #define CHECK(condition) \

@@ -194,7 +194,8 @@ TEST(AHalfStepEndsTheCommunicatorAndPeersAreTold) {
   CHECK(overlap.Start(AllreduceOf(&data), 0, true).ok());
   CHECK_EQ(told.size(), 1u);
   CHECK_EQ(told[0].rank(), 0);
-  CHECK(Contains(overlap.Done(AllreduceOf(&data), 0).message(), "rank 0 started a step"));
+  CHECK(
+      Contains(overlap.Done(AllreduceOf(&data), 0).message(), "rank 0 started a step"));
 }
 
 TEST(DoneOfOtherTensorsThanStartIsRefused) {
@@ -221,7 +222,8 @@ TEST(ExplanationsShowWhatDiffers) {
   call.rows = other.rows = {3, 4, 3, 4};
   int culprit = 0;
   auto told = [&](const Call& one, const Call& two, size_t limit) {
-    return Mismatch({Explain(one, limit), Explain(two, limit)}, {5, 9}, "set", &culprit);
+    return Mismatch({Explain(one, limit), Explain(two, limit)}, {5, 9}, "set",
+                    &culprit);
   };
   // Rows are each rank's own business: the types are the difference.
   std::string text = told(call, other, kMostText);

@@ -42,8 +42,8 @@ class World {
       o.members = members;
       o.collective_timeout = timeout;
       o.algorithm = algorithm;
-      ranks.push_back(std::make_shared<Communicator>(o, std::move(links[r]),
-                                                     std::move(bells[r])));
+      ranks.push_back(
+          std::make_shared<Communicator>(o, std::move(links[r]), std::move(bells[r])));
     }
   }
 
@@ -58,7 +58,10 @@ class World {
 };
 
 inline Tensor Floats(std::vector<float>* in, std::vector<float>* out) {
-  return {DType::kF32, {static_cast<int64_t>(in->size())}, in->data(), out->data(),
+  return {DType::kF32,
+          {static_cast<int64_t>(in->size())},
+          in->data(),
+          out->data(),
           out->size() * sizeof(float)};
 }
 

@@ -1,12 +1,13 @@
 // The arithmetic against a slow reference that shares no code with it: halves are
 // rounded with ldexp and nearbyint, floats are computed in double and rounded (exact
 // for one operation), integers in 128 bits.
+#include "base/reduce.h"
+
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <random>
 
-#include "base/reduce.h"
 #include "check.h"
 
 namespace ringjax {
@@ -313,14 +314,19 @@ Wide ReferenceInteger(Wide own, Wide received, const Arithmetic& a, bool first,
   const DType t = a.dtype;
   Wide v = first ? ScaledInteger(t, own, a.prescale) : own;
   switch (a.op) {
-    case ReduceOp::kMin: v = std::min(v, received); break;
-    case ReduceOp::kMax: v = std::max(v, received); break;
+    case ReduceOp::kMin:
+      v = std::min(v, received);
+      break;
+    case ReduceOp::kMax:
+      v = std::max(v, received);
+      break;
     case ReduceOp::kProduct:
       // Modulo 2^64 first, since 128 bits cannot hold every intermediate value here.
       v = Wrapped(t, static_cast<Wide>(static_cast<uint64_t>(v) *
                                        static_cast<uint64_t>(received)));
       break;
-    default: v = Wrapped(t, v + received);
+    default:
+      v = Wrapped(t, v + received);
   }
   return last ? ScaledInteger(t, v, a.postscale) / a.divisor : v;
 }

@@ -35,8 +35,8 @@ RINGJAX_INLINE uint16_t BFloat16FromFloatBits(uint32_t bits) {
 RINGJAX_INLINE float HalfToFloat(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t shifted = static_cast<uint32_t>(h & 0x7fffu) << 13;
-  const uint32_t normal = shifted + (112u << 23);      // the biases are 15 and 127
-  const uint32_t special = shifted | kFloatInfinity;   // infinity and NaN
+  const uint32_t normal = shifted + (112u << 23);     // the biases are 15 and 127
+  const uint32_t special = shifted | kFloatInfinity;  // infinity and NaN
   // A denormal m is read as 2^-14 + m 2^-24, from which 2^-14 is subtracted exactly.
   const float lifted = FloatFromBits(shifted + (113u << 23));
   const uint32_t denormal = BitsOf(lifted - FloatFromBits(113u << 23));

@@ -34,16 +34,21 @@ RINGJAX_INLINE void PlainFloats(const Operands& p, ReduceOp op) {
       return CombinePlain<T, W, Maximum>(p.out, p.own, p.received, p.n);
     case ReduceOp::kProduct:
       return CombinePlain<T, W, Multiply>(p.out, p.own, p.received, p.n);
-    default: return CombinePlain<T, W, Add>(p.out, p.own, p.received, p.n);
+    default:
+      return CombinePlain<T, W, Add>(p.out, p.own, p.received, p.n);
   }
 }
 
 RINGJAX_CLONES void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
   switch (dtype) {
-    case DType::kF16: return PlainFloats<Half, Half>(p, op);
-    case DType::kBF16: return PlainFloats<BFloat16, BFloat16>(p, op);
-    case DType::kF32: return PlainFloats<F32, F32>(p, op);
-    default: return PlainFloats<F64, F64>(p, op);
+    case DType::kF16:
+      return PlainFloats<Half, Half>(p, op);
+    case DType::kBF16:
+      return PlainFloats<BFloat16, BFloat16>(p, op);
+    case DType::kF32:
+      return PlainFloats<F32, F32>(p, op);
+    default:
+      return PlainFloats<F64, F64>(p, op);
   }
 }
 
@@ -67,7 +72,8 @@ RINGJAX_INLINE void Integers(const Operands& p, ReduceOp op) {
       return CombinePlain<S, S, Maximum>(p.out, p.own, p.received, p.n);
     case ReduceOp::kProduct:
       return CombinePlain<M, M, Multiply>(p.out, p.own, p.received, p.n);
-    default: return CombinePlain<M, M, Add>(p.out, p.own, p.received, p.n);
+    default:
+      return CombinePlain<M, M, Add>(p.out, p.own, p.received, p.n);
   }
 }
 
@@ -81,15 +87,24 @@ RINGJAX_INLINE void Bools(const Operands& p, ReduceOp op) {
 
 RINGJAX_CLONES void CombineIntegers(const Operands& p, DType dtype, ReduceOp op) {
   switch (dtype) {
-    case DType::kBool: return Bools(p, op);
-    case DType::kI8: return Integers<int8_t, uint8_t>(p, op);
-    case DType::kI16: return Integers<int16_t, uint16_t>(p, op);
-    case DType::kI32: return Integers<int32_t, uint32_t>(p, op);
-    case DType::kI64: return Integers<int64_t, uint64_t>(p, op);
-    case DType::kU8: return Integers<uint8_t, uint8_t>(p, op);
-    case DType::kU16: return Integers<uint16_t, uint16_t>(p, op);
-    case DType::kU32: return Integers<uint32_t, uint32_t>(p, op);
-    default: return Integers<uint64_t, uint64_t>(p, op);
+    case DType::kBool:
+      return Bools(p, op);
+    case DType::kI8:
+      return Integers<int8_t, uint8_t>(p, op);
+    case DType::kI16:
+      return Integers<int16_t, uint16_t>(p, op);
+    case DType::kI32:
+      return Integers<int32_t, uint32_t>(p, op);
+    case DType::kI64:
+      return Integers<int64_t, uint64_t>(p, op);
+    case DType::kU8:
+      return Integers<uint8_t, uint8_t>(p, op);
+    case DType::kU16:
+      return Integers<uint16_t, uint16_t>(p, op);
+    case DType::kU32:
+      return Integers<uint32_t, uint32_t>(p, op);
+    default:
+      return Integers<uint64_t, uint64_t>(p, op);
   }
 }
 
@@ -119,7 +134,8 @@ RINGJAX_INLINE void ScaledFloats(const Operands& p, ReduceOp op, const Factors<V
       return CombineScaled<T, W, Maximum>(p.out, p.own, p.received, p.n, f);
     case ReduceOp::kProduct:
       return CombineScaled<T, W, Multiply>(p.out, p.own, p.received, p.n, f);
-    default: return CombineScaled<T, W, Add>(p.out, p.own, p.received, p.n, f);
+    default:
+      return CombineScaled<T, W, Add>(p.out, p.own, p.received, p.n, f);
   }
 }
 
@@ -181,17 +197,25 @@ RINGJAX_CLONES void WidenFloats(void* out, const void* wire, size_t n,
 void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double factor,
                    int64_t divisor) {
   switch (dtype) {
-    case DType::kI8: return RescaleIntegers<int8_t>(out, in, n, factor, divisor);
-    case DType::kI16: return RescaleIntegers<int16_t>(out, in, n, factor, divisor);
-    case DType::kI32: return RescaleIntegers<int32_t>(out, in, n, factor, divisor);
-    case DType::kI64: return RescaleIntegers<int64_t>(out, in, n, factor, divisor);
+    case DType::kI8:
+      return RescaleIntegers<int8_t>(out, in, n, factor, divisor);
+    case DType::kI16:
+      return RescaleIntegers<int16_t>(out, in, n, factor, divisor);
+    case DType::kI32:
+      return RescaleIntegers<int32_t>(out, in, n, factor, divisor);
+    case DType::kI64:
+      return RescaleIntegers<int64_t>(out, in, n, factor, divisor);
     case DType::kBool:
       RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
       return Bools({out, out, out, n}, ReduceOp::kMax);  // 0 or 1 again
-    case DType::kU8: return RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
-    case DType::kU16: return RescaleIntegers<uint16_t>(out, in, n, factor, divisor);
-    case DType::kU32: return RescaleIntegers<uint32_t>(out, in, n, factor, divisor);
-    default: return RescaleIntegers<uint64_t>(out, in, n, factor, divisor);
+    case DType::kU8:
+      return RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
+    case DType::kU16:
+      return RescaleIntegers<uint16_t>(out, in, n, factor, divisor);
+    case DType::kU32:
+      return RescaleIntegers<uint32_t>(out, in, n, factor, divisor);
+    default:
+      return RescaleIntegers<uint64_t>(out, in, n, factor, divisor);
   }
 }
 
@@ -251,9 +275,8 @@ bool Touches(const Arithmetic& a, bool first, bool last) {
 }
 
 void CheckSupported(const Arithmetic& a) {
-  RJ_CHECK(!a.compressed() ||
-               ((a.dtype == DType::kF32 || a.dtype == DType::kF64) &&
-                (a.wire == DType::kF16 || a.wire == DType::kBF16)),
+  RJ_CHECK(!a.compressed() || ((a.dtype == DType::kF32 || a.dtype == DType::kF64) &&
+                               (a.wire == DType::kF16 || a.wire == DType::kBF16)),
            "only f32 and f64 can travel as f16 or bf16");
   RJ_CHECK(a.divisor >= 1, "the divisor must be positive");
 }

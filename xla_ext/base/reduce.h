@@ -15,11 +15,11 @@ namespace ringjax {
 
 struct Arithmetic {
   DType dtype = DType::kF32;
-  DType wire = DType::kF32;         // == dtype, or kF16/kBF16 for a kF32/kF64 dtype
-  ReduceOp op = ReduceOp::kSum;     // kAverage is kSum with a divisor
-  double prescale = 1.0;            // multiplies each rank's own contribution
-  double postscale = 1.0;           // multiplies the finished result
-  int64_t divisor = 1;              // divides the finished result (Average: the size)
+  DType wire = DType::kF32;      // == dtype, or kF16/kBF16 for a kF32/kF64 dtype
+  ReduceOp op = ReduceOp::kSum;  // kAverage is kSum with a divisor
+  double prescale = 1.0;         // multiplies each rank's own contribution
+  double postscale = 1.0;        // multiplies the finished result
+  int64_t divisor = 1;           // divides the finished result (Average: the size)
 
   bool compressed() const { return wire != dtype; }
   bool scales_first() const { return prescale != 1.0; }

@@ -65,8 +65,9 @@ RINGJAX_INLINE void StoreAs(void* base, size_t i, typename E::Stored v) {
 
 // Integers wrap around, also the narrow ones, which C++ would promote to int.
 template <typename T>
-using Modular = std::conditional_t<
-    std::is_integral_v<T>, std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>, T>;
+using Modular =
+    std::conditional_t<std::is_integral_v<T>,
+                       std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>, T>;
 
 struct Add {
   template <typename T>
@@ -154,9 +155,9 @@ RINGJAX_INLINE void MultiplyComplex(void* out, const void* own, const void* rece
 // What one loop over floats applies; neutral values where nothing is to be done.
 template <typename V>
 struct Factors {
-  V before = 1;      // own contribution
-  V after = 1;       // result
-  V divisor = 1;     // result
+  V before = 1;        // own contribution
+  V after = 1;         // result
+  V divisor = 1;       // result
   bool round = false;  // the result, to what the wire carries
 };
 

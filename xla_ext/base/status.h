@@ -47,8 +47,8 @@ inline Status OkStatus() { return {}; }
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : held_(std::move(value)) {}          // NOLINT: implicit by design
-  Result(Status status) : held_(std::move(status)) {}   // NOLINT
+  Result(T value) : held_(std::move(value)) {}         // NOLINT: implicit by design
+  Result(Status status) : held_(std::move(status)) {}  // NOLINT
 
   bool ok() const { return std::holds_alternative<T>(held_); }
   T& value() { return std::get<T>(held_); }
@@ -62,10 +62,9 @@ class [[nodiscard]] Result {
 }  // namespace ringjax
 
 // Returns from the enclosing function if `expression` is not ok.
-#define RJ_TRY(expression)                                  \
-  do {                                                      \
-    if (::ringjax::Status rj_s = (expression); !rj_s.ok()) \
-      return rj_s;                                          \
+#define RJ_TRY(expression)                                              \
+  do {                                                                  \
+    if (::ringjax::Status rj_s = (expression); !rj_s.ok()) return rj_s; \
   } while (0)
 
 #define RJ_CHECK(condition, what)                                                \

@@ -46,8 +46,8 @@ enum class StepKind : uint8_t {
 
 struct Step {
   StepKind kind;
-  int peer = -1;  // communicator rank; -1 for kCopy
-  Slice dst, src; // equal counts; the unused one has count 0
+  int peer = -1;       // communicator rank; -1 for kCopy
+  Slice dst, src;      // equal counts; the unused one has count 0
   bool first = false;  // src is this rank's untouched contribution: prescale applies
   bool last = false;   // dst is complete after this step: postscale applies
 };

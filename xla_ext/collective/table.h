@@ -46,10 +46,10 @@ Status CheckProblem(const Problem& problem, int size);
 // Proof by symbolic execution of all ranks' schedules together. See verify.cc.
 struct Report {
   bool ok = false;
-  std::string error;                  // what failed first, in words
-  uint64_t steps = 0;                 // longest chain of dependent messages
-  std::vector<uint64_t> sent;         // elements sent, by rank
-  std::vector<uint64_t> messages;     // messages sent, by rank
+  std::string error;               // what failed first, in words
+  uint64_t steps = 0;              // longest chain of dependent messages
+  std::vector<uint64_t> sent;      // elements sent, by rank
+  std::vector<uint64_t> messages;  // messages sent, by rank
 };
 // problems[r] is rank r's problem (they differ only for alltoall).
 Report Verify(const Algorithm& algorithm, const std::vector<Problem>& problems,

@@ -8,7 +8,8 @@
 namespace ringjax {
 namespace {
 
-// Sends `out` to one peer and receives `in` from another (or the same) at the same time.
+// Sends `out` to one peer and receives `in` from another (or the same) at the same
+// time.
 class Exchange {
  public:
   Exchange(const Lane& lane, Waiter* waiter) : lane_(lane), waiter_(waiter) {}
@@ -88,7 +89,8 @@ Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
     const int from = (lane.rank - reach + size) % size;
     mine.step = static_cast<uint32_t>(round);
     RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
-    if (!theirs.SameStream(mine) || theirs.kind != mine.kind || theirs.step != mine.step)
+    if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
+        theirs.step != mine.step)
       return OutOfStep(theirs, mine, from);
     if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) mine.agreed = 0;
   }
@@ -109,7 +111,8 @@ Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lan
   for (int i = 1; i < size; ++i) {
     const int to = (lane.rank + i) % size, from = (lane.rank - i + size) % size;
     RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
-    if (!theirs.SameStream(mine) || theirs.kind != mine.kind || theirs.bytes > kMostText)
+    if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
+        theirs.bytes > kMostText)
       return OutOfStep(theirs, mine, from);
     std::string& received = (*texts)[from];
     received.resize(theirs.bytes);

@@ -114,8 +114,7 @@ Status Communicator::RunExclusive(const Call& call) {
   frame.communicator = static_cast<uint32_t>(options_.id);
   frame.sequence = entered();
   frame.fingerprint = Fingerprint(call);
-  if (Status agreed = AgreeOn(call, valid, frame, &waiter); !agreed.ok())
-    return agreed;
+  if (Status agreed = AgreeOn(call, valid, frame, &waiter); !agreed.ok()) return agreed;
   OpStats used;
   for (Request& request : Split(call)) {
     if (Status s = RunRequest(&request, frame, &waiter, &used); !s.ok())
@@ -193,8 +192,8 @@ Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& proble
     if (!chosen.ok()) return chosen.status();
     const Algorithm& algorithm = *chosen.value();
     RJ_TRY(CheckProblem(problem, size()));
-    const bool in_place = problem.op == Collective::kAllreduce ||
-                          problem.op == Collective::kBroadcast;
+    const bool in_place =
+        problem.op == Collective::kAllreduce || problem.op == Collective::kBroadcast;
     const Schedule schedule = algorithm.generate(problem, options_.topology);
     Planned planned{&algorithm, Compile(schedule, size(), in_place)};
     found = plans_.emplace(std::move(key), std::move(planned)).first;
@@ -319,7 +318,7 @@ Status Communicator::CheckLeft() const {
 }
 
 std::string Communicator::Where(const Call& call) const {
-  std::string text = std::string(Name(call.op)) + " '" + std::string(call.name) + "' (";
+  std::string text = call.Title() + " (";
   if (call.tensors.size() == 1)
     text += Describe(call.tensors[0]);
   else

@@ -31,8 +31,8 @@ struct CommunicatorOptions {
   Topology topology;
   std::vector<int> members;  // world rank of each rank here
   double spin_seconds = 50e-6;
-  double stall_warning = 30;       // seconds
-  double collective_timeout = 300; // seconds, 0 = never
+  double stall_warning = 30;        // seconds
+  double collective_timeout = 300;  // seconds, 0 = never
   std::string algorithm;  // "", a name, or "allreduce:ring,broadcast:binomial"
   CostModel cost;
 };
@@ -93,7 +93,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Called once, on the failing thread, when a call fails in a way that ends this
   // communicator, so that the peers can be told. Set before the first call.
-  void set_on_failure(std::function<void(const Status&)> f) { on_failure_ = std::move(f); }
+  void set_on_failure(std::function<void(const Status&)> f) {
+    on_failure_ = std::move(f);
+  }
   // World ranks known not to have entered call `sequence` yet. Set before first use.
   void set_laggards(std::function<std::vector<int>(uint64_t)> f) {
     laggards_ = std::move(f);
@@ -152,7 +154,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   std::atomic<bool> aborted_{false};
   std::atomic<int> left_{-1};  // world rank of the first member that left
-  mutable std::mutex mutex_;  // guards the two below
+  mutable std::mutex mutex_;   // guards the two below
   Status abort_status_;
   std::map<std::string, OpStats> stats_;
 

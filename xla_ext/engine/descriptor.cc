@@ -88,10 +88,11 @@ uint64_t Tensor::elements() const {
 
 Status Call::SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number) {
   auto bad = [](const char* what, int64_t number) {
-    return Status(Code::kInvalidArgument,
-                  "there is no " + std::string(what) + " number " + std::to_string(number));
+    return Status(Code::kInvalidArgument, "there is no " + std::string(what) +
+                                              " number " + std::to_string(number));
   };
-  if (op_number < 0 || op_number >= kCollectiveCount) return bad("collective", op_number);
+  if (op_number < 0 || op_number >= kCollectiveCount)
+    return bad("collective", op_number);
   if (reduce_number < 0 || reduce_number > static_cast<int>(ReduceOp::kProduct))
     return bad("reduce op", reduce_number);
   if (wire_number != -1 && wire_number != static_cast<int>(DType::kF16) &&
@@ -101,6 +102,12 @@ Status Call::SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_num
   reduce_op = static_cast<ReduceOp>(reduce_number);
   wire = static_cast<int>(wire_number);
   return OkStatus();
+}
+
+std::string Call::Title() const {
+  std::string title(Name(op));
+  if (!name.empty()) title.append(" '").append(name).append("'");
+  return title;
 }
 
 std::string_view Call::TensorName(size_t i) const {
@@ -155,11 +162,12 @@ std::string_view Cut(std::string_view text, size_t limit) {
 
 std::string Explain(const Call& call, size_t limit) {
   std::ostringstream out;
-  out << Name(call.op) << " '" << call.name << "'\n";
+  out << call.Title() << '\n';
   out << "op=" << Name(call.reduce_op) << '\n';
   out << "root_rank=" << call.root << '\n';
   out << "wire="
-      << (call.wire < 0 ? std::string_view("none") : Name(static_cast<DType>(call.wire)))
+      << (call.wire < 0 ? std::string_view("none")
+                        : Name(static_cast<DType>(call.wire)))
       << '\n';
   out << "prescale_factor=" << Digits(call.prescale) << '\n';
   out << "postscale_factor=" << Digits(call.postscale) << '\n';
@@ -202,8 +210,8 @@ std::string Mismatch(const std::vector<std::string>& texts,
     return out.str();
   }
   if (IsRefusal(texts[bad])) {
-    out << "rank " << members[bad] << " refused it: "
-        << std::string_view(texts[bad]).substr(kRefused.size())
+    out << "rank " << members[bad]
+        << " refused it: " << std::string_view(texts[bad]).substr(kRefused.size())
         << ". Nothing was exchanged.";
     return out.str();
   }

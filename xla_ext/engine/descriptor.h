@@ -32,7 +32,7 @@ struct Call {
   int wire = -1;  // DType number, or -1: as it is
   double prescale = 1.0, postscale = 1.0;
   int root = 0;
-  int64_t step = -1;  // the caller's sequence number (optimizer state), -1 if none
+  int64_t step = -1;       // the caller's sequence number (optimizer state), -1 if none
   std::string_view name;   // of the operation: "grads"
   std::string_view names;  // of the tensors, joined by newlines; may be empty
   std::vector<Tensor> tensors;
@@ -42,6 +42,8 @@ struct Call {
   // Sets the three from numbers that came from outside, if there are such.
   Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);
 
+  // "allreduce 'grads'", or "allreduce" if it has no name.
+  std::string Title() const;
   std::string_view TensorName(size_t i) const;
 };
 

@@ -117,12 +117,11 @@ class Run {
       header.bytes = planned.count * wire_;
       pieces_.clear();
       if (p.header < sizeof(Frame))
-        pieces_.push_back({reinterpret_cast<char*>(&header) + p.header,
-                           sizeof(Frame) - p.header});
+        pieces_.push_back(
+            {reinterpret_cast<char*>(&header) + p.header, sizeof(Frame) - p.header});
       if (plain) {
         const Slice& src = planned.step.src;
-        At(src.region)
-            .Pieces(src.offset * width_ + p.bytes, limit, kPieces, &pieces_);
+        At(src.region).Pieces(src.offset * width_ + p.bytes, limit, kPieces, &pieces_);
       }
       Result<size_t> n = link->TryWrite(pieces_);
       if (!n.ok()) return n.status();

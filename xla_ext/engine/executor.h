@@ -23,8 +23,8 @@ struct Lane {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
-  // Asked whenever the thread wakes and nothing has moved for a second, with the seconds
-  // so far and the peers waited for; not ok ends the call.
+  // Asked whenever the thread wakes and nothing has moved for a second, with the
+  // seconds so far and the peers waited for; not ok ends the call.
   std::function<Status(double, const std::vector<int>&)> on_stall;
 };
 

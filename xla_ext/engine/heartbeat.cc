@@ -21,8 +21,8 @@ namespace {
 bool WriteAll(int fd, const std::string& text, int limit_ms) {
   size_t sent = 0;
   while (sent < text.size()) {
-    const ssize_t n = send(fd, text.data() + sent, text.size() - sent,
-                           MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t n =
+        send(fd, text.data() + sent, text.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n > 0) {
       sent += static_cast<size_t>(n);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -144,8 +144,8 @@ void Heartbeat::ReadFrom(State* state) {
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
   const int rank = state->peer.rank;
   if (n <= 0) {
-    const std::string why = n == 0 ? "closed its connection (the process ended)"
-                                   : std::strerror(errno);
+    const std::string why =
+        n == 0 ? "closed its connection (the process ended)" : std::strerror(errno);
     bool left;
     {
       std::lock_guard lock(mutex_);
@@ -278,8 +278,8 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
   };
   for (const auto& [rank, why] : lost_before)
     if (member(rank))
-      communicator->Abort(Status(Code::kUnavailable,
-                                 "rank " + std::to_string(rank) + " " + why, rank));
+      communicator->Abort(
+          Status(Code::kUnavailable, "rank " + std::to_string(rank) + " " + why, rank));
   for (int rank : left_before)
     if (member(rank)) communicator->PeerLeft(rank);
 }

@@ -87,7 +87,8 @@ Status Overlap::Done(const Call& call, int64_t site) {
     if (!job->finished && check != nullptr) {
       lock.unlock();
       if (check())
-        communicator_->GiveUp(Code::kCancelled, "was interrupted between START and DONE");
+        communicator_->GiveUp(Code::kCancelled,
+                              "was interrupted between START and DONE");
       lock.lock();
     }
   }

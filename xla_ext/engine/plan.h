@@ -2,8 +2,9 @@
 //
 // The meaning of a schedule is sequential; the plan lists, for each step, the earlier
 // steps of this rank whose memory it touches. Where a step's range lies inside the
-// earlier one's, it may follow it prefix by prefix (cut-through): that is what pipelines
-// a ring and a broadcast tree without any word about segments in the schedule.
+// earlier one's, it may follow it prefix by prefix (cut-through): that is what
+// pipelines a ring and a broadcast tree without any word about segments in the
+// schedule.
 #pragma once
 
 #include <cstdint>

@@ -50,7 +50,8 @@ Rows OwnRows(Collective op, std::span<const int64_t> rows, size_t rank, size_t s
       return {static_cast<uint64_t>(rows[rank]), Total(rows)};
     case Collective::kReducescatter:
       return {Total(rows), static_cast<uint64_t>(rows[rank])};
-    default: return {Total(rows.first(size)), Total(rows.last(size))};
+    default:
+      return {Total(rows.first(size)), Total(rows.last(size))};
   }
 }
 

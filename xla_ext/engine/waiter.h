@@ -1,8 +1,9 @@
 // How a thread waits for links: spin briefly, then yield, then sleep on descriptors.
 //
 // A waiting rank must not take the core from the rank it waits for, so spinning ends
-// after microseconds; and it must notice an abort, Ctrl-C and a deadline, so sleeping is
-// in slices. Waiting for progress and deciding that there was none stay with the caller.
+// after microseconds; and it must notice an abort, Ctrl-C and a deadline, so sleeping
+// is in slices. Waiting for progress and deciding that there was none stay with the
+// caller.
 #pragma once
 
 #include <sched.h>
@@ -61,7 +62,10 @@ class Waiter {
     }
     if (Clock::now() - since_ < spin_) {
       // Crowded: somebody who could make progress may be waiting for this core.
-      if (crowded_ || idle_ % 16 == 0) sched_yield(); else Pause();
+      if (crowded_ || idle_ % 16 == 0)
+        sched_yield();
+      else
+        Pause();
       return OkStatus();
     }
     return Sleep(interests());
@@ -80,8 +84,7 @@ class Waiter {
     fds_.clear();
     fds_.push_back({doorbell_->fd(), POLLIN, 0});
     bool ready = false;
-    for (const Interest& i : interests)
-      ready |= i.link->Arm(i.read, i.write, &fds_);
+    for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
     // Looked at again after arming: an abort rings the doorbell only once.
     if (aborted_->load(std::memory_order_acquire)) ready = true;
     if (!ready) poll(fds_.data(), fds_.size(), kSliceMs);

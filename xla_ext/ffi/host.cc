@@ -20,8 +20,8 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// Never destroyed: threads of XLA may outlive static objects at exit, and a forked child
-// has what is registered but not the threads that its destructors would wait for.
+// Never destroyed: threads of XLA may outlive static objects at exit, and a forked
+// child has what is registered but not the threads that its destructors would wait for.
 std::mutex& registry_mutex = *new std::mutex;
 auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
@@ -29,14 +29,28 @@ std::atomic<FailureHook> failure_hook{nullptr};
 ffi::Error ToError(const Status& status) {
   ffi::ErrorCode code = ffi::ErrorCode::kInternal;
   switch (status.code()) {
-    case Code::kOk: return ffi::Error::Success();
-    case Code::kInvalidArgument: code = ffi::ErrorCode::kInvalidArgument; break;
-    case Code::kFailedPrecondition: code = ffi::ErrorCode::kFailedPrecondition; break;
-    case Code::kMismatch: code = ffi::ErrorCode::kAborted; break;
-    case Code::kDeadlineExceeded: code = ffi::ErrorCode::kDeadlineExceeded; break;
-    case Code::kUnavailable: code = ffi::ErrorCode::kUnavailable; break;
-    case Code::kCancelled: code = ffi::ErrorCode::kCancelled; break;
-    case Code::kInternal: break;
+    case Code::kOk:
+      return ffi::Error::Success();
+    case Code::kInvalidArgument:
+      code = ffi::ErrorCode::kInvalidArgument;
+      break;
+    case Code::kFailedPrecondition:
+      code = ffi::ErrorCode::kFailedPrecondition;
+      break;
+    case Code::kMismatch:
+      code = ffi::ErrorCode::kAborted;
+      break;
+    case Code::kDeadlineExceeded:
+      code = ffi::ErrorCode::kDeadlineExceeded;
+      break;
+    case Code::kUnavailable:
+      code = ffi::ErrorCode::kUnavailable;
+      break;
+    case Code::kCancelled:
+      code = ffi::ErrorCode::kCancelled;
+      break;
+    case Code::kInternal:
+      break;
   }
   if (FailureHook hook = failure_hook.load()) hook();
   return ffi::Error(code, status.message());
@@ -48,22 +62,53 @@ Status BadCall(const std::string& what) {
 
 bool ToDType(ffi::DataType type, DType* out) {
   switch (type) {
-    case ffi::DataType::PRED: *out = DType::kBool; return true;
-    case ffi::DataType::S8: *out = DType::kI8; return true;
-    case ffi::DataType::S16: *out = DType::kI16; return true;
-    case ffi::DataType::S32: *out = DType::kI32; return true;
-    case ffi::DataType::S64: *out = DType::kI64; return true;
-    case ffi::DataType::U8: *out = DType::kU8; return true;
-    case ffi::DataType::U16: *out = DType::kU16; return true;
-    case ffi::DataType::U32: *out = DType::kU32; return true;
-    case ffi::DataType::U64: *out = DType::kU64; return true;
-    case ffi::DataType::F16: *out = DType::kF16; return true;
-    case ffi::DataType::BF16: *out = DType::kBF16; return true;
-    case ffi::DataType::F32: *out = DType::kF32; return true;
-    case ffi::DataType::F64: *out = DType::kF64; return true;
-    case ffi::DataType::C64: *out = DType::kC64; return true;
-    case ffi::DataType::C128: *out = DType::kC128; return true;
-    default: return false;
+    case ffi::DataType::PRED:
+      *out = DType::kBool;
+      return true;
+    case ffi::DataType::S8:
+      *out = DType::kI8;
+      return true;
+    case ffi::DataType::S16:
+      *out = DType::kI16;
+      return true;
+    case ffi::DataType::S32:
+      *out = DType::kI32;
+      return true;
+    case ffi::DataType::S64:
+      *out = DType::kI64;
+      return true;
+    case ffi::DataType::U8:
+      *out = DType::kU8;
+      return true;
+    case ffi::DataType::U16:
+      *out = DType::kU16;
+      return true;
+    case ffi::DataType::U32:
+      *out = DType::kU32;
+      return true;
+    case ffi::DataType::U64:
+      *out = DType::kU64;
+      return true;
+    case ffi::DataType::F16:
+      *out = DType::kF16;
+      return true;
+    case ffi::DataType::BF16:
+      *out = DType::kBF16;
+      return true;
+    case ffi::DataType::F32:
+      *out = DType::kF32;
+      return true;
+    case ffi::DataType::F64:
+      *out = DType::kF64;
+      return true;
+    case ffi::DataType::C64:
+      *out = DType::kC64;
+      return true;
+    case ffi::DataType::C128:
+      *out = DType::kC128;
+      return true;
+    default:
+      return false;
   }
 }
 
@@ -79,8 +124,8 @@ class Invocation {
     live = Find(id);
     if (!live.communicator)
       return Status(Code::kFailedPrecondition,
-                    "RINGJAX[" + std::to_string(id) + "]: " +
-                        std::string(Text("name")) +
+                    "RINGJAX[" + std::to_string(id) +
+                        "]: " + std::string(Text("name")) +
                         ": no such communicator: ringjax is shut down, or its process "
                         "set was removed");
     if (Status s = call.SetKinds(Int("op"), Int("reduce_op"), Int("wire")); !s.ok())
@@ -96,12 +141,12 @@ class Invocation {
     const int64_t size = Int("size");
     if (size != 0 && size != live.communicator->size())
       return Status(Code::kFailedPrecondition,
-                    live.communicator->Prefix() + std::string(Name(call.op)) + " '" +
-                        std::string(call.name) + "' was compiled for " +
+                    live.communicator->Prefix() + call.Title() + " was compiled for " +
                         std::to_string(size) + " ranks, there are " +
                         std::to_string(live.communicator->size()) +
                         " now: trace it again");
-    if (auto counts = attrs_.get<ffi::Span<const int64_t>>("counts"); counts.has_value())
+    if (auto counts = attrs_.get<ffi::Span<const int64_t>>("counts");
+        counts.has_value())
       call.rows.assign(counts->begin(), counts->end());
     if (failed_) return BadCall("an attribute is missing");
     return LoadBuffers();
@@ -138,8 +183,8 @@ class Invocation {
       Tensor& t = call.tensors.emplace_back();
       if (!ToDType(in->element_type(), &t.dtype))
         return Status(Code::kInvalidArgument,
-                      live.communicator->Prefix() + std::string(Name(call.op)) + " '" +
-                          std::string(call.name) + "': tensor " + std::to_string(i) +
+                      live.communicator->Prefix() + call.Title() + ": tensor " +
+                          std::to_string(i) +
                           " has an element type that cannot be sent");
       const auto dims = in->dimensions();
       t.dims.assign(dims.begin(), dims.end());
@@ -193,7 +238,8 @@ ffi::Error Invoke(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets
   }
 }
 
-ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets,
+               ffi::Dictionary attrs) {
   return Invoke(args, rets, attrs, [](Invocation& it) {
     RJ_TRY(it.live.communicator->Run(it.call));
     it.PassOrder(true);
@@ -220,12 +266,12 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kRun, Run, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(
-    kStart, Start, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(
-    kDone, Done, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kRun, Run,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kStart, Start,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kDone, Done,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace
 

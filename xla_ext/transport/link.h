@@ -1,7 +1,8 @@
 // A link: two byte streams between this rank and one peer, one in each direction.
 //
 // It moves bytes in order and knows no collective. Nothing here blocks: the executor
-// asks again, spins, or waits on Waitable descriptors. One thread uses a link at a time.
+// asks again, spins, or waits on Waitable descriptors. One thread uses a link at a
+// time.
 #pragma once
 
 #include <poll.h>
@@ -34,9 +35,9 @@ class Link {
   // is a multiple of it, and may be empty: try later.
   // At most `limit` bytes are offered; limit is a multiple of granularity.
   virtual Result<std::span<std::byte>> Reserve(size_t limit, size_t granularity) = 0;
-  virtual Status Commit(size_t bytes) = 0;   // bytes <= the last Reserve
+  virtual Status Commit(size_t bytes) = 0;  // bytes <= the last Reserve
   virtual Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) = 0;
-  virtual void Consume(size_t bytes) = 0;    // bytes <= the last Peek
+  virtual void Consume(size_t bytes) = 0;  // bytes <= the last Peek
 
   // Pushes out what Commit could only stage; true once nothing is left.
   virtual Result<bool> Flush() = 0;
@@ -57,7 +58,7 @@ class Doorbell {
   Doorbell(const Doorbell&) = delete;
   Doorbell& operator=(const Doorbell&) = delete;
   int fd() const { return fd_; }
-  void Ring();   // callable from any thread
+  void Ring();  // callable from any thread
   void Drain();
 
  private:

@@ -13,8 +13,8 @@ namespace {
 class LocalPair {
  public:
   LocalPair(size_t ring_bytes, Doorbell* doorbell0, Doorbell* doorbell1)
-      : block_(static_cast<std::byte*>(
-            std::aligned_alloc(kPairHeader, Size(ring_bytes)))),
+      : block_(
+            static_cast<std::byte*>(std::aligned_alloc(kPairHeader, Size(ring_bytes)))),
         doorbells_{doorbell0, doorbell1} {
     RJ_CHECK(block_ != nullptr, "out of memory for a ring");
     std::memset(block_, 0, Size(ring_bytes));

@@ -51,8 +51,7 @@ class ShmLink final : public RingLink {
 };
 
 Status Refused(const std::string& what) {
-  return Status(Code::kInternal,
-                what + ": " + std::generic_category().message(errno));
+  return Status(Code::kInternal, what + ": " + std::generic_category().message(errno));
 }
 
 // A file that the peer could shrink would turn reads into SIGBUS.

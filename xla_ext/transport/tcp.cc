@@ -21,9 +21,9 @@
 namespace ringjax {
 namespace {
 
-constexpr size_t kBlock = 256 << 10;      // bytes before the next socket's turn
-constexpr size_t kStaging = 256 << 10;    // for Reserve and Peek
-constexpr size_t kReadAhead = 16 << 10;   // a short read takes what follows along
+constexpr size_t kBlock = 256 << 10;     // bytes before the next socket's turn
+constexpr size_t kStaging = 256 << 10;   // for Reserve and Peek
+constexpr size_t kReadAhead = 16 << 10;  // a short read takes what follows along
 constexpr size_t kShortRead = 4 << 10;
 
 Status Failed(const char* call, int error) {
