@@ -13,7 +13,7 @@ namespace {
 #if defined(RINGJAX_SANITIZED)
 constexpr size_t kShort = SIZE_MAX;
 #else
-constexpr size_t kShort = 2048;
+constexpr size_t kShort = 4096;
 #endif
 constexpr size_t kStride = 128;
 
