@@ -7,6 +7,7 @@ holds no new descriptor; sockets are described by address to make a leak readabl
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -79,10 +80,12 @@ class Snapshot:
 def settle(check: Callable[[], list[str]], seconds: float = 2.0) -> list[str]:
     """Repeats `check` until it finds nothing or time is up; returns what it found.
 
-    The kernel and thread pools need a moment to let go after a process was killed.
+    The kernel and thread pools need a moment to let go after a process was killed, and
+    an exception's traceback keeps what its frames held until the collector comes by.
     """
     deadline = time.monotonic() + seconds
     while (found := check()) and time.monotonic() < deadline:
+        gc.collect()
         time.sleep(0.02)
     return found
 

@@ -218,7 +218,8 @@ def test_what_a_signal_handler_raises_arrives() -> None:
         raise _FromTheHandlerError
 
     calls: list[int] = []
-    waiting = _native.local_world([0, 0])[0]
+    world = _native.local_world([0, 0])  # both ends live on: nothing else ends the wait
+    waiting = world[0]
     before = signal.signal(signal.SIGUSR1, handler)
     killer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
     killer.start()
@@ -233,8 +234,9 @@ def test_what_a_signal_handler_raises_arrives() -> None:
     except BaseException as e:
         seen = type(e)
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        killer.cancel()
         killer.join()
+        signal.signal(signal.SIGUSR1, before)
     assert seen is _FromTheHandlerError
     assert calls == [signal.SIGUSR1]
     assert waiting.aborted
