@@ -31,9 +31,10 @@ def test_every_dtype(world) -> None:
             equal(out, np.concatenate(xs[dtype]))
 
 
+@pytest.mark.ranks(1, 2, 3, 5)
 @properties
 @given(
-    rows=st.lists(st.integers(0, 7), min_size=3, max_size=3),
+    rows=st.lists(st.integers(0, 7), min_size=5, max_size=5),
     rest=st.lists(st.integers(0, 4), max_size=3).map(tuple),
     seed=st.integers(0, 1000),
 )

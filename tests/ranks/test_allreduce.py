@@ -64,6 +64,7 @@ def test_every_dtype(world, op) -> None:
             equal(out, oracle(op, xs[dtype]), tolerance)
 
 
+@pytest.mark.ranks(1, 2, 3, 5)
 @properties
 @given(
     shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),

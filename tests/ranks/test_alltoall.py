@@ -42,6 +42,7 @@ def test_every_dtype_in_equal_parts(world) -> None:
             equal(out, oracle(xs[dtype], table, world.rank))
 
 
+@pytest.mark.ranks(1, 2, 3, 5)
 @properties
 @given(
     seed=st.integers(0, 1000), rest=st.lists(st.integers(0, 4), max_size=2).map(tuple)

@@ -49,6 +49,7 @@ def test_average_is_the_default(world) -> None:
     equal(reducescatter(whole[world.rank]), expected)
 
 
+@pytest.mark.ranks(1, 2, 3, 5)
 @properties
 @given(
     total=st.integers(0, 11),
