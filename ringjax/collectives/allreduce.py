@@ -130,14 +130,9 @@ def _allreduce(
     leaves = arguments.flatten(what, tree)
     params: dict[str, Any] = {
         "comm": communicator.id,
-        "reduce_op": int(arguments.reduce_op(what, op, leaves.arrays)),
-        "prescale": arguments.factor(what, "prescale_factor", prescale, leaves.arrays),
-        "postscale": arguments.factor(
-            what, "postscale_factor", postscale, leaves.arrays
+        **arguments.reduction(
+            what, leaves, op, prescale, postscale, compression=compression, name=name
         ),
-        "wire": arguments.wire(what, compression),
-        "name": name or "",
-        "names": leaves.names,
     }
     if not leaves.arrays:
         return tree

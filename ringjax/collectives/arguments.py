@@ -171,6 +171,27 @@ def wire(what: str, compression: WireDtype) -> int:
     return -1 if compression.wire is None else _native.DTYPES[compression.wire]
 
 
+def reduction(
+    what: str,
+    leaves: Leaves,
+    op: Any,
+    prescale: Any,
+    postscale: Any,
+    *,
+    compression: WireDtype,
+    name: str | None,
+) -> dict[str, Any]:
+    """The parameters that every collective with a reduction has, checked."""
+    return {
+        "reduce_op": int(reduce_op(what, op, leaves.arrays)),
+        "prescale": factor(what, "prescale_factor", prescale, leaves.arrays),
+        "postscale": factor(what, "postscale_factor", postscale, leaves.arrays),
+        "wire": wire(what, compression),
+        "name": name or "",
+        "names": leaves.names,
+    }
+
+
 def root(what: str, root_rank: Any, process_set: runtime.ProcessSet) -> int:
     """The place of world rank `root_rank` among the members of the process set."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):

@@ -115,14 +115,9 @@ def _reducescatter(
     counts = tuple(split_rows(array.shape[0], size) for array in leaves.arrays)
     params = {
         "comm": communicator.id,
-        "reduce_op": int(arguments.reduce_op(what, op, leaves.arrays)),
-        "prescale": arguments.factor(what, "prescale_factor", prescale, leaves.arrays),
-        "postscale": arguments.factor(
-            what, "postscale_factor", postscale, leaves.arrays
+        **arguments.reduction(
+            what, leaves, op, prescale, postscale, compression=compression, name=name
         ),
-        "wire": arguments.wire(what, compression),
-        "name": name or "",
-        "names": leaves.names,
         "size": size,
         "counts": counts,
         "rows": tuple(rows[communicator.rank] for rows in counts),
