@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench sanitize wheel clean
+.PHONY: help demo test lint format bench gpu-check gpu-schedule sanitize wheel clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -27,8 +27,8 @@ NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES))
 TESTS ?=
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
-	  awk -F '|' '{printf "  %-14s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
+	  awk -F '|' '{printf "  %-17s %s\n", $$1, $$2}'
 	@echo 'PYTHON=python3.12 chooses the interpreter, TESTS="-k name" narrows `make test`.'
 
 demo: $(VENV)/installed-examples  ## train on handwritten digits with 2 ranks
@@ -51,6 +51,23 @@ format: $(VENV)/installed-lint  ## rewrite the sources as `make lint` wants them
 
 bench: $(VENV)/installed  ## allreduce on 2 ranks, next to other libraries
 	$(BIN)/python -m benchmarks.allreduce
+
+# GPU_PYTHON: any Python with jax for CUDA and the tools of a build; nothing is fetched.
+# With GPU_PYTHON=.venv/bin/python the environment made here is used, with the extra GPU.
+GPU_PYTHON ?= python3
+GPU ?= cuda13
+GPU_OPTIONS ?=
+ifneq ($(filter $(BIN)/%,$(GPU_PYTHON)),)
+  GPU_NEEDS := $(VENV)/installed-test $(VENV)/installed-$(GPU)
+endif
+gpu-check: $(GPU_NEEDS)  ## all that only a GPU can answer: tests and tables, 8 minutes
+	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(GPU_PYTHON) -P -m benchmarks.gpu_check $(GPU_OPTIONS)
+
+# 0.4 GB, and beside the environment: JAX would look for a GPU in every other test.
+PLUGIN := $(CURDIR)/$(VENV)/cuda-plugin
+gpu-schedule: $(VENV)/installed-test $(PLUGIN)/installed  ## what XLA schedules for a GPU, without one
+	JAX_PLATFORMS=cpu PYTHONPATH=$(PLUGIN) $(BIN)/pytest -q -s --timeout 300 \
+	  tests/gpu_schedule.py $(TESTS)
 
 sanitize: $(VENV)/installed-cmake  ## the native tests under Address- and ThreadSanitizer
 	for kind in address thread; do \
@@ -93,4 +110,15 @@ $(VENV)/installed-%: pyproject.toml | $(VENV)/installed
 
 $(VENV)/installed-cmake: | $(VENV)/made
 	$(PIP) install 'cmake>=3.20' ninja
+	@touch $@
+
+# JAX's compiler for CUDA without CUDA's libraries, which only running needs. It calls
+# ptxas and nvlink and reads libdevice, of the machine's toolkit if there is one.
+$(PLUGIN)/installed: pyproject.toml | $(VENV)/installed
+	jax=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+	  $(PIP) install --no-deps --upgrade --target $(PLUGIN) \
+	    jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax
+	test -d /usr/local/cuda/nvvm/libdevice || \
+	  $(PIP) install --no-deps --upgrade --target $(PLUGIN) \
+	    'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*'
 	@touch $@

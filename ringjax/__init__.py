@@ -7,10 +7,12 @@ framework, and the launcher never does. What a name means is told where it is de
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringjax import errors as errors
+    from ringjax.basics import build_info as build_info
     from ringjax.basics import ccl_built as ccl_built
     from ringjax.basics import cuda_built as cuda_built
     from ringjax.basics import ddl_built as ddl_built
@@ -105,6 +107,7 @@ _NAMES = {
     ),
     "ops": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
     "basics": (
+        "build_info",
         "ccl_built",
         "cuda_built",
         "ddl_built",
@@ -129,7 +132,10 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         return importlib.import_module(f"ringjax.{name}")
     elif name in _HOME:
-        value = getattr(importlib.import_module(f"ringjax.{_HOME[name]}"), name)
+        module = importlib.import_module(f"ringjax.{_HOME[name]}")
+        if name == "init":
+            module.integration.load = _load_jax
+        value = getattr(module, name)
     else:
         raise AttributeError(f"module 'ringjax' has no attribute {name!r}")
     globals()[name] = value
@@ -138,6 +144,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})
+
+
+def _load_jax() -> None:
+    """Where CUDA devices are, JAX must be asked for its own before it is used."""
+    if importlib.util.find_spec("jax") is not None:
+        importlib.import_module("ringjax._jax")
 
 
 def _version() -> str:

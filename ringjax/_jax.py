@@ -20,9 +20,10 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 from jax._src import xla_bridge as _bridge
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
-from ringjax import _native, runtime
+from ringjax import _native, placement, runtime
 
 Zero = ad.Zero
 Primitive = jax.extend.core.Primitive
@@ -151,7 +152,9 @@ def producers(values: Sequence[Any]) -> list[int]:
 
 
 def register_lowering(primitive: Any, rule: Any) -> None:
-    """Lowers `primitive` by ``rule(ctx, *operands, **params)``, on CPU devices.
+    """Lowers `primitive` by ``rule(ctx, platform, *operands, **params)``.
+
+    The platform is "cpu" or "cuda"; the others are refused.
 
     ``cacheable=False`` is essential: by default JAX lowers every equation into a
     function of its own, no two calls would share a block, and the tie would silently
@@ -160,17 +163,25 @@ def register_lowering(primitive: Any, rule: Any) -> None:
 
     def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
         _check_devices(ctx, primitive.name)
-        _register_handlers()
-        return rule(ctx, *operands, **params)
+        _register_handlers("cpu")
+        return rule(ctx, "cpu", *operands, **params)
+
+    def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+        _check_devices(ctx, primitive.name)
+        if not _lowering.only:
+            _check_communicator(primitive.name, params["comm"])
+        _register_handlers("cuda")
+        return rule(ctx, "cuda", *operands, **params)
 
     def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Any:
         platforms = "/".join(ctx.module_context.platforms)
         raise ValueError(
             f"ringjax.{primitive.name}: `tensor` is on a {platforms} device, but the "
-            "JAX collectives run on CPU devices only; set JAX_PLATFORMS=cpu"
+            "JAX collectives run on CPU and CUDA devices only; set JAX_PLATFORMS=cpu"
         )
 
     mlir.register_lowering(primitive, on_cpu, platform="cpu", cacheable=False)
+    mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=False)
     mlir.register_lowering(primitive, elsewhere, cacheable=False)
 
 
@@ -186,21 +197,55 @@ def _check_devices(ctx: Any, name: str) -> None:
         )
 
 
+def _check_communicator(name: str, number: int) -> None:
+    problem = runtime.current(name).devices.problem(number)
+    if problem:
+        raise ValueError(
+            f"ringjax.{name}: `tensor` is on a CUDA device, but there is no device "
+            f"communicator: {problem}; for collectives on the CPU set "
+            "JAX_PLATFORMS=cpu or move the tensors to a CPU device"
+        )
+
+
+class _Lowering(threading.local):
+    only = False
+
+
+_lowering = _Lowering()
+
+
+@contextlib.contextmanager
+def lowering_only() -> Iterator[None]:
+    """Lowers for CUDA devices that are not there: to look at a program, not to run it.
+
+    For compilation ahead of time against the description of a device, as the test of
+    XLA's schedules does. A program that ran after all would end in an error.
+    """
+    before, _lowering.only = _lowering.only, True
+    try:
+        yield
+    finally:
+        _lowering.only = before
+
+
 _registration = threading.Lock()
-_registered = False
+_registered: set[str] = set()
 
 
-def _register_handlers() -> None:
+def _register_handlers(platform: str) -> None:
     # Not at import: a handler registered before the backend exists is checked only when
     # the backend starts, and takes all of it down if it is refused.
-    global _registered
     with _registration:
-        if _registered:
+        if platform in _registered:
             return
-        for name, handler in _native.ffi_targets().items():
-            jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        on_cuda = platform == "cuda"
+        targets = _native.cuda_ffi_targets() if on_cuda else _native.ffi_targets()
+        for name, handler in targets.items():
+            jax.ffi.register_ffi_target(
+                name, handler, platform="CUDA" if on_cuda else platform
+            )
         _native.set_failure_hook(_forget_failed_tokens)
-        _registered = True
+        _registered.add(platform)
 
 
 class _LastCalls(threading.local):
@@ -208,16 +253,24 @@ class _LastCalls(threading.local):
 
     module: Any = None
     values: dict[Any, tuple[Any, Any]]
+    chains = 0
     enabled = True
 
     def of(self, module: Any) -> dict[Any, tuple[Any, Any]]:
         # Holding the module keeps its blocks alive: no address is reused meanwhile.
         if self.module is not module:
-            self.module, self.values = module, {}
+            self.module, self.values, self.chains = module, {}, 0
         return self.values
 
 
 _last_calls = _LastCalls()
+
+
+def chain_number(ctx: Any) -> int:
+    """A number for a chain of overlapped calls: another one for each in a module."""
+    _last_calls.of(ctx.module_context.module)
+    number, _last_calls.chains = _last_calls.chains, _last_calls.chains + 1
+    return number
 
 
 @contextlib.contextmanager
@@ -288,6 +341,11 @@ def emit_ordered(
     return results
 
 
+def plus_one(value: Any, aval: Any) -> Any:
+    """Emits the addition of 1 to an integer array that is being lowered."""
+    return stablehlo.add(value, mlir.ir_constant(np.ones(aval.shape, aval.dtype)))
+
+
 def _attribute(value: Any) -> Any:
     if isinstance(value, tuple):
         return mlir.ir.DenseI64ArrayAttr.get(list(value))
@@ -355,3 +413,5 @@ def _forget_programs() -> None:
 
 runtime.on_init(_forget_programs)
 runtime.on_shutdown(_drain)
+# Last: it may raise.
+runtime.on_init(lambda: placement.open_devices(_bridge.backends_are_initialized()))

@@ -85,6 +85,88 @@ class Heartbeat:
     def lost(self) -> list[tuple[int, str]]: ...
     def close(self) -> None: ...
 
+class CudaCommunicator:
+    """The ranks of a process set, joined by NCCL on a device and a stream of their own.
+
+    Pointers are device addresses and streams the driver's handles, both as integers, so
+    tensors of any framework may be sent. Refuses all calls once its epoch has failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: int,
+        control: Communicator,
+        device: int,
+        unique_id: bytes,
+        options: Mapping[str, float | str],
+    ) -> None:
+        """Blocks, without the GIL, until NCCL has joined all ranks of `control`.
+
+        Args:
+            id: the number of the process set; compiled programs find it by that.
+            control: joins the same ranks, for nothing else. Kept alive.
+            options: start_timeout (seconds), fusion ("hybrid", "pack" or "group"),
+                fusion_small (bytes), comm_stream (0 or 1).
+        """
+    @property
+    def id(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def aborted(self) -> bool: ...
+    def execute(
+        self,
+        op: int,
+        reduce_op: int,
+        ins: Sequence[tuple[int, int, Sequence[int]]],
+        outs: Sequence[tuple[int, int]],
+        *,
+        stream: int = 0,
+        counts: Sequence[int] = ...,
+        root: int = 0,
+        wire: int = -1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        name: str = "",
+        names: Sequence[str] = ...,
+    ) -> None:
+        """Enqueues one call on `stream` and returns; raises StatusError.
+
+        Args:
+            ins: (pointer, number of the dtype in DTYPES, shape) of each tensor.
+            outs: (pointer, bytes) of each result; the same pointer works in place.
+        """
+    def start(
+        self,
+        ins: Sequence[tuple[int, int, Sequence[int]]],
+        outs: Sequence[tuple[int, int]],
+        *,
+        site: int,
+        first: bool,
+        stream: int = 0,
+        reduce_op: int = ...,
+        wire: int = -1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        name: str = "",
+        names: Sequence[str] = ...,
+    ) -> None:
+        """Enqueues an allreduce beside `stream`; `done` with the same `site` joins."""
+    def done(self, *, site: int, stream: int = 0) -> None: ...
+    def synchronize(self, stream: int = 0) -> None:
+        """Waits for the device, without the GIL; StatusError if the epoch failed."""
+    def check(self) -> None:
+        """Raises StatusError if the epoch has failed. Does not wait."""
+    def abort(self, message: str, rank: int = -1) -> None: ...
+    def close(self) -> None:
+        """Ends it: in good order and bounded in time, or at once after a failure."""
+    def stats(self) -> dict[str, Any]: ...
+
 def local_world(
     hosts: Sequence[int], options: Mapping[str, float | str] = ...
 ) -> list[Communicator]: ...
@@ -116,3 +198,31 @@ def verify_schedules(
     host: Sequence[int],
     root: int = 0,
 ) -> dict[str, Any]: ...
+def cuda_info() -> dict[str, Any]:
+    """What is compiled in and what the driver shows; never raises.
+
+    Keys: device_code ("nvcc 13.0" or "none"), images [(kind, architecture, bytes)],
+    driver (13000 for 13.0, or 0), driver_error, devices [{name, uuid,
+    compute_capability}], nccl (22809 for 2.28.9, 0 while none is open), nccl_path.
+    """
+
+def open_nccl(path: str = "") -> tuple[int, str]:
+    """Version and file of NCCL: what is open or mapped already, else `path`.
+
+    An empty path leaves the search to the loader. Raises StatusError.
+    """
+
+def nccl_unique_id() -> bytes: ...
+def pack(
+    ins: Sequence[tuple[int, int, Sequence[int]]],
+    fused: int,
+    *,
+    wire: int,
+    scale: float,
+    stream: int,
+    unpack: bool,
+    device: int,
+) -> int:
+    """Enqueues the copy of tensors to one buffer, or back; returns the launches."""
+
+def cuda_ffi_targets() -> dict[str, Any]: ...

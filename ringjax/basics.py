@@ -1,12 +1,19 @@
-"""Horovod's questions about what was compiled in, answered for scripts that ask them.
+"""Horovod's questions about what was compiled in, and `build_info` for people.
 
-ringjax has no MPI, Gloo, DDL or oneCCL, and needs no CUDA at build time; its own
-transports are always there.
+ringjax has no MPI, Gloo, DDL or oneCCL; its own transports are always there. NCCL and
+the CUDA driver are not linked but opened at run time, so these answers may differ from
+one machine to the next with the same build.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from . import config, nccl
+from .errors import RingjaxError
+
 __all__ = [
+    "build_info",
     "ccl_built",
     "cuda_built",
     "ddl_built",
@@ -46,13 +53,16 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """0: nothing is linked against NCCL (Horovod: its version, 0 without it)."""
-    return 0
+    """The version of NCCL as a number, 22809 for 2.28.9; 0 if none can be loaded."""
+    try:
+        return nccl.open_library(config.Config.from_env().nccl)[0]
+    except RingjaxError:
+        return 0
 
 
 def cuda_built() -> bool:
-    """False: no CUDA is needed to build."""
-    return False
+    """Whether this build has code for CUDA devices; true without a GPU as well."""
+    return bool(nccl.information()["device_code"] != "none")
 
 
 def rocm_built() -> bool:
@@ -68,3 +78,33 @@ def ddl_built() -> bool:
 def ccl_built() -> bool:
     """False."""
     return False
+
+
+def build_info() -> dict[str, Any]:
+    """What this build has and what it finds on this machine, for reports and bugs.
+
+    Loads NCCL and the CUDA driver if they are there; uses no device.
+
+    Returns:
+        ``ringjax``: its version. ``device_code``: which compiler made the code for CUDA
+        devices, or "none". ``images``: its pieces, (kind, architecture, bytes).
+        ``driver``: the newest CUDA version that the driver knows, 13000 for 13.0, or 0,
+        and then ``driver_error`` says why. ``devices``: name, uuid and compute
+        capability of each. ``nccl``: its version, 22809 for 2.28.9, or 0, and then
+        ``nccl_error`` says why. ``nccl_path``: the file that is loaded.
+
+    Example:
+        >>> info = build_info()
+        >>> info["driver"] > 0 or bool(info["driver_error"])
+        True
+    """
+    import ringjax
+
+    found: dict[str, Any] = {"ringjax": ringjax.__version__, **nccl.information()}
+    found["nccl_error"] = ""
+    try:
+        opened = nccl.open_library(config.Config.from_env().nccl)
+        found["nccl"], found["nccl_path"] = opened
+    except RingjaxError as error:
+        found["nccl"], found["nccl_path"], found["nccl_error"] = 0, "", str(error)
+    return found

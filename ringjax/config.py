@@ -87,6 +87,15 @@ def _level(text: str) -> str:
     return level
 
 
+def _choice(*names: str) -> Parser:
+    def parse(text: str) -> str:
+        if text.lower() not in names:
+            raise ValueError("one of " + ", ".join(names))
+        return text.lower()
+
+    return parse
+
+
 def _setting(
     default: Any, parse: Parser, meaning: str, *horovod: str, secret: bool = False
 ) -> Any:
@@ -173,6 +182,21 @@ class Config:
         _integer(0),
         "gradients per message, 0 = no fusion",
         "FUSION_THRESHOLD",
+    )
+    gpu: bool = _setting(True, _boolean, "CUDA devices; 0: as if there were none")
+    nccl: str = _setting(
+        "", str, "libnccl.so.2 to load, unless JAX has loaded one already"
+    )
+    fusion: str = _setting(
+        "hybrid",
+        _choice("hybrid", "pack", "group"),
+        "on CUDA: copy small tensors, all, or none into one buffer",
+    )
+    fusion_small: int = _setting(
+        1 << 20, _integer(0), "bytes of a tensor that is not small to hybrid fusion"
+    )
+    comm_stream: bool = _setting(
+        True, _boolean, "a CUDA stream of its own for communication; 0: no overlap"
     )
     log_level: str = _setting("warning", _level, "least level to print", "LOG_LEVEL")
 

@@ -59,7 +59,9 @@ def allreduce_grads(
         average by it afterwards, against overflow. With op=Average only.
       overlap: False: all gradients in one call that works in place. True: every bucket
         starts when its gradients exist and runs beside the rest of the backward pass.
-        "auto": in place where all ranks share one host, overlapped otherwise.
+        "auto": overlapped on CUDA devices; on CPUs in place where all ranks share
+        one host, overlapped otherwise. Part of the program; RINGJAX_COMM_STREAM=0
+        lets the same program run on CUDA devices with one stream, hence in turns.
       name: stands for the gradients in error messages.
 
     Returns:
@@ -123,6 +125,7 @@ def allreduce_grads(
                 readiness([leaves[i] for i in kept]),
             ),
             overlapped=_is_spread(communicator) if overlap == "auto" else overlap,
+            overlapped_on_device=True if overlap == "auto" else overlap,
             name=name,
             names=sent.names,
         )
@@ -177,5 +180,5 @@ def _is_float0(leaf: Any) -> bool:
 
 
 def _is_spread(communicator: Any) -> bool:
-    """Whether there is a wire to hide; on one host the memory bus is the limit."""
+    """Whether CPUs have a wire to hide; on one host the memory bus is the limit."""
     return len(set(communicator.hosts)) > 1

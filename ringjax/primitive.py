@@ -68,7 +68,9 @@ def collective(
         transpose=transpose and _sparse_transpose(transpose),
     )
 
-    def lower(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
+    def lower(ctx: Any, platform: str, *operands: Any, **params: Any) -> list[Any]:
+        if platform == "cuda" and name in ("allreduce", "reducescatter"):
+            _check_nccl(name, ctx.avals_in, params)
         aliases = {i: i for i in range(len(operands))} if in_place else {}
         return _jax.emit_ordered(
             ctx,
@@ -98,6 +100,22 @@ def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
     out["counts"] = tuple(int(n) for rows in params["counts"] for n in rows)
     out["names"] = "\n".join(n.replace("\n", " ") for n in params["names"])
     return {**out, "site": 0, "first": 0, "last": 0, **extra}
+
+
+def _check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
+    """Refuses what only the CPU engine can reduce, before anything is compiled."""
+    op = ReduceOp(params["reduce_op"])
+    names = params["names"] or [""] * len(avals)
+    for name, aval in zip(names, avals, strict=True):
+        short = jnp.issubdtype(aval.dtype, jnp.integer) and aval.dtype.itemsize == 2
+        paired = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        if short or (paired and op is ReduceOp.Product):
+            label = f"`tensor` {name!r}" if name else "`tensor`"
+            raise TypeError(
+                f"ringjax.{what}: {label} is {aval.str_short()} on a CUDA device, "
+                f"and NCCL cannot reduce it with op={op.name}; cast it, or move it "
+                "to a CPU device"
+            )
 
 
 def select(params: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
@@ -189,6 +207,7 @@ def bucketed_allreduce(
     process_set: runtime.ProcessSet,
     cuts: tuple[tuple[int, ...], ...],
     overlapped: bool,
+    overlapped_on_device: bool | None = None,
     name: str,
     names: tuple[str, ...],
 ) -> tuple[list[Any], Any]:
@@ -207,6 +226,8 @@ def bucketed_allreduce(
       cuts: the indices of the leaves of each bucket, in the order of readiness.
       overlapped: False: one call that works in place. True: one START per bucket as
         soon as its leaves exist, and all DONEs after the last START.
+      overlapped_on_device: the same where the program is compiled for a CUDA device,
+        which is known only later. None: as `overlapped`.
       name: stands for the call in error messages.
       names: one for each leaf, for error messages, or none.
 
@@ -228,8 +249,11 @@ def bucketed_allreduce(
     *out, seq = _chained_p.bind(
         *leaves,
         seq,
-        cuts=cuts if overlapped else (tuple(range(len(leaves))),),
-        overlapped=overlapped,
+        cuts=cuts,
+        overlapped=bool(overlapped),
+        overlapped_on_device=bool(
+            overlapped if overlapped_on_device is None else overlapped_on_device
+        ),
         **{
             **DEFAULTS,
             "comm": runtime.communicator(process_set, "allreduce_grads").id,
@@ -245,10 +269,23 @@ def bucketed_allreduce(
 
 
 def _chained_lower(
-    ctx: Any, *operands: Any, cuts: Any, overlapped: bool, **params: Any
+    ctx: Any,
+    platform: str,
+    *operands: Any,
+    cuts: Any,
+    overlapped: bool,
+    overlapped_on_device: bool,
+    **params: Any,
 ) -> list[Any]:
     *leaves, seq = operands
     *avals, seq_aval = ctx.avals_in
+    on_device = platform == "cuda"
+    if on_device:
+        _check_nccl("allreduce_grads", avals, params)
+        overlapped = overlapped_on_device
+    if not overlapped:
+        cuts = (tuple(range(len(leaves))),)
+    chain = _jax.chain_number(ctx) if overlapped else 0
     last = len(cuts) - 1
     targets = ("ringjax_start", "ringjax_done") if overlapped else ("ringjax_run",)
     for phase, target in enumerate(targets):
@@ -264,7 +301,7 @@ def _chained_lower(
                 attributes=attributes(
                     "allreduce",
                     select(params, cut),
-                    site=site,
+                    site=site | chain << 16,
                     first=int(overlapped and phase == 0 and site == 0),
                     last=int(overlapped and phase == 1 and site == last),
                 ),
@@ -273,7 +310,9 @@ def _chained_lower(
             )
             for i, value in zip(cut, out, strict=True):
                 leaves[i] = value
-    return [*leaves, seq]
+    # The handlers of a device cannot read seq: there it only orders, and is counted up
+    # by the program.
+    return [*leaves, _jax.plus_one(seq, seq_aval) if on_device else seq]
 
 
 def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:

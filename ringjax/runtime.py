@@ -59,6 +59,20 @@ _hooked = False
 _forked = False
 
 
+class Integration:
+    """What connects ringjax with a framework, wanted in `init` where there are devices.
+
+    Attributes:
+        load: imports it, so that it registers its callbacks; the package's door, which
+            knows all modules, fills it in.
+    """
+
+    load: Callable[[], None] = staticmethod(lambda: None)
+
+
+integration = Integration()
+
+
 def init(
     comm: Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
@@ -103,6 +117,12 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
         return
     _install_hooks()
     world = World(settings)
+    try:
+        if world.devices.possible:  # then all ranks must say which ones they use
+            integration.load()
+    except BaseException:
+        world.close()
+        raise
     _world, _next_id = world, 1
     global_process_set.ranks = list(range(world.standing.size))
     _sets.clear()

@@ -8,6 +8,7 @@ child. What users call is in runtime.py; who finds whom is in meeting.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import _native, launch
+from . import _native, launch, nccl
 from . import addresses as address
 from .config import LOG_LEVELS, Config
 from .errors import Mismatch, StartupError
@@ -27,6 +28,7 @@ from .session import Member
 
 # What ranks must agree about for their links and algorithms to fit together.
 _AGREED = ("ring_bytes", "tcp_streams", "algorithm")
+_SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
 _CLOSED = "ringjax.shutdown() was called on this rank"
 
 
@@ -84,6 +86,9 @@ class World:
         self._reception: Reception | None = None
         self._meeting: Meeting | None = None
         self._fabric: Fabric | None = None
+        # The process sets and their ranks, also those without this rank.
+        self._sets: dict[int, list[int]] = {}
+        self.devices = nccl.Devices(self, [0])
         place = launch.find(config)
         self._prefix = f"ringjax {place.rank}/{place.size}"
         try:
@@ -92,6 +97,8 @@ class World:
             else:
                 self._come_together(place)
             self._connect(0, range(place.size), "world")
+            self._sets[0] = list(range(place.size))
+            self.devices = nccl.Devices(self, self._count_devices())
         except BaseException:
             self.close()
             raise
@@ -113,6 +120,7 @@ class World:
             "hostname": config.hostname or socket.gethostname(),
             "machine": _machine(),
             "shm": config.shm,
+            "cuda": nccl.count(config),
             "settings": {name: getattr(config, name) for name in _AGREED},
         }
         self._meeting = attend(
@@ -157,15 +165,28 @@ class World:
             "addresses": ",".join(self._reception.addresses),
         }
 
-    def _connect(self, number: int, ranks: Sequence[int], name: str) -> None:
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.standing.rank
+
+    def _connect(
+        self,
+        number: int,
+        ranks: Sequence[int],
+        name: str,
+        fabric: Fabric | None = None,
+    ) -> _native.Communicator:
         """Builds a communicator; all of `ranks` do it, and this is one of them."""
         standing, config = self.standing, self.config
-        if self._fabric is None:
+        fabric = fabric or self._fabric
+        if fabric is None:
             mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
             job, epoch = 0, 0
         else:
-            mesh = self._fabric.build(number, ranks, name, control=number == 0)
-            job, epoch = int(self._fabric.job, 16), self._fabric.epoch
+            mesh = fabric.build(number, ranks, name, control=number == 0)
+            job, epoch = int(fabric.job, 16), fabric.epoch
+            config = fabric.config
         self._sockets[number] = mesh.sockets()
         communicator = _native.Communicator(
             id=number,
@@ -195,6 +216,67 @@ class World:
             )
         if self._heartbeat is not None:
             self._heartbeat.watch(communicator)
+        return communicator
+
+    def connect_control(
+        self, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Communicator:
+        """A communicator for messages of a few bytes, beside a device communicator."""
+        if self._fabric is None:
+            return self._connect(number, ranks, name)
+        small = dataclasses.replace(
+            self.config, ring_bytes=_SMALL_RING, tcp_streams=1, algorithm=""
+        )
+        fabric = dataclasses.replace(self._fabric, config=small)
+        return self._connect(number, ranks, name, fabric)
+
+    def disconnect(self, number: int) -> None:
+        """Ends a communicator, if there is one."""
+        communicator = self.communicators.pop(number, None)
+        if communicator is not None:
+            if self._heartbeat is not None:
+                self._heartbeat.forget(communicator)
+            communicator.close()
+        self._sockets.pop(number, None)
+
+    def _count_devices(self) -> list[int]:
+        """Of each rank; all alike know whether there is anything to talk about."""
+        if self._meeting is None:
+            counts = [nccl.count(self.config)]
+        else:
+            members = self._meeting.session.members
+            counts = [int(m.hello.get("cuda", 0)) for m in members]
+        mine, local = counts[self.rank], self.standing.local_size
+        if mine and local > mine:
+            self.log(
+                "info",
+                f"{local} ranks of this host share {mine} CUDA device(s): let JAX take "
+                "a part of the memory only (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+            )
+        return counts
+
+    @property
+    def cuda_absence(self) -> str:
+        """Why this rank has no CUDA device; nothing if its driver shows one."""
+        return "" if self.devices.counts[self.rank] else nccl.absence(self.config)
+
+    @property
+    def device_share(self) -> int | None:
+        """The CUDA device that falls to this rank, None if there is no choice."""
+        standing, counts = self.standing, self.devices.counts
+        return nccl.share(standing.local_rank, standing.local_size, counts[self.rank])
+
+    def open_devices(self, device: int, why_not: str = "") -> None:
+        """Builds the device communicators, once; collective over the world.
+
+        Args:
+            device: the number of the CUDA device that this rank computes on, -1 if it
+                computes on none, because of `why_not`.
+
+        Raises:
+            StartupError: the ranks do not fit together, or NCCL failed.
+        """
+        self.devices.open(device, why_not, self._sets)
 
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Registers a process set; collective over the world.
@@ -203,18 +285,32 @@ class World:
             Mismatch: ranks disagree about the set. Nothing was registered.
         """
         self._agree(f"{what} {number}", ranks)
-        if self.standing.rank in ranks:
-            self._connect(number, ranks, f"process set {number}")
+        try:
+            if self.rank in ranks:
+                self._connect(number, ranks, f"process set {number}")
+            self.devices.add(number, ranks)
+        except BaseException:
+            self.disconnect(number)
+            raise
+        self._sets[number] = list(ranks)
 
     def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Ends a process set; collective over the world."""
         self._agree(f"{what} {number}", ranks)
-        communicator = self.communicators.pop(number, None)
-        if communicator is not None:
-            if self._heartbeat is not None:
-                self._heartbeat.forget(communicator)
-            communicator.close()
-        self._sockets.pop(number, None)
+        self._sets.pop(number, None)
+        self.devices.remove(number)
+        self.disconnect(number)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Gives every rank the values of all ranks; `what` names it in errors."""
+        if self._meeting is None:
+            return [value]
+        session = self._meeting.session
+        return session.exchange(value, self.config.start_timeout, what)
+
+    def gone(self) -> dict[int, str]:
+        """The ranks that are known to have gone, and why."""
+        return {} if self._meeting is None else self._meeting.session.gone()
 
     def _agree(self, what: str, ranks: Sequence[int]) -> None:
         if self._meeting is None:
@@ -222,10 +318,7 @@ class World:
         text = str(list(ranks[:32])) + ("..." if len(ranks) > 32 else "")
         digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
         mine = f"{what} {text} {digest}"
-        said = self._meeting.session.exchange(
-            mine, self.config.start_timeout, f"ringjax.{what}"
-        )
-        for rank, other in enumerate(said):
+        for rank, other in enumerate(self.exchange(mine, f"ringjax.{what}")):
             if other != mine:
                 raise Mismatch(
                     f"ringjax.{what} of ranks {text}: rank {rank} calls "
@@ -244,12 +337,15 @@ class World:
 
     def stop(self) -> None:
         """Fails what is pending, so that nothing waits for it."""
+        text = self.failed or _CLOSED
+        self.devices.stop(text, self.rank)
         for communicator in self.communicators.values():
-            communicator.abort(self.failed or _CLOSED, self.standing.rank)
+            communicator.abort(text, self.rank)
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
         heartbeat, meeting = self._heartbeat, self._meeting
+        self.devices.close()  # first: what the devices still do needs all ranks
         if heartbeat is not None and not self.failed:
             heartbeat.leave()
         if meeting is not None and not self.failed:
@@ -275,7 +371,8 @@ class World:
         Copies of them here would hide the parent's death from its peers. The threads of
         the core do not exist in the child, so its objects must never be closed.
         """
-        _abandoned.append((self.communicators, self._heartbeat))
+        devices = self.devices.communicators
+        _abandoned.append((self.communicators, self._heartbeat, devices))
         for sockets in self._sockets.values():
             for fd, inode in sockets:
                 with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class Group:
 
     path: Path
     np: int
-    env: tuple[tuple[str, str], ...] = ()
+    # A function is asked only when the ranks start: it may have to build something.
+    env: tuple[tuple[str, str], ...] | Callable[[], Mapping[str, str]] = ()
     alone: str = ""  # the id of an isolated test
 
 
@@ -75,7 +76,7 @@ class RankItem(pytest.Item):
         function: pytest.Function,
         np: int,
         isolated: bool = False,
-        env: dict[str, str] | None = None,
+        env: dict[str, str] | Callable[[], Mapping[str, str]] | None = None,
     ) -> RankItem:
         label = "1 rank" if np == 1 else f"{np} ranks"
         name = function.name
@@ -91,7 +92,7 @@ class RankItem(pytest.Item):
         item.group = Group(
             path=function.path,
             np=np,
-            env=tuple(sorted((env or {}).items())),
+            env=env if callable(env) else tuple(sorted((env or {}).items())),
             alone=function.nodeid if isolated else "",
         )
         return item
@@ -228,7 +229,8 @@ def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> L
     with tempfile.TemporaryDirectory(prefix="ringjax-ranks-") as name:
         folder = Path(name)
         rank_worker.write_selection(folder, [item.test for item in items])
-        env = {**dict(group.env), rank_worker.VARIABLE: str(folder)}
+        added = group.env() if callable(group.env) else dict(group.env)
+        env = {**added, rank_worker.VARIABLE: str(folder)}
         command = rank_worker.command(config, group.path)
         job = Job(group.np, command, folder, env).start()
         try:

@@ -10,6 +10,7 @@ come from the wheel alone.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -27,10 +28,22 @@ ringjax.init()
 assert ringjax.size() == 2
 total = ringjax.allreduce(jnp.full(5, ringjax.rank() + 1.0), op=ringjax.Sum)
 np.testing.assert_array_equal(total, np.full(5, 3.0))
-print("rank", ringjax.rank(), "fine")
+cuda = ringjax._native.cuda_info()
+print("rank", ringjax.rank(), "fine; code for CUDA devices:", cuda["device_code"])
+assert bool(cuda["images"]) == (cuda["device_code"] != "none"), cuda
 """
 
 EXPECTED = {"ringjax/py.typed", "ringjax/_native.pyi", "ringjax/run/__main__.py"}
+
+
+def check_libraries(site: Path) -> None:
+    """Nothing of CUDA may be needed to load the extension."""
+    (extension,) = site.glob("ringjax/_native*.so")
+    dynamic = subprocess.check_output(["readelf", "--dynamic", extension], text=True)
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
+    assert any(name.startswith("libc.so") for name in needed), needed
+    forbidden = [n for n in needed if re.match(r"lib(cu|nccl|nv)", n)]
+    assert not forbidden, f"{extension.name} is linked to {forbidden}"
 
 
 def main(dist: Path, outside: Path) -> None:
@@ -50,6 +63,7 @@ def main(dist: Path, outside: Path) -> None:
     subprocess.run([*pip, *install], check=True)
     missing = [name for name in EXPECTED if not Path(site, name).exists()]
     assert not missing, f"the wheel lacks {missing}"
+    check_libraries(Path(site))
     script = outside / "two_ranks.py"
     script.write_text(SCRIPT)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

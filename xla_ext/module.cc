@@ -45,6 +45,8 @@ nb::object ToText(const std::string& s) {
   return nb::steal(text);
 }
 
+}  // namespace
+
 void Raise(const Status& status) {
   if (status.ok()) return;
   nb::object error = nb::handle(status_error)(ToText(status.message()));
@@ -54,6 +56,8 @@ void Raise(const Status& status) {
   PyErr_SetObject(status_error, error.ptr());
   throw nb::python_error();
 }
+
+namespace {
 
 int RaisePutOff(void*) {
   nb::python_error* error = std::exchange(put_off, nullptr);
@@ -131,8 +135,10 @@ void Execute(Communicator& self, int op, int reduce_op, const std::vector<Input>
   for (size_t i = 0; i < ins.size(); ++i) {
     Tensor& t = call.tensors.emplace_back();
     t.dtype = DTypeOf(ins[i].dtype());
+    std::vector<int64_t> shape;
     for (size_t d = 0; d < ins[i].ndim(); ++d)
-      t.dims.push_back(static_cast<int64_t>(ins[i].shape(d)));
+      shape.push_back(static_cast<int64_t>(ins[i].shape(d)));
+    t.dims = shape;
     t.in = const_cast<void*>(ins[i].data());  // only read, unless it is `out` as well
     t.out = outs[i].data();
     t.room = outs[i].nbytes();
@@ -162,9 +168,13 @@ nb::dict Stats(const Communicator& self) {
   return all;
 }
 
+}  // namespace
+
 double Number(const nb::dict& options, const char* key, double otherwise) {
   return options.contains(key) ? nb::cast<double>(options[key]) : otherwise;
 }
+
+namespace {
 
 CommunicatorOptions MakeOptions(int id, std::string name, int rank,
                                 std::vector<int> hosts, std::vector<int> members,
@@ -268,7 +278,7 @@ std::shared_ptr<Communicator> MakeCommunicator(int id, const std::string& name,
       throw nb::value_error("ringjax: a link is missing");
   auto c =
       std::make_shared<Communicator>(std::move(o), std::move(made), std::move(bell));
-  Register(id, {c, std::make_shared<Overlap>(c)});
+  Register(id, {c, std::make_shared<Overlap>(c), nullptr});
   return c;
 }
 
@@ -394,6 +404,7 @@ NB_MODULE(_native, m) {
   BindCommunicator(m);
   BindHeartbeat(m);
   BindSchedules(m);
+  BindDevice(m);
   m.def("local_world", &LocalWorld, "hosts"_a, "options"_a = nb::dict());
   m.def("ffi_targets", &FfiTargets);
   m.def("shm_bytes", &ShmBytes, "ring_bytes"_a);

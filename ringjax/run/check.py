@@ -1,6 +1,7 @@
-"""`ringrun --check-build`: what is usable on this machine, found without importing it.
+"""`ringrun --check-build`: what is usable on this machine.
 
-Looks for packages and libraries only; that a GPU works is for the program to find out.
+Looks for packages and libraries without loading them; asks the native core for its code
+for CUDA devices and for the driver. That NCCL works is for the program to find out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import platform
 import sys
 from importlib import metadata, util
+from typing import Any
 
 from ringjax.run import environ
 
@@ -60,6 +62,24 @@ def _site_paths() -> list[str]:
     return [path for path in sys.path if path.endswith("-packages")]
 
 
+def _cuda() -> dict[str, Any]:
+    try:
+        from ringjax import _native
+    except ImportError as error:
+        return {"device_code": "none", "devices": [], "driver_error": str(error)}
+    return _native.cuda_info()
+
+
+def _devices(cuda: dict[str, Any]) -> str:
+    code, devices = cuda["device_code"], cuda["devices"]
+    capabilities = ", ".join(
+        f"{d['name']} ({d['compute_capability']})" for d in devices
+    )
+    return _line(code != "none", f"code for CUDA devices ({code})") + _line(
+        bool(devices), f"CUDA devices: {capabilities or cuda['driver_error'] or 'none'}"
+    )
+
+
 def report() -> str:
     """The text that --check-build prints."""
     import ringjax
@@ -82,4 +102,6 @@ def report() -> str:
         + "\nAvailable Libraries:\n"
         + _line(nccl is not None, f"NCCL {nccl or '(not found)'}")
         + _line(driver is not None, f"CUDA driver {driver or '(not found)'}")
+        + "\nCUDA Devices:\n"
+        + _devices(_cuda())
     )

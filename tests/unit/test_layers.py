@@ -26,8 +26,8 @@ LEVELS = {
         *("addresses", "handshake", "session", "rendezvous", "reception", "memory"),
         *("launch", "meeting", "objects"),
     },
-    1: {"runtime", "world", "process_set", "mesh", "buckets", "basics"},
-    2: {"_jax"},
+    1: {"runtime", "world", "process_set", "mesh", "nccl", "buckets", "basics"},
+    2: {"_jax", "placement"},
     3: {"primitive"},
     4: {"collectives", "compression"},
     5: {"optim", "sync"},
@@ -39,8 +39,11 @@ LEVEL["run"] = 0  # the launcher starts before any framework is there
 JAX_FROM = 2  # the lowest level that may import jax or optax
 FRAMEWORKS = {"jax", "jaxlib", "optax", "flax", "torch", "tensorflow", "keras"}
 # What is not ringjax's own configuration: the whole environment to hand on to ranks,
-# the traces of another launcher, the system's folder for sockets.
-ENVIRONMENT_READERS = {"config.py", "launch.py", "meeting.py", "run/environ.py"}
+# the traces of another launcher, the system's folder for sockets, what NCCL and JAX
+# read when they start.
+ENVIRONMENT_READERS = {
+    *("config.py", "launch.py", "meeting.py", "nccl.py", "run/environ.py")
+}
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
 LONGEST = 450
@@ -52,8 +55,13 @@ INCLUDES = {
     "transport": {"base", "transport"},
     "collective": {"base", "collective"},
     "engine": {"base", "transport", "collective", "engine"},
-    "ffi": {"base", "engine", "ffi"},
-    "": {"base", "transport", "collective", "engine", "ffi", ""},
+    "cuda": {"cuda"},  # also read by compilers that know no other folder
+    "cuda_on_cpu.h": {"base", "cuda"},  # what the device would bring
+    "device": {"base", "collective", "engine", "cuda", "device"},
+    "ffi": {"base", "engine", "device", "ffi"},
+    "": {
+        *("base", "transport", "collective", "engine", "cuda", "device", "ffi", ""),
+    },
 }
 
 
@@ -154,12 +162,14 @@ def test_includes_point_downwards(path: Path) -> None:
     text = path.read_text()
     parts = path.relative_to(NATIVE).parts
     folder = parts[0] if len(parts) > 1 else ""
+    allowed = INCLUDES.get(path.name, INCLUDES[folder])
     for header in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.MULTILINE):
         if header.startswith("xla/"):
             assert folder == "ffi", f"{header}: XLA's headers stay in ffi/"
             continue
-        theirs = header.split("/")[0] if "/" in header else ""
-        assert theirs in INCLUDES[folder], f"{folder} must not include {header}"
+        beside = folder if (path.parent / header).exists() else ""
+        theirs = header.split("/")[0] if "/" in header else beside
+        assert theirs in allowed, f"{folder} must not include {header}"
     for header in re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, re.MULTILINE):
         if header.startswith(("nanobind", "Python.h")):
             assert folder == "", f"{header}: Python's headers stay in module*.cc"

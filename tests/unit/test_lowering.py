@@ -11,17 +11,18 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from launch import environment
+from lowerings import SEQ, calls, chained, equations
 from stacked import raises
 
 import ringjax
-from ringjax import _jax, _native, primitive, runtime
+from ringjax import _jax, _native
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,62 +31,6 @@ def _job_of_one() -> Iterator[None]:
     jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # the backend is there
     yield
     ringjax.shutdown()
-
-
-def chained(leaves: list[Any], seq: Any, cuts: Any = None, **options: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "op": ringjax.Average,
-        "wire": -1,
-        "prescale": 1.0,
-        "postscale": 1.0,
-        "process_set": runtime.global_process_set,
-        "cuts": cuts or (tuple(range(len(leaves))),),
-        "overlapped": cuts is not None,
-        "name": "grads",
-        "names": tuple(f"leaf{i}" for i in range(len(leaves))),
-    }
-    return primitive.bucketed_allreduce(leaves, seq, **{**arguments, **options})
-
-
-SEQ = np.zeros(1, np.uint32)
-CALL = re.compile(
-    r"(?P<name>%\w+)(:(?P<results>\d+))? = stablehlo\.custom_call "
-    r"@(?P<target>ringjax_\w+)\((?P<operands>[^)]*)\)(?P<rest>.*)"
-)
-
-
-class Call(NamedTuple):
-    """One native call in the text of a lowering."""
-
-    target: str
-    operands: list[str]
-    order: str  # its last result
-    rest: str
-
-
-def calls(f: Any, *args: Any) -> list[Call]:
-    """Every native call of `f`, in the order of the text."""
-    text = jax.jit(f).lower(*args).as_text()
-    return [
-        Call(
-            m["target"],
-            m["operands"].split(", "),
-            f"{m['name']}#{int(m['results']) - 1}" if m["results"] else m["name"],
-            m["rest"],
-        )
-        for m in CALL.finditer(text)
-    ]
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of `jaxpr` and of every jaxpr inside."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, list | tuple) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def bound(f: Any, *args: Any) -> list[tuple[str, int]]:

@@ -81,6 +81,19 @@ std::string Communicator::Prefix() const {
 Status Communicator::Run(const Call& call) { return RunInTurn(TakeTicket(), call); }
 
 Status Communicator::RunInTurn(uint64_t ticket, const Call& call) {
+  return InTurn(ticket, call, [&] { return RunExclusive(call); });
+}
+
+Status Communicator::Compare(const Call& call, const Status& fits, bool* refused) {
+  return InTurn(TakeTicket(), call, [&] {
+    Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
+    Frame frame;
+    return Enter(call, fits, &frame, &waiter, refused);
+  });
+}
+
+Status Communicator::InTurn(uint64_t ticket, const Call& call,
+                            const std::function<Status()>& body) {
   const Status turn = turnstile_.Wait(ticket, [this] {
     if (aborted()) return abort_status();
     if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
@@ -90,31 +103,36 @@ Status Communicator::RunInTurn(uint64_t ticket, const Call& call) {
   if (!turn.ok()) return Fail(call, turn);
   const Turn here(&turnstile_);
   try {
-    return RunExclusive(call);
+    return body();
   } catch (const std::exception& e) {  // out of memory, most likely: peers must know
     return Fail(call, Status(Code::kInternal, std::string("failed: ") + e.what()));
   }
 }
 
-Status Communicator::RunExclusive(const Call& call) {
+Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
+                           Waiter* waiter, bool* refused) {
   if (aborted()) return Fail(call, abort_status());
   if (Status left = CheckLeft(); !left.ok()) return Fail(call, left);
-  const Status valid = Validate(call);
-  const auto start = Clock::now();
   // Counted and voted on even if it is not valid, so that all ranks stay in step.
   entered_.fetch_add(1, std::memory_order_relaxed);
   warned_ = 0;
-  Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
-  lane_.on_stall = [&](double seconds, const std::vector<int>& peers) {
+  lane_.on_stall = [this, &call](double seconds, const std::vector<int>& peers) {
     return OnStall(call, seconds, peers);
   };
+  frame->job = options_.job;
+  frame->epoch = options_.epoch;
+  frame->communicator = static_cast<uint32_t>(options_.id);
+  frame->sequence = entered();
+  frame->fingerprint = Fingerprint(call);
+  return AgreeOn(call, fits, *frame, waiter, refused);
+}
+
+Status Communicator::RunExclusive(const Call& call) {
+  const auto start = Clock::now();
+  Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
-  frame.job = options_.job;
-  frame.epoch = options_.epoch;
-  frame.communicator = static_cast<uint32_t>(options_.id);
-  frame.sequence = entered();
-  frame.fingerprint = Fingerprint(call);
-  if (Status agreed = AgreeOn(call, valid, frame, &waiter); !agreed.ok()) return agreed;
+  bool refused = false;
+  RJ_TRY(Enter(call, Validate(call), &frame, &waiter, &refused));
   OpStats used;
   for (Request& request : Split(call)) {
     if (Status s = RunRequest(&request, frame, &waiter, &used); !s.ok())
@@ -132,7 +150,8 @@ Status Communicator::RunExclusive(const Call& call) {
 }
 
 Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame& frame,
-                             Waiter* waiter) {
+                             Waiter* waiter, bool* refused) {
+  *refused = size() == 1;
   if (size() == 1) return valid.ok() ? valid : Named(call, valid);
   bool agreed = false, fit = valid.ok();
   if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
@@ -153,6 +172,7 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
       valid.ok() ? Explain(call, kMostText) : Refusal(valid.message());
   if (Status s = ExchangeTexts(frame, own, lane_, waiter, &texts); !s.ok())
     return Fail(call, s);
+  *refused = std::all_of(texts.begin(), texts.end(), IsRefusal);
   if (!valid.ok()) return Named(call, valid);
   int culprit = -1;
   std::string text = Mismatch(texts, options_.members, options_.name, &culprit);

@@ -23,6 +23,9 @@
 
 namespace ringjax {
 
+// The id of the one beside the world that compares what its devices do.
+inline constexpr int kWorldControl = 1 << 30;
+
 struct CommunicatorOptions {
   int id = 0;
   std::string name = "world";
@@ -80,6 +83,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   uint64_t TakeTicket() { return turnstile_.Take(); }
   Status RunInTurn(uint64_t ticket, const Call& call);
 
+  // Only finds out whether all ranks mean the same call and can do it; moves no tensor.
+  // For backends that move them another way: `fits` is what such a one thinks of it.
+  // `*refused`: not ok only because no rank can do it, so none has begun.
+  Status Compare(const Call& call, const Status& fits, bool* refused);
+  // Whether this rank's part of the call is possible at all. Sends nothing.
+  Status Validate(const Call& call) const;
+  // `status` as it is shown: with the mark of this communicator and the operation.
+  Status Named(const Call& call, const Status& status) const;
+
   // Fails every pending and later call. The first reason stays. `status` names a world
   // rank. Callable from any thread, also from the heartbeat.
   void Abort(const Status& status);
@@ -115,11 +127,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     uint64_t bytes = 0;
   };
 
+  // Serves `body` when it is the ticket's turn.
+  Status InTurn(uint64_t ticket, const Call& call, const std::function<Status()>& body);
   Status RunExclusive(const Call& call);
-  Status Validate(const Call& call) const;
+  // The part before the data: counts the call, then agrees about it.
+  Status Enter(const Call& call, const Status& fits, Frame* frame, Waiter* waiter,
+               bool* refused);
   // `valid` is what Validate found: this rank's vote.
   Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
-                 Waiter* waiter);
+                 Waiter* waiter, bool* refused);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                      bool* fit) const;
   std::vector<Request> Split(const Call& call) const;
@@ -135,7 +151,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status Fail(const Call& call, const Status& cause);
   Status Blame(const Call& call, const Status& cause) const;
   void End(const Status& blame);  // aborts and tells the peers
-  Status Named(const Call& call, const Status& status) const;
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers);
   Status CheckLeft() const;
   std::string Waited(const std::vector<int>& peers) const;

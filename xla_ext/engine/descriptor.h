@@ -11,12 +11,13 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "collective/schedule.h"
+#include "engine/dims.h"
 
 namespace ringjax {
 
 struct Tensor {
   DType dtype = DType::kF32;
-  std::vector<int64_t> dims;
+  Dims dims;
   void* in = nullptr;
   void* out = nullptr;
   uint64_t room = 0;  // bytes at `out`
@@ -68,6 +69,7 @@ std::string Explain(const Call& call, size_t limit);
 
 // Instead of Explain from a rank whose own call is not valid.
 std::string Refusal(const std::string& why);
+bool IsRefusal(std::string_view text);
 
 // One sentence naming the first difference; texts[r] is Explain or Refusal of rank r
 // and members[r] its world rank. The same on all ranks. `*culprit` is -1 if the texts

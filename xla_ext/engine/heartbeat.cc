@@ -16,6 +16,11 @@
 namespace ringjax {
 namespace {
 
+// Which of the world's counters a communicator has: tensors on hosts or on devices.
+int PlaneOf(const Communicator& c) {
+  return c.id() == 0 ? 0 : c.id() == kWorldControl ? 1 : -1;
+}
+
 // Writes all of `text`, waiting a little for a slow reader: these messages are rare and
 // a peer that cannot take 1 KiB within the limit is about to be lost anyway.
 bool WriteAll(int fd, const std::string& text, int limit_ms) {
@@ -131,7 +136,8 @@ void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
   message.length = static_cast<uint32_t>(sent.size());
   std::lock_guard lock(mutex_);
   for (const auto& weak : watched_)
-    if (auto c = weak.lock(); c && c->id() == 0) message.entered = c->entered();
+    if (auto c = weak.lock(); c && PlaneOf(*c) >= 0)
+      message.entered[PlaneOf(*c)] = c->entered();
   std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
   bytes.append(sent);
   for (State& state : states_)
@@ -190,7 +196,8 @@ bool Heartbeat::Parse(State* state) {
   }
   {
     std::lock_guard lock(mutex_);
-    state->entered = std::max(state->entered, message.entered);
+    for (int i : {0, 1})
+      state->entered[i] = std::max(state->entered[i], message.entered[i]);
     if (message.type == Type::kLeave) state->left = true;
   }
   if (message.type == Type::kLeave) Left(rank);
@@ -258,10 +265,10 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
   communicator->set_on_failure([self](const Status& status) {
     if (auto heartbeat = self.lock()) heartbeat->Fail(status.message(), status.rank());
   });
-  if (communicator->id() == 0)
-    communicator->set_laggards([self](uint64_t sequence) {
+  if (const int plane = PlaneOf(*communicator); plane >= 0)
+    communicator->set_laggards([self, plane](uint64_t sequence) {
       auto heartbeat = self.lock();
-      return heartbeat ? heartbeat->Laggards(sequence) : std::vector<int>{};
+      return heartbeat ? heartbeat->Laggards(plane, sequence) : std::vector<int>{};
     });
   std::vector<std::pair<int, std::string>> lost_before;
   std::vector<int> left_before;
@@ -308,11 +315,11 @@ std::vector<std::pair<int, std::string>> Heartbeat::lost() const {
   return lost_;
 }
 
-std::vector<int> Heartbeat::Laggards(uint64_t sequence) const {
+std::vector<int> Heartbeat::Laggards(int plane, uint64_t sequence) const {
   std::lock_guard lock(mutex_);
   std::vector<int> ranks;
   for (const State& state : states_)
-    if (state.entered < sequence) ranks.push_back(state.peer.rank);
+    if (state.entered[plane] < sequence) ranks.push_back(state.peer.rank);
   return ranks;
 }
 

@@ -55,7 +55,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
     uint8_t pad[3] = {};
     int32_t culprit = -1;
     uint32_t length = 0;
-    uint64_t entered = 0;
+    uint64_t entered[2] = {};  // calls of the world: tensors on hosts, on devices
   };
   static constexpr size_t kMostText = 1024;  // bytes
 
@@ -63,7 +63,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
     Peer peer;
     std::string input;  // bytes of an incomplete message, at most one message
     double heard = 0;   // seconds, on our clock
-    uint64_t entered = 0;
+    uint64_t entered[2] = {};
     bool open = true, left = false;
   };
 
@@ -79,7 +79,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   std::vector<std::shared_ptr<Communicator>> WatchedWith(int rank) const;
   void Close(State* state);
   void Tell(Type type, int culprit, const std::string& text);
-  std::vector<int> Laggards(uint64_t sequence) const;
+  std::vector<int> Laggards(int plane, uint64_t sequence) const;
 
   const Owner owner_;
   const int rank_;

@@ -25,7 +25,8 @@ Status Overlap::Start(const Call& call, int64_t site, bool first) {
     if (t.room != t.bytes()) return Unfit(call, site);
   std::unique_lock lock(mutex_);
   bool stale = false;
-  for (auto& [s, job] : jobs_) stale |= job->pending && (first || s == site);
+  for (auto& [s, job] : jobs_)
+    stale |= job->pending && (s == site || (first && ChainOf(s) == ChainOf(site)));
   if (stale) {
     // Our peers applied that step and this rank did not: going on would diverge.
     lock.unlock();

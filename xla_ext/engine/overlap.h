@@ -19,14 +19,18 @@
 
 namespace ringjax {
 
+// Several chains may be in one program, each with buckets of its own.
+inline int64_t ChainOf(int64_t site) { return site >> 16; }
+
 class Overlap {
  public:
   explicit Overlap(std::shared_ptr<Communicator> communicator);
   ~Overlap();
 
-  // Queues an allreduce of `call` under the number `site`. `first`: the first bucket of
-  // a step; whatever a previous step started and never collected means that the step
-  // failed half way on this rank only, which ends the communicator.
+  // Queues an allreduce of `call` under the number `site`: of a chain (ChainOf) and of
+  // a bucket in it. `first`: the first bucket of a step; whatever a previous step of
+  // the chain started and never collected means that the step failed half way on this
+  // rank only, which ends the communicator.
   Status Start(const Call& call, int64_t site, bool first);
 
   // Waits for `site` and copies its results to the tensors' `out`.

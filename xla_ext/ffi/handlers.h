@@ -9,5 +9,7 @@ namespace ringjax {
 
 // Target name and XLA_FFI_Handler*, for jax.ffi.register_ffi_target.
 std::vector<std::pair<std::string, void*>> HostHandlers();
+// The same names, for the platform "CUDA".
+std::vector<std::pair<std::string, void*>> DeviceHandlers();
 
 }  // namespace ringjax

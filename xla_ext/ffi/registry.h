@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "device/cuda_communicator.h"
 #include "engine/communicator.h"
 #include "engine/overlap.h"
 
@@ -14,6 +15,7 @@ namespace ringjax {
 struct Registered {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Overlap> overlap;
+  std::shared_ptr<CudaCommunicator> device;  // null without CUDA
 };
 
 // Replaces what had this id.
@@ -21,6 +23,8 @@ void Register(int64_t id, Registered entry);
 void Unregister(int64_t id);
 // Empty pointers if there is none.
 Registered Find(int64_t id);
+// Gives the communicator that has this id, if there is one, a device half or takes it.
+void SetDevice(int64_t id, std::shared_ptr<CudaCommunicator> device);
 
 // Called after a handler failed, on the failing thread; may be null.
 using FailureHook = void (*)();

@@ -1,0 +1,91 @@
+// What all exported functions of the NCCL stub share: the driver's functions they need,
+// the communicators that are alive, errors and the log.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <map>
+#include <type_traits>
+
+#include "nccl_comm.h"
+
+namespace ringjax::nccl {
+
+// What it needs of the driver.
+struct CudaCalls {
+  cuda::Outcome (*launch)(cuda::Stream, cuda::HostFunction, void*) = nullptr;
+  cuda::Outcome (*get_context)(cuda::Context*) = nullptr;
+  cuda::Outcome (*set_context)(cuda::Context) = nullptr;
+  cuda::Outcome (*get_device)(cuda::Device*) = nullptr;
+  cuda::Outcome (*get_uuid)(unsigned char*, cuda::Device) = nullptr;
+  bool found = false;
+
+  CudaCalls() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (library == nullptr) return;
+    const auto find = [&](auto& function, const char* name) {
+      function =
+          reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      return function != nullptr;
+    };
+    found = find(launch, "cuLaunchHostFunc") & find(get_context, "cuCtxGetCurrent") &
+            find(set_context, "cuCtxSetCurrent") & find(get_device, "cuCtxGetDevice") &
+            find(get_uuid, "cuDeviceGetUuid");
+  }
+};
+
+inline const CudaCalls& Cuda() {
+  static const CudaCalls& calls = *new CudaCalls;
+  return calls;
+}
+
+inline std::mutex& g_mutex = *new std::mutex;
+inline auto& g_comms = *new std::map<Comm, CommPointer>;
+inline std::string& g_last_error = *new std::string;
+
+inline Outcome Fail(Outcome outcome, const std::string& why) {
+  std::lock_guard lock(g_mutex);
+  g_last_error = why;
+  return outcome;
+}
+
+inline CommPointer Find(Comm comm) {
+  std::lock_guard lock(g_mutex);
+  const auto found = g_comms.find(comm);
+  return found == g_comms.end() ? nullptr : found->second;
+}
+
+// The entry of every function: whether NCCL_STUB_FAIL wants it to fail.
+inline bool Strikes(const char* function) { return g_knobs.failures.Strikes(function); }
+
+#define STUB_ENTER()                                                                 \
+  do {                                                                               \
+    if (Strikes(__func__))                                                           \
+      return Fail(kSystemError, std::string(__func__) + " fails by NCCL_STUB_FAIL"); \
+  } while (0)
+
+// NCCL's rule: no call before the one before has been seen to succeed.
+inline Outcome Ready(CommTag& comm) {
+  std::string why;
+  Outcome state;
+  {
+    std::lock_guard lock(comm.mutex);
+    state = comm.aborted ? kInvalidUsage : comm.state;
+    why = comm.error;
+  }
+  if (state == kInProgress)
+    return Fail(kInvalidArgument,
+                "the communicator is used before its last call is done: poll "
+                "ncclCommGetAsyncError");
+  return state == kSuccess ? kSuccess : Fail(state, why);
+}
+
+// How many groups this thread has opened and not closed.
+int GroupDepth();
+
+#define STUB_DECLARE(member, name, types) STUB_EXPORT Outcome name types;
+RINGJAX_NCCL_FUNCTIONS(STUB_DECLARE)
+STUB_EXPORT const char* ncclGetErrorString(Outcome outcome);
+STUB_EXPORT const char* ncclGetLastError(Comm comm);
+
+}  // namespace ringjax::nccl

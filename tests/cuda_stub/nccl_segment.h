@@ -1,0 +1,192 @@
+// The memory that the ranks of one stub communicator share, and the bell they wait on.
+//
+// It is an anonymous file of the process that made the unique id, opened by the others
+// through /proc: nothing of it has a name that could be left behind, whoever is killed.
+// So, as with NCCL, that process must live until all ranks have connected.
+#pragma once
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "device/nccl.h"
+
+namespace ringjax::nccl {
+
+constexpr int kMaxRanks = 16;
+constexpr size_t kSlotBytes = 1 << 20, kChannelBytes = 128 << 10;
+
+enum class Kind : int {
+  kAllReduce,
+  kBroadcast,
+  kReduce,
+  kAllGather,
+  kReduceScatter,
+  kSend,
+  kRecv
+};
+
+// What all ranks must say alike. NCCL does not compare it and hangs or corrupts data.
+struct Description {
+  Kind kind{};
+  DataType type{};
+  RedOp op{};
+  int root = -1;
+  uint64_t count = 0;
+  uint64_t index = 0, of = 0;  // among the collectives of its group
+
+  bool operator==(const Description&) const = default;
+};
+
+struct RankPage {
+  std::atomic<uint32_t> claimed, attached, gone;
+  int version, ranks, pid;
+  uint64_t birth;  // of the process: its number may be given away again
+  char uuid[16], host[64];
+  std::atomic<uint64_t> published, consumed;  // pieces in the slot of this rank
+  Description description;                    // of the piece published last
+  alignas(64) std::byte slot[kSlotBytes];
+};
+
+// From one rank to one rank; holds one piece of one message.
+struct Channel {
+  std::atomic<uint64_t> sent, taken;
+  uint64_t count, bytes;
+  DataType type;
+  alignas(64) std::byte data[kChannelBytes];
+};
+
+struct Shared {
+  char token[16];
+  std::atomic<uint32_t> bell;
+  RankPage ranks[kMaxRanks];
+  Channel channels[kMaxRanks][kMaxRanks];  // [from][to]
+};
+
+// When a process was started, in ticks; 0 if there is none, or only its remains.
+inline uint64_t BirthOf(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(')');
+  if (name_end == line.npos || name_end + 2 >= line.size()) return 0;
+  const char state = line[name_end + 2];
+  if (state == 'Z' || state == 'X') return 0;
+  size_t at = name_end + 2;
+  for (int field = 3; field < 22; field++) at = line.find(' ', at) + 1;
+  return std::strtoull(line.c_str() + at, nullptr, 10);
+}
+
+// The content of a unique id.
+struct Address {
+  char magic[16];
+  char token[16];
+  int pid, fd;
+};
+constexpr char kMagic[16] = "ringjax stub id";
+static_assert(sizeof(Address) <= sizeof(UniqueId));
+
+class Segment {
+ public:
+  Segment() = default;
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  ~Segment() {
+    if (shared_ != nullptr) munmap(shared_, sizeof(Shared));
+  }
+
+  // Makes an empty segment; what is wrong, or nothing.
+  static std::string Make(UniqueId* id) {
+    Address address{};
+    std::memcpy(address.magic, kMagic, sizeof kMagic);
+    address.pid = getpid();
+    if (getrandom(address.token, sizeof address.token, 0) != sizeof address.token)
+      return "no random numbers";
+    address.fd = memfd_create("ringjax-nccl-stub", MFD_CLOEXEC);
+    if (address.fd < 0 || ftruncate(address.fd, sizeof(Shared)) != 0 ||
+        pwrite(address.fd, address.token, sizeof address.token, 0) !=
+            sizeof address.token)
+      return "no shared memory";
+    id->fill(0);
+    std::memcpy(id->data(), &address, sizeof address);
+    std::lock_guard lock(made_mutex_);
+    made_[TokenOf(address)] = address.fd;
+    return "";
+  }
+
+  static bool Understands(const UniqueId& id) {
+    return std::memcmp(id.data(), kMagic, sizeof kMagic) == 0;
+  }
+
+  // What is wrong, or nothing.
+  std::string Open(const UniqueId& id) {
+    Address address;
+    std::memcpy(&address, id.data(), sizeof address);
+    const std::string path =
+        "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
+    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    char token[16] = {};
+    const bool ours = fd >= 0 && pread(fd, token, sizeof token, 0) == sizeof token &&
+                      std::memcmp(token, address.token, sizeof token) == 0;
+    void* memory = !ours ? MAP_FAILED
+                         : mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (fd >= 0) close(fd);
+    if (memory == MAP_FAILED) return "the process that made the unique id is gone";
+    shared_ = static_cast<Shared*>(memory);
+    return "";
+  }
+
+  // Closes what Make opened, if this process did: all ranks have mapped it, or never
+  // will.
+  static void Release(const UniqueId& id) {
+    Address address;
+    std::memcpy(&address, id.data(), sizeof address);
+    std::lock_guard lock(made_mutex_);
+    const auto found = made_.find(TokenOf(address));
+    if (address.pid != getpid() || found == made_.end()) return;
+    close(found->second);
+    made_.erase(found);
+  }
+
+  bool opened() const { return shared_ != nullptr; }
+  Shared& operator*() const { return *shared_; }
+  Shared* operator->() const { return shared_; }
+
+  // Wakes every rank; each looks for itself whether what it waits for has happened.
+  void Ring() {
+    shared_->bell.fetch_add(1);
+    syscall(SYS_futex, &shared_->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+
+  // Sleeps until the bell has rung after `bell` was read, or a little while.
+  void Sleep(uint32_t bell) {
+    const timespec limit{0, 20'000'000};
+    syscall(SYS_futex, &shared_->bell, FUTEX_WAIT, bell, &limit, nullptr, 0);
+  }
+
+ private:
+  static std::string TokenOf(const Address& address) {
+    return std::string(address.token, sizeof address.token);
+  }
+
+  static inline std::mutex& made_mutex_ = *new std::mutex;
+  static inline auto& made_ = *new std::map<std::string, int>;
+  Shared* shared_ = nullptr;
+};
+
+}  // namespace ringjax::nccl

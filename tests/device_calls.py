@@ -1,0 +1,247 @@
+"""The device communicator on numpy arrays, for tests on the stubs.
+
+There, memory of the host is memory of the device, and so an array's address will do.
+Knows no JAX, which does not see the device of the stub. Not for GPUs, and no test is
+here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import ringjax
+from ringjax import _native, runtime
+
+INTEGERS = ("int8", "int32", "int64", "uint8", "uint32", "uint64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+REDUCIBLE = ("bool", *INTEGERS, *FLOATS, *COMPLEX)  # by NCCL
+DTYPES = (*REDUCIBLE, "int16", "uint16")
+OPS = ("Sum", "Average", "Min", "Max", "Product")
+
+_SHORT = {"bool": "bool", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
+_LETTER = {"i": "i", "u": "u", "f": "f"}
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def number_of(dtype: np.dtype[Any]) -> int:
+    """The core's number of an element type."""
+    short = _SHORT.get(dtype.name) or f"{_LETTER[dtype.kind]}{8 * dtype.itemsize}"
+    return int(_native.DTYPES[short])
+
+
+def wire(name: str) -> int:
+    return int(_native.DTYPES[name])
+
+
+def given(arrays: Sequence[np.ndarray]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(a.ctypes.data, number_of(a.dtype), a.shape) for a in arrays]
+
+
+def places(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    return [(a.ctypes.data, a.nbytes) for a in arrays]
+
+
+def open_at_init() -> None:
+    """Makes every `ringjax.init` from now on take device 0, where there is one.
+
+    JAX, if something has imported it, would say that there is none: it must come later.
+    """
+    assert "ringjax._jax" not in sys.modules
+
+    def take() -> None:
+        world = runtime.current("test")
+        world.open_devices(-1 if world.cuda_absence else 0, world.cuda_absence)
+
+    runtime.on_init(take)
+
+
+class Device:
+    """This rank's end of a device communicator."""
+
+    def __init__(self, number: int = 0) -> None:
+        world = runtime.current("test")
+        problem = world.devices.problem(number)
+        assert not problem, problem
+        self.core = world.devices.communicators[number]
+        self.rank, self.size = self.core.rank, self.core.size
+
+    def enqueue(
+        self,
+        op: str,
+        ins: Sequence[np.ndarray] = (),
+        outs: Sequence[np.ndarray] | None = None,
+        reduce: str = "Sum",
+        **options: Any,
+    ) -> None:
+        """One call; it is in place without `outs`."""
+        self.core.execute(
+            _native.COLLECTIVES[op],
+            _native.REDUCE_OPS[reduce],
+            given(ins),
+            places(ins if outs is None else outs),
+            **options,
+        )
+
+    def run(self, op: str, *args: Any, **options: Any) -> None:
+        """One call, and waits for its results."""
+        self.enqueue(op, *args, **options)
+        self.core.synchronize()
+
+    def start(
+        self,
+        ins: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray] | None = None,
+        *,
+        site: int = 0,
+        first: bool = True,
+        reduce: str = "Sum",
+        **options: Any,
+    ) -> None:
+        self.core.start(
+            given(ins),
+            places(ins if outs is None else outs),
+            site=site,
+            first=first,
+            reduce_op=_native.REDUCE_OPS[reduce],
+            **options,
+        )
+
+    def done(
+        self,
+        ins: Sequence[np.ndarray] = (),
+        outs: Sequence[np.ndarray] | None = None,
+        *,
+        site: int = 0,
+        **options: Any,
+    ) -> None:
+        outs = ins if outs is None else outs
+        self.core.done(given(ins), places(outs), site=site, **options)
+
+    def stats(self, op: str) -> dict[str, Any]:
+        """What was enqueued until now; zeros before the first call."""
+        found: dict[str, Any] = self.core.stats().get(op, {})
+        return {"calls": 0, "launches": 0, "nccl_ops": 0, "packed_bytes": 0, **found}
+
+
+class DefaultStream:
+    """Work of somebody else, such as XLA, on the stream 0 of the stub's device."""
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)
+
+    def sleep(self, seconds: float) -> None:
+        """Keeps the stream busy."""
+        self._on("cuLaunchHostFunc", None, self._usleep, int(seconds * 1e6))
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Both must live until the stream has come by."""
+        there, here = target.ctypes.data, source.ctypes.data
+        self._on("cuMemcpyDtoDAsync_v2", there, here, source.nbytes, None)
+
+    def close(self) -> None:
+        self._call("cuDevicePrimaryCtxRelease_v2", 0)
+
+    def _on(self, name: str, *args: Any) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+        self._call(name, *args)
+        self._call("cuCtxSetCurrent", None)
+
+    def _call(self, name: str, *args: Any) -> None:
+        wide = [ctypes.c_size_t(a) if isinstance(a, int) else a for a in args]
+        code = getattr(self._cuda, name)(*wide)
+        assert code == 0, f"{name}: {code}"
+
+
+def reopen(**settings: str) -> Device:
+    """A new epoch of the world, with other settings; all ranks do it."""
+    ringjax.shutdown()
+    os.environ.update(settings)
+    ringjax.init()
+    return Device()
+
+
+def draw(
+    size: int, shape: Any, dtype: str = "float32", seed: int = 0
+) -> list[np.ndarray]:
+    """One array for each rank, whose few sums and products are exact in any type.
+
+    `shape` may be a function of the rank.
+    """
+    out = []
+    for rank in range(size):
+        rng = np.random.default_rng((seed, rank))
+        dims = shape(rank) if callable(shape) else shape
+        if dtype == "bool":
+            values = rng.integers(0, 2, dims)
+        elif dtype[-2:] in ("t8", "16", "32", "64") and "int" in dtype:
+            values = rng.integers(0 if dtype[0] == "u" else -4, 5, dims)
+        else:
+            values = rng.integers(-4, 5, dims) / 2
+            if dtype in COMPLEX:
+                values = values + 1j * rng.integers(-4, 5, dims) / 2
+        out.append(np.asarray(values).astype(dtype_of(dtype)))
+    return out
+
+
+def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
+    """What an allreduce of the arrays of all ranks gives."""
+    dtype, combine = xs[0].dtype, np.add
+    if dtype == bool:
+        combine = np.logical_or if op in ("Sum", "Max") else np.logical_and
+    elif op in ("Min", "Max", "Product"):
+        combine = {"Min": np.minimum, "Max": np.maximum, "Product": np.multiply}[op]
+    total = xs[0]
+    for x in xs[1:]:
+        total = combine(total, x).astype(dtype)
+    if op != "Average":
+        return total
+    if dtype.kind in "iu":
+        return np.trunc(total.astype("f8") / len(xs)).astype(dtype)
+    wide = total.astype("c16" if dtype.kind == "c" else "f8") / len(xs)
+    return np.asarray(wide).astype(dtype)
+
+
+def empty_like(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Arrays for results, full of what no result is."""
+    return [np.full_like(a, 1 if a.dtype == bool else 77) for a in arrays]
+
+
+def equal(got: np.ndarray, expected: np.ndarray, tolerance: float = 0.0) -> None:
+    """Same type and values; up to a tolerance where there is one."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    if tolerance == 0.0 or got.dtype.kind in "biu":
+        np.testing.assert_array_equal(got, expected)
+        return
+    wide = "c16" if got.dtype.kind == "c" else "f8"
+    np.testing.assert_allclose(
+        got.astype(wide), expected.astype(wide), rtol=tolerance, atol=tolerance
+    )
+
+
+class NcclLog:
+    """What the stub of NCCL was called with, on this rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def take(self) -> list[dict[str, Any]]:
+        """The operations since the last time."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        new, self._read = lines[self._read :], len(lines)
+        return [json.loads(line) for line in new]

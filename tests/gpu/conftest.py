@@ -1,0 +1,44 @@
+"""Tests that need a real GPU: all are skipped without one, and say so.
+
+They run on one device and one rank; several ranks on one device are a part of
+`make gpu-check`. The stubs of CUDA and NCCL have tests of their own, elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks import gpu_driver  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests of this folder if there is no device."""
+    mine = [item for item in items if item.path.is_relative_to(HERE)]
+    count, why = gpu_driver.count_devices() if mine else (1, "")
+    for item in mine:
+        # What JAX's CUDA plugin warns of is no failure of ours.
+        item.add_marker(pytest.mark.filterwarnings("default"))
+        if not count:
+            item.add_marker(pytest.mark.skip(reason=f"no CUDA device: {why}"))
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Not here: CUDA and JAX keep threads and descriptors as long as they like."""
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[gpu_driver.Device]:
+    """The first device, through the driver alone."""
+    found = gpu_driver.Device()
+    yield found
+    found.release_all()

@@ -1,0 +1,312 @@
+"""What XLA makes of a training step for a GPU, looked at on a machine without one.
+
+XLA compiles for a GPU that it only knows from a description, and its optimised HLO is
+printed in the order of the schedule: so it shows where communication starts and that
+nothing is copied. Nothing runs here. `make gpu-schedule` runs this file in an
+environment of its own; plain `pytest` does not collect it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hlo import Program
+from jax.experimental import topologies
+
+import ringjax
+from ringjax import _jax
+
+H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+gpu_device_info {
+  name: "NVIDIA H200"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000
+  device_memory_size: 151397597184
+  l2_cache_size: 52428800
+  device_address_bits: 64
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+}
+"""
+BATCH, WIDTH, LAYERS = 4096, 1024, 6
+MATRIX = 4 * WIDTH * WIDTH  # bytes of a layer's weights in float32
+F32, BF16 = jnp.float32, jnp.bfloat16
+Shape = jax.ShapeDtypeStruct
+
+
+# -- compiling -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[Any]:
+    """The sharding on a GPU that is not there."""
+    if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+        pytest.skip("needs jax's CUDA plugin (make gpu-schedule installs it)")
+    ringjax.init()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    yield jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    ringjax.shutdown()
+
+
+@pytest.fixture(params=[False, True], ids=["default", "latency-hiding"])
+def compiled(request: pytest.FixtureRequest, device: Any) -> Callable[..., Program]:
+    """Compiles a function and prints its schedule; with both of XLA's schedulers."""
+
+    def compile(
+        f: Any, *args: Any, donate: tuple[int, ...] = (), xla: Any = ()
+    ) -> Program:
+        args = jax.tree.map(lambda x: Shape(x.shape, x.dtype, sharding=device), args)
+        with _jax.lowering_only():
+            lowered = jax.jit(f, donate_argnums=donate).lower(*args)
+        program = Program(
+            lowered.compile(
+                compiler_options={
+                    "xla_gpu_enable_latency_hiding_scheduler": request.param,
+                    "xla_gpu_autotune_level": 0,  # would measure, on a device
+                    **dict(xla),
+                }
+            ).as_text()
+        )
+        print(f"\n{request.node.name}, jax {jax.__version__}:\n  {program}")
+        return program
+
+    return compile
+
+
+def training(
+    compiled: Callable[..., Program],
+    loss: Any,
+    params: Any,
+    batch: Any,
+    donate: bool = True,
+    xla: Any = (),
+    **options: Any,
+) -> Program:
+    """A whole training step with Adam."""
+    tx = optax.chain(ringjax.allreduce_grads(**options), optax.adam(1e-3))
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = jax.eval_shape(tx.init, params)
+    return compiled(
+        step, params, state, batch, donate=(0, 1) if donate else (), xla=xla
+    )
+
+
+def dense(dtype: Any = F32) -> dict[str, dict[str, Any]]:
+    shapes = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
+    layer = {name: Shape(shape, dtype) for name, shape in shapes.items()}
+    return {f"layer_{i}": layer for i in range(LAYERS)}
+
+
+def dense_loss(params: Mapping[str, Any], batch: Any) -> Any:
+    x, y = (z.astype(params["layer_0"]["w"].dtype) for z in batch)
+    for i in range(LAYERS):
+        layer = params[f"layer_{i}"]
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean((x - y).astype(F32) ** 2)
+
+
+ROWS = (Shape((BATCH, WIDTH), F32), Shape((BATCH, WIDTH), F32))
+
+
+# -- what must hold for every program --------------------------------------------------
+
+
+def check_chain(program: Program) -> None:
+    """All work in place, in one order; nobody reads a bucket before its DONE."""
+    calls = program.calls()
+    for call in calls:
+        count = len(call.operands)
+        assert call.aliases == [(i, i) for i in range(count)], call.rest
+        assert "custom_call_has_side_effect=true" in call.rest
+        for operand in call.operands[:-1]:
+            origin, _ = program.origin(operand)
+            assert origin.opcode != "copy", f"{origin.name} is copied for {call.name}"
+    for before, call in pairwise(calls):
+        order, index = program.origin(call.operands[-1])
+        assert (order, index) == (before, len(before.operands) - 1)
+    origin, _ = program.origin(calls[0].operands[-1])
+    assert origin.opcode in ("parameter", "copy")
+    assert origin.bytes == 4
+    for start in program.calls("START"):
+        *tensors, _ = range(len(start.operands))
+        read = [r.kind for i in tensors for r in program.readers(start.name, i)]
+        assert read == len(tensors) * ["DONE" + start.number("site")]
+    assert program.count_everywhere() == len(calls), "a call in an inner computation"
+
+
+def check_overlap(program: Program, buckets: int) -> None:
+    """Each bucket starts before matrix products that later buckets wait for."""
+    check_chain(program)
+    sites = range(buckets)
+    kinds = [x.kind for x in program.calls()]
+    assert kinds == [f"START{i}" for i in sites] + [f"DONE{i}" for i in sites]
+    starts = program.calls("START")
+    # The last bucket has the first layer's weights, the one before it the bias beside
+    # them, and XLA may compute these two in any order.
+    for before, after in pairwise(starts[:-1]):
+        assert program.heavy_between(before, after) >= 1, str(program)
+    # Then nothing is left to do but the update.
+    assert not program.heavy_between(starts[-1], program.instructions[-1])
+
+
+# -- the schedules ---------------------------------------------------------------------
+
+
+def test_buckets_start_inside_the_backward_pass(compiled: Any) -> None:
+    options = {"overlap": True, "bucket_bytes": 2 * MATRIX}
+    program = training(compiled, dense_loss, dense(), ROWS, **options)
+    check_overlap(program, LAYERS)
+    assert not any(x.opcode == "copy" for x in program.instructions)
+
+
+def test_bfloat16_gradients(compiled: Any) -> None:
+    options = {"overlap": True, "bucket_bytes": 2 * MATRIX // 2}
+    program = training(compiled, dense_loss, dense(BF16), ROWS, **options)
+    check_overlap(program, LAYERS)
+
+
+def test_compression_leaves_the_program_alone(compiled: Any) -> None:
+    """The cast is in the kernels that pack: XLA sees float32 only."""
+    options = {"overlap": True, "bucket_bytes": 2 * MATRIX}
+    plain = training(compiled, dense_loss, dense(), ROWS, **options)
+    cast = training(
+        compiled, dense_loss, dense(), ROWS, compression=ringjax.Compression.bf16,
+        **options,
+    )  # fmt: skip
+    check_overlap(cast, LAYERS)
+    assert str(cast) == str(plain)
+    assert "bf16[" not in cast.text
+
+
+def test_kept_parameters_cost_one_copy_of_the_sequence_number(compiled: Any) -> None:
+    options = {"overlap": True, "bucket_bytes": 2 * MATRIX, "donate": False}
+    program = training(compiled, dense_loss, dense(), ROWS, **options)
+    check_overlap(program, LAYERS)
+    copied = [x.bytes for x in program.instructions if x.opcode == "copy"]
+    assert copied == [4]
+
+
+def test_without_overlap_one_call_follows_the_backward_pass(compiled: Any) -> None:
+    program = training(compiled, dense_loss, dense(), ROWS, overlap=False)
+    check_chain(program)
+    (call,) = program.calls()
+    assert call.kind == "RUN0"
+    assert len(call.operands) == 2 * LAYERS + 1
+    assert not program.heavy_between(call, program.instructions[-1])
+
+
+def test_layers_of_a_scan_come_last_in_one_computation(compiled: Any) -> None:
+    """The gradients of a scan exist when it ends; no call goes into its body."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        def layer(x: Any, p: Any) -> Any:
+            return jnp.tanh(x @ p["w"] + p["b"]), None
+
+        x, _ = jax.lax.scan(layer, batch[0], params["layers"])
+        return jnp.mean((x @ params["head"]["w"] - batch[1]) ** 2)
+
+    layers = {
+        "w": Shape((LAYERS, WIDTH, WIDTH), F32),
+        "b": Shape((LAYERS, WIDTH), F32),
+    }
+    params = {"layers": layers, "head": {"w": Shape((WIDTH, WIDTH), F32)}}
+    options = {"overlap": True, "bucket_bytes": 2 * MATRIX}
+    program = training(compiled, loss, params, ROWS, **options)
+    check_chain(program)
+    starts = program.calls("START")
+    leaves = [program.instructions[program.place(x)] for x in starts[0].operands]
+    assert leaves[0].shape.startswith(f"f32[{WIDTH},{WIDTH}]"), "the head starts first"
+
+
+def test_kernels_of_convolutions_are_transposed_before_they_start(
+    compiled: Any,
+) -> None:
+    """cuDNN has another layout; the update would need the same transposition."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for kernel in params:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=numbers
+            )
+            x = jax.nn.relu(x)
+        return jnp.mean(x.astype(F32) ** 2)
+
+    kernels = [Shape((3, 3, 64, 64), BF16)] * 4
+    images = Shape((128, 32, 32, 64), BF16)
+    options = {"overlap": True, "bucket_bytes": 1 << 16}
+    program = training(compiled, loss, kernels, images, **options)
+    check_chain(program)
+    assert len(program.calls("START")) == len(kernels)
+
+
+def test_other_collectives_share_the_order(compiled: Any) -> None:
+    """A metric before the gradients and one after them, each with its own token."""
+    tx = ringjax.allreduce_grads(overlap=True, bucket_bytes=2 * MATRIX)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(dense_loss)(params, batch)
+        value = ringjax.allreduce(value)
+        grads, state = tx.update(grads, state)
+        return grads, state, value, ringjax.allreduce(grads["layer_0"]["b"].sum())
+
+    state = jax.eval_shape(tx.init, dense())
+    program = compiled(step, dense(), state, ROWS)
+    kinds = [x.kind for x in program.calls()]
+    starts = [f"START{i}" for i in range(LAYERS)]
+    dones = [f"DONE{i}" for i in range(LAYERS)]
+    assert kinds == ["RUN0", *starts, *dones, "RUN0"]
+
+
+def test_calls_stay_out_of_cuda_graphs(compiled: Any, tmp_path: Path) -> None:
+    """A graph could not be captured again for the next epoch."""
+    options = {"overlap": True, "bucket_bytes": 2 * MATRIX}
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    training(compiled, dense_loss, dense(), ROWS, xla=dump, **options)
+    (found,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    lines = found.read_text().splitlines()
+    calls = [line for line in lines if "kCustomCall" in line]
+    assert len(calls) == 2 * LAYERS
+    # What a graph holds is indented.
+    assert not [line for line in calls if line.startswith(" ")]
+    assert any("kCommandBuffer" in line for line in lines), "graphs are off"

@@ -1,0 +1,203 @@
+"""Calls that ranks refuse or disagree about, on the stubs of CUDA: no GPU tests.
+
+NCCL would hang or mix up bytes, and so does its stub; ringjax must end it on all ranks
+with one sentence, and void what was computed. Each test ends with a new epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from device_calls import Device, open_at_init, reopen, wire
+from rank_worker import VARIABLE, World
+from stubs import stub_environment
+
+import ringjax
+from ringjax import _native, runtime
+
+pytestmark = pytest.mark.ranks(2, 3, env=stub_environment)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_at_init() -> None:
+    if VARIABLE in os.environ:
+        open_at_init()
+
+
+@pytest.fixture
+def device(world: World) -> Device:
+    return Device()
+
+
+@pytest.fixture
+def condemned(device: Device) -> Iterator[Device]:
+    yield device
+    again = reopen()
+    x = np.full(5, again.rank + 1.0, np.float32)
+    again.run("allreduce", [x])
+    assert (x == sum(range(again.size + 1))).all()
+
+
+def f32(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+# what is wrong, and the words that tell it
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "dtype": (
+        {"op": "allreduce", "ins": [f32(2), np.ones(3, np.int16)], "name": "count"},
+        ["allreduce 'count'", "i16"],
+    ),
+    "complex product": (
+        {"op": "allreduce", "ins": [np.ones(3, np.complex64)], "reduce": "Product"},
+        ["allreduce", "PRODUCT", "c64"],
+    ),
+    "maximum of complex numbers": (
+        {"op": "allreduce", "ins": [np.ones(3, np.complex64)], "reduce": "Max"},
+        ["allreduce", "c64"],
+    ),
+    "average of bool": (
+        {"op": "allreduce", "ins": [np.ones(3, bool)], "reduce": "Average"},
+        ["allreduce", "bool"],
+    ),
+    "scaled bool": (
+        {"op": "allreduce", "ins": [np.ones(3, bool)], "prescale": 0.5},
+        ["allreduce", "bool"],
+    ),
+    "adasum": (
+        {"op": "allreduce", "ins": [f32(3)], "reduce": "Adasum", "name": "sum"},
+        ["allreduce 'sum'"],
+    ),
+    "root": (
+        {"op": "broadcast", "ins": [f32(3)], "root": 9, "name": "weights"},
+        ["broadcast 'weights'", "root_rank=9"],
+    ),
+    "result": (
+        {"op": "allreduce", "ins": [f32(3)], "outs": [f32(4)], "name": "grads"},
+        ["allreduce 'grads'", "f32[3]", "16 bytes"],
+    ),
+    "rows": (
+        {"op": "allgather", "ins": [f32(3)], "outs": [f32(9)], "name": "parts"},
+        ["allgather 'parts'", "row counts"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_all_ranks_refuse_what_cannot_be_done(condemned: Device, what: str) -> None:
+    call, words = REFUSED[what]
+    with pytest.raises(_native.StatusError) as caught:
+        condemned.run(**call)
+    for word in ["RINGJAX[world (device), epoch ", *words]:
+        assert word in str(caught.value), caught.value
+    assert ringjax.errors.from_status(caught.value).args  # a kind that is known
+
+
+@pytest.mark.parametrize("what", ["dtype", "root", "result"])
+def test_one_rank_alone_refuses_its_call(condemned: Device, what: str) -> None:
+    culprit = condemned.size - 1
+    call, words = REFUSED[what]
+    good: dict[str, Any] = {k: call[k] for k in ("op", "name")}
+    good |= {"ins": [f32(3)]}
+    _, sentence = ends(condemned, call if condemned.rank == culprit else good)
+    if condemned.rank != culprit:
+        assert f"rank {culprit}" in sentence
+    assert words[-1] in sentence
+
+
+def ends(device: Device, call: dict[str, Any]) -> tuple[bool, str]:
+    """Makes a call that must end the communicator, soon.
+
+    Returns:
+        Whether the call was enqueued before that, and the sentence that says why.
+    """
+    accepted, started = False, time.monotonic()
+    with pytest.raises(_native.StatusError) as caught:
+        device.enqueue(**call)
+        accepted = True
+        while time.monotonic() - started < 10:
+            device.core.synchronize()
+            time.sleep(0.01)
+    assert time.monotonic() - started < 2.5
+    return accepted, str(caught.value)
+
+
+def _same(**changes: Any) -> dict[str, Any]:
+    call = {"op": "allreduce", "ins": [f32(4), f32(2)], "name": "grads"}
+    return call | changes
+
+
+# what the error shows, and what the last rank calls; the others: _same()
+DISAGREEMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "shape": (["f32[4]", "f32[3]"], {"ins": [f32(3), f32(2)]}),
+    "rank": (["f32[4]", "f32[2,2]"], {"ins": [f32(2, 2), f32(2)]}),
+    "dtype": (["f32[4]", "i32[4]"], {"ins": [np.ones(4, np.int32), f32(2)]}),
+    "op": (["SUM", "MAX"], {"reduce": "Max"}),
+    "name": (["grads", "loss"], {"name": "loss"}),
+    "number": (["2 tensors", "3 tensors"], {"ins": [f32(4), f32(2), f32(1)]}),
+    "collective": (["allreduce", "broadcast"], {"op": "broadcast"}),
+    "wire": (["none", "bf16"], {"wire": wire("bf16")}),
+    "factor": (["prescale_factor=1", "prescale_factor=0.5"], {"prescale": 0.5}),
+}
+
+
+# NCCL does not see the others; they may be over before ringjax has compared the calls.
+HANGING = ("shape", "dtype", "op", "number", "collective", "wire")
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_all_get_one_sentence(
+    condemned: Device, what: str
+) -> None:
+    device, (shown, changes) = condemned, DISAGREEMENTS[what]
+    culprit, large = device.size - 1, np.ones(1 << 19, np.float32)
+    call = _same(**(changes if device.rank == culprit else {}))
+    call["ins"] = [a.copy() for a in call["ins"]] + [large]  # and one in place
+    device.run("barrier")  # now operations are only enqueued
+    accepted, sentence = ends(device, call)
+    for word in [*shown, "rank 0", f"rank {culprit}"]:
+        assert word in sentence or word.split()[-1] == "tensors", sentence
+    # One text for all, which only the control plane can still carry.
+    host = runtime.current("test").communicators[0]
+    mine = np.array([zlib.crc32(sentence.encode())], np.uint32)
+    every = np.zeros(device.size, np.uint32)
+    host.execute(1, 1, [mine], [every], counts=[1] * device.size)
+    assert (every == mine).all(), sentence
+    with pytest.raises(_native.StatusError, match="ranks disagree"):
+        device.run("allreduce", [f32(1)])
+    with pytest.raises(_native.StatusError, match="ranks disagree"):
+        device.core.synchronize()
+    for array in call["ins"]:
+        if accepted and what in HANGING and array.dtype == np.float32:
+            assert np.isnan(array.flat[0]), what
+
+
+def test_calls_in_another_order(condemned: Device) -> None:
+    """Each rank's calls are all right, only not at the same time."""
+    names = ["left", "right"]
+    if condemned.rank == condemned.size - 1:
+        names.reverse()
+    with pytest.raises(_native.StatusError, match=r"ranks disagree.*'(left|right)'"):
+        for name in names:
+            condemned.enqueue("allreduce", [f32(4)], name=name)
+        for _ in range(500):
+            condemned.core.synchronize()
+            time.sleep(0.01)
+
+
+def test_splits_that_do_not_fit_together(condemned: Device) -> None:
+    device = condemned
+    size, rank = device.size, device.rank
+    sends = [1] * size
+    receives = [2 if rank == 0 and r == 1 else 1 for r in range(size)]
+    out = f32(sum(receives))
+    call = {"op": "alltoall", "ins": [f32(size)], "outs": [out], "name": "tokens"}
+    _, sentence = ends(device, {**call, "counts": sends + receives})
+    assert "splits" in sentence
+    assert "tokens" in sentence

@@ -1,0 +1,420 @@
+"""Ranks, NCCL and CUDA that fail, in jobs on the stubs: no GPU tests.
+
+What must come of it: an error on every rank, soon, that names who and what; no crash,
+no hang, nothing left behind; and a world that can be formed again.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from launch import Job, StartJob
+from stubs import stub_environment
+
+HEAD = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+import numpy as np
+import device_calls as calls
+import ringjax
+from ringjax import runtime
+
+calls.open_at_init()
+rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
+FOREVER = 10**9
+
+def tell(error):
+    sys.stdout.write(f"caught at {{time.time()}}: {{error}}\\n")
+    sys.stdout.flush()
+
+def begin():
+    ringjax.init()
+    return calls.Device()
+
+def steps(device, count, values=None):
+    # small ones that are packed, and a large one in place
+    arrays = values or [np.ones(3, np.float32), np.ones(4, np.float32),
+                        np.ones(1 << 19, np.float32)]
+    for _ in range(count):
+        device.enqueue("allreduce", arrays, reduce="Average", name="grads")
+        device.core.synchronize()
+    return arrays
+
+def must_work(device):
+    assert all((array == 1).all() for array in steps(device, 3))
+    print("works", device.size, flush=True)
+
+def quickly_down():
+    started = time.monotonic()
+    ringjax.shutdown()
+    assert time.monotonic() - started < 3, time.monotonic() - started
+"""
+
+
+def job(
+    start: StartJob, np: int, script: str, env: dict[str, str] | None = None, **knobs: Any
+) -> Job:
+    text = HEAD + dedent(script)
+    return start(np, text, env=stub_environment(**knobs) | (env or {}))
+
+
+def caught(one: Job, rank: int) -> tuple[float, str]:
+    """When a rank caught its error, and the text of it."""
+    assert "caught at " in one.output(rank), one.logs()
+    when, _, text = one.output(rank).partition("caught at ")[2].partition(": ")
+    return float(when), text
+
+
+def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        device = begin()
+        steps(device, 5)
+        print("training", flush=True)
+        arrays = [np.ones(3, np.float32), np.ones(4, np.float32)]
+        try:
+            steps(device, FOREVER, arrays)
+        except Exception as error:
+            tell(error)
+        enqueued = device.stats("allreduce")["calls"]
+        for again in (device.core.synchronize, device.core.check,
+                      lambda: device.run("allreduce", arrays), device.done):
+            try:
+                again()
+            except Exception as error:
+                assert "rank 1" in str(error), error
+            else:
+                raise AssertionError("no error")
+        assert device.stats("allreduce")["calls"] == enqueued
+        assert all(np.isnan(x[0]) or (x == 1).all() for x in arrays), arrays
+        quickly_down()
+        try:
+            device.run("allreduce", arrays)
+        except Exception as error:
+            print("late:", error)
+        os.environ.update(RINGJAX_RANK="0", RINGJAX_SIZE="1")
+        must_work(begin())
+        quickly_down()
+        """,
+    )
+    for rank in range(2):
+        one.wait_for(rank, "training")
+    killed = time.time()
+    one.kill(rank=1)
+    assert one.wait(20) == 128 + signal.SIGKILL, one.logs()
+    when, text = caught(one, 0)
+    assert when - killed < 1.5, one.logs()
+    assert "rank 1" in text
+    assert "late: RINGJAX[world" in one.output(0), one.logs()
+    assert "works 1" in one.output(0), one.logs()
+
+
+def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        3,
+        """
+        device = begin()
+        steps(device, 2)
+        arrays = [np.ones(3, np.float32), np.ones(4, np.float16),
+                  np.ones(1 << 19, np.float32)]
+        gathered = np.ones(6, np.float64)
+        if rank == 1:
+            print("ready", flush=True)
+            signal.pause()
+        device.enqueue("allreduce", arrays, name="grads")
+        device.enqueue("allgather", [gathered[:2].copy()], [gathered], counts=[2, 2, 2])
+        device.start([np.ones(2, np.float32)], site=1)
+        print("ready", flush=True)
+        try:
+            device.core.synchronize()
+        except Exception as error:
+            tell(error)
+        for array in [*arrays, gathered]:
+            assert np.isnan(array[0]), array[:3]
+        print("all void", flush=True)
+        quickly_down()
+        """,
+    )
+    for rank in range(3):
+        one.wait_for(rank, "ready")
+    time.sleep(0.2)
+    killed = time.time()
+    one.kill(rank=1)
+    assert one.wait(20) == 128 + signal.SIGKILL, one.logs()
+    for rank in (0, 2):
+        when, text = caught(one, rank)
+        assert when - killed < 1.5, one.logs()
+        assert "rank 1" in text
+        assert "all void" in one.output(rank), one.logs()
+
+
+def test_worlds_one_after_the_other(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        def least():
+            # threads of the stub end a moment after their streams
+            def now():
+                time.sleep(0.05)
+                return tuple(len(os.listdir("/proc/self/" + x)) for x in ("fd", "task"))
+            return min(now() for _ in range(10))
+
+        held = []
+        for _ in range(5):
+            device = begin()
+            must_work(device)
+            device.start([np.ones(5, np.float32)], site=1)
+            device.done(site=1)
+            quickly_down()
+            try:
+                device.run("barrier")
+            except Exception as error:
+                assert "ringjax is shut down" in str(error), error
+            else:
+                raise AssertionError("no error")
+            del device
+            held.append(least())
+        assert held[1:] == held[:1] * 4, held
+        """,
+    )
+    assert one.wait(40) == 0, one.logs()
+    for rank in range(2):
+        assert one.output(rank).count("works 2") == 5
+
+
+def test_a_rank_that_never_calls_is_named(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        3,
+        """
+        device = begin()
+        steps(device, 2)
+        if rank == 2:
+            time.sleep(12)
+            quickly_down()
+            sys.exit()
+        try:
+            steps(device, 1)
+        except Exception as error:
+            tell(repr(ringjax.errors.from_status(error)))
+        quickly_down()
+        """,
+        {"RINGJAX_COLLECTIVE_TIMEOUT": "2", "RINGJAX_STALL_WARNING": "1"},
+    )
+    started = time.time()
+    for rank in (0, 1):
+        one.wait_for(rank, "caught at ")
+        when, text = caught(one, rank)
+        assert when - started < 10
+        assert "rank 2" in text, one.logs()
+        assert "grads" in text
+        assert "for 2 s" in text
+        assert "still waiting" in one.output(rank), one.logs()
+    one.wait(20)
+
+
+def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        device = begin()
+        try:
+            steps(device, 1)
+        except Exception as error:
+            tell(error)
+        quickly_down()
+        """,
+        {"RINGJAX_COLLECTIVE_TIMEOUT": "2"},
+        NCCL_STUB_STALL_SECONDS=30,
+    )
+    started = time.time()
+    assert one.wait(20) == 0, one.logs()
+    for rank in range(2):
+        when, text = caught(one, rank)
+        assert when - started < 10
+        assert "allreduce 'grads'" in text
+        assert "does not end though every rank has called it" in text
+
+
+def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
+    """The heartbeat looks away, so it is NCCL that sees the peer go."""
+    one = job(
+        start_job,
+        2,
+        """
+        device = begin()
+        steps(device, 2)
+        if rank == 1:
+            # NCCL's part of this rank goes, its process stays
+            device.core.abort("somebody said so", 1)
+            time.sleep(4)
+            quickly_down()
+            sys.exit()
+        try:
+            steps(device, 1)
+        except Exception as error:
+            tell(error)
+        quickly_down()
+        """,
+        NCCL_STUB_DETECT_DEATH=1,
+    )
+    assert one.wait(30) == 0, one.logs()
+    _, text = caught(one, 0)
+    assert "grads" in text, one.logs()
+    assert "a peer went away" in text or "rank 1" in text, one.logs()
+
+
+STRUCK = (
+    "cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuStreamCreateWithPriority",
+    "cuMemAlloc", "ncclCommInitRankConfig", "cuMemAllocAsync", "cuLaunchKernel",
+    "cuEventRecord", "ncclGroupStart", "ncclAllReduce", "ncclGroupEnd",
+    "cuStreamWaitEvent", "ncclCommFinalize", "ncclCommDestroy",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(90)
+def test_functions_that_fail(start_job: StartJob) -> None:
+    """On one rank each fails once, in the order of the calls; then a new world works."""
+    one = job(
+        start_job,
+        2,
+        f"""
+        if rank == 1:
+            for prefix in ("cu", "nccl"):
+                names = [n for n in {STRUCK} if n.startswith(prefix)]
+                variable = dict(cu="CUDA", nccl="NCCL")[prefix] + "_STUB_FAIL"
+                os.environ[variable] = ",".join(names)
+        errors = []
+        for attempt in range(20):
+            started = time.monotonic()
+            try:
+                device = begin()
+                must_work(device)
+                arrays = [np.ones(3, np.float32), np.ones(2, np.float32)]
+                device.start(arrays, reduce="Average", name="bucket")
+                device.done()
+                device.core.synchronize()
+                device = None
+                quickly_down()
+                if rank == 0 or len(errors) >= len({STRUCK}) - 2:
+                    print("attempt", attempt, "is good", flush=True)
+            except Exception as error:
+                errors.append(error)
+                print("error", attempt, type(error).__name__, error, flush=True)
+                device = None
+                quickly_down()
+            assert time.monotonic() - started < 6, attempt
+        print("errors:", len(errors), flush=True)
+        """,
+        {"RINGJAX_START_TIMEOUT": "4"},
+    )
+    assert one.wait(80) == 0, one.logs(20000)
+    for name in STRUCK[:-2]:  # a good end is only worth trying
+        for rank in range(2):
+            lines = [s for s in one.output(rank).splitlines() if name in s]
+            assert lines, (name, one.logs(20000))
+            assert any("rank 1" in line for line in lines), one.logs(20000)
+
+
+def test_the_init_of_nccl_ends_in_time(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        started = time.monotonic()
+        try:
+            begin()
+        except ringjax.errors.StartupError as error:
+            tell(error)
+        assert time.monotonic() - started < 5
+        quickly_down()
+        """,
+        {"RINGJAX_START_TIMEOUT": "2"},
+        NCCL_STUB_INIT_HANG=1,
+    )
+    assert one.wait(20) == 0, one.logs()
+    texts = [caught(one, rank)[1] for rank in range(2)]
+    assert any("has not connected 2 ranks within 2 s" in text for text in texts)
+
+
+def test_versions_of_nccl_must_be_alike(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        3,
+        """
+        os.environ["NCCL_STUB_VERSION"] = "22703" if rank == 1 else "22809"
+        try:
+            begin()
+        except ringjax.errors.StartupError as error:
+            tell(error)
+        """,
+    )
+    assert one.wait(20) == 0, one.logs()
+    for rank in range(3):
+        _, text = caught(one, rank)
+        for word in ["2.28.9", "2.27.3", "libnccl.so.2", "rank 1", "RINGJAX_NCCL"]:
+            assert word in text, text
+
+
+def test_a_rank_without_a_device(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        if rank == 1:
+            os.environ["CUDA_STUB_DEVICES"] = "0"
+        try:
+            ringjax.init()
+        except Exception as error:
+            tell(error)
+        else:
+            tell(runtime.current("test").devices.problem(0))
+            one = np.ones(2, np.float32)
+            runtime.current("test").communicators[0].execute(0, 1, [one], [one])
+            assert (one == 2).all()
+        quickly_down()
+        """,
+    )
+    assert one.wait(20) == 0, one.logs()
+    texts = [caught(one, rank)[1].strip() for rank in range(2)]
+    assert texts[0] == texts[1]
+    assert "rank 1" in texts[0]
+
+
+def test_ctrl_c_while_waiting_for_the_device(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        device = begin()
+        steps(device, 1)
+        print("ready", flush=True)
+        if rank == 0:
+            time.sleep(60)
+        try:
+            steps(device, 1)
+        except BaseException as error:
+            tell(repr(error))
+            raise
+        """,
+    )
+    for rank in range(2):
+        one.wait_for(rank, "ready")
+    time.sleep(0.3)
+    pressed = time.time()
+    one.kill(rank=1, sig=signal.SIGINT)
+    one.wait_for(1, "caught at ", timeout=5)
+    when, text = caught(one, 1)
+    assert when - pressed < 2
+    assert "KeyboardInterrupt" in text, one.logs()
+    one.wait(15)

@@ -1,0 +1,195 @@
+"""START and DONE of the device communicator on the stubs of CUDA: no GPU tests.
+
+The stub's streams are threads and its kernels are slow here, so work that does not wait
+where it must is seen to be too early, and work that waits where it must not, too late.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from device_calls import (
+    DefaultStream,
+    Device,
+    draw,
+    empty_like,
+    equal,
+    open_at_init,
+    reduced,
+    reopen,
+)
+from rank_worker import VARIABLE, World
+from stubs import stub_environment
+
+from ringjax import _native, runtime
+
+DELAY = 0.03  # seconds of a kernel
+pytestmark = pytest.mark.ranks(
+    1, 2, 3, env=partial(stub_environment, CUDA_STUB_DELAY_US=DELAY * 1e6)
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_at_init() -> None:
+    if VARIABLE in os.environ:
+        open_at_init()
+
+
+@pytest.fixture(params=["1", "0"], ids=["two streams", "one stream"])
+def device(request: pytest.FixtureRequest, world: World) -> Device:
+    if runtime.config().comm_stream != (request.param == "1"):
+        return reopen(RINGJAX_COMM_STREAM=request.param)
+    return Device()
+
+
+@pytest.fixture
+def stream(device: Device) -> Iterator[DefaultStream]:
+    made = DefaultStream()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def condemned(device: Device) -> Iterator[Device]:
+    """For a test that ends the communicator: the next one has a new epoch."""
+    yield device
+    reopen()
+
+
+def buckets(size: int, count: int = 4) -> list[list[list[np.ndarray]]]:
+    """Per bucket and tensor the arrays of all ranks."""
+    sizes = [(3, 5), (1001,), (), (300_000,)]
+    return [
+        [draw(size, shape, "float32", 10 * b + i) for i, shape in enumerate(sizes)]
+        for b in range(count)
+    ]
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "elsewhere"])
+def test_several_buckets_in_flight(
+    device: Device, stream: DefaultStream, in_place: bool
+) -> None:
+    stacks, kept = buckets(device.size), []
+    for _ in range(2):  # sites are used again
+        mine = [[xs[device.rank].copy() for xs in bucket] for bucket in stacks]
+        middle = mine if in_place else [empty_like(bucket) for bucket in mine]
+        last = mine if in_place else [empty_like(bucket) for bucket in mine]
+        for site, bucket in enumerate(mine):
+            device.start(
+                bucket, middle[site], site=site, first=site == 0, reduce="Average"
+            )
+            if not in_place:
+                # XLA may reuse an operand as soon as the stream has passed START.
+                late = [np.full_like(array, 1e9) for array in bucket]
+                for one, array in zip(late, bucket, strict=True):
+                    stream.copy(one, array)
+                kept.append(late)
+        for site, bucket in enumerate(middle):
+            device.done(bucket, last[site], site=site)
+        device.core.synchronize()
+        for outs, bucket in zip(last, stacks, strict=True):
+            for out, xs in zip(outs, bucket, strict=True):
+                equal(out, reduced("Average", xs), 1e-6)
+
+
+def test_results_are_there_after_done_and_not_before(
+    device: Device, stream: DefaultStream
+) -> None:
+    if device.size == 1:
+        pytest.skip("alone nothing is packed, so nothing takes its time")
+    early = []
+    for _ in range(5):  # on a busy machine a copy may come late by itself
+        x, y = np.full(8, 2.0, np.float32), np.full(8, 3.0, np.float32)
+        between, after = np.zeros(8, np.float32), np.zeros(8, np.float32)
+        started = time.monotonic()
+        device.start([x, y])  # both are packed by a slow kernel, unpacked by another
+        stream.copy(x, between)  # nothing has told the stream to wait
+        device.done()
+        stream.copy(x, after)
+        device.core.synchronize()
+        assert time.monotonic() - started >= 2 * DELAY
+        assert (after == 2 * device.size).all()
+        early.append(bool((between == 2).all()))
+    assert any(early) == runtime.config().comm_stream
+
+
+def test_the_host_never_waits(device: Device, stream: DefaultStream) -> None:
+    arrays = [np.ones(3, np.float32), np.ones(2, np.float32)]
+    device.start(arrays)  # the first operations connect the peers
+    device.done()
+    device.core.synchronize()
+    stream.sleep(1)
+    started = time.monotonic()
+    device.start(arrays)
+    device.done()
+    device.enqueue("allreduce", arrays)
+    assert time.monotonic() - started < 0.8
+    device.core.synchronize()
+    assert time.monotonic() - started >= 0.99
+    assert (arrays[0] == device.size**3).all()
+
+
+def test_the_start_waits_for_what_is_before_it(
+    device: Device, stream: DefaultStream
+) -> None:
+    source, x = np.full(8, 5.0, np.float32), np.zeros(8, np.float32)
+    stream.sleep(DELAY)
+    stream.copy(source, x)
+    device.start([x])
+    device.done()
+    device.core.synchronize()
+    assert (x == 5 * device.size).all()
+
+
+def test_done_needs_its_start(device: Device) -> None:
+    with pytest.raises(_native.StatusError, match="DONE of bucket 7 without its START"):
+        device.done(site=7)
+    x = np.ones(3, np.float32)
+    device.start([x], site=7)
+    device.done(site=7)
+    with pytest.raises(_native.StatusError, match="DONE of bucket 7 without its START"):
+        device.done(site=7)
+    device.core.synchronize()  # nothing is broken
+    assert (x == device.size).all()
+
+
+def test_a_step_that_is_never_collected_ends_it_everywhere(condemned: Device) -> None:
+    device, arrays = condemned, [np.ones(3, np.float32) for _ in range(4)]
+    culprit = device.size - 1
+    device.start([arrays[0]], site=0, name="grads")
+    started = time.monotonic()
+    with pytest.raises(_native.StatusError) as caught:
+        if device.rank != culprit:
+            device.done(site=0)
+        while time.monotonic() - started < 10:
+            device.start([arrays[1]], site=0, name="grads")
+            device.done(site=0)
+            device.core.synchronize()
+    assert time.monotonic() - started < 3
+    sentence = str(caught.value)
+    assert f"rank {culprit} started a step and never collected" in sentence
+    with pytest.raises(_native.StatusError, match=f"rank {culprit} started a step"):
+        device.start([arrays[3]])
+    with pytest.raises(_native.StatusError, match=f"rank {culprit} started a step"):
+        device.done()
+    with pytest.raises(_native.StatusError, match=f"rank {culprit} started a step"):
+        device.core.check()
+
+
+def test_a_cancelled_first_step_does_not_disturb_another_world(
+    condemned: Device,
+) -> None:
+    """A new epoch starts with no bucket in flight."""
+    condemned.start([np.ones(3, np.float32)], site=3)
+    device = reopen()
+    x: Any = np.ones(3, np.float32)
+    device.start([x], site=3)
+    device.done(site=3)
+    device.core.synchronize()
+    assert (x == device.size).all()

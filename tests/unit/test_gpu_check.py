@@ -1,0 +1,447 @@
+"""What `make gpu-check` does without a GPU: sections, tables, shapes, profiles.
+
+No number of a GPU is here; the sections themselves run on one only, or in a dry run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks import (
+    gpu_build,
+    gpu_check,
+    gpu_models,
+    gpu_pack,
+    gpu_ranks,
+    gpu_report,
+    gpu_sharing,
+    gpu_trace,
+)
+from benchmarks.gpu_check import Outcome, Section
+from benchmarks.gpu_report import Report, Spread
+
+# -- sections --------------------------------------------------------------------------
+
+
+def section(name: str, code: str, limit: float = 20, **options: Any) -> Section:
+    """A section that runs some Python, on the CPU too."""
+    options = {"needs_build": False, "needs_gpu": False} | options
+    return Section(name, ("-c", code), limit, dry=("-c", code), **options)
+
+
+REPORT = (
+    "from pathlib import Path; import os; from benchmarks.gpu_report import Report; "
+)
+REPORT += "r = Report(Path(os.environ['RINGJAX_GPU_CHECK_RESULT'])); "
+
+
+def run(folder: Path, *sections: Section, seconds: float = 200) -> list[Outcome]:
+    words = ["--work", str(folder), "--dry-run", "--seconds", str(seconds)]
+    return gpu_check.run(gpu_check.parse(words), sections)
+
+
+def test_a_section_that_fails_crashes_or_hangs_does_not_stop_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
+    child += f"'import time; time.sleep(30) # {tmp_path.name}'])"
+    started = time.monotonic()
+    outcomes = run(
+        tmp_path,
+        section("one", REPORT + "r.table('T', 'a', 'b'); r.row(1, 2)"),
+        section("wrong", REPORT + "r.fail('two and two'); print('why')"),
+        section("crash", "import os; print('the last words'); os.abort()"),
+        section("hangs", f"{child}; {REPORT} r.table('H'); r.row('had this'); "
+                         "import time; time.sleep(60)", 2),
+        section("last", "print('...'); print('3 passed')"),
+    )  # fmt: skip
+    assert time.monotonic() - started < 30
+    assert [o.status for o in outcomes] == ["ok", "failed", "failed", "timed out", "ok"]
+    assert [o.bad for o in outcomes] == [False, True, True, True, False]
+    assert outcomes[0].report["tables"][0]["rows"] == [["1", "2"]]
+    assert outcomes[1].why == "two and two"
+    assert outcomes[4].why == "3 passed"
+    assert outcomes[3].why == "after 2 s"
+    assert outcomes[3].report["tables"][0]["rows"] == [["had this"]]  # kept
+    said = capfd.readouterr().out
+    assert "the last words" in said
+    assert "last: ok (3 passed)" in said
+    assert not _running(tmp_path.name)  # also what a section had started
+
+
+def _running(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if mark in text and path.parent.name != str(os.getpid()):
+            found.append(text)
+    return found
+
+
+def test_sections_that_cannot_run_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = run(
+        tmp_path,
+        section("build", "raise SystemExit(1)"),
+        section("needs it", "pass", needs_build=True),
+        Section("GPU only", ("-c", "pass"), 9, needs_build=False),  # left out
+    )
+    assert [(o.status, o.why) for o in outcomes] == [
+        ("failed", "exit code 1"),
+        ("not run", "nothing was built"),
+    ]
+    monkeypatch.setattr(gpu_check.gpu_driver, "count_devices", lambda: (0, "none"))
+    options = gpu_check.parse(["--work", str(tmp_path)])
+    (outcome,) = gpu_check.run(options, [section("pack", "pass", needs_gpu=True)])
+    assert (outcome.status, outcome.why, outcome.bad) == (
+        "not run",
+        "no CUDA device",
+        True,
+    )
+
+
+def test_later_sections_keep_some_time(tmp_path: Path) -> None:
+    long, later = section("x", "pass", 100), [section("y", "pass", least=20)] * 2
+    assert gpu_check.limit_of(long, 470, later) == 100
+    assert gpu_check.limit_of(long, 60, later) == 20
+    (one, two) = run(tmp_path, section("x", "pass"), section("y", "pass"), seconds=9)
+    assert (one.status, one.why) == ("not run", "no time left")
+    assert two.status == "ok"  # it had kept its share
+
+
+def test_what_a_section_runs_with(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RINGJAX_FUSION", "group")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    (tmp_path / "ringjax").mkdir()
+    env = gpu_check.environment(tmp_path, dry=False)
+    assert env["PYTHONPATH"].split(":") == [str(tmp_path), str(ROOT), "/somewhere"]
+    assert env["JAX_PLATFORMS"] == "cuda"
+    assert "RINGJAX_FUSION" not in env
+    assert gpu_check.environment(tmp_path / "none", dry=True)["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_sections_exist_and_fit_into_the_time() -> None:
+    for one in gpu_check.SECTIONS:
+        for words in filter(None, (one.words, one.dry)):
+            if words[1].startswith("benchmarks."):
+                assert (ROOT / (words[1].replace(".", "/") + ".py")).is_file()
+    first, *later = gpu_check.SECTIONS
+    assert first.name == "build"
+    assert gpu_check.SECONDS < 480
+    # Even a slow build leaves every section what it needs at least.
+    assert gpu_check.limit_of(first, gpu_check.SECONDS, later) >= 100
+    assert all(one.least <= one.limit for one in gpu_check.SECTIONS)
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    chosen = (section("build", "pass"), section("a", "pass"), section("b", "1/0"))
+    monkeypatch.setattr(gpu_check, "SECTIONS", chosen)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    words = ["--work", str(tmp_path / "work"), "--dry-run"]
+    assert gpu_check.main([*words, "--only", "a"]) == 0
+    assert gpu_check.main([*words, "--skip", "a"]) == 1
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [s["status"] for s in results["sections"]] == ["ok", "failed"]
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert "a dry run on the CPU: no number here means anything" in text
+    assert "| b | failed |" in text
+    assert "ZeroDivisionError" in (tmp_path / "out" / "log.txt").read_text()
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gpu_check.parse(["--only", "nothing"])
+    assert "no section 'nothing'; there are build, a, b" in capsys.readouterr().err
+
+
+# -- tables and statistics -------------------------------------------------------------
+
+
+def test_spread() -> None:
+    spread = Spread.of([float(v) for v in (5, 1, 3, 2, 4, 100, 6, 7, 8, 9, 10)])
+    assert (spread.median, spread.p10, spread.p90, spread.count) == (6, 2, 10, 11)
+    assert spread.show(0) == "6 (2–10)"
+    assert Spread.of([2.5]).show() == "2.5 (2.5–2.5)"
+
+
+def test_report_tables_and_verdicts(tmp_path: Path) -> None:
+    report = Report(tmp_path / "r.json")
+    report.table("Speed", "what", "GB/s")
+    report.row("pack | f32", 4000)
+    report.note("of a run")
+    assert report.verdict("pack", 91.0, 90, " %") == "≥ 90 %: reached"
+    assert report.verdict("pack", 89.0, 90, " %") == "≥ 90 %: missed"
+    assert report.verdict("handler", 20.0, -20, " µs") == "≤ 20 µs: reached"
+    assert report.verdict("handler", 21.0, -20, " µs") == "≤ 20 µs: missed"
+    assert report.missed == [
+        "pack: 89 %, target ≥ 90 %",
+        "handler: 21 µs, target ≤ 20 µs",
+    ]
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert kept["missed"] == report.missed
+    assert gpu_report.text_table(kept["tables"][0]).splitlines() == [
+        "Speed",
+        "what        GB/s",
+        "----------  ----",
+        "pack | f32  4000",
+        "* of a run",
+    ]
+    assert gpu_report.markdown_table(kept["tables"][0]).splitlines() == [
+        "### Speed",
+        "",
+        "| what | GB/s |",
+        "| --- | --- |",
+        "| pack \\| f32 | 4000 |",
+        "",
+        "* of a run",
+    ]
+
+
+def test_missed_targets_are_shown_but_are_no_failure() -> None:
+    outcome = Outcome("pack", "ok", 1.0, report={"missed": ["pack: 80 %"]})
+    assert not outcome.bad
+    assert gpu_check.summary([outcome])["notes"] == ["target missed: pack: 80 %"]
+
+
+# -- shapes and networks ---------------------------------------------------------------
+
+
+def test_the_sets_of_tensors_are_what_they_are_called() -> None:
+    resnet, transformer = gpu_models.SETS["ResNet-50"], gpu_models.SETS["transformer"]
+    assert (len(resnet), gpu_models.count(resnet)) == (161, 25_557_032)
+    assert (len(transformer), gpu_models.count(transformer)) == (1204, 1_312_136_192)
+    assert gpu_models.count(gpu_models.SETS["one tensor"]) == 25_557_032
+    sizes = [4 * math.prod(shape) for shape in resnet]
+    large = [size for size in sizes if size >= 1 << 20]
+    assert len(large) == 29
+    assert sum(large) / sum(sizes) == pytest.approx(0.937, abs=0.001)
+
+
+def test_bytes_that_packing_moves() -> None:
+    resnet = gpu_models.SETS["ResNet-50"]
+    assert gpu_pack.moved_bytes(resnet, 4) == 8 * 25_557_032
+    assert gpu_pack.moved_bytes(resnet, 2) == 6 * 25_557_032
+    assert gpu_pack.fused_bytes([(1,), (4,), (5,)], 4) == 16 + 16 + 32
+    assert gpu_pack.fused_bytes([(1,), (4,), (9,)], 2) == 16 + 16 + 32
+
+
+def test_the_networks_can_be_trained() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    parameters = jax.eval_shape(gpu_models.resnet_parameters)
+    shapes = [x.shape for x in parameters]
+    assert shapes == [tuple(s) for s in gpu_models.SETS["ResNet-50"]]
+    batch = jax.eval_shape(lambda: gpu_models.resnet_batch(2, 64))
+    loss, grads = jax.eval_shape(
+        jax.value_and_grad(gpu_models.resnet_loss), parameters, batch
+    )
+    assert loss.shape == () and [g.shape for g in grads] == shapes
+    held, x, loss_of = gpu_models.build("mlp", 4, 2, 16)
+    slope = jax.grad(loss_of)(held, x)
+    assert all(bool(jnp.abs(g).max() > 0) for g in slope)
+
+
+# -- ranks on one device ---------------------------------------------------------------
+
+
+def test_every_rank_gets_a_host_of_its_own() -> None:
+    given = {
+        "XLA_CLIENT_MEM_FRACTION": ".5",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5",
+        "CUDA_VISIBLE_DEVICES": "3,4",
+        "NCCL_PROTO": "LL",
+    }
+    seen = []
+    for rank in range(2):
+        env = dict(given)
+        gpu_sharing.prepare(rank, env)
+        seen.append(env["NCCL_HOSTID"])
+        assert env["CUDA_VISIBLE_DEVICES"] == "3"
+        assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+        assert not [name for name in env if "MEM_FRACTION" in name]
+        assert (env["NCCL_PROTO"], env["NCCL_SOCKET_IFNAME"]) == ("LL", "lo")
+    assert len(set(seen)) == 2
+
+
+def said(**cases: Any) -> dict[str, Any]:
+    """What a rank says: a case's name with its error or its detail."""
+    lines: dict[str, Any] = {
+        name: {"error": value if value and " " in value else "", "detail": value,
+               "seconds": 0.1}
+        for name, value in cases.items()
+    }  # fmt: skip
+    return {**lines, "end": {"transport": "nccl", "platform": "gpu"}}
+
+
+def test_what_is_wrong_on_one_rank_is_a_failure() -> None:
+    report = Report(None)
+    gpu_ranks.tabulate(report, 2, [said(sum="", training="aa")] * 2)
+    assert report.failures == []
+    gpu_ranks.tabulate(
+        report, 2, [said(sum="", training="aa"), said(sum="not equal", training="bb")]
+    )
+    assert report.failures == [
+        "2 ranks, sum, rank 1: not equal",
+        "2 ranks, training, the ranks hold different bits",
+    ]
+    report = Report(None)
+    short = {"sum": said(sum="")["sum"]}
+    gpu_ranks.tabulate(report, 2, [said(sum=""), short])
+    assert "2 ranks: not all came to their end" in report.failures
+    report = Report(None)
+    host = {**said(sum=""), "end": {"transport": "host", "platform": "gpu"}}
+    gpu_ranks.tabulate(report, 1, [host])
+    assert "exchanged by {'host'}" in report.failures[0]
+
+
+def test_reruns_are_compared_bit_by_bit() -> None:
+    first = [said(training="aa", sum=""), said(training="aa", sum="")]
+    assert gpu_ranks.bits(first, first) == {"training": True}
+    assert gpu_ranks.bits(first, [said(training="ab")]) == {"training": False}
+    assert gpu_ranks.bits([{}], first) == {"training": False}
+
+
+def test_psum_is_compared_within_rounding() -> None:
+    for theirs, failures in (([1.0, 2.0], 0), ([1.0, 2.001], 1), ([], 0)):
+        report = Report(None)
+        report.table("x")
+        gpu_ranks.compare_with_psum(report, [1.0, 2.0], theirs)
+        assert len(report.failures) == failures
+
+
+def test_jobs_that_fail_or_hang_are_ended(tmp_path: Path) -> None:
+    log, env = tmp_path / "log", dict(os.environ)
+    with pytest.raises(gpu_ranks.LegError, match=r"exit codes \[0, 3\](?s:.*)broken"):
+        commands = [["-c", "pass"], ["-c", "print('broken'); raise SystemExit(3)"]]
+        gpu_ranks.finish(commands, env, log, 20)
+    started = time.monotonic()
+    with pytest.raises(gpu_ranks.LegError, match="still ran after 1 s"):
+        gpu_ranks.finish([["-c", "import time; time.sleep(60)"]], env, log, 1)
+    assert time.monotonic() - started < 10
+
+
+@pytest.fixture
+def cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are started here take this ringjax, and the checkout's benchmarks."""
+    import ringjax
+
+    here = Path(ringjax.__file__).parent.parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(ROOT)]))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+@pytest.mark.timeout(120)
+def test_the_checks_of_the_ranks_hold_on_the_cpu(
+    cpu_ranks: None, tmp_path: Path
+) -> None:
+    report = Report(None)
+    said = gpu_ranks.world(2, tmp_path / "w", "--fewer", steps=4)
+    gpu_ranks.tabulate(report, 2, said)
+    assert report.failures == []
+    assert len(report.tables[0]["rows"]) > 10
+    assert {line["end"]["transport"] for line in said} == {"host"}
+    assert said[0]["training overlapped"]["detail"]  # the digest that is compared
+
+
+@pytest.mark.timeout(120)
+def test_the_story_of_a_loss_on_the_cpu(cpu_ranks: None, tmp_path: Path) -> None:
+    loss = gpu_ranks.lose_a_rank(2, tmp_path / "loss")
+    assert 0 <= loss["noticed"] < 5
+
+
+# -- the profile -----------------------------------------------------------------------
+
+
+def trace(*kernels: tuple[str, int, float, float]) -> list[dict[str, Any]]:
+    """Events as jax.profiler writes them: a GPU, streams 1 and 2, a line of modules."""
+    names = {1: "Stream #13(Compute)", 2: "Stream #20(Compute)", 9: "XLA Modules"}
+    meta = [
+        {"ph": "M", "pid": 1, "name": "process_name",
+         "args": {"name": "/device:GPU:0"}},
+        {"ph": "M", "pid": 7, "name": "process_name", "args": {"name": "/host:CPU"}},
+        {"ph": "M", "pid": 7, "tid": 1, "name": "thread_name",
+         "args": {"name": "Stream of thoughts"}},
+    ]  # fmt: skip
+    meta += [
+        {"ph": "M", "pid": 1, "tid": k, "name": "thread_name", "args": {"name": v}}
+        for k, v in names.items()
+    ]
+    spans = [
+        {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": ts, "dur": dur}
+        for name, tid, ts, dur in kernels
+    ]
+    host = {"ph": "X", "pid": 7, "tid": 1, "name": "gemm", "ts": 0, "dur": 1000}
+    module = {"ph": "X", "pid": 1, "tid": 9, "name": "jit_step", "ts": 0, "dur": 1000}
+    return [*meta, host, module, *spans, {"name": "no phase"}]
+
+
+def test_the_hidden_share_of_the_communication(tmp_path: Path) -> None:
+    events = trace(
+        ("gemm", 1, 0, 100),
+        ("fusion", 1, 110, 40),
+        ("rj_pack_f32_f32_160", 2, 50, 20),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 70, 50),
+        ("void oneRankReduce<float>", 2, 110, 10),  # inside another of ours
+        ("rj_unpack_f32_f32_160", 2, 150, 20),
+    )
+    path = tmp_path / "plugins" / "profile" / "x" / "host.trace.json.gz"
+    path.parent.mkdir(parents=True)
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = gpu_trace.overlap(gpu_trace.read(gpu_trace.find(tmp_path)))
+    assert found.communication == 70 + 20
+    assert found.computation == 140
+    assert found.hidden == pytest.approx((50 + 10) / 90)
+    assert (found.kernels, found.streams) == (4, ("Stream #20(Compute)",))
+
+
+def test_on_one_stream_nothing_is_hidden() -> None:
+    events = trace(("gemm", 1, 0, 100), ("rj_pack_f32_f32_160", 1, 100, 20))
+    assert gpu_trace.overlap(gpu_trace.kernels(events)).hidden == 0.0
+
+
+def test_a_profile_that_does_not_tell_is_no_number(tmp_path: Path) -> None:
+    with pytest.raises(gpu_trace.TraceError, match="1 kernels of the allreduce and 0"):
+        gpu_trace.overlap(gpu_trace.kernels(trace(("rj_pack", 1, 0, 1))))
+    with pytest.raises(gpu_trace.TraceError, match=r"0 kernels .* \['gemm'\]"):
+        gpu_trace.overlap(gpu_trace.kernels(trace(("gemm", 1, 0, 1))))
+    with pytest.raises(gpu_trace.TraceError, match="no stream of a GPU"):
+        gpu_trace.kernels([])
+    with pytest.raises(gpu_trace.TraceError, match=r"no \*.trace.json.gz"):
+        gpu_trace.find(tmp_path)
+
+
+# -- the build -------------------------------------------------------------------------
+
+
+def test_the_build_needs_no_network(tmp_path: Path, monkeypatch: Any) -> None:
+    words = gpu_build.command(tmp_path / "site", tmp_path)
+    assert {"--no-build-isolation", "--no-deps", "--no-index"} <= set(words)
+    assert words[words.index("--target") + 1] == str(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}/carried")
+    env = gpu_build.environment()
+    assert env["PYTHONPATH"] == "/carried"  # wheels that were brought along stay
+    assert "-G Ninja" in env["CMAKE_ARGS"]
+
+
+def test_missing_tools_are_named(monkeypatch: Any) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(gpu_build, "missing", lambda *names: list(names))
+    assert gpu_build.programs_missing() == ["cmake", "ninja", "c++"]

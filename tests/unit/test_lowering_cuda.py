@@ -1,0 +1,164 @@
+"""What the collectives become for CUDA devices: the text of programs, no device.
+
+One process, a job of one. What is alike on all platforms is in test_lowering.py, the
+schedules that XLA makes of it in tests/gpu_schedule.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from lowerings import SEQ, Call, calls, chained, equations, found_in, lowered
+from stacked import raises
+
+import ringjax
+from ringjax import _jax
+
+ALIAS = re.compile(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)")
+ADD = re.compile(r"(%\w+) = stablehlo\.add (%\w+(?:#\d+)?), (%\w+) : tensor<1xui32>")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job_of_one() -> Iterator[None]:
+    ringjax.init()
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # the backend is there
+    yield
+    ringjax.shutdown()
+
+
+@pytest.fixture
+def no_device() -> Iterator[None]:
+    with _jax.lowering_only():
+        yield
+
+
+def on_cuda(f: Any, *args: Any) -> list[Call]:
+    return calls(f, *args, platform="cuda")
+
+
+@pytest.mark.usefixtures("no_device")
+def test_cuda_overlaps_where_the_cpu_does_not() -> None:
+    def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
+        ringjax.allreduce(a)
+        return chained(
+            [a, b, c], seq, ((2, 1), (0,)), overlapped=False, overlapped_on_device=True
+        )
+
+    arguments = (jnp.ones(2), jnp.ones(3), jnp.ones(4), SEQ)
+    assert [c.target for c in calls(program, *arguments)] == ["ringjax_run"] * 2
+    text = lowered(program, *arguments, platform="cuda")
+    found = found_in(text)
+    targets = ["ringjax_run", *["ringjax_start"] * 2, *["ringjax_done"] * 2]
+    assert [call.target for call in found] == targets
+    # One chain, tied to the call before, every START and DONE in place.
+    assert [len(call.operands) for call in found] == [2, 4, 2, 3, 2]
+    for before, call in pairwise(found):
+        assert call.operands[-1] == before.order
+    for call, leaves in zip(found[1:], (2, 1, 2, 1), strict=True):
+        expected = [(str(i), str(i)) for i in range(leaves + 1)]
+        assert ALIAS.findall(call.rest) == expected
+    # DONE takes what START of the same bucket has given.
+    started = text.split("@ringjax_start")[0].rsplit("%", 1)[1].split(":")[0]
+    assert found[3].operands[:2] == [f"%{started}#0", f"%{started}#1"]
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_program_counts_seq_on_cuda(overlapped: bool) -> None:
+    def program(a: Any, b: Any, seq: Any) -> Any:
+        (a, b), seq = chained([a, b], seq, ((1,), (0,)), overlapped=overlapped)
+        (a, b), seq = chained([a, b], seq, ((1,), (0,)), overlapped=overlapped)
+        return a, b, seq
+
+    arguments = (jnp.ones(2), jnp.ones(3), SEQ)
+    assert not ADD.findall(lowered(program, *arguments))
+    text = lowered(program, *arguments, platform="cuda")
+    found = found_in(text)
+    each = 4 if overlapped else 1
+    assert len(found) == 2 * each
+    adds = ADD.findall(text)
+    assert [before for _, before, _ in adds] == [found[each - 1].order, found[-1].order]
+    # The second chain begins with the sum, and its tie is the order before the sum.
+    assert adds[0][0] in found[each].operands[:-1]
+    assert found[each].operands[-1] == found[each - 1].order
+    assert text.count("dense<1> : tensor<1xui32>") == 2
+    assert adds[1][0] in text.split("return")[-1]
+
+
+@pytest.mark.usefixtures("no_device")
+def test_every_collective_lowers_for_cuda() -> None:
+    for f in (
+        ringjax.allreduce,
+        ringjax.allgather,
+        ringjax.reducescatter,
+        ringjax.alltoall,
+        partial(ringjax.broadcast, root_rank=0),
+        lambda x: ringjax.barrier() or x,
+    ):
+        (here,), (there,) = calls(f, jnp.ones(2)), on_cuda(f, jnp.ones(2))
+        assert here == there  # the same call; the platform chooses the handler
+
+
+def test_cuda_without_a_device_communicator() -> None:
+    for f in (ringjax.allreduce, lambda x: chained([x], SEQ)):
+        with raises(
+            ValueError,
+            "`tensor` is on a CUDA device, but there is no device communicator: no "
+            "rank has a CUDA device: ",
+            "JAX_PLATFORMS=cpu",
+        ):
+            on_cuda(f, jnp.ones(17))  # a shape of its own: JAX keeps what it lowered
+
+
+def test_other_devices_are_refused() -> None:
+    with raises(ValueError, "is on a rocm device", "on CPU and CUDA devices only"):
+        calls(ringjax.allreduce, jnp.ones(2), platform="rocm")
+
+
+def test_auto_overlaps_on_cuda_only() -> None:
+    def parameters(**options: Any) -> tuple[bool, bool]:
+        tx = ringjax.allreduce_grads(**options)
+        grads = {"a": jnp.ones(2)}
+        jaxpr = jax.make_jaxpr(tx.update)(grads, tx.init(grads))
+        (found,) = [
+            e for e in equations(jaxpr.jaxpr) if e.primitive.name == "allreduce_chained"
+        ]
+        return found.params["overlapped"], found.params["overlapped_on_device"]
+
+    assert parameters() == (False, True)  # all ranks share this host
+    assert parameters(overlap=True) == (True, True)
+    assert parameters(overlap=False) == (False, False)
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(jnp.int16, "Sum"), (jnp.uint16, "Max"), (jnp.complex64, "Product")],
+)
+def test_what_nccl_cannot_reduce_is_refused_before_it_is_compiled(
+    dtype: Any, op: str
+) -> None:
+    x = jnp.ones(3, dtype)
+    f = partial(ringjax.allreduce, op=getattr(ringjax, op))
+    assert calls(f, x)  # on CPUs it works
+    with raises(TypeError, f"NCCL cannot reduce it with op={op}"):
+        on_cuda(f, x)
+    assert on_cuda(ringjax.allgather, x)
+
+
+@pytest.mark.usefixtures("no_device")
+def test_chains_of_one_program_have_buckets_of_their_own() -> None:
+    def program(a: Any, b: Any) -> Any:
+        first = chained([a, b], SEQ, ((1,), (0,)), overlapped=True)
+        return first, chained([a, b], SEQ, ((1,), (0,)), overlapped=True)
+
+    found = on_cuda(program, jnp.ones(2), jnp.ones(3))
+    sites = [call.attributes["site"] for call in found]
+    assert sites == [0, 1, 0, 1, 65536, 65537, 65536, 65537]

@@ -1,0 +1,348 @@
+"""The device side without a device: search for NCCL, agreement, refusals.
+
+The native side is a fake that writes down what it is asked; what NCCL does is tested
+in ranks/ over stubs, and in gpu/ for real.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import ringjax
+from ringjax import _native, nccl, placement, runtime
+from ringjax.config import Config
+from ringjax.errors import Mismatch, RingjaxError, StartupError
+
+VERSION = 22809
+
+
+class Failure(_native.StatusError):
+    """As the native core raises it."""
+
+    def __init__(self, text: str, code: str = "FAILED_PRECONDITION") -> None:
+        super().__init__(text)
+        self.code, self.rank = code, -1
+
+
+class Core:
+    """A fake of the native core: files that can be opened, what was called."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.files, self.calls, self.failing = files, [], ""
+        self.calls: list[tuple[Any, ...]]
+
+    def open_nccl(self, path: str = "") -> tuple[int, str]:
+        self.calls.append(("open", path))
+        if path not in self.files:
+            raise Failure(f"no NCCL: {path or 'libnccl.so.2'}: cannot open")
+        return VERSION, self.files[path]
+
+    def nccl_unique_id(self) -> bytes:
+        self.calls.append(("id",))
+        return bytes(128)
+
+    def communicator(self, **arguments: Any) -> Any:
+        if self.failing:
+            raise Failure(self.failing, "UNAVAILABLE")
+        self.calls.append(("make", arguments["id"]))
+        core = self
+
+        class Made:
+            options = arguments
+
+            def close(self) -> None:
+                core.calls.append(("close", arguments["id"]))
+
+            def abort(self, text: str, rank: int) -> None:
+                core.calls.append(("abort", arguments["id"], text, rank))
+
+        return Made()
+
+
+class Home:
+    """A world of which this rank is 0; the others say what `others` makes of it."""
+
+    rank = 0
+
+    def __init__(self, core: Core, size: int = 2, **settings: Any) -> None:
+        self.core, self.size, self.config = core, size, Config(**settings)
+        self.others: Callable[[int, Any], Any] = lambda rank, value: value
+        self.lost: dict[int, str] = {}
+        self.lines: list[str] = []
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        del what
+        return [value, *(self.others(r, value) for r in range(1, self.size))]
+
+    def connect_control(self, number: int, ranks: Sequence[int], name: str) -> Any:
+        self.core.calls.append(("connect", number, list(ranks), name))
+        return object()
+
+    def disconnect(self, number: int) -> None:
+        self.core.calls.append(("disconnect", number))
+
+    def gone(self) -> dict[int, str]:
+        return self.lost
+
+    def log(self, level: str, text: str) -> None:
+        self.lines.append(f"{level}: {text}")
+
+
+def devices(home: Home, counts: Sequence[int] = (1, 1)) -> nccl.Devices:
+    return nccl.Devices(cast(nccl.Home, home), counts)
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    fake = Core({"": "/usr/lib/libnccl.so.2"})
+    monkeypatch.setattr(_native, "open_nccl", fake.open_nccl)
+    monkeypatch.setattr(_native, "nccl_unique_id", fake.nccl_unique_id)
+    monkeypatch.setattr(_native, "CudaCommunicator", fake.communicator)
+    monkeypatch.setattr(nccl, "wheel_library", lambda: None)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    return fake
+
+
+# -- the search ------------------------------------------------------------------------
+
+
+def test_the_setting_is_the_only_file_tried(core: Core) -> None:
+    core.files["/opt/libnccl.so.2"] = "/opt/libnccl.so.2"
+    assert nccl.open_library("/opt/libnccl.so.2") == (VERSION, "/opt/libnccl.so.2")
+    with pytest.raises(RingjaxError, match=r"no NCCL: /gone/libnccl\.so\.2: cannot"):
+        nccl.open_library("/gone/libnccl.so.2")
+    asked = [("open", "/opt/libnccl.so.2"), ("open", "/gone/libnccl.so.2")]
+    assert core.calls == asked
+
+
+def test_the_wheels_file_comes_before_the_systems(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "wheel_library", lambda: "/wheel/libnccl.so.2")
+    assert nccl.open_library("")[1] == "/usr/lib/libnccl.so.2"
+    assert core.calls == [("open", "/wheel/libnccl.so.2"), ("open", "")]
+    core.files["/wheel/libnccl.so.2"] = "/wheel/libnccl.so.2"
+    assert nccl.open_library("")[1] == "/wheel/libnccl.so.2"
+    core.files.clear()
+    with pytest.raises(RingjaxError, match="/wheel/"):  # the one that was there
+        nccl.open_library("")
+
+
+def test_the_wheel_is_a_namespace_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
+    assert nccl.wheel_library() != str(tmp_path / "nvidia/nccl/lib/libnccl.so.2")
+    (tmp_path / "nvidia/nccl/lib/libnccl.so.2").touch()
+    assert nccl.wheel_library() == str(tmp_path / "nvidia/nccl/lib/libnccl.so.2")
+    monkeypatch.undo()
+    sys.modules.pop("nvidia", None)
+
+
+def test_launch_order_is_asked_for_unless_somebody_has_decided(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl.open_library("")
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    nccl.open_library("")
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
+def test_versions_as_people_write_them() -> None:
+    assert nccl.version_text(VERSION) == "2.28.9"
+    assert nccl.version_text(22304) == "2.23.4"
+
+
+# -- coming together -------------------------------------------------------------------
+
+
+def test_all_process_sets_get_one(core: Core) -> None:
+    home = Home(core, fusion="pack", fusion_small=7, comm_stream=False)
+    both = devices(home)
+    assert both.problem(0) == "it was not built"
+    both.open(3, "", {0: [0, 1], 2: [1], 1: [0]})
+    made = [call for call in core.calls if call[0] in ("connect", "make")]
+    assert made == [
+        ("connect", 0 | nccl.CONTROL, [0, 1], "world (device)"),
+        ("make", 0),
+        ("connect", 1 | nccl.CONTROL, [0], "process set 1 (device)"),
+        ("make", 1),
+    ]
+    assert core.calls.count(("id",)) == 2  # set 2's comes from rank 1
+    options = cast(Any, both.communicators[0]).options
+    assert (options["device"], options["unique_id"]) == (3, bytes(128))
+    assert options["options"] == {
+        "start_timeout": 120.0,
+        "fusion": "pack",
+        "fusion_small": 7,
+        "comm_stream": 0,
+    }
+    assert (both.problem(0), both.problem(1)) == ("", "")
+    before = len(core.calls)
+    both.open(3, "", {0: [0, 1]})  # only the first call acts
+    assert len(core.calls) == before
+
+
+def test_the_end_in_good_order(core: Core) -> None:
+    both = devices(Home(core))
+    both.open(0, "", {0: [0, 1], 1: [0]})
+    core.calls.clear()
+    both.remove(1)
+    both.remove(1)
+    assert core.calls == [("close", 1), ("disconnect", 1 | nccl.CONTROL)]
+    both.stop("rank 0 fails", 0)
+    both.close()
+    assert core.calls[2:] == [("abort", 0, "rank 0 fails", 0), ("close", 0)]
+    assert both.communicators == {}
+
+
+def test_ranks_with_different_nccls_refuse_each_other(core: Core) -> None:
+    home = Home(core, size=4)
+    odd = {"nccl": 22703, "path": "/other/libnccl.so.2"}
+    home.others = lambda rank, value: value | (odd if rank in (1, 3) else {})
+    four = devices(home, [1] * 4)
+    with pytest.raises(StartupError) as error:
+        four.open(0, "", {0: [0, 1, 2, 3]})
+    assert "ranks 0, 2: 2.28.9 (/usr/lib/libnccl.so.2)" in str(error.value)
+    assert "ranks 1, 3: 2.27.3 (/other/libnccl.so.2)" in str(error.value)
+    assert "RINGJAX_NCCL" in four.problem(0)
+
+
+@pytest.mark.parametrize("setting", ["fusion", "fusion_small"])
+def test_ranks_with_different_fusion_refuse_each_other(
+    core: Core, setting: str
+) -> None:
+    home = Home(core)
+    home.others = lambda rank, value: (
+        value | {"settings": value["settings"] | {setting: 5}}
+    )
+    with pytest.raises(StartupError, match=f"RINGJAX_{setting.upper()} must be alike"):
+        devices(home).open(0, "", {0: [0, 1]})
+
+
+def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> None:
+    home = Home(core, 3)
+    mine = nccl.information()["device_code"] != "none"
+    home.others = lambda rank, value: value | {"packs": mine != (rank == 2)}
+    with pytest.raises(StartupError, match="same build of ringjax, but rank"):
+        devices(home).open(0, "", {0: [0, 1, 2]})
+
+
+def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
+    home = Home(core)
+    home.others = lambda rank, value: value | {"device": "JAX computes on cpu"}
+    both = devices(home)
+    both.open(0, "", {0: [0, 1]})
+    assert both.problem(0) == "rank 1 has no CUDA device: JAX computes on cpu"
+    assert both.communicators == {}
+    assert home.lines[-1].startswith("info: no CUDA collectives: rank 1 has no")
+    assert not [call for call in core.calls if call[0] in ("connect", "make", "id")]
+
+
+def test_a_rank_without_a_device_says_so_and_opens_no_nccl(core: Core) -> None:
+    both = devices(Home(core))
+    both.open(-1, "RINGJAX_GPU is 0", {0: [0, 1]})
+    assert both.problem(0) == "rank 0 has no CUDA device: RINGJAX_GPU is 0"
+    assert core.calls == []
+
+
+def test_without_nccl_there_are_no_device_communicators(core: Core) -> None:
+    core.files.clear()
+    both = devices(Home(core))
+    both.open(0, "", {0: [0, 1]})
+    assert "libnccl.so.2: cannot open" in both.problem(0)
+
+
+def test_no_device_anywhere(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"devices": [], "driver_error": "libcuda.so.1: cannot open"}
+    monkeypatch.setattr(_native, "cuda_info", lambda: found)
+    none = devices(Home(core), [0, 0])
+    assert not none.possible
+    expected = "no rank has a CUDA device: libcuda.so.1: cannot open"
+    assert none.problem(0) == expected
+    assert nccl.count(Config()) == 0
+    found["devices"] = [{"name": "H200"}]
+    assert (nccl.count(Config()), nccl.absence(Config())) == (1, "")
+    assert nccl.count(Config(gpu=False)) == 0
+    assert nccl.absence(Config(gpu=False)) == "RINGJAX_GPU is 0"
+
+
+def test_nccls_words_and_who_is_gone(core: Core) -> None:
+    home = Home(core)
+    home.lost, core.failing = {1: "was killed", 7: "left"}, "ncclCommInitRank: broken"
+    both = devices(home)
+    with pytest.raises(StartupError) as error:
+        both.open(2, "", {0: [0, 1]})
+    text = str(error.value)
+    assert "rank 0, device 2: ncclCommInitRank: broken; rank 1 was killed" in text
+    assert "rank 7" not in text
+    assert ("disconnect", nccl.CONTROL) in core.calls
+    assert both.problem(0) == text
+
+
+def test_the_first_rank_of_a_set_may_fail(core: Core) -> None:
+    home = Home(core)
+    home.others = lambda rank, value: (
+        value | ({} if "device" in value else {"error": "no interface"})
+    )
+    with pytest.raises(
+        StartupError, match="process set 1 has no .*rank 1: no interface"
+    ):
+        devices(home).open(0, "", {1: [1]})
+
+
+def test_another_call_on_another_rank_is_a_mismatch(core: Core) -> None:
+    home = Home(core)
+    home.others = lambda rank, value: "add_process_set 1 [0] 0123"
+    with pytest.raises(Mismatch, match="rank 1 calls add_process_set 1"):
+        devices(home).open(0, "", {0: [0, 1]})
+
+
+def test_a_library_that_is_not_used_is_told(core: Core) -> None:
+    core.files["/mine/libnccl.so.2"] = "/jax/libnccl.so.2"  # was mapped already
+    home = Home(core, nccl="/mine/libnccl.so.2")
+    devices(home).open(0, "", {0: [0, 1]})
+    assert any("RINGJAX_NCCL is not used: /jax/" in line for line in home.lines)
+
+
+# -- init and answers -----------------------------------------------------------------
+
+
+def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"devices": [{"name": "H200"}], "driver_error": "", "device_code": "none"}
+    monkeypatch.setattr(_native, "cuda_info", lambda: found)
+    monkeypatch.setattr(placement, "cuda_device", lambda: (0, ""))
+    for _ in range(2):
+        ringjax.init()
+        try:
+            assert set(runtime.current("test").communicators) == {0, nccl.CONTROL}
+            two = ringjax.add_process_set([0])  # equal to the world: nothing new
+            assert two.process_set_id == 0
+        finally:
+            ringjax.shutdown()
+    assert [call[0] for call in core.calls] == ["open", "id", "make", "close"] * 2
+
+
+def test_what_is_built(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"device_code": "nvcc 13.0", "driver": 0, "nccl": 0, "nccl_path": ""}
+    monkeypatch.setattr(_native, "cuda_info", lambda: dict(found))
+    monkeypatch.delenv("RINGJAX_NCCL", raising=False)
+    assert ringjax.nccl_built() == VERSION
+    assert ringjax.cuda_built() is True
+    info = ringjax.build_info()
+    assert (info["nccl"], info["nccl_path"]) == (VERSION, "/usr/lib/libnccl.so.2")
+    assert (info["ringjax"], info["nccl_error"]) == (ringjax.__version__, "")
+    core.files.clear()
+    found["device_code"] = "none"
+    assert (ringjax.nccl_built(), ringjax.cuda_built()) == (0, False)
+    assert "cannot open" in ringjax.build_info()["nccl_error"]

@@ -1,0 +1,146 @@
+"""Which device a rank gets: shares, pinning, what JAX says, and when it is asked.
+
+JAX's answers about GPUs are replaced by those of the tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import pytest
+from launch import environment
+
+import ringjax
+from ringjax import nccl, placement, runtime
+from ringjax.config import Config
+
+
+def test_who_shares_what() -> None:
+    assert [nccl.share(rank, 6, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert nccl.share(0, 1, 8) is None  # alone: JAX's choice
+    assert nccl.share(1, 2, 1) is None  # there is no choice
+
+
+@pytest.fixture
+def visible() -> Any:
+    name = "jax_cuda_visible_devices"
+    before = jax.config.values[name]
+    yield lambda: jax.config.values[name]
+    jax.config.update(name, before)
+
+
+def test_pinning(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def log(level: str, text: str) -> None:
+        lines.append(f"{level}: {text}")
+
+    placement.pin(2, False, log)
+    assert visible() == "2"
+    placement.pin(3, False, log)  # somebody has chosen
+    assert visible() == "2"
+    jax.config.update("jax_cuda_visible_devices", "all")
+    placement.pin(3, True, log)  # too late, but JAX uses no GPU
+    assert (visible(), lines) == ("all", [])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    placement.pin(3, True, log)
+    assert visible() == "all"
+    assert lines[0].startswith("warning: JAX was used before ringjax.init()")
+    assert "CUDA_VISIBLE_DEVICES=3" in lines[0]
+
+
+class Device:
+    """As much of a jax device as is looked at."""
+
+    def __init__(self, platform: str, version: str, number: int) -> None:
+        self.platform, self.local_hardware_id = platform, number
+        self.client = type("Client", (), {"platform_version": version})
+
+
+def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placement.cuda_device()[0] == -1  # these tests compute on the CPU
+    device = Device("gpu", "cuda 13000", 5)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+    before = jax.config.values["jax_platforms"]
+    try:
+        for platforms in ("", "cuda", "cpu,gpu"):
+            jax.config.update("jax_platforms", platforms)
+            assert placement.cuda_device() == (5, "")
+        device.client.platform_version = "rocm 60000"
+        assert placement.cuda_device() == (-1, "JAX computes on gpu")
+        jax.config.update("jax_platforms", "tpu")
+        assert placement.cuda_device() == (-1, "JAX_PLATFORMS is tpu")
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def test_jax_is_not_asked_where_no_rank_has_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("JAX was asked for its device")
+
+    monkeypatch.setattr(placement, "cuda_device", refuse)
+    ringjax.init()
+    try:
+        world = runtime.current("test")
+        world.devices.counts = [0]
+        placement.open_devices(True)
+        monkeypatch.setattr(placement, "cuda_device", lambda: (-1, "as the test says"))
+        world.devices.counts = [1]
+        placement.open_devices(True)
+        expected = "rank 0 has no CUDA device: as the test says"
+        assert world.devices.problem(0) == expected
+    finally:
+        ringjax.shutdown()
+
+
+def test_the_settings() -> None:
+    plain = Config.from_env({})
+    assert (plain.gpu, plain.nccl, plain.comm_stream) == (True, "", True)
+    assert (plain.fusion, plain.fusion_small) == ("hybrid", 1 << 20)
+    chosen = Config.from_env(
+        {
+            "RINGJAX_GPU": "0",
+            "RINGJAX_NCCL": "/opt/libnccl.so.2",
+            "RINGJAX_FUSION": "GROUP",
+            "RINGJAX_FUSION_SMALL": "0",
+            "RINGJAX_COMM_STREAM": "off",
+        }
+    )
+    assert (chosen.gpu, chosen.nccl) == (False, "/opt/libnccl.so.2")
+    assert (chosen.fusion, chosen.fusion_small) == ("group", 0)
+    assert chosen.comm_stream is False
+    with pytest.raises(ValueError, match="expected one of hybrid, pack, group"):
+        Config.from_env({"RINGJAX_FUSION": "some"})
+
+
+def test_init_loads_jax_only_where_there_are_devices() -> None:
+    code = """
+import sys, ringjax
+from ringjax import _native
+found = _native.cuda_info() | {"devices": [], "driver_error": "none"}
+_native.cuda_info = lambda: found
+ringjax.init()
+print("jax" in sys.modules)
+ringjax.shutdown()
+found["devices"] = [{"name": "of the test"}]
+ringjax.init()
+print("ringjax._jax" in sys.modules)
+import jax._src.xla_bridge as bridge
+print(bridge.backends_are_initialized())
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=environment("loads", {"JAX_PLATFORMS": "cpu"}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    # Which platform is enough to know that JAX needs no device.
+    assert done.stdout.split() == ["False", "True", "False"], done.stderr

@@ -1,0 +1,347 @@
+// The kernels that copy many tensors into a fused buffer and back, casting and scaling
+// on the way, and that fill tensors with NaN once a collective has failed. Compiled by
+// nvcc or NVRTC without any CUDA header; compiled for the CPU by cuda_on_cpu.h.
+//
+// Not a collective: NCCL reduces the fused buffer between the two. No kernel here uses
+// shared memory or synchronises threads, and no two threads touch the same element;
+// that is why running the threads one after the other on the CPU is the same program.
+//
+// One launch serves all tensors: its table is its parameter. The work is cut into
+// chunks of kPackChunkBytes; half a block takes one chunk at a time, which is four
+// loads of 16 bytes per thread, all in flight before the first is used. The results
+// have the bits that base/reduce.h gives on the CPU (of a NaN only that it is one).
+//
+// Poison. ncclCommAbort ends kernels in the middle, and what is unpacked after it is
+// garbage that must not pass for gradients. The host sets the word at `poison` first.
+//   - rj_unpack_<tensor>_<wire> reads it once and then writes NaN, for float tensors.
+//   It
+//     does so by making the scale NaN, so that it costs nothing.
+//   - rj_unpack_bytes and integers cannot condemn anything. Float tensors that are not
+//     cast nor scaled may go through rj_unpack_f32_f32 and so on with scale 1, which
+//     moves the same bytes as fast: take that where a poison word is given.
+//   - rj_seal_<tensor> is for tensors that NCCL reduced in place: NaN in the first
+//   chunk
+//     of each (one NaN condemns a tensor, and no large one need be rewritten). Unless
+//     poisoned it reads one word and ends.
+#include "pack_abi.h"
+
+#ifdef __CUDACC__
+#include "pack_ptx.h"
+#define RINGJAX_UNROLL _Pragma("unroll")
+#define RINGJAX_ROLLED _Pragma("unroll 1")
+#else
+#define RINGJAX_UNROLL
+#define RINGJAX_ROLLED
+#endif
+
+namespace ringjax::cuda {
+
+template <typename V>
+__device__ __forceinline__ V Bits(V v) {
+  return v;
+}
+
+// Element types: how a value is stored, what it is computed in, and a NaN.
+struct Half {
+  using Stored = unsigned short;
+  using Value = float;
+  static constexpr Stored kNan = 0x7e00;
+  __device__ static Value Widen(Stored v) { return HalfToFloat(v); }
+  __device__ static Stored Narrow(float v) { return FloatToHalf(v); }
+  __device__ static Stored Narrow(double v) { return DoubleToHalf(v); }
+};
+struct BFloat16 {
+  using Stored = unsigned short;
+  using Value = float;
+  static constexpr Stored kNan = 0x7fc0;
+  __device__ static Value Widen(Stored v) { return BFloat16ToFloat(v); }
+  __device__ static Stored Narrow(float v) { return FloatToBFloat16(v); }
+  __device__ static Stored Narrow(double v) { return DoubleToBFloat16(v); }
+};
+template <typename V, typename Bits, Bits kBits>
+struct Native {
+  using Stored = V;
+  using Value = V;
+  static constexpr Bits kNan = kBits;
+  __device__ static Value Widen(Stored v) { return v; }
+  __device__ static Stored Narrow(V v) { return v; }
+};
+using Float = Native<float, unsigned int, 0x7fc00000u>;
+using Double = Native<double, unsigned long long, 0x7ff8000000000000ull>;
+
+template <typename V, V kLowest, V kHighest>
+struct Integer {
+  using Stored = V;
+  using Value = V;
+
+  // Toward zero; what does not fit becomes the nearest limit, and NaN zero.
+  __device__ static V Truncated(double v) {
+    if (v >= static_cast<double>(kHighest)) return kHighest;
+    if (v <= static_cast<double>(kLowest)) return kLowest;
+    return v != v ? V{0} : static_cast<V>(v);
+  }
+};
+using Int8 = Integer<signed char, -128, 127>;
+using Int32 = Integer<int, -2147483647 - 1, 2147483647>;
+using Int64 = Integer<long long, -9223372036854775807ll - 1, 9223372036854775807ll>;
+using UInt8 = Integer<unsigned char, 0, 255>;
+using UInt32 = Integer<unsigned int, 0, 4294967295u>;
+using UInt64 = Integer<unsigned long long, 0, 18446744073709551615ull>;
+
+struct Bytes {
+  using Stored = unsigned char;
+};
+
+// What happens to one element between its two places. `T` is the tensor's type.
+template <typename T>
+struct Change {
+  static constexpr unsigned int kInFlight = 4;
+  using Value = typename T::Value;
+  Value scale;
+
+  template <int N>
+  __device__ Change(const PackTable<N>& table, bool condemned)
+      : scale(static_cast<Value>(condemned ? __uint_as_float(Float::kNan)
+                                           : table.scale)) {}
+
+  template <typename To, typename From>
+  __device__ typename To::Stored Apply(typename From::Stored v) const {
+    return To::Narrow(static_cast<Value>(From::Widen(v)) * scale);
+  }
+};
+
+template <typename V, V kLowest, V kHighest>
+struct Change<Integer<V, kLowest, kHighest>> {
+  // Rare, and bound by arithmetic: small code matters more than memory's latency.
+  static constexpr unsigned int kInFlight = 1;
+  double scale;
+
+  template <int N>
+  __device__ Change(const PackTable<N>& table, bool) : scale(table.scale) {}
+
+  template <typename To, typename From>
+  __device__ V Apply(V v) const {
+    return scale == 1.0 ? v : To::Truncated(static_cast<double>(v) * scale);
+  }
+};
+
+template <>
+struct Change<Bytes> {
+  static constexpr unsigned int kInFlight = 4;
+  template <int N>
+  __device__ Change(const PackTable<N>&, bool) {}
+
+  template <typename To, typename From>
+  __device__ unsigned char Apply(unsigned char v) const {
+    return v;
+  }
+};
+
+// Any alignment: for the ends of tensors and for those that lie askew.
+template <typename V>
+__device__ __forceinline__ V LoadAnywhere(Address at) {
+  V v;
+  memcpy(&v, reinterpret_cast<const void*>(at), sizeof(V));
+  return v;
+}
+template <typename V>
+__device__ __forceinline__ void StoreAnywhere(Address at, V value) {
+  const V v = Bits(value);
+  memcpy(reinterpret_cast<void*>(at), &v, sizeof(V));
+}
+
+template <int kBytes>
+struct WordsOf;
+template <>
+struct WordsOf<16> {
+  using Type = uint4;
+};
+template <>
+struct WordsOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordsOf<4> {
+  using Type = unsigned int;
+};
+
+// Half a block: the threads that share a chunk, and their place among all such teams.
+// The first halves come first, so that few chunks spread over all blocks.
+struct Team {
+  unsigned int thread = threadIdx.x % kPackTeam;
+  unsigned int index = blockIdx.x + threadIdx.x / kPackTeam * gridDim.x;
+  unsigned int count = gridDim.x * (kPackThreads / kPackTeam);
+};
+
+// The last entry that begins at or before `chunk`: an empty one has the number of the
+// next, and is passed over.
+template <int N>
+__device__ __forceinline__ unsigned int EntryOf(const PackTable<N>& table,
+                                                unsigned int chunk) {
+  unsigned int low = 0, high = table.count;
+  while (high - low > 1) {
+    const unsigned int middle = (low + high) / 2;
+    if (table.entries[middle].first_chunk <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// All elements of one unit.
+template <typename To, typename From, typename ToWords, typename FromWords, typename C>
+__device__ __forceinline__ ToWords Changed(const FromWords& words, const C& change) {
+  constexpr int kElements = sizeof(FromWords) / sizeof(typename From::Stored);
+  typename From::Stored in[kElements];
+  typename To::Stored out[kElements];
+  ToWords result;
+  memcpy(in, &words, sizeof(in));
+  RINGJAX_UNROLL
+  for (int i = 0; i < kElements; ++i) out[i] = change.template Apply<To, From>(in[i]);
+  memcpy(&result, out, sizeof(out));
+  return result;
+}
+
+// `n` elements, at most a chunk: units of 16 tensor bytes as words, the rest singly.
+template <typename T, typename To, typename From>
+__device__ __forceinline__ void MoveChunk(Address to, Address from, unsigned int n,
+                                          bool aligned, const Change<T>& change,
+                                          unsigned int thread) {
+  using ToStored = typename To::Stored;
+  using FromStored = typename From::Stored;
+  constexpr unsigned int kUnit = 16 / sizeof(typename T::Stored);
+  constexpr unsigned int kUnits = kPackChunkBytes / 16;
+  constexpr unsigned int kInFlight = Change<T>::kInFlight;
+  using ToWords = typename WordsOf<kUnit * sizeof(ToStored)>::Type;
+  using FromWords = typename WordsOf<kUnit * sizeof(FromStored)>::Type;
+
+  const unsigned int units = aligned ? n / kUnit : 0;
+  RINGJAX_ROLLED
+  for (unsigned int first = 0; first < kUnits; first += kInFlight * kPackTeam) {
+    FromWords words[kInFlight];
+    RINGJAX_UNROLL
+    for (unsigned int k = 0; k < kInFlight; ++k) {
+      const unsigned int unit = thread + first + k * kPackTeam;
+      if (unit < units) LoadWords(words[k], from + unit * sizeof(FromWords));
+    }
+    RINGJAX_UNROLL
+    for (unsigned int k = 0; k < kInFlight; ++k) {
+      const unsigned int unit = thread + first + k * kPackTeam;
+      if (unit >= units) break;
+      StoreWords(to + unit * sizeof(ToWords),
+                 Changed<To, From, ToWords>(words[k], change));
+    }
+  }
+  RINGJAX_ROLLED
+  for (unsigned int i = units * kUnit + thread; i < n; i += kPackTeam) {
+    const FromStored v = LoadAnywhere<FromStored>(from + i * sizeof(FromStored));
+    StoreAnywhere<ToStored>(to + i * sizeof(ToStored),
+                            change.template Apply<To, From>(v));
+  }
+}
+
+template <int N>
+__device__ __forceinline__ bool Condemned(const PackTable<N>& table) {
+  return table.poison != 0 &&
+         *reinterpret_cast<const volatile unsigned int*>(table.poison) != 0;
+}
+
+// Between tensors of type T and the fused buffer of type W, which is not the wider one.
+template <typename T, typename W, bool kPacking, int N>
+__device__ __forceinline__ void Move(const PackTable<N>& table) {
+  constexpr unsigned int kElements = kPackChunkBytes / sizeof(typename T::Stored);
+  static_assert(sizeof(typename W::Stored) <= sizeof(typename T::Stored));
+  const Change<T> change(table, !kPacking && Condemned(table));
+  const Team team{};
+  for (unsigned int chunk = team.index; chunk < table.chunks; chunk += team.count) {
+    const PackEntry& entry = table.entries[EntryOf(table, chunk)];
+    const Address begin = static_cast<Address>(chunk - entry.first_chunk) * kElements;
+    const Address left = entry.elements - begin;
+    const unsigned int n =
+        left < kElements ? static_cast<unsigned int>(left) : kElements;
+    const Address tensor = entry.tensor + begin * sizeof(typename T::Stored);
+    const Address fused = table.fused + static_cast<Address>(entry.offset16) * 16 +
+                          begin * sizeof(typename W::Stored);
+    const bool aligned = tensor % 16 == 0;
+    if constexpr (kPacking) {
+      MoveChunk<T, W, T>(fused, tensor, n, aligned, change, team.thread);
+    } else {
+      MoveChunk<T, T, W>(tensor, fused, n, aligned, change, team.thread);
+    }
+  }
+}
+
+template <typename T, typename W, int N>
+__device__ __forceinline__ void Pack(const PackTable<N>& table) {
+  Move<T, W, true>(table);
+}
+template <typename T, typename W, int N>
+__device__ __forceinline__ void Unpack(const PackTable<N>& table) {
+  Move<T, W, false>(table);
+}
+
+template <typename T, typename, int N>
+__device__ __forceinline__ void Seal(const PackTable<N>& table) {
+  using Stored = typename T::Stored;
+  constexpr unsigned int kElements = kPackChunkBytes / sizeof(Stored);
+  if (!Condemned(table)) return;
+  const auto bits = T::kNan;
+  Stored nan;
+  static_assert(sizeof(nan) == sizeof(bits));
+  memcpy(&nan, &bits, sizeof(nan));
+  const Team team{};
+  for (unsigned int e = team.index; e < table.count; e += team.count) {
+    const PackEntry& entry = table.entries[e];
+    for (unsigned int i = team.thread; i < kElements && i < entry.elements;
+         i += kPackTeam)
+      StoreAnywhere<Stored>(entry.tensor + i * sizeof(Stored), nan);
+  }
+}
+
+// X(name, function above, tensor type, wire type, capacity): all kernels that there
+// are. Signed and unsigned integers differ only where they are scaled.
+#define RINGJAX_BOTH_WAYS(X, t, T, w, W, N) \
+  X(rj_pack_##t##_##w##_##N, Pack, T, W, N) \
+  X(rj_unpack_##t##_##w##_##N, Unpack, T, W, N)
+#define RINGJAX_FLOAT(X, t, T, N)     \
+  RINGJAX_BOTH_WAYS(X, t, T, t, T, N) \
+  X(rj_seal_##t##_##N, Seal, T, T, N)
+#define RINGJAX_KERNELS_FOR(X, N)                      \
+  RINGJAX_FLOAT(X, f16, Half, N)                       \
+  RINGJAX_FLOAT(X, bf16, BFloat16, N)                  \
+  RINGJAX_FLOAT(X, f32, Float, N)                      \
+  RINGJAX_FLOAT(X, f64, Double, N)                     \
+  RINGJAX_BOTH_WAYS(X, f32, Float, f16, Half, N)       \
+  RINGJAX_BOTH_WAYS(X, f32, Float, bf16, BFloat16, N)  \
+  RINGJAX_BOTH_WAYS(X, f64, Double, f16, Half, N)      \
+  RINGJAX_BOTH_WAYS(X, f64, Double, bf16, BFloat16, N) \
+  RINGJAX_BOTH_WAYS(X, i8, Int8, i8, Int8, N)          \
+  RINGJAX_BOTH_WAYS(X, i32, Int32, i32, Int32, N)      \
+  RINGJAX_BOTH_WAYS(X, i64, Int64, i64, Int64, N)      \
+  RINGJAX_BOTH_WAYS(X, u8, UInt8, u8, UInt8, N)        \
+  RINGJAX_BOTH_WAYS(X, u32, UInt32, u32, UInt32, N)    \
+  RINGJAX_BOTH_WAYS(X, u64, UInt64, u64, UInt64, N)    \
+  RINGJAX_BOTH_WAYS(X, bytes, Bytes, bytes, Bytes, N)
+#define RINGJAX_KERNELS(X)    \
+  RINGJAX_KERNELS_FOR(X, 160) \
+  RINGJAX_KERNELS_FOR(X, 1360)
+
+#ifdef __CUDACC__
+// Three blocks on a multiprocessor leave 40 registers to a thread; sm_75 holds only
+// two.
+#if __CUDA_ARCH__ >= 800
+#define RINGJAX_BLOCKS 3
+#else
+#define RINGJAX_BLOCKS 2
+#endif
+#define RINGJAX_KERNEL(name, function, T, W, N)                              \
+  extern "C" __global__ void __launch_bounds__(kPackThreads, RINGJAX_BLOCKS) \
+      name(const __grid_constant__ PackTable<N> table) {                     \
+    function<T, W>(table);                                                   \
+  }
+RINGJAX_KERNELS(RINGJAX_KERNEL)
+#endif
+
+}  // namespace ringjax::cuda

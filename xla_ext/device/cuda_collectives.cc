@@ -1,0 +1,397 @@
+// The operations, as kernels and NCCL calls on one stream. See cuda_communicator.h.
+//
+// allreduce and broadcast are fused (fusion.h); the others have one NCCL operation per
+// tensor, or one per rank and tensor where the ranks have different numbers of rows.
+// All of a call are one NCCL group, so NCCL may run them together.
+#include <algorithm>
+#include <chrono>
+#include <span>
+
+#include "device/cuda_communicator.h"
+#include "device/reduction.h"
+
+namespace ringjax {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+cuda::Pointer Address(const void* p) { return reinterpret_cast<cuda::Pointer>(p); }
+std::byte* At(void* base, uint64_t offset) {
+  return static_cast<std::byte*>(base) + offset;
+}
+void* At(cuda::Pointer base, uint64_t offset) {
+  return reinterpret_cast<void*>(base + offset);
+}
+
+bool AllEqual(std::span<const int64_t> rows) {
+  return std::all_of(rows.begin(), rows.end(), [&](int64_t n) { return n == rows[0]; });
+}
+
+uint64_t RowElements(const Tensor& t) {
+  uint64_t n = IsComplex(t.dtype) ? 2 : 1;
+  for (size_t d = 1; d < t.dims.size(); ++d) n *= static_cast<uint64_t>(t.dims[d]);
+  return n;
+}
+
+uint64_t RowBytes(const Tensor& t) {
+  return RowElements(t) * Width(ComponentType(t.dtype));
+}
+
+}  // namespace
+
+Status CudaCommunicator::Enqueue(Work* work) {
+  switch (work->call.op) {
+    case Collective::kAllreduce:
+    case Collective::kBroadcast:
+      return Fused(work);
+    case Collective::kAllgather:
+      return Allgather(work);
+    case Collective::kReducescatter:
+      return Reducescatter(work);
+    case Collective::kAlltoall:
+      return Alltoall(work);
+    case Collective::kBarrier:
+      return Barrier(work);
+  }
+  return Status(Code::kInternal, "unknown collective");
+}
+
+cuda::Kernels::Target CudaCommunicator::TargetOf(Work* work,
+                                                 cuda::Pointer fused) const {
+  // Alone there is nobody whose loss could spoil a result.
+  return {work->stream, fused, size() > 1 ? words_ : 0, &work->used.launches};
+}
+
+Status CudaCommunicator::Issued(Work* work, nccl::Outcome outcome,
+                                std::string_view what) {
+  ++work->used.nccl_ops;
+  return nccl_.Check(outcome, what, comm_);
+}
+
+Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) {
+  if (size() > 1) RJ_TRY(flights_->Begin(work->stream, work->call.Title()));
+  Status status;
+  {
+    std::lock_guard lock(nccl_mutex_);
+    if (comm_ == nullptr) return Check();
+    status = nccl_.Check(nccl_.GroupStart(), "ncclGroupStart");
+    if (status.ok()) {
+      status = body();
+      // The group ends in any case, or this thread would stay in it.
+      const nccl::Outcome ended = nccl_.GroupEnd();
+      if (status.ok()) status = nccl_.Check(ended, "ncclGroupEnd", comm_);
+    }
+  }
+  if (status.ok()) status = Settle();
+  if (size() == 1) return status;
+  if (!status.ok()) {
+    flights_->Drop();
+    return status;
+  }
+  return flights_->End(work->stream);
+}
+
+// A non-blocking communicator may still be about to launch; nothing else may go onto
+// the stream before. The first operations wait here for connections with the peers.
+Status CudaCommunicator::Settle() {
+  const auto start = Clock::now();
+  const double limit = control_->options().collective_timeout;
+  while (true) {
+    nccl::Outcome state = nccl::kSuccess;
+    {
+      std::lock_guard lock(nccl_mutex_);
+      if (comm_ == nullptr) return Check();
+      RJ_TRY(nccl_.Check(nccl_.CommGetAsyncError(comm_, &state), "NCCL", comm_));
+      if (state != nccl::kInProgress) return nccl_.Check(state, "NCCL", comm_);
+    }
+    if (condemned()) return Check();
+    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
+      return Status(Code::kCancelled, "was interrupted");
+    const double waited = std::chrono::duration<double>(Clock::now() - start).count();
+    if (limit > 0 && waited > limit)
+      return Status(Code::kDeadlineExceeded,
+                    "has waited " + std::to_string(static_cast<int>(limit)) +
+                        " s for NCCL to connect its peers");
+    if (waited < 200e-6)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+// A seal covers the beginning of what it is given, so what ranks gave each other is
+// sealed block by block: a program may read one rank's rows only.
+Status CudaCommunicator::Seal(Work* work, const std::vector<Sealed>& pieces) {
+  if (size() == 1 || !kernels_->available()) return OkStatus();
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
+    patches_.clear();
+    for (const Sealed& p : pieces) {
+      const Tensor& t = work->call.tensors[p.tensor];
+      if (ComponentType(t.dtype) == dtype && p.bytes > 0)
+        patches_.push_back({Address(t.out) + p.offset, p.bytes / Width(dtype), 0});
+    }
+    if (!patches_.empty()) RJ_TRY(kernels_->Seal(patches_, dtype, TargetOf(work, 0)));
+  }
+  return OkStatus();
+}
+
+Status CudaCommunicator::Fused(Work* work) {
+  const Call& call = work->call;
+  const FusionPlan& plan = work->plan;
+  const bool reduces = call.op == Collective::kAllreduce;
+  cuda::Pointer fused = 0;
+  if (plan.bytes > 0) {
+    Result<cuda::Pointer> space = work->workspace(plan.bytes);
+    if (!space.ok()) return space.status();
+    fused = space.value();
+  }
+  const auto target = TargetOf(work, fused);
+  auto gather = [&](const Segment& s, auto address) {
+    patches_.clear();
+    for (const Packed& p : s.pieces)
+      patches_.push_back(
+          {Address(address(call.tensors[p.tensor])), p.elements, p.offset});
+  };
+  for (const Segment& s : plan.segments) {
+    if (!reduces && rank() != call.root) break;  // only the root has something to say
+    gather(s, [](const Tensor& t) { return t.in; });
+    RJ_TRY(kernels_->Pack(patches_, s.dtype, s.wire, reduces ? call.prescale : 1.0,
+                          target));
+  }
+  auto move = [&](const void* in, void* out, uint64_t elements, DType dtype,
+                  DType wire) -> Status {
+    if (!reduces)
+      return Issued(work,
+                    nccl_.Broadcast(in, out, elements * Width(wire), nccl::kInt8,
+                                    call.root, comm_, work->stream),
+                    "ncclBroadcast");
+    Result<Reduction> r = ReductionOf(dtype, wire, call.reduce_op, size());
+    if (!r.ok()) return r.status();
+    return Issued(work,
+                  nccl_.AllReduce(in, out, elements, r.value().type, r.value().op,
+                                  comm_, work->stream),
+                  "ncclAllReduce");
+  };
+  if (Alone() && plan.segments.empty()) return CopyThrough(work);
+  const Status issued = Group(work, [&]() -> Status {
+    for (const Segment& s : plan.segments)
+      RJ_TRY(move(At(fused, s.offset), At(fused, s.offset), s.elements(), s.dtype,
+                  s.wire));
+    for (size_t i : plan.in_place) {
+      const Tensor& t = call.tensors[i];
+      RJ_TRY(move(t.in, t.out, Components(t), t.dtype, ComponentType(t.dtype)));
+    }
+    return OkStatus();
+  });
+  RJ_TRY(issued);
+  for (const Segment& s : plan.segments) {
+    gather(s, [](const Tensor& t) { return t.out; });
+    RJ_TRY(kernels_->Unpack(patches_, s.dtype, s.wire, reduces ? call.postscale : 1.0,
+                            target));
+  }
+  work->used.packed_bytes += plan.packed_bytes();
+  std::vector<Sealed> pieces;
+  if (size() > 1)
+    for (size_t i : plan.in_place) pieces.push_back({i, 0, call.tensors[i].bytes()});
+  return Seal(work, pieces);
+}
+
+// Hybrid fusion asks for the least work, and alone that is none. The other modes go the
+// whole way with any number of ranks, so that they can be measured with one.
+bool CudaCommunicator::Alone() const {
+  return size() == 1 && options_.fusion.mode == Fusion::kHybrid;
+}
+
+Status CudaCommunicator::CopyThrough(Work* work) {
+  for (size_t i : work->plan.in_place) {
+    const Tensor& t = work->call.tensors[i];
+    if (t.in != t.out)
+      RJ_CUDA(driver_, MemcpyDtoDAsync, Address(t.out), Address(t.in), t.bytes(),
+              work->stream);
+  }
+  return OkStatus();
+}
+
+Status CudaCommunicator::Allgather(Work* work) {
+  const Call& call = work->call;
+  const size_t p = static_cast<size_t>(size());
+  const Status issued = Group(work, [&]() -> Status {
+    for (size_t i = 0; i < call.tensors.size(); ++i) {
+      const Tensor& t = call.tensors[i];
+      const auto rows = std::span(call.rows).subspan(i * p, p);
+      const uint64_t row = RowBytes(t);
+      if (AllEqual(rows)) {
+        if (t.bytes() > 0)
+          RJ_TRY(Issued(
+              work,
+              nccl_.AllGather(t.in, t.out, t.bytes(), nccl::kInt8, comm_, work->stream),
+              "ncclAllGather"));
+        continue;
+      }
+      uint64_t offset = 0;
+      for (size_t r = 0; r < p; ++r) {
+        const uint64_t bytes = static_cast<uint64_t>(rows[r]) * row;
+        std::byte* to = At(t.out, offset);
+        const void* from = static_cast<int>(r) == rank() ? t.in : to;
+        if (bytes > 0)
+          RJ_TRY(Issued(work,
+                        nccl_.Broadcast(from, to, bytes, nccl::kInt8,
+                                        static_cast<int>(r), comm_, work->stream),
+                        "ncclBroadcast"));
+        offset += bytes;
+      }
+    }
+    return OkStatus();
+  });
+  RJ_TRY(issued);
+  return SealBlocks(work, [p](size_t i) { return std::pair(i * p, p); });
+}
+
+// The rows of tensor i that its result is made of begin at a place in call.rows.
+Status CudaCommunicator::SealBlocks(
+    Work* work, const std::function<std::pair<size_t, size_t>(size_t)>& place) {
+  std::vector<Sealed> pieces;
+  for (size_t i = 0; i < work->call.tensors.size(); ++i) {
+    const auto [from, count] = place(i);
+    uint64_t offset = 0;
+    for (size_t r = 0; r < count; ++r) {
+      const uint64_t bytes = static_cast<uint64_t>(work->call.rows[from + r]) *
+                             RowBytes(work->call.tensors[i]);
+      pieces.push_back({i, offset, bytes});
+      offset += bytes;
+    }
+  }
+  return Seal(work, pieces);
+}
+
+// One tensor of a reducescatter: where NCCL reads and writes. That is the tensor
+// itself, or the fused buffer if elements change on the way.
+struct CudaCommunicator::Scattered {
+  const void* from;
+  void* to;
+  DType type, wire;
+  uint64_t row;  // elements
+  std::span<const int64_t> rows;
+  bool converts;
+  cuda::Patch in, out;
+};
+
+Status CudaCommunicator::Reducescatter(Work* work) {
+  const Call& call = work->call;
+  const size_t p = static_cast<size_t>(size()), n = call.tensors.size();
+  std::vector<Scattered> all(n);
+  std::vector<Sealed> plain;
+  uint64_t bytes = 0;
+  auto reserve = [&](uint64_t elements, DType wire) {
+    return std::exchange(bytes, bytes + (elements * Width(wire) + 15) / 16 * 16);
+  };
+  for (size_t i = 0; i < n; ++i) {
+    const Tensor& t = call.tensors[i];
+    const DType type = ComponentType(t.dtype), wire = WireType(call, t);
+    const uint64_t out = t.room / Width(type);
+    all[i] = {t.in,
+              t.out,
+              type,
+              wire,
+              RowElements(t),
+              std::span(call.rows).subspan(i * p, p),
+              Converts(call, t),
+              {},
+              {}};
+    if (!all[i].converts) {
+      plain.push_back({i, 0, t.room});
+      continue;
+    }
+    all[i].in = {Address(t.in), Components(t), reserve(Components(t), wire)};
+    all[i].out = {Address(t.out), out, reserve(out, wire)};
+  }
+  Result<cuda::Pointer> fused = bytes > 0 ? work->workspace(bytes) : cuda::Pointer{0};
+  if (!fused.ok()) return fused.status();
+  const auto target = TargetOf(work, fused.value());
+  for (Scattered& s : all) {
+    if (!s.converts) continue;
+    RJ_TRY(kernels_->Pack({&s.in, 1}, s.type, s.wire, call.prescale, target));
+    s.from = At(fused.value(), s.in.offset);
+    s.to = At(fused.value(), s.out.offset);
+  }
+  const Status issued = Group(work, [&]() -> Status {
+    for (size_t i = 0; i < n; ++i) RJ_TRY(Scatter(work, all[i], call.tensors[i].dtype));
+    return OkStatus();
+  });
+  RJ_TRY(issued);
+  for (const Scattered& s : all)
+    if (s.converts)
+      RJ_TRY(kernels_->Unpack({&s.out, 1}, s.type, s.wire, call.postscale, target));
+  return Seal(work, plain);
+}
+
+Status CudaCommunicator::Scatter(Work* work, const Scattered& s, DType dtype) {
+  const Result<Reduction> how =
+      ReductionOf(dtype, s.wire, work->call.reduce_op, size());
+  if (!how.ok()) return how.status();
+  const auto [type, op] = how.value();
+  if (AllEqual(s.rows)) {
+    const uint64_t count = static_cast<uint64_t>(s.rows[0]) * s.row;
+    if (count == 0) return OkStatus();
+    return Issued(
+        work, nccl_.ReduceScatter(s.from, s.to, count, type, op, comm_, work->stream),
+        "ncclReduceScatter");
+  }
+  uint64_t offset = 0;
+  for (size_t root = 0; root < s.rows.size(); ++root) {
+    const uint64_t count = static_cast<uint64_t>(s.rows[root]) * s.row;
+    const void* from = static_cast<const std::byte*>(s.from) + offset * Width(s.wire);
+    offset += count;
+    if (count > 0)
+      RJ_TRY(Issued(work,
+                    nccl_.Reduce(from, s.to, count, type, op, static_cast<int>(root),
+                                 comm_, work->stream),
+                    "ncclReduce"));
+  }
+  return OkStatus();
+}
+
+Status CudaCommunicator::Alltoall(Work* work) {
+  const Call& call = work->call;
+  const size_t p = static_cast<size_t>(size());
+  const Status issued = Group(work, [&]() -> Status {
+    for (size_t i = 0; i < call.tensors.size(); ++i) {
+      const Tensor& t = call.tensors[i];
+      const auto rows = std::span(call.rows).subspan(i * 2 * p, 2 * p);
+      const uint64_t row = RowBytes(t);
+      uint64_t sent = 0, received = 0;
+      for (size_t r = 0; r < p; ++r) {
+        const int peer = static_cast<int>(r);
+        const uint64_t out = static_cast<uint64_t>(rows[r]) * row;
+        const uint64_t in = static_cast<uint64_t>(rows[p + r]) * row;
+        if (out > 0)
+          RJ_TRY(Issued(
+              work,
+              nccl_.Send(At(t.in, sent), out, nccl::kInt8, peer, comm_, work->stream),
+              "ncclSend"));
+        if (in > 0)
+          RJ_TRY(Issued(work,
+                        nccl_.Recv(At(t.out, received), in, nccl::kInt8, peer, comm_,
+                                   work->stream),
+                        "ncclRecv"));
+        sent += out;
+        received += in;
+      }
+    }
+    return OkStatus();
+  });
+  RJ_TRY(issued);
+  return SealBlocks(work, [p](size_t i) { return std::pair((2 * i + 1) * p, p); });
+}
+
+Status CudaCommunicator::Barrier(Work* work) {
+  void* word = At(words_, sizeof(unsigned));
+  return Group(work, [&] {
+    return Issued(
+        work,
+        nccl_.AllReduce(word, word, 1, nccl::kInt32, nccl::kMax, comm_, work->stream),
+        "ncclAllReduce");
+  });
+}
+
+}  // namespace ringjax

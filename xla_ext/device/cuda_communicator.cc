@@ -1,0 +1,374 @@
+// The life of a call, and of an epoch. See cuda_communicator.h; joining and leaving are
+// in cuda_connect.cc, the operations in cuda_collectives.cc.
+#include "device/cuda_communicator.h"
+
+#include <chrono>
+#include <exception>
+
+#include "device/bound.h"
+#include "device/reduction.h"
+
+namespace ringjax {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kTick = std::chrono::milliseconds(50);
+constexpr size_t kMostKnown = 512;
+
+cuda::Pointer Address(const void* p) { return reinterpret_cast<cuda::Pointer>(p); }
+
+double Since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Memory of the driver's pool that goes back when the stream has passed this call.
+class Pool {
+ public:
+  Pool(const cuda::Driver& driver, cuda::Stream stream)
+      : driver_(driver), stream_(stream) {}
+  ~Pool() {
+    if (memory_ != 0) driver_.MemFreeAsync(memory_, stream_);
+  }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  Result<cuda::Pointer> Take(size_t bytes) {
+    RJ_CUDA(driver_, MemAllocAsync, &memory_, bytes, stream_);
+    return memory_;
+  }
+
+ private:
+  const cuda::Driver& driver_;
+  const cuda::Stream stream_;
+  cuda::Pointer memory_ = 0;
+};
+
+// What tells calls apart that need plans of their own.
+uint64_t KeyOf(const Call& call) {
+  uint64_t key = Fingerprint(call);
+  // What a rank has for itself is not part of the fingerprint.
+  auto add = [&key](uint64_t word) { key = (key ^ word) * 0x100000001b3ull; };
+  for (int64_t rows : call.rows) add(static_cast<uint64_t>(rows));
+  for (const Tensor& t : call.tensors) add(t.room);
+  return key;
+}
+
+}  // namespace
+
+bool CudaCommunicator::InContext() const {
+  cuda::Context current = nullptr;
+  return driver_.CtxGetCurrent(&current) == cuda::kSuccess && current == context_;
+}
+
+Status CudaCommunicator::Check() const {
+  if (!condemned()) return OkStatus();
+  std::lock_guard lock(state_mutex_);
+  if (sentence_.message().starts_with("RINGJAX[")) return sentence_;
+  return Status(sentence_.code(), control_->Prefix() + sentence_.message(),
+                sentence_.rank());
+}
+
+Status CudaCommunicator::Admit(const Call& call) const {
+  if (condemned()) return Refused(call);
+  if (closing_.load(std::memory_order_acquire))
+    return control_->Named(call, {Code::kFailedPrecondition, "ringjax is shut down"});
+  return OkStatus();
+}
+
+// The sentence names the operation that failed if it is known, else this one.
+Status CudaCommunicator::Refused(const Call& call) const {
+  std::lock_guard lock(state_mutex_);
+  if (sentence_.message().starts_with("RINGJAX[")) return sentence_;
+  return control_->Named(call, sentence_);
+}
+
+const CudaCommunicator::Known& CudaCommunicator::Recall(const Call& call) {
+  const uint64_t key = KeyOf(call);
+  auto found = known_.find(key);
+  if (found == known_.end()) {
+    if (known_.size() >= kMostKnown) known_.clear();
+    auto known = std::make_unique<Known>();
+    auto record = std::make_shared<CallRecord>(call);
+    record->fits = control_->Validate(call);
+    if (record->fits.ok()) record->fits = CheckReductions(call, size());
+    if (record->fits.ok()) {
+      FusionOptions fusion = options_.fusion;
+      fusion.can_pack = kernels_->available();
+      Result<FusionPlan> plan = PlanFusion(call, size(), fusion);
+      record->fits = plan.status();
+      if (plan.ok()) known->plan = std::move(plan.value());
+    }
+    known->record = std::move(record);
+    found = known_.emplace(key, std::move(known)).first;
+  }
+  return *found->second;
+}
+
+Status CudaCommunicator::Run(const Call& call, cuda::Stream stream,
+                             const Workspace& workspace) {
+  std::lock_guard turn(turn_mutex_);
+  return Leave(stream, Serve(call, stream, workspace));
+}
+
+Status CudaCommunicator::Start(Call call, int64_t site, bool first,
+                               cuda::Stream stream) {
+  std::lock_guard turn(turn_mutex_);
+  return Leave(stream, StartOn(&call, site, first, stream));
+}
+
+Status CudaCommunicator::Done(const Call& call, int64_t site, cuda::Stream stream) {
+  std::lock_guard turn(turn_mutex_);
+  return Leave(stream, DoneOn(call, site, stream));
+}
+
+// XLA gives the buffers of a program that fails to others as soon as its own stream is
+// past them, while the communication stream may still be writing. The abort ends what
+// runs there, so the wait is short.
+Status CudaCommunicator::Leave(cuda::Stream stream, Status status) {
+  if (status.ok() || comm_stream_ == nullptr || stream == comm_stream_) return status;
+  const Bound bound(driver_, context_);
+  if (driver_.EventRecord(fence_, comm_stream_) == cuda::kSuccess)
+    driver_.StreamWaitEvent(stream, fence_, 0);
+  return status;
+}
+
+Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
+                               const Workspace& workspace) {
+  if (Status s = Admit(call); !s.ok()) return s;
+  const auto start = Clock::now();
+  const Bound bound(driver_, context_);
+  try {
+    const Known& known = Recall(call);
+    // Peers hear of it in any case: they may have enqueued their part already.
+    if (auditor_) auditor_->Add(known.record);
+    if (!known.record->fits.ok()) return control_->Named(call, known.record->fits);
+    Pool pool(driver_, stream);
+    const Workspace own = [&pool](size_t bytes) { return pool.Take(bytes); };
+    Work work{call, known.plan, stream, workspace ? workspace : own, {}};
+    if (Status s = Enqueue(&work); !s.ok()) return FailHere(call, s);
+    std::lock_guard lock(state_mutex_);
+    CudaStats& total = stats_[std::string(Name(call.op))];
+    ++total.calls;
+    for (const Tensor& t : call.tensors) total.bytes += t.bytes();
+    total.packed_bytes += work.used.packed_bytes;
+    total.launches += work.used.launches;
+    total.nccl_ops += work.used.nccl_ops;
+    total.seconds += Since(start);
+    return OkStatus();
+  } catch (const std::exception& e) {
+    return FailHere(call, Status(Code::kInternal, std::string("failed: ") + e.what()));
+  }
+}
+
+Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
+                                 cuda::Stream stream) {
+  if (Status s = Admit(*call); !s.ok()) return s;
+  const Bound bound(driver_, context_);
+  Result<Site*> slot = SiteOf(site);
+  Status ready = TakeBack(first, site);
+  if (ready.ok()) ready = slot.status();
+  if (!ready.ok()) return FailHere(*call, ready);
+  Site* here = slot.value();
+  here->on_stream = !options_.comm_stream;
+  here->results.clear();
+  auto fork = [&]() -> Status {
+    // Where XLA gave the result memory of its own, it may reuse the operand's as soon
+    // as `stream` is past this call: only the result may be used from here on.
+    for (Tensor& t : call->tensors) {
+      here->results.push_back(t.out);
+      if (t.in != t.out && t.bytes() > 0 && t.room >= t.bytes())
+        RJ_CUDA(driver_, MemcpyDtoDAsync, Address(t.out), Address(t.in), t.bytes(),
+                stream);
+      t.in = t.out;
+    }
+    if (here->on_stream) return OkStatus();
+    RJ_CUDA(driver_, EventRecord, here->ready, stream);
+    RJ_CUDA(driver_, StreamWaitEvent, comm_stream_, here->ready, 0);
+    return OkStatus();
+  };
+  if (Status s = fork(); !s.ok()) return FailHere(*call, s);
+  if (here->on_stream) {
+    RJ_TRY(Serve(*call, stream, {}));
+  } else {
+    RJ_TRY(Serve(*call, comm_stream_, [this](size_t bytes) { return Scratch(bytes); }));
+    const Status recorded =
+        driver_.Check(driver_.EventRecord(here->done, comm_stream_), "cuEventRecord");
+    if (!recorded.ok()) return FailHere(*call, recorded);
+  }
+  here->pending = true;
+  return OkStatus();
+}
+
+Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream stream) {
+  if (Status s = Admit(call); !s.ok()) return s;
+  const Bound bound(driver_, context_);
+  auto found = sites_.find(site);
+  if (found == sites_.end() || !found->second.pending)
+    return control_->Named(
+        call, {Code::kFailedPrecondition,
+               "DONE of bucket " + std::to_string(site) + " without its START"});
+  Site& here = found->second;
+  here.pending = false;
+  auto join = [&]() -> Status {
+    if (!here.on_stream) RJ_CUDA(driver_, StreamWaitEvent, stream, here.done, 0);
+    for (size_t i = 0; i < call.tensors.size(); ++i) {
+      const Tensor& t = call.tensors[i];
+      // A copy made in between would be a copy of what is not finished.
+      if (t.bytes() > 0 && (i >= here.results.size() || t.in != here.results[i]))
+        return Status(Code::kInternal, "XLA moved tensor " + std::to_string(i) +
+                                           " between START and DONE");
+      if (t.in != t.out && t.bytes() > 0)
+        RJ_CUDA(driver_, MemcpyDtoDAsync, Address(t.out), Address(t.in), t.bytes(),
+                stream);
+    }
+    return OkStatus();
+  };
+  if (Status s = join(); !s.ok()) return FailHere(call, s);
+  return OkStatus();
+}
+
+// A step that was started and never collected failed on this rank only: going on would
+// let the ranks diverge.
+Status CudaCommunicator::TakeBack(bool first, int64_t site) {
+  bool stale = false;
+  for (auto& [number, s] : sites_) {
+    const bool before = first && ChainOf(number) == ChainOf(site);
+    stale |= s.pending && (before || number == site);
+    if (before) s.pending = false;
+  }
+  if (!stale) return OkStatus();
+  return Status(Code::kUnavailable,
+                "started a step and never collected the results of the one before, "
+                "which failed between START and DONE");
+}
+
+Result<CudaCommunicator::Site*> CudaCommunicator::SiteOf(int64_t site) {
+  Site& s = sites_[site];
+  for (cuda::Event* event : {&s.ready, &s.done})
+    if (*event == nullptr)
+      RJ_CUDA(driver_, EventCreate, event, cuda::kEventDisableTiming);
+  return &s;
+}
+
+// The communication stream's own buffer. One is enough: the stream is in order. It
+// comes from the driver's pool, because growing it then waits for nothing.
+Result<cuda::Pointer> CudaCommunicator::Scratch(size_t bytes) {
+  if (bytes > scratch_bytes_) {
+    if (scratch_ != 0) RJ_CUDA(driver_, MemFreeAsync, scratch_, comm_stream_);
+    scratch_ = 0;
+    scratch_bytes_ = 0;
+    RJ_CUDA(driver_, MemAllocAsync, &scratch_, bytes, comm_stream_);
+    scratch_bytes_ = bytes;
+  }
+  return scratch_;
+}
+
+Status CudaCommunicator::Synchronize(cuda::Stream stream) {
+  if (closing_.load(std::memory_order_acquire)) return Check();
+  const Bound bound(driver_, context_);
+  const auto start = Clock::now();
+  for (cuda::Stream s : {stream, comm_stream_}) {
+    cuda::Outcome outcome;
+    while ((outcome = driver_.StreamQuery(s)) == cuda::kNotReady) {
+      if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
+        return Status(Code::kCancelled, control_->Prefix() + "interrupted");
+      std::this_thread::sleep_for(
+          std::chrono::microseconds(Since(start) < 1e-3 ? 20 : 500));
+    }
+    RJ_TRY(driver_.Check(outcome, "cuStreamQuery"));
+  }
+  // Work that has ended is not yet work that was done: NCCL may know of an error that
+  // the watchdog has not come by to see.
+  if (!condemned()) LookAround();
+  return Check();
+}
+
+std::map<std::string, CudaStats> CudaCommunicator::stats() const {
+  std::lock_guard lock(state_mutex_);
+  return stats_;
+}
+
+// This rank cannot do its part: all must know, because theirs would never end.
+Status CudaCommunicator::FailHere(const Call& call, const Status& status) {
+  if (condemned()) return Refused(call);
+  control_->GiveUp(status.code(), status.message());
+  Condemn(control_->Named(call, control_->abort_status()));
+  return Refused(call);
+}
+
+void CudaCommunicator::Abort(const Status& status) { Condemn(status); }
+
+void CudaCommunicator::Condemn(const Status& status) {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (!sentence_.ok()) return;
+    sentence_ = status;
+    condemned_.store(true, std::memory_order_release);
+  }
+  state_changed_.notify_all();
+}
+
+void CudaCommunicator::Watch() {
+  const Bound bound(driver_, context_);
+  std::unique_lock lock(state_mutex_);
+  while (!stopping_) {
+    const bool sentenced = !sentence_.ok() && !executed_;
+    if (!sentenced) {
+      state_changed_.wait_for(lock, kTick);
+      if (stopping_) break;
+    }
+    lock.unlock();
+    if (condemned()) {
+      Execute();
+    } else {
+      LookAround();
+    }
+    lock.lock();
+  }
+}
+
+void CudaCommunicator::LookAround() {
+  if (control_->aborted()) return Condemn(control_->abort_status());
+  nccl::Outcome state = nccl::kSuccess;
+  {
+    std::lock_guard lock(nccl_mutex_);
+    if (comm_ != nullptr) nccl_.CommGetAsyncError(comm_, &state);
+  }
+  if (state != nccl::kSuccess && state != nccl::kInProgress) {
+    // NCCL knows that something broke; a moment later the heartbeat knows who.
+    for (int i = 0; i < 100 && !control_->aborted(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (!control_->aborted())
+      control_->GiveUp(Code::kUnavailable,
+                       "met an error of " + nccl_.Check(state, "NCCL").message());
+    return Condemn(control_->abort_status());
+  }
+  if (auditor_ && !auditor_->Drain(0)) return flights_->Restart();  // a peer is late
+  const double limit = control_->options().collective_timeout;
+  const auto oldest = flights_->Look();
+  if (oldest && limit > 0 && oldest->seconds > limit) {
+    control_->GiveUp(Code::kDeadlineExceeded,
+                     "has waited on its device for " + oldest->title +
+                         ", which does not end though every rank has called it");
+    Condemn(control_->abort_status());
+  }
+}
+
+void CudaCommunicator::Execute() {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (executed_) return;
+    executed_ = true;
+  }
+  // The word first: whatever the abort ends early must find it set. A device that does
+  // not even do this in two seconds computes nothing any more.
+  if (driver_.MemsetD32Async(words_, 1, 1, side_stream_) == cuda::kSuccess)
+    for (int i = 0; i < 2000; ++i) {
+      if (driver_.StreamQuery(side_stream_) != cuda::kNotReady) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  std::lock_guard lock(nccl_mutex_);
+  if (comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
+}
+
+}  // namespace ringjax

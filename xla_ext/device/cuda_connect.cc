@@ -1,0 +1,220 @@
+// Joining and leaving: the device, NCCL's communicator, the threads. See
+// cuda_communicator.h.
+#include <chrono>
+
+#include "device/bound.h"
+#include "device/cuda_communicator.h"
+
+namespace ringjax {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr double kGoodbye = 5;  // seconds for what others may still need from us
+
+// Polls `done` until it says yes, at most so long.
+bool Eventually(double seconds, const std::function<bool()>& done) {
+  const auto start = Clock::now();
+  while (!done()) {
+    if (std::chrono::duration<double>(Clock::now() - start).count() > seconds)
+      return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+}  // namespace
+
+CudaCommunicator::CudaCommunicator(CudaOptions options,
+                                   std::shared_ptr<Communicator> control,
+                                   const cuda::Driver& driver, const nccl::Nccl& nccl)
+    : options_(std::move(options)),
+      control_(std::move(control)),
+      driver_(driver),
+      nccl_(nccl) {}
+
+Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Connect(
+    CudaOptions options, std::shared_ptr<Communicator> control,
+    const nccl::UniqueId& unique_id) {
+  const auto driver = cuda::OpenDriver();
+  if (!driver.ok()) return driver.status();
+  const nccl::Nccl* nccl = nccl::OpenedNccl();
+  if (nccl == nullptr)
+    return Status(Code::kFailedPrecondition, "NCCL has not been opened");
+  const std::string prefix = control->Prefix();
+  std::shared_ptr<CudaCommunicator> made(new CudaCommunicator(
+      std::move(options), std::move(control), *driver.value(), *nccl));
+  if (Status s = made->Open(unique_id); !s.ok()) {
+    const std::string why =
+        "CUDA device " + std::to_string(made->options_.device) + ": " + s.message();
+    made->control_->GiveUp(s.code(),
+                           why);  // or the others would wait until their limit
+    made->Abort(s);
+    return Status(s.code(), prefix + why);
+  }
+  return made;
+}
+
+Status CudaCommunicator::Open(const nccl::UniqueId& unique_id) {
+  RJ_TRY(OpenDevice());
+  const Bound bound(driver_, context_);
+  auto kernels = cuda::Kernels::Load(driver_, options_.device);
+  if (!kernels.ok()) return kernels.status();
+  kernels_ = std::move(kernels.value());
+  flights_ = std::make_unique<Flights>(driver_);
+  int least = 0, greatest = 0;
+  RJ_CUDA(driver_, CtxGetStreamPriorityRange, &least, &greatest);
+  RJ_CUDA(driver_, StreamCreateWithPriority, &comm_stream_, cuda::kStreamNonBlocking,
+          greatest);
+  RJ_CUDA(driver_, StreamCreateWithPriority, &side_stream_, cuda::kStreamNonBlocking,
+          greatest);
+  RJ_CUDA(driver_, EventCreate, &fence_, cuda::kEventDisableTiming);
+  constexpr size_t kWords = 64;
+  RJ_CUDA(driver_, MemAlloc, &words_, kWords * sizeof(unsigned));
+  RJ_CUDA(driver_, MemsetD32Async, words_, 0, kWords, side_stream_);
+  RJ_CUDA(driver_, StreamSynchronize, side_stream_);
+  RJ_TRY(JoinNccl(unique_id));
+  if (size() > 1)
+    auditor_ =
+        std::make_unique<Auditor>(control_, [this](const Status& s) { Condemn(s); });
+  watchdog_ = std::thread([this] { Watch(); });
+  return OkStatus();
+}
+
+Status CudaCommunicator::OpenDevice() {
+  int count = 0;
+  RJ_CUDA(driver_, DeviceGetCount, &count);
+  if (options_.device < 0 || options_.device >= count)
+    return Status(Code::kInvalidArgument,
+                  "there is no such device among " + std::to_string(count));
+  cuda::Device device = 0;
+  RJ_CUDA(driver_, DeviceGet, &device, options_.device);
+  RJ_CUDA(driver_, DevicePrimaryCtxRetain, &context_, device);
+  return OkStatus();
+}
+
+Status CudaCommunicator::JoinNccl(const nccl::UniqueId& unique_id) {
+  nccl::Config config;
+  nccl::Comm joining = nullptr;
+  Status status;
+  // On a thread of its own until it is connected: where it fails early, NCCL leaves its
+  // thread inside a group for good, and the work itself may lean on the thread's
+  // memory.
+  std::thread([&] {
+    const Bound bound(driver_, context_);
+    status = nccl_.Check(
+        nccl_.CommInitRankConfig(&joining, size(), unique_id, rank(), &config),
+        "ncclCommInitRankConfig");
+    if (status.ok()) status = AwaitPeers(joining);
+    if (!status.ok() && joining != nullptr) nccl_.CommAbort(joining);
+  }).join();
+  RJ_TRY(status);
+  comm_ = joining;
+  return OkStatus();
+}
+
+Status CudaCommunicator::AwaitPeers(nccl::Comm joining) {
+  nccl::Outcome outcome = nccl::kSuccess, state = nccl::kInProgress;
+  const bool settled = Eventually(options_.start_timeout, [&] {
+    outcome = nccl_.CommGetAsyncError(joining, &state);
+    return outcome != nccl::kSuccess || state != nccl::kInProgress ||
+           control_->aborted();
+  });
+  if (control_->aborted()) return control_->abort_status();
+  if (!settled)
+    return Status(Code::kDeadlineExceeded,
+                  "NCCL has not connected " + std::to_string(size()) +
+                      " ranks within " +
+                      std::to_string(static_cast<int>(options_.start_timeout)) +
+                      " s; NCCL_DEBUG=WARN says more, and NCCL_SOCKET_IFNAME chooses "
+                      "the network interface");
+  RJ_TRY(nccl_.Check(outcome, "ncclCommGetAsyncError"));
+  return nccl_.Check(state, "ncclCommInitRankConfig");
+}
+
+// What was enqueued is finished first, however long that takes: peers may be late. Then
+// what they may still need goes out: bytes that NCCL's proxy threads hold after the
+// kernels that handed them over have ended.
+bool CudaCommunicator::Finish() {
+  const double limit = control_->options().collective_timeout;
+  const bool idle = Eventually(limit > 0 ? limit : 1e9, [this] {
+    InterruptCheck check = interrupt_check.load();
+    return condemned() || (check != nullptr && check()) ||
+           ((!auditor_ || auditor_->Drain(0)) && flights_->empty());
+  });
+  if (!idle || condemned() || !flights_->empty()) return false;
+  nccl::Outcome outcome = nccl::kSuccess, state = nccl::kSuccess;
+  {
+    std::lock_guard lock(nccl_mutex_);
+    if (comm_ == nullptr ||
+        !nccl_.Check(nccl_.CommFinalize(comm_), "ncclCommFinalize").ok())
+      return false;
+  }
+  const bool settled = Eventually(kGoodbye, [&] {
+    std::lock_guard lock(nccl_mutex_);
+    outcome = comm_ == nullptr ? nccl::kInternalError
+                               : nccl_.CommGetAsyncError(comm_, &state);
+    return outcome != nccl::kSuccess || state != nccl::kInProgress;
+  });
+  if (!settled || outcome != nccl::kSuccess || state != nccl::kSuccess) return false;
+  std::lock_guard lock(nccl_mutex_);
+  if (comm_ == nullptr) return false;
+  nccl_.CommDestroy(std::exchange(comm_, nullptr));
+  return true;
+}
+
+void CudaCommunicator::Close() {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  if (context_ == nullptr) return;
+  const Bound bound(driver_, context_);
+  closing_.store(true, std::memory_order_release);
+  // Whoever is being served now is still served.
+  {
+    std::lock_guard turn(turn_mutex_);
+  }
+  const bool finished = !condemned() && comm_ != nullptr && Finish();
+  const Status over(Code::kUnavailable, "ringjax is shut down");
+  {
+    std::lock_guard lock(state_mutex_);
+    executed_ |= finished;  // no poison: results may still be on their way to tensors
+    stopping_ = true;
+  }
+  Condemn(over);
+  control_->Abort(over);
+  if (watchdog_.joinable()) watchdog_.join();
+  Execute();
+  std::lock_guard turn(turn_mutex_);
+  auditor_.reset();
+  ReleaseDevice();
+}
+
+void CudaCommunicator::ReleaseDevice() {
+  // Work that is still queued behind an aborted operation may use the buffers.
+  for (cuda::Stream s : {comm_stream_, side_stream_})
+    if (s != nullptr)
+      Eventually(kGoodbye, [&] { return driver_.StreamQuery(s) != cuda::kNotReady; });
+  for (auto& [number, site] : sites_)
+    for (cuda::Event e : {site.ready, site.done})
+      if (e != nullptr) driver_.EventDestroy(e);
+  sites_.clear();
+  flights_.reset();
+  if (fence_ != nullptr) driver_.EventDestroy(std::exchange(fence_, nullptr));
+  if (scratch_ != 0) driver_.MemFreeAsync(scratch_, comm_stream_);
+  scratch_ = 0;
+  // The words and the code stay while other streams may hold kernels that use them;
+  // a synchronous free waits for those.
+  if (words_ != 0) driver_.MemFree(words_);
+  words_ = 0;
+  kernels_.reset();
+  for (cuda::Stream s : {comm_stream_, side_stream_})
+    if (s != nullptr) driver_.StreamDestroy(s);
+  comm_stream_ = side_stream_ = nullptr;
+  driver_.DevicePrimaryCtxRelease(options_.device);
+}
+
+CudaCommunicator::~CudaCommunicator() { Close(); }
+
+}  // namespace ringjax

@@ -1,0 +1,102 @@
+// The CUDA driver, opened at run time: a table of its functions, declared here so that
+// no CUDA header is needed to build. Nothing is linked; a machine without libcuda.so.1
+// gets a Status that says so.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace ringjax::cuda {
+
+// As in cuda.h. Handles are opaque; a stream travels as an integer elsewhere.
+using Outcome = int;  // CUresult
+using Device = int;
+using Pointer = unsigned long long;
+using Context = struct ContextTag*;
+using Stream = struct StreamTag*;
+using Event = struct EventTag*;
+using Module = struct ModuleTag*;
+using Function = struct FunctionTag*;
+using HostFunction = void (*)(void*);
+
+inline constexpr Outcome kSuccess = 0, kNotReady = 600;
+inline constexpr unsigned kEventDisableTiming = 2, kStreamNonBlocking = 1;
+inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
+                     kAttributeMinor = 76;
+
+// X(member, exported name, parameter types)
+#define RINGJAX_CUDA_FUNCTIONS(X)                                                    \
+  X(Init, cuInit, (unsigned))                                                        \
+  X(DriverGetVersion, cuDriverGetVersion, (int*))                                    \
+  X(GetErrorName, cuGetErrorName, (Outcome, const char**))                           \
+  X(GetErrorString, cuGetErrorString, (Outcome, const char**))                       \
+  X(DeviceGetCount, cuDeviceGetCount, (int*))                                        \
+  X(DeviceGet, cuDeviceGet, (Device*, int))                                          \
+  X(DeviceGetName, cuDeviceGetName, (char*, int, Device))                            \
+  X(DeviceGetUuid, cuDeviceGetUuid, (unsigned char*, Device))                        \
+  X(DeviceGetAttribute, cuDeviceGetAttribute, (int*, int, Device))                   \
+  X(DevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (Context*, Device))            \
+  X(DevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (Device))                 \
+  X(CtxGetCurrent, cuCtxGetCurrent, (Context*))                                      \
+  X(CtxSetCurrent, cuCtxSetCurrent, (Context))                                       \
+  X(ModuleLoadData, cuModuleLoadData, (Module*, const void*))                        \
+  X(ModuleUnload, cuModuleUnload, (Module))                                          \
+  X(ModuleGetFunction, cuModuleGetFunction, (Function*, Module, const char*))        \
+  X(LaunchKernel, cuLaunchKernel,                                                    \
+    (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+     Stream, void**, void**))                                                        \
+  X(StreamCreateWithPriority, cuStreamCreateWithPriority, (Stream*, unsigned, int))  \
+  X(CtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int*, int*))            \
+  X(StreamDestroy, cuStreamDestroy_v2, (Stream))                                     \
+  X(StreamQuery, cuStreamQuery, (Stream))                                            \
+  X(StreamSynchronize, cuStreamSynchronize, (Stream))                                \
+  X(StreamWaitEvent, cuStreamWaitEvent, (Stream, Event, unsigned))                   \
+  X(EventCreate, cuEventCreate, (Event*, unsigned))                                  \
+  X(EventDestroy, cuEventDestroy_v2, (Event))                                        \
+  X(EventRecord, cuEventRecord, (Event, Stream))                                     \
+  X(EventQuery, cuEventQuery, (Event))                                               \
+  X(EventElapsedTime, cuEventElapsedTime, (float*, Event, Event))                    \
+  X(MemAlloc, cuMemAlloc_v2, (Pointer*, size_t))                                     \
+  X(MemFree, cuMemFree_v2, (Pointer))                                                \
+  X(MemAllocAsync, cuMemAllocAsync, (Pointer*, size_t, Stream))                      \
+  X(MemFreeAsync, cuMemFreeAsync, (Pointer, Stream))                                 \
+  X(MemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, (Pointer, Pointer, size_t, Stream))       \
+  X(MemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (Pointer, const void*, size_t, Stream))   \
+  X(MemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void*, Pointer, size_t, Stream))         \
+  X(MemsetD32Async, cuMemsetD32Async, (Pointer, unsigned, size_t, Stream))
+
+struct Driver {
+#define RINGJAX_MEMBER(member, name, types) Outcome(*member) types = nullptr;
+  RINGJAX_CUDA_FUNCTIONS(RINGJAX_MEMBER)
+#undef RINGJAX_MEMBER
+  Outcome (*FuncLoad)(Function) = nullptr;  // from CUDA 12.4 on; may be null
+
+  // Ok, or "cuEventRecord: CUDA_ERROR_...: what it means".
+  Status Check(Outcome outcome, std::string_view what) const;
+};
+
+// Opens and initialises the driver, once; every later call has the same answer.
+Result<const Driver*> OpenDriver();
+
+struct DeviceInfo {
+  std::string name, uuid;
+  int compute_capability = 0;  // 90 for 9.0
+};
+
+struct DriverInfo {
+  int version = 0;  // 13000 for 13.0
+  std::vector<DeviceInfo> devices;
+};
+
+Result<DriverInfo> DescribeDriver();
+
+}  // namespace ringjax::cuda
+
+// Returns from the enclosing function unless `driver.function(arguments)` succeeds.
+#define RJ_CUDA(driver, function, ...) \
+  RJ_TRY((driver).Check((driver).function(__VA_ARGS__), #function))

@@ -1,0 +1,84 @@
+// See flights.h.
+#include "device/flights.h"
+
+namespace ringjax {
+
+Flights::~Flights() {
+  for (Flight& f : flights_) {
+    driver_.EventDestroy(f.begun);
+    driver_.EventDestroy(f.ended);
+  }
+  for (cuda::Event e : spare_) driver_.EventDestroy(e);
+}
+
+Result<cuda::Event> Flights::Take() {
+  if (spare_.empty()) {
+    cuda::Event event = nullptr;
+    RJ_CUDA(driver_, EventCreate, &event, cuda::kEventDisableTiming);
+    return event;
+  }
+  cuda::Event event = spare_.back();
+  spare_.pop_back();
+  return event;
+}
+
+Status Flights::Begin(cuda::Stream stream, std::string title) {
+  std::lock_guard lock(mutex_);
+  Flight flight;
+  flight.title = std::move(title);
+  for (cuda::Event* event : {&flight.begun, &flight.ended}) {
+    Result<cuda::Event> taken = Take();
+    if (!taken.ok()) return taken.status();
+    *event = taken.value();
+  }
+  RJ_CUDA(driver_, EventRecord, flight.begun, stream);
+  flights_.push_back(std::move(flight));
+  return OkStatus();
+}
+
+Status Flights::End(cuda::Stream stream) {
+  std::lock_guard lock(mutex_);
+  if (flights_.empty()) return OkStatus();
+  RJ_CUDA(driver_, EventRecord, flights_.back().ended, stream);
+  flights_.back().closed = true;
+  return OkStatus();
+}
+
+void Flights::Drop() {
+  std::lock_guard lock(mutex_);
+  if (flights_.empty() || flights_.back().closed) return;
+  spare_.push_back(flights_.back().begun);
+  spare_.push_back(flights_.back().ended);
+  flights_.pop_back();
+}
+
+std::optional<Flights::Oldest> Flights::Look() {
+  std::lock_guard lock(mutex_);
+  while (!flights_.empty() && flights_.front().closed &&
+         driver_.EventQuery(flights_.front().ended) != cuda::kNotReady) {
+    spare_.push_back(flights_.front().begun);
+    spare_.push_back(flights_.front().ended);
+    flights_.pop_front();
+  }
+  if (flights_.empty() || !flights_.front().closed) return std::nullopt;
+  Flight& first = flights_.front();
+  const auto now = std::chrono::steady_clock::now();
+  if (!first.since) {
+    if (driver_.EventQuery(first.begun) == cuda::kNotReady) return std::nullopt;
+    first.since = now;
+  }
+  return Oldest{first.title, std::chrono::duration<double>(now - *first.since).count()};
+}
+
+void Flights::Restart() {
+  std::lock_guard lock(mutex_);
+  if (!flights_.empty()) flights_.front().since.reset();
+}
+
+bool Flights::empty() {
+  Look();
+  std::lock_guard lock(mutex_);
+  return flights_.empty();
+}
+
+}  // namespace ringjax

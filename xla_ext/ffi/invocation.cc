@@ -1,0 +1,205 @@
+// See invocation.h. Also the communicators by id, for compiled programs.
+#include "ffi/invocation.h"
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+namespace ringjax {
+namespace {
+
+// Never destroyed: threads of XLA may outlive static objects at exit, and a forked
+// child has what is registered but not the threads that its destructors would wait for.
+std::mutex& registry_mutex = *new std::mutex;
+auto& registry = *new std::map<int64_t, Registered>;
+std::atomic<FailureHook> failure_hook{nullptr};
+
+Status BadCall(const std::string& what) {
+  return Status(Code::kInvalidArgument, "RINGJAX[?]: " + what);
+}
+
+bool ToDType(ffi::DataType type, DType* out) {
+  switch (type) {
+    case ffi::DataType::PRED:
+      *out = DType::kBool;
+      return true;
+    case ffi::DataType::S8:
+      *out = DType::kI8;
+      return true;
+    case ffi::DataType::S16:
+      *out = DType::kI16;
+      return true;
+    case ffi::DataType::S32:
+      *out = DType::kI32;
+      return true;
+    case ffi::DataType::S64:
+      *out = DType::kI64;
+      return true;
+    case ffi::DataType::U8:
+      *out = DType::kU8;
+      return true;
+    case ffi::DataType::U16:
+      *out = DType::kU16;
+      return true;
+    case ffi::DataType::U32:
+      *out = DType::kU32;
+      return true;
+    case ffi::DataType::U64:
+      *out = DType::kU64;
+      return true;
+    case ffi::DataType::F16:
+      *out = DType::kF16;
+      return true;
+    case ffi::DataType::BF16:
+      *out = DType::kBF16;
+      return true;
+    case ffi::DataType::F32:
+      *out = DType::kF32;
+      return true;
+    case ffi::DataType::F64:
+      *out = DType::kF64;
+      return true;
+    case ffi::DataType::C64:
+      *out = DType::kC64;
+      return true;
+    case ffi::DataType::C128:
+      *out = DType::kC128;
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+ffi::Error ToError(const Status& status) {
+  ffi::ErrorCode code = ffi::ErrorCode::kInternal;
+  switch (status.code()) {
+    case Code::kOk:
+      return ffi::Error::Success();
+    case Code::kInvalidArgument:
+      code = ffi::ErrorCode::kInvalidArgument;
+      break;
+    case Code::kFailedPrecondition:
+      code = ffi::ErrorCode::kFailedPrecondition;
+      break;
+    case Code::kMismatch:
+      code = ffi::ErrorCode::kAborted;
+      break;
+    case Code::kDeadlineExceeded:
+      code = ffi::ErrorCode::kDeadlineExceeded;
+      break;
+    case Code::kUnavailable:
+      code = ffi::ErrorCode::kUnavailable;
+      break;
+    case Code::kCancelled:
+      code = ffi::ErrorCode::kCancelled;
+      break;
+    case Code::kInternal:
+      break;
+  }
+  if (FailureHook hook = failure_hook.load()) hook();
+  return ffi::Error(code, status.message());
+}
+
+Status Invocation::Load() {
+  const int64_t id = Int("comm");
+  live = Find(id);
+  if (!live.communicator)
+    return Status(Code::kFailedPrecondition,
+                  "RINGJAX[" + std::to_string(id) + "]: " + std::string(Text("name")) +
+                      ": no such communicator: ringjax is shut down, or its process "
+                      "set was removed");
+  if (where_ == Where::kDevice && !live.device)
+    return Status(
+        Code::kFailedPrecondition,
+        live.communicator->Prefix() + std::string(Text("name")) +
+            ": the ranks are not joined by NCCL: ringjax.init() found no CUDA "
+            "device, or its communicator was closed");
+  if (Status s = call.SetKinds(Int("op"), Int("reduce_op"), Int("wire")); !s.ok())
+    return BadCall(s.message());
+  call.prescale = Float("prescale");
+  call.postscale = Float("postscale");
+  call.root = static_cast<int>(Int("root"));
+  call.name = Text("name");
+  call.names = Text("names");
+  site = Int("site");
+  first = Int("first") != 0;
+  last = Int("last") != 0;
+  const int64_t size = Int("size");
+  if (size != 0 && size != live.communicator->size())
+    return Status(Code::kFailedPrecondition,
+                  live.communicator->Prefix() + call.Title() + " was compiled for " +
+                      std::to_string(size) + " ranks, there are " +
+                      std::to_string(live.communicator->size()) +
+                      " now: trace it again");
+  if (auto counts = attrs_.get<ffi::Span<const int64_t>>("counts"); counts.has_value())
+    call.rows.assign(counts->begin(), counts->end());
+  if (failed_) return BadCall("an attribute is missing");
+  return LoadBuffers();
+}
+
+Status Invocation::LoadBuffers() {
+  if (rets_.size() == 0 || args_.size() < rets_.size())
+    return BadCall("a handler was given too few buffers");
+  const size_t n = rets_.size() - 1;
+  call.tensors.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    auto in = args_.get<ffi::AnyBuffer>(i);
+    auto out = rets_.get<ffi::AnyBuffer>(i);
+    if (!in.has_value() || !out.has_value()) return BadCall("a buffer is unreadable");
+    Tensor& t = call.tensors.emplace_back();
+    if (!ToDType(in->element_type(), &t.dtype))
+      return Status(Code::kInvalidArgument,
+                    live.communicator->Prefix() + call.Title() + ": tensor " +
+                        std::to_string(i) + " has an element type that cannot be sent");
+    const auto dims = in->dimensions();
+    t.dims.assign(dims.begin(), dims.end());
+    t.in = in->untyped_data();
+    t.out = (*out)->untyped_data();
+    t.room = (*out)->size_bytes();
+  }
+  auto before = args_.get<ffi::AnyBuffer>(n);
+  auto after = rets_.get<ffi::AnyBuffer>(n);
+  if (!before.has_value() || !after.has_value())
+    return BadCall("the order operand is unreadable");
+  if (before->element_type() == ffi::DataType::U32 && before->element_count() == 1) {
+    order_in = before->untyped_data();
+    order_out = (*after)->untyped_data();
+    if (where_ == Where::kHost) call.step = *static_cast<const uint32_t*>(order_in);
+  }
+  return OkStatus();
+}
+
+void Register(int64_t id, Registered entry) {
+  Registered old;  // dies after the lock is gone: it may join a thread
+  std::lock_guard lock(registry_mutex);
+  std::swap(old, registry[id]);
+  registry[id] = std::move(entry);
+}
+
+void Unregister(int64_t id) {
+  Registered old;
+  std::lock_guard lock(registry_mutex);
+  if (auto found = registry.find(id); found != registry.end()) {
+    old = std::move(found->second);
+    registry.erase(found);
+  }
+}
+
+Registered Find(int64_t id) {
+  std::lock_guard lock(registry_mutex);
+  auto found = registry.find(id);
+  return found == registry.end() ? Registered{} : found->second;
+}
+
+void SetDevice(int64_t id, std::shared_ptr<CudaCommunicator> device) {
+  std::shared_ptr<CudaCommunicator> old = std::move(device);  // dies unlocked
+  std::lock_guard lock(registry_mutex);
+  if (auto found = registry.find(id); found != registry.end())
+    std::swap(found->second.device, old);
+}
+
+void SetFailureHook(FailureHook hook) { failure_hook.store(hook); }
+
+}  // namespace ringjax
