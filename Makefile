@@ -22,8 +22,9 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-SOURCES := $(wildcard $(foreach d,xla_ext xla_ext/* tests/native,$(d)/*.h $(d)/*.cc))
-NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES))
+SOURCES := $(wildcard $(foreach d,xla_ext xla_ext/* tests/native tests/cuda_stub, \
+  $(d)/*.h $(d)/*.cc $(d)/*.cu))
+NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES)) $(wildcard xla_ext/cuda/*)
 TESTS ?=
 
 help:  ## list the targets

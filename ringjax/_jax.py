@@ -273,6 +273,13 @@ def chain_number(ctx: Any) -> int:
     return number
 
 
+def last_value(ctx: Any) -> list[Any]:
+    """The order value that the next call of this block will be tied to, if any."""
+    last = _last_calls.of(ctx.module_context.module)
+    block = mlir.ir.InsertionPoint.current.block
+    return [last[block][0]] if _last_calls.enabled and block in last else []
+
+
 @contextlib.contextmanager
 def untied() -> Iterator[None]:
     """Lowers without the tie. For the control experiment of the order tests only."""

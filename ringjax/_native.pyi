@@ -157,7 +157,16 @@ class CudaCommunicator:
         names: Sequence[str] = ...,
     ) -> None:
         """Enqueues an allreduce beside `stream`; `done` with the same `site` joins."""
-    def done(self, *, site: int, stream: int = 0) -> None: ...
+    def done(
+        self,
+        ins: Sequence[tuple[int, int, Sequence[int]]] = ...,
+        outs: Sequence[tuple[int, int]] = ...,
+        *,
+        site: int,
+        stream: int = 0,
+        name: str = "",
+    ) -> None:
+        """Lets `stream` wait for a start; tensors only where they are to be copied."""
     def synchronize(self, stream: int = 0) -> None:
         """Waits for the device, without the GIL; StatusError if the epoch failed."""
     def check(self) -> None:
@@ -217,11 +226,12 @@ def pack(
     ins: Sequence[tuple[int, int, Sequence[int]]],
     fused: int,
     *,
-    wire: int,
-    scale: float,
-    stream: int,
-    unpack: bool,
-    device: int,
+    wire: int = -1,
+    scale: float = 1.0,
+    stream: int = 0,
+    unpack: bool = False,
+    device: int = 0,
+    poison: int = 0,
 ) -> int:
     """Enqueues the copy of tensors to one buffer, or back; returns the launches."""
 

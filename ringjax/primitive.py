@@ -8,12 +8,14 @@ allreduce of gradients, whose order is an array instead of an effect. No input c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ringjax import _jax, _native, runtime
+from ringjax._backward import Backward
 from ringjax.ops import ReduceOp as ReduceOp
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
@@ -287,29 +289,40 @@ def _chained_lower(
         cuts = (tuple(range(len(leaves))),)
     chain = _jax.chain_number(ctx) if overlapped else 0
     last = len(cuts) - 1
-    targets = ("ringjax_start", "ringjax_done") if overlapped else ("ringjax_run",)
-    for phase, target in enumerate(targets):
+
+    def call(target: str, site: int, seq: Any, **flags: int) -> Any:
+        cut = cuts[site]
+        types = [*(avals[i] for i in cut), seq_aval]
+        *out, seq = _jax.emit(
+            ctx,
+            target,
+            [*(leaves[i] for i in cut), seq],
+            types,
+            types,
+            aliases={i: i for i in range(len(types))},
+            attributes=attributes(
+                "allreduce", select(params, cut), site=site | chain << 16, **flags
+            ),
+            # The others hang on the first one by seq.
+            tie=target != "ringjax_done" and site == 0,
+        )
+        for i, value in zip(cut, out, strict=True):
+            leaves[i] = value
+        return seq
+
+    if overlapped:
+        ties = [seq, *_jax.last_value(ctx)]
+        backward = Backward(leaves, ties) if on_device else None
         for site, cut in enumerate(cuts):
-            types = [*(avals[i] for i in cut), seq_aval]
-            *out, seq = _jax.emit(
-                ctx,
-                target,
-                [*(leaves[i] for i in cut), seq],
-                types,
-                types,
-                aliases={i: i for i in range(len(types))},
-                attributes=attributes(
-                    "allreduce",
-                    select(params, cut),
-                    site=site | chain << 16,
-                    first=int(overlapped and phase == 0 and site == 0),
-                    last=int(overlapped and phase == 1 and site == last),
-                ),
-                # The others hang on the first one by seq.
-                tie=phase == 0 and site == 0,
-            )
-            for i, value in zip(cut, out, strict=True):
-                leaves[i] = value
+            ready = [leaves[i] for i in cut]
+            with backward.behind(ready) if backward else nullcontext():
+                seq = call("ringjax_start", site, seq, first=int(site == 0))
+                if backward and site < last:
+                    seq = backward.hold(seq, [leaves[i] for i in cuts[site + 1]])
+        for site in range(len(cuts)):
+            seq = call("ringjax_done", site, seq, last=int(site == last))
+    else:
+        seq = call("ringjax_run", 0, seq)
     # The handlers of a device cannot read seq: there it only orders, and is counted up
     # by the program.
     return [*leaves, _jax.plus_one(seq, seq_aval) if on_device else seq]

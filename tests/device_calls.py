@@ -201,7 +201,8 @@ def draw(
 
 def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
     """What an allreduce of the arrays of all ranks gives."""
-    dtype, combine = xs[0].dtype, np.add
+    dtype = xs[0].dtype
+    combine: Any = np.add
     if dtype == bool:
         combine = np.logical_or if op in ("Sum", "Max") else np.logical_and
     elif op in ("Min", "Max", "Product"):

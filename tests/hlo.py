@@ -35,13 +35,15 @@ class Instruction:
     def kind(self) -> str:
         """START, DONE and RUN with the bucket, gemm, copy or the opcode."""
         if call := CALL.search(self.rest):
-            return call[1].upper() + self.number("site")
+            return f"{call[1].upper()}{self.bucket}"
         return "gemm" if HEAVY.search(self.rest) else self.opcode
 
-    def number(self, attribute: str) -> str:
-        found = re.search(rf"\b{attribute} = (-?\d+)", self.rest)
-        assert found, f"no attribute {attribute} in {self.rest}"
-        return found[1]
+    @property
+    def bucket(self) -> int:
+        """Of a native call; the number of its chain is in the bits above."""
+        found = re.search(r"\bsite = (\d+)", self.rest)
+        assert found, f"no attribute site in {self.rest}"
+        return int(found[1]) & 0xFFFF
 
     @property
     def aliases(self) -> list[tuple[int, int]]:

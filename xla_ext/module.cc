@@ -45,10 +45,21 @@ nb::object ToText(const std::string& s) {
   return nb::steal(text);
 }
 
+int RaisePutOff(void*) {
+  nb::python_error* error = std::exchange(put_off, nullptr);
+  if (error == nullptr) return 0;
+  error->restore();
+  delete error;
+  return -1;
+}
+
 }  // namespace
 
 void Raise(const Status& status) {
   if (status.ok()) return;
+  // What a signal handler raised says more than that it interrupted the core.
+  if (status.code() == Code::kCancelled && RaisePutOff(nullptr) != 0)
+    throw nb::python_error();
   nb::object error = nb::handle(status_error)(ToText(status.message()));
   error.attr("code") =
       nb::str(std::string(kCodeNames[static_cast<int>(status.code())]).c_str());
@@ -58,14 +69,6 @@ void Raise(const Status& status) {
 }
 
 namespace {
-
-int RaisePutOff(void*) {
-  nb::python_error* error = std::exchange(put_off, nullptr);
-  if (error == nullptr) return 0;
-  error->restore();
-  delete error;
-  return -1;
-}
 
 // On the main thread: runs Python's signal handlers; true if one of them raised. What
 // it raised is put off until the core has let go and the interpreter runs again.

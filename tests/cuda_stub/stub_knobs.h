@@ -54,7 +54,8 @@ class Failures {
     auto found = planned_.find(std::string(function));
     if (found == planned_.end()) found = planned_.find(std::string(function) + "_v2");
     if (found == planned_.end()) return false;
-    return found->second < 0 || --found->second == 0;
+    if (found->second < 0) return true;
+    return found->second > 0 && --found->second == 0;
   }
 
  private:

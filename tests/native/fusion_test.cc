@@ -1,10 +1,11 @@
 // The plan of fused buffers (device/fusion.h), which is plain arithmetic: what is
 // packed and where, for every kind of call. No CUDA takes part in it.
+#include "device/fusion.h"
+
 #include <algorithm>
 #include <random>
 
 #include "check.h"
-#include "device/fusion.h"
 
 namespace ringjax {
 namespace {
@@ -135,10 +136,9 @@ TEST(FusionPlansAreSoundAndAlikeOnAllRanks) {
 
 TEST(FusionPacksWhatIsSmallOnly) {
   const int64_t limit = static_cast<int64_t>(kMiB / 4);
-  const Call call = MakeCall({MakeTensor(DType::kF32, {3}),
-                              MakeTensor(DType::kF32, {limit}),
-                              MakeTensor(DType::kF32, {limit - 1}),
-                              MakeTensor(DType::kF32, {5, 7})});
+  const Call call =
+      MakeCall({MakeTensor(DType::kF32, {3}), MakeTensor(DType::kF32, {limit}),
+                MakeTensor(DType::kF32, {limit - 1}), MakeTensor(DType::kF32, {5, 7})});
   const FusionPlan plan = PlanOf(call);
   CheckPlan(call, plan);
   CHECK_EQ(plan.segments.size(), 1u);
@@ -149,9 +149,9 @@ TEST(FusionPacksWhatIsSmallOnly) {
 }
 
 TEST(FusionModes) {
-  const Call call = MakeCall({MakeTensor(DType::kF32, {3}),
-                              MakeTensor(DType::kF32, {1 << 20}),
-                              MakeTensor(DType::kF32, {0})});
+  const Call call =
+      MakeCall({MakeTensor(DType::kF32, {3}), MakeTensor(DType::kF32, {1 << 20}),
+                MakeTensor(DType::kF32, {0})});
   FusionOptions options;
   options.mode = Fusion::kPack;
   FusionPlan plan = PlanOf(call, options);
@@ -166,8 +166,7 @@ TEST(FusionModes) {
 }
 
 TEST(FusionOfOneRankOnlyConverts) {
-  Call call =
-      MakeCall({MakeTensor(DType::kF32, {3}), MakeTensor(DType::kF32, {4})});
+  Call call = MakeCall({MakeTensor(DType::kF32, {3}), MakeTensor(DType::kF32, {4})});
   CHECK(PlanOf(call, {}, 1).segments.empty());
   CHECK_EQ(PlanOf(call, {}, 1).in_place.size(), 2u);
   call.postscale = 3;
@@ -194,10 +193,9 @@ TEST(FusionLeavesOneThatIsAloneWhereItIs) {
 }
 
 TEST(FusionOfSegmentsByType) {
-  Call call = MakeCall(
-      {MakeTensor(DType::kF32, {3}), MakeTensor(DType::kC64, {2}),
-       MakeTensor(DType::kF64, {3}), MakeTensor(DType::kC128, {}),
-       MakeTensor(DType::kBF16, {9}), MakeTensor(DType::kBF16, {1})});
+  Call call = MakeCall({MakeTensor(DType::kF32, {3}), MakeTensor(DType::kC64, {2}),
+                        MakeTensor(DType::kF64, {3}), MakeTensor(DType::kC128, {}),
+                        MakeTensor(DType::kBF16, {9}), MakeTensor(DType::kBF16, {1})});
   FusionPlan plan = PlanOf(call);
   CheckPlan(call, plan);
   CHECK_EQ(plan.segments.size(), 3u);  // a complex number is two floats

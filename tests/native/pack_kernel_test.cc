@@ -325,7 +325,7 @@ TEST(SealingCondemnsTheFirstChunkOfEachTensor) {
         for (size_t i = 0; i < count; ++i)
           std::fill_n(arena->data() + layout.at[i], sizes[i] * Width(t), std::byte{1});
       const std::string name =
-          "rj_seal_" + std::string(Name(t)) + (count > kPackSmall ? "_1360" : "_160");
+          "rj_seal_" + std::string(Name(t)) + (count > kPackSmall ? "_1360" : "_168");
       for (unsigned poison : {0u, 1u}) {
         const Launch launch{&tensors, &none, 1.0, &poison, 3};
         if (count > kPackSmall) {
@@ -348,7 +348,7 @@ TEST(PackKernelsAreFoundByTheirNamesOnly) {
       for (const char* what : {"pack", "unpack"})
         CHECK(FindOnCpu(KernelName(what, types, capacity)) != nullptr);
   CHECK(FindOnCpu("rj_pack_f32_f32_161") == nullptr);
-  CHECK(FindOnCpu("rj_seal_i32_160") == nullptr);
+  CHECK(FindOnCpu("rj_seal_i32_168") == nullptr);
   CHECK(FindOnCpu("") == nullptr);
 }
 

@@ -152,9 +152,7 @@ HANGING = ("shape", "dtype", "op", "number", "collective", "wire")
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_all_get_one_sentence(
-    condemned: Device, what: str
-) -> None:
+def test_ranks_that_disagree_all_get_one_sentence(condemned: Device, what: str) -> None:
     device, (shown, changes) = condemned, DISAGREEMENTS[what]
     culprit, large = device.size - 1, np.ones(1 << 19, np.float32)
     call = _same(**(changes if device.rank == culprit else {}))

@@ -57,7 +57,11 @@ def quickly_down():
 
 
 def job(
-    start: StartJob, np: int, script: str, env: dict[str, str] | None = None, **knobs: Any
+    start: StartJob,
+    np: int,
+    script: str,
+    env: dict[str, str] | None = None,
+    **knobs: Any,
 ) -> Job:
     text = HEAD + dedent(script)
     return start(np, text, env=stub_environment(**knobs) | (env or {}))
@@ -199,7 +203,8 @@ def test_a_rank_that_never_calls_is_named(start_job: StartJob) -> None:
         device = begin()
         steps(device, 2)
         if rank == 2:
-            time.sleep(12)
+            while not device.core.aborted:  # it hears of it as well
+                time.sleep(0.05)
             quickly_down()
             sys.exit()
         try:
@@ -219,7 +224,7 @@ def test_a_rank_that_never_calls_is_named(start_job: StartJob) -> None:
         assert "grads" in text
         assert "for 2 s" in text
         assert "still waiting" in one.output(rank), one.logs()
-    one.wait(20)
+    assert one.wait(20) == 0, one.logs()
 
 
 def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
@@ -247,7 +252,7 @@ def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
 
 
 def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
-    """The heartbeat looks away, so it is NCCL that sees the peer go."""
+    """Of the peer, only what belongs to NCCL goes: no heartbeat tells of it."""
     one = job(
         start_job,
         2,
@@ -255,7 +260,6 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
         device = begin()
         steps(device, 2)
         if rank == 1:
-            # NCCL's part of this rank goes, its process stays
             device.core.abort("somebody said so", 1)
             time.sleep(4)
             quickly_down()
@@ -270,33 +274,38 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
     )
     assert one.wait(30) == 0, one.logs()
     _, text = caught(one, 0)
-    assert "grads" in text, one.logs()
-    assert "a peer went away" in text or "rank 1" in text, one.logs()
+    assert "RINGJAX[world" in text, one.logs()
+    assert "an error of NCCL: a peer went away (rank 1" in text, one.logs()
 
 
-STRUCK = (
-    "cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuStreamCreateWithPriority",
-    "cuMemAlloc", "ncclCommInitRankConfig", "cuMemAllocAsync", "cuLaunchKernel",
-    "cuEventRecord", "ncclGroupStart", "ncclAllReduce", "ncclGroupEnd",
-    "cuStreamWaitEvent", "ncclCommFinalize", "ncclCommDestroy",
-)  # fmt: skip
+# Each fails once on rank 1, or at its nth call: some are called again on the way out of
+# an error, and what they say then does not matter.
+STRUCK = {
+    "at the beginning": (
+        "cuDevicePrimaryCtxRetain cuModuleLoadData cuStreamCreateWithPriority cuMemAlloc "
+        "ncclCommInitRankConfig"
+    ),
+    "in a call": (
+        "cuMemAllocAsync cuLaunchKernel ncclGroupStart ncclAllReduce ncclGroupEnd:2"
+    ),
+    "between streams": "cuEventRecord cuStreamWaitEvent:2",
+}
 
 
-@pytest.mark.timeout(90)
-def test_functions_that_fail(start_job: StartJob) -> None:
-    """On one rank each fails once, in the order of the calls; then a new world works."""
+@pytest.mark.parametrize("where", STRUCK)
+def test_functions_that_fail(start_job: StartJob, where: str) -> None:
+    """Both ranks hear of each, and the world can be formed again."""
+    names = STRUCK[where].split()
     one = job(
         start_job,
         2,
         f"""
-        if rank == 1:
-            for prefix in ("cu", "nccl"):
-                names = [n for n in {STRUCK} if n.startswith(prefix)]
-                variable = dict(cu="CUDA", nccl="NCCL")[prefix] + "_STUB_FAIL"
-                os.environ[variable] = ",".join(names)
-        errors = []
-        for attempt in range(20):
-            started = time.monotonic()
+        for prefix, variable in dict(cu="CUDA", nccl="NCCL").items():
+            if rank == 1:
+                names = [name for name in {names} if name.startswith(prefix)]
+                os.environ[variable + "_STUB_FAIL"] = ",".join(names)
+        for attempt in range({len(names) + 1}):
+            started, device = time.monotonic(), None
             try:
                 device = begin()
                 must_work(device)
@@ -304,26 +313,21 @@ def test_functions_that_fail(start_job: StartJob) -> None:
                 device.start(arrays, reduce="Average", name="bucket")
                 device.done()
                 device.core.synchronize()
-                device = None
-                quickly_down()
-                if rank == 0 or len(errors) >= len({STRUCK}) - 2:
-                    print("attempt", attempt, "is good", flush=True)
+                print("all is well", flush=True)
             except Exception as error:
-                errors.append(error)
                 print("error", attempt, type(error).__name__, error, flush=True)
-                device = None
-                quickly_down()
+            quickly_down()
             assert time.monotonic() - started < 6, attempt
-        print("errors:", len(errors), flush=True)
         """,
-        {"RINGJAX_START_TIMEOUT": "4"},
+        {"RINGJAX_START_TIMEOUT": "5"},
     )
-    assert one.wait(80) == 0, one.logs(20000)
-    for name in STRUCK[:-2]:  # a good end is only worth trying
-        for rank in range(2):
-            lines = [s for s in one.output(rank).splitlines() if name in s]
-            assert lines, (name, one.logs(20000))
-            assert any("rank 1" in line for line in lines), one.logs(20000)
+    assert one.wait(40) == 0, one.logs()
+    for rank in range(2):
+        lines = one.output(rank).splitlines()
+        for name in names:
+            told = [line for line in lines if name.partition(":")[0] in line]
+            assert any("rank 1" in line for line in told), (name, one.logs())
+        assert "all is well" in lines, one.logs()
 
 
 def test_the_init_of_nccl_ends_in_time(start_job: StartJob) -> None:
@@ -401,11 +405,7 @@ def test_ctrl_c_while_waiting_for_the_device(start_job: StartJob) -> None:
         print("ready", flush=True)
         if rank == 0:
             time.sleep(60)
-        try:
-            steps(device, 1)
-        except BaseException as error:
-            tell(repr(error))
-            raise
+        steps(device, 1)
         """,
     )
     for rank in range(2):
@@ -413,8 +413,6 @@ def test_ctrl_c_while_waiting_for_the_device(start_job: StartJob) -> None:
     time.sleep(0.3)
     pressed = time.time()
     one.kill(rank=1, sig=signal.SIGINT)
-    one.wait_for(1, "caught at ", timeout=5)
-    when, text = caught(one, 1)
-    assert when - pressed < 2
-    assert "KeyboardInterrupt" in text, one.logs()
-    one.wait(15)
+    one.wait_for(1, "KeyboardInterrupt", timeout=5)
+    assert time.time() - pressed < 3
+    assert one.wait(15) != 0

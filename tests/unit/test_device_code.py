@@ -284,7 +284,7 @@ def test_nvrtc_compiles_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     *cubins, ptx = [i.data for i in code.images]
     assert all(c.startswith(b"\x7fELF") and b"rj_seal_f64_1360" in c for c in cubins)
-    assert ptx.endswith(b"\0") and b".entry rj_unpack_f32_bf16_160" in ptx
+    assert ptx.endswith(b"\0") and b".entry rj_unpack_f32_bf16_168" in ptx
 
 
 def test_nvrtc_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:

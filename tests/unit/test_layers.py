@@ -27,7 +27,7 @@ LEVELS = {
         *("launch", "meeting", "objects"),
     },
     1: {"runtime", "world", "process_set", "mesh", "nccl", "buckets", "basics"},
-    2: {"_jax", "placement"},
+    2: {"_jax", "_backward", "placement"},
     3: {"primitive"},
     4: {"collectives", "compression"},
     5: {"optim", "sync"},

@@ -160,5 +160,30 @@ def test_chains_of_one_program_have_buckets_of_their_own() -> None:
         return first, chained([a, b], SEQ, ((1,), (0,)), overlapped=True)
 
     found = on_cuda(program, jnp.ones(2), jnp.ones(3))
-    sites = [call.attributes["site"] for call in found]
+    sites = [int(re.findall(r"site = (\d+)", call.rest)[0]) for call in found]
     assert sites == [0, 1, 0, 1, 65536, 65537, 65536, 65537]
+
+
+@pytest.mark.usefixtures("no_device")
+def test_a_bucket_starts_where_its_gradients_are_complete() -> None:
+    """Each START but the last holds back what the rest of the backward pass needs."""
+
+    def program(ws: Any, x: Any, seq: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            y = x
+            for w in ws:
+                y = jnp.tanh(y @ w)
+            return jnp.sum(y)
+
+        return chained(jax.grad(loss)(ws), seq, ((2,), (1,), (0,)), overlapped=True)
+
+    weights = [jnp.ones((4, 4)) for _ in range(3)]
+    lines = lowered(
+        program, weights, jnp.ones((2, 4)), SEQ, platform="cuda"
+    ).splitlines()
+    kinds = ("ringjax_start", "ringjax_done", "optimization_barrier", "dot_general")
+    found = [kind for line in lines for kind in kinds if kind in line]
+    start, done, barrier, dot = kinds
+    # Three products forward; backward each layer's weights, and what goes further down.
+    behind = [dot, start, barrier, dot, dot, start, barrier, dot, dot, start]
+    assert found == [dot] * 3 + behind + [done] * 3

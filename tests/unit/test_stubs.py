@@ -74,7 +74,7 @@ KERNELS = """
         _fields_ = [("tensor", ctypes.c_uint64), ("elements", ctypes.c_uint64),
                     ("first_chunk", ctypes.c_uint), ("offset16", ctypes.c_uint)]
 
-    def table(fused, entries, capacity=160):
+    def table(fused, entries, capacity=168):
         class Table(ctypes.Structure):
             _fields_ = [("fused", ctypes.c_uint64), ("poison", ctypes.c_uint64),
                         ("scale", ctypes.c_double), ("count", ctypes.c_uint),
@@ -93,7 +93,7 @@ KERNELS = """
 """
 
 
-@pytest.mark.parametrize("capacity", [160, 1360])
+@pytest.mark.parametrize("capacity", [168, 1360])
 def test_kernels_run_on_the_stream_with_the_parameters_of_the_launch(
     processes: Processes, tmp_path: Path, capacity: int
 ) -> None:
@@ -132,13 +132,13 @@ def test_events_order_streams_as_in_cuda(processes: Processes) -> None:
         source, later, fused = np.ones(8), np.full(8, 2.0), np.zeros(8)
         cuda.StreamWaitEvent(quick, event, 0)  # never recorded: nothing to wait for
         cuda.StreamSynchronize(quick)
-        launch(b"rj_pack_f64_f64_160", table(fused, [(source, 0)]), slow)
+        launch(b"rj_pack_f64_f64_168", table(fused, [(source, 0)]), slow)
         cuda.EventRecord(event, slow)
         cuda.StreamWaitEvent(quick, event, 0)
         copy = np.zeros(8)
         cuda.MemcpyDtoDAsync_v2(at(copy), at(fused), 64, quick)
         # A later record changes nothing for a wait that has been enqueued.
-        launch(b"rj_pack_f64_f64_160", table(fused, [(later, 0)]), slow)
+        launch(b"rj_pack_f64_f64_168", table(fused, [(later, 0)]), slow)
         cuda.EventRecord(event, slow)
         assert cuda.code.StreamQuery(quick) == 600
         cuda.StreamSynchronize(quick)
@@ -216,7 +216,7 @@ def test_a_child_of_fork_has_no_cuda_and_a_busy_process_ends(
         KERNELS,
         """
         source, fused = np.ones(8), np.zeros(8)
-        launch(b"rj_pack_f64_f64_160", table(fused, [(source, 0)]), 0)
+        launch(b"rj_pack_f64_f64_168", table(fused, [(source, 0)]), 0)
         child = os.fork()
         if child == 0:
             os._exit(cuda.code.StreamQuery(0))

@@ -325,7 +325,7 @@ __device__ __forceinline__ void Seal(const PackTable<N>& table) {
   RINGJAX_BOTH_WAYS(X, u64, UInt64, u64, UInt64, N)    \
   RINGJAX_BOTH_WAYS(X, bytes, Bytes, bytes, Bytes, N)
 #define RINGJAX_KERNELS(X)    \
-  RINGJAX_KERNELS_FOR(X, 160) \
+  RINGJAX_KERNELS_FOR(X, 168) \
   RINGJAX_KERNELS_FOR(X, 1360)
 
 #ifdef __CUDACC__

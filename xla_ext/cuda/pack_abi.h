@@ -25,7 +25,7 @@ struct PackTable {
 };
 
 // Parameters of a kernel may take 4 KiB, and 32764 bytes from sm_70 and driver 12.1 on.
-constexpr int kPackSmall = 160, kPackLarge = 1360;
+constexpr int kPackSmall = 168, kPackLarge = 1360;
 constexpr unsigned int kPackChunkBytes = 16384;
 constexpr unsigned int kPackThreads = 512;
 constexpr unsigned int kPackTeam = 256;  // threads that share a chunk; 2 chunks a block
@@ -37,7 +37,7 @@ static_assert(sizeof(PackTable<kPackLarge>) <= 32764, "fits devices from sm_70 o
 // Names: rj_pack_<tensor>_<wire>_<capacity> copies tensors into the fused buffer,
 // rj_unpack_<tensor>_<wire>_<capacity> back. Types as in dtype.h (f16 bf16 f32 f64 i8
 // i32 i64 u8 u32 u64); wire is the same type, or f16/bf16 for f32 and f64. Type "bytes"
-// (rj_pack_bytes_bytes_160) copies without arithmetic. rj_seal_<tensor>_<capacity> (f16
+// (rj_pack_bytes_bytes_168) copies without arithmetic. rj_seal_<tensor>_<capacity> (f16
 // bf16 f32 f64) only fills what `poison` condemns.
 
 }  // namespace ringjax

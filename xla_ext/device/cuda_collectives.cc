@@ -184,15 +184,20 @@ Status CudaCommunicator::Fused(Work* work) {
     return OkStatus();
   });
   RJ_TRY(issued);
+  std::vector<Sealed> pieces;
+  auto seal = [&](size_t i) { pieces.push_back({i, 0, call.tensors[i].bytes()}); };
+  auto into = target;
+  if (!reduces)
+    into.poison = 0;  // arithmetic may change the bits of a NaN: plain copies
   for (const Segment& s : plan.segments) {
     gather(s, [](const Tensor& t) { return t.out; });
     RJ_TRY(kernels_->Unpack(patches_, s.dtype, s.wire, reduces ? call.postscale : 1.0,
-                            target));
+                            into));
+    for (const Packed& p : s.pieces)
+      if (!reduces) seal(p.tensor);
   }
   work->used.packed_bytes += plan.packed_bytes();
-  std::vector<Sealed> pieces;
-  if (size() > 1)
-    for (size_t i : plan.in_place) pieces.push_back({i, 0, call.tensors[i].bytes()});
+  for (size_t i : plan.in_place) seal(i);
   return Seal(work, pieces);
 }
 

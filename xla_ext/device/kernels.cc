@@ -101,7 +101,7 @@ Result<Function> Kernels::Find(const std::string& name) {
   if (found == functions_.end()) {
     Function function = nullptr;
     RJ_TRY(driver_.Check(driver_.ModuleGetFunction(&function, module_, name.c_str()),
-                         name));
+                         "cuModuleGetFunction of " + name));
     found = functions_.emplace(name, function).first;
   }
   return found->second;
@@ -181,10 +181,10 @@ Status Kernels::LaunchTable(const std::string& name, const Kind& kind,
   const unsigned blocks = static_cast<unsigned>(
       std::min<uint64_t>((chunks + kTeams - 1) / kTeams, most_blocks_));
   void* parameters[] = {&table};
-  RJ_TRY(
-      driver_.Check(driver_.LaunchKernel(function.value(), blocks, 1, 1, kPackThreads,
-                                         1, 1, 0, target.stream, parameters, nullptr),
-                    name));
+  const Outcome launched =
+      driver_.LaunchKernel(function.value(), blocks, 1, 1, kPackThreads, 1, 1, 0,
+                           target.stream, parameters, nullptr);
+  if (launched != kSuccess) return driver_.Check(launched, "cuLaunchKernel of " + name);
   if (target.launches != nullptr) ++*target.launches;
   return OkStatus();
 }
