@@ -203,7 +203,7 @@ def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
     """What an allreduce of the arrays of all ranks gives."""
     dtype = xs[0].dtype
     combine: Any = np.add
-    if dtype == bool:
+    if dtype.kind == "b":
         combine = np.logical_or if op in ("Sum", "Max") else np.logical_and
     elif op in ("Min", "Max", "Product"):
         combine = {"Min": np.minimum, "Max": np.maximum, "Product": np.multiply}[op]

@@ -13,6 +13,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from device_code import needs_kernels
 from launch import Job, StartJob
 from stubs import stub_environment
 
@@ -120,6 +121,7 @@ def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) ->
     assert "works 1" in one.output(0), one.logs()
 
 
+@needs_kernels
 def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> None:
     one = job(
         start_job,
@@ -282,8 +284,8 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
 # an error, and what they say then does not matter.
 STRUCK = {
     "at the beginning": (
-        "cuDevicePrimaryCtxRetain cuModuleLoadData cuStreamCreateWithPriority cuMemAlloc "
-        "ncclCommInitRankConfig"
+        "cuDevicePrimaryCtxRetain cuModuleLoadData cuStreamCreateWithPriority "
+        "cuMemAlloc ncclCommInitRankConfig"
     ),
     "in a call": (
         "cuMemAllocAsync cuLaunchKernel ncclGroupStart ncclAllReduce ncclGroupEnd:2"
@@ -292,6 +294,7 @@ STRUCK = {
 }
 
 
+@needs_kernels
 @pytest.mark.parametrize("where", STRUCK)
 def test_functions_that_fail(start_job: StartJob, where: str) -> None:
     """Both ranks hear of each, and the world can be formed again."""

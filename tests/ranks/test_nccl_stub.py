@@ -30,6 +30,7 @@ from device_calls import (
     reopen,
     wire,
 )
+from device_code import HAS_KERNELS, needs_kernels
 from rank_worker import VARIABLE, World
 from stubs import stub_environment
 
@@ -122,6 +123,7 @@ def test_allreduce_of_every_dtype(fusing: Device, op: str) -> None:
     both(fusing, "allreduce", stacks, check, reduce=op, name="all")
 
 
+@needs_kernels
 @pytest.mark.parametrize(("before", "after"), [(0.5, 1.0), (1.0, 0.3), (3.0, 0.25)])
 def test_allreduce_scaled(fusing: Device, before: float, after: float) -> None:
     stacks = inputs(fusing.size, (*FLOATS, *INTEGERS, *COMPLEX), [(33,), ()])
@@ -141,6 +143,7 @@ def test_allreduce_scaled(fusing: Device, before: float, after: float) -> None:
     both(fusing, "allreduce", stacks, check, **factors)
 
 
+@needs_kernels
 @pytest.mark.parametrize("name", ["f16", "bf16"])
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_allreduce_compressed(fusing: Device, name: str, op: str) -> None:
@@ -171,12 +174,13 @@ def test_allreduce_of_many_tensors(fusing: Device, count: int) -> None:
     after = fusing.stats("allreduce")
     launches = after["launches"] - before["launches"]
     mode = runtime.config().fusion
-    if mode == "pack" or (mode == "hybrid" and size > 1):
+    if HAS_KERNELS and (mode == "pack" or (mode == "hybrid" and size > 1)):
         tables = 1 if np.count_nonzero(sizes) <= 1360 else 2
         assert launches == 2 * 2 * tables  # both calls pack and unpack
     assert after["calls"] - before["calls"] == 2
 
 
+@needs_kernels
 def test_large_tensors_are_reduced_where_they_are(device: Device, log: NcclLog) -> None:
     device = reopen(RINGJAX_FUSION="hybrid")
     log.take()
@@ -188,14 +192,15 @@ def test_large_tensors_are_reduced_where_they_are(device: Device, log: NcclLog) 
         equal(out, reduced("Sum", stacks[i // 2]))
     done = [e for e in log.take() if e["function"] == "ncclAllReduce"]
     counts = sorted(e["count"] for e in done)
-    if device.size == 1:
-        assert counts == [15, 15, large[0], large[0]]
-    else:
-        assert counts == [15 + 1 + 15 + 1, large[0], large[0]]  # at multiples of 16 B
+    if device.size == 1:  # nothing is left to do
+        assert counts == []
+        return
+    assert counts == [15 + 1 + 15 + 1, large[0], large[0]]  # at multiples of 16 bytes
     assert len({e["group"] for e in done}) == 1
     assert all(e["in_place"] for e in done)
 
 
+@needs_kernels
 def test_one_group_for_the_gradients_of_a_resnet(log: NcclLog, device: Device) -> None:
     sizes = [64, 256, 512, 1024, 2048] * 21 + [2359296, 1048576, 2048000]
     sizes += [36864, 65536, 147456] * 17 + [589824, 524288]
@@ -205,10 +210,12 @@ def test_one_group_for_the_gradients_of_a_resnet(log: NcclLog, device: Device) -
     for array in arrays:
         assert (array == (device.size + 1) / 2).all()
     done = [e for e in log.take() if e["function"] == "ncclAllReduce"]
-    large = [n for n in sizes if 4 * n >= MIB]
+    if device.size == 1:
+        assert done == []
+        return
+    assert len(done) == len([n for n in sizes if 4 * n >= MIB]) + 1
     assert len({e["group"] for e in done}) == 1
-    assert {e["redop"] for e in done} == {"avg" if device.size > 1 else "sum"}
-    assert len(done) == (161 if device.size == 1 else len(large) + 1)
+    assert {e["redop"] for e in done} == {"avg"}
 
 
 def test_nothing_to_reduce(device: Device) -> None:
@@ -220,13 +227,11 @@ def test_nothing_to_reduce(device: Device) -> None:
 
 
 def test_a_refused_call_does_not_spoil_a_good_one(device: Device) -> None:
-    if device.size > 1:
-        pytest.skip("several ranks end the communicator; see test_nccl_disagree_stub")
     x, small = np.ones(7, np.float32), np.ones(6, np.float32)
     with pytest.raises(Exception, match="f32.7. has 24 bytes"):
         device.run("allreduce", [x], [small], name="good")
     device.run("allreduce", [x], name="good")
-    assert (x == 1).all()
+    assert (x == device.size).all()
 
 
 def test_broadcast(fusing: Device) -> None:
@@ -272,6 +277,8 @@ SCATTERED = {
 @pytest.mark.parametrize("how", SCATTERED)
 def test_reducescatter(device: Device, uneven: bool, how: str) -> None:
     options, near = SCATTERED[how]
+    if how in ("scaled", "compressed") and not HAS_KERNELS:
+        pytest.skip("built without device code")
     op, size, rank = options["reduce"], device.size, device.rank
     rows = [(2 * r + 3) % 5 if uneven else 3 for r in range(size)]
     dtypes = [*FLOATS, *(() if op in ("Max", "Product") else COMPLEX)]
@@ -337,10 +344,9 @@ def test_many_calls_without_waiting(device: Device) -> None:
     assert (large == 1).all()
 
 
+@pytest.mark.ranks(3, env=stub_environment)
 def test_overlapping_process_sets_and_the_world(device: Device) -> None:
-    size, rank = device.size, device.rank
-    if size < 3:
-        pytest.skip("needs three ranks")
+    rank = device.rank
     sets = [ringjax.add_process_set([0, 1]), ringjax.add_process_set([2, 1])]
     ends = {s.process_set_id: Device(s.process_set_id) for s in sets if s.included()}
     for i in range(20):

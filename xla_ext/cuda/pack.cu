@@ -191,12 +191,13 @@ __device__ __forceinline__ unsigned int EntryOf(const PackTable<N>& table,
 }
 
 // All elements of one unit.
-template <typename To, typename From, typename ToWords, typename FromWords, typename C>
-__device__ __forceinline__ ToWords Changed(const FromWords& words, const C& change) {
+template <typename To, typename From, typename IntoWords, typename FromWords,
+          typename C>
+__device__ __forceinline__ IntoWords Changed(const FromWords& words, const C& change) {
   constexpr int kElements = sizeof(FromWords) / sizeof(typename From::Stored);
   typename From::Stored in[kElements];
   typename To::Stored out[kElements];
-  ToWords result;
+  IntoWords result;
   memcpy(in, &words, sizeof(in));
   RINGJAX_UNROLL
   for (int i = 0; i < kElements; ++i) out[i] = change.template Apply<To, From>(in[i]);
@@ -214,7 +215,7 @@ __device__ __forceinline__ void MoveChunk(Address to, Address from, unsigned int
   constexpr unsigned int kUnit = 16 / sizeof(typename T::Stored);
   constexpr unsigned int kUnits = kPackChunkBytes / 16;
   constexpr unsigned int kInFlight = Change<T>::kInFlight;
-  using ToWords = typename WordsOf<kUnit * sizeof(ToStored)>::Type;
+  using IntoWords = typename WordsOf<kUnit * sizeof(ToStored)>::Type;
   using FromWords = typename WordsOf<kUnit * sizeof(FromStored)>::Type;
 
   const unsigned int units = aligned ? n / kUnit : 0;
@@ -230,8 +231,8 @@ __device__ __forceinline__ void MoveChunk(Address to, Address from, unsigned int
     for (unsigned int k = 0; k < kInFlight; ++k) {
       const unsigned int unit = thread + first + k * kPackTeam;
       if (unit >= units) break;
-      StoreWords(to + unit * sizeof(ToWords),
-                 Changed<To, From, ToWords>(words[k], change));
+      StoreWords(to + unit * sizeof(IntoWords),
+                 Changed<To, From, IntoWords>(words[k], change));
     }
   }
   RINGJAX_ROLLED

@@ -264,12 +264,13 @@ Result<cuda::Pointer> CudaCommunicator::Scratch(size_t bytes) {
 }
 
 Status CudaCommunicator::Synchronize(cuda::Stream stream) {
-  if (closing_.load(std::memory_order_acquire)) return Check();
   const Bound bound(driver_, context_);
   const auto start = Clock::now();
   for (cuda::Stream s : {stream, comm_stream_}) {
-    cuda::Outcome outcome;
-    while ((outcome = driver_.StreamQuery(s)) == cuda::kNotReady) {
+    cuda::Outcome outcome = cuda::kNotReady;
+    while (true) {
+      if (closing_.load(std::memory_order_acquire)) return Check();
+      if ((outcome = driver_.StreamQuery(s)) != cuda::kNotReady) break;
       if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
         return Status(Code::kCancelled, control_->Prefix() + "interrupted");
       std::this_thread::sleep_for(

@@ -113,7 +113,7 @@ class CudaCommunicator {
   Status Open(const nccl::UniqueId& unique_id);
   Status OpenDevice();
   Status JoinNccl(const nccl::UniqueId& unique_id);
-  Status AwaitPeers(nccl::Comm joining);
+  Status AwaitPeers(nccl::Comm joining, const std::atomic<bool>& interrupted);
   bool Finish();  // NCCL, in good order; false if that was not possible in time
   void ReleaseDevice();
 

@@ -35,21 +35,25 @@ CudaCommunicator::CudaCommunicator(CudaOptions options,
 Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Connect(
     CudaOptions options, std::shared_ptr<Communicator> control,
     const nccl::UniqueId& unique_id) {
+  const std::string prefix = control->Prefix();
+  const std::string place = "CUDA device " + std::to_string(options.device) + ": ";
+  // The others would wait for this rank until their limit.
+  auto give_up = [&](const Status& why) {
+    const bool told = control->aborted();  // by a peer, with whose words `why` comes
+    if (!told) control->GiveUp(why.code(), place + why.message());
+    return Status(why.code(), prefix + (told ? "" : place) + why.message(), why.rank());
+  };
   const auto driver = cuda::OpenDriver();
-  if (!driver.ok()) return driver.status();
+  if (!driver.ok()) return give_up(driver.status());
   const nccl::Nccl* nccl = nccl::OpenedNccl();
   if (nccl == nullptr)
-    return Status(Code::kFailedPrecondition, "NCCL has not been opened");
-  const std::string prefix = control->Prefix();
-  std::shared_ptr<CudaCommunicator> made(new CudaCommunicator(
-      std::move(options), std::move(control), *driver.value(), *nccl));
+    return give_up(Status(Code::kFailedPrecondition, "NCCL has not been opened"));
+  std::shared_ptr<CudaCommunicator> made(
+      new CudaCommunicator(std::move(options), control, *driver.value(), *nccl));
   if (Status s = made->Open(unique_id); !s.ok()) {
-    const std::string why =
-        "CUDA device " + std::to_string(made->options_.device) + ": " + s.message();
-    made->control_->GiveUp(s.code(),
-                           why);  // or the others would wait until their limit
+    const Status why = give_up(s);
     made->Abort(s);
-    return Status(s.code(), prefix + why);
+    return why;
   }
   return made;
 }
@@ -96,29 +100,39 @@ Status CudaCommunicator::JoinNccl(const nccl::UniqueId& unique_id) {
   nccl::Config config;
   nccl::Comm joining = nullptr;
   Status status;
+  std::atomic<bool> interrupted{false}, over{false};
   // On a thread of its own until it is connected: where it fails early, NCCL leaves its
   // thread inside a group for good, and the work itself may lean on the thread's
   // memory.
-  std::thread([&] {
+  std::thread joiner([&] {
     const Bound bound(driver_, context_);
     status = nccl_.Check(
         nccl_.CommInitRankConfig(&joining, size(), unique_id, rank(), &config),
         "ncclCommInitRankConfig");
-    if (status.ok()) status = AwaitPeers(joining);
+    if (status.ok()) status = AwaitPeers(joining, interrupted);
     if (!status.ok() && joining != nullptr) nccl_.CommAbort(joining);
-  }).join();
+    over = true;
+  });
+  while (!over) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    InterruptCheck check = interrupt_check.load();
+    if (check != nullptr && check()) interrupted = true;
+  }
+  joiner.join();
   RJ_TRY(status);
   comm_ = joining;
   return OkStatus();
 }
 
-Status CudaCommunicator::AwaitPeers(nccl::Comm joining) {
+Status CudaCommunicator::AwaitPeers(nccl::Comm joining,
+                                    const std::atomic<bool>& interrupted) {
   nccl::Outcome outcome = nccl::kSuccess, state = nccl::kInProgress;
   const bool settled = Eventually(options_.start_timeout, [&] {
     outcome = nccl_.CommGetAsyncError(joining, &state);
     return outcome != nccl::kSuccess || state != nccl::kInProgress ||
-           control_->aborted();
+           control_->aborted() || interrupted;
   });
+  if (interrupted) return Status(Code::kCancelled, "interrupted");
   if (control_->aborted()) return control_->abort_status();
   if (!settled)
     return Status(Code::kDeadlineExceeded,

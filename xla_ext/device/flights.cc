@@ -11,27 +11,20 @@ Flights::~Flights() {
   for (cuda::Event e : spare_) driver_.EventDestroy(e);
 }
 
-Result<cuda::Event> Flights::Take() {
-  if (spare_.empty()) {
-    cuda::Event event = nullptr;
-    RJ_CUDA(driver_, EventCreate, &event, cuda::kEventDisableTiming);
-    return event;
-  }
-  cuda::Event event = spare_.back();
-  spare_.pop_back();
-  return event;
-}
-
 Status Flights::Begin(cuda::Stream stream, std::string title) {
   std::lock_guard lock(mutex_);
+  while (spare_.size() < 2) {
+    cuda::Event event = nullptr;
+    RJ_CUDA(driver_, EventCreate, &event, cuda::kEventDisableTiming);
+    spare_.push_back(event);
+  }
+  RJ_CUDA(driver_, EventRecord, spare_.back(), stream);
   Flight flight;
   flight.title = std::move(title);
   for (cuda::Event* event : {&flight.begun, &flight.ended}) {
-    Result<cuda::Event> taken = Take();
-    if (!taken.ok()) return taken.status();
-    *event = taken.value();
+    *event = spare_.back();
+    spare_.pop_back();
   }
-  RJ_CUDA(driver_, EventRecord, flight.begun, stream);
   flights_.push_back(std::move(flight));
   return OkStatus();
 }

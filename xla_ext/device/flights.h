@@ -45,7 +45,6 @@ class Flights {
     bool closed = false;  // End was called
     std::optional<std::chrono::steady_clock::time_point> since;
   };
-  Result<cuda::Event> Take();
 
   const cuda::Driver& driver_;
   std::mutex mutex_;
