@@ -271,6 +271,13 @@ def test_config_file(tmp_path: Path, kind: str) -> None:
     assert "params.cycle_time_ms in " in done.stderr
 
 
+def test_what_ranks_get_unless_somebody_says_otherwise() -> None:
+    done = ringrun("-np", "1", *sh("env"))
+    assert "GLIBC_TUNABLES=glibc.malloc.hugetlb=1\n" in done.stdout
+    chosen = ringrun("-np", "1", *sh("env"), GLIBC_TUNABLES="glibc.malloc.check=0")
+    assert "GLIBC_TUNABLES=glibc.malloc.check=0\n" in chosen.stdout
+
+
 def test_yaml_without_pyyaml(tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text("raise ImportError('none')\n")
     file = tmp_path / "job.yaml"
