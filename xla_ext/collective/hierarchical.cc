@@ -58,8 +58,14 @@ void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
   const Group lane = seat.Lane(hosts);
   const Blocks parts = Blocks::Even(whole, seat.local.size());
   const auto split = [&](int i) { return Blocks::Even(parts.At(i), lane.size()); };
-  const Range own = parts.At(seat.local.index);
-  AddDirectReduceScatter(builder, seat.local, parts, false, OutAt(own));
+  // In the order in which the lanes send: the wire need not wait for the whole part.
+  for (int s = 1; s <= lane.size(); ++s) {
+    std::vector<Range> next;
+    for (int i = 0; i < seat.local.size(); ++i)
+      next.push_back(split(i).At(lane.index - s));
+    const Range mine = next[static_cast<size_t>(seat.local.index)];
+    AddDirectReduceScatter(builder, seat.local, next, false, OutAt(mine));
+  }
   AddRingReduceScatter(builder, lane, split(seat.local.index), InPlace);
   AddRingAllgather(builder, lane, split(seat.local.index));
   for (int s = 0; s < lane.size(); ++s) {

@@ -8,6 +8,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -40,7 +41,15 @@ class Waiter {
   }
 
   // The caller moved something: the next wait starts with spinning again.
-  void Progressed() { idle_ = 0; }
+  // Where waits last, spinning only takes the core from others, so it gets shorter with
+  // every long wait, and longer again where it would have been enough.
+  void Progressed() {
+    if (idle_ > kFree) {
+      const bool brief = Clock::now() - since_ < 3 * spin_;
+      patience_ = brief ? std::max(patience_ - 1, 0) : std::min(patience_ + 1, 5);
+    }
+    idle_ = 0;
+  }
 
   // How long there has been no progress; zero while spinning.
   double IdleSeconds() const {
@@ -56,11 +65,11 @@ class Waiter {
       return Status(Code::kUnavailable, "aborted");
     if (idle_ == 0) since_ = Clock::now();
     ++idle_;
-    if (idle_ < 64 && !crowded_) {
+    if (idle_ <= kFree && !crowded_) {
       Pause();
       return OkStatus();
     }
-    if (Clock::now() - since_ < spin_) {
+    if (Clock::now() - since_ < spin_ / (1 << patience_)) {
       // Crowded: somebody who could make progress may be waiting for this core.
       if (crowded_ || idle_ % 16 == 0)
         sched_yield();
@@ -96,6 +105,7 @@ class Waiter {
   }
 
   static constexpr int kSliceMs = 100;
+  static constexpr uint64_t kFree = 8;  // looks before the clock is asked
 
   Doorbell* doorbell_;
   const std::atomic<bool>* aborted_;
@@ -103,6 +113,7 @@ class Waiter {
   bool crowded_;  // more ranks on this host than cores
   uint64_t idle_ = 0;
   Clock::time_point since_;
+  int patience_ = 0;  // spins are this often halved
   std::vector<pollfd> fds_;
 };
 
