@@ -1,0 +1,331 @@
+"""What `benchmarks.hosts` does without namespaces: bounds, options, commands, tables.
+
+No test makes a namespace, starts a rank or looks at how long something took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks import hosts, namespaces
+from benchmarks.layouts import Layout, parse_rate, parse_size
+from benchmarks.namespaces import Namespaces
+from ringjax.config import Config
+from ringjax.launch import find
+
+MIB = 1 << 20
+
+# -- bounds ----------------------------------------------------------------------------
+
+
+def test_bounds_of_four_hosts() -> None:
+    one, two = Layout(4, 1, "1gbit"), Layout(4, 2, "1gbit")
+    assert one.bounds(125_000_000) == pytest.approx((1.5, 1.5))
+    assert two.bounds(125_000_000) == pytest.approx((1.75, 1.5))
+    assert Layout(4, 2, "10gbit").bounds(125_000_000) == pytest.approx((0.175, 0.15))
+    assert Layout(2, 1, "500mbit").bounds(62_500_000) == pytest.approx((1.0, 1.0))
+
+
+def test_without_a_rate_there_is_no_bound() -> None:
+    assert Layout(4, 1).bounds(MIB) is None
+    assert Layout.parse("loopback").bounds(MIB) is None
+
+
+@pytest.mark.parametrize(
+    ("none", "in_turn", "overlapped", "share"),
+    [(1.0, 1.5, 1.0, 1.0), (1.0, 1.5, 1.5, 0.0), (1.0, 1.5, 1.1, 0.8), (1, 1, 1, 0)],
+)
+def test_share_of_the_communication_that_is_hidden(
+    none: float, in_turn: float, overlapped: float, share: float
+) -> None:
+    assert hosts.hidden(none, in_turn, overlapped) == pytest.approx(share)
+
+
+# -- options ---------------------------------------------------------------------------
+
+
+def test_layouts_are_read() -> None:
+    assert Layout.parse("4x2") == Layout(4, 2)
+    assert Layout.parse("loopback").loopback
+    for text in ("1x2", "0x1", "4x0", "4", "x", "4x2x1", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="no layout like 4x2"):
+            Layout.parse(text)
+
+
+def test_sizes_and_rates_are_read() -> None:
+    assert [parse_size(t) for t in ("4096", "64k", "16M")] == [4096, 65536, 16 * MIB]
+    assert [parse_rate(t) for t in ("1gbit", "500mbit", "none")] == [
+        "1gbit",
+        "500mbit",
+        None,
+    ]
+    for text in ("0", "6", "1T", "", "-4"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+            parse_size(text)
+    for text in ("0gbit", "1", "1gbps", "1gbit; reboot", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="no rate"):
+            parse_rate(text)
+
+
+def test_every_layout_meets_every_rate_but_loopback_has_none() -> None:
+    words = ["--layouts", "4x1", "loopback", "4x2", "--rates", "1gbit", "10gbit"]
+    titles = [layout.title for layout in hosts.worlds(hosts.parse(words))]
+    assert titles == [
+        "2 ranks over loopback TCP, no shared memory",
+        "4 hosts x 1, 1gbit",
+        "4 hosts x 2, 1gbit",
+        "4 hosts x 1, 10gbit",
+        "4 hosts x 2, 10gbit",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words", [["--rounds", "0"], ["--batch", "-1"], ["--flows", "0"], ["--rates", "x"]]
+)
+def test_wrong_options_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        hosts.parse(words)
+    assert end.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_only_root_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="only root may make network namespaces"):
+        hosts.main(["--layouts", "4x1"])
+
+
+# -- ranks -----------------------------------------------------------------------------
+
+
+def test_ranks_know_their_place() -> None:
+    layout = Layout(3, 2, "1gbit")
+    secret = "ab" * 32
+    env = layout.environment(3, "0123456789abcdef", secret)
+    config = Config.from_env(env)
+    assert (config.rank, config.size) == (3, 6)
+    assert (config.local_rank, config.local_size) == (1, 2)
+    assert (config.cross_rank, config.cross_size) == (1, 3)
+    assert config.hostname == "host1"
+    assert config.secret_bytes() == bytes.fromhex(secret)
+    place = find(config, env)
+    assert not place.one_host
+    assert place.first_host == layout.ring[0][1] == "10.77.0.1"
+    assert layout.ring == [(0, "10.77.0.1"), (2, "10.77.0.2"), (4, "10.77.0.3")]
+
+
+def test_loopback_is_one_host_without_shared_memory() -> None:
+    env = Layout.parse("loopback").environment(1, "0123456789abcdef", "")
+    config = Config.from_env(env)
+    assert not config.shm
+    assert find(config, env).one_host
+
+
+def test_a_rank_that_fails_ends_the_world_and_shows_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = "import time; time.sleep(60)"
+    with log.open("wb") as file:
+        waits = namespaces.spawn([sys.executable, "-c", code], os.environ, file)
+        fails = namespaces.spawn([sys.executable, "-c", "1 / 0"], os.environ, file)
+    try:
+        with pytest.raises(hosts.HostsError, match="(?s)rank 1 .*ZeroDivisionError"):
+            hosts._wait([waits, fails], 50, [log, log])
+        with pytest.raises(hosts.HostsError, match="rank 0 has failed .no end in time"):
+            hosts._wait([waits], 0, [log])
+    finally:
+        for process in (waits, fails):
+            process.kill()
+            process.wait()
+
+
+# -- the network -----------------------------------------------------------------------
+
+
+class Machine:
+    """Stands for `ip` and `tc`: keeps what they make, and can fail or be interrupted.
+
+    Args:
+      fails: a word of the command that fails.
+      raises: what to raise at a command with that word instead.
+    """
+
+    def __init__(self, fails: str = "", raises: BaseException | None = None) -> None:
+        self.names: set[str] = set()
+        self.commands: list[str] = []
+        self._fails, self._raises = fails, raises
+
+    def __call__(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        text = " ".join(command)
+        self.commands.append(text)
+        if self._fails and self._fails in text:
+            if self._raises is not None:
+                raise self._raises
+            return subprocess.CompletedProcess(command, 2, "", "no such thing\n")
+        match command:
+            case ["ip", "link" | "netns", "add", name, *_]:
+                self.names.add(name)
+            case ["ip", "link" | "netns", "del", name]:
+                if name not in self.names:
+                    return subprocess.CompletedProcess(command, 1, "", "not there")
+                self.names.remove(name)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a network of three hosts on a machine."""
+
+    def make(machine: Machine) -> Namespaces:
+        monkeypatch.setattr(namespaces, "_call", machine)
+        made = Namespaces(3, "1gbit", "test")
+        monkeypatch.setattr(made, "left", lambda: sorted(machine.names))
+        return made
+
+    return make
+
+
+def test_the_network_exists_inside_and_never_after(network: Any) -> None:
+    machine = Machine()
+    with network(machine) as made:
+        names = {"rjbtest", *made.names, *(f"rjtestv{host}" for host in range(3))}
+        assert machine.names == names
+        shaped = [c for c in machine.commands if "tbf rate 1gbit" in c]
+        assert len(shaped) == 6  # both ends of every link
+        assert "ip -n rjtestn2 addr add 10.77.0.3/24 dev eth0" in machine.commands
+    assert machine.names == set()
+
+
+def test_without_a_rate_nothing_is_shaped() -> None:
+    assert not any(words[0] == "tc" for words in Namespaces(2, None, "x").up())
+
+
+@pytest.mark.parametrize(
+    "word", ["link add rjtestv1", "netns add rjtestn2", "tc qdisc"]
+)
+def test_what_was_made_is_removed_if_the_rest_fails(network: Any, word: str) -> None:
+    machine = Machine(fails=word)
+    with (
+        pytest.raises(RuntimeError, match=f"{word}.*: no such thing"),
+        network(machine),
+    ):
+        pytest.fail("it was not made")
+    assert machine.names == set()
+
+
+def test_what_was_made_is_removed_on_an_interrupt(network: Any) -> None:
+    machine = Machine(fails="netns add rjtestn1", raises=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt), network(machine):
+        pytest.fail("it was not made")
+    assert machine.names == set()
+    machine = Machine()
+    with pytest.raises(KeyboardInterrupt), network(machine):
+        raise KeyboardInterrupt
+    assert machine.names == set()
+
+
+def test_an_interrupt_while_it_is_removed_comes_afterwards(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine()
+    made = network(machine)
+
+    def interrupted(command: list[str]) -> subprocess.CompletedProcess[str]:
+        if command == ["ip", "netns", "del", "rjtestn0"]:
+            signal.raise_signal(signal.SIGINT)
+        return machine(command)
+
+    with pytest.raises(KeyboardInterrupt), made:
+        monkeypatch.setattr(namespaces, "_call", interrupted)
+    assert machine.names == set()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_cannot_be_removed_is_named(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespaces, "END", 0.05)
+    machine = Machine(fails="link del rjbtest")
+    made = network(machine)
+    with pytest.raises(RuntimeError, match="could not remove rjbtest"), made:
+        pass
+
+
+def test_names_fit_the_kernel() -> None:
+    with pytest.raises(ValueError, match="cannot be named"):
+        Namespaces(2, None, "longerthanthat")
+    with pytest.raises(ValueError, match="cannot be named"):
+        Namespaces(255, None, "x")
+
+
+# -- tables ----------------------------------------------------------------------------
+
+
+def test_the_table_holds_the_shares() -> None:
+    layout = Layout(4, 2, "1gbit")
+    size = 100 * MIB
+    bound = 1.5 * size / 125e6
+    results = [
+        {
+            "kind": "allreduce",
+            "size": size,
+            "algorithm": "hierarchical",
+            "seconds": bound / 0.8,
+            "rounds": [bound / 0.8] * 3,
+            "busy": 0.5,
+        },
+        *(
+            {
+                "kind": "streams",
+                "size": size,
+                "flows": flows,
+                "seconds": bound / share,
+                "rounds": [bound / share] * 3,
+                "busy": 0.1,
+            }
+            for flows, share in ((1, 0.9), (2, 0.95))
+        ),
+    ]
+    (row,) = hosts.allreduce_rows(results, layout)
+    assert row["share_of_bound"] == pytest.approx(0.8)
+    assert row["share_of_ring_bound"] == pytest.approx(0.8 * 1.75 / 1.5)
+    assert row["share_of_streams"] == pytest.approx(0.8 / 0.95)
+    json.dumps(row)
+    text = hosts.table(layout, [row])
+    assert "4 hosts x 2, 1gbit" in text
+    assert "0.800" in text and "hierarchical" in text
+    (free,) = hosts.allreduce_rows(results, Layout.parse("loopback"))
+    assert free["share_of_bound"] is None
+    assert "0.84" in hosts.table(Layout.parse("loopback"), [free])
+
+
+def test_the_model_is_compared_round_by_round() -> None:
+    seconds = {
+        "none": [1.0, 2.0, 1.0],
+        "in turn": [1.5, 2.5, 1.5],
+        "overlapped": [1.05, 2.05, 1.0],
+        "alone": [0.4, 0.4, 0.4],
+    }
+    results = [
+        {"kind": "model", "variant": name, "size": 4 * MIB, "rounds": rounds}
+        for name, rounds in seconds.items()
+    ]
+    row = hosts.model_row(results, Layout(4, 1, "1gbit"))
+    assert row is not None
+    assert row["hidden"] == pytest.approx(0.9)
+    assert row["hidden_rounds"] == pytest.approx([0.9, 0.9, 1.0])
+    assert "hidden: 0.90 (0.90 .. 1.00)" in hosts.model_text(row)
+    assert hosts.model_row([], Layout(4, 1, "1gbit")) is None
