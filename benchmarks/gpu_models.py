@@ -12,26 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.allreduce import Shapes, resnet50
+from benchmarks.shapes import Shapes, resnet50, transformer
+from benchmarks.shapes import count as count
 
 if TYPE_CHECKING:
     import jax
 
 Loss = Callable[[Any, Any], Any]
-
-
-def transformer(layers: int = 100, width: int = 1024) -> Shapes:
-    """1,204 gradients of a GPT-2 with 100 layers: 1.31 thousand million numbers."""
-    block: Shapes = [(width,), (width,)]  # scale and bias of the first norm
-    block += [(width, 3 * width), (3 * width,), (width, width), (width,)]
-    block += [(width,), (width,)]
-    block += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [(50257, width), (1024, width), *(block * layers), (width,), (width,)]
-
-
-def count(shapes: Sequence[Sequence[int]]) -> int:
-    """How many numbers tensors of these shapes hold."""
-    return sum(math.prod(shape) for shape in shapes)
 
 
 SETS: dict[str, Shapes] = {

@@ -7,6 +7,7 @@ whose turn it is. Which libraries there are: peers.py.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import resource
 import socket
@@ -14,22 +15,28 @@ import time
 import traceback
 from typing import Any
 
-from benchmarks.peers import PEERS, Operation, Peer
+from benchmarks.adapter import Operation, Peer
+from benchmarks.peers import PEERS
 
 
 def run(peer: Peer, step: Operation, batches: int, calls: int) -> dict[str, Any]:
     """Seconds per call, batch by batch, and the CPU seconds of this process."""
+    repeat = getattr(step, "repeat", None) or functools.partial(_repeat, step)
     before = resource.getrusage(resource.RUSAGE_SELF)
     peer.total(0.0)  # all ranks start together
     seconds = []
     for _ in range(batches):
         start = time.perf_counter()
-        for _ in range(calls):
-            step()
+        repeat(calls)
         seconds.append((time.perf_counter() - start) / calls)
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": seconds, "cpu": cpu}
+
+
+def _repeat(step: Operation, calls: int) -> None:
+    for _ in range(calls):
+        step()
 
 
 def check(peer: Peer) -> None:
@@ -52,7 +59,7 @@ class Worker:
             self._steps.clear()  # first, so that memory is not held twice
             shapes = [tuple(s) for s in request["shapes"]]
             self._steps |= {
-                variant: self._peer.operation(variant, shapes)
+                variant: self._peer.operation(variant, shapes, request["dtype"])
                 for variant in request["variants"]
             }
             return {}
@@ -68,11 +75,11 @@ def main() -> None:
     for number in ("rank", "size", "port"):
         parser.add_argument(f"--{number}", type=int, default=0)
     options = parser.parse_args()
-    kind, _ = PEERS[options.peer]
-    peer = kind(options.rank, options.size, options.port)
+    peer = PEERS[options.peer].kind(options.rank, options.size, options.port)
     check(peer)
     worker = Worker(peer)
-    hello = {k: getattr(peer, k) for k in ("rank", "version", "arrays", "models")}
+    said = ("rank", "version", "arrays", "models", "streams", "dtypes")
+    hello = {name: getattr(peer, name) for name in said}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(options.socket)
         with connection.makefile("rw") as stream:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -18,10 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.launchers import Launch
+
 ROOT = Path(__file__).resolve().parent.parent
 START_UP = 120.0  # seconds until all ranks of a world have said hello
 ANSWER = 300.0  # seconds for one request
 END = 15.0
+# What a case can be; the names of the variants for it are attributes of a peer.
+KINDS = ("arrays", "models", "streams")
 
 
 class WorldError(RuntimeError):
@@ -35,11 +38,12 @@ class World:
       peer: a key of PEERS.
       ranks: how many.
       folder: for the socket and the log.
-      mpirun: the words that start MPI programs.
+      launch: who starts the ranks.
     """
 
-    def __init__(self, peer: str, ranks: int, folder: Path, mpirun: str) -> None:
+    def __init__(self, peer: str, ranks: int, folder: Path, launch: Launch) -> None:
         self.peer = peer
+        self._environment = launch.environment
         self._log = folder / f"{peer}.log"
         path = str(folder / f"{peer}.socket")
         worker = [sys.executable, "-m", "benchmarks.worker", path, peer]
@@ -49,7 +53,7 @@ class World:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._streams: list[Any] = []
         try:
-            for command in _commands(peer, ranks, worker, mpirun):
+            for command in _commands(ranks, worker, launch):
                 self._processes.append(self._start(command))
             hellos = [self._accept() for _ in range(ranks)]
         except BaseException as error:  # Ctrl-C too: the ranks do not see it
@@ -58,8 +62,8 @@ class World:
                 raise WorldError(f"{peer}: {error}") from None
             raise
         self.version: str = hellos[0]["version"]
-        self.arrays: list[str] = hellos[0]["arrays"]
-        self.models: list[str] = hellos[0]["models"]
+        self.variants: dict[str, list[str]] = {k: hellos[0][k] for k in KINDS}
+        self.dtypes: list[str] = hellos[0]["dtypes"]
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
         """Sends a request to every rank and returns the answers.
@@ -101,7 +105,7 @@ class World:
             process.wait()
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        environment = {"JAX_PLATFORMS": "cpu", **os.environ}
+        environment = {"JAX_PLATFORMS": "cpu", **os.environ, **self._environment}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 command,
@@ -110,7 +114,9 @@ class World:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                # Away from Ctrl-C, but no session of its own: Linux shares out time
+                # between sessions first, and yielding to another one does nothing.
+                process_group=0,
             )
 
     def _accept(self) -> dict[str, Any]:
@@ -134,11 +140,9 @@ class World:
         return self._log.read_text(errors="replace")[-2000:]
 
 
-def _commands(peer: str, ranks: int, worker: list[str], mpirun: str) -> list[list[str]]:
-    if peer == "ringjax":
-        return [[sys.executable, "-m", "ringjax.run", "-np", str(ranks), *worker]]
-    if peer == "mpi4py":
-        return [[*shlex.split(mpirun), "-n", str(ranks), *worker]]
+def _commands(ranks: int, worker: list[str], launch: Launch) -> list[list[str]]:
+    if not launch.each:
+        return [[*launch.words, *worker]]
     place = ["--size", str(ranks), "--port", str(_free_port())]
     return [[*worker, "--rank", str(rank), *place] for rank in range(ranks)]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 
 import numpy as np
 import pytest
-from launch import ROOT
 
 from ringjax import bench
 
@@ -108,31 +106,3 @@ def test_rows_line_up_with_the_columns() -> None:
     for field, shown in zip(bench.FIELDS[:-1], text.split(), strict=False):
         assert text.index(shown) + len(shown) == head.index(field) + len(field)
     assert text.endswith("12.346     10.000    0.500    0.750  ring")
-
-
-def test_the_gradients_are_those_of_resnet50(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import allreduce
-
-    shapes = allreduce.resnet50()
-    assert len(shapes) == 161
-    assert sum(math.prod(s) for s in shapes) == 25_557_032
-
-
-def test_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import allreduce
-
-    class World:
-        peer = "other"
-
-    # The machine was ten times slower in the second round; the ratio stays what it is.
-    base = allreduce.Variant(World(), "base", rounds=[[1.0], [10.0], [1.0]], wall=1.0)
-    mine = allreduce.Variant(
-        World(), "mine", rounds=[[2.0], [20.0], [4.0]], wall=1.0, busy=0.5, own=0.5
-    )
-    row = mine.row(base, ranks=2, size=4_000_000)
-    assert (row["ratio"], row["ratio_min"], row["ratio_max"]) == (2.0, 2.0, 4.0)
-    assert row["us_median"] == 4e6 and row["busbw"] == pytest.approx(1e-3)
-    assert row["foreign"] == 0.0
-    assert "2.00  (2.00 .. 4.00)" in allreduce.table("title", [row])

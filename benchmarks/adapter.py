@@ -1,0 +1,42 @@
+"""What an adapter for a library must offer, and what it is given. Holds none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+Shapes = Sequence[tuple[int, ...]]
+# Blocks until the result is there. If it has a method repeat(calls), that is timed
+# instead of a loop here: where a call takes less than Python needs to make it.
+Operation = Callable[[], Any]
+
+
+class Peer(Protocol):
+    """One rank of one library. Only one of them is ever made in a process.
+
+    Attributes:
+      rank, size: of this process among the library's ranks.
+      version: of the library and what it stands on.
+      arrays: names of the variants for one array, summed; the first is the usual one.
+      models: names of the variants for a list of gradients, averaged.
+      streams: names of the variants for bytes over loopback TCP.
+      dtypes: what it can add.
+    """
+
+    rank: int
+    size: int
+    version: str
+    arrays: tuple[str, ...]
+    models: tuple[str, ...]
+    streams: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    def __init__(self, rank: int, size: int, port: int) -> None: ...
+    def total(self, value: float) -> float:
+        """The sum of `value` over all ranks."""
+
+    def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
+        """A function that reduces tensors of these shapes and waits for the result."""
+
+    def close(self) -> None:
+        """Leaves the world in good order."""

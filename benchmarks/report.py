@@ -1,0 +1,111 @@
+"""The tables of allreduce.py, and what is written to its JSON file besides the rows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+KIB, MIB = 1 << 10, 1 << 20
+Row = dict[str, Any]
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes as people say it."""
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def table(title: str, rows: Sequence[Row]) -> str:
+    """The rows of one case as text."""
+    lines = [
+        f"\n{title}",
+        f"{'peer':44} {'median':>10} {'p10':>10} {'p90':>10} {'algbw':>7} {'busbw':>7} "
+        f"{'x ringjax':>9} {'(min .. max)':>17} {'of limit':>8} {'foreign':>7}",
+    ]
+    for row in rows:
+        spread = ""
+        if row["ratio"] is not None:
+            ends = (_number(row[name]) for name in ("ratio_min", "ratio_max"))
+            spread = f"({' .. '.join(ends)})"
+        times = (row[name] for name in ("us_median", "us_p10", "us_p90"))
+        lines.append(
+            f"{row['peer'] + ': ' + row['variant']:44} "
+            + " ".join(f"{t:10.1f}" if t >= 10 else f"{t:10.3f}" for t in times)
+            + f" {row['algbw']:7.2f} {row['busbw']:7.2f} {_number(row['ratio']):>9} "
+            f"{spread:>17} {_number(row['share']):>8} {_number(row['foreign']):>7}"
+        )
+    return "\n".join(lines)
+
+
+def ratio_table(rows: Sequence[Row]) -> str:
+    """How many times faster each variant of ringjax is than the best of every peer."""
+    ours = [row for row in rows if row["peer"] == "ringjax"]
+    peers = [p for p in (ours[0]["against"] if ours else ()) if p != "ringjax"]
+    if not peers:
+        return ""
+    lines = [f"{'times faster than the best variant of':44}", ""]
+    lines[0] += "".join(f" {p:>10}" for p in peers)
+    for row in ours:
+        cells = "".join(f" {_number(row['against'].get(p)):>10}" for p in peers)
+        lines.append(f"{'ringjax: ' + row['variant']:44}{cells}")
+    return "\n".join([lines[0], *lines[2:]])
+
+
+def counts_table(rows: Iterable[Row]) -> str:
+    """Time against the number of tensors, their bytes being the same in total."""
+    kept = [row for row in rows if row["counts"]]
+    if not kept:
+        return ""
+    counts = sorted({row["tensors"] for row in kept})
+    times: dict[tuple[int, str, str], dict[int, float]] = {}
+    for row in kept:
+        name = f"{row['peer']}: {row['variant']}"
+        key = (row["ranks"], row["dtype"], name)
+        times.setdefault(key, {})[row["tensors"]] = row["us_median"]
+    total = bytes_text(max(row["size"] for row in kept))
+    head = f"{'us by tensors':44} {'ranks':>5} {'dtype':>8}"
+    lines = [f"\n{total} in so many tensors, mean"]
+    lines.append(head + "".join(f" {n:>10}" for n in counts) + f" {'last/first':>10}")
+    for (ranks, dtype, name), found in times.items():
+        cells = [f"{found[n]:.1f}" if n in found else "-" for n in counts]
+        ends = [found.get(n) for n in (counts[0], counts[-1])]
+        growth = ends[1] / ends[0] if ends[0] and ends[1] else None
+        lines.append(
+            f"{name:44} {ranks:>5} {dtype:>8}"
+            + "".join(f" {c:>10}" for c in [*cells, _number(growth)])
+        )
+    return "\n".join(lines)
+
+
+def about() -> Row:
+    """When and where this is."""
+    return {
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "cpu": _cpu_name(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
