@@ -108,9 +108,7 @@ def test_tied_with_many_workers(world, overlapped) -> None:
     check_equal_on_all_ranks(run(world, overlapped))
 
 
-@pytest.mark.ranks(
-    2, isolated=True, env={**WORKERS, "RINGJAX_COLLECTIVE_TIMEOUT": "5"}
-)
+@pytest.mark.ranks(2, isolated=True, env={**WORKERS, "RINGJAX_COLLECTIVE_TIMEOUT": "5"})
 def test_control_without_the_tie_disagrees(world) -> None:
     """If this passes without an error, the tests above prove nothing.
 
