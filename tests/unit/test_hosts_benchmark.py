@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,15 @@ def test_what_was_made_is_removed_on_an_interrupt(network: Any) -> None:
     assert machine.names == set()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell lets what it runs in the background ignore Ctrl-C, and so these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_it_is_removed_comes_afterwards(
     network: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
