@@ -27,7 +27,8 @@ def start(ranks: int, options: argparse.Namespace, folder: Path) -> list[World]:
     worlds = []
     for peer in options.peers:
         try:
-            launch = launchers.find(PEERS[peer], ranks, options, folder)
+            python = launchers.interpreter(peer, options)
+            launch = launchers.find(PEERS[peer], ranks, options, folder, python)
             worlds.append(World(peer, ranks, folder, launch))
             lacks = [d for d in options.dtype if d not in worlds[-1].dtypes]
             without = f"; left out of {', '.join(lacks)}" if lacks else ""

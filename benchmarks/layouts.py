@@ -100,6 +100,7 @@ class Layout:
         """What makes a process `rank`, besides this process's environment."""
         host, local = divmod(rank, self.ranks)
         place: dict[str, object] = {"RANK": rank, "SIZE": self.size, "JOB": job}
+        place["CALIBRATE"] = "always"  # all these networks have the same names
         env = {}
         if self.loopback:
             place |= {"LOCAL_RANK": rank, "LOCAL_SIZE": 2}

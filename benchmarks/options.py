@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +42,15 @@ def parse_ranks(text: str) -> list[int]:
     if not ranks or min(ranks) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: -np is 2 or more, as in 2 or 2,4")
     return ranks
+
+
+def parse_python(text: str) -> tuple[str, str]:
+    """horovod=/opt/horovod/bin/python: whose ranks run by which Python."""
+    peer, _, python = text.partition("=")
+    if peer not in PEERS or not python:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PEER=PYTHON, see --peers")
+    found = shutil.which(python) or python
+    return peer, os.path.abspath(found)  # not resolved: that is another environment
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="wait before rounds until nobody else works, so long in all (0)",
     )
+    how.add_argument(
+        "--python",
+        nargs="+",
+        type=parse_python,
+        default=[],
+        metavar="PEER=PYTHON",
+        help="run a peer by the Python of another environment",
+    )
     how.add_argument("--mpirun", default="mpirun", help="starts MPI programs (mpirun)")
     how.add_argument(
         "--mpich",
@@ -112,6 +131,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         options.peers = list(PEERS)
     if options.full:
         options.dtype = list(BYTES)
+    options.python = dict(options.python)
     full = options.full
     if options.ranks is None:
         options.ranks = FULL_RANKS if full else [2]

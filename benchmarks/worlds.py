@@ -43,10 +43,13 @@ class World:
 
     def __init__(self, peer: str, ranks: int, folder: Path, launch: Launch) -> None:
         self.peer = peer
-        self._environment = launch.environment
+        self._environment = {"JAX_PLATFORMS": "cpu", **os.environ}
+        if launch.python != sys.executable:  # its packages are not for another Python
+            self._environment.pop("PYTHONPATH", None)
+        self._environment |= launch.environment
         self._log = folder / f"{peer}.log"
         path = str(folder / f"{peer}.socket")
-        worker = [sys.executable, "-m", "benchmarks.worker", path, peer]
+        worker = [launch.python, "-m", "benchmarks.worker", path, peer]
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
         self._listener.listen(ranks)
@@ -105,12 +108,11 @@ class World:
             process.wait()
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        environment = {"JAX_PLATFORMS": "cpu", **os.environ, **self._environment}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=environment,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

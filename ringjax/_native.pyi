@@ -30,12 +30,13 @@ class Communicator:
         links: Sequence[tuple[Any, ...]],
         doorbell: int,
         options: Mapping[str, float | str],
+        board: tuple[int, int, list[int]] | None = None,
     ) -> None:
-        """Takes ownership of every descriptor in `links` and of `doorbell`.
+        """Takes ownership of every descriptor in `links`, `board` and of `doorbell`.
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
-        ("tcp", peer, [socket, ...]).
+        ("tcp", peer, [socket, ...]). A board is (memfd, tile_bytes, doorbells by rank).
         """
     @property
     def id(self) -> int: ...
@@ -68,6 +69,14 @@ class Communicator:
     def abort(self, message: str, rank: int = -1) -> None: ...
     def close(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def set_cost(self, cost: Mapping[str, float], algorithm: str = "") -> None:
+        """Chooses by these constants from now on, or a forced algorithm.
+
+        Constants that are missing get their defaults. All ranks do it alike, between
+        the same two calls. Forgets the statistics.
+        """
+    @property
+    def cost(self) -> dict[str, float]: ...
 
 class Heartbeat:
     def __init__(
@@ -181,6 +190,7 @@ def local_world(
 ) -> list[Communicator]: ...
 def ffi_targets() -> dict[str, Any]: ...
 def shm_bytes(ring_bytes: int) -> int: ...
+def board_bytes(size: int, tile_bytes: int) -> int: ...
 def set_failure_hook(f: Callable[[], None] | None) -> None: ...
 def version() -> str: ...
 def algorithms() -> list[tuple[str, str]]: ...
@@ -207,6 +217,10 @@ def verify_schedules(
     host: Sequence[int],
     root: int = 0,
 ) -> dict[str, Any]: ...
+def predict(
+    op: str, bytes: int, host: Sequence[int], cost: Mapping[str, float] = ...
+) -> list[tuple[str, float]]:
+    """Seconds by the cost model, of all algorithms that apply."""
 def cuda_info() -> dict[str, Any]:
     """What is compiled in and what the driver shows; never raises.
 

@@ -1,4 +1,4 @@
-"""Which gradients travel together: a pure plan from shapes, dtypes and readiness.
+"""Which gradients travel together, and which at the same time: pure plans from sizes.
 
 No jax and no communication, so that it can be tested and simulated anywhere. Copying
 leaves into the memory of a bucket is native; finding out the readiness is `optim.py`.
@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 Cuts = tuple[tuple[int, ...], ...]
+
+ALIGN = 64  # of every leaf in the memory of a bucket; the native core has the same
+SMALL = 1 << 20  # bytes of a bucket that are not worth cutting
 
 
 def plan(
@@ -76,3 +79,76 @@ def _plan(
         filling[dtype] = (place, size, [index])
     done += [(last, members) for last, _, members in filling.values()]
     return tuple(tuple(members) for _, members in sorted(done))
+
+
+def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
+    """Cuts buckets that cross a slow wire into smaller ones, the smaller the later.
+
+    What is ready last has nothing left to hide behind, so a bucket takes no more than a
+    quarter of the bytes that are still to come.
+
+    Args:
+      cuts: the indices of the leaves of each bucket, in the order of readiness.
+      sizes: the bytes of each leaf.
+      most: the bytes that a bucket of more than one leaf does not exceed.
+
+    Example:
+      >>> refine(((0, 1, 2, 3, 4, 5),), [4 << 20] * 5 + [1 << 20], 8 << 20)
+      ((0,), (1,), (2,), (3,), (4,), (5,))
+    """
+    left, out = sum(sizes), []
+    for cut in cuts:
+        members: list[int] = []
+        filled = 0
+        for index in cut:
+            limit = min(most, max(SMALL, (left + filled) // 4))
+            if members and filled + sizes[index] > limit:
+                out.append(tuple(members))
+                members, filled = [], 0
+            members.append(index)
+            filled += sizes[index]
+            left -= sizes[index]
+        out.append(tuple(members))
+    return tuple(out)
+
+
+def packed(sizes: Sequence[int]) -> int:
+    """The memory that leaves of these many bytes need between START and DONE."""
+    return sum(-(-size // ALIGN) * ALIGN for size in sizes)
+
+
+def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], int]:
+    """The order of the calls of overlapped buckets, so that `memory` is enough.
+
+    A bucket is on its way from its START to its DONE. The oldest is waited for as late
+    as possible: when the next one has no room, or at the end. A bucket that alone needs
+    more than `memory` is reduced in place by a RUN, which waits.
+
+    Args:
+      needs: the bytes that each bucket needs on its way, in the order of readiness.
+      memory: the most bytes on their way; infinity: all STARTs come before all DONEs.
+
+    Returns:
+      (call, bucket) in order, and the most bytes on their way at once.
+
+    Example:
+      >>> window([2, 2, 9, 2], 4)[0]
+      [('start', 0), ('start', 1), ('run', 2), ('done', 0), ('start', 3), ('done', 1), \
+('done', 3)]
+    """
+    calls: list[tuple[str, int]] = []
+    started: list[int] = []
+    held = most = 0
+    for bucket, need in enumerate(needs):
+        if need > memory:
+            calls.append(("run", bucket))
+            continue
+        while held + need > memory:
+            oldest = started.pop(0)
+            held -= needs[oldest]
+            calls.append(("done", oldest))
+        calls.append(("start", bucket))
+        started.append(bucket)
+        held += need
+        most = max(most, held)
+    return [*calls, *(("done", bucket) for bucket in started)], most

@@ -50,6 +50,15 @@ def _seconds(low: float = 0.0) -> Parser:
     return parse
 
 
+def _multiple_of(unit: int, high: int) -> Parser:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or (n := int(text)) > high or n % unit:
+            raise ValueError(f"a multiple of {unit} up to {high}")
+        return n
+
+    return parse
+
+
 def _power_of_two(low: int, high: int) -> Parser:
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= (n := int(text)) <= high or n & (n - 1):
@@ -166,6 +175,12 @@ class Config:
         _power_of_two(1 << 14, 1 << 28),
         "shared memory per direction of a pair on one host",
     )
+    tile_bytes: int = _setting(
+        1 << 19,
+        _multiple_of(1 << 12, 1 << 28),
+        "an allreduce on one host passes through shared memory in such tiles, 0 = "
+        "through the rings",
+    )
     tcp_streams: int = _setting(2, _integer(1, 16), "data sockets per pair of hosts")
     network_interfaces: str = _setting(
         "", str, "use these interfaces only: name,...", "GLOO_IFACE"
@@ -173,6 +188,14 @@ class Config:
     shm: bool = _setting(True, _boolean, "shared memory between ranks of one host")
     algorithm: str = _setting(
         "", str, "force one: ring, or allreduce:ring,broadcast:binomial"
+    )
+    calibrate: str = _setting(
+        "auto",
+        _choice("auto", "always", "off"),
+        "measure the links at start; auto: unless the cache remembers them",
+    )
+    cache_dir: str = _setting(
+        "", str, "for what is remembered; default: ringjax in the user's cache folder"
     )
     spin_us: float = _setting(
         50.0, _seconds(), "microseconds of busy waiting before sleeping"
@@ -182,6 +205,9 @@ class Config:
         _integer(0),
         "gradients per message, 0 = no fusion",
         "FUSION_THRESHOLD",
+    )
+    overlap_memory: int = _setting(
+        64 << 20, _integer(0), "most bytes of gradients that are on their way, on CPUs"
     )
     gpu: bool = _setting(True, _boolean, "CUDA devices; 0: as if there were none")
     nccl: str = _setting(
@@ -249,6 +275,15 @@ class Config:
         if self.secret_file:
             return _read_secret(self.secret_file)
         return None
+
+    def cache_folder(self, environ: Mapping[str, str] = os.environ) -> str:
+        """Where to remember something for later jobs; nothing if there is no place."""
+        if self.cache_dir:
+            return self.cache_dir
+        base = environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(base):  # its specification says so
+            base = os.path.expanduser("~/.cache")
+        return os.path.join(base, "ringjax") if os.path.isabs(base) else ""
 
     def table(self) -> Iterator[tuple[str, str, str, str, str]]:
         """Rows of (field, variables, default, current value, meaning)."""

@@ -36,11 +36,13 @@ class Mesh:
         links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer) or
             ("tcp", peer, [socket, ...]); peers count within the communicator.
         doorbell: this rank's own eventfd.
+        board: (memfd, bytes of a tile, doorbells by rank) if all ranks share a host.
         control: (world rank, socket) for each other rank, if asked for.
     """
 
     links: list[tuple[Any, ...]] = field(default_factory=list)
     doorbell: int = -1
+    board: tuple[int, int, list[int]] | None = None
     control: list[tuple[int, int]] = field(default_factory=list)
 
     def descriptors(self) -> list[int]:
@@ -48,6 +50,8 @@ class Mesh:
         found = [self.doorbell] if self.doorbell >= 0 else []
         for link in self.links:
             found += [link[2], link[5]] if link[0] == "shm" else link[2]
+        if self.board is not None:
+            found += [self.board[0], *(fd for fd in self.board[2] if fd >= 0)]
         return found + [fd for _, fd in self.control]
 
     def sockets(self) -> list[tuple[int, int]]:
@@ -60,7 +64,7 @@ class Mesh:
         """Closes everything; only before somebody else has taken it."""
         for fd in self.descriptors():
             os.close(fd)
-        self.links, self.doorbell, self.control = [], -1, []
+        self.links, self.doorbell, self.board, self.control = [], -1, None, []
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Fabric:
         rank: this rank in the world.
         hosts: for each world rank the number of its host.
         shm_bytes: how large the memory of a pair is, from the bytes of one ring.
+        board_bytes: how large a board is, from the number of ranks and a tile's bytes.
         log: takes a level and a sentence.
     """
 
@@ -84,6 +89,7 @@ class Fabric:
     reception: Reception
     session: Session
     shm_bytes: Callable[[int], int]
+    board_bytes: Callable[[int, int], int]
     log: Callable[[str, str], None]
 
     def build(
@@ -107,6 +113,7 @@ class Fabric:
             work.offer_to_higher()
             work.take_from_lower()
             work.hear_from_higher()
+            work.share_board()
             return work.result(control)
         finally:
             work.close()
@@ -115,9 +122,10 @@ class Fabric:
 class _Pair:
     """What exists so far between this rank and one other."""
 
-    def __init__(self, rank: int, *, local: bool, shared: bool) -> None:
+    def __init__(self, rank: int, *, local: bool, shm: bool) -> None:
         self.rank = rank  # in the world
-        self.local, self.shared = local, shared  # one host; and memory wanted
+        self.local, self.shm = local, shm  # on one host; both want memory
+        self.shared = local and shm  # until it turns out that there is none
         self.control: socket.socket | None = None
         self.data: list[socket.socket] = []
         self.memory = self.doorbell = -1
@@ -144,12 +152,13 @@ class _Work:
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != fabric.rank]
         self.lower = [p for p in self.pairs if p.rank < fabric.rank]
         self.higher = [p for p in self.pairs if p.rank > fabric.rank]
+        self.board = -1
 
     def _pair(self, rank: int) -> _Pair:
         hosts, members, me = self.fabric.hosts, self.fabric.members, self.fabric.rank
         local = hosts[rank] == hosts[me]
         both = all(members[r].hello.get("shm") for r in (rank, me))
-        return _Pair(rank, local=local, shared=local and both)
+        return _Pair(rank, local=local, shm=both)
 
     # Phase 1: call every lower rank; those that do not answer are called again.
 
@@ -290,6 +299,42 @@ class _Work:
             while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
                 pair.data.append(self._arrived(pair, Purpose.DATA, len(pair.data)))
 
+    # Phase 5: if every rank shares memory with every other, all map one board. The
+    # lowest rank makes it.
+
+    def share_board(self) -> None:
+        tile, size = self.fabric.config.tile_bytes, len(self.ranks)
+        if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
+            return  # alike on all ranks
+        size = self.fabric.board_bytes(size, tile)
+        shared = all(pair.shared for pair in self.pairs)
+        if not self.lower:
+            votes = [self._receive(pair, 0)[0] for pair in self.higher]
+            if shared and all(votes):
+                self.board = self._make_board(size)
+            for pair in self.higher:
+                some = self.board >= 0
+                self._send(pair, size if some else 0, [self.board] if some else [])
+        else:
+            self._send(self.lower[0], int(shared), [])
+            offered, fds = self._receive(self.lower[0], 1)
+            self.board = fds[0] if fds else -1
+            if offered and not memory.is_sound(self.board, size):
+                self._fail(
+                    {self.lower[0].rank: "its board has another size, or is unsealed"}
+                )
+
+    def _make_board(self, size: int) -> int:
+        try:
+            return memory.make(size)
+        except OSError as error:
+            self.fabric.log(
+                "warning",
+                f"{self.what}: {size} bytes of shared memory for all ranks cannot be "
+                f"had ({error.strerror}): allreduce takes the rings, which is slower",
+            )
+            return -1
+
     # What the phases need.
 
     def _arrived(self, pair: _Pair, purpose: Purpose, stream: int) -> socket.socket:
@@ -371,6 +416,12 @@ class _Work:
                 mesh.links.append(("tcp", peer, sockets))
             if control and pair.control is not None:
                 mesh.control.append((pair.rank, pair.control.detach()))
+        if self.board >= 0:
+            bells = [-1] * len(self.ranks)
+            mesh.board = (self.board, self.fabric.config.tile_bytes, bells)
+            self.board = -1
+            for link in mesh.links:
+                bells[link[1]] = os.dup(link[5])
         self.mesh = Mesh()  # now the caller's
         return mesh
 
@@ -378,6 +429,8 @@ class _Work:
         """Closes whatever `result` has not handed out."""
         for pair in self.pairs:
             pair.close()
+        if self.board >= 0:
+            os.close(self.board)
         self.mesh.close()
 
 

@@ -7,14 +7,14 @@ allreduce of gradients, whose order is an array instead of an effect. No input c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ringjax import _jax, _native, runtime
+from ringjax import _jax, _native, buckets, runtime
 from ringjax._backward import Backward
 from ringjax.ops import ReduceOp as ReduceOp
 
@@ -101,7 +101,7 @@ def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
     out["op"] = _native.COLLECTIVES[op]
     out["counts"] = tuple(int(n) for rows in params["counts"] for n in rows)
     out["names"] = "\n".join(n.replace("\n", " ") for n in params["names"])
-    return {**out, "site": 0, "first": 0, "last": 0, **extra}
+    return {**out, "site": 0, "first": 0, "last": 0, "in_flight": 0, **extra}
 
 
 def _check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
@@ -227,7 +227,10 @@ def bucketed_allreduce(
       process_set: who takes part.
       cuts: the indices of the leaves of each bucket, in the order of readiness.
       overlapped: False: one call that works in place. True: one START per bucket as
-        soon as its leaves exist, and all DONEs after the last START.
+        soon as its leaves exist, and its DONE as late as possible: after the last
+        START, or, on CPUs, when the gradients on their way are RINGJAX_OVERLAP_MEMORY
+        bytes. CPUs also cut buckets for that; ranks with other settings get an error
+        that says which of them sent what.
       overlapped_on_device: the same where the program is compiled for a CUDA device,
         which is known only later. None: as `overlapped`.
       name: stands for the call in error messages.
@@ -256,6 +259,7 @@ def bucketed_allreduce(
         overlapped_on_device=bool(
             overlapped if overlapped_on_device is None else overlapped_on_device
         ),
+        memory=runtime.config().overlap_memory,
         **{
             **DEFAULTS,
             "comm": runtime.communicator(process_set, "allreduce_grads").id,
@@ -277,6 +281,7 @@ def _chained_lower(
     cuts: Any,
     overlapped: bool,
     overlapped_on_device: bool,
+    memory: int,
     **params: Any,
 ) -> list[Any]:
     *leaves, seq = operands
@@ -285,47 +290,64 @@ def _chained_lower(
     if on_device:
         _check_nccl("allreduce_grads", avals, params)
         overlapped = overlapped_on_device
-    if not overlapped:
-        cuts = (tuple(range(len(leaves))),)
+    cuts, calls, in_flight = _timetable(
+        avals, cuts, overlapped, math.inf if on_device else memory
+    )
     chain = _jax.chain_number(ctx) if overlapped else 0
-    last = len(cuts) - 1
 
-    def call(target: str, site: int, seq: Any, **flags: int) -> Any:
+    def call(kind: str, site: int, seq: Any) -> Any:
         cut = cuts[site]
         types = [*(avals[i] for i in cut), seq_aval]
+        begins = kind != "done" and site == 0
         *out, seq = _jax.emit(
             ctx,
-            target,
+            f"ringjax_{kind}",
             [*(leaves[i] for i in cut), seq],
             types,
             types,
             aliases={i: i for i in range(len(types))},
             attributes=attributes(
-                "allreduce", select(params, cut), site=site | chain << 16, **flags
+                "allreduce",
+                select(params, cut),
+                site=site | chain << 16,
+                first=int(begins and overlapped),
+                last=int((kind, site) == calls[-1]),
+                in_flight=in_flight,
             ),
             # The others hang on the first one by seq.
-            tie=target != "ringjax_done" and site == 0,
+            tie=begins,
         )
         for i, value in zip(cut, out, strict=True):
             leaves[i] = value
         return seq
 
-    if overlapped:
-        ties = [seq, *_jax.last_value(ctx)]
-        backward = Backward(leaves, ties) if on_device else None
-        for site, cut in enumerate(cuts):
-            ready = [leaves[i] for i in cut]
-            with backward.behind(ready) if backward else nullcontext():
-                seq = call("ringjax_start", site, seq, first=int(site == 0))
-                if backward and site < last:
+    ties = [seq, *_jax.last_value(ctx)]
+    backward = Backward(leaves, ties) if on_device and overlapped else None
+    for kind, site in calls:
+        if kind == "start" and backward:
+            with backward.behind([leaves[i] for i in cuts[site]]):
+                seq = call(kind, site, seq)
+                if site + 1 < len(cuts):
                     seq = backward.hold(seq, [leaves[i] for i in cuts[site + 1]])
-        for site in range(len(cuts)):
-            seq = call("ringjax_done", site, seq, last=int(site == last))
-    else:
-        seq = call("ringjax_run", 0, seq)
+        else:
+            seq = call(kind, site, seq)
     # The handlers of a device cannot read seq: there it only orders, and is counted up
     # by the program.
     return [*leaves, _jax.plus_one(seq, seq_aval) if on_device else seq]
+
+
+def _timetable(
+    avals: Sequence[Any], cuts: Any, overlapped: bool, memory: float
+) -> tuple[Any, list[tuple[str, int]], int]:
+    """The buckets, the calls in order, and the most bytes between START and DONE."""
+    if not overlapped:
+        return (tuple(range(len(avals))),), [("run", 0)], 0
+    sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
+    if memory != math.inf:
+        # So that several are on their way at once.
+        cuts = buckets.refine(cuts, sizes, int(memory) // 8)
+    needs = [buckets.packed([sizes[i] for i in cut]) for cut in cuts]
+    return (cuts, *buckets.window(needs, memory))
 
 
 def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import _native, launch, nccl
+from . import _native, calibration, launch, nccl
 from . import addresses as address
 from .config import LOG_LEVELS, Config
 from .errors import Mismatch, StartupError
@@ -27,7 +27,7 @@ from .reception import Reception
 from .session import Member
 
 # What ranks must agree about for their links and algorithms to fit together.
-_AGREED = ("ring_bytes", "tcp_streams", "algorithm")
+_AGREED = ("ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate")
 _SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
 _CLOSED = "ringjax.shutdown() was called on this rank"
 
@@ -88,6 +88,7 @@ class World:
         self._fabric: Fabric | None = None
         # The process sets and their ranks, also those without this rank.
         self._sets: dict[int, list[int]] = {}
+        self._cost: dict[str, float] = {}  # of the links, as it was measured
         self.devices = nccl.Devices(self, [0])
         place = launch.find(config)
         self._prefix = f"ringjax {place.rank}/{place.size}"
@@ -96,7 +97,7 @@ class World:
                 self.standing = Standing.of(0, ["here"], config)
             else:
                 self._come_together(place)
-            self._connect(0, range(place.size), "world")
+            self._calibrate(self._connect(0, range(place.size), "world"))
             self._sets[0] = list(range(place.size))
             self.devices = nccl.Devices(self, self._count_devices())
         except BaseException:
@@ -143,6 +144,7 @@ class World:
             reception=self._reception,
             session=self._meeting.session,
             shm_bytes=_native.shm_bytes,
+            board_bytes=_native.board_bytes,
             log=self.log,
         )
 
@@ -198,12 +200,14 @@ class World:
             members=list(ranks),
             links=mesh.links,
             doorbell=mesh.doorbell,
+            board=mesh.board,
             options={
                 "ring_bytes": config.ring_bytes,
                 "spin_us": config.spin_us,
                 "stall_warning": config.stall_warning,
                 "collective_timeout": config.collective_timeout,
                 "algorithm": config.algorithm,
+                "cost": self._cost,
             },
         )
         self.communicators[number] = communicator
@@ -218,6 +222,17 @@ class World:
             self._heartbeat.watch(communicator)
         return communicator
 
+    def _calibrate(self, world: _native.Communicator) -> None:
+        if self._meeting is None or self.config.calibrate == "off":
+            return
+        members = self._meeting.session.members
+        network = calibration.describe(members, self.standing.hosts)
+        if network is None:
+            return
+        self._cost, how = calibration.calibrate(world, self.config, network)
+        costs = ", ".join(f"{name} {value:.3g}" for name, value in self._cost.items())
+        self.log("debug", f"the links, {how}: {costs}")
+
     def connect_control(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
@@ -225,7 +240,7 @@ class World:
         if self._fabric is None:
             return self._connect(number, ranks, name)
         small = dataclasses.replace(
-            self.config, ring_bytes=_SMALL_RING, tcp_streams=1, algorithm=""
+            self.config, ring_bytes=_SMALL_RING, tile_bytes=0, tcp_streams=1, algorithm=""
         )
         fabric = dataclasses.replace(self._fabric, config=small)
         return self._connect(number, ranks, name, fabric)

@@ -57,6 +57,17 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     ]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests and their ranks measure is not remembered in the user's cache."""
+    if _in_rank():
+        yield  # they have it from the pytest that started them
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def world() -> World:
     """An initialised ringjax; the test must be marked with `ranks`."""

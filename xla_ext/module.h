@@ -2,17 +2,50 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "base/status.h"
+#include "collective/table.h"
+#include "transport/link.h"
 
 namespace ringjax {
 
+void BindHostCommunicator(nanobind::module_& m);
 void BindSchedules(nanobind::module_& m);  // algorithms, schedule, verify
 void BindDevice(nanobind::module_& m);     // CUDA and NCCL
+
+// Descriptors that are closed unless somebody releases them.
+class Descriptors {
+ public:
+  Descriptors() = default;
+  explicit Descriptors(std::vector<int> fds) : fds_(std::move(fds)) {}
+  Descriptors(Descriptors&& o) noexcept : fds_(o.Release()) {}
+  Descriptors& operator=(Descriptors&& o) noexcept {
+    std::swap(fds_, o.fds_);
+    return *this;
+  }
+  ~Descriptors() {
+    for (int fd : fds_) close(fd);
+  }
+  std::vector<int> Release() { return std::exchange(fds_, {}); }
+
+ private:
+  std::vector<int> fds_;
+};
+
+// A new eventfd; OSError if there is none.
+std::unique_ptr<Doorbell> NewBell();
 
 // Throws ringjax._native.StatusError unless it is ok.
 void Raise(const Status& status);
 // A number among the options of Python, or what to take if it is not there.
 double Number(const nanobind::dict& options, const char* key, double otherwise);
+// Constants of the cost model by name; those that are missing keep their defaults.
+CostModel ReadCost(const nanobind::dict& cost);
+nanobind::dict WriteCost(const CostModel& model);
 
 }  // namespace ringjax

@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
+
 #include "collective/table.h"
 #include "module.h"
 
@@ -102,7 +104,40 @@ nb::dict ToDict(const Report& report) {
   return d;
 }
 
+struct Constant {
+  const char* name;
+  double CostModel::* value;
+};
+constexpr Constant kConstants[] = {
+    {"local_latency", &CostModel::local_latency},
+    {"remote_latency", &CostModel::remote_latency},
+    {"local_message", &CostModel::local_message},
+    {"remote_message", &CostModel::remote_message},
+    {"local_byte", &CostModel::local_byte},
+    {"remote_byte", &CostModel::remote_byte},
+};
+
 }  // namespace
+
+CostModel ReadCost(const nb::dict& cost) {
+  CostModel model;
+  size_t known = 0;
+  for (const Constant& c : kConstants) {
+    if (!cost.contains(c.name)) continue;
+    ++known;
+    model.*c.value = nb::cast<double>(cost[c.name]);
+    if (!(model.*c.value > 0) || !std::isfinite(model.*c.value))
+      throw nb::value_error("ringjax: a cost must be a positive number of seconds");
+  }
+  if (known != cost.size()) throw nb::value_error("ringjax: an unknown cost");
+  return model;
+}
+
+nb::dict WriteCost(const CostModel& model) {
+  nb::dict cost;
+  for (const Constant& c : kConstants) cost[c.name] = model.*c.value;
+  return cost;
+}
 
 void BindSchedules(nb::module_& m) {
   m.def("algorithms", [] {
@@ -116,7 +151,7 @@ void BindSchedules(nb::module_& m) {
       [](const std::string& op, const std::string& algorithm,
          const std::vector<int>& host) {
         return AlgorithmOf(op, algorithm)
-            .applies({0, static_cast<int>(host.size()), host});
+            .applies({0, static_cast<int>(host.size()), host, OnOneHost(host)});
       },
       "op"_a, "algorithm"_a, "host"_a);
   m.def(
@@ -149,6 +184,20 @@ void BindSchedules(nb::module_& m) {
         return ToDict(VerifySchedules(Problems(op, counts, root), all));
       },
       "op"_a, "schedules"_a, "counts"_a, "host"_a, "root"_a = 0);
+  m.def(
+      "predict",
+      [](const std::string& op, uint64_t bytes, const std::vector<int>& host,
+         const nb::dict& cost) {
+        const Topology topology{0, static_cast<int>(host.size()), host,
+                                OnOneHost(host)};
+        const CostModel model = ReadCost(cost);
+        std::vector<std::pair<std::string, double>> all;
+        for (const Algorithm& a : Algorithms())
+          if (a.op == OpOf(op) && a.applies(topology))
+            all.push_back({Text(a.name), a.cost(bytes, topology, model)});
+        return all;
+      },
+      "op"_a, "bytes"_a, "host"_a, "cost"_a = nb::dict());
 }
 
 }  // namespace ringjax

@@ -190,26 +190,43 @@ TEST(AHalfStepEndsTheCommunicatorAndPeersAreTold) {
   world.ranks[0]->set_on_failure([&](const Status& s) { told.push_back(s); });
   Overlap overlap(world.ranks[0]);
   std::vector<float> data(8, 1.0f);
-  CHECK(overlap.Start(AllreduceOf(&data), 0, true).ok());
-  CHECK(overlap.Start(AllreduceOf(&data), 0, true).ok());
+  CHECK(overlap.Start(AllreduceOf(&data), 0, 64).ok());
+  overlap.Begin(1 << 16);  // another chain may begin
+  CHECK_EQ(told.size(), 0u);
+  overlap.Begin(0);
   CHECK_EQ(told.size(), 1u);
   CHECK_EQ(told[0].rank(), 0);
+  CHECK(overlap.Start(AllreduceOf(&data), 0, 64).ok());
   CHECK(
       Contains(overlap.Done(AllreduceOf(&data), 0).message(), "rank 0 started a step"));
+}
+
+TEST(ARankThatStartsItsStepAgainIsTold) {
+  World world({0, 0});
+  world.Each([](Communicator& c) {
+    std::vector<float> data(8, 1.0f);
+    Call call = AllreduceOf(&data);
+    call.step = 3;
+    call.bucket = c.rank() == 0 ? 2 : 0;  // as large as the one that rank 0 waits with
+    const Status status = c.Run(call);
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(Contains(status.message(), "rank 1 sent bucket 0, rank 0 sent bucket 2"));
+    CHECK_EQ(data[0], 1.0f);
+  });
 }
 
 TEST(DoneOfOtherTensorsThanStartIsRefused) {
   World world({0});
   Overlap overlap(world.ranks[0]);
   std::vector<float> data(8, 1.0f), other(9);
-  CHECK(overlap.Start(AllreduceOf(&data), 0, true).ok());
+  CHECK(overlap.Start(AllreduceOf(&data), 0, 64).ok());
   const Status status = overlap.Done(AllreduceOf(&other), 0);
   CHECK(status.code() == Code::kInvalidArgument);
   CHECK(Contains(status.message(), "bucket 0 of 'x'"));
   Call call = AllreduceOf(&data);
   call.tensors[0].room = 4;
-  CHECK(!overlap.Start(call, 1, true).ok());
-  CHECK(overlap.Start(AllreduceOf(&data), 0, true).ok());
+  CHECK(!overlap.Start(call, 1, 64).ok());
+  CHECK(overlap.Start(AllreduceOf(&data), 0, 64).ok());
   CHECK(overlap.Done(AllreduceOf(&data), 0).ok());
 }
 

@@ -39,7 +39,8 @@ TEST(AllreduceEveryAlgorithmAndSize) {
     if (a.op != Collective::kAllreduce) continue;
     for (const std::vector<int>& hosts :
          {std::vector<int>{0}, {0, 0}, {0, 0, 0}, {0, 0, 1, 1}, {0, 1, 2, 2, 2}}) {
-      if (!a.applies({0, static_cast<int>(hosts.size()), hosts})) continue;
+      const bool board = hosts.size() > 1 && hosts.back() == 0;
+      if (!a.applies({0, static_cast<int>(hosts.size()), hosts, board})) continue;
       World world(hosts, "allreduce:" + std::string(a.name));
       for (size_t n : {1, 2, 5, 1000, 70001}) CheckSum(&world, n, ReduceOp::kSum);
       CheckSum(&world, 333, ReduceOp::kAverage);
@@ -143,7 +144,7 @@ TEST(OverlapKeepsOrderWithDirectCalls) {
     for (int step = 0; step < 20; ++step) {
       std::vector<std::vector<float>> buckets(4, std::vector<float>(500, 1.0f));
       for (int k = 0; k < 4; ++k)
-        CHECK(overlap.Start(AllreduceOf(&buckets[k]), k, k == 0).ok());
+        CHECK(overlap.Start(AllreduceOf(&buckets[k]), k, 4 * 2048).ok());
       std::vector<float> alone(10, 2.0f);
       CHECK(c.Run(AllreduceOf(&alone)).ok());
       CHECK_EQ(alone[9], 6.0f);
@@ -160,8 +161,9 @@ TEST(AStepLeftHalfDoneEndsTheCommunicator) {
   Overlap overlap(world.ranks[0]);
   std::vector<float> data(8, 1.0f);
   CHECK(!overlap.Done(AllreduceOf(&data), 0).ok());
-  CHECK(overlap.Start(AllreduceOf(&data), 0, true).ok());
-  CHECK(overlap.Start(AllreduceOf(&data), 1, true).ok());
+  CHECK(overlap.Start(AllreduceOf(&data), 0, 128).ok());
+  overlap.Begin(1);
+  CHECK(overlap.Start(AllreduceOf(&data), 1, 128).ok());
   CHECK(!overlap.Done(AllreduceOf(&data), 1).ok());
   CHECK(world.ranks[0]->aborted());
 }

@@ -4,6 +4,7 @@
 
 #include <sys/eventfd.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -21,8 +22,9 @@ inline std::unique_ptr<Doorbell> MakeBell() {
 
 class World {
  public:
+  // Ranks of one host have a board with tiles of so many bytes, unless it is 0.
   explicit World(std::vector<int> hosts, const std::string& algorithm = "",
-                 size_t ring = 4096, double timeout = 20) {
+                 size_t ring = 4096, double timeout = 20, size_t tile = 4096) {
     const int size = static_cast<int>(hosts.size());
     std::vector<std::unique_ptr<Doorbell>> bells;
     std::vector<std::vector<std::unique_ptr<Link>>> links(size);
@@ -36,14 +38,22 @@ class World {
       for (int b = a + 1; b < size; ++b)
         std::tie(links[a][b], links[b][a]) =
             MakeLocalLinks(ring, bells[a].get(), bells[b].get());
+    std::vector<std::unique_ptr<Board>> boards(size);
+    const bool one_host = std::all_of(hosts.begin(), hosts.end(),
+                                      [&](int host) { return host == hosts[0]; });
+    if (tile > 0 && size > 1 && one_host) {
+      std::vector<Doorbell*> all;
+      for (const auto& bell : bells) all.push_back(bell.get());
+      boards = MakeLocalBoards(tile, all);
+    }
     for (int r = 0; r < size; ++r) {
       CommunicatorOptions o;
       o.topology = {r, size, hosts};
       o.members = members;
       o.collective_timeout = timeout;
       o.algorithm = algorithm;
-      ranks.push_back(
-          std::make_shared<Communicator>(o, std::move(links[r]), std::move(bells[r])));
+      ranks.push_back(std::make_shared<Communicator>(
+          o, std::move(links[r]), std::move(bells[r]), std::move(boards[r])));
     }
   }
 

@@ -108,6 +108,8 @@ def test_counts_keep_the_bytes() -> None:
         (["--counts", "0"], "--counts must be 1"),
         (["--counts", "9", "--total", "32"], "no more than --total has numbers"),
         (["--peers", "nccl"], "invalid choice"),
+        (["--python", "horovod"], "'horovod' is not PEER=PYTHON"),
+        (["--python", "nccl=python3"], "'nccl=python3' is not PEER=PYTHON"),
     ],
 )
 def test_bad_options_are_refused(
@@ -142,6 +144,41 @@ def test_a_missing_module_or_program_is_named(tmp_path: Path) -> None:
     absent = Entry(PEERS["mpi4py"].kind, ("no_such_module",))
     with pytest.raises(launchers.Absent, match="no module no_such_module here"):
         launchers.find(absent, 2, words, tmp_path)
+
+
+def test_a_peer_may_have_another_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def named(*words: str) -> str:
+        return launchers.interpreter("horovod", options.parse(words))
+
+    monkeypatch.setattr(launchers, "PEERS_FOLDER", tmp_path)
+    assert named() == sys.executable
+    built = tmp_path / "horovod" / "bin" / "python"
+    built.parent.mkdir(parents=True)
+    built.symlink_to(sys.executable)
+    assert named() == str(built)  # of that environment: the link is not followed
+    assert named("--python", "horovod=/other/python", "mpich=x") == "/other/python"
+    entry = Entry(PEERS["horovod"].kind, ("json",), "horovodrun")
+    words = options.parse([])
+    with pytest.raises(launchers.Absent, match="no program horovodrun here"):
+        monkeypatch.setenv("PATH", "")
+        launchers.find(entry, 2, words, tmp_path, str(built))
+    run = built.with_name("horovodrun")
+    run.touch(0o755)
+    found = launchers.find(entry, 2, words, tmp_path, str(built))
+    assert (found.python, found.words[0]) == (str(built), str(run))
+
+
+def test_modules_are_looked_for_where_the_peer_runs(tmp_path: Path) -> None:
+    entry = Entry(PEERS["mpi4py"].kind, ("json", "no_such_module"))
+    words = options.parse([])
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    with pytest.raises(launchers.Absent, match=f"no_such_module for {other}"):
+        launchers.find(entry, 2, words, tmp_path, str(other))
+    with pytest.raises(launchers.Absent, match=f"no Python {tmp_path}/none"):
+        launchers.find(entry, 2, words, tmp_path, f"{tmp_path}/none")
 
 
 def test_more_ranks_than_cores_must_yield() -> None:

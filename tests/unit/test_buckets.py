@@ -1,4 +1,7 @@
-"""The plan of buckets: every leaf once, one dtype, bounded, in order of readiness."""
+"""The plan of buckets: every leaf once, one dtype, bounded, in order of readiness.
+
+And the plan of calls: which buckets are on their way at once.
+"""
 
 from __future__ import annotations
 
@@ -104,3 +107,66 @@ def test_extended_dtypes_count_their_bytes() -> None:
 def test_a_bad_argument_is_named(limit, order, text) -> None:
     with pytest.raises(ValueError, match=text):
         buckets.plan([((1,), "int8")] * 2, limit, order)
+
+
+# -- buckets on a slow wire ------------------------------------------------------------
+
+
+@given(problems(), st.integers(0, 1 << 21))
+def test_refined_buckets_are_pieces_in_the_same_order(problem, most) -> None:
+    avals, limit, order = problem
+    sizes = [size(a) << 12 for a in avals]
+    cuts = buckets.plan(avals, limit, order)
+    pieces = buckets.refine(cuts, sizes, most)
+    assert [i for p in pieces for i in p] == [i for cut in cuts for i in cut]
+    assert all(any(set(p) <= set(cut) for cut in cuts) for p in pieces)
+    left = sum(sizes)
+    for p in pieces:
+        filled = sum(sizes[i] for i in p)
+        assert filled <= most or len([i for i in p if sizes[i]]) <= 1
+        assert filled <= max(buckets.SMALL, left / 4) or len(p) == 1 or not filled
+        left -= filled
+
+
+def test_what_comes_last_is_small() -> None:
+    sizes = [1 << 20] * 64
+    pieces = buckets.refine((tuple(range(64)),), sizes, 8 << 20)
+    counts = [len(p) for p in pieces]
+    assert counts[:2] == [8, 8] and counts[-4:] == [1, 1, 1, 1]
+    assert counts == sorted(counts, reverse=True)
+
+
+NEEDS = st.lists(st.integers(0, 100), max_size=30)
+
+
+@given(NEEDS, st.integers(0, 300))
+def test_a_window_never_holds_more_than_its_memory(needs, memory) -> None:
+    calls, most = buckets.window(needs, memory)
+    assert sorted(b for kind, b in calls if kind != "done") == list(range(len(needs)))
+    held, peak, pending = 0, 0, []
+    for place, (kind, bucket) in enumerate(calls):
+        if kind == "run":
+            assert needs[bucket] > memory
+        elif kind == "start":
+            pending.append(bucket)
+            held += needs[bucket]
+            peak = max(peak, held)
+        else:
+            assert pending.pop(0) == bucket
+            starts = [b for kind, b in calls[place:] if kind == "start"]
+            assert not starts or held + needs[starts[0]] > memory  # not before it must
+            held -= needs[bucket]
+    assert not pending
+    assert most == peak <= memory
+
+
+@given(NEEDS)
+def test_without_a_limit_all_starts_come_first(needs) -> None:
+    calls, most = buckets.window(needs, math.inf)
+    every = range(len(needs))
+    assert calls == [*(("start", b) for b in every), *(("done", b) for b in every)]
+    assert most == sum(needs)
+
+
+def test_memory_is_counted_as_the_native_core_lays_it_out() -> None:
+    assert buckets.packed([0, 1, 64, 65]) == 0 + 64 + 64 + 128

@@ -24,9 +24,12 @@ LEVELS = {
     0: {
         *("errors", "config", "ops", "_native"),
         *("addresses", "handshake", "session", "rendezvous", "reception", "memory"),
-        *("launch", "meeting", "objects"),
+        *("launch", "meeting", "objects", "cost_file"),
     },
-    1: {"runtime", "world", "process_set", "mesh", "nccl", "buckets", "basics"},
+    1: {
+        *("runtime", "world", "process_set", "mesh", "nccl", "buckets", "basics"),
+        "calibration",
+    },
     2: {"_jax", "_backward", "placement"},
     3: {"primitive"},
     4: {"collectives", "compression"},

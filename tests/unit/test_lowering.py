@@ -1,10 +1,12 @@
-"""What the collectives become in JAX: calls, ties, aliases, copies, rules, refusals.
+"""What the collectives become in JAX: calls, ties, rules, refusals.
 
-One process, a job of one; what the calls compute is tested in ranks/.
+One process, a job of one; what the calls compute is tested in ranks/, what they share
+memory with in test_aliases.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from lowerings import SEQ, calls, chained, equations
 from stacked import raises
 
 import ringjax
-from ringjax import _jax, _native
+from ringjax import _jax, _native, runtime
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,36 +119,29 @@ def test_start_done_is_one_chain() -> None:
     assert r'names = "leaf2\0Aleaf1"' in chain[0].rest
 
 
-def test_in_place_calls_are_aliased() -> None:
-    def aliases(f: Any, *args: Any) -> list[tuple[int, int]]:
-        pattern = r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)"
-        (call,) = calls(f, *args)
-        return [(int(a), int(b)) for a, b in re.findall(pattern, call.rest)]
+@pytest.mark.parametrize(
+    ("memory", "kinds"),
+    [
+        (256, "start start start done done done"),
+        (128, "start start done done start done"),  # 64, 64 and 128 bytes
+        (0, "run run run"),
+    ],
+)
+def test_what_is_on_its_way_fits_the_memory(monkeypatch, memory, kinds) -> None:
+    config = dataclasses.replace(runtime.config(), overlap_memory=memory)
+    monkeypatch.setattr(runtime, "config", lambda: config)
 
-    pair = (jnp.ones(3), jnp.ones(4))
-    assert aliases(ringjax.allreduce, pair) == [(0, 0), (1, 1)]
-    assert aliases(lambda x: ringjax.broadcast(x, 0), pair) == [(0, 0), (1, 1)]
-    assert aliases(lambda x: chained(list(x), SEQ), pair) == [(0, 0), (1, 1), (2, 2)]
-    assert aliases(ringjax.allgather, pair) == []
+    def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
+        return chained([a, b, c], seq, cuts=((0,), (1,), (2,)))
 
-
-@pytest.mark.parametrize("cuts", [None, ((1,), (0,))])
-def test_no_copies_when_donated(cuts: Any) -> None:
-    def step(params: Any, seq: Any) -> Any:
-        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(p[0] @ p[1]) ** 2))(params)
-        grads, seq = chained(grads, seq, cuts)
-        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], seq
-
-    params = [jnp.ones((256, 256)), jnp.ones((256, 256))]
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, SEQ).compile()
-    assert len(re.findall(r" copy\(", _entry(compiled))) == 0
-    kept = jax.jit(step).lower(params, SEQ).compile()
-    assert len(re.findall(r" copy\(", _entry(kept))) <= 1  # the four bytes of seq
-
-
-def _entry(compiled: Any) -> str:
-    text: str = compiled.as_text()
-    return text[text.index("ENTRY") :]
+    found = calls(program, jnp.ones(2), jnp.ones(16), jnp.ones(17), SEQ)
+    assert [c.target.removeprefix("ringjax_") for c in found] == kinds.split()
+    for before, call in pairwise(found):
+        assert call.operands[-1] == before.order
+    flags = [re.findall(r"(first|last) = 1", call.rest) for call in found]
+    assert flags == [["first"], *[[]] * (len(found) - 2), ["last"]]
+    most = {256: 256, 128: 128, 0: 0}[memory]
+    assert all(f"in_flight = {most} :" in call.rest for call in found)
 
 
 def test_the_chain_has_no_effect_and_keeps_fast_dispatch() -> None:

@@ -48,7 +48,11 @@ def test_cuda_overlaps_where_the_cpu_does_not() -> None:
     def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
         ringjax.allreduce(a)
         return chained(
-            [a, b, c], seq, ((2, 1), (0,)), overlapped=False, overlapped_on_device=True
+            [a * 2, b * 2, c * 2],
+            seq + 1,
+            ((2, 1), (0,)),
+            overlapped=False,
+            overlapped_on_device=True,
         )
 
     arguments = (jnp.ones(2), jnp.ones(3), jnp.ones(4), SEQ)

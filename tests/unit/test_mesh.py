@@ -83,6 +83,7 @@ class Ranks:
             reception=reception,
             session=session,
             shm_bytes=lambda ring: 3 * ring,
+            board_bytes=lambda size, tile: size * tile,
             log=lambda level, text: self.log.append(f"{level}: {text}"),
         )
 
@@ -397,6 +398,7 @@ session = join(where, secret, job, hello, 10)
 fabric = Fabric(rank=rank, members=session.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=10),
                 reception=reception, session=session, shm_bytes=lambda ring: 2 * ring,
+                board_bytes=lambda size, tile: size * tile,
                 log=lambda level, text: print(text))
 mesh = fabric.build(0, [0, 1], "world", control=True)
 assert not {"jax", "numpy", "asyncio"} & {name.split(".")[0] for name in sys.modules}

@@ -42,6 +42,7 @@ void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root
   Schedule name(const Problem&, const Topology&); \
   double name##Cost(uint64_t bytes, const Topology&, const CostModel&)
 
+RJ_ALGORITHM(SharedAllreduce);
 RJ_ALGORITHM(RingAllreduce);
 RJ_ALGORITHM(DirectAllreduce);
 RJ_ALGORITHM(HalvingAllreduce);
@@ -64,6 +65,9 @@ RJ_ALGORITHM(HierarchicalBroadcast);
 
 RJ_ALGORITHM(PairwiseAlltoall);
 #undef RJ_ALGORITHM
+
+// shared.cc: memory that all ranks map.
+bool HasBoard(const Topology& topology);
 
 // hierarchical.cc: several hosts, at least one with several ranks; and all alike.
 bool HasHierarchy(const Topology& topology);

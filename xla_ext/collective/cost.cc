@@ -9,8 +9,6 @@
 namespace ringjax::collective {
 namespace {
 
-// A message that waits for no other still costs both ends some work.
-constexpr double kMessageShare = 0.2;
 // Many senders at once fill a switch's queue in front of one receiver.
 constexpr double kIncast = 1.15;
 // Where each round waits for the one before and goes to another peer, wires stand idle
@@ -76,12 +74,13 @@ void Traffic::SendAll(double bytes, int begin) {
 }
 
 double Traffic::Seconds(double steps, Flow flow) const {
-  const double wait = hosts() > 1 ? model_.remote_latency : model_.local_latency;
-  const double extra = std::max(0.0, Largest(messages_) - steps);
+  const bool far = hosts() > 1;
+  const double wait = far ? model_.remote_latency : model_.local_latency;
+  const double message = far ? model_.remote_message : model_.local_message;
   const double remote =
       std::max(Largest(host_out_), Largest(host_in_)) * model_.remote_byte;
   const double local = Largest(local_) * model_.local_byte;
-  return wait * (steps + kMessageShare * extra) +
+  return wait * steps + message * Largest(messages_) +
          (flow == Flow::kThrough ? std::max(local, remote) : local + kTurns * remote);
 }
 

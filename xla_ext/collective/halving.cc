@@ -158,12 +158,14 @@ Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) 
 
 namespace {
 
-// Bytes that members exchange by halving once.
-void CountHalving(Traffic* traffic, const Fold& fold, bool near_first, double bytes) {
+// What members exchange by halving `times` times.
+void CountHalving(Traffic* traffic, const Fold& fold, bool near_first, double bytes,
+                  int times) {
   for (int round = 1; round < fold.power; round *= 2) {
     const int distance = near_first ? round : fold.power / (2 * round);
     for (int v = 0; v < fold.power; ++v)
-      traffic->Send(fold.Rank(v), fold.Rank(v ^ distance), bytes / (2 * round));
+      traffic->Send(fold.Rank(v), fold.Rank(v ^ distance), times * bytes / (2 * round),
+                    times);
   }
 }
 
@@ -174,7 +176,7 @@ double HalvingAllreduceCost(uint64_t bytes, const Topology& topology,
   Traffic traffic(topology, model);
   const Fold fold(topology.size);
   const auto whole = static_cast<double>(bytes);
-  CountHalving(&traffic, fold, true, 2 * whole);
+  CountHalving(&traffic, fold, true, whole, 2);
   for (int i = 0; i < fold.pairs; ++i) {
     traffic.Send(2 * i, 2 * i + 1, whole);
     traffic.Send(2 * i + 1, 2 * i, whole);
@@ -188,7 +190,7 @@ double HalvingReducescatterCost(uint64_t bytes, const Topology& topology,
   Traffic traffic(topology, model);
   const Fold fold(topology.size);
   const auto whole = static_cast<double>(bytes);
-  CountHalving(&traffic, fold, false, whole);
+  CountHalving(&traffic, fold, false, whole, 1);
   for (int i = 0; i < fold.pairs; ++i) {
     traffic.Send(2 * i, 2 * i + 1, whole);
     traffic.Send(2 * i + 1, 2 * i, whole / topology.size);

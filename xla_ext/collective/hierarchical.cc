@@ -158,7 +158,8 @@ namespace {
 // A ring over one rank of each host, `lanes` of them side by side.
 double BetweenHosts(double rounds, double bytes, int hosts, const CostModel& model) {
   const double hops = rounds * (hosts - 1);
-  return hops * (model.remote_latency + bytes / hosts * model.remote_byte);
+  return hops * (model.remote_latency + model.remote_message +
+                 bytes / hosts * model.remote_byte);
 }
 
 // A full host, alone.

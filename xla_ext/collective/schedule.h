@@ -6,6 +6,7 @@
 // *segment* = the part of a message in flight, *step* = one line of a schedule.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -62,7 +63,13 @@ struct Topology {
   int rank = 0;
   int size = 1;
   std::vector<int> host;  // host[r], size entries
+  bool board = false;     // all ranks map memory in common
 };
+
+// Whether they all do: then they may have a board.
+inline bool OnOneHost(const std::vector<int>& host) {
+  return std::all_of(host.begin(), host.end(), [&](int h) { return h == host[0]; });
+}
 
 // counts, in elements, by op:
 //   allreduce, broadcast  {n}

@@ -22,28 +22,32 @@ constexpr auto kBroadcast = Collective::kBroadcast;
 constexpr auto kReducescatter = Collective::kReducescatter;
 constexpr auto kAlltoall = Collective::kAlltoall;
 
-#define RJ_ROW(op, name, generator, applies) \
-  Algorithm { op, name, generator, applies, generator##Cost }
+constexpr std::string_view kHosts = "several ranks on several hosts";
+constexpr std::string_view kBoard = "memory that all ranks share";
+
+#define RJ_ROW(op, name, generator, applies, needs) \
+  Algorithm { op, name, generator, applies, needs, generator##Cost }
 
 // Of equally cheap ones, the first is chosen.
 constexpr std::array kTable = {
-    RJ_ROW(kAllreduce, "direct", DirectAllreduce, Always),
-    RJ_ROW(kAllreduce, "ring", RingAllreduce, Always),
-    RJ_ROW(kAllreduce, "halving", HalvingAllreduce, Always),
-    RJ_ROW(kAllreduce, "tree", TreeAllreduce, Always),
-    RJ_ROW(kAllreduce, "double_tree", DoubleTreeAllreduce, Always),
-    RJ_ROW(kAllreduce, "hierarchical", HierarchicalAllreduce, HasHierarchy),
-    RJ_ROW(kAllgather, "direct", DirectAllgather, Always),
-    RJ_ROW(kAllgather, "ring", RingAllgather, Always),
-    RJ_ROW(kAllgather, "bruck", BruckAllgather, Always),
-    RJ_ROW(kAllgather, "hierarchical", HierarchicalAllgather, HasEvenHierarchy),
-    RJ_ROW(kBroadcast, "tree", TreeBroadcast, Always),
-    RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always),
-    RJ_ROW(kBroadcast, "hierarchical", HierarchicalBroadcast, HasHierarchy),
-    RJ_ROW(kReducescatter, "direct", DirectReducescatter, Always),
-    RJ_ROW(kReducescatter, "ring", RingReducescatter, Always),
-    RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always),
-    RJ_ROW(kAlltoall, "pairwise", PairwiseAlltoall, Always),
+    RJ_ROW(kAllreduce, kShared, SharedAllreduce, HasBoard, kBoard),
+    RJ_ROW(kAllreduce, "direct", DirectAllreduce, Always, ""),
+    RJ_ROW(kAllreduce, "ring", RingAllreduce, Always, ""),
+    RJ_ROW(kAllreduce, "halving", HalvingAllreduce, Always, ""),
+    RJ_ROW(kAllreduce, "tree", TreeAllreduce, Always, ""),
+    RJ_ROW(kAllreduce, "double_tree", DoubleTreeAllreduce, Always, ""),
+    RJ_ROW(kAllreduce, "hierarchical", HierarchicalAllreduce, HasHierarchy, kHosts),
+    RJ_ROW(kAllgather, "direct", DirectAllgather, Always, ""),
+    RJ_ROW(kAllgather, "ring", RingAllgather, Always, ""),
+    RJ_ROW(kAllgather, "bruck", BruckAllgather, Always, ""),
+    RJ_ROW(kAllgather, "hierarchical", HierarchicalAllgather, HasEvenHierarchy, kHosts),
+    RJ_ROW(kBroadcast, "tree", TreeBroadcast, Always, ""),
+    RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always, ""),
+    RJ_ROW(kBroadcast, "hierarchical", HierarchicalBroadcast, HasHierarchy, kHosts),
+    RJ_ROW(kReducescatter, "direct", DirectReducescatter, Always, ""),
+    RJ_ROW(kReducescatter, "ring", RingReducescatter, Always, ""),
+    RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always, ""),
+    RJ_ROW(kAlltoall, "pairwise", PairwiseAlltoall, Always, ""),
 };
 #undef RJ_ROW
 
@@ -84,8 +88,8 @@ Result<const Algorithm*> Choose(Collective op, std::string_view name, uint64_t b
   text +=
       name.empty() ? std::string(": no algorithm") : " by '" + std::string(name) + "'";
   if (!name.empty()) {
-    const bool known = Find(op, name) != nullptr;
-    text += known ? ": needs several ranks on several hosts" : ": no such algorithm";
+    const Algorithm* known = Find(op, name);
+    text += known ? ": needs " + std::string(known->needs) : ": no such algorithm";
   }
   text += "; for these " + std::to_string(topology.size) +
           " ranks: " + Applying(op, topology);

@@ -11,20 +11,28 @@
 
 namespace ringjax {
 
-// Seconds per message and seconds per byte, inside a host and between hosts, and per
-// byte reduced. The defaults suit shared memory and 10 Gbit/s Ethernet.
+// Seconds inside a host and between hosts: for each message in a chain of those that
+// wait for one another; for each that a rank sends, the work of both its ends; for each
+// byte. The defaults suit shared memory and 10 Gbit/s Ethernet; what the links of a job
+// are like is measured when it starts.
 struct CostModel {
   double local_latency = 1e-6;
   double remote_latency = 40e-6;
+  double local_message = 0.2e-6;
+  double remote_message = 8e-6;
   double local_byte = 1.0 / 6e9;
   double remote_byte = 1.0 / 1.1e9;
 };
+
+// The one that needs a board: engine/tiles.h runs it, and not the executor.
+inline constexpr std::string_view kShared = "shared";
 
 struct Algorithm {
   Collective op;
   std::string_view name;
   Generator generate;
   bool (*applies)(const Topology&);  // e.g. hierarchical needs several hosts
+  std::string_view needs;            // in words, if it does not always apply
   // Predicted seconds for `bytes` (of the whole vector).
   double (*cost)(uint64_t bytes, const Topology&, const CostModel&);
 };

@@ -143,14 +143,19 @@ double TreeBroadcastCost(uint64_t bytes, const Topology& topology,
   return traffic.Seconds(CeilLog2(topology.size));
 }
 
+// Rank 0 reduces one child after the other, and begins to send with the last of them.
 double TreeAllreduceCost(uint64_t bytes, const Topology& topology,
                          const CostModel& model) {
-  Traffic traffic(topology, model);
+  Traffic before(topology, model), traffic(topology, model);
+  const auto whole = static_cast<double>(bytes);
   for (int r = 1; r < topology.size; ++r) {
-    traffic.Send(r, r & (r - 1), static_cast<double>(bytes));
-    traffic.Send(r & (r - 1), r, static_cast<double>(bytes));
+    const bool last =
+        std::has_single_bit(static_cast<unsigned>(r)) && 2 * r >= topology.size;
+    if (!last) before.Send(r, r & (r - 1), whole, 0);
+    traffic.Send(r, r & (r - 1), 0);
+    traffic.Send(r & (r - 1), r, whole);
   }
-  return traffic.Seconds(2 * CeilLog2(topology.size));
+  return before.Seconds(0) + traffic.Seconds(2 * CeilLog2(topology.size));
 }
 
 double DoubleTreeAllreduceCost(uint64_t bytes, const Topology& topology,
@@ -165,7 +170,7 @@ double DoubleTreeAllreduceCost(uint64_t bytes, const Topology& topology,
       traffic.Send(parent, r, half);
     }
   }
-  return traffic.Seconds(2 * CeilLog2(topology.size));
+  return traffic.Seconds(2 * CeilLog2(topology.size), Flow::kByRounds);
 }
 
 }  // namespace ringjax::collective

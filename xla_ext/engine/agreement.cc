@@ -2,11 +2,22 @@
 #include "engine/agreement.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "engine/descriptor.h"
+#include "transport/board.h"
 
 namespace ringjax {
 namespace {
+
+Status CheckStall(int peer, const Lane& lane, const Waiter& waiter) {
+  const double idle = waiter.IdleSeconds();
+  if (idle < 1.0) return OkStatus();
+  if (lane.on_stall) RJ_TRY(lane.on_stall(idle, {peer}));
+  if (lane.timeout > 0 && idle > lane.timeout)
+    return Status(Code::kDeadlineExceeded, "has not called", peer);
+  return OkStatus();
+}
 
 // Sends `out` to one peer and receives `in` from another (or the same) at the same
 // time.
@@ -35,7 +46,7 @@ class Exchange {
         if (reads) all.push_back({source, true, false});
         return all;
       }));
-      RJ_TRY(CheckStall(reads ? from : to));
+      RJ_TRY(CheckStall(reads ? from : to, lane_, *waiter_));
     }
     return OkStatus();
   }
@@ -53,25 +64,55 @@ class Exchange {
     return OkStatus();
   }
 
-  Status CheckStall(int peer) {
-    const double idle = waiter_->IdleSeconds();
-    if (idle < 1.0) return OkStatus();
-    if (lane_.on_stall) RJ_TRY(lane_.on_stall(idle, {peer}));
-    if (lane_.timeout > 0 && idle > lane_.timeout)
-      return Status(Code::kDeadlineExceeded, "has not called", peer);
-    return OkStatus();
-  }
-
   const Lane& lane_;
   Waiter* waiter_;
   iovec rest_;
 };
+
+// Waits until all ranks have reached this turn on the board.
+Status Await(uint64_t turn, const Lane& lane, Waiter* waiter) {
+  Board& board = *lane.board;
+  for (int peer = 0; peer < board.size(); ++peer) {
+    while (peer != board.rank()) {
+      const bool closed = board.Closed(peer);  // before the counter: see Closed
+      const uint64_t reached = board.Look(Board::kAgreed, peer);
+      if (reached > turn + 1 || reached + 1 < turn)
+        return Status(Code::kUnavailable,
+                      "shared memory is damaged: impossible position", peer);
+      if (reached >= turn) break;
+      if (closed) return Status(Code::kUnavailable, "the peer closed the link", peer);
+      RJ_TRY(waiter->Idle(
+          [&board] { return std::vector<Waiter::Interest>{{&board, true, false}}; }));
+      RJ_TRY(CheckStall(peer, lane, *waiter));
+    }
+    waiter->Progressed();
+  }
+  return OkStatus();
+}
 
 Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
   return Status(Code::kInternal,
                 "is out of step: it is at seq " + std::to_string(got.sequence) +
                     ", this rank at seq " + std::to_string(frame.sequence),
                 peer);
+}
+
+// All ranks show their frames and read those of all others: one wait.
+Status AgreeOnBoard(Frame mine, const Lane& lane, Waiter* waiter, bool* agreed) {
+  Board& board = *lane.board;
+  const uint64_t turn = board.mine(Board::kAgreed) + 1;
+  std::memcpy(board.Note(turn, board.rank()), &mine, sizeof mine);
+  board.Publish(Board::kAgreed, turn);
+  RJ_TRY(Await(turn, lane, waiter));
+  *agreed = mine.agreed == 1;
+  for (int peer = 0; peer < board.size(); ++peer) {
+    Frame theirs;
+    std::memcpy(&theirs, board.Note(turn, peer), sizeof theirs);
+    if (!theirs.SameStream(mine) || theirs.kind != mine.kind)
+      return OutOfStep(theirs, mine, peer);
+    if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) *agreed = false;
+  }
+  return OkStatus();
 }
 
 }  // namespace
@@ -84,6 +125,7 @@ Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
   mine.kind = static_cast<uint16_t>(FrameKind::kAgree);
   mine.agreed = fit ? 1 : 0;
   waiter->Progressed();
+  if (lane.board) return AgreeOnBoard(mine, lane, waiter, agreed);
   for (int round = 0, reach = 1; reach < size; ++round, reach *= 2) {
     const int to = (lane.rank + reach) % size;
     const int from = (lane.rank - reach + size) % size;

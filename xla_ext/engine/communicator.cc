@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "engine/agreement.h"
+#include "engine/tiles.h"
 
 namespace ringjax {
 namespace {
@@ -59,9 +60,12 @@ void Turnstile::WakeAll() { turn_.notify_all(); }
 
 Communicator::Communicator(CommunicatorOptions options,
                            std::vector<std::unique_ptr<Link>> links,
-                           std::unique_ptr<Doorbell> doorbell)
+                           std::unique_ptr<Doorbell> doorbell,
+                           std::unique_ptr<Board> board)
     : options_(std::move(options)), doorbell_(std::move(doorbell)) {
+  options_.topology.board = board != nullptr;
   lane_.links = std::move(links);
+  lane_.board = std::move(board);
   lane_.rank = rank();
   lane_.timeout = options_.collective_timeout;
   const auto& host = options_.topology.host;
@@ -132,20 +136,26 @@ Status Communicator::RunExclusive(const Call& call) {
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
   bool refused = false;
-  RJ_TRY(Enter(call, Validate(call), &frame, &waiter, &refused));
-  OpStats used;
-  for (Request& request : Split(call)) {
-    if (Status s = RunRequest(&request, frame, &waiter, &used); !s.ok())
-      return Fail(call, s);
+  const Status valid = Validate(call);
+  std::vector<Request> requests;
+  if (valid.ok()) requests = Split(call);
+  const bool note = IsNote(requests);
+  if (note) PutNote(requests[0].in, requests[0].arithmetic, lane_);
+  RJ_TRY(Enter(call, valid, &frame, &waiter, &refused));
+  if (note) {
+    ReduceNotes(requests[0].out, requests[0].arithmetic, lane_);
+    static const Algorithm* const shared = Find(Collective::kAllreduce, kShared);
+    Count(requests[0], *shared, requests[0].wire_bytes());
+    requests.clear();
+  }
+  for (Request& request : requests) {
+    if (Status s = RunRequest(&request, frame, &waiter); !s.ok()) return Fail(call, s);
     ++frame.step;
   }
   std::lock_guard lock(mutex_);
-  OpStats& total = stats_[std::string(Name(call.op))];
-  ++total.calls;
-  total.bytes += used.bytes;
-  total.sent_bytes += used.sent_bytes;
-  total.seconds += std::chrono::duration<double>(Clock::now() - start).count();
-  for (const auto& [name, calls] : used.algorithms) total.algorithms[name] += calls;
+  Tally& tally = tallies_[static_cast<size_t>(call.op)];
+  ++tally.calls;
+  tally.seconds += std::chrono::duration<double>(Clock::now() - start).count();
   return OkStatus();
 }
 
@@ -179,8 +189,25 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
   return Status(Code::kMismatch, Prefix() + text, culprit);
 }
 
-Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* waiter,
-                                OpStats* stats) {
+bool Communicator::IsNote(const std::vector<Request>& requests) const {
+  if (!lane_.board || requests.size() != 1 || aborted()) return false;
+  const Request& request = requests[0];
+  if (request.problem.op != Collective::kAllreduce || !FitsNote(request.wire_bytes()))
+    return false;
+  const std::string_view forced = ForcedAlgorithm(Collective::kAllreduce);
+  return forced.empty() || forced == kShared;
+}
+
+void Communicator::Count(const Request& request, const Algorithm& algorithm,
+                         uint64_t sent_bytes) {
+  std::lock_guard lock(mutex_);
+  Tally& tally = tallies_[static_cast<size_t>(request.problem.op)];
+  tally.bytes += request.bytes;
+  tally.sent_bytes += sent_bytes;
+  ++tally.algorithms[&algorithm];
+}
+
+Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* waiter) {
   request->memory.in = &request->in;
   request->memory.out = &request->out;
   Result<const Planned*> planned = PlanFor(request->problem, request->bytes);
@@ -191,9 +218,11 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
     if (scratch_.size() < need) scratch_.resize(need);
     request->memory.scratch.Add(scratch_.data(), need);
   }
-  stats->bytes += request->bytes;
-  stats->sent_bytes += plan.sent * Width(request->arithmetic.wire);
-  ++stats->algorithms[std::string(planned.value()->algorithm->name)];
+  const Algorithm& algorithm = *planned.value()->algorithm;
+  Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
+  if (algorithm.name == kShared)
+    return AllreduceInTiles(request->memory, request->problem.counts[0],
+                            request->arithmetic, lane_, waiter);
   return Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
 }
 
@@ -221,6 +250,17 @@ Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& proble
   return &found->second;
 }
 
+void Communicator::SetCost(const CostModel& cost, const std::string& algorithm) {
+  const auto stop = [this] { return aborted() ? abort_status() : OkStatus(); };
+  if (!turnstile_.Wait(turnstile_.Take(), stop).ok()) return;  // no call follows
+  const Turn here(&turnstile_);
+  options_.cost = cost;
+  options_.algorithm = algorithm;
+  plans_.clear();
+  std::lock_guard lock(mutex_);
+  tallies_ = {};
+}
+
 void Communicator::Abort(const Status& status) {
   {
     std::lock_guard lock(mutex_);
@@ -238,7 +278,16 @@ Status Communicator::abort_status() const {
 
 std::map<std::string, OpStats> Communicator::stats() const {
   std::lock_guard lock(mutex_);
-  return stats_;
+  std::map<std::string, OpStats> all;
+  for (size_t op = 0; op < tallies_.size(); ++op) {
+    const Tally& tally = tallies_[op];
+    if (tally.calls == 0) continue;
+    OpStats& s = all[std::string(kCollectiveNames[op])];
+    s = {tally.calls, tally.bytes, tally.sent_bytes, tally.seconds, {}};
+    for (const auto& [algorithm, calls] : tally.algorithms)
+      s.algorithms[std::string(algorithm->name)] = calls;
+  }
+  return all;
 }
 
 std::map<std::string, int> Communicator::transports() const {

@@ -7,6 +7,7 @@
 // process; a mismatch fails one call on all ranks and leaves the communicator usable.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -65,8 +66,10 @@ class Turnstile {
 // Shared: Python, the registry and (weakly) the heartbeat hold the same one.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
+  // `board` is for ranks that all share one host, on all of them or on none.
   Communicator(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
-               std::unique_ptr<Doorbell> doorbell);
+               std::unique_ptr<Doorbell> doorbell,
+               std::unique_ptr<Board> board = nullptr);
   ~Communicator();
 
   int id() const { return options_.id; }
@@ -113,6 +116,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     laggards_ = std::move(f);
   }
 
+  // From now on: what algorithms are chosen by, alike on all ranks. `algorithm` as in
+  // CommunicatorOptions. Between two calls; forgets plans and statistics.
+  void SetCost(const CostModel& cost, const std::string& algorithm);
+
   uint64_t entered() const { return entered_.load(std::memory_order_relaxed); }
   std::map<std::string, OpStats> stats() const;
   std::map<std::string, int> transports() const;
@@ -125,6 +132,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     Memory memory;
     Spans in, out;
     uint64_t bytes = 0;
+
+    uint64_t wire_bytes() const {  // of one block of elements: allreduce, broadcast
+      return problem.counts[0] * Width(arithmetic.wire);
+    }
+  };
+  struct Tally {
+    uint64_t calls = 0, bytes = 0, sent_bytes = 0;
+    double seconds = 0;
+    std::map<const Algorithm*, uint64_t> algorithms;
   };
 
   // Serves `body` when it is the ticket's turn.
@@ -139,8 +155,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                      bool* fit) const;
   std::vector<Request> Split(const Call& call) const;
-  Status RunRequest(Request* request, const Frame& frame, Waiter* waiter,
-                    OpStats* stats);
+  // Whether the call is so short that its values go with the agreement.
+  bool IsNote(const std::vector<Request>& requests) const;
+  Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
+  void Count(const Request& request, const Algorithm& algorithm, uint64_t sent_bytes);
   // An algorithm and its compiled schedule; both are looked up once per problem.
   struct Planned {
     const Algorithm* algorithm;
@@ -157,7 +175,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
 
-  const CommunicatorOptions options_;
+  CommunicatorOptions options_;  // only cost and algorithm ever change, in a turn
   const std::unique_ptr<Doorbell> doorbell_;
   Lane lane_;
   bool crowded_ = false;
@@ -171,7 +189,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<int> left_{-1};  // world rank of the first member that left
   mutable std::mutex mutex_;   // guards the two below
   Status abort_status_;
-  std::map<std::string, OpStats> stats_;
+  std::array<Tally, kCollectiveCount> tallies_;
 
   std::function<void(const Status&)> on_failure_;
   std::function<std::vector<int>(uint64_t)> laggards_;

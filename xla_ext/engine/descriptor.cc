@@ -55,7 +55,7 @@ std::string Digits(double value) {
   return std::string(text, std::to_chars(text, text + sizeof text, value).ptr);
 }
 
-constexpr long kHeadLines = 8;  // of Explain, before the tensors
+constexpr long kHeadLines = 9;  // of Explain, before the tensors
 constexpr std::string_view kRefused = "refused: ";
 
 // What the ranks call the operation: the first line of the first that describes it.
@@ -129,6 +129,7 @@ uint64_t Fingerprint(const Call& call) {
   hash.Add(call.prescale);
   hash.Add(call.postscale);
   hash.Add(static_cast<uint64_t>(call.step));
+  hash.Add(static_cast<uint64_t>(call.bucket));
   hash.Add(call.name);
   hash.Add(call.tensors.size());
   const size_t skip = RaggedRows(call.op) ? 1 : 0;
@@ -170,6 +171,7 @@ std::string Explain(const Call& call, size_t limit) {
   out << "prescale_factor=" << Digits(call.prescale) << '\n';
   out << "postscale_factor=" << Digits(call.postscale) << '\n';
   out << "optimizer step " << call.step << '\n';
+  out << "bucket " << call.bucket << '\n';
   out << call.tensors.size() << " tensors\n";
   const size_t per_tensor =
       call.tensors.empty() ? 0 : call.rows.size() / call.tensors.size();

@@ -34,6 +34,7 @@ struct Call {
   double prescale = 1.0, postscale = 1.0;
   int root = 0;
   int64_t step = -1;       // the caller's sequence number (optimizer state), -1 if none
+  int64_t bucket = 0;      // which one of a step's calls
   std::string_view name;   // of the operation: "grads"
   std::string_view names;  // of the tensors, joined by newlines; may be empty
   std::vector<Tensor> tensors;

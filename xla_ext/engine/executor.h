@@ -14,13 +14,14 @@
 #include "engine/plan.h"
 #include "engine/spans.h"
 #include "engine/waiter.h"
-#include "transport/link.h"
+#include "transport/board.h"
 
 namespace ringjax {
 
 // What the threads of one communicator share while a collective runs.
 struct Lane {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
+  std::unique_ptr<Board> board;              // null unless all ranks share a host
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
   // Asked whenever the thread wakes and nothing has moved for a second, with the

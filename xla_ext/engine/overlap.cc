@@ -1,11 +1,20 @@
 // START, DONE and the thread between them. See overlap.h.
 #include "engine/overlap.h"
 
+#include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <exception>
 
+#include "transport/copy.h"
+
 namespace ringjax {
+namespace {
+
+uint64_t RoundUp(uint64_t bytes) {
+  return (bytes + Overlap::kAlign - 1) / Overlap::kAlign * Overlap::kAlign;
+}
+
+}  // namespace
 
 Overlap::Overlap(std::shared_ptr<Communicator> communicator)
     : communicator_(std::move(communicator)) {}
@@ -20,58 +29,85 @@ Overlap::~Overlap() {
   if (worker_.joinable()) worker_.join();
 }
 
-Status Overlap::Start(const Call& call, int64_t site, bool first) {
+template <typename Stale>
+void Overlap::GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock) {
+  const bool found = std::any_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
+    return (entry.second->pending || entry.second->copied) && stale(entry.first);
+  });
+  if (!found) return;
+  // Our peers applied that step and this rank did not: going on would diverge.
+  lock->unlock();
+  communicator_->GiveUp(Code::kUnavailable,
+                        "started a step and never collected the results of the one "
+                        "before, which failed between START and DONE");
+  lock->lock();
+  for (auto& [site, job] : jobs_) {
+    changed_.wait(*lock, [&job = job] {
+      return !job->copied && (!job->pending || job->finished);
+    });
+    Release(job.get());
+  }
+}
+
+void Overlap::Begin(int64_t site) {
+  std::unique_lock lock(mutex_);
+  GiveUpIf([site](int64_t other) { return ChainOf(other) == ChainOf(site); }, &lock);
+}
+
+Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   for (const Tensor& t : call.tensors)
     if (t.room != t.bytes()) return Unfit(call, site);
   std::unique_lock lock(mutex_);
-  bool stale = false;
-  for (auto& [s, job] : jobs_)
-    stale |= job->pending && (s == site || (first && ChainOf(s) == ChainOf(site)));
-  if (stale) {
-    // Our peers applied that step and this rank did not: going on would diverge.
-    lock.unlock();
-    communicator_->GiveUp(Code::kUnavailable,
-                          "started a step and never collected the results of the one "
-                          "before, which failed between START and DONE");
-    lock.lock();
-    for (auto& [s, job] : jobs_) {
-      changed_.wait(lock, [&] { return !job->pending || job->finished; });
-      job->pending = false;
-    }
-  }
+  GiveUpIf([site](int64_t other) { return other == site; }, &lock);
   std::unique_ptr<Job>& slot = jobs_[site];
   if (!slot) slot = std::make_unique<Job>();
   Job* job = slot.get();
-  Pack(call, job);
+  Describe(call, in_flight, job);
   if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
+  job->copied = true;
+  lock.unlock();
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const Tensor& from = call.tensors[i];
+    if (from.bytes() > 0) CopyBytes(job->call.tensors[i].out, from.in, from.bytes());
+  }
+  lock.lock();
   queue_.push_back(job);
   // The ticket comes last: nothing may fail between taking it and serving it.
+  job->copied = job->finished = false;
   job->pending = true;
-  job->finished = false;
   job->ticket = communicator_->TakeTicket();
   lock.unlock();
   changed_.notify_all();
   return OkStatus();
 }
 
-void Overlap::Pack(const Call& call, Job* job) {
+// The call as the engine thread makes it, on memory of the engine's own.
+void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
   uint64_t bytes = 0;
-  for (const Tensor& t : call.tensors) bytes += (t.bytes() + 63) / 64 * 64;
-  // Never shrinks: steps repeat, and fresh pages cost more than the copies.
-  if (job->buffer.size() < bytes) job->buffer.resize(bytes);
+  for (const Tensor& t : call.tensors) bytes += RoundUp(t.bytes());
   job->name = call.name;
   job->names = call.names;
   job->call = call;
   job->call.name = job->name;
   job->call.names = job->names;
-  std::byte* at = job->buffer.data();
+  arena_.Grow(in_flight);
+  job->block = arena_.Take(bytes);
+  // Two programs at once, or no pages for the arena. Not make_unique: that writes
+  // zeros.
+  if (!job->block) job->beyond.reset(new std::byte[bytes]);
+  std::byte* at = job->block ? job->block : job->beyond.get();
   for (Tensor& t : job->call.tensors) {
-    const uint64_t n = t.bytes();
-    if (n > 0) std::memcpy(at, t.in, n);
     t.in = t.out = at;
-    t.room = n;
-    at += (n + 63) / 64 * 64;
+    t.room = t.bytes();
+    at += RoundUp(t.bytes());
   }
+}
+
+void Overlap::Release(Job* job) {
+  if (job->block) arena_.Give(job->block);
+  job->block = nullptr;
+  job->beyond.reset();
+  job->pending = false;
 }
 
 Status Overlap::Done(const Call& call, int64_t site) {
@@ -93,18 +129,26 @@ Status Overlap::Done(const Call& call, int64_t site) {
       lock.lock();
     }
   }
-  job->pending = false;
-  if (!job->status.ok()) return job->status;
+  Status status = job->status;
   bool fits = call.tensors.size() == job->call.tensors.size();
   for (size_t i = 0; fits && i < call.tensors.size(); ++i)
     fits = call.tensors[i].room == job->call.tensors[i].room &&
            call.tensors[i].bytes() == job->call.tensors[i].room;
-  if (!fits) return Unfit(call, site);
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    const Tensor& to = call.tensors[i];
-    if (to.bytes() > 0) std::memcpy(to.out, job->call.tensors[i].out, to.bytes());
+  if (status.ok() && !fits) status = Unfit(call, site);
+  if (status.ok()) {
+    // Without the lock: the engine thread needs it to go on with the next bucket.
+    job->copied = true;
+    lock.unlock();
+    for (size_t i = 0; i < call.tensors.size(); ++i) {
+      const Tensor& to = call.tensors[i];
+      if (to.bytes() > 0) CopyBytes(to.out, job->call.tensors[i].out, to.bytes());
+    }
+    lock.lock();
+    job->copied = false;
+    changed_.notify_all();
   }
-  return OkStatus();
+  Release(job);
+  return status;
 }
 
 Status Overlap::Unfit(const Call& call, int64_t site) const {

@@ -27,9 +27,9 @@ inline std::atomic<InterruptCheck> interrupt_check{nullptr};
 
 class Waiter {
  public:
-  // What to arm before sleeping: link, wants to read, wants to write.
+  // What to arm before sleeping: a link or a board, wants to read, wants to write.
   struct Interest {
-    Link* link;
+    Waitable* link;
     bool read, write;
   };
 

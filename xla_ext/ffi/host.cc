@@ -1,17 +1,9 @@
 // The three FFI handlers for the CPU: Run, Start, Done. They translate, nothing more.
-#include <cstring>
-
 #include "ffi/handlers.h"
 #include "ffi/invocation.h"
 
 namespace ringjax {
 namespace {
-
-// Where XLA did not alias an operand with its result, the result starts as a copy.
-void PassThrough(const Call& call) {
-  for (const Tensor& t : call.tensors)
-    if (t.in != t.out && t.bytes() > 0) std::memcpy(t.out, t.in, t.bytes());
-}
 
 // The order value of the results: seq, one more if `advance`. Tokens carry nothing.
 void PassOrder(const Invocation& it, bool advance) {
@@ -23,8 +15,9 @@ void PassOrder(const Invocation& it, bool advance) {
 ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets,
                ffi::Dictionary attrs) {
   return Invoke(Where::kHost, args, rets, attrs, [](Invocation& it) {
+    if (it.first) it.live.overlap->Begin(it.site);
     RJ_TRY(it.live.communicator->Run(it.call));
-    PassOrder(it, true);
+    PassOrder(it, it.last);
     return OkStatus();
   });
 }
@@ -32,8 +25,9 @@ ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets,
 ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets rets,
                  ffi::Dictionary attrs) {
   return Invoke(Where::kHost, args, rets, attrs, [](Invocation& it) {
-    RJ_TRY(it.live.overlap->Start(it.call, it.site, it.first));
-    PassThrough(it.call);
+    // The results stay as they are: nothing but DONE reads them, which overwrites them.
+    if (it.first) it.live.overlap->Begin(it.site);
+    RJ_TRY(it.live.overlap->Start(it.call, it.site, it.in_flight));
     PassOrder(it, false);
     return OkStatus();
   });

@@ -126,6 +126,7 @@ Status Invocation::Load() {
   site = Int("site");
   first = Int("first") != 0;
   last = Int("last") != 0;
+  in_flight = static_cast<uint64_t>(Int("in_flight"));
   const int64_t size = Int("size");
   if (size != 0 && size != live.communicator->size())
     return Status(Code::kFailedPrecondition,
@@ -166,7 +167,10 @@ Status Invocation::LoadBuffers() {
   if (before->element_type() == ffi::DataType::U32 && before->element_count() == 1) {
     order_in = before->untyped_data();
     order_out = (*after)->untyped_data();
-    if (where_ == Where::kHost) call.step = *static_cast<const uint32_t*>(order_in);
+    if (where_ == Where::kHost) {
+      call.step = *static_cast<const uint32_t*>(order_in);
+      call.bucket = BucketOf(site);
+    }
   }
   return OkStatus();
 }

@@ -34,6 +34,7 @@ class Invocation {
   Call call;
   int64_t site = 0;
   bool first = false, last = false;
+  uint64_t in_flight = 0;
   // Of the order value, uint32[1]; null if it is a token.
   void *order_in = nullptr, *order_out = nullptr;
 

@@ -18,9 +18,20 @@
 
 namespace ringjax {
 
-class Link {
+// What a rank can sleep for.
+class Waitable {
  public:
-  virtual ~Link() = default;
+  virtual ~Waitable() = default;
+
+  // Before sleeping: asks to be woken when bytes can move in the wanted direction.
+  // Appends descriptors to poll; returns true if there is something to do already
+  // (then do not sleep). What is in memory wakes through the doorbell.
+  virtual bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) = 0;
+  virtual void Disarm() = 0;
+};
+
+class Link : public Waitable {
+ public:
 
   virtual std::string_view transport() const = 0;  // "local", "shm", "tcp"
 
@@ -41,12 +52,6 @@ class Link {
 
   // Pushes out what Commit could only stage; true once nothing is left.
   virtual Result<bool> Flush() = 0;
-
-  // Before sleeping: asks to be woken when the link can move bytes in the wanted
-  // direction. Appends descriptors to poll; returns true if there is something to do
-  // already (then do not sleep). Links in memory are woken through the doorbell.
-  virtual bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) = 0;
-  virtual void Disarm() = 0;
 };
 
 // An eventfd that wakes this rank when a peer in memory made progress while it slept.

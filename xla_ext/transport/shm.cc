@@ -1,4 +1,4 @@
-// Rings in a memfd that both processes map. Who creates the memfd sizes, fills
+// Rings and boards in a memfd that processes map. Who creates the memfd sizes, fills
 // (posix_fallocate) and seals it; this end only trusts it after looking at both.
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -8,7 +8,9 @@
 #include <cerrno>
 #include <string>
 #include <system_error>
+#include <utility>
 
+#include "transport/board.h"
 #include "transport/ring_link.h"
 
 namespace ringjax {
@@ -23,6 +25,7 @@ class Descriptor {
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   int get() const { return fd_; }
+  int Release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
@@ -70,22 +73,10 @@ Status CheckMemfd(int memfd, size_t bytes) {
   return OkStatus();
 }
 
-}  // namespace
-
-size_t ShmBytes(size_t ring_bytes) { return kPairHeader + 2 * ring_bytes; }
-
-Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
-                                          int peer_doorbell) {
+// Takes the descriptor.
+Result<std::byte*> Map(int memfd, size_t bytes) {
   const Descriptor file(memfd);
-  auto doorbell = std::make_unique<Doorbell>(peer_doorbell);
-  if (side != 0 && side != 1)
-    return Status(Code::kInvalidArgument, "a shared memory link has sides 0 and 1");
-  if (!IsRingSize(ring_bytes))
-    return Status(Code::kInvalidArgument,
-                  "a ring's size must be a power of two from 64 on, not " +
-                      std::to_string(ring_bytes));
-  const size_t bytes = ShmBytes(ring_bytes);
-  RJ_TRY(CheckMemfd(memfd, bytes));
+  RJ_TRY(CheckMemfd(file.get(), bytes));
   void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
   if (block == MAP_FAILED) return Refused("shared memory: mmap");
   // Kindnesses that may fail: fewer page faults, and those now and not during the first
@@ -94,8 +85,65 @@ Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes
 #ifdef MADV_POPULATE_WRITE
   madvise(block, bytes, MADV_POPULATE_WRITE);
 #endif
-  return std::unique_ptr<Link>(std::make_unique<ShmLink>(
-      static_cast<std::byte*>(block), side, ring_bytes, std::move(doorbell)));
+  return static_cast<std::byte*>(block);
+}
+
+class ShmBoard final : public Board {
+ public:
+  ShmBoard(std::byte* block, int rank, size_t tile_bytes,
+           std::vector<std::unique_ptr<Doorbell>> doorbells)
+      : Board(block, rank, static_cast<int>(doorbells.size()), tile_bytes),
+        block_(block),
+        doorbells_(std::move(doorbells)) {}
+  ~ShmBoard() override {
+    Close();
+    munmap(block_, BoardBytes(size(), tile_bytes()));
+  }
+
+ private:
+  void RingPeer(int rank) override { doorbells_[static_cast<size_t>(rank)]->Ring(); }
+
+  std::byte* block_;
+  std::vector<std::unique_ptr<Doorbell>> doorbells_;
+};
+
+}  // namespace
+
+size_t ShmBytes(size_t ring_bytes) { return kPairHeader + 2 * ring_bytes; }
+
+Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
+                                          int peer_doorbell) {
+  Descriptor file(memfd);
+  auto doorbell = std::make_unique<Doorbell>(peer_doorbell);
+  if (side != 0 && side != 1)
+    return Status(Code::kInvalidArgument, "a shared memory link has sides 0 and 1");
+  if (!IsRingSize(ring_bytes))
+    return Status(Code::kInvalidArgument,
+                  "a ring's size must be a power of two from 64 on, not " +
+                      std::to_string(ring_bytes));
+  Result<std::byte*> block = Map(file.Release(), ShmBytes(ring_bytes));
+  if (!block.ok()) return block.status();
+  return std::unique_ptr<Link>(
+      std::make_unique<ShmLink>(block.value(), side, ring_bytes, std::move(doorbell)));
+}
+
+Result<std::unique_ptr<Board>> MakeShmBoard(int memfd, int rank, size_t tile_bytes,
+                                            const std::vector<int>& doorbells) {
+  Descriptor file(memfd);
+  std::vector<std::unique_ptr<Doorbell>> bells;
+  for (const int fd : doorbells) bells.push_back(std::make_unique<Doorbell>(fd));
+  const int size = static_cast<int>(bells.size());
+  if (rank < 0 || rank >= size)
+    return Status(Code::kInvalidArgument,
+                  "a board has no rank " + std::to_string(rank));
+  if (!IsTileSize(tile_bytes))
+    return Status(
+        Code::kInvalidArgument,
+        "a tile's size must be a multiple of 4096, not " + std::to_string(tile_bytes));
+  Result<std::byte*> block = Map(file.Release(), BoardBytes(size, tile_bytes));
+  if (!block.ok()) return block.status();
+  return std::unique_ptr<Board>(
+      std::make_unique<ShmBoard>(block.value(), rank, tile_bytes, std::move(bells)));
 }
 
 }  // namespace ringjax

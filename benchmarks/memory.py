@@ -1,0 +1,214 @@
+"""Memory beyond the gradients, and its growth: `python -m benchmarks.memory`.
+
+Starts a world for each case and compares what its ranks have resident before ringjax is
+there with what they have after many steps. What a rank does: memory_rank.py; how to read
+the tables: README.md. No time is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.memory_rank import VARIANTS
+from benchmarks.options import parse_ranks
+from benchmarks.shapes import SETS
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+TARGET = 64 * MIB  # beyond the gradients, a process
+GROWN = {"bytes": 1 * MIB, "descriptors": 1, "threads": 1, "maps": 4}  # 10,000 steps
+PER = 10_000
+Row = dict[str, Any]
+
+
+def run(ranks: int, plan: dict[str, Any], folder: Path, timeout: float) -> list[Row]:
+    """What each rank of a world has written."""
+    out = folder / f"{ranks}-{plan['set']}-{list(VARIANTS).index(plan['variant'])}"
+    words = [sys.executable, "-m", "ringjax.run", "-np", str(ranks)]
+    words += [sys.executable, "-m", "benchmarks.memory_rank"]
+    words.append(json.dumps({**plan, "out": str(out)}))
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{plan}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+
+
+# -- what came of it -------------------------------------------------------------------
+
+
+def _total(level: dict[str, int]) -> int:
+    return level["private"] + level["shared"] + level["file"]
+
+
+def extra(found: Row, donated: bool) -> Row:
+    """Bytes of one rank, by what took them.
+
+    `program` is what compiling took, as it would for any other step; `results` are the
+    caller's, new in each step unless the gradients are donated. Everything else is
+    extra, at its peak during the steps.
+    """
+    before, steady = found["before"], found["steady"]
+    world = found.get("world", before)
+    program = found.get("program", world)
+    results = 0 if donated else found["gradients"]
+    spared = _total(program) - _total(world) + results
+    peak = found["peak"] if found["peak"] is not None else _total(steady)
+    return {
+        "world": _total(world) - _total(before),
+        "program": _total(program) - _total(world),
+        "results": results,
+        "private": steady["private"] - before["private"] - spared,
+        "shared": steady["shared"] - before["shared"],
+        "mapped": steady["mapped"] - before["mapped"],
+        "steady": _total(steady) - _total(before) - spared,
+        "extra": max(peak, _total(steady)) - _total(before) - spared,
+    }
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of the line that fits best, by least squares."""
+    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - x0) ** 2 for x in xs)
+    if spread == 0:
+        return 0.0
+    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / spread
+
+
+def growth(series: Sequence[Row]) -> dict[str, float]:
+    """What 10,000 steps add, without the first tenth, in which caches fill."""
+    kept = series[len(series) // 10 :]
+    steps = [float(row["step"]) for row in kept]
+    return {name: slope(steps, [row[name] for row in kept]) * PER for name in GROWN}
+
+
+def worst(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The most of any rank, name by name."""
+    return {name: max(row[name] for row in rows) for name in rows[0]}
+
+
+# -- tables ----------------------------------------------------------------------------
+
+
+def extra_table(rows: Sequence[Row]) -> str:
+    """MiB beyond the gradients."""
+    names = ("world", "program", "results", "private", "shared", "mapped", "steady")
+    head = f"{'MiB a process, the worst rank':44} {'ranks':>5} {'grads':>7}"
+    lines = [head + "".join(f" {n:>8}" for n in (*names, "extra"))]
+    for row in rows:
+        most = row["worst"]
+        cells = "".join(f" {most[n] / MIB:8.1f}" for n in (*names, "extra"))
+        mark = "" if most["extra"] <= TARGET else f"  more than {TARGET // MIB}"
+        title = f"{row['set']}: {row['variant']}"
+        sizes = f" {row['ranks']:>5} {row['gradients'] / MIB:7.1f}"
+        lines.append(f"{title:44}{sizes}{cells}{mark}")
+    return "\n".join(lines)
+
+
+def growth_table(rows: Sequence[Row]) -> str:
+    """What 10,000 steps add, by least squares."""
+    lines = [f"{'growth in 10,000 steps, the worst rank':44} {'ranks':>5} {'steps':>7}"]
+    lines[0] += "".join(f" {n:>12}" for n in ("KiB", *list(GROWN)[1:]))
+    for row in rows:
+        most = row["worst"]
+        cells = [f"{most['bytes'] / 1024:12.1f}"]
+        cells += [f"{most[name]:12.2f}" for name in list(GROWN)[1:]]
+        grown = [name for name, limit in GROWN.items() if most[name] >= limit]
+        mark = f"  grows: {', '.join(grown)}" if grown else ""
+        title = f"{row['set']}: {row['variant']}"
+        numbers = f" {row['ranks']:>5} {row['steps']:>7} "
+        lines.append(f"{title:44}{numbers}{' '.join(cells)}{mark}")
+    return "\n".join(lines)
+
+
+# -- the command -----------------------------------------------------------------------
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    p = argparse.ArgumentParser(
+        prog="benchmarks.memory",
+        description="Memory that ringjax takes beyond the gradients, and its growth.",
+    )
+    p.add_argument("-np", dest="ranks", type=parse_ranks, default=[2, 4])
+    p.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    p.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    p.add_argument("--steps", type=int, default=PER, help="for growth; 0: none")
+    p.add_argument(
+        "--growth-sets", nargs="+", choices=SETS, default=["resnet50"], metavar="SET"
+    )
+    p.add_argument(
+        "--shrink",
+        type=int,
+        default=64,
+        help="of each gradient for growth, so that steps are short; 0: full size (64)",
+    )
+    p.add_argument("--timeout", type=float, default=1200, help="s for a world (1200)")
+    p.add_argument("--json", type=Path, default=Path("build/benchmarks/memory.json"))
+    options = p.parse_args(words)
+    if options.steps < 0 or 0 < options.steps < 100:
+        p.error("--steps must be 0, or 100 or more")
+    if options.shrink < 0:
+        p.error("--shrink must be 0 or more")
+    return options
+
+
+def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One world for each."""
+    found = []
+    for ranks in options.ranks:
+        for name in options.sets:
+            for variant in options.variants:
+                if VARIANTS[variant][0] is not None:
+                    found.append((ranks, name, variant, 0, 0))
+        for name in options.growth_sets if options.steps else ():
+            for variant in options.variants:
+                found.append((ranks, name, variant, options.steps, options.shrink))
+    names = ("ranks", "set", "variant", "steps", "shrink")
+    return [dict(zip(names, case, strict=True)) for case in found]
+
+
+def measure(case: dict[str, Any], folder: Path, timeout: float) -> Row:
+    """One row."""
+    found = run(case["ranks"], case, folder, timeout)
+    donated = VARIANTS[case["variant"]][1]
+    each: list[dict[str, float]]
+    if case["steps"]:
+        each = [growth(rank["series"]) for rank in found]
+    else:
+        each = [extra(rank, donated) for rank in found]
+    more = {"gradients": found[0]["gradients"], "worst": worst(each), "each": each}
+    return {**case, **more, "by_rank": found}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs all cases, prints the tables and writes the JSON file."""
+    options = parse(words)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="ringjax-memory-") as folder:
+        for case in cases(options):
+            try:
+                rows.append(measure(case, Path(folder), options.timeout))
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+                raise SystemExit(f"benchmarks.memory: {error}") from None
+            table = growth_table if case["steps"] else extra_table
+            head, line = table(rows[-1:]).splitlines()
+            same = len(rows) > 1 and bool(rows[-2]["steps"]) == bool(case["steps"])
+            print(line if same else f"\n{head}\n{line}", flush=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**report.about(), "rows": rows}, indent=1)
+    options.json.write_text(text + "\n")
+    print(f"\n# written to {options.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+// The board: allreduce in notes and in tiles against sums made here, equal bits on all
+// ranks, and what happens when a peer lies about its counters, goes, or does not come.
+#include "transport/board.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+constexpr size_t kTile = 8192;
+
+struct Options {
+  ReduceOp op = ReduceOp::kSum;
+  int wire = -1;
+  double prescale = 1, postscale = 1;
+  bool in_place = true;
+};
+
+// `counts` tensors whose values are small integers, so that every order of adding them
+// up, and bf16, gives the same.
+void CheckAllreduce(Communicator& c, const std::vector<size_t>& counts,
+                    const Options& o) {
+  const int p = c.size();
+  auto value = [](int rank, size_t i) {
+    return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 3) % 13);
+  };
+  std::vector<std::vector<float>> in, out;
+  for (const size_t n : counts) {
+    in.emplace_back(n);
+    out.emplace_back(n, -1.0f);
+    for (size_t i = 0; i < n; ++i) in.back()[i] = value(c.rank(), i);
+  }
+  Call call;
+  call.op = Collective::kAllreduce;
+  call.reduce_op = o.op;
+  call.wire = o.wire;
+  call.prescale = o.prescale;
+  call.postscale = o.postscale;
+  for (size_t k = 0; k < counts.size(); ++k)
+    call.tensors.push_back(Floats(&in[k], o.in_place ? &in[k] : &out[k]));
+  CHECK(c.Run(call).ok());
+  for (size_t k = 0; k < counts.size(); ++k)
+    for (size_t i = 0; i < counts[k]; ++i) {
+      double want = o.op == ReduceOp::kProduct ? 1 : 0;
+      for (int r = 0; r < p; ++r) {
+        const double v = value(r, i) * o.prescale;
+        if (o.op == ReduceOp::kProduct) want *= v;
+        if (o.op == ReduceOp::kMax) want = std::max(want, v);
+        if (o.op == ReduceOp::kSum || o.op == ReduceOp::kAverage) want += v;
+      }
+      want *= o.postscale;
+      if (o.op == ReduceOp::kAverage) want /= p;
+      const float got = o.in_place ? in[k][i] : out[k][i];
+      if (std::abs(got - want) > 1e-5 * std::abs(want) + 1e-6) {
+        CHECK_EQ(got, static_cast<float>(want));
+        return;
+      }
+      if (!o.in_place && in[k][i] != value(c.rank(), i)) {
+        CHECK_EQ(in[k][i], value(c.rank(), i));
+        return;
+      }
+    }
+}
+
+TEST(AllreduceOverABoard) {
+  const int bf16 = static_cast<int>(DType::kBF16);
+  for (const size_t p : {2, 3, 5}) {
+    World world(std::vector<int>(p, 0), "", 4096, 20, kTile);
+    world.Each([&](Communicator& c) {
+      for (const size_t n : {1, 31, 4096, 4097, 5000, 40000, 123457})
+        for (const bool in_place : {true, false}) {
+          CheckAllreduce(c, {n}, {.in_place = in_place});
+          CheckAllreduce(c, {n}, {.op = ReduceOp::kAverage, .in_place = in_place});
+          CheckAllreduce(c, {n}, {.op = ReduceOp::kMax, .in_place = in_place});
+          CheckAllreduce(
+              c, {n},
+              {.wire = bf16, .prescale = 2, .postscale = 0.5, .in_place = in_place});
+        }
+      CheckAllreduce(c, {3000}, {.op = ReduceOp::kProduct, .prescale = 0.5});
+      CheckAllreduce(c, {3, 0, 70000, 1, 1, 2047, 65, 9000}, {});
+      CheckAllreduce(c, std::vector<size_t>(900, 7), {.op = ReduceOp::kAverage});
+    });
+    const OpStats stats = world.ranks[0]->stats().at("allreduce");
+    CHECK_EQ(stats.algorithms.size(), size_t{1});
+    CHECK_EQ(stats.algorithms.at("shared"), stats.calls);
+  }
+}
+
+TEST(ElementTypesOfEverySizeOverABoard) {
+  World world({0, 0, 0}, "", 4096, 20, kTile);
+  world.Each([](Communicator& c) {
+    for (const int64_t n : {5, 3000, 30000}) {
+      std::vector<uint8_t> bytes(n, 3);
+      std::vector<uint16_t> shorts(n, 1000);
+      std::vector<double> doubles(n, 0.5);
+      std::vector<std::byte> complex(16 * n);
+      auto* parts = reinterpret_cast<double*>(complex.data());
+      std::fill(parts, parts + 2 * n, 0.25);
+      Call call;
+      call.op = Collective::kAllreduce;
+      auto add = [&](DType type, void* data, uint64_t size) {
+        call.tensors.push_back({type, {n}, data, data, size});
+      };
+      add(DType::kU8, bytes.data(), bytes.size());
+      add(DType::kC128, complex.data(), complex.size());
+      add(DType::kU16, shorts.data(), 2 * shorts.size());
+      add(DType::kF64, doubles.data(), 8 * doubles.size());
+      CHECK(c.Run(call).ok());
+      for (int64_t i = 0; i < n; ++i) {
+        const bool good = bytes[i] == 9 && shorts[i] == 3000 && doubles[i] == 1.5 &&
+                          parts[2 * i] == 0.75 && parts[2 * i + 1] == 0.75;
+        CHECK(good);
+        if (!good) return;
+      }
+    }
+  });
+}
+
+TEST(AllRanksEndWithTheSameBits) {
+  const size_t p = 5;
+  World world(std::vector<int>(p, 0), "", 4096, 20, kTile);
+  for (const int wire : {-1, static_cast<int>(DType::kF16)})
+    for (const size_t n : {700, 50001}) {
+      std::vector<std::vector<float>> results(p, std::vector<float>(n));
+      world.Each([&](Communicator& c) {
+        std::mt19937 random(c.rank());
+        std::uniform_real_distribution<float> any(-1, 1);
+        std::vector<float>& data = results[c.rank()];
+        for (float& x : data) x = any(random);
+        Call call = AllreduceOf(&data, ReduceOp::kAverage);
+        call.wire = wire;
+        CHECK(c.Run(call).ok());
+      });
+      for (const auto& data : results)
+        CHECK(std::memcmp(data.data(), results[0].data(), 4 * n) == 0);
+    }
+}
+
+TEST(ADisagreementLeavesTheBoardUsable) {
+  World world({0, 0, 0}, "", 4096, 20, kTile);
+  world.Each([](Communicator& c) {
+    for (const size_t n : {10, 20000}) {
+      std::vector<float> data(c.rank() == 1 ? n + 1 : n, 1.0f);
+      const Status status = c.Run(AllreduceOf(&data));
+      CHECK(status.code() == Code::kMismatch);
+      CHECK_EQ(status.rank(), 1);
+      for (const float x : data) CHECK_EQ(x, 1.0f);
+      CheckAllreduce(c, {n}, {});
+    }
+  });
+}
+
+TEST(APeerThatDoesNotComeToTheBoardIsNamedAndCostsNoTime) {
+  World world({0, 0, 0}, "", 4096, 1.5, kTile);
+  timespec before{}, after{};
+  std::vector<float> data(8, 1.0f);
+  std::thread one([&] {
+    std::vector<float> other(8, 1.0f);
+    CHECK(world.ranks[1]->Run(AllreduceOf(&other)).code() == Code::kDeadlineExceeded);
+  });
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &before);
+  const Status status = world.ranks[0]->Run(AllreduceOf(&data));
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &after);
+  one.join();
+  CHECK(status.code() == Code::kDeadlineExceeded);
+  CHECK_EQ(status.rank(), 2);
+  const double used = static_cast<double>(after.tv_sec - before.tv_sec) +
+                      static_cast<double>(after.tv_nsec - before.tv_nsec) * 1e-9;
+  CHECK(used < 0.3);  // of 1.5 s and more: it slept
+}
+
+TEST(APeerThatGoesIsNoticedOnTheBoard) {
+  for (const size_t n : {8, 100000}) {
+    World world({0, 0}, "", 4096, 20, kTile);
+    std::thread zero([&] {
+      std::vector<float> data(n, 1.0f);
+      const Status status = world.ranks[0]->Run(AllreduceOf(&data));
+      CHECK(status.code() == Code::kUnavailable);
+      CHECK_EQ(status.rank(), 1);
+    });
+    while (world.ranks[0]->entered() == 0) std::this_thread::yield();
+    world.ranks[1].reset();
+    zero.join();
+  }
+}
+
+// Two boards on one piece of memory, whose second rank is played by the test.
+struct Played {
+  Played() {
+    const size_t bytes = BoardBytes(2, kTile);
+    const int fd = memfd_create("board", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    CHECK_EQ(ftruncate(fd, static_cast<off_t>(bytes)), 0);
+    CHECK_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+    auto bell = MakeBell();
+    auto made = MakeShmBoard(dup(fd), 1, kTile, {dup(bell->fd()), -1});
+    CHECK(made.ok());
+    theirs = std::move(made.value());
+    made = MakeShmBoard(fd, 0, kTile, {-1, dup(bell->fd())});
+    CHECK(made.ok());
+    CommunicatorOptions o;
+    o.topology = {0, 2, {0, 0}};
+    o.members = {0, 1};
+    o.collective_timeout = 20;
+    std::vector<std::unique_ptr<Link>> links(2);
+    std::tie(links[1], unused) = MakeLocalLinks(4096, nullptr, nullptr);
+    ours = std::make_unique<Communicator>(o, std::move(links), std::move(bell),
+                                          std::move(made.value()));
+  }
+  std::unique_ptr<Board> theirs;
+  std::unique_ptr<Link> unused;
+  std::unique_ptr<Communicator> ours;
+};
+
+TEST(ImpossibleCountersAreDamage) {
+  for (const uint64_t lie : {uint64_t{3}, ~uint64_t{0}, uint64_t{1} << 63}) {
+    Played played;
+    played.theirs->Publish(Board::kAgreed, lie);
+    std::vector<float> data(8, 1.0f);
+    const Status status = played.ours->Run(AllreduceOf(&data));
+    CHECK(status.code() == Code::kUnavailable);
+    CHECK(status.message().find("damaged") != std::string::npos);
+    CHECK_EQ(status.rank(), 1);
+  }
+  for (const Board::Counter counter :
+       {Board::kPosted, Board::kSummed, Board::kFetched}) {
+    Played played;
+    std::vector<float> data(100000, 1.0f);
+    std::thread peer([&] {  // agrees to whatever rank 0 calls, then lies
+      while (played.theirs->Look(Board::kAgreed, 0) == 0) std::this_thread::yield();
+      std::memcpy(played.theirs->Note(1, 1), played.theirs->Note(1, 0), 64);
+      if (counter != Board::kPosted) played.theirs->Publish(Board::kPosted, 1);
+      played.theirs->Publish(counter, 1000);
+      if (counter == Board::kFetched) {
+        played.theirs->Publish(Board::kPosted, Board::kSets + 1);
+        played.theirs->Publish(Board::kSummed, 1);
+      }
+      played.theirs->Publish(Board::kAgreed, 1);
+    });
+    const Status status = played.ours->Run(AllreduceOf(&data));
+    peer.join();
+    CHECK(status.code() == Code::kUnavailable);
+    CHECK(status.message().find("damaged") != std::string::npos);
+  }
+}
+
+TEST(ABoardThatDoesNotFitIsRefused) {
+  const auto refused = [](size_t bytes, int seals, int rank, size_t tile) {
+    const int fd = memfd_create("board", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    CHECK_EQ(ftruncate(fd, static_cast<off_t>(bytes)), 0);
+    CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
+    const auto board = MakeShmBoard(fd, rank, tile, {-1, -1});
+    CHECK(!board.ok());
+    CHECK(fcntl(fd, F_GETFD) < 0);  // taken all the same
+  };
+  const int seals = F_SEAL_SHRINK | F_SEAL_GROW;
+  refused(BoardBytes(2, kTile) - 4096, seals, 0, kTile);
+  refused(BoardBytes(3, kTile), seals, 0, kTile);
+  refused(BoardBytes(2, kTile), F_SEAL_GROW, 0, kTile);
+  refused(BoardBytes(2, kTile), seals, 2, kTile);
+  refused(BoardBytes(2, kTile), seals, 0, kTile + 1);
+  refused(BoardBytes(2, kTile), seals, 0, 0);
+}
+
+}  // namespace
+}  // namespace ringjax

@@ -1,0 +1,101 @@
+// The memory between START and DONE: a ring that is contiguous everywhere, and buckets
+// of all sizes that go round it in a window. What overlap computes: engine_test.cc.
+#include <cstring>
+#include <deque>
+#include <random>
+
+#include "check.h"
+#include "engine/arena.h"
+#include "engine/overlap.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+TEST(ABlockThatRunsOverTheEndIsContiguous) {
+  Arena arena;
+  CHECK(arena.Take(1) == nullptr);
+  arena.Grow(8192);
+  std::byte* a = arena.Take(6000);
+  std::byte* b = arena.Take(2000);
+  CHECK(arena.Take(193) == nullptr);  // 8000 of 8192 are taken
+  arena.Give(a);
+  std::byte* c = arena.Take(6100);
+  CHECK(c == b + 2000);
+  std::memset(b, 1, 2000);
+  std::memset(c, 2, 6100);
+  // The part of c behind the end is at the front, below where b begins.
+  CHECK(a[0] == std::byte{2} && a[5907] == std::byte{2} && b[0] == std::byte{1});
+  CHECK(b[1999] == std::byte{1} && c[6099] == std::byte{2});
+}
+
+TEST(RoomComesBackInTheOrderInWhichItWasTaken) {
+  Arena arena;
+  arena.Grow(4096);
+  std::byte* a = arena.Take(2048);
+  std::byte* b = arena.Take(2048);
+  arena.Give(b);
+  CHECK(arena.Take(1) == nullptr);  // a is older and still taken
+  arena.Give(b);                    // not taken any more
+  arena.Give(nullptr);
+  CHECK(arena.Take(1) == nullptr);
+  arena.Give(a);
+  CHECK(arena.Take(4096) == a);
+}
+
+TEST(AnArenaGrowsOnlyWhileNothingIsTaken) {
+  Arena arena;
+  arena.Grow(4096);
+  std::byte* a = arena.Take(64);
+  arena.Grow(1 << 20);
+  CHECK_EQ(arena.size(), 4096u);
+  std::memset(a, 1, 64);
+  arena.Give(a);
+  arena.Grow(1 << 20);
+  CHECK_EQ(arena.size(), 1u << 20);
+  arena.Grow(4096);  // never shrinks
+  CHECK_EQ(arena.size(), 1u << 20);
+  CHECK(arena.Take(0) == nullptr);
+}
+
+// Buckets of random sizes in a window: `room` bytes in flight, of which the arena has
+// `in_flight`. Every rank must get the sum of every bucket.
+void Train(uint64_t room, uint64_t in_flight) {
+  World world({0, 0, 0});
+  world.Each([&](Communicator& c) {
+    Overlap overlap(world.ranks[c.rank()]);
+    std::mt19937 random(7);
+    std::uniform_int_distribution<size_t> sizes(0, 3000);
+    for (int step = 0; step < 20; ++step) {
+      std::vector<std::vector<float>> buckets;
+      std::deque<size_t> started;
+      uint64_t held = 0;
+      auto collect = [&] {
+        const size_t k = started.front();
+        started.pop_front();
+        held -= (buckets[k].size() * 4 + 63) / 64 * 64;
+        CHECK(overlap.Done(AllreduceOf(&buckets[k]), static_cast<int64_t>(k)).ok());
+        for (float x : buckets[k]) CHECK_EQ(x, 3.0f * static_cast<float>(k + 1));
+      };
+      overlap.Begin(0);
+      for (size_t k = 0; k < 12; ++k) {
+        buckets.emplace_back(sizes(random), static_cast<float>(k + 1));
+        const uint64_t need = (buckets[k].size() * 4 + 63) / 64 * 64;
+        while (held + need > room) collect();
+        const Call call = AllreduceOf(&buckets[k]);
+        CHECK(overlap.Start(call, static_cast<int64_t>(k), in_flight).ok());
+        std::fill(buckets[k].begin(), buckets[k].end(), -1.0f);  // it has a copy
+        held += need;
+        started.push_back(k);
+      }
+      while (!started.empty()) collect();
+    }
+  });
+}
+
+TEST(BucketsGoRoundTheArena) { Train(20000, 20000); }
+
+TEST(WhatTheArenaHasNoRoomForGetsMemoryForTheMoment) { Train(30000, 4096); }
+
+}  // namespace
+}  // namespace ringjax

@@ -1,0 +1,184 @@
+"""Overlapped gradients in bounded memory: results, what is resident, failures half way.
+
+Each job sets RINGJAX_OVERLAP_MEMORY so low that buckets wait for others or travel in
+place. The oracle is the in-place mode, on numbers that have exact sums.
+"""
+
+from __future__ import annotations
+
+import signal
+from textwrap import dedent
+
+import pytest
+from launch import Job, StartJob
+
+KIB, MIB = 1 << 10, 1 << 20
+
+HEAD = """
+import gc, sys, time
+import jax, jax.numpy as jnp, numpy as np
+import ringjax
+
+ringjax.init()
+rank, size = ringjax.rank(), ringjax.size()
+
+def tell(error):
+    sys.stdout.write(f"caught: {error}\\n")
+    sys.stdout.flush()
+
+def training(change):
+    # Every gradient needs the one before, so that they get ready one by one.
+    @jax.jit
+    def step(params, state):
+        x, grads = jnp.float32(rank), []
+        for p in params:
+            grads.append(jnp.round(p + x % 5))
+            x = x + jnp.sum(grads[-1][:1])
+        return change.update(grads, state)
+    return step
+
+def params(sizes):
+    return [jnp.arange(n // 4, dtype=jnp.float32) % 7 for n in sizes]
+
+def resident():
+    gc.collect()
+    with open("/proc/self/status") as status:
+        found = dict(line.split(":") for line in status if line.startswith("Rss"))
+    return sum(int(found[kind].split()[0]) for kind in ("RssAnon", "RssShmem")) * 1024
+"""
+
+
+def run(start_job: StartJob, np: int, memory: int, script: str) -> Job:
+    env = {
+        "RINGJAX_OVERLAP_MEMORY": str(memory),
+        "NPROC": "4",  # workers of XLA, which would else run small programs in order
+        # What is freed goes back to the system, so that what is resident is in use.
+        "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536",
+    }
+    return start_job(np, HEAD + dedent(script), env=env)
+
+
+@pytest.mark.parametrize("np", [1, 2, 3])
+@pytest.mark.parametrize("memory", [0, 40 * KIB, 200 * KIB])
+def test_the_window_gives_what_in_place_gives(
+    start_job: StartJob, np: int, memory: int
+) -> None:
+    script = """
+    sizes = [4 << 10, 36 << 10, 8, 4, 20 << 10, 100 << 10, 16 << 10, 40 << 10, 0, 12]
+    grads = params(sizes)
+    change = [ringjax.allreduce_grads(ringjax.Sum, overlap=o, bucket_bytes=1 << 10)
+              for o in (False, True)]
+    steps = [training(c) for c in change]
+    states = [c.init(grads) for c in change]
+    for number in range(20):
+        wanted, states[0] = steps[0](grads, states[0])
+        got, states[1] = steps[1](grads, states[1])
+        for a, b in zip(wanted, got):
+            np.testing.assert_array_equal(a, b)
+        grads = [g % 11 + number for g in got]
+    assert [int(s.seq[0]) for s in states] == [20, 20]
+    """
+    job = run(start_job, np, memory, script)
+    assert job.wait(120) == 0, job.logs()
+
+
+def test_memory_is_bounded_and_does_not_grow(start_job: StartJob) -> None:
+    """160 MiB of gradients, of which 16 MiB may be on their way."""
+    script = """
+    MIB = 1 << 20
+    change = [ringjax.allreduce_grads(overlap=o) for o in (False, True)]
+    large = params([4 * MIB] * 35 + [20 * MIB])
+    states, steps = [c.init(large) for c in change], [training(c) for c in change]
+
+    def run(which, count):
+        for _ in range(count):
+            _, states[which] = jax.block_until_ready(steps[which](large, states[which]))
+        return resident()
+
+    in_place = run(0, 3)
+    most = max(run(1, 1) for _ in range(6)) - in_place
+    assert 8 * MIB < most < (16 + 8) * MIB, most / MIB
+
+    large = params([256 << 10, 64 << 10, 4])
+    first = run(1, 60)
+    later = run(1, 400)
+    assert later - first < 2 * MIB, (later - first) / MIB
+    """
+    job = run(start_job, 2, 16 * MIB, script)
+    assert job.wait(200) == 0, job.logs()
+
+
+KILLED = """
+grads = params([64 << 10] * 30)
+change = ringjax.allreduce_grads(overlap=True, bucket_bytes=1)
+step, state = training(change), change.init(grads)
+try:
+    for number in range(10**9):
+        _, state = jax.block_until_ready(step(grads, state))
+        if number == 5:
+            print("training", flush=True)
+except Exception as error:
+    tell(error)
+    raise
+"""
+
+
+def test_a_rank_that_dies_within_the_window_is_named(start_job: StartJob) -> None:
+    job = run(start_job, 3, 128 * KIB, KILLED)
+    for rank in range(3):
+        job.wait_for(rank, "training")
+    job.kill(rank=1)
+    assert job.wait(30) == 128 + signal.SIGKILL, job.logs()
+    for rank in (0, 2):
+        caught = job.output(rank).partition("caught: ")[2]
+        assert "rank 1" in caught, job.logs()
+
+
+@pytest.mark.parametrize("memory", [64 * MIB, 64 * KIB, 0])
+def test_a_step_that_fails_half_way_ends_on_every_rank(
+    start_job: StartJob, memory: int
+) -> None:
+    """The program fails behind a START: its rank must not go on as if nothing was."""
+    script = """
+    change = ringjax.allreduce_grads(overlap=True, bucket_bytes=1)
+
+    def fetch(x):
+        fetch.calls += 1
+        if rank == 1 and fetch.calls == 4:
+            time.sleep(0.5)  # so that the others have started
+            raise ValueError("the disk is gone")
+        return np.asarray(x)
+
+    fetch.calls = 0
+
+    @jax.jit
+    def step(grads, state, x):
+        between = []  # results, or XLA would reuse memory and so order the work
+        for _ in range(6):
+            x = jnp.tanh(x @ x)
+            between.append(x)
+        grads = [g * 2 for g in grads]
+        shape = jax.ShapeDtypeStruct((8192,), x.dtype)
+        late = jax.pure_callback(fetch, shape, x.reshape(-1)[:8192])
+        return change.update([late, *grads], state), between
+
+    grads = params([32 << 10] * 3)
+    state = change.init(grads)
+    x = jnp.full((256, 256), 0.01)
+    for number in range(10):
+        try:
+            (_, state), _ = jax.block_until_ready(step(grads, state, x))
+        except Exception as error:
+            tell(f"in {number}: {error}".replace(chr(10), " "))
+            if "the disk is gone" not in str(error):
+                break
+    else:
+        raise SystemExit("nothing ended it")
+    """
+    job = run(start_job, 2, memory, script)
+    assert job.wait(60) == 0, job.logs()
+    here = job.output(1)
+    assert "caught: in 3: " in here and "the disk is gone" in here, job.logs()
+    for rank in range(2):
+        assert "RINGJAX[world, epoch 0]" in job.output(rank), job.logs()
+        assert "rank 1" in job.output(rank), job.logs()

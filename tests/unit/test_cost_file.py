@@ -1,0 +1,138 @@
+"""What a network was like last time: read only if whole, ours, new and possible."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringjax import cost_file
+
+NETWORK = {"names": ["a", "b"], "ranks": [0, 0, 1]}
+COST: dict[str, Any] = dict.fromkeys(cost_file.NAMES, 1e-5)
+
+
+def file_of(folder: Path, network: Any = NETWORK) -> Path:
+    return Path(cost_file.path_of(str(folder), network))
+
+
+def change(folder: Path, **content: Any) -> None:
+    """Writes the file with other content."""
+    path = file_of(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | content))
+
+
+def test_remembers_one_network_and_no_other(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    assert cost_file.read(str(folder), NETWORK) is None
+    assert cost_file.write(str(folder), NETWORK, COST)
+    assert cost_file.read(str(folder), NETWORK) == COST
+    assert cost_file.read(str(folder), NETWORK | {"ranks": [0, 1, 1]}) is None
+    assert cost_file.write(str(folder), NETWORK, COST | {"remote_byte": 2e-9})
+    found = cost_file.read(str(folder), NETWORK)
+    assert found is not None
+    assert found["remote_byte"] == 2e-9
+    assert [p.name for p in folder.iterdir()] == [file_of(folder).name]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert file_of(folder).stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_folder_nothing_is_remembered() -> None:
+    assert not cost_file.write("", NETWORK, COST)
+    assert cost_file.read("", NETWORK) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "null", "[]", "7", '"cost"', "{}", "\x00\x01"),
+        *('{"when": 1e400}', "[" * 4000, "9" * 4000, " " * 5000),
+    ],
+    ids=range(12),
+)
+def test_damaged_files_are_unknown(tmp_path: Path, text: str) -> None:
+    file_of(tmp_path).write_text(text)
+    assert cost_file.read(str(tmp_path), NETWORK) is None
+
+
+def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
+    file_of(tmp_path).write_bytes(b"\xff\xfe\x80")
+    assert cost_file.read(str(tmp_path), NETWORK) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"when": time.time() - 8 * 86400},
+        {"when": time.time() + 86400},
+        {"when": "yesterday"},
+        {"when": None},
+        {"format": 0},
+        {"network": {}},  # another one with the same digest
+        {"cost": None},
+        {"cost": []},
+        {"cost": {}},
+        {"cost": {k: v for k, v in COST.items() if k != "remote_byte"}},
+        {"cost": COST | {"another": 1e-6}},
+        *(
+            {"cost": COST | {"remote_latency": value}}
+            for value in (0.0, -1e-6, 2.0, 1, "1e-6", None, [1e-6], True, 1e-300)
+        ),
+        {"cost": COST | {"remote_byte": math.nan}},
+        {"cost": COST | {"local_byte": math.inf}},
+    ],
+)
+def test_old_foreign_and_impossible_content_is_unknown(
+    tmp_path: Path, content: dict[str, Any]
+) -> None:
+    cost_file.write(str(tmp_path), NETWORK, COST)
+    change(tmp_path, when=time.time())
+    assert cost_file.read(str(tmp_path), NETWORK) == COST
+    change(tmp_path, **content)
+    assert cost_file.read(str(tmp_path), NETWORK) is None
+
+
+def test_what_is_no_file_of_ours_is_not_opened_or_waited_for(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+    os.mkfifo(path)
+    assert cost_file.read(str(tmp_path), NETWORK) is None
+    path.unlink()
+    path.mkdir()
+    assert cost_file.read(str(tmp_path), NETWORK) is None
+    assert not cost_file.write(str(tmp_path), NETWORK, COST)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # nothing half done
+    path.rmdir()
+    cost_file.write(str(tmp_path / "elsewhere"), NETWORK, COST)
+    path.symlink_to(file_of(tmp_path / "elsewhere"))
+    assert cost_file.read(str(tmp_path), NETWORK) is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert not cost_file.write(str(folder), NETWORK, COST)
+        assert cost_file.read(str(folder), NETWORK) is None
+    # What no user can write, not even root.
+    assert not cost_file.write("/proc/self/ringjax", NETWORK, COST)
+
+
+def test_a_description_that_is_too_long_is_not_remembered(tmp_path: Path) -> None:
+    many = {"names": [f"host{i}" for i in range(1000)]}
+    assert not cost_file.write(str(tmp_path), many, COST)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_files_are_removed_and_no_others(tmp_path: Path) -> None:
+    week = time.time() - 8 * 86400
+    for name in ("network-old.json", ".network-left", "another", "network-new.json"):
+        (tmp_path / name).write_text("")
+        if name != "network-new.json":
+            os.utime(tmp_path / name, (week, week))
+    assert cost_file.write(str(tmp_path), NETWORK, COST)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"another", "network-new.json", file_of(tmp_path).name}

@@ -1,0 +1,139 @@
+"""benchmarks/memory.py without worlds: what is extra, what grows, tables, one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT, environment
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks import memory, memory_rank
+
+MIB = memory.MIB
+
+
+def level(private: int, shared: int = 0, file: int = 0, mapped: int = 0) -> Any:
+    """As a rank writes it, from MiB."""
+    values = {"private": private, "shared": shared, "file": file, "mapped": mapped}
+    return {name: value * MIB for name, value in values.items()}
+
+
+def rank(**more: Any) -> dict[str, Any]:
+    """A rank with 100 MiB of gradients."""
+    return {
+        "before": level(200),
+        "world": level(203, 2, 1, 8),
+        "program": level(210, 2, 1, 8),
+        "steady": level(215, 4, 1, 8),
+        "peak": 225 * MIB,
+        "gradients": 100 * MIB,
+        **more,
+    }
+
+
+def test_extra_is_what_neither_results_nor_the_compiler_took() -> None:
+    found = {n: v / MIB for n, v in memory.extra(rank(), donated=True).items()}
+    assert found == {
+        "world": 6,
+        "program": 7,
+        "results": 0,
+        "private": 8,
+        "shared": 4,
+        "mapped": 8,
+        "steady": 13,
+        "extra": 18,  # for a moment of a step
+    }
+
+
+def test_results_that_are_not_donated_are_the_callers() -> None:
+    more = rank(steady=level(315, 4, 1, 8), peak=None)
+    found = memory.extra(more, donated=False)
+    assert found["results"] == 100 * MIB
+    assert found["extra"] == found["steady"] == 13 * MIB
+
+
+def test_the_control_has_no_world() -> None:
+    alone = {name: rank()[name] for name in ("before", "steady", "peak", "gradients")}
+    found = memory.extra(alone, donated=True)
+    assert (found["world"], found["program"]) == (0, 0)
+    assert found["private"] == 15 * MIB
+
+
+def series(per_step: float, jump: int = 0) -> list[dict[str, Any]]:
+    """10,000 steps; `jump` at the beginning is no growth."""
+    rest = {"descriptors": 9, "threads": 5, "maps": 100}
+    return [
+        {"step": n, "bytes": 1e8 + per_step * n + (jump if n else 0), **rest}
+        for n in range(0, 10_001, 100)
+    ]
+
+
+def test_growth_is_told_from_a_jump() -> None:
+    assert memory.growth(series(0, jump=50 * MIB))["bytes"] == pytest.approx(0)
+    assert memory.growth(series(300))["bytes"] == pytest.approx(3_000_000)
+    assert memory.growth(series(300))["threads"] == 0
+    assert memory.slope([1, 1], [2, 3]) == 0  # a single place has no slope
+
+
+def test_tables_name_what_is_too_much() -> None:
+    about = {"set": "vgg16", "variant": "not donated", "ranks": 2, "steps": 10_000}
+    about |= {"gradients": 528 * MIB}
+    few, many = (memory.extra(rank(peak=p * MIB), True) for p in (225, 999))
+    for worst, marked in ((few, False), (many, True)):
+        head, line = memory.extra_table([{**about, "worst": worst}]).splitlines()
+        assert ("more than 64" in line) == marked
+        assert line[: len(head)].split()[-1] == f"{worst['extra'] / MIB:.1f}"
+    for per_step, marked in ((10, False), (300, True)):
+        worst = memory.worst([memory.growth(series(n)) for n in (0, per_step)])
+        head, line = memory.growth_table([{**about, "worst": worst}]).splitlines()
+        assert line.endswith("grows: bytes") == marked
+        assert line.split()[5] == f"{per_step * 10_000 / 1024:.1f}"
+
+
+def test_every_variant_is_measured_and_the_control_only_for_growth() -> None:
+    found = memory.cases(memory.parse(["-np", "3", "--sets", "vgg16"]))
+    assert {case["ranks"] for case in found} == {3}
+    kept = [(c["set"], c["variant"]) for c in found if not c["steps"]]
+    assert kept == [("vgg16", v) for v in memory_rank.VARIANTS if v != "no allreduce"]
+    grown = [(c["set"], c["variant"]) for c in found if c["steps"] == 10_000]
+    assert grown == [("resnet50", v) for v in memory_rank.VARIANTS]
+    assert not any(c["steps"] for c in memory.cases(memory.parse(["--steps", "0"])))
+
+
+@pytest.mark.parametrize("words", [["--steps", "7"], ["--shrink", "-1"], ["-np", "1"]])
+def test_bad_options_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        memory.parse(words)
+
+
+def test_what_a_process_holds_is_seen() -> None:
+    import mmap
+
+    before, size = memory_rank.resident(), 16 * MIB
+    own, shared = bytearray(size), mmap.mmap(-1, 2 * size)
+    own[:: mmap.PAGESIZE] = b"x" * len(own[:: mmap.PAGESIZE])
+    shared[:size] = bytes(size)
+    after = memory_rank.resident()
+    shared.close()
+    assert size / 2 < after.private - before.private < 2 * size
+    assert after.shared - before.shared == size
+    assert after.mapped - before.mapped == 2 * size
+    assert memory_rank.counts()["threads"] >= 1
+
+
+def test_a_process_that_does_not_grow(tmp_path: Path) -> None:
+    plan = {"set": "vgg16", "variant": "no allreduce", "steps": 100, "shrink": 1 << 16}
+    words = [sys.executable, "-m", "benchmarks.memory_rank"]
+    words.append(json.dumps({**plan, "out": str(tmp_path / "x")}))
+    paths = {"PYTHONPATH": str(ROOT), "RINGJAX_RANK": "3"}
+    subprocess.run(words, env=environment("memory", paths), check=True, timeout=50)
+    found = json.loads((tmp_path / "x.3").read_text())
+    assert found["gradients"] < MIB
+    assert [row["step"] for row in found["series"]] == list(range(101))
+    assert memory.growth(found["series"])["descriptors"] == 0

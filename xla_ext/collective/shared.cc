@@ -1,0 +1,27 @@
+// Allreduce through memory that all ranks of one host map (engine/tiles.cc).
+//
+// The schedule is the direct one, and says who adds up what and who needs the sum. On a
+// board nobody runs it message by message: what it sends to P - 1 peers is written
+// once.
+//
+//                steps  written by each rank, n elements on P ranks
+//   allreduce      2    (P - 1) / P n + n / P
+#include "collective/algorithms.h"
+#include "collective/cost.h"
+
+namespace ringjax::collective {
+
+bool HasBoard(const Topology& topology) { return topology.board; }
+
+Schedule SharedAllreduce(const Problem& problem, const Topology& topology) {
+  return DirectAllreduce(problem, topology);
+}
+
+double SharedAllreduceCost(uint64_t bytes, const Topology& topology,
+                           const CostModel& model) {
+  Traffic traffic(topology, model);
+  if (topology.size == 1) return traffic.Seconds(0);
+  return 2 * model.local_latency + static_cast<double>(bytes) * model.local_byte;
+}
+
+}  // namespace ringjax::collective

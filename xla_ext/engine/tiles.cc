@@ -1,0 +1,272 @@
+// Post, sum, fetch; and notes. See tiles.h.
+#include "engine/tiles.h"
+
+#include <algorithm>
+#include <string>
+
+#include "transport/board.h"
+#include "transport/copy.h"
+
+namespace ringjax {
+namespace {
+
+// Several sources are added up in pieces that stay in the first-level cache.
+constexpr uint64_t kBlock = 8 << 10;
+// A message is cut into several tiles, so that ranks can work at once.
+constexpr uint64_t kLeastTile = 64 << 10;
+constexpr uint64_t kTilesOfShort = 4;
+
+struct Range {
+  uint64_t begin, end;  // elements
+};
+
+class Run {
+ public:
+  Run(const Memory& memory, uint64_t count, const Arithmetic& a, const Lane& lane,
+      Waiter* waiter)
+      : memory_(memory),
+        a_(a),
+        lane_(lane),
+        waiter_(waiter),
+        board_(*lane.board),
+        rank_(board_.rank()),
+        size_(board_.size()),
+        width_(Width(a.dtype)),
+        wire_(Width(a.wire)),
+        count_(count),
+        tile_(TileElements()),
+        tiles_((count + tile_ - 1) / tile_),
+        base_(board_.mine(Board::kFetched)),
+        known_(static_cast<size_t>(size_) * Board::kCounters, base_) {}
+
+  Status Loop() {
+    uint64_t posted = 0, summed = 0, fetched = 0;
+    while (fetched < tiles_) {
+      bool ready = false;
+      if (summed < posted) {
+        RJ_TRY(Reached(Board::kPosted, summed + 1, &ready));
+        if (ready) RJ_TRY(Freed(Board::kFetched, summed, &ready));
+        if (ready) {
+          Sum(summed++);
+          board_.Publish(Board::kSummed, base_ + summed);
+        }
+      }
+      if (!ready && fetched < summed) {
+        RJ_TRY(Reached(Board::kSummed, fetched + 1, &ready));
+        if (ready) {
+          Fetch(fetched++);
+          board_.Publish(Board::kFetched, base_ + fetched);
+        }
+      }
+      if (!ready && posted < tiles_) {
+        RJ_TRY(Freed(Board::kSummed, posted, &ready));
+        if (ready) {
+          Post(posted++);
+          board_.Publish(Board::kPosted, base_ + posted);
+        }
+      }
+      if (ready) {
+        waiter_->Progressed();
+        continue;
+      }
+      RJ_TRY(waiter_->Idle(
+          [this] { return std::vector<Waiter::Interest>{{&board_, true, false}}; }));
+      RJ_TRY(CheckStall());
+    }
+    return OkStatus();
+  }
+
+ private:
+  uint64_t TileElements() const {
+    const uint64_t bytes = count_ * wire_, most = board_.tile_bytes();
+    const uint64_t least = std::min<uint64_t>(kLeastTile, most);
+    return std::clamp(bytes / kTilesOfShort, least, most) / kLineBytes * kLineBytes /
+           wire_;
+  }
+
+  Range Tile(uint64_t k) const {
+    return {k * tile_, std::min(count_, (k + 1) * tile_)};
+  }
+
+  // What `rank` adds up of a tile.
+  Range Part(Range tile, int rank) const {
+    const uint64_t line = kLineBytes / wire_, ranks = static_cast<uint64_t>(size_);
+    const uint64_t lines = (tile.end - tile.begin + line - 1) / line;
+    const uint64_t each = (lines + ranks - 1) / ranks * line;
+    const auto r = static_cast<uint64_t>(rank);
+    return {std::min(tile.end, tile.begin + r * each),
+            std::min(tile.end, tile.begin + (r + 1) * each)};
+  }
+
+  // Whether all peers have done `tiles` tiles of this message.
+  Status Reached(Board::Counter counter, uint64_t tiles, bool* ready) {
+    return Passed(counter, base_ + tiles, ready);
+  }
+  // Whether the set of slots that tile `k` needs has been left by all.
+  Status Freed(Board::Counter counter, uint64_t k, bool* ready) {
+    const uint64_t tile = base_ + k;
+    if (tile < Board::kSets) {
+      *ready = true;
+      return OkStatus();
+    }
+    return Passed(counter, tile + 1 - Board::kSets, ready);
+  }
+
+  Status Passed(Board::Counter counter, uint64_t value, bool* ready) {
+    *ready = false;
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_ || Known(counter, r) >= value) continue;
+      const bool closed = board_.Closed(r);  // before the counter: see Closed
+      const uint64_t now = board_.Look(counter, r);
+      if (now < Known(counter, r) || now > Most(counter))
+        return Status(Code::kUnavailable,
+                      "shared memory is damaged: impossible position", r);
+      Known(counter, r) = now;
+      if (now >= value) continue;
+      if (closed) return Status(Code::kUnavailable, "the peer closed the link", r);
+      late_ = r;
+      return OkStatus();
+    }
+    *ready = true;
+    return OkStatus();
+  }
+
+  uint64_t& Known(Board::Counter counter, int rank) {
+    return known_[static_cast<size_t>(rank) * Board::kCounters + counter];
+  }
+
+  // As far as a peer can be, given how far this rank is.
+  uint64_t Most(Board::Counter counter) const {
+    if (counter == Board::kPosted) return board_.mine(Board::kSummed) + Board::kSets;
+    return board_.mine(counter == Board::kSummed ? Board::kPosted : Board::kSummed);
+  }
+
+  // Calls visit(range) for what other ranks add up: before and behind our part.
+  template <typename Visit>
+  void ForOthers(Range tile, Visit visit) const {
+    const Range own = Part(tile, rank_);
+    if (tile.begin < own.begin) visit(Range{tile.begin, own.begin});
+    if (own.end < tile.end) visit(Range{own.end, tile.end});
+  }
+
+  void Post(uint64_t k) {
+    const Range tile = Tile(k);
+    std::byte* slot = board_.Slot(base_ + k, rank_);
+    const bool plain = IsPlain(a_, true);
+    ForOthers(tile, [&](Range range) {
+      std::byte* to = slot + (range.begin - tile.begin) * wire_;
+      for (uint64_t at = range.begin; at < range.end;) {
+        const Span from = memory_.in->At(at * width_, (range.end - at) * width_);
+        const uint64_t n = from.bytes / width_;
+        if (plain)
+          CopyBytes(to, from.data, from.bytes);
+        else
+          Encode(to, from.data, n, a_, true);
+        to += n * wire_;
+        at += n;
+      }
+    });
+  }
+
+  void Sum(uint64_t k) {
+    const Range tile = Tile(k), part = Part(tile, rank_);
+    const uint64_t block = kBlock / std::max(width_, wire_);
+    std::byte* sums = board_.Slot(base_ + k, size_);
+    for (uint64_t at = part.begin; at < part.end;) {
+      const uint64_t most = std::min(block, part.end - at) * width_;
+      const Span out = memory_.out->At(at * width_, most);
+      const Span own = memory_.in->At(at * width_, out.bytes);
+      const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * wire_;
+      const void* mine = own.data;
+      for (int i = 1; i < size_; ++i) {
+        // Ranks start with different peers, as in direct.cc.
+        const int peer = (rank_ + i) % size_;
+        Combine(out.data, mine, board_.Slot(base_ + k, peer) + offset, n, a_, i == 1,
+                i == size_ - 1);
+        mine = out.data;
+      }
+      if (a_.compressed())
+        Encode(sums + offset, out.data, n, a_, false);
+      else
+        CopyBytes(sums + offset, out.data, n * width_);
+      at += n;
+    }
+  }
+
+  void Fetch(uint64_t k) {
+    const Range tile = Tile(k);
+    const std::byte* sums = board_.Slot(base_ + k, size_);
+    ForOthers(tile, [&](Range range) {
+      const std::byte* from = sums + (range.begin - tile.begin) * wire_;
+      for (uint64_t at = range.begin; at < range.end;) {
+        const Span to = memory_.out->At(at * width_, (range.end - at) * width_);
+        const uint64_t n = to.bytes / width_;
+        if (a_.compressed())
+          Decode(to.data, from, n, a_);
+        else
+          CopyBytes(to.data, from, to.bytes);
+        from += n * wire_;
+        at += n;
+      }
+    });
+  }
+
+  Status CheckStall() {
+    const double idle = waiter_->IdleSeconds();
+    if (idle < 1.0) return OkStatus();
+    if (lane_.on_stall) RJ_TRY(lane_.on_stall(idle, {late_}));
+    if (lane_.timeout > 0 && idle > lane_.timeout)
+      return Status(Code::kDeadlineExceeded, "has not moved any data", late_);
+    return OkStatus();
+  }
+
+  const Memory& memory_;
+  const Arithmetic& a_;
+  const Lane& lane_;
+  Waiter* waiter_;
+  Board& board_;
+  const int rank_, size_;
+  const uint64_t width_, wire_, count_, tile_, tiles_, base_;
+  std::vector<uint64_t> known_;  // counters of the peers
+  int late_ = -1;                // the peer that was waited for last
+};
+
+}  // namespace
+
+Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
+                        const Lane& lane, Waiter* waiter) {
+  return Run(memory, count, a, lane, waiter).Loop();
+}
+
+bool FitsNote(uint64_t wire_bytes) { return wire_bytes <= Board::kNoteBytes; }
+
+void PutNote(const Spans& in, const Arithmetic& a, const Lane& lane) {
+  Board& board = *lane.board;
+  std::byte* to = board.Note(board.mine(Board::kAgreed) + 1, board.rank());
+  to += Board::kHeaderBytes;
+  for (uint64_t at = 0; at < in.bytes();) {
+    const Span from = in.At(at, in.bytes() - at);
+    const uint64_t n = from.bytes / Width(a.dtype);
+    Encode(to, from.data, n, a, true);
+    to += n * Width(a.wire);
+    at += from.bytes;
+  }
+}
+
+void ReduceNotes(const Spans& out, const Arithmetic& a, const Lane& lane) {
+  Board& board = *lane.board;
+  const uint64_t turn = board.mine(Board::kAgreed);
+  uint64_t offset = Board::kHeaderBytes;
+  for (uint64_t at = 0; at < out.bytes();) {
+    const Span to = out.At(at, out.bytes() - at);
+    const uint64_t n = to.bytes / Width(a.dtype);
+    Decode(to.data, board.Note(turn, 0) + offset, n, a);
+    for (int r = 1; r < board.size(); ++r)
+      Combine(to.data, to.data, board.Note(turn, r) + offset, n, a, false,
+              r == board.size() - 1);
+    offset += n * Width(a.wire);
+    at += to.bytes;
+  }
+}
+
+}  // namespace ringjax

@@ -1,0 +1,163 @@
+// The layout of a board and its counters; boards of threads. See board.h.
+#include "transport/board.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+namespace ringjax {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kMaxTile = size_t{1} << 28;
+
+constexpr size_t RoundUp(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// Neighbours must not start at the same place of a cache.
+constexpr size_t kStagger = 2 * kLineBytes;
+constexpr size_t kNoteStride = Board::kHeaderBytes + Board::kNoteBytes + kStagger - 64;
+constexpr size_t SlotStride(size_t tile_bytes) { return tile_bytes + kPage + kStagger; }
+
+size_t NoteBytes(int size) {
+  return RoundUp(2 * static_cast<size_t>(size) * kNoteStride, kPage);
+}
+
+}  // namespace
+
+bool IsTileSize(size_t tile_bytes) {
+  return tile_bytes > 0 && tile_bytes <= kMaxTile && tile_bytes % kPage == 0;
+}
+
+size_t BoardBytes(int size, size_t tile_bytes) {
+  const auto ranks = static_cast<size_t>(size);
+  return RoundUp(RoundUp(ranks * sizeof(Board::Words), kPage) + NoteBytes(size) +
+                     Board::kSets * (ranks + 1) * SlotStride(tile_bytes),
+                 kPage);
+}
+
+Board::Board(std::byte* block, int rank, int size, size_t tile_bytes)
+    : words_(reinterpret_cast<Words*>(block)),
+      notes_(block + RoundUp(static_cast<size_t>(size) * sizeof(Words), kPage)),
+      slots_(notes_ + NoteBytes(size)),
+      rank_(rank),
+      size_(size),
+      tile_bytes_(tile_bytes),
+      looked_(static_cast<size_t>(size)) {}
+
+std::byte* Board::Note(uint64_t turn, int rank) const {
+  const uint64_t set = turn % 2;
+  return notes_ +
+         (set * static_cast<size_t>(size_) + static_cast<size_t>(rank)) * kNoteStride;
+}
+
+std::byte* Board::Slot(uint64_t tile, int rank) const {
+  const uint64_t set = tile % kSets;
+  return slots_ + (set * (static_cast<size_t>(size_) + 1) + static_cast<size_t>(rank)) *
+                      SlotStride(tile_bytes_);
+}
+
+void Board::Publish(Counter counter, uint64_t value) {
+  mine_[counter] = value;
+  StoreShared(words_[rank_].counters[counter], value);
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || LoadShared(words_[r].asleep) == 0) continue;
+    const std::atomic_ref<uint32_t> asleep(words_[r].asleep);
+    if (asleep.exchange(0, std::memory_order_seq_cst) != 0) RingPeer(r);
+  }
+}
+
+uint64_t Board::Look(Counter counter, int rank) {
+  const uint64_t value = LoadShared(words_[rank].counters[counter]);
+  looked_[static_cast<size_t>(rank)].counters[counter] = value;
+  return value;
+}
+
+bool Board::Closed(int rank) {
+  const uint32_t closed = LoadShared(words_[rank].closed);
+  looked_[static_cast<size_t>(rank)].closed = closed;
+  return closed != 0;
+}
+
+bool Board::Arm(bool, bool, std::vector<pollfd>*) {
+  StoreShared(words_[rank_].asleep, uint32_t{1});
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const Words& looked = looked_[static_cast<size_t>(r)];
+    if (LoadShared(words_[r].closed) != looked.closed) return true;
+    for (size_t c = 0; c < kCounters; ++c)
+      if (LoadShared(words_[r].counters[c]) != looked.counters[c]) return true;
+  }
+  return false;
+}
+
+void Board::Disarm() { StoreShared(words_[rank_].asleep, uint32_t{0}); }
+
+void Board::Close() {
+  StoreShared(words_[rank_].closed, uint32_t{1});
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_) RingPeer(r);
+}
+
+namespace {
+
+// What the boards of one process share. The last one to go frees it.
+class LocalMemory {
+ public:
+  LocalMemory(size_t bytes, std::vector<Doorbell*> doorbells)
+      : block_(static_cast<std::byte*>(std::aligned_alloc(kPage, bytes))),
+        doorbells_(std::move(doorbells)) {
+    RJ_CHECK(block_ != nullptr, "out of memory for a board");
+    std::memset(block_, 0, bytes);
+  }
+  ~LocalMemory() { std::free(block_); }
+  LocalMemory(const LocalMemory&) = delete;
+  LocalMemory& operator=(const LocalMemory&) = delete;
+
+  std::byte* block() const { return block_; }
+  void Ring(int rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Doorbell* bell = doorbells_[static_cast<size_t>(rank)]) bell->Ring();
+  }
+  // After this the doorbell of `rank` may be destroyed.
+  void Forget(int rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    doorbells_[static_cast<size_t>(rank)] = nullptr;
+  }
+
+ private:
+  std::byte* block_;
+  std::mutex mutex_;
+  std::vector<Doorbell*> doorbells_;
+};
+
+class LocalBoard final : public Board {
+ public:
+  LocalBoard(std::shared_ptr<LocalMemory> memory, int rank, int size, size_t tile_bytes)
+      : Board(memory->block(), rank, size, tile_bytes), memory_(std::move(memory)) {}
+  ~LocalBoard() override {
+    Close();
+    memory_->Forget(rank());
+  }
+
+ private:
+  void RingPeer(int rank) override { memory_->Ring(rank); }
+
+  std::shared_ptr<LocalMemory> memory_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Board>> MakeLocalBoards(
+    size_t tile_bytes, const std::vector<Doorbell*>& doorbells) {
+  RJ_CHECK(IsTileSize(tile_bytes), "a tile's size must be a multiple of 4096");
+  const int size = static_cast<int>(doorbells.size());
+  auto memory = std::make_shared<LocalMemory>(BoardBytes(size, tile_bytes), doorbells);
+  std::vector<std::unique_ptr<Board>> boards;
+  for (int r = 0; r < size; ++r)
+    boards.push_back(std::make_unique<LocalBoard>(memory, r, size, tile_bytes));
+  return boards;
+}
+
+}  // namespace ringjax

@@ -1,0 +1,90 @@
+// A board: memory that all ranks of one host map, for what many ranks read.
+//
+// A link is for two; what one rank writes for all others goes here once instead of into
+// every link. The board holds, for each rank, counters that only it advances, notes
+// (small messages) and slots (tiles of large ones), and knows no collective: what a
+// counter means is engine/agreement.h's and engine/tiles.h's matter. One thread uses a
+// board at a time. Values that peers wrote are checked by whoever uses them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "transport/link.h"
+#include "transport/ring_buffer.h"
+
+namespace ringjax {
+
+class Board : public Waitable {
+ public:
+  // A rank's counters, each of which only grows.
+  enum Counter { kAgreed, kPosted, kSummed, kFetched, kCounters };
+
+  static constexpr size_t kNoteBytes = 16 << 10;  // the largest note
+  static constexpr size_t kHeaderBytes = 64;      // in front of a note
+  static constexpr uint64_t kSets = 3;            // of slots, which take turns
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  size_t tile_bytes() const { return tile_bytes_; }
+
+  // The note of `rank` in this turn: kHeaderBytes, then up to kNoteBytes. Two sets take
+  // turns. Aligned to a cache line.
+  std::byte* Note(uint64_t turn, int rank) const;
+  // Of a rank, or of all together (rank == size()): tile_bytes, aligned to a cache
+  // line.
+  std::byte* Slot(uint64_t tile, int rank) const;
+
+  uint64_t mine(Counter counter) const { return mine_[counter]; }
+  // Shows the others that a counter has advanced, with all that was written before.
+  void Publish(Counter counter, uint64_t value);
+  // A peer's counter as it is now.
+  uint64_t Look(Counter counter, int rank);
+  // Whether a peer has gone. What it published before it went still counts.
+  bool Closed(int rank);
+
+  // Woken when any counter of a peer has advanced since it was looked at.
+  bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
+  void Disarm() override;
+
+ protected:
+  // `block` is zero at first and must stay until after Close.
+  Board(std::byte* block, int rank, int size, size_t tile_bytes);
+  // Tells the peers that this rank is gone; destructors of derived classes call it.
+  void Close();
+
+ private:
+  struct Words {  // of one rank; written by it alone, except `asleep`
+    alignas(kLineBytes) uint64_t counters[kCounters];
+    alignas(kLineBytes) uint32_t asleep;
+    uint32_t closed;
+  };
+
+  virtual void RingPeer(int rank) = 0;
+
+  Words* words_;
+  std::byte* notes_;
+  std::byte* slots_;
+  const int rank_, size_;
+  const size_t tile_bytes_;
+  uint64_t mine_[kCounters] = {};
+  std::vector<Words> looked_;  // the words of each rank, as last seen
+
+  friend size_t BoardBytes(int size, size_t tile_bytes);
+};
+
+// Of the memory of a board. `tile_bytes` is a positive multiple of 4096.
+size_t BoardBytes(int size, size_t tile_bytes);
+bool IsTileSize(size_t tile_bytes);
+
+// Between processes: `memfd` was sized with BoardBytes and sealed by who made it;
+// doorbells[r] is rank r's eventfd (ignored for this rank). Takes all descriptors, also
+// on failure.
+Result<std::unique_ptr<Board>> MakeShmBoard(int memfd, int rank, size_t tile_bytes,
+                                            const std::vector<int>& doorbells);
+
+// In-process, for threads as ranks. doorbells[r] must outlive board r.
+std::vector<std::unique_ptr<Board>> MakeLocalBoards(
+    size_t tile_bytes, const std::vector<Doorbell*>& doorbells);
+
+}  // namespace ringjax
