@@ -226,7 +226,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--flows", nargs="+", type=int, default=[1, 2], help="plain (1 2)")
     p.add_argument("--rounds", type=int, default=5, help="turns of everything (5)")
     p.add_argument("--batch", type=int, default=48, help="of the model; 0: none (48)")
-    p.add_argument("--bucket-bytes", type=parse_size, default=MIB, help="(1M)")
+    p.add_argument("--bucket-bytes", type=parse_size, default=25 * MIB, help="(25M)")
     p.add_argument("--timeout", type=float, default=300, help="seconds a world (300)")
     p.add_argument("--json", type=Path, default=Path("build/benchmarks/hosts.json"))
     options = p.parse_args(words)

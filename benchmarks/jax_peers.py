@@ -124,6 +124,23 @@ class RingjaxTcp(Ringjax):
         return self._core([(shapes[0][0] // 2,)], dtype)
 
 
+class JaxEmpty(Ringjax):
+    """A compiled function that returns what it is given: what jax takes for a call.
+
+    Nothing is exchanged; ringjax only adds up `total`.
+    """
+
+    arrays = models = ("nothing in jit, donated",)
+
+    def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
+        """Makes the blocking function."""
+        import jax
+        import jax.numpy as jnp
+
+        step = jax.jit(lambda tree: jax.tree.map(lambda x: x, tree), donate_argnums=0)
+        return _loop(step, [jnp.zeros(s, dtype) for s in shapes], True)
+
+
 class JaxGloo(Peer):
     """jax.lax.psum over processes: XLA's own CPU collectives, on Gloo."""
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from benchmarks import limit
 from benchmarks.peers import Entry
 
-
 # build/peers/horovod/bin/python is Horovod's, if it exists: see README.md.
 PEERS_FOLDER = Path(__file__).resolve().parent.parent / "build" / "peers"
 

@@ -27,12 +27,15 @@ FLAGS = "-std=c++20 -O3 -march=native -shared -fPIC -pthread -Wall -Wextra -Wsha
 SPINS_CROWDED, SPINS = 100, 1000
 # A line that another core has written comes faster from the cache that both share than
 # from that core's own: which tile is best depends on the caches.
-# variant -> bytes of a tile, and whether the result goes past the caches
+# Whether memcpy or a loop of vector stores is better depends on how far apart the cores
+# are.
+_MEMCPY, _STREAMED, _VECTOR = range(3)  # limit.cc
+# variant -> bytes of a tile, and how to copy
 VARIANTS = {
-    "in place, 512 KiB tiles": (512 << 10, False),
-    "streamed out, 512 KiB tiles": (512 << 10, True),
-    "in place, 1 MiB tiles": (1 << 20, False),
-    "in place, 128 KiB tiles": (128 << 10, False),
+    "in place, 512 KiB tiles": (512 << 10, _MEMCPY),
+    "streamed out, 512 KiB tiles": (512 << 10, _STREAMED),
+    "in place, 1 MiB tiles": (1 << 20, _MEMCPY),
+    "vector copies, 512 KiB tiles": (512 << 10, _VECTOR),
 }
 
 
@@ -49,7 +52,7 @@ class _Job(ctypes.Structure):
         ("tile", ctypes.c_size_t),
         ("scale", ctypes.c_float),
         ("bfloat16", ctypes.c_int),
-        ("streaming", ctypes.c_int),
+        ("copying", ctypes.c_int),
     )
 
 
@@ -101,10 +104,10 @@ class Allreduce:
     def __init__(
         self, native: Any, rank: int, inputs: list[Any], variant: str, scale: float
     ) -> None:
-        tile, streaming = VARIANTS[variant]
+        tile, copying = VARIANTS[variant]
         self.inputs, self._native, self._rank = inputs, native, rank
         self.outputs = inputs
-        if streaming:
+        if copying == _STREAMED:
             self.outputs = [np.empty_like(a) for a in inputs]
             for array in self.outputs:
                 array.fill(0)  # the first touch is no part of the limit
@@ -112,7 +115,7 @@ class Allreduce:
         self._kept = (_pointers(inputs), _pointers(self.outputs), ends)
         places = [array.ctypes.data for array in self._kept]
         half = inputs[0].dtype.itemsize == 2
-        self._job = _Job(*places, len(inputs), tile, scale, half, streaming)
+        self._job = _Job(*places, len(inputs), tile, scale, half, copying)
 
     def repeat(self, calls: int) -> None:
         """So many allreduces."""

@@ -1,8 +1,8 @@
 """Memory beyond the gradients, and its growth: `python -m benchmarks.memory`.
 
-Starts a world for each case and compares what its ranks have resident before ringjax is
-there with what they have after many steps. What a rank does: memory_rank.py; how to read
-the tables: README.md. No time is measured.
+Starts a world for each case and compares what its ranks have resident before ringjax
+is there with what they have after many steps. What a rank does: memory_rank.py; how to
+read the tables: README.md. No time is measured.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def extra(found: Row, donated: bool) -> Row:
     caller's, new in each step unless the gradients are donated. Everything else is
     extra, at its peak during the steps.
     """
-    before, steady = found["before"], found["steady"]
-    world = found.get("world", before)
-    program = found.get("program", world)
+    levels = (found[name] for name in ("before", "world", "program", "steady"))
+    before, world, program, steady = levels
     results = 0 if donated else found["gradients"]
     spared = _total(program) - _total(world) + results
     peak = found["peak"] if found["peak"] is not None else _total(steady)
@@ -103,15 +102,29 @@ def extra_table(rows: Sequence[Row]) -> str:
     """MiB beyond the gradients."""
     names = ("world", "program", "results", "private", "shared", "mapped", "steady")
     head = f"{'MiB a process, the worst rank':44} {'ranks':>5} {'grads':>7}"
-    lines = [head + "".join(f" {n:>8}" for n in (*names, "extra"))]
+    lines = [head + "".join(f" {n:>8}" for n in (*names, "extra", "nothing"))]
     for row in rows:
         most = row["worst"]
         cells = "".join(f" {most[n] / MIB:8.1f}" for n in (*names, "extra"))
-        mark = "" if most["extra"] <= TARGET else f"  more than {TARGET // MIB}"
+        alone = row["alone"]
+        cells += f" {'-' if alone is None else f'{alone / MIB:.1f}':>8}"
+        much = most["extra"] - max(0, alone or 0) > TARGET
+        mark = f"  more than {TARGET // MIB}" if much else ""
         title = f"{row['set']}: {row['variant']}"
         sizes = f" {row['ranks']:>5} {row['gradients'] / MIB:7.1f}"
         lines.append(f"{title:44}{sizes}{cells}{mark}")
     return "\n".join(lines)
+
+
+def alone(row: Row, rows: Sequence[Row]) -> float | None:
+    """What jax and malloc take at most for steps on the same arrays without ringjax."""
+    donated = VARIANTS[row["variant"]][1]
+    for other in rows:
+        same = all(other[name] == row[name] for name in ("ranks", "set", "steps"))
+        if same and VARIANTS[other["variant"]] == (None, donated):
+            extra: float = other["worst"]["extra"]
+            return extra
+    return None
 
 
 def growth_table(rows: Sequence[Row]) -> str:
@@ -168,8 +181,7 @@ def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
     for ranks in options.ranks:
         for name in options.sets:
             for variant in options.variants:
-                if VARIANTS[variant][0] is not None:
-                    found.append((ranks, name, variant, 0, 0))
+                found.append((ranks, name, variant, 0, 0))
         for name in options.growth_sets if options.steps else ():
             for variant in options.variants:
                 found.append((ranks, name, variant, options.steps, options.shrink))
@@ -200,6 +212,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 rows.append(measure(case, Path(folder), options.timeout))
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 raise SystemExit(f"benchmarks.memory: {error}") from None
+            if not case["steps"]:
+                rows[-1]["alone"] = alone(rows[-1], rows)
             table = growth_table if case["steps"] else extra_table
             head, line = table(rows[-1:]).splitlines()
             same = len(rows) > 1 and bool(rows[-2]["steps"]) == bool(case["steps"])

@@ -20,9 +20,11 @@ from benchmarks.shapes import SETS
 
 WARM = 20  # steps until memory is what it stays
 SAMPLES = 100
-# Name -> allreduce_grads(overlap=…), whether the gradients are donated. None: control.
+# Name -> allreduce_grads(overlap=…), whether the gradients are donated. None: no
+# allreduce, which shows what jax and malloc take for the same arrays.
 VARIANTS: dict[str, tuple[bool | None, bool]] = {
-    "no allreduce": (None, True),
+    "nothing, donated": (None, True),
+    "nothing, not donated": (None, False),
     "in place, donated": (False, True),
     "overlapped, donated": (True, True),
     "not donated": (False, False),
@@ -62,8 +64,7 @@ def resident() -> Resident:
         if mode.endswith("s") and inode != "0":
             first, last = (int(end, 16) for end in span.split("-"))
             mapped += last - first
-    kinds = (known[kind] for kind in ("RssAnon", "RssShmem", "RssFile"))
-    return Resident(*kinds, mapped)
+    return Resident(known["RssAnon"], known["RssShmem"], known["RssFile"], mapped)
 
 
 def _status() -> dict[str, int]:
@@ -102,20 +103,23 @@ class Steps:
         self._jax = jax
         make = jax.jit(lambda: [jax.numpy.zeros(s, "float32") for s in shapes])
         self.gradients = jax.block_until_ready(make())
-        self._plain = jax.jit(lambda g: [x * 0.5 for x in g], donate_argnums=0)
 
-    def plain(self) -> None:
-        """The same without ranks: jax starts whatever it needs for a step."""
-        self.gradients = self._jax.block_until_ready(self._plain(self.gradients))
+    def make(self, overlap: bool | None, donated: bool) -> Callable[[], None]:
+        """Compiles a step; the function runs it once."""
+        if overlap is None:
 
-    def reducing(self, overlap: bool, donated: bool) -> Callable[[], None]:
-        """Compiles allreduce_grads; the function runs it once."""
-        import ringjax
+            def update(gradients: Any, state: Any) -> Any:
+                return [x * 0.5 for x in gradients], state + 1
 
-        tx = ringjax.allreduce_grads(overlap=overlap)
-        held: list[Any] = [tx.init(self.gradients), None]
-        step = self._jax.jit(tx.update, donate_argnums=(0, 1) if donated else (1,))
-        compiled = step.lower(self.gradients, held[0]).compile()
+            state = self._jax.numpy.zeros(1, "uint32")
+        else:
+            import ringjax
+
+            tx = ringjax.allreduce_grads(overlap=overlap)
+            update, state = tx.update, tx.init(self.gradients)
+        held: list[Any] = [state, None]
+        step = self._jax.jit(update, donate_argnums=(0, 1) if donated else (1,))
+        compiled = step.lower(self.gradients, state).compile()
 
         def once() -> None:
             held[1] = None  # a training loop has used them by then
@@ -133,17 +137,17 @@ class Steps:
 def levels(steps: Steps, variant: str) -> tuple[dict[str, Any], Callable[[], None]]:
     """Resident bytes from before ringjax to a steady state; and the step."""
     overlap, donated = VARIANTS[variant]
+    once = steps.make(None, True)
     for _ in range(3):
-        steps.plain()
+        once()  # jax has started what it needs for any step
     found: dict[str, Any] = {"before": resident()}
-    once = steps.plain
     if overlap is not None:
         import ringjax
 
         ringjax.init()
-        found["world"] = resident()
-        once = steps.reducing(overlap, donated)
-        found["program"] = resident()
+    found["world"] = resident()
+    once = steps.make(overlap, donated)
+    found["program"] = resident()
     known = forget_peak()
     for _ in range(WARM):
         once()

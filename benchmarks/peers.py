@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.adapter import Operation, Peer, Shapes
-from benchmarks.jax_peers import JaxGloo, Mpi4jax, Ringjax, RingjaxTcp
+from benchmarks.jax_peers import JaxEmpty, JaxGloo, Mpi4jax, Ringjax, RingjaxTcp
 from benchmarks.limit import Limit
 from benchmarks.torch_peers import Horovod, TorchGloo
 
@@ -75,6 +75,7 @@ PEERS = {
     "limit": Entry(Limit, ()),
     "ringjax": Entry(Ringjax, ("ringjax",), "ringrun"),
     "ringjax-tcp": Entry(RingjaxTcp, ("ringjax",), "ringrun"),
+    "jax-empty": Entry(JaxEmpty, ("ringjax",), "ringrun"),
     "jax-gloo": Entry(JaxGloo, ("jax",)),
     "torch-gloo": Entry(TorchGloo, ("torch",)),
     "horovod": Entry(Horovod, ("horovod", "torch"), "horovodrun"),

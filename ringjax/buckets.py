@@ -16,7 +16,7 @@ import numpy as np
 Cuts = tuple[tuple[int, ...], ...]
 
 ALIGN = 64  # of every leaf in the memory of a bucket; the native core has the same
-SMALL = 1 << 20  # bytes of a bucket that are not worth cutting
+SMALL = 1 << 18  # bytes of a bucket that are not worth cutting
 
 
 def plan(

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from . import _native, cost_file
+from . import addresses as address
 from .config import Config
 from .cost_file import LIMITS, NAMES, Cost
 from .errors import PeerLost, StartupError
@@ -43,21 +44,18 @@ def describe(members: Sequence[Member], hosts: Sequence[int]) -> Any:
     """
     if len(set(hosts)) == 1 and all(m.hello.get("shm") for m in members):
         return None
-    hello = [member.hello for member in members]
+    first = [members[list(hosts).index(host)].hello for host in sorted(set(hosts))]
+    keys = ("hostname", "machine", "version", "settings")
     return {
-        "version": hello[0].get("version"),
         "ranks": list(hosts),
-        "shm": [bool(h.get("shm")) for h in hello],
-        "streams": hello[0].get("settings", {}).get("tcp_streams"),
-        "names": [_of_first(hosts, hello, h, "hostname") for h in sorted(set(hosts))],
-        "machines": [_of_first(hosts, hello, h, "machine") for h in sorted(set(hosts))],
+        "shm": [bool(m.hello.get("shm")) for m in members],
+        "hosts": [{key: hello.get(key) for key in keys} for hello in first],
+        "addresses": [_without_ports(str(hello["addresses"])) for hello in first],
     }
 
 
-def _of_first(
-    hosts: Sequence[int], hello: Sequence[Mapping[str, Any]], host: int, key: str
-) -> str:
-    return str(hello[list(hosts).index(host)].get(key))
+def _without_ports(addresses: str) -> list[str]:
+    return sorted({host for host, _ in address.parse(addresses)})
 
 
 def calibrate(

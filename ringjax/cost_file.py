@@ -45,12 +45,12 @@ def _is_possible(name: str, value: object) -> bool:
 
 def path_of(folder: str, network: Any) -> str:
     """The file of a network, which is described by anything that JSON can hold."""
+    return os.path.join(folder, f"network-{_digest(network)[:24]}.json")
+
+
+def _digest(network: Any) -> str:
     text = json.dumps([_FORMAT, network], sort_keys=True)
-    return os.path.join(folder, f"{_key(text)}.json")
-
-
-def _key(text: str) -> str:
-    return "network-" + hashlib.sha256(text.encode()).hexdigest()[:24]
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read(folder: str, network: Any) -> Cost | None:
@@ -61,8 +61,7 @@ def read(folder: str, network: Any) -> Cost | None:
         found = json.loads(_content(path_of(folder, network)))
         age = time.time() - float(found["when"])
         fresh = -_AHEAD <= age <= DAYS * 86400
-        # All of it is compared: a digest in a name proves little.
-        same = found["format"] == _FORMAT and found["network"] == network
+        same = found["network"] == _digest(network)
         return found["cost"] if fresh and same and is_sound(found["cost"]) else None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
@@ -86,15 +85,10 @@ def _content(path: str) -> str:
 
 def write(folder: str, network: Any, cost: Mapping[str, float]) -> bool:
     """Remembers a network from now on; says whether that worked."""
-    content = {
-        "format": _FORMAT,
-        "when": time.time(),
-        "network": network,
-        "cost": dict(cost),
-    }
-    text = json.dumps(content, indent=1) + "\n"
-    if not folder or len(text) > _MOST:
+    if not folder:
         return False
+    content = {"when": time.time(), "network": _digest(network), "cost": dict(cost)}
+    text = json.dumps(content, indent=1) + "\n"
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
         _replace(path_of(folder, network), text)

@@ -25,6 +25,9 @@ from .reception import Key, Reception
 from .session import Member, Session, ranks_text
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
+_MOST = (
+    32 << 20
+)  # bytes of rings, and of a board, that one rank maps: else smaller ones
 _GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
 
 
@@ -148,11 +151,17 @@ class _Work:
         self.fabric, self.comm, self.ranks, self.what = fabric, comm, ranks, what
         self.deadline = time.monotonic() + fabric.config.start_timeout
         self.mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-        self.size = fabric.shm_bytes(fabric.config.ring_bytes)
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != fabric.rank]
+        # Alike on all ranks of a host.
+        self.ring = fabric.config.ring_bytes
+        near = sum(pair.local for pair in self.pairs)
+        while self.ring > 1 << 16 and 2 * near * self.ring > _MOST:
+            self.ring //= 2
+        self.size = fabric.shm_bytes(self.ring)
         self.lower = [p for p in self.pairs if p.rank < fabric.rank]
         self.higher = [p for p in self.pairs if p.rank > fabric.rank]
         self.board = -1
+        self.tile = 0
 
     def _pair(self, rank: int) -> _Pair:
         hosts, members, me = self.fabric.hosts, self.fabric.members, self.fabric.rank
@@ -303,10 +312,13 @@ class _Work:
     # lowest rank makes it.
 
     def share_board(self) -> None:
-        tile, size = self.fabric.config.tile_bytes, len(self.ranks)
+        tile, ranks = self.fabric.config.tile_bytes, len(self.ranks)
         if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
             return  # alike on all ranks
-        size = self.fabric.board_bytes(size, tile)
+        while tile > 1 << 16 and self.fabric.board_bytes(ranks, tile) > _MOST:
+            tile = tile // 2 & -4096
+        size = self.fabric.board_bytes(ranks, tile)
+        self.tile = tile
         shared = all(pair.shared for pair in self.pairs)
         if not self.lower:
             votes = [self._receive(pair, 0)[0] for pair in self.higher]
@@ -403,12 +415,11 @@ class _Work:
 
     def result(self, control: bool) -> Mesh:
         mesh, place = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
-        ring = self.fabric.config.ring_bytes
         for pair in self.pairs:
             peer = place[pair.rank]
             if pair.shared:
                 side = int(place[self.fabric.rank] > peer)
-                link = ("shm", peer, pair.memory, side, ring, pair.doorbell)
+                link = ("shm", peer, pair.memory, side, self.ring, pair.doorbell)
                 pair.memory = pair.doorbell = -1
                 mesh.links.append(link)
             else:
@@ -418,7 +429,7 @@ class _Work:
                 mesh.control.append((pair.rank, pair.control.detach()))
         if self.board >= 0:
             bells = [-1] * len(self.ranks)
-            mesh.board = (self.board, self.fabric.config.tile_bytes, bells)
+            mesh.board = (self.board, self.tile, bells)
             self.board = -1
             for link in mesh.links:
                 bells[link[1]] = os.dup(link[5])

@@ -242,7 +242,7 @@ TEST(ImpossibleCountersAreDamage) {
       if (counter != Board::kPosted) played.theirs->Publish(Board::kPosted, 1);
       played.theirs->Publish(counter, 1000);
       if (counter == Board::kFetched) {
-        played.theirs->Publish(Board::kPosted, Board::kSets + 1);
+        played.theirs->Publish(Board::kPosted, 100000);
         played.theirs->Publish(Board::kSummed, 1);
       }
       played.theirs->Publish(Board::kAgreed, 1);

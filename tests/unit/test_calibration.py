@@ -87,7 +87,8 @@ def test_the_core_refuses_constants_that_are_none() -> None:
 
 def member(rank: int, name: str, *, shm: bool = True, **more: object) -> Member:
     hello = {"hostname": name, "machine": f"m {name}", "shm": shm, "version": "1"}
-    return Member(rank, "10.0.0.1", hello | {"settings": {"tcp_streams": 2}} | more)
+    hello |= {"addresses": f"10.0.0.1:{4000 + rank}", "settings": {"tcp_streams": 2}}
+    return Member(rank, "10.0.0.1", hello | more)
 
 
 def test_a_network_is_described_by_hosts_and_transport() -> None:
@@ -102,7 +103,11 @@ def test_a_network_is_described_by_hosts_and_transport() -> None:
             ([member(0, "a"), member(1, "c")], [0, 1]),
             ([member(0, "a"), member(1, "b"), member(2, "b")], [0, 1, 1]),
             ([member(0, "a", version="2"), member(1, "b")], [0, 1]),
+            ([member(0, "a", addresses="10.0.1.1:9,[::2]:9"), member(1, "b")], [0, 1]),
         )
     ]
     assert None not in networks
     assert len({str(network) for network in networks}) == len(networks)
+    # Ports are others at every start.
+    later = [member(0, "a", addresses="10.0.0.1:77"), member(1, "b")]
+    assert calibration.describe(later, [0, 1]) == networks[1]

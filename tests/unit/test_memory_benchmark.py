@@ -1,4 +1,4 @@
-"""benchmarks/memory.py without worlds: what is extra, what grows, tables, one process."""
+"""benchmarks/memory.py without worlds: what is extra, what grows, tables, a process."""
 
 from __future__ import annotations
 
@@ -58,13 +58,6 @@ def test_results_that_are_not_donated_are_the_callers() -> None:
     assert found["extra"] == found["steady"] == 13 * MIB
 
 
-def test_the_control_has_no_world() -> None:
-    alone = {name: rank()[name] for name in ("before", "steady", "peak", "gradients")}
-    found = memory.extra(alone, donated=True)
-    assert (found["world"], found["program"]) == (0, 0)
-    assert found["private"] == 15 * MIB
-
-
 def series(per_step: float, jump: int = 0) -> list[dict[str, Any]]:
     """10,000 steps; `jump` at the beginning is no growth."""
     rest = {"descriptors": 9, "threads": 5, "maps": 100}
@@ -85,10 +78,22 @@ def test_tables_name_what_is_too_much() -> None:
     about = {"set": "vgg16", "variant": "not donated", "ranks": 2, "steps": 10_000}
     about |= {"gradients": 528 * MIB}
     few, many = (memory.extra(rank(peak=p * MIB), True) for p in (225, 999))
-    for worst, marked in ((few, False), (many, True)):
-        head, line = memory.extra_table([{**about, "worst": worst}]).splitlines()
-        assert ("more than 64" in line) == marked
-        assert line[: len(head)].split()[-1] == f"{worst['extra'] / MIB:.1f}"
+    rows = [
+        {**about, "worst": many, "variant": "nothing, not donated"},
+        {**about, "worst": many, "variant": "nothing, donated", "ranks": 4},
+        {**about, "worst": many},
+        {**about, "worst": few},
+        {**about, "worst": many, "variant": "in place, donated"},
+    ]
+    rows = [{**row, "alone": memory.alone(row, rows)} for row in rows]
+    head, *lines = memory.extra_table(rows).splitlines()
+    # The third takes no more than the first one, which is not ours.
+    much = ["more than 64" in line for line in lines]
+    assert much == [False, False, False, False, True]
+    assert {len(line) for line in lines[:-1]} == {len(head)}
+    ends = [line[: len(head)].split()[-2:] for line in lines]
+    assert ends[3] == [f"{v['extra'] / MIB:.1f}" for v in (few, many)]
+    assert ends[4] == [f"{many['extra'] / MIB:.1f}", "-"]
     for per_step, marked in ((10, False), (300, True)):
         worst = memory.worst([memory.growth(series(n)) for n in (0, per_step)])
         head, line = memory.growth_table([{**about, "worst": worst}]).splitlines()
@@ -96,11 +101,11 @@ def test_tables_name_what_is_too_much() -> None:
         assert line.split()[5] == f"{per_step * 10_000 / 1024:.1f}"
 
 
-def test_every_variant_is_measured_and_the_control_only_for_growth() -> None:
+def test_every_variant_is_measured() -> None:
     found = memory.cases(memory.parse(["-np", "3", "--sets", "vgg16"]))
     assert {case["ranks"] for case in found} == {3}
     kept = [(c["set"], c["variant"]) for c in found if not c["steps"]]
-    assert kept == [("vgg16", v) for v in memory_rank.VARIANTS if v != "no allreduce"]
+    assert kept == [("vgg16", v) for v in memory_rank.VARIANTS]
     grown = [(c["set"], c["variant"]) for c in found if c["steps"] == 10_000]
     assert grown == [("resnet50", v) for v in memory_rank.VARIANTS]
     assert not any(c["steps"] for c in memory.cases(memory.parse(["--steps", "0"])))
@@ -128,7 +133,12 @@ def test_what_a_process_holds_is_seen() -> None:
 
 
 def test_a_process_that_does_not_grow(tmp_path: Path) -> None:
-    plan = {"set": "vgg16", "variant": "no allreduce", "steps": 100, "shrink": 1 << 16}
+    plan = {
+        "set": "vgg16",
+        "variant": "nothing, donated",
+        "steps": 100,
+        "shrink": 1 << 16,
+    }
     words = [sys.executable, "-m", "benchmarks.memory_rank"]
     words.append(json.dumps({**plan, "out": str(tmp_path / "x")}))
     paths = {"PYTHONPATH": str(ROOT), "RINGJAX_RANK": "3"}

@@ -15,7 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-cuda::Pointer Address(const void* p) { return reinterpret_cast<cuda::Pointer>(p); }
 std::byte* At(void* base, uint64_t offset) {
   return static_cast<std::byte*>(base) + offset;
 }
@@ -73,8 +72,13 @@ Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) 
   Status status;
   {
     std::lock_guard lock(nccl_mutex_);
-    if (comm_ == nullptr) return Check();
-    status = nccl_.Check(nccl_.GroupStart(), "ncclGroupStart");
+    if (comm_ == nullptr) {
+      status = Check();
+      if (status.ok())
+        status = control_->Named(work->call,
+                                 {Code::kFailedPrecondition, "ringjax is shut down"});
+    }
+    if (status.ok()) status = nccl_.Check(nccl_.GroupStart(), "ncclGroupStart");
     if (status.ok()) {
       status = body();
       // The group ends in any case, or this thread would stay in it.
@@ -128,7 +132,8 @@ Status CudaCommunicator::Seal(Work* work, const std::vector<Sealed>& pieces) {
     for (const Sealed& p : pieces) {
       const Tensor& t = work->call.tensors[p.tensor];
       if (ComponentType(t.dtype) == dtype && p.bytes > 0)
-        patches_.push_back({Address(t.out) + p.offset, p.bytes / Width(dtype), 0});
+        patches_.push_back(
+            {cuda::ToPointer(t.out) + p.offset, p.bytes / Width(dtype), 0});
     }
     if (!patches_.empty()) RJ_TRY(kernels_->Seal(patches_, dtype, TargetOf(work, 0)));
   }
@@ -150,7 +155,7 @@ Status CudaCommunicator::Fused(Work* work) {
     patches_.clear();
     for (const Packed& p : s.pieces)
       patches_.push_back(
-          {Address(address(call.tensors[p.tensor])), p.elements, p.offset});
+          {cuda::ToPointer(address(call.tensors[p.tensor])), p.elements, p.offset});
   };
   for (const Segment& s : plan.segments) {
     if (!reduces && rank() != call.root) break;  // only the root has something to say
@@ -211,8 +216,8 @@ Status CudaCommunicator::CopyThrough(Work* work) {
   for (size_t i : work->plan.in_place) {
     const Tensor& t = work->call.tensors[i];
     if (t.in != t.out)
-      RJ_CUDA(driver_, MemcpyDtoDAsync, Address(t.out), Address(t.in), t.bytes(),
-              work->stream);
+      RJ_CUDA(driver_, MemcpyDtoDAsync, cuda::ToPointer(t.out), cuda::ToPointer(t.in),
+              t.bytes(), work->stream);
   }
   return OkStatus();
 }
@@ -307,8 +312,8 @@ Status CudaCommunicator::Reducescatter(Work* work) {
       plain.push_back({i, 0, t.room});
       continue;
     }
-    all[i].in = {Address(t.in), Components(t), reserve(Components(t), wire)};
-    all[i].out = {Address(t.out), out, reserve(out, wire)};
+    all[i].in = {cuda::ToPointer(t.in), Components(t), reserve(Components(t), wire)};
+    all[i].out = {cuda::ToPointer(t.out), out, reserve(out, wire)};
   }
   Result<cuda::Pointer> fused = bytes > 0 ? work->workspace(bytes) : cuda::Pointer{0};
   if (!fused.ok()) return fused.status();

@@ -15,8 +15,6 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr size_t kMostKnown = 512;
 
-cuda::Pointer Address(const void* p) { return reinterpret_cast<cuda::Pointer>(p); }
-
 double Since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -177,8 +175,8 @@ Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
     for (Tensor& t : call->tensors) {
       here->results.push_back(t.out);
       if (t.in != t.out && t.bytes() > 0 && t.room >= t.bytes())
-        RJ_CUDA(driver_, MemcpyDtoDAsync, Address(t.out), Address(t.in), t.bytes(),
-                stream);
+        RJ_CUDA(driver_, MemcpyDtoDAsync, cuda::ToPointer(t.out), cuda::ToPointer(t.in),
+                t.bytes(), stream);
       t.in = t.out;
     }
     if (here->on_stream) return OkStatus();
@@ -218,8 +216,8 @@ Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream str
         return Status(Code::kInternal, "XLA moved tensor " + std::to_string(i) +
                                            " between START and DONE");
       if (t.in != t.out && t.bytes() > 0)
-        RJ_CUDA(driver_, MemcpyDtoDAsync, Address(t.out), Address(t.in), t.bytes(),
-                stream);
+        RJ_CUDA(driver_, MemcpyDtoDAsync, cuda::ToPointer(t.out), cuda::ToPointer(t.in),
+                t.bytes(), stream);
     }
     return OkStatus();
   };

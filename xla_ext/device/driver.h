@@ -24,6 +24,9 @@ using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 using HostFunction = void (*)(void*);
 
+// Where memory of the device is, as the driver wants it.
+inline Pointer ToPointer(const void* p) { return reinterpret_cast<Pointer>(p); }
+
 inline constexpr Outcome kSuccess = 0, kNotReady = 600;
 inline constexpr unsigned kEventDisableTiming = 2, kStreamNonBlocking = 1;
 inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,

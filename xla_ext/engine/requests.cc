@@ -4,6 +4,7 @@
 // one stream of bytes; the others have one block per rank and tensor, so each tensor is
 // a request of its own. Nothing is copied: requests are spans.
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 #include "engine/agreement.h"
@@ -153,17 +154,24 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
   switch (call.op) {
     case Collective::kBarrier:
       break;
-    case Collective::kAllreduce:
-      for (int d = 0; d < kDTypeCount; ++d) {
-        Request* r = nullptr;
-        for (const Tensor& t : call.tensors) {
-          if (t.dtype != static_cast<DType>(d) || t.bytes() == 0) continue;
-          if (!r) reduce(r = &add(t.dtype, nullptr));
-          fuse(r, t);
-        }
-        if (r) r->problem.counts = {r->bytes / Width(r->arithmetic.dtype)};
+    case Collective::kAllreduce: {
+      std::array<size_t, kDTypeCount> pieces{}, place{};
+      for (const Tensor& t : call.tensors)
+        if (t.bytes() > 0) ++pieces[static_cast<size_t>(t.dtype)];
+      for (size_t d = 0; d < pieces.size(); ++d) {
+        if (pieces[d] == 0) continue;
+        place[d] = requests.size();
+        Request& r = add(static_cast<DType>(d), nullptr);
+        reduce(&r);
+        r.in.Reserve(pieces[d]);
+        r.out.Reserve(pieces[d]);
       }
+      for (const Tensor& t : call.tensors)
+        if (t.bytes() > 0) fuse(&requests[place[static_cast<size_t>(t.dtype)]], t);
+      for (Request& r : requests)
+        r.problem.counts = {r.bytes / Width(r.arithmetic.dtype)};
       break;
+    }
     case Collective::kBroadcast: {
       Request& r = add(DType::kU8, nullptr);
       for (const Tensor& t : call.tensors) fuse(&r, t);

@@ -20,11 +20,18 @@ struct Span {
 
 class Spans {
  public:
-  // Empty pieces are dropped: their pointers may be garbage.
+  // Room for so many pieces: a step may have thousands, and memory that grows by
+  // doubling is fresh pages in every call.
+  void Reserve(size_t pieces) { pieces_.reserve(pieces); }
+
+  // Empty pieces are dropped: their pointers may be garbage. Neighbours become one.
   void Add(void* data, uint64_t bytes) {
     if (bytes == 0) return;
-    starts_.push_back(total_);
-    spans_.push_back({static_cast<std::byte*>(data), bytes});
+    auto* begin = static_cast<std::byte*>(data);
+    if (!pieces_.empty() && pieces_.back().data + pieces_.back().bytes == begin)
+      pieces_.back().bytes += bytes;
+    else
+      pieces_.push_back({begin, bytes, total_});
     total_ += bytes;
   }
   uint64_t bytes() const { return total_; }
@@ -32,38 +39,47 @@ class Spans {
 
   // The longest contiguous piece at `offset`, at most `limit` bytes.
   Span At(uint64_t offset, uint64_t limit) const {
-    const size_t i = Find(offset);
-    const uint64_t skip = offset - starts_[i];
-    return {spans_[i].data + skip, std::min(limit, spans_[i].bytes - skip)};
+    const Piece& piece = pieces_[Find(offset)];
+    const uint64_t skip = offset - piece.start;
+    return {piece.data + skip, std::min(limit, piece.bytes - skip)};
   }
 
   // Appends the pieces of [offset, offset + bytes), at most `most` of them.
   void Pieces(uint64_t offset, uint64_t bytes, size_t most,
               std::vector<iovec>* out) const {
     for (size_t i = bytes ? Find(offset) : 0; bytes > 0 && most > 0; ++i, --most) {
-      const uint64_t skip = offset - starts_[i];
-      const uint64_t n = std::min(bytes, spans_[i].bytes - skip);
-      out->push_back({spans_[i].data + skip, n});
+      const uint64_t skip = offset - pieces_[i].start;
+      const uint64_t n = std::min(bytes, pieces_[i].bytes - skip);
+      out->push_back({pieces_[i].data + skip, n});
       offset += n;
       bytes -= n;
     }
   }
 
  private:
-  // Steps walk forward, so the span used last is the first guess.
+  struct Piece {
+    std::byte* data;
+    uint64_t bytes;
+    uint64_t start;  // in the concatenation
+  };
+
+  // Steps walk forward: the piece used last is the first guess, its successor the next.
   size_t Find(uint64_t offset) const {
     size_t i = hint_;
-    if (i >= starts_.size() || offset < starts_[i] ||
-        offset >= starts_[i] + spans_[i].bytes) {
-      auto after = std::upper_bound(starts_.begin(), starts_.end(), offset);
-      i = static_cast<size_t>(after - starts_.begin()) - 1;
+    if (!Holds(i, offset) && !Holds(++i, offset)) {
+      auto after = std::upper_bound(
+          pieces_.begin(), pieces_.end(), offset,
+          [](uint64_t place, const Piece& piece) { return place < piece.start; });
+      i = static_cast<size_t>(after - pieces_.begin()) - 1;
     }
     hint_ = i;
     return i;
   }
+  bool Holds(size_t i, uint64_t offset) const {
+    return i < pieces_.size() && offset - pieces_[i].start < pieces_[i].bytes;
+  }
 
-  std::vector<Span> spans_;
-  std::vector<uint64_t> starts_;
+  std::vector<Piece> pieces_;
   uint64_t total_ = 0;
   mutable size_t hint_ = 0;
 };

@@ -12,9 +12,9 @@ namespace {
 
 // Several sources are added up in pieces that stay in the first-level cache.
 constexpr uint64_t kBlock = 8 << 10;
-// A message is cut into several tiles, so that ranks can work at once.
-constexpr uint64_t kLeastTile = 64 << 10;
-constexpr uint64_t kTilesOfShort = 4;
+// Results as long as this, to other memory than the values came from, are not worth a
+// place in the caches.
+constexpr uint64_t kLong = 8 << 20;
 
 struct Range {
   uint64_t begin, end;  // elements
@@ -36,8 +36,10 @@ class Run {
         count_(count),
         tile_(TileElements()),
         tiles_((count + tile_ - 1) / tile_),
+        sets_(board_.area_bytes() / (tile_ * wire_)),
+        first_(board_.used() / (tile_ * wire_)),
         base_(board_.mine(Board::kFetched)),
-        known_(static_cast<size_t>(size_) * Board::kCounters, base_) {}
+        known_(static_cast<size_t>(size_) * Board::kCounters, 0) {}
 
   Status Loop() {
     uint64_t posted = 0, summed = 0, fetched = 0;
@@ -73,15 +75,21 @@ class Run {
           [this] { return std::vector<Waiter::Interest>{{&board_, true, false}}; }));
       RJ_TRY(CheckStall());
     }
+    board_.Use(tiles_ * tile_ * wire_);
     return OkStatus();
   }
 
  private:
+  // A message that fits one tile is one: going to and fro costs more than working at
+  // the same time gains.
   uint64_t TileElements() const {
-    const uint64_t bytes = count_ * wire_, most = board_.tile_bytes();
-    const uint64_t least = std::min<uint64_t>(kLeastTile, most);
-    return std::clamp(bytes / kTilesOfShort, least, most) / kLineBytes * kLineBytes /
-           wire_;
+    const uint64_t lines = (count_ * wire_ + kLineBytes - 1) / kLineBytes;
+    return std::min<uint64_t>(board_.tile_bytes(), lines * kLineBytes) / wire_;
+  }
+
+  // Where tile `k` is, of a rank or (rank == size_) of all.
+  std::byte* Slot(uint64_t k, int rank) const {
+    return board_.Area(rank) + (first_ + k) % sets_ * tile_ * wire_;
   }
 
   Range Tile(uint64_t k) const {
@@ -102,14 +110,11 @@ class Run {
   Status Reached(Board::Counter counter, uint64_t tiles, bool* ready) {
     return Passed(counter, base_ + tiles, ready);
   }
-  // Whether the set of slots that tile `k` needs has been left by all.
+  // Whether the slots that tile `k` needs have been left by all. Those of the message
+  // before may lie anywhere.
   Status Freed(Board::Counter counter, uint64_t k, bool* ready) {
-    const uint64_t tile = base_ + k;
-    if (tile < Board::kSets) {
-      *ready = true;
-      return OkStatus();
-    }
-    return Passed(counter, tile + 1 - Board::kSets, ready);
+    if (k < sets_) return Passed(Board::kFetched, base_, ready);
+    return Passed(counter, base_ + k + 1 - sets_, ready);
   }
 
   Status Passed(Board::Counter counter, uint64_t value, bool* ready) {
@@ -137,7 +142,7 @@ class Run {
 
   // As far as a peer can be, given how far this rank is.
   uint64_t Most(Board::Counter counter) const {
-    if (counter == Board::kPosted) return board_.mine(Board::kSummed) + Board::kSets;
+    if (counter == Board::kPosted) return board_.mine(Board::kSummed) + sets_;
     return board_.mine(counter == Board::kSummed ? Board::kPosted : Board::kSummed);
   }
 
@@ -149,9 +154,13 @@ class Run {
     if (own.end < tile.end) visit(Range{own.end, tile.end});
   }
 
+  bool Past(const Span& out, const Span& in) const {
+    return count_ * width_ >= kLong && out.data != in.data && !a_.compressed();
+  }
+
   void Post(uint64_t k) {
     const Range tile = Tile(k);
-    std::byte* slot = board_.Slot(base_ + k, rank_);
+    std::byte* slot = Slot(k, rank_);
     const bool plain = IsPlain(a_, true);
     ForOthers(tile, [&](Range range) {
       std::byte* to = slot + (range.begin - tile.begin) * wire_;
@@ -171,31 +180,34 @@ class Run {
   void Sum(uint64_t k) {
     const Range tile = Tile(k), part = Part(tile, rank_);
     const uint64_t block = kBlock / std::max(width_, wire_);
-    std::byte* sums = board_.Slot(base_ + k, size_);
+    std::byte* sums = Slot(k, size_);
     for (uint64_t at = part.begin; at < part.end;) {
       const uint64_t most = std::min(block, part.end - at) * width_;
       const Span out = memory_.out->At(at * width_, most);
       const Span own = memory_.in->At(at * width_, out.bytes);
       const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * wire_;
+      const bool past = Past(out, own);
+      std::byte* sum = past ? sums + offset : out.data;
       const void* mine = own.data;
       for (int i = 1; i < size_; ++i) {
         // Ranks start with different peers, as in direct.cc.
         const int peer = (rank_ + i) % size_;
-        Combine(out.data, mine, board_.Slot(base_ + k, peer) + offset, n, a_, i == 1,
-                i == size_ - 1);
-        mine = out.data;
+        Combine(sum, mine, Slot(k, peer) + offset, n, a_, i == 1, i == size_ - 1);
+        mine = sum;
       }
-      if (a_.compressed())
-        Encode(sums + offset, out.data, n, a_, false);
+      if (past)
+        CopyPast(out.data, sum, n * width_);
+      else if (a_.compressed())
+        Encode(sums + offset, sum, n, a_, false);
       else
-        CopyBytes(sums + offset, out.data, n * width_);
+        CopyBytes(sums + offset, sum, n * width_);
       at += n;
     }
   }
 
   void Fetch(uint64_t k) {
     const Range tile = Tile(k);
-    const std::byte* sums = board_.Slot(base_ + k, size_);
+    const std::byte* sums = Slot(k, size_);
     ForOthers(tile, [&](Range range) {
       const std::byte* from = sums + (range.begin - tile.begin) * wire_;
       for (uint64_t at = range.begin; at < range.end;) {
@@ -203,6 +215,8 @@ class Run {
         const uint64_t n = to.bytes / width_;
         if (a_.compressed())
           Decode(to.data, from, n, a_);
+        else if (Past(to, memory_.in->At(at * width_, to.bytes)))
+          CopyPast(to.data, from, to.bytes);
         else
           CopyBytes(to.data, from, to.bytes);
         from += n * wire_;
@@ -226,7 +240,10 @@ class Run {
   Waiter* waiter_;
   Board& board_;
   const int rank_, size_;
-  const uint64_t width_, wire_, count_, tile_, tiles_, base_;
+  const uint64_t width_, wire_, count_;
+  const uint64_t tile_, tiles_;  // elements of a tile; tiles of this message
+  const uint64_t sets_, first_;  // slots in an area; the first one to be used
+  const uint64_t base_;          // tiles of all messages before
   std::vector<uint64_t> known_;  // counters of the peers
   int late_ = -1;                // the peer that was waited for last
 };

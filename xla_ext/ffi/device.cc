@@ -7,8 +7,6 @@
 namespace ringjax {
 namespace {
 
-cuda::Pointer Address(const void* p) { return reinterpret_cast<cuda::Pointer>(p); }
-
 // XLA has the context of its device current; another one than ours means that the
 // program was placed on another GPU.
 Status CheckPlace(const Invocation& it) {
@@ -24,8 +22,8 @@ Status PassOrder(const Invocation& it, cuda::Stream stream) {
   if (it.order_out == it.order_in) return OkStatus();
   const auto driver = cuda::OpenDriver();
   if (!driver.ok()) return driver.status();
-  RJ_CUDA(*driver.value(), MemcpyDtoDAsync, Address(it.order_out), Address(it.order_in),
-          sizeof(uint32_t), stream);
+  RJ_CUDA(*driver.value(), MemcpyDtoDAsync, cuda::ToPointer(it.order_out),
+          cuda::ToPointer(it.order_in), sizeof(uint32_t), stream);
   return OkStatus();
 }
 
@@ -39,7 +37,7 @@ ffi::Error Run(cuda::Stream stream, ffi::ScratchAllocator scratch,
           // XLA's arena: free again when the stream has passed this call. XLA refuses
           // to promise more than 16 bytes of alignment, which is what the kernels need.
           const auto memory = scratch.Allocate(bytes, 16);
-          if (memory.has_value()) return Address(*memory);
+          if (memory.has_value()) return cuda::ToPointer(*memory);
           return Status(Code::kInternal, "XLA has no " + std::to_string(bytes) +
                                              " bytes of device memory left");
         }));

@@ -18,7 +18,9 @@ constexpr size_t RoundUp(size_t bytes, size_t unit) {
 // Neighbours must not start at the same place of a cache.
 constexpr size_t kStagger = 2 * kLineBytes;
 constexpr size_t kNoteStride = Board::kHeaderBytes + Board::kNoteBytes + kStagger - 64;
-constexpr size_t SlotStride(size_t tile_bytes) { return tile_bytes + kPage + kStagger; }
+constexpr size_t AreaStride(size_t tile_bytes) {
+  return Board::kTiles * tile_bytes + kPage + kStagger;
+}
 
 size_t NoteBytes(int size) {
   return RoundUp(2 * static_cast<size_t>(size) * kNoteStride, kPage);
@@ -33,14 +35,14 @@ bool IsTileSize(size_t tile_bytes) {
 size_t BoardBytes(int size, size_t tile_bytes) {
   const auto ranks = static_cast<size_t>(size);
   return RoundUp(RoundUp(ranks * sizeof(Board::Words), kPage) + NoteBytes(size) +
-                     Board::kSets * (ranks + 1) * SlotStride(tile_bytes),
+                     (ranks + 1) * AreaStride(tile_bytes),
                  kPage);
 }
 
 Board::Board(std::byte* block, int rank, int size, size_t tile_bytes)
     : words_(reinterpret_cast<Words*>(block)),
       notes_(block + RoundUp(static_cast<size_t>(size) * sizeof(Words), kPage)),
-      slots_(notes_ + NoteBytes(size)),
+      areas_(notes_ + NoteBytes(size)),
       rank_(rank),
       size_(size),
       tile_bytes_(tile_bytes),
@@ -52,10 +54,8 @@ std::byte* Board::Note(uint64_t turn, int rank) const {
          (set * static_cast<size_t>(size_) + static_cast<size_t>(rank)) * kNoteStride;
 }
 
-std::byte* Board::Slot(uint64_t tile, int rank) const {
-  const uint64_t set = tile % kSets;
-  return slots_ + (set * (static_cast<size_t>(size_) + 1) + static_cast<size_t>(rank)) *
-                      SlotStride(tile_bytes_);
+std::byte* Board::Area(int rank) const {
+  return areas_ + static_cast<size_t>(rank) * AreaStride(tile_bytes_);
 }
 
 void Board::Publish(Counter counter, uint64_t value) {

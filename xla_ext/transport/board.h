@@ -2,7 +2,7 @@
 //
 // A link is for two; what one rank writes for all others goes here once instead of into
 // every link. The board holds, for each rank, counters that only it advances, notes
-// (small messages) and slots (tiles of large ones), and knows no collective: what a
+// (small messages) and areas (for large ones), and knows no collective: what a
 // counter means is engine/agreement.h's and engine/tiles.h's matter. One thread uses a
 // board at a time. Values that peers wrote are checked by whoever uses them.
 #pragma once
@@ -22,18 +22,24 @@ class Board : public Waitable {
 
   static constexpr size_t kNoteBytes = 16 << 10;  // the largest note
   static constexpr size_t kHeaderBytes = 64;      // in front of a note
-  static constexpr uint64_t kSets = 3;            // of slots, which take turns
+  static constexpr size_t kTiles = 3;             // of tile_bytes, in an area
 
   int rank() const { return rank_; }
   int size() const { return size_; }
   size_t tile_bytes() const { return tile_bytes_; }
+  size_t area_bytes() const { return kTiles * tile_bytes_; }
 
   // The note of `rank` in this turn: kHeaderBytes, then up to kNoteBytes. Two sets take
   // turns. Aligned to a cache line.
   std::byte* Note(uint64_t turn, int rank) const;
-  // Of a rank, or of all together (rank == size()): tile_bytes, aligned to a cache
+  // Of a rank, or of all together (rank == size()): area_bytes, aligned to a cache
   // line.
-  std::byte* Slot(uint64_t tile, int rank) const;
+  std::byte* Area(int rank) const;
+  // Bytes of the areas that were used so far, alike on all ranks. Going round through
+  // the whole area is faster than using its beginning all the time: what the other core
+  // has written then comes from the cache that both share, not from that core's own.
+  uint64_t used() const { return used_; }
+  void Use(uint64_t bytes) { used_ += bytes; }
 
   uint64_t mine(Counter counter) const { return mine_[counter]; }
   // Shows the others that a counter has advanced, with all that was written before.
@@ -64,10 +70,11 @@ class Board : public Waitable {
 
   Words* words_;
   std::byte* notes_;
-  std::byte* slots_;
+  std::byte* areas_;
   const int rank_, size_;
   const size_t tile_bytes_;
   uint64_t mine_[kCounters] = {};
+  uint64_t used_ = 0;
   std::vector<Words> looked_;  // the words of each rank, as last seen
 
   friend size_t BoardBytes(int size, size_t tile_bytes);

@@ -1,6 +1,11 @@
 // See copy.h.
 #include "transport/copy.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -42,6 +47,31 @@ void CopyBytes(void* to, const void* from, size_t bytes) {
   const char* in = static_cast<const char*>(from);
   const size_t done = bytes < kShort ? 0 : CopyStrides(out, in, bytes);
   std::memcpy(out + done, in + done, bytes - done);
+}
+
+void CopyPast(void* to, const void* from, size_t bytes) {
+#if defined(__SSE2__) && !defined(RINGJAX_SANITIZED)
+  constexpr size_t kLine = 64;
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(out) % kLine);
+  std::memcpy(out, in, head);
+  size_t done = head;
+  for (; done + kLine <= bytes; done += kLine) {
+    const auto* source = reinterpret_cast<const __m128i*>(in + done);
+    auto* line = reinterpret_cast<__m128i*>(out + done);
+    const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+    const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(line, a);
+    _mm_stream_si128(line + 1, b);
+    _mm_stream_si128(line + 2, c);
+    _mm_stream_si128(line + 3, d);
+  }
+  std::memcpy(out + done, in + done, bytes - done);
+  _mm_sfence();  // before whatever tells that it is there
+#else
+  CopyBytes(to, from, bytes);
+#endif
 }
 
 }  // namespace ringjax

@@ -10,4 +10,9 @@ namespace ringjax {
 // the lines are in another core's cache, as a ring's lines always are.
 void CopyBytes(void* to, const void* from, size_t bytes);
 
+// As memcpy, past the caches: what is written is not read before it is written. For
+// results larger than the caches, which nobody needs soon: an ordinary store would read
+// every line first.
+void CopyPast(void* to, const void* from, size_t bytes);
+
 }  // namespace ringjax

@@ -1,0 +1,115 @@
+"""A world of threads for the tests of meshes: rank r lives on the host hosts[r].
+
+Each has a reception of its own; the native core is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ringjax.config import Config
+from ringjax.mesh import Fabric, Mesh
+from ringjax.reception import Reception
+from ringjax.rendezvous import Server, join
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+RING = 1 << 14
+SIZE = 3 * RING  # what the core would ask for
+
+
+class Ranks:
+    """A world of threads: rank r lives on the host with number hosts[r]."""
+
+    def __init__(self, hosts: Sequence[int], **settings: Any) -> None:
+        self.size, self.hosts = len(hosts), hosts
+        self.config = Config(**{"ring_bytes": RING, "start_timeout": 5.0} | settings)
+        self.log: list[str] = []
+        self.server = Server(SECRET, JOB, self.size, log=self.log.append)
+        self.server.start()
+        self.pool = ThreadPoolExecutor(2 * self.size)
+        self.meshes: list[Mesh] = []
+        self.receptions: list[Reception] = []
+        futures = [self.pool.submit(self._fabric, rank) for rank in range(self.size)]
+        self.fabrics = [future.result() for future in futures]
+
+    def _fabric(self, rank: int) -> Fabric:
+        reception = Reception(
+            SECRET,
+            JOB,
+            rank=rank,
+            size=self.size,
+            hosts=["127.0.0.1"],
+            log=self.log.append,
+        )
+        self.receptions.append(reception)
+        hello = {
+            "rank": rank,
+            "size": self.size,
+            "hostname": f"host{self.hosts[rank]}",
+            "machine": "this",
+            "shm": self.config.shm,
+            "door": reception.door,
+            "addresses": ",".join(reception.addresses),
+        }
+        session = join(",".join(self.server.addresses), SECRET, JOB, hello, 10)
+        return Fabric(
+            rank=rank,
+            members=session.members,
+            hosts=self.hosts,
+            epoch=session.epoch,
+            job=JOB,
+            secret=SECRET,
+            config=self.config,
+            reception=reception,
+            session=session,
+            shm_bytes=lambda ring: 3 * ring,
+            board_bytes=lambda size, tile: size * tile,
+            log=lambda level, text: self.log.append(f"{level}: {text}"),
+        )
+
+    def start(
+        self, comm: int, ranks: Sequence[int], who: Sequence[int], control: bool
+    ) -> list[Future[Mesh]]:
+        return [
+            self.pool.submit(
+                self.fabrics[rank].build, comm, ranks, "world", control=control
+            )
+            for rank in who
+        ]
+
+    def build(
+        self, comm: int = 0, ranks: Sequence[int] | None = None, control: bool = True
+    ) -> list[Mesh]:
+        ranks = range(self.size) if ranks is None else ranks
+        futures = self.start(comm, ranks, ranks, control)
+        meshes = [future.result() for future in futures]
+        self.meshes += meshes
+        return meshes
+
+    def close(self) -> None:
+        for mesh in self.meshes:
+            mesh.close()
+        for reception in self.receptions:
+            reception.close()
+            reception.close()  # twice is fine
+        for fabric in self.fabrics:
+            fabric.session.close()
+        self.server.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., Ranks]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(hosts: Sequence[int], **settings: Any) -> Ranks:
+            ranks = Ranks(hosts, **settings)
+            stack.callback(ranks.close)
+            return ranks
+
+        yield make
