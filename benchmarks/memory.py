@@ -206,6 +206,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Runs all cases, prints the tables and writes the JSON file."""
     options = parse(words)
     rows: list[Row] = []
+    about = report.about()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ringjax-memory-") as folder:
         for case in cases(options):
             try:
@@ -218,9 +220,10 @@ def main(words: Sequence[str] | None = None) -> None:
             head, line = table(rows[-1:]).splitlines()
             same = len(rows) > 1 and bool(rows[-2]["steps"]) == bool(case["steps"])
             print(line if same else f"\n{head}\n{line}", flush=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**report.about(), "rows": rows}, indent=1)
-    options.json.write_text(text + "\n")
+            # After each: a long run that is interrupted has not been for nothing.
+            options.json.write_text(
+                json.dumps({**about, "rows": rows}, indent=1) + "\n"
+            )
     print(f"\n# written to {options.json}")
 
 

@@ -77,7 +77,8 @@ def _leave_tokens_in_place() -> None:
     it is there already: 100 us of 170, whatever the call does. Only the placement is
     left out; to wait for the token, and to raise its error, stays as it is.
     """
-    place = getattr(_dispatch.RuntimeTokenSet, "get_token_input", None)
+    store: Any = _dispatch.RuntimeTokenSet
+    place = getattr(store, "get_token_input", None)
     if place is None:
         return  # a jax that does it otherwise
 
@@ -91,7 +92,7 @@ def _leave_tokens_in_place() -> None:
                     return token
         return place(tokens, effect, devices)
 
-    _dispatch.RuntimeTokenSet.get_token_input = get_token_input
+    store.get_token_input = get_token_input
 
 
 _leave_tokens_in_place()
@@ -368,7 +369,7 @@ def _is_kept(value: Any) -> bool:
     block = value.owner
     if not isinstance(block, mlir.ir.Block):
         return False
-    attributes = block.owner.attributes
+    attributes: Any = block.owner.attributes
     if "sym_visibility" not in attributes:
         return False
     if attributes["sym_visibility"].value != "public":

@@ -29,7 +29,7 @@ class Communicator:
         members: Sequence[int],
         links: Sequence[tuple[Any, ...]],
         doorbell: int,
-        options: Mapping[str, float | str],
+        options: Mapping[str, float | str | Mapping[str, float]],
         board: tuple[int, int, list[int]] | None = None,
     ) -> None:
         """Takes ownership of every descriptor in `links`, `board` and of `doorbell`.

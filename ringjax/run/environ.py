@@ -16,9 +16,9 @@ _HOST_BOUND = frozenset(
     ("DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
 )
 _HOST_BOUND_PREFIXES = ("BASH_FUNC_", "SSH_", "XDG_")
-# XLA:CPU asks malloc for every result that is not donated, and memory that malloc gave
-# back to the kernel is faulted in again, page by page. Only the C library can be told to
-# keep it, and only before the program starts. An older one ignores what it does not know.
+# XLA:CPU asks malloc for every result that is not donated, and what malloc gave back to
+# the kernel is faulted in again, page by page. Only the C library can be told to keep
+# it, and only before the program starts; it ignores what it does not know.
 _MALLOC = (
     # Pages of 2 MiB are touched in a fraction of the time that pages of 4 KiB take.
     "glibc.malloc.hugetlb=1",

@@ -38,7 +38,8 @@ def aliases(f: Any, *args: Any, donate: Any = ()) -> list[list[int]]:
 
 
 def copies(f: Any, *args: Any, donate: Any = ()) -> int:
-    text = jax.jit(f, donate_argnums=donate).lower(*args).compile().as_text()
+    compiled = jax.jit(f, donate_argnums=donate).lower(*args).compile()
+    text = compiled.as_text() or ""
     return len(re.findall(r" copy\(", text[text.index("ENTRY") :]))
 
 

@@ -1,7 +1,7 @@
 """The token that orders stand-alone calls: placed once, waited for, and never lost.
 
-One process, a job of one. What _jax.py changes in JAX is a shortcut: these tests hold it
-against JAX's own way.
+One process, a job of one. What _jax.py changes in JAX is a shortcut: these tests hold
+it against JAX's own way.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import core, dispatch
 from jax.experimental import io_callback
 
 import ringjax
 from ringjax import _jax
+
+JAX: Any = _jax  # with the private names of jax, which only that file imports
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,27 +30,28 @@ def _job_of_one() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_tokens_of_others() -> Iterator[None]:
-    dispatch.runtime_tokens.clear()
+    JAX._dispatch.runtime_tokens.clear()
     yield
-    dispatch.runtime_tokens.clear()
+    JAX._dispatch.runtime_tokens.clear()
 
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What JAX places on devices from now on."""
     arguments: list[Any] = []
-    place = dispatch.api.device_put
+    api: Any = vars(JAX._dispatch)["api"]
+    place = api.device_put
 
     def device_put(x: Any, *rest: Any, **options: Any) -> Any:
         arguments.append(x)
         return place(x, *rest, **options)
 
-    monkeypatch.setattr(dispatch.api, "device_put", device_put)
+    monkeypatch.setattr(api, "device_put", device_put)
     return arguments
 
 
 def token() -> Any:
-    return dispatch.runtime_tokens.current_tokens.get(_jax.RING)
+    return JAX._dispatch.runtime_tokens.current_tokens.get(_jax.RING)
 
 
 @jax.jit
@@ -62,7 +64,7 @@ def test_a_token_in_place_is_not_placed_again(placed: list[Any]) -> None:
         before = token()
         reduced(jnp.ones(3)).block_until_ready()
         assert token() is not before  # each program gives the next one a new token
-    assert not any(isinstance(x, core.Token) for x in placed)
+    assert not any(isinstance(x, JAX._core.Token) for x in placed)
 
 
 def test_the_tokens_of_others_are_left_to_jax(placed: list[Any]) -> None:
@@ -77,7 +79,7 @@ def test_the_tokens_of_others_are_left_to_jax(placed: list[Any]) -> None:
         told(jnp.float32(i))
     jax.effects_barrier()
     assert seen == [0, 1, 2]
-    assert sum(isinstance(x, core.Token) for x in placed) == 2
+    assert sum(isinstance(x, JAX._core.Token) for x in placed) == 2
 
 
 class _Array:
@@ -98,22 +100,22 @@ class _Array:
 
 def test_a_program_waits_for_the_one_before() -> None:
     array = _Array(set())
-    dispatch.runtime_tokens.current_tokens[_jax.RING] = core.Token(array)
+    JAX._dispatch.runtime_tokens.current_tokens[_jax.RING] = JAX._core.Token(array)
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert array.waits
 
 
 def test_a_token_elsewhere_is_placed(placed: list[Any]) -> None:
-    elsewhere = core.Token(_Array({"another device"}))
-    dispatch.runtime_tokens.current_tokens[_jax.RING] = elsewhere
+    elsewhere = JAX._core.Token(_Array({"another device"}))
+    JAX._dispatch.runtime_tokens.current_tokens[_jax.RING] = elsewhere
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert elsewhere in placed
 
 
 def test_the_error_of_the_program_before_is_raised() -> None:
     failed = _Array(set(jax.devices()), ValueError("of the program before"))
-    dispatch.runtime_tokens.current_tokens[_jax.RING] = core.Token(failed)
+    JAX._dispatch.runtime_tokens.current_tokens[_jax.RING] = JAX._core.Token(failed)
     with pytest.raises(ValueError, match="of the program before"):
         reduced(jnp.ones(3))
-    dispatch.runtime_tokens.clear()
+    JAX._dispatch.runtime_tokens.clear()
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))

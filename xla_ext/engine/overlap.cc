@@ -3,9 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <exception>
-
-#include "transport/copy.h"
 
 namespace ringjax {
 namespace {
@@ -68,12 +67,12 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   lock.unlock();
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const Tensor& from = call.tensors[i];
-    if (from.bytes() > 0) CopyBytes(job->call.tensors[i].out, from.in, from.bytes());
+    if (from.bytes() > 0) std::memcpy(job->call.tensors[i].out, from.in, from.bytes());
   }
   lock.lock();
+  job->copied = job->finished = false;
   queue_.push_back(job);
   // The ticket comes last: nothing may fail between taking it and serving it.
-  job->copied = job->finished = false;
   job->pending = true;
   job->ticket = communicator_->TakeTicket();
   lock.unlock();
@@ -90,6 +89,7 @@ void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
   job->call = call;
   job->call.name = job->name;
   job->call.names = job->names;
+  Release(job);  // of a START that failed
   arena_.Grow(in_flight);
   job->block = arena_.Take(bytes);
   // Two programs at once, or no pages for the arena. Not make_unique: that writes
@@ -141,7 +141,7 @@ Status Overlap::Done(const Call& call, int64_t site) {
     lock.unlock();
     for (size_t i = 0; i < call.tensors.size(); ++i) {
       const Tensor& to = call.tensors[i];
-      if (to.bytes() > 0) CopyBytes(to.out, job->call.tensors[i].out, to.bytes());
+      if (to.bytes() > 0) std::memcpy(to.out, job->call.tensors[i].out, to.bytes());
     }
     lock.lock();
     job->copied = false;

@@ -46,7 +46,7 @@ Board::Board(std::byte* block, int rank, int size, size_t tile_bytes)
       rank_(rank),
       size_(size),
       tile_bytes_(tile_bytes),
-      looked_(static_cast<size_t>(size)) {}
+      seen_(static_cast<size_t>(size)) {}
 
 std::byte* Board::Note(uint64_t turn, int rank) const {
   const uint64_t set = turn % 2;
@@ -68,28 +68,27 @@ void Board::Publish(Counter counter, uint64_t value) {
   }
 }
 
-uint64_t Board::Look(Counter counter, int rank) {
-  const uint64_t value = LoadShared(words_[rank].counters[counter]);
-  looked_[static_cast<size_t>(rank)].counters[counter] = value;
-  return value;
+uint64_t Board::Look(Counter counter, int rank) const {
+  return LoadShared(words_[rank].counters[counter]);
 }
 
-bool Board::Closed(int rank) {
-  const uint32_t closed = LoadShared(words_[rank].closed);
-  looked_[static_cast<size_t>(rank)].closed = closed;
-  return closed != 0;
-}
+bool Board::Closed(int rank) const { return LoadShared(words_[rank].closed) != 0; }
 
 bool Board::Arm(bool, bool, std::vector<pollfd>*) {
   StoreShared(words_[rank_].asleep, uint32_t{1});
+  bool news = false;
+  auto see = [&news](auto& word, auto& seen) {
+    const auto now = LoadShared(word);
+    news |= now != seen;
+    seen = now;
+  };
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const Words& looked = looked_[static_cast<size_t>(r)];
-    if (LoadShared(words_[r].closed) != looked.closed) return true;
-    for (size_t c = 0; c < kCounters; ++c)
-      if (LoadShared(words_[r].counters[c]) != looked.counters[c]) return true;
+    Words& seen = seen_[static_cast<size_t>(r)];
+    see(words_[r].closed, seen.closed);
+    for (size_t c = 0; c < kCounters; ++c) see(words_[r].counters[c], seen.counters[c]);
   }
-  return false;
+  return news;
 }
 
 void Board::Disarm() { StoreShared(words_[rank_].asleep, uint32_t{0}); }

@@ -45,11 +45,12 @@ class Board : public Waitable {
   // Shows the others that a counter has advanced, with all that was written before.
   void Publish(Counter counter, uint64_t value);
   // A peer's counter as it is now.
-  uint64_t Look(Counter counter, int rank);
+  uint64_t Look(Counter counter, int rank) const;
   // Whether a peer has gone. What it published before it went still counts.
-  bool Closed(int rank);
+  bool Closed(int rank) const;
 
-  // Woken when any counter of a peer has advanced since it was looked at.
+  // Woken when any counter of a peer advances. Asks to be looked at once more whenever
+  // one has since the last time, whichever the caller waits for.
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override;
 
@@ -75,7 +76,7 @@ class Board : public Waitable {
   const size_t tile_bytes_;
   uint64_t mine_[kCounters] = {};
   uint64_t used_ = 0;
-  std::vector<Words> looked_;  // the words of each rank, as last seen
+  std::vector<Words> seen_;  // the words of each rank when Arm looked last
 
   friend size_t BoardBytes(int size, size_t tile_bytes);
 };

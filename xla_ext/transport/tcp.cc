@@ -25,8 +25,9 @@ constexpr size_t kBlock = 256 << 10;     // bytes before the next socket's turn
 constexpr size_t kStaging = 256 << 10;   // for Reserve and Peek
 constexpr size_t kReadAhead = 16 << 10;  // a short read takes what follows along
 constexpr size_t kShortRead = 4 << 10;
-// Between ranks of one host more bytes on their way than this fall out of the caches,
-// and every copy costs twice the time. Between hosts the system knows best.
+// Between ranks of one host: with what the system would let pile up, a transfer costs
+// up to twice the CPU time, presumably in the caches. Between hosts the system knows
+// best.
 constexpr int kNearBuffer = 384 << 10;
 
 Status Failed(const char* call, int error) {
