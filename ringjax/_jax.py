@@ -1,15 +1,14 @@
-"""Everything that touches JAX's private or moving names: effects, tokens, custom calls.
+"""What touches JAX's private or moving names: primitives, tracers, custom calls.
 
-No other file may import ``jax._src``; the tests run this one on the oldest and the
-newest supported JAX. It knows how a call is emitted and ordered, and nothing about what
-a collective means: that is ``primitive.py`` and ``collectives/``.
+No other file but ``_tokens.py`` may import ``jax._src``; the tests run both on the
+oldest and the newest supported JAX. It knows how a call is emitted and ordered, and
+nothing about what a collective means: that is ``primitive.py`` and ``collectives/``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,84 +17,14 @@ import jax.extend.core
 import numpy as np
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
-from jax._src import effects as _effects
 from jax._src import xla_bridge as _bridge
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
-from ringjax import _native, placement, runtime
+from ringjax import _native, _tokens, placement, runtime
 
 Zero = ad.Zero
 Primitive = jax.extend.core.Primitive
-_TOKEN = _core.abstract_token
-
-
-# -- effects ---------------------------------------------------------------------------
-
-
-class _Effect(_effects.Effect):
-    """Equal and hashed by type: the singletons below end up in JAX's cache keys."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(type(self).__name__)
-
-    def __repr__(self) -> str:
-        return type(self).__name__
-
-
-class Ring(_Effect):
-    """Ordered: JAX threads a token through all calls that carry it."""
-
-
-class RingIO(_Effect):
-    """Unordered: keeps programs compiled ahead of time on the path with tokens."""
-
-
-RING, RING_IO = Ring(), RingIO()
-EFFECTS = frozenset({RING, RING_IO})
-
-for _type in (Ring, RingIO):
-    for _allowed in (
-        _effects.lowerable_effects,
-        _effects.control_flow_allowed_effects,
-        _effects.custom_derivatives_allowed_effects,
-        _effects.remat_allowed_effects,
-    ):
-        _allowed.add_type(_type)
-_effects.ordered_effects.add_type(Ring)
-# Or JAX refuses a program over several devices before _check_devices can say why.
-_effects.shardable_ordered_effects.add_type(Ring)
-
-
-def _leave_tokens_in_place() -> None:
-    """Takes the longest piece off the dispatch of a program with an ordered call.
-
-    JAX places the token of the program before on the devices of the next one, also if
-    it is there already: 100 us of 170, whatever the call does. Only the placement is
-    left out; to wait for the token, and to raise its error, stays as it is.
-    """
-    store: Any = _dispatch.RuntimeTokenSet
-    place = getattr(store, "get_token_input", None)
-    if place is None:
-        return  # a jax that does it otherwise
-
-    def get_token_input(tokens: Any, effect: Any, devices: Any) -> Any:
-        token = tokens.current_tokens.get(effect)
-        if effect == RING and isinstance(token, _core.Token) and len(devices) == 1:
-            # A failed token too is for JAX to handle.
-            with contextlib.suppress(Exception):
-                token.block_until_ready()
-                if token._buf.devices() == set(devices):
-                    return token
-        return place(tokens, effect, devices)
-
-    store.get_token_input = get_token_input
-
-
-_leave_tokens_in_place()
 
 
 # -- primitives and tracers ------------------------------------------------------------
@@ -113,7 +42,7 @@ def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
     """Installs ``rule(*avals, **params) -> avals``; `ordered` adds the effects."""
     if ordered:
         primitive.def_effectful_abstract_eval(
-            lambda *avals, **params: (rule(*avals, **params), set(EFFECTS))
+            lambda *avals, **params: (rule(*avals, **params), set(_tokens.EFFECTS))
         )
     else:
         primitive.def_abstract_eval(rule)
@@ -272,7 +201,7 @@ def _register_handlers(platform: str) -> None:
             jax.ffi.register_ffi_target(
                 name, handler, platform="CUDA" if on_cuda else platform
             )
-        _native.set_failure_hook(_forget_failed_tokens)
+        _native.set_failure_hook(_tokens.forget_failed)
         _registered.add(platform)
 
 
@@ -392,13 +321,13 @@ def emit_ordered(
     *results, token = emit(
         ctx,
         target,
-        [*operands, ctx.tokens_in.get(RING)],
-        [*ctx.avals_in, _TOKEN],
-        [*ctx.avals_out, _TOKEN],
+        [*operands, ctx.tokens_in.get(_tokens.RING)],
+        [*ctx.avals_in, _tokens.ABSTRACT],
+        [*ctx.avals_out, _tokens.ABSTRACT],
         aliases=aliases,
         attributes=attributes,
     )
-    ctx.set_tokens_out(mlir.TokenSet({RING: token}))
+    ctx.set_tokens_out(mlir.TokenSet({_tokens.RING: token}))
     return results
 
 
@@ -418,34 +347,6 @@ def _attribute(value: Any) -> Any:
 
 
 # -- failure and exit ------------------------------------------------------------------
-
-
-def _forget_failed_tokens() -> None:
-    """Drops the tokens of a failed program, or every later program fails with them.
-
-    Runs on the main thread as soon as a handler failed. A small program runs inside its
-    own dispatch, and then JAX stores its failed token only after this returns; a second
-    look from a thread of its own finds that one.
-    """
-    tokens = _dispatch.runtime_tokens
-    stores = (tokens.current_tokens, tokens.output_runtime_tokens)
-    for store in stores:
-        store.clear()
-    threading.Thread(
-        target=_sweep, args=(stores,), name="ringjax-sweep", daemon=True
-    ).start()
-
-
-def _sweep(stores: Sequence[dict[Any, Any]]) -> None:
-    for pause in (0.01, 0.1):
-        time.sleep(pause)
-        for store in stores:
-            for key, token in list(store.items()):
-                try:
-                    token.block_until_ready()
-                except Exception:
-                    if store.get(key) is token:
-                        store.pop(key, None)
 
 
 def _drain() -> None:

@@ -221,6 +221,7 @@ def predict(
     op: str, bytes: int, host: Sequence[int], cost: Mapping[str, float] = ...
 ) -> list[tuple[str, float]]:
     """Seconds by the cost model, of all algorithms that apply."""
+
 def cuda_info() -> dict[str, Any]:
     """What is compiled in and what the driver shows; never raises.
 

@@ -240,7 +240,11 @@ class World:
         if self._fabric is None:
             return self._connect(number, ranks, name)
         small = dataclasses.replace(
-            self.config, ring_bytes=_SMALL_RING, tile_bytes=0, tcp_streams=1, algorithm=""
+            self.config,
+            ring_bytes=_SMALL_RING,
+            tile_bytes=0,
+            tcp_streams=1,
+            algorithm="",
         )
         fabric = dataclasses.replace(self._fabric, config=small)
         return self._connect(number, ranks, name, fabric)
