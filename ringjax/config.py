@@ -207,7 +207,7 @@ class Config:
         "FUSION_THRESHOLD",
     )
     overlap_memory: int = _setting(
-        48 << 20, _integer(0), "most bytes of gradients that are on their way, on CPUs"
+        40 << 20, _integer(0), "most bytes of gradients that are on their way, on CPUs"
     )
     gpu: bool = _setting(True, _boolean, "CUDA devices; 0: as if there were none")
     nccl: str = _setting(
