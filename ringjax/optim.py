@@ -110,7 +110,8 @@ def allreduce_grads(
         if not kept:
             return updates, state
         arguments.reduce_op(_WHAT, op, sent.arrays)
-        limit = runtime.config().bucket_bytes if bucket_bytes is None else bucket_bytes
+        # Of 0 bytes: no two gradients travel together.
+        limit = bucket_bytes or runtime.config().bucket_bytes or 1
         out, seq = primitive.bucketed_allreduce(
             sent.arrays,
             state.seq,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import ringjax
+from ringjax import runtime
 from ringjax.optim import AllreduceState, readiness
 
 GRADS = {"b": jnp.arange(3.0), "w": {"k": jnp.ones((2, 2), jnp.bfloat16)}}
@@ -215,6 +217,15 @@ def test_overlapped_has_a_start_and_a_done_for_every_bucket() -> None:
     calls = [line for line in text.splitlines() if "@ringjax_" in line]
     kinds = ["start" if "@ringjax_start" in line else "done" for line in calls]
     assert kinds == ["start", "start", "done", "done"]
+
+
+def test_without_fusion_every_gradient_travels_alone(monkeypatch) -> None:
+    config = dataclasses.replace(runtime.config(), bucket_bytes=0)
+    monkeypatch.setattr(runtime, "config", lambda: config)
+    tx = ringjax.allreduce_grads(overlap=True)
+    grads = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    text = jax.jit(tx.update).lower(grads, tx.init(grads)).as_text()
+    assert text.count("@ringjax_start") == 2
 
 
 def test_compression_and_predivision_reach_the_call() -> None:

@@ -32,7 +32,6 @@ class Waitable {
 
 class Link : public Waitable {
  public:
-
   virtual std::string_view transport() const = 0;  // "local", "shm", "tcp"
 
   // Direct movement, for bytes that need no arithmetic. They return how many bytes
