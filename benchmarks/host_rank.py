@@ -55,6 +55,11 @@ class Core:
         """How often each algorithm has been used."""
         return dict(self.communicator.stats()["allreduce"].get("algorithms", {}))
 
+    def exposed(self) -> float:
+        """Seconds that this rank has waited so far for buckets to arrive."""
+        seconds = self.communicator.stats().get("overlap", {}).get("exposed_seconds", 0)
+        return float(seconds)
+
 
 class Streams:
     """Plain TCP from the first rank of each host to that of the next: the limit.
@@ -126,16 +131,21 @@ class Item:
         self.about, self.step, self.least = about, step, least
         self.calls = 1
         self.seconds: list[float] = []
+        self.exposed: list[float] = []
         self.wall = self.busy = 0.0
 
     def burst(self, core: Core) -> float:
         """Seconds per call of the rank that took longest."""
         core.allreduce(np.zeros(1))  # all ranks start together
         wall, busy = time.perf_counter(), _busy()
+        waited = [core.exposed()]
         for _ in range(self.calls):
             self.step()
+            waited.append(core.exposed())
         own = time.perf_counter() - wall
         self.wall, self.busy = self.wall + own, self.busy + _busy() - busy
+        # The rank that comes last waits for the wire, the others for it as well.
+        self.exposed.append(float(np.mean(core.allreduce(np.diff(waited), "Min"))))
         return float(core.allreduce(np.array([own / self.calls]), "Max")[0])
 
     def settle(self, core: Core) -> None:
@@ -144,6 +154,7 @@ class Item:
         wanted = round(BURST / self.burst(core))
         self.calls = max(self.least, min(MOST_CALLS, wanted))
         self.wall = self.busy = 0.0
+        self.exposed.clear()
 
     def result(self) -> dict[str, Any]:
         """As hosts.py reads it."""
@@ -152,6 +163,7 @@ class Item:
             **self.about,
             "seconds": statistics.median(self.seconds),
             "rounds": self.seconds,
+            "exposed": statistics.median(self.exposed),
             "busy": min(1.0, busy),
         }
 

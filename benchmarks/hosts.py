@@ -147,6 +147,11 @@ def model_row(results: Sequence[Any], layout: Layout) -> dict[str, Any] | None:
         )
     ]
     size = next(r["size"] for r in results if r["kind"] == "model")
+    exposed = next(
+        r["exposed"]
+        for r in results
+        if (r["kind"], r.get("variant")) == ("model", "overlapped")
+    )
     bounds = layout.bounds(size)
     usual = {name: statistics.median(seconds) for name, seconds in rounds.items()}
     return {
@@ -155,6 +160,8 @@ def model_row(results: Sequence[Any], layout: Layout) -> dict[str, Any] | None:
         **usual,
         "hidden": hidden(usual["none"], usual["in turn"], usual["overlapped"]),
         "hidden_rounds": shares,
+        "exposed": exposed,
+        "hidden_waiting": 1 - exposed / usual["alone"],
         "rounds": rounds,
     }
 
@@ -195,7 +202,8 @@ def model_text(row: dict[str, Any]) -> str:
     spread = f"{min(row['hidden_rounds']):.2f} .. {max(row['hidden_rounds']):.2f}"
     return (
         f"model with {row['size'] / MIB:.1f} MiB of gradients, ms a step: {times}"
-        f" (bound {_ms(row['bound'])}); hidden: {row['hidden']:.2f} ({spread})"
+        f" (bound {_ms(row['bound'])}); hidden: {row['hidden']:.2f} ({spread}), of the "
+        f"waiting: {row['hidden_waiting']:.2f} ({row['exposed'] * 1e3:.1f} ms left)"
     )
 
 

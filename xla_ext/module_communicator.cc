@@ -102,6 +102,14 @@ nb::dict Stats(const Communicator& self) {
     all[op.c_str()] = d;
   }
   all["transports"] = self.transports();
+  const Registered found = Find(self.id());
+  if (found.communicator.get() == &self && found.overlap) {
+    if (const double seconds = found.overlap->exposed(); seconds > 0) {
+      nb::dict d;
+      d["exposed_seconds"] = seconds;
+      all["overlap"] = d;
+    }
+  }
   return all;
 }
 

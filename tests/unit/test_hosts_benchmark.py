@@ -330,12 +330,20 @@ def test_the_model_is_compared_round_by_round() -> None:
         "alone": [0.4, 0.4, 0.4],
     }
     results = [
-        {"kind": "model", "variant": name, "size": 4 * MIB, "rounds": rounds}
+        {
+            "kind": "model",
+            "variant": name,
+            "size": 4 * MIB,
+            "rounds": rounds,
+            "exposed": 0.02 if name == "overlapped" else 0.0,
+        }
         for name, rounds in seconds.items()
     ]
     row = hosts.model_row(results, Layout(4, 1, "1gbit"))
     assert row is not None
     assert row["hidden"] == pytest.approx(0.9)
     assert row["hidden_rounds"] == pytest.approx([0.9, 0.9, 1.0])
-    assert "hidden: 0.90 (0.90 .. 1.00)" in hosts.model_text(row)
+    assert row["hidden_waiting"] == pytest.approx(0.95)
+    text = hosts.model_text(row)
+    assert "hidden: 0.90 (0.90 .. 1.00), of the waiting: 0.95 (20.0 ms left)" in text
     assert hosts.model_row([], Layout(4, 1, "1gbit")) is None

@@ -103,6 +103,11 @@ void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
   }
 }
 
+double Overlap::exposed() const {
+  std::lock_guard lock(mutex_);
+  return exposed_;
+}
+
 void Overlap::Release(Job* job) {
   if (job->block) arena_.Give(job->block);
   job->block = nullptr;
@@ -118,6 +123,7 @@ Status Overlap::Done(const Call& call, int64_t site) {
                   communicator_->Prefix() + "DONE of bucket " + std::to_string(site) +
                       " of '" + std::string(call.name) + "' without its START");
   Job* job = found->second.get();
+  const auto start = Clock::now();
   while (!job->finished) {
     changed_.wait_for(lock, std::chrono::milliseconds(100));
     InterruptCheck check = interrupt_check.load();
@@ -129,6 +135,7 @@ Status Overlap::Done(const Call& call, int64_t site) {
       lock.lock();
     }
   }
+  exposed_ += std::chrono::duration<double>(Clock::now() - start).count();
   Status status = job->status;
   bool fits = call.tensors.size() == job->call.tensors.size();
   for (size_t i = 0; fits && i < call.tensors.size(); ++i)

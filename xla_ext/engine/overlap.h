@@ -46,6 +46,9 @@ class Overlap {
   // Waits for `site` and copies its results to the tensors' `out`.
   Status Done(const Call& call, int64_t site);
 
+  // Seconds that callers of Done have waited so far: what was not hidden.
+  double exposed() const;
+
  private:
   struct Job {
     Call call;  // tensors point into the block
@@ -68,8 +71,9 @@ class Overlap {
   Status Unfit(const Call& call, int64_t site) const;
 
   const std::shared_ptr<Communicator> communicator_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
+  double exposed_ = 0;
   Arena arena_;
   std::map<int64_t, std::unique_ptr<Job>> jobs_;  // by site
   std::deque<Job*> queue_;
