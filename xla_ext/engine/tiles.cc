@@ -80,7 +80,7 @@ class Run {
   }
 
  private:
-  // A message that fits one tile is one: going to and fro costs more than working at
+  // A message that fits one tile is one: going back and forth costs more than working at
   // the same time gains.
   uint64_t TileElements() const {
     const uint64_t lines = (count_ * wire_ + kLineBytes - 1) / kLineBytes;
