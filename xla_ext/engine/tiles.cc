@@ -80,8 +80,8 @@ class Run {
   }
 
  private:
-  // A message that fits one tile is one: going back and forth costs more than working at
-  // the same time gains.
+  // A message that fits one tile is one: going back and forth costs more than working
+  // at the same time gains.
   uint64_t TileElements() const {
     const uint64_t lines = (count_ * wire_ + kLineBytes - 1) / kLineBytes;
     return std::min<uint64_t>(board_.tile_bytes(), lines * kLineBytes) / wire_;
