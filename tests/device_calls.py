@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,18 @@ def wire(name: str) -> int:
     return int(_native.DTYPES[name])
 
 
+# Where a test ends in an error, what it enqueued may still be on its way on the stub's
+# streams, in memory that must be there: XLA would keep its buffers until then.
+_lent: deque[np.ndarray] = deque(maxlen=64)
+
+
 def given(arrays: Sequence[np.ndarray]) -> list[tuple[int, int, tuple[int, ...]]]:
+    _lent.extend(arrays)
     return [(a.ctypes.data, number_of(a.dtype), a.shape) for a in arrays]
 
 
 def places(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    _lent.extend(arrays)
     return [(a.ctypes.data, a.nbytes) for a in arrays]
 
 
