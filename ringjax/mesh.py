@@ -25,9 +25,7 @@ from .reception import Key, Reception
 from .session import Member, Session, ranks_text
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
-_MOST = (
-    32 << 20
-)  # bytes of rings, and of a board, that one rank maps: else smaller ones
+_MOST = 32 << 20  # bytes of rings, and of a board, that a rank maps: else smaller ones
 _GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
 
 

@@ -10,13 +10,9 @@
 namespace ringjax {
 namespace {
 
-Status CheckStall(int peer, const Lane& lane, const Waiter& waiter) {
-  const double idle = waiter.IdleSeconds();
-  if (idle < 1.0) return OkStatus();
-  if (lane.on_stall) RJ_TRY(lane.on_stall(idle, {peer}));
-  if (lane.timeout > 0 && idle > lane.timeout)
-    return Status(Code::kDeadlineExceeded, "has not called", peer);
-  return OkStatus();
+Status CheckCalled(int peer, const Lane& lane, const Waiter& waiter) {
+  return CheckStall(
+      lane, waiter, [peer] { return std::vector{peer}; }, "has not called");
 }
 
 // Sends `out` to one peer and receives `in` from another (or the same) at the same
@@ -46,7 +42,7 @@ class Exchange {
         if (reads) all.push_back({source, true, false});
         return all;
       }));
-      RJ_TRY(CheckStall(reads ? from : to, lane_, *waiter_));
+      RJ_TRY(CheckCalled(reads ? from : to, lane_, *waiter_));
     }
     return OkStatus();
   }
@@ -73,17 +69,13 @@ class Exchange {
 Status Await(uint64_t turn, const Lane& lane, Waiter* waiter) {
   Board& board = *lane.board;
   for (int peer = 0; peer < board.size(); ++peer) {
+    uint64_t known = turn - 1;
     while (peer != board.rank()) {
-      const bool closed = board.Closed(peer);  // before the counter: see Closed
-      const uint64_t reached = board.Look(Board::kAgreed, peer);
-      if (reached > turn + 1 || reached + 1 < turn)
-        return Status(Code::kUnavailable,
-                      "shared memory is damaged: impossible position", peer);
-      if (reached >= turn) break;
-      if (closed) return Status(Code::kUnavailable, "the peer closed the link", peer);
+      RJ_TRY(board.Follow(Board::kAgreed, peer, turn, turn + 1, &known));
+      if (known >= turn) break;
       RJ_TRY(waiter->Idle(
           [&board] { return std::vector<Waiter::Interest>{{&board, true, false}}; }));
-      RJ_TRY(CheckStall(peer, lane, *waiter));
+      RJ_TRY(CheckCalled(peer, lane, *waiter));
     }
     waiter->Progressed();
   }

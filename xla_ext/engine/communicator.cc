@@ -144,8 +144,7 @@ Status Communicator::RunExclusive(const Call& call) {
   RJ_TRY(Enter(call, valid, &frame, &waiter, &refused));
   if (note) {
     ReduceNotes(requests[0].out, requests[0].arithmetic, lane_);
-    static const Algorithm* const shared = Find(Collective::kAllreduce, kShared);
-    Count(requests[0], *shared, requests[0].wire_bytes());
+    Count(requests[0], kShared, requests[0].wire_bytes());
     requests.clear();
   }
   for (Request& request : requests) {
@@ -153,9 +152,9 @@ Status Communicator::RunExclusive(const Call& call) {
     ++frame.step;
   }
   std::lock_guard lock(mutex_);
-  Tally& tally = tallies_[static_cast<size_t>(call.op)];
-  ++tally.calls;
-  tally.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+  OpStats& stats = stats_[static_cast<size_t>(call.op)];
+  ++stats.calls;
+  stats.seconds += std::chrono::duration<double>(Clock::now() - start).count();
   return OkStatus();
 }
 
@@ -198,13 +197,13 @@ bool Communicator::IsNote(const std::vector<Request>& requests) const {
   return forced.empty() || forced == kShared;
 }
 
-void Communicator::Count(const Request& request, const Algorithm& algorithm,
+void Communicator::Count(const Request& request, std::string_view algorithm,
                          uint64_t sent_bytes) {
   std::lock_guard lock(mutex_);
-  Tally& tally = tallies_[static_cast<size_t>(request.problem.op)];
-  tally.bytes += request.bytes;
-  tally.sent_bytes += sent_bytes;
-  ++tally.algorithms[&algorithm];
+  OpStats& stats = stats_[static_cast<size_t>(request.problem.op)];
+  stats.bytes += request.bytes;
+  stats.sent_bytes += sent_bytes;
+  ++stats.algorithms[algorithm];
 }
 
 Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* waiter) {
@@ -218,9 +217,9 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
     if (scratch_.size() < need) scratch_.resize(need);
     request->memory.scratch.Add(scratch_.data(), need);
   }
-  const Algorithm& algorithm = *planned.value()->algorithm;
+  const std::string_view algorithm = planned.value()->algorithm->name;
   Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
-  if (algorithm.name == kShared)
+  if (algorithm == kShared)
     return AllreduceInTiles(request->memory, request->problem.counts[0],
                             request->arithmetic, lane_, waiter);
   return Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
@@ -258,7 +257,7 @@ void Communicator::SetCost(const CostModel& cost, const std::string& algorithm) 
   options_.algorithm = algorithm;
   plans_.clear();
   std::lock_guard lock(mutex_);
-  tallies_ = {};
+  stats_ = {};
 }
 
 void Communicator::Abort(const Status& status) {
@@ -279,14 +278,8 @@ Status Communicator::abort_status() const {
 std::map<std::string, OpStats> Communicator::stats() const {
   std::lock_guard lock(mutex_);
   std::map<std::string, OpStats> all;
-  for (size_t op = 0; op < tallies_.size(); ++op) {
-    const Tally& tally = tallies_[op];
-    if (tally.calls == 0) continue;
-    OpStats& s = all[std::string(kCollectiveNames[op])];
-    s = {tally.calls, tally.bytes, tally.sent_bytes, tally.seconds, {}};
-    for (const auto& [algorithm, calls] : tally.algorithms)
-      s.algorithms[std::string(algorithm->name)] = calls;
-  }
+  for (size_t op = 0; op < stats_.size(); ++op)
+    if (stats_[op].calls > 0) all[std::string(kCollectiveNames[op])] = stats_[op];
   return all;
 }
 

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -45,7 +46,7 @@ struct CommunicatorOptions {
 struct OpStats {
   uint64_t calls = 0, bytes = 0, sent_bytes = 0;
   double seconds = 0;
-  std::map<std::string, uint64_t> algorithms;
+  std::map<std::string_view, uint64_t> algorithms;  // calls, by name in the table
 };
 
 // First come, first served, over condition variables; the fast path takes one lock.
@@ -137,11 +138,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       return problem.counts[0] * Width(arithmetic.wire);
     }
   };
-  struct Tally {
-    uint64_t calls = 0, bytes = 0, sent_bytes = 0;
-    double seconds = 0;
-    std::map<const Algorithm*, uint64_t> algorithms;
-  };
 
   // Serves `body` when it is the ticket's turn.
   Status InTurn(uint64_t ticket, const Call& call, const std::function<Status()>& body);
@@ -158,7 +154,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Whether the call is so short that its values go with the agreement.
   bool IsNote(const std::vector<Request>& requests) const;
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
-  void Count(const Request& request, const Algorithm& algorithm, uint64_t sent_bytes);
+  void Count(const Request& request, std::string_view algorithm, uint64_t sent_bytes);
   // An algorithm and its compiled schedule; both are looked up once per problem.
   struct Planned {
     const Algorithm* algorithm;
@@ -189,7 +185,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<int> left_{-1};  // world rank of the first member that left
   mutable std::mutex mutex_;   // guards the two below
   Status abort_status_;
-  std::array<Tally, kCollectiveCount> tallies_;
+  std::array<OpStats, kCollectiveCount> stats_;  // by collective
 
   std::function<void(const Status&)> on_failure_;
   std::function<std::vector<int>(uint64_t)> laggards_;

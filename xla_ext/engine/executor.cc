@@ -50,7 +50,7 @@ class Run {
         continue;
       }
       RJ_TRY(waiter_->Idle([this] { return Interests(); }));
-      RJ_TRY(CheckStall());
+      RJ_TRY(CheckStall(lane_, *waiter_, [this] { return Waited(); }, kNotMoved));
     }
   }
 
@@ -283,18 +283,12 @@ class Run {
     return Allowed(planned) > Done(index);
   }
 
-  Status CheckStall() {
-    const double idle = waiter_->IdleSeconds();
-    if (idle < 1.0) return OkStatus();
+  std::vector<int> Waited() const {
     std::vector<int> waited;
     for (const Waiter::Interest& i : Interests())
       for (int peer : plan_.peers)
         if (lane_.links[peer].get() == i.link) waited.push_back(peer);
-    if (lane_.on_stall) RJ_TRY(lane_.on_stall(idle, waited));
-    if (lane_.timeout > 0 && idle > lane_.timeout)
-      return Status(Code::kDeadlineExceeded, "has not moved any data",
-                    waited.empty() ? -1 : waited.front());
-    return OkStatus();
+    return waited;
   }
 
   const Plan& plan_;

@@ -29,6 +29,23 @@ struct Lane {
   std::function<Status(double, const std::vector<int>&)> on_stall;
 };
 
+inline constexpr char kNotMoved[] = "has not moved any data";
+
+// After each turn of waiting: once nothing has moved for a second, asks `on_stall`, and
+// past the timeout blames the first of `peers()`, the ranks that are waited for, for
+// what it has not done.
+template <typename Peers>
+Status CheckStall(const Lane& lane, const Waiter& waiter, Peers&& peers,
+                  const char* what) {
+  const double idle = waiter.IdleSeconds();
+  if (idle < 1.0) return OkStatus();
+  const std::vector<int> waited = peers();
+  if (lane.on_stall) RJ_TRY(lane.on_stall(idle, waited));
+  if (lane.timeout > 0 && idle > lane.timeout)
+    return Status(Code::kDeadlineExceeded, what, waited.empty() ? -1 : waited.front());
+  return OkStatus();
+}
+
 struct Memory {
   const Spans* in = nullptr;
   const Spans* out = nullptr;

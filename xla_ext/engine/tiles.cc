@@ -73,7 +73,8 @@ class Run {
       }
       RJ_TRY(waiter_->Idle(
           [this] { return std::vector<Waiter::Interest>{{&board_, true, false}}; }));
-      RJ_TRY(CheckStall());
+      RJ_TRY(CheckStall(
+          lane_, *waiter_, [this] { return std::vector{late_}; }, kNotMoved));
     }
     board_.Use(tiles_ * tile_ * wire_);
     return OkStatus();
@@ -121,14 +122,8 @@ class Run {
     *ready = false;
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || Known(counter, r) >= value) continue;
-      const bool closed = board_.Closed(r);  // before the counter: see Closed
-      const uint64_t now = board_.Look(counter, r);
-      if (now < Known(counter, r) || now > Most(counter))
-        return Status(Code::kUnavailable,
-                      "shared memory is damaged: impossible position", r);
-      Known(counter, r) = now;
-      if (now >= value) continue;
-      if (closed) return Status(Code::kUnavailable, "the peer closed the link", r);
+      RJ_TRY(board_.Follow(counter, r, value, Most(counter), &Known(counter, r)));
+      if (Known(counter, r) >= value) continue;
       late_ = r;
       return OkStatus();
     }
@@ -223,15 +218,6 @@ class Run {
         at += n;
       }
     });
-  }
-
-  Status CheckStall() {
-    const double idle = waiter_->IdleSeconds();
-    if (idle < 1.0) return OkStatus();
-    if (lane_.on_stall) RJ_TRY(lane_.on_stall(idle, {late_}));
-    if (lane_.timeout > 0 && idle > lane_.timeout)
-      return Status(Code::kDeadlineExceeded, "has not moved any data", late_);
-    return OkStatus();
   }
 
   const Memory& memory_;

@@ -1,9 +1,7 @@
 // The layout of a board and its counters; boards of threads. See board.h.
 #include "transport/board.h"
 
-#include <cstdlib>
-#include <cstring>
-#include <mutex>
+#include "transport/local_memory.h"
 
 namespace ringjax {
 namespace {
@@ -72,7 +70,18 @@ uint64_t Board::Look(Counter counter, int rank) const {
   return LoadShared(words_[rank].counters[counter]);
 }
 
-bool Board::Closed(int rank) const { return LoadShared(words_[rank].closed) != 0; }
+Status Board::Follow(Counter counter, int rank, uint64_t value, uint64_t most,
+                     uint64_t* known) const {
+  const bool closed = LoadShared(words_[rank].closed) != 0;  // before the counter
+  const uint64_t now = Look(counter, rank);
+  if (now < *known || now > most)
+    return Status(Code::kUnavailable, "shared memory is damaged: impossible position",
+                  rank);
+  *known = now;
+  if (now < value && closed)
+    return Status(Code::kUnavailable, "the peer closed the link", rank);
+  return OkStatus();
+}
 
 bool Board::Arm(bool, bool, std::vector<pollfd>*) {
   StoreShared(words_[rank_].asleep, uint32_t{1});
@@ -100,36 +109,6 @@ void Board::Close() {
 }
 
 namespace {
-
-// What the boards of one process share. The last one to go frees it.
-class LocalMemory {
- public:
-  LocalMemory(size_t bytes, std::vector<Doorbell*> doorbells)
-      : block_(static_cast<std::byte*>(std::aligned_alloc(kPage, bytes))),
-        doorbells_(std::move(doorbells)) {
-    RJ_CHECK(block_ != nullptr, "out of memory for a board");
-    std::memset(block_, 0, bytes);
-  }
-  ~LocalMemory() { std::free(block_); }
-  LocalMemory(const LocalMemory&) = delete;
-  LocalMemory& operator=(const LocalMemory&) = delete;
-
-  std::byte* block() const { return block_; }
-  void Ring(int rank) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (Doorbell* bell = doorbells_[static_cast<size_t>(rank)]) bell->Ring();
-  }
-  // After this the doorbell of `rank` may be destroyed.
-  void Forget(int rank) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    doorbells_[static_cast<size_t>(rank)] = nullptr;
-  }
-
- private:
-  std::byte* block_;
-  std::mutex mutex_;
-  std::vector<Doorbell*> doorbells_;
-};
 
 class LocalBoard final : public Board {
  public:

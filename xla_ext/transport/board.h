@@ -46,8 +46,11 @@ class Board : public Waitable {
   void Publish(Counter counter, uint64_t value);
   // A peer's counter as it is now.
   uint64_t Look(Counter counter, int rank) const;
-  // Whether a peer has gone. What it published before it went still counts.
-  bool Closed(int rank) const;
+  // Looks how far a peer is on its way to `value`, and updates `known`, where it was.
+  // kUnavailable if that is impossible: behind `known` or beyond `most`; or if it has
+  // gone. What it published before it went still counts.
+  Status Follow(Counter counter, int rank, uint64_t value, uint64_t most,
+                uint64_t* known) const;
 
   // Woken when any counter of a peer advances. Asks to be looked at once more whenever
   // one has since the last time, whichever the caller waits for.
