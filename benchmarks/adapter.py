@@ -21,6 +21,7 @@ class Peer(Protocol):
       models: names of the variants for a list of gradients, averaged.
       streams: names of the variants for bytes over loopback TCP.
       dtypes: what it can add.
+      trainings: names of the variants for steps of training a real network.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Peer(Protocol):
     models: tuple[str, ...]
     streams: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    trainings: tuple[str, ...] = ()
 
     def __init__(self, rank: int, size: int, port: int) -> None: ...
     def total(self, value: float) -> float:
@@ -37,6 +39,10 @@ class Peer(Protocol):
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
         """A function that reduces tensors of these shapes and waits for the result."""
+
+    def training(self, variant: str, network: str) -> Operation:
+        """A step of training a network of torch_networks.py."""
+        raise ValueError(f"{variant}: no training of {network}")
 
     def close(self) -> None:
         """Leaves the world in good order."""

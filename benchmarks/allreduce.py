@@ -19,7 +19,7 @@ from benchmarks import launchers, plots, report
 from benchmarks.options import cases, parse
 from benchmarks.peers import PEERS
 from benchmarks.turns import Case, Quiet, measure
-from benchmarks.worlds import World, WorldError
+from benchmarks.worlds import World, WorldError, close_when_terminated
 
 
 def start(ranks: int, options: argparse.Namespace, folder: Path) -> list[World]:
@@ -75,6 +75,7 @@ def compare(
 def main(words: Sequence[str] | None = None) -> None:
     """Runs everything, prints the tables and writes the JSON file."""
     options = parse(words)
+    close_when_terminated()
     about = report.about()
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}

@@ -37,12 +37,14 @@ class Launch:
       each: the ranks are started one by one; else `words` start all of them.
       environment: more variables.
       python: of the ranks; this one, or that of another environment.
+      restless: the ranks work also while nobody asks them for anything.
     """
 
     words: list[str] = field(default_factory=list)
     each: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     python: str = sys.executable
+    restless: bool = False
 
 
 def interpreter(peer: str, options: argparse.Namespace) -> str:
@@ -88,7 +90,9 @@ def _launch(
         return Launch([python, "-m", "ringjax.run", "-np", str(ranks)])
     if entry.launcher == "horovodrun":
         words = [_program("horovodrun", python), "--gloo", "-np", str(ranks)]
-        return Launch(words)
+        # It is stopped while others have their turn, which must not be a failure.
+        patient = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+        return Launch(words, environment=patient, restless=True)
     if entry.launcher == "mpirun":
         return _mpirun(shlex.split(options.mpirun), ranks, python)
     if entry.launcher == "mpich":

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.adapter import Operation, Peer, Shapes
 from benchmarks.jax_peers import JaxEmpty, JaxGloo, Mpi4jax, Ringjax, RingjaxTcp
 from benchmarks.limit import Limit
-from benchmarks.torch_peers import Horovod, TorchGloo
+from benchmarks.torch_peers import Horovod, RingjaxTorch, TorchGloo
 
 
 class Mpi4py(Peer):
@@ -78,6 +78,7 @@ PEERS = {
     "jax-empty": Entry(JaxEmpty, ("ringjax",), "ringrun"),
     "jax-gloo": Entry(JaxGloo, ("jax",)),
     "torch-gloo": Entry(TorchGloo, ("torch",)),
+    "ringjax-torch": Entry(RingjaxTorch, ("ringjax", "torch"), "ringrun"),
     "horovod": Entry(Horovod, ("horovod", "torch"), "horovodrun"),
     "mpi4py": Entry(Mpi4py, ("mpi4py",), "mpirun"),
     "mpich": Entry(Mpi4py, ("mpi4py",), "mpich"),

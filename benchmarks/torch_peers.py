@@ -1,16 +1,18 @@
-"""Adapters of what runs inside torch: Gloo, DistributedDataParallel, Horovod.
+"""Adapters of what runs inside torch: Gloo and its DDP, ringjax, Horovod.
 
 Each as its users would call it. When and how often: worker.py.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
 from benchmarks.adapter import Operation, Peer, Shapes
 
 BUCKET_BYTES = 25 << 20  # what DistributedDataParallel takes
+TRAININGS = ("together", "alone")
 
 
 class TorchGloo(Peer):
@@ -18,6 +20,7 @@ class TorchGloo(Peer):
 
     arrays = ("all_reduce in place",)
     models = ("DistributedDataParallel", "25 MiB buckets", "one by one, async")
+    trainings = TRAININGS
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -45,6 +48,18 @@ class TorchGloo(Peer):
         if variant.startswith("Distributed"):
             return self._ddp(tensors)
         return self._buckets(tensors) if "buckets" in variant else self._each(tensors)
+
+    def training(self, variant: str, network: str) -> Operation:
+        """A step under DistributedDataParallel, or without it."""
+        from benchmarks import torch_networks
+
+        def wrap(module: Any, optimizer: Any) -> tuple[Any, Any]:
+            parallel = self._torch.nn.parallel.DistributedDataParallel(
+                module, gradient_as_bucket_view=True
+            )
+            return parallel, optimizer
+
+        return torch_networks.training(network, wrap if variant == "together" else None)
 
     def _each(self, tensors: list[Any]) -> Operation:
         def step() -> None:
@@ -128,17 +143,19 @@ class Horovod(Peer):
 
     arrays = ("allreduce_ in place",)
     models = ("async, fused", "grouped")
-    dtypes = ("float32",)
+    dtypes: tuple[str, ...] = ("float32",)
+    trainings = TRAININGS
+    package = "horovod"
 
     def __init__(self, rank: int, size: int, port: int) -> None:
-        import horovod
-        import horovod.torch as hvd
         import torch
 
+        package = importlib.import_module(self.package)
+        hvd = importlib.import_module(f"{self.package}.torch")
         hvd.init()
         self._hvd, self._torch = hvd, torch
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.version = f"{horovod.__version__}, torch {torch.__version__}"
+        self.version = f"{package.__version__}, torch {torch.__version__}"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
 
     def total(self, value: float) -> float:
@@ -167,6 +184,24 @@ class Horovod(Peer):
 
         return step
 
+    def training(self, variant: str, network: str) -> Operation:
+        """A step with a DistributedOptimizer, or without it."""
+        from benchmarks import torch_networks
+
+        def wrap(module: Any, optimizer: Any) -> tuple[Any, Any]:
+            named = [(f"{network}.{n}", p) for n, p in module.named_parameters()]
+            self._hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+            return module, self._hvd.DistributedOptimizer(optimizer, named)
+
+        return torch_networks.training(network, wrap if variant == "together" else None)
+
     def close(self) -> None:
         """Leaves the world."""
         self._hvd.shutdown()
+
+
+class RingjaxTorch(Horovod):
+    """ringjax.torch: the same calls of another package."""
+
+    dtypes = ("float32", "bfloat16")
+    package = "ringjax"

@@ -34,6 +34,7 @@ class Case:
       kind: one of KINDS; a peer has other variants for each.
       dtype: of the tensors.
       counts: this case is a point of time against the number of tensors.
+      network: of torch_networks.py, to be trained, with parameters of these shapes.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Case:
     kind: str = "arrays"
     dtype: str = "float32"
     counts: bool = False
+    network: str = ""
 
     @property
     def size(self) -> int:
@@ -109,6 +111,7 @@ class Variant:
             "us_p10": times[tenth],
             "us_p90": times[-1 - tenth],
             "us_min": times[0],
+            "cpu_us": self.own * 1e6 / (self.calls * len(times) * ranks),
             "algbw": algbw,
             "busbw": algbw * factor,
             # The kernel counts in ticks of 10 ms: a short time says nothing.
@@ -201,6 +204,7 @@ def measure(
                 variants=names[:most],
                 shapes=case.shapes,
                 dtype=case.dtype,
+                network=case.network,
             )
             for variant in found:
                 variant.settle(options.seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import resource
 import socket
 import time
@@ -58,10 +59,12 @@ class Worker:
         if request["do"] == "prepare":
             self._steps.clear()  # first, so that memory is not held twice
             shapes = [tuple(s) for s in request["shapes"]]
-            self._steps |= {
-                variant: self._peer.operation(variant, shapes, request["dtype"])
-                for variant in request["variants"]
-            }
+            for variant in request["variants"]:
+                self._steps[variant] = (
+                    self._peer.training(variant, request["network"])
+                    if request["network"]
+                    else self._peer.operation(variant, shapes, request["dtype"])
+                )
             return {}
         step = self._steps[request["variant"]]
         return run(self._peer, step, request["batches"], request["calls"])
@@ -78,8 +81,8 @@ def main() -> None:
     peer = PEERS[options.peer].kind(options.rank, options.size, options.port)
     check(peer)
     worker = Worker(peer)
-    said = ("rank", "version", "arrays", "models", "streams", "dtypes")
-    hello = {name: getattr(peer, name) for name in said}
+    said = ("rank", "version", "arrays", "models", "streams", "dtypes", "trainings")
+    hello = {name: getattr(peer, name) for name in said} | {"pid": os.getpid()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(options.socket)
         with connection.makefile("rw") as stream:

@@ -24,7 +24,12 @@ START_UP = 120.0  # seconds until all ranks of a world have said hello
 ANSWER = 300.0  # seconds for one request
 END = 15.0
 # What a case can be; the names of the variants for it are attributes of a peer.
-KINDS = ("arrays", "models", "streams")
+KINDS = ("arrays", "models", "streams", "trainings")
+
+
+def close_when_terminated() -> None:
+    """Lets SIGTERM end this program as Ctrl-C does: nobody else would wake ranks."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class WorldError(RuntimeError):
@@ -47,6 +52,8 @@ class World:
         if launch.python != sys.executable:  # its packages are not for another Python
             self._environment.pop("PYTHONPATH", None)
         self._environment |= launch.environment
+        self._restless = launch.restless
+        self._pids: list[int] = []
         self._log = folder / f"{peer}.log"
         path = str(folder / f"{peer}.socket")
         worker = [launch.python, "-m", "benchmarks.worker", path, peer]
@@ -67,6 +74,8 @@ class World:
         self.version: str = hellos[0]["version"]
         self.variants: dict[str, list[str]] = {k: hellos[0][k] for k in KINDS}
         self.dtypes: list[str] = hellos[0]["dtypes"]
+        self._pids = [hello["pid"] for hello in hellos]
+        self._rest()
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
         """Sends a request to every rank and returns the answers.
@@ -75,6 +84,7 @@ class World:
           WorldError: a rank failed, died or is late.
         """
         answers = []
+        self._wake()
         try:
             for stream in self._streams:
                 print(json.dumps(request), file=stream, flush=True)
@@ -82,6 +92,8 @@ class World:
                 answers.append(json.loads(stream.readline() or "null"))
         except OSError as error:
             raise WorldError(f"{self.peer}: {error}\n{self._tail()}") from None
+        finally:
+            self._rest()
         if None in answers:
             raise WorldError(f"{self.peer}: a rank has ended\n{self._tail()}")
         errors = [a["error"] for a in answers if "error" in a]
@@ -91,6 +103,7 @@ class World:
 
     def close(self) -> None:
         """Lets the ranks end, and ends them if they do not."""
+        self._wake()
         self._listener.close()
         for stream in self._streams:
             with contextlib.suppress(OSError):
@@ -106,6 +119,18 @@ class World:
             deadline = time.monotonic() + END
         for process in self._processes:
             process.wait()
+
+    def _wake(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _rest(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Stops ranks that work while nobody asks them, and lets them go on."""
+        for pid in self._pids if self._restless else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringjax import eager as eager
+    from ringjax import elastic as elastic
     from ringjax import errors as errors
     from ringjax.basics import build_info as build_info
     from ringjax.basics import ccl_built as ccl_built
@@ -63,10 +66,12 @@ if TYPE_CHECKING:
     from ringjax.sync import allreduce_metrics as allreduce_metrics
     from ringjax.sync import broadcast_object as broadcast_object
     from ringjax.sync import broadcast_parameters as broadcast_parameters
+    from ringjax.timeline import start_timeline as start_timeline
+    from ringjax.timeline import stop_timeline as stop_timeline
 
     __version__: str
 
-# Where each name is defined. `errors` and `run` are modules; `run` can be called.
+# Where each name is defined; some are modules. `run` is one and can be called, too.
 _NAMES = {
     "runtime": (
         "ProcessSet",
@@ -105,6 +110,7 @@ _NAMES = {
         "broadcast_object",
         "broadcast_parameters",
     ),
+    "timeline": ("start_timeline", "stop_timeline"),
     "ops": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
     "basics": (
         "build_info",
@@ -120,7 +126,7 @@ _NAMES = {
         "rocm_built",
     ),
 }
-_MODULES = ("errors", "run")
+_MODULES = ("eager", "elastic", "errors", "run")
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, *_MODULES])
@@ -133,8 +139,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ringjax.{name}")
     elif name in _HOME:
         module = importlib.import_module(f"ringjax.{_HOME[name]}")
-        if name == "init":
-            module.integration.load = _load_jax
         value = getattr(module, name)
     else:
         raise AttributeError(f"module 'ringjax' has no attribute {name!r}")
@@ -147,7 +151,13 @@ def __dir__() -> list[str]:
 
 
 def _load_jax() -> None:
-    """Where CUDA devices are, JAX must be asked for its own before it is used."""
+    """Where CUDA devices are, JAX must be asked for its own before it is used.
+
+    Not where the program uses PyTorch and, so far, no JAX: the question alone makes JAX
+    take most of the device's memory.
+    """
+    if "torch" in sys.modules and "jax" not in sys.modules:
+        return
     if importlib.util.find_spec("jax") is not None:
         importlib.import_module("ringjax._jax")
 

@@ -185,6 +185,125 @@ class CudaCommunicator:
         """Ends it: in good order and bounded in time, or at once after a failure."""
     def stats(self) -> dict[str, Any]: ...
 
+class Timeline:
+    def __init__(self, path: str, mark_rounds: bool) -> None:
+        """Replaces the file at `path`; StatusError INTERNAL if it cannot be written."""
+    def close(self) -> None:
+        """Writes what has been reported; later reports go nowhere."""
+
+class EagerLane:
+    """Named operations of a process set, submitted in any order from any thread.
+
+    A thread without the interpreter's lock agrees with those of the other ranks which
+    operations all have submitted, and runs them.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        fusion_threshold: int,
+        cycle_seconds: float,
+        cache_capacity: int,
+        stall_warning: float,
+        timeout: float,
+        cuda: dict[str, Any] | None = None,
+    ) -> None:
+        """Nobody else may use `communicator`.
+
+        Args:
+            fusion_threshold: most bytes of one message, 0: nothing is fused. Alike on
+                all ranks, as is `cache_capacity`, the operations to remember.
+            cycle_seconds: how long an operation waits for more to fuse with.
+            stall_warning: seconds of waiting for other ranks until a warning.
+            timeout: and until an error; 0 = never, for both.
+            cuda: what it needs to take CUDA tensors: the options of CudaCommunicator,
+                `nccl`, the paths to try for it, and `device`, the one of a rank that
+                joins without having submitted any tensor, -1 for none. All ranks or
+                none have this.
+        """
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def aborted(self) -> bool: ...
+    def submit(
+        self,
+        op: int,
+        name: str,
+        ins: Sequence[tuple[int, int, Sequence[int]]],
+        outs: Sequence[int],
+        *,
+        reduce_op: int = 1,
+        root: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        splits: Sequence[int] = (),
+        keep: object = None,
+        cuda: bool = False,
+        stream: int = 0,
+        alone: bool = False,
+    ) -> Ticket:
+        """Hands in an operation; raises StatusError if it is impossible.
+
+        INVALID_ARGUMENT also if one of this name is under way; what has failed this
+        lane before, at once.
+
+        Args:
+            ins: (address, number of the dtype in DTYPES, shape), C-contiguous.
+            outs: where the results go: for allreduce and broadcast as large as the
+                inputs, for reducescatter of rank r dim0 // size rows, and one more if
+                r < dim0 % size. Empty for allgather, alltoall and barrier.
+            root: rank in the set.
+            splits: of alltoall: rows for each rank, input by input; empty: equal parts.
+            keep: referred to until the operation has ended.
+            alone: never fused with others.
+            cuda: the addresses are of memory on a CUDA device, one for all tensors of
+                this rank, and are used when `stream` has come as far as it is now.
+        """
+    def set_timeline(self, timeline: Timeline | None) -> None:
+        """From the next round on, reports there what it does."""
+    def join(self) -> Ticket:
+        """This rank has nothing more to submit until all ranks have joined."""
+    def abort(self, message: str, rank: int = -1) -> None: ...
+    def close(self) -> None:
+        """Ends it, bounded in time; what is pending fails."""
+    @property
+    def takes_cuda(self) -> bool:
+        """Whether tensors on CUDA devices may be submitted."""
+    def cuda_stats(self) -> dict[str, dict[str, Any]]:
+        """As CudaCommunicator.stats; empty before the first call on a device."""
+    def stats(self) -> dict[str, int]:
+        """Keys: rounds, news_bytes (sent), submissions, cached, calls, fused, failures.
+
+        `cached` are the submissions that travelled as a number, `fused` those in calls.
+        """
+
+class Ticket:
+    """What a submission will have come to."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, on the device as well if its tensors are there."""
+    def wait(self, stream: int | None = None) -> None:
+        """Without the interpreter's lock; raises StatusError, or KeyboardInterrupt.
+
+        Of tensors on a device: until it is enqueued. What is enqueued on `stream` from
+        then on, by default the one that submitted it, comes after it.
+        """
+    def output(self, i: int) -> Any:
+        """The result of allgather or alltoall: has a buffer and __dlpack__.
+
+        On a device __dlpack__ only, for the stream that was last given to wait(): when
+        that has passed the moment of the last reference, the memory is used again.
+        """
+    def received(self, i: int) -> list[int]:
+        """How many of its rows came from each rank."""
+    @property
+    def last_joined(self) -> int:
+        """The rank in the set that joined last, once a join is done."""
+
 def local_world(
     hosts: Sequence[int], options: Mapping[str, float | str] = ...
 ) -> list[Communicator]: ...

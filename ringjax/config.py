@@ -9,111 +9,46 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+from . import parsers
+from .parsers import LOG_LEVELS as LOG_LEVELS
+from .parsers import Parser
+
 # Shorter secrets could be guessed; ringrun makes 32 bytes.
 MIN_SECRET_BYTES = 16
 
-Parser = Callable[[str], Any]
 
+@dataclass(frozen=True)
+class Alias:
+    """A variable of Horovod for a setting of ours, in other words or units.
 
-def _integer(low: int, high: int | None = None) -> Parser:
-    limits = f"at least {low}" if high is None else f"between {low} and {high}"
+    Attributes:
+        name: without HOROVOD_.
+        parse: to our value; None: this variable says nothing about it.
+    """
 
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError("an integer") from None
-        if value < low or (high is not None and value > high):
-            raise ValueError(f"an integer {limits}")
-        return value
-
-    return parse
-
-
-def _seconds(low: float = 0.0) -> Parser:
-    expected = f"a number of seconds, at least {low:g}"
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(expected) from None
-        if not low <= value < 1e9:  # also refuses nan and inf
-            raise ValueError(expected)
-        return value
-
-    return parse
-
-
-def _multiple_of(unit: int, high: int) -> Parser:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or (n := int(text)) > high or n % unit:
-            raise ValueError(f"a multiple of {unit} up to {high}")
-        return n
-
-    return parse
-
-
-def _power_of_two(low: int, high: int) -> Parser:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= (n := int(text)) <= high or n & (n - 1):
-            raise ValueError(f"a power of two between {low} and {high}")
-        return n
-
-    return parse
-
-
-def _boolean(text: str) -> bool:
-    values = {"1": True, "true": True, "on": True, "yes": True}
-    values |= {"0": False, "false": False, "off": False, "no": False}
-    if text.lower() not in values:
-        raise ValueError("1 or 0")
-    return values[text.lower()]
-
-
-def _hex(digits: int, *, exactly: bool) -> Parser:
-    size = f"{digits}" if exactly else f"at least {digits}"
-
-    def parse(text: str) -> str:
-        plain = all(c in "0123456789abcdefABCDEF" for c in text) and len(text) % 2 == 0
-        right = len(text) == digits if exactly else len(text) >= digits
-        if not (plain and right):
-            raise ValueError(f"{size} hexadecimal digits")
-        return text.lower()
-
-    return parse
-
-
-def _level(text: str) -> str:
-    level = "warning" if text.lower() == "warn" else text.lower()
-    if level not in LOG_LEVELS:
-        raise ValueError("one of " + ", ".join(LOG_LEVELS))
-    return level
-
-
-def _choice(*names: str) -> Parser:
-    def parse(text: str) -> str:
-        if text.lower() not in names:
-            raise ValueError("one of " + ", ".join(names))
-        return text.lower()
-
-    return parse
+    name: str
+    parse: Parser
 
 
 def _setting(
-    default: Any, parse: Parser, meaning: str, *horovod: str, secret: bool = False
+    default: Any,
+    parse: Parser,
+    meaning: str,
+    *horovod: str | Alias,
+    secret: bool = False,
 ) -> Any:
     """A field with how to read it; `horovod` are the names Horovod has for it."""
-    about = {"parse": parse, "meaning": meaning, "horovod": horovod, "secret": secret}
+    aliases = tuple(a if isinstance(a, Alias) else Alias(a, parse) for a in horovod)
+    about = {"parse": parse, "meaning": meaning, "horovod": aliases, "secret": secret}
     return dataclasses.field(default=default, metadata=about, repr=not secret)
 
 
-_RANK, _COUNT = _integer(0, 2**31 - 1), _integer(1, 2**31 - 1)
+_RANK, _COUNT = parsers.integer(0, 2**31 - 1), parsers.integer(1, 2**31 - 1)
+_SECRET = parsers.hexadecimal(2 * MIN_SECRET_BYTES, exactly=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,89 +77,147 @@ class Config:
     )
     secret: str = _setting(
         "",
-        _hex(2 * MIN_SECRET_BYTES, exactly=False),
+        _SECRET,
         "the job's secret in hexadecimal digits",
         secret=True,
     )
     secret_file: str = _setting(
         "", str, "a file that holds the secret, readable by its owner only"
     )
-    job: str = _setting("", _hex(16, exactly=True), "the job's id")
+    job: str = _setting("", parsers.hexadecimal(16, exactly=True), "the job's id")
     hostname: str = _setting("", str, "this host's name in the job", "HOSTNAME")
     start_timeout: float = _setting(
-        120.0, _seconds(0.1), "for all ranks to appear and connect", "START_TIMEOUT"
+        120.0,
+        parsers.seconds(0.1),
+        "for all ranks to appear and connect",
+        "START_TIMEOUT",
     )
     stall_warning: float = _setting(
         30.0,
-        _seconds(),
+        parsers.seconds(),
         "of waiting for a living rank until a warning, 0 = never",
+        Alias("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
         "STALL_CHECK_TIME_SECONDS",
     )
     collective_timeout: float = _setting(
         300.0,
-        _seconds(),
+        parsers.seconds(),
         "of waiting for a living rank until an error, 0 = never",
+        Alias("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
         "STALL_SHUTDOWN_TIME_SECONDS",
     )
     failure_timeout: float = _setting(
-        5.0, _seconds(0.1), "of silence until a rank counts as lost"
+        5.0,
+        parsers.seconds(0.1),
+        "of silence until a rank counts as lost",
+        "GLOO_TIMEOUT_SECONDS",
     )
-    heartbeat: float = _setting(1.0, _seconds(0.01), "between two signs of life")
+    heartbeat: float = _setting(1.0, parsers.seconds(0.01), "between two signs of life")
     ring_bytes: int = _setting(
         1 << 20,
-        _power_of_two(1 << 14, 1 << 28),
+        parsers.power_of_two(1 << 14, 1 << 28),
         "shared memory per direction of a pair on one host",
     )
     tile_bytes: int = _setting(
         1 << 19,
-        _multiple_of(1 << 12, 1 << 28),
+        parsers.multiple_of(1 << 12, 1 << 28),
         "an allreduce on one host passes through shared memory in such tiles, 0 = "
         "through the rings",
     )
-    tcp_streams: int = _setting(2, _integer(1, 16), "data sockets per pair of hosts")
+    tcp_streams: int = _setting(
+        2, parsers.integer(1, 16), "data sockets per pair of hosts"
+    )
     network_interfaces: str = _setting(
         "", str, "use these interfaces only: name,...", "GLOO_IFACE"
     )
-    shm: bool = _setting(True, _boolean, "shared memory between ranks of one host")
+    shm: bool = _setting(
+        True, parsers.boolean, "shared memory between ranks of one host"
+    )
     algorithm: str = _setting(
         "", str, "force one: ring, or allreduce:ring,broadcast:binomial"
     )
     calibrate: str = _setting(
         "auto",
-        _choice("auto", "always", "off"),
+        parsers.choice("auto", "always", "off"),
         "measure the links at start; auto: unless the cache remembers them",
     )
     cache_dir: str = _setting(
         "", str, "for what is remembered; default: ringjax in the user's cache folder"
     )
     spin_us: float = _setting(
-        50.0, _seconds(), "microseconds of busy waiting before sleeping"
+        50.0, parsers.seconds(), "microseconds of busy waiting before sleeping"
     )
     bucket_bytes: int = _setting(
         25 << 20,
-        _integer(0),
+        parsers.integer(0),
         "gradients per message, 0 = no fusion",
         "FUSION_THRESHOLD",
     )
-    overlap_memory: int = _setting(
-        40 << 20, _integer(0), "most bytes of gradients that are on their way, on CPUs"
+    fusion_threshold: int = _setting(
+        128 << 20,
+        parsers.integer(0),
+        "bytes of eager operations in one message, 0 = no fusion",
+        "FUSION_THRESHOLD",
     )
-    gpu: bool = _setting(True, _boolean, "CUDA devices; 0: as if there were none")
+    group_fusion: bool = _setting(
+        True,
+        parsers.boolean,
+        "grouped eager operations may share a message with others",
+        Alias("DISABLE_GROUP_FUSION", parsers.if_true(False)),
+    )
+    cycle_time: float = _setting(
+        0.0,
+        parsers.seconds(unit="milliseconds"),
+        "milliseconds that an eager operation waits for more to fuse with",
+        "CYCLE_TIME",
+    )
+    cache_capacity: int = _setting(
+        65536,
+        parsers.integer(0, 1 << 24),
+        "eager operations that ranks remember, 0 = none",
+        "CACHE_CAPACITY",
+    )
+    overlap_memory: int = _setting(
+        40 << 20,
+        parsers.integer(0),
+        "most bytes of gradients that are on their way, on CPUs",
+    )
+    gpu: bool = _setting(
+        True, parsers.boolean, "CUDA devices; 0: as if there were none"
+    )
     nccl: str = _setting(
         "", str, "libnccl.so.2 to load, unless JAX has loaded one already"
     )
     fusion: str = _setting(
         "hybrid",
-        _choice("hybrid", "pack", "group"),
+        parsers.choice("hybrid", "pack", "group"),
         "on CUDA: copy small tensors, all, or none into one buffer",
     )
     fusion_small: int = _setting(
-        1 << 20, _integer(0), "bytes of a tensor that is not small to hybrid fusion"
+        1 << 20,
+        parsers.integer(0),
+        "bytes of a tensor that is not small to hybrid fusion",
     )
     comm_stream: bool = _setting(
-        True, _boolean, "a CUDA stream of its own for communication; 0: no overlap"
+        True,
+        parsers.boolean,
+        "a CUDA stream of its own for communication; 0: no overlap",
     )
-    log_level: str = _setting("warning", _level, "least level to print", "LOG_LEVEL")
+    timeline: str = _setting(
+        "",
+        str,
+        "file for a timeline of eager operations; DYNAMIC: none before start_timeline",
+        "TIMELINE",
+    )
+    timeline_mark_cycles: bool = _setting(
+        False,
+        parsers.boolean,
+        "mark the rounds of negotiation in it",
+        "TIMELINE_MARK_CYCLES",
+    )
+    log_level: str = _setting(
+        "warning", parsers.level, "least level to print", "LOG_LEVEL"
+    )
 
     def __post_init__(self) -> None:
         if (self.rank is None) != (self.size is None):
@@ -249,18 +242,20 @@ class Config:
         """
         values = {}
         for field in dataclasses.fields(cls):
-            for name in variables(field):
+            for name, parse in _readings(field):
                 text = environ.get(name, "").strip()
                 if not text:  # an empty variable is an unset one
                     continue
                 try:
-                    values[field.name] = field.metadata["parse"](text)
+                    value = parse(text)
                 except ValueError as expected:
                     shown = "(hidden)" if field.metadata["secret"] else repr(text)
                     raise ValueError(
                         f"{name} is {shown}: expected {expected}"
                     ) from None
-                break
+                if value is not None:
+                    values[field.name] = value
+                    break
         return cls(**values)
 
     def secret_bytes(self) -> bytes | None:
@@ -302,8 +297,19 @@ class Config:
 
 def variables(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """The environment variables of a field, the strongest first."""
-    horovod = (f"HOROVOD_{name}" for name in field.metadata["horovod"])
-    return (f"RINGJAX_{field.name.upper()}", *horovod)
+    return tuple(name for name, _ in _readings(field))
+
+
+def _readings(field: dataclasses.Field[Any]) -> Iterator[tuple[str, Parser]]:
+    yield f"RINGJAX_{field.name.upper()}", field.metadata["parse"]
+    for alias in field.metadata["horovod"]:
+        yield f"HOROVOD_{alias.name}", alias.parse
+
+
+def horovod_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables of Horovod that are set, known to us or not."""
+    given = (name for name, text in environ.items() if text.strip())
+    return sorted(name for name in given if name.startswith("HOROVOD_"))
 
 
 def _read_secret(path: str) -> bytes:
@@ -331,7 +337,7 @@ def _read_secret(path: str) -> bytes:
     finally:
         os.close(fd)
     try:
-        return bytes.fromhex(_hex(2 * MIN_SECRET_BYTES, exactly=False)(text.decode()))
+        return bytes.fromhex(_SECRET(text.decode()))
     except ValueError:
         raise ValueError(
             f"RINGJAX_SECRET_FILE is {path!r}: expected a line of at least "

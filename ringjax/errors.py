@@ -84,6 +84,48 @@ class LaunchError(RingjaxError):
         return type(self), (str(self), self.rank, self.exit_code)
 
 
+class HostsUpdatedInterrupt(RuntimeError):
+    """Ranks join or leave: the training function starts again, nothing is restored.
+
+    Not a failure, so no RingjaxError; elastic training catches it.
+
+    Attributes:
+        skip_sync: ranks only leave, so that those who stay have equal states already.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
+
+    def __reduce__(self) -> tuple[type[HostsUpdatedInterrupt], tuple[bool]]:
+        return type(self), (self.skip_sync,)
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework is not the version that it was; Horovod's name.
+
+    Nothing of ringjax is compiled against a framework, so ringjax does not raise it.
+
+    Attributes:
+        name: the framework.
+        version: the one found now.
+        installed_version: the one found before.
+    """
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(
+            f"{name} {version} is installed, but {installed_version} was there before",
+            name=name,
+        )
+        self.version = version
+        self.installed_version = installed_version
+
+    def __reduce__(
+        self,
+    ) -> tuple[type[HorovodVersionMismatchError], tuple[str, str, str]]:
+        return type(self), (str(self.name), self.version, self.installed_version)
+
+
 def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
     """The exception for a status code; XLA's names of the codes work too."""
     if code == "UNAVAILABLE":

@@ -54,11 +54,8 @@ def open_library(setting: str) -> tuple[int, str]:
     Raises:
         RingjaxError: there is none, or it is too old.
     """
-    # Or kernels of two communicators on one device may wait for each other.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    candidates = [setting] if setting else [*filter(None, [wheel_library()]), ""]
     why: list[RingjaxError] = []
-    for path in candidates:
+    for path in _candidates(setting):
         try:
             version, mapped = _native.open_nccl(path)
             return int(version), str(mapped)
@@ -66,6 +63,37 @@ def open_library(setting: str) -> tuple[int, str]:
             why.append(from_status(error))
     # The system's absence says less than what is wrong with a file that was found.
     raise why[0]
+
+
+def _candidates(setting: str) -> list[str]:
+    """The paths to try, in order; the copy that is mapped comes before all of them."""
+    # Or kernels of two communicators on one device may wait for each other.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    return [setting] if setting else [*filter(None, [wheel_library()]), ""]
+
+
+def lane_options(config: Config, device: int) -> dict[str, Any]:
+    """What an eager lane needs to take CUDA tensors; it opens NCCL when they come.
+
+    Args:
+        config: the settings of this rank.
+        device: the one for a rank that joins before it has any tensor; -1: none.
+    """
+    return {
+        **_options(config),
+        "device": device,
+        "nccl": _candidates(config.nccl),
+    }
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Those of every device communicator."""
+    return {
+        "start_timeout": config.start_timeout,
+        "fusion": config.fusion,
+        "fusion_small": config.fusion_small,
+        "comm_stream": int(config.comm_stream),
+    }
 
 
 def version_text(version: int) -> str:
@@ -163,7 +191,7 @@ class Devices:
             self.close()
             raise
         if self._reason:
-            self._home.log("info", f"no CUDA collectives: {self._reason}")
+            self._home.log("info", f"no CUDA collectives in jit: {self._reason}")
 
     def _assemble(self, device: int, why_not: str) -> str:
         """Why there will be no device communicators, or nothing; alike on all ranks."""
@@ -229,7 +257,6 @@ class Devices:
     def _build(
         self, number: int, ranks: Sequence[int], unique_id: bytes, what: str
     ) -> None:
-        config = self._home.config
         control = self._home.connect_control(
             number | CONTROL, ranks, f"{'world' if number == 0 else what} (device)"
         )
@@ -239,12 +266,7 @@ class Devices:
                 control=control,
                 device=self.device,
                 unique_id=unique_id,
-                options={
-                    "start_timeout": config.start_timeout,
-                    "fusion": config.fusion,
-                    "fusion_small": config.fusion_small,
-                    "comm_stream": int(config.comm_stream),
-                },
+                options=_options(self._home.config),
             )
         except _native.StatusError as error:
             gone = {r: why for r, why in self._home.gone().items() if r in ranks}

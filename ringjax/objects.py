@@ -1,8 +1,9 @@
 """Python objects as bytes and back, without pickle: JSON for the structure, raw arrays.
 
-Knows no communication and no jax; `sync.py` sends the bytes. Bytes that came from
-another rank are bounded and checked: whatever they hold, decoding gives an object of
-the types below or a ValueError.
+Knows no lane and no jax: `broadcast` and `allgather` are given a function that moves
+arrays, by `sync.py` and `eager/objects.py`. Bytes that came from another rank are
+bounded and checked: whatever they hold, decoding gives an object of the types below or
+a ValueError.
 
 Layout: ``RJO1`` | u32 length of the JSON text | JSON text | blobs, one after another.
 The text is ``{"value": node, "blobs": [bytes of each]}``. A node is null, true, false,
@@ -18,7 +19,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,19 +102,24 @@ class Message(NamedTuple):
         """uint32[2]: whether it failed, and the number of bytes."""
         return np.array([self.failed, len(self.data)], np.uint32)
 
-    def body(self) -> np.ndarray[Any, Any]:
-        """The bytes, filled up to `room`."""
-        body = np.zeros(room(self.head()), np.uint8)
+    def body(self, size: Size | None = None) -> np.ndarray[Any, Any]:
+        """The bytes, filled up to `size`, which is `room` if not given."""
+        body = np.zeros((size or room)(self.head()), np.uint8)
         body[: len(self.data)] = np.frombuffer(self.data, np.uint8)
         return body
 
 
+def length(head: np.ndarray[Any, Any]) -> int:
+    """The number of bytes."""
+    announced = int(head[1])
+    if announced > MAX_BYTES:
+        raise ValueError(f"an object of {announced} bytes is announced")
+    return announced
+
+
 def room(head: np.ndarray[Any, Any]) -> int:
-    """The size of the body: a power of two, as every new shape is a new program."""
-    length = int(head[1])
-    if length > MAX_BYTES:
-        raise ValueError(f"an object of {length} bytes is announced")
-    return max(64, 1 << (length - 1).bit_length())
+    """`length` up to a power of two, where every new shape is a new program."""
+    return max(64, 1 << (length(head) - 1).bit_length())
 
 
 def opened(head: np.ndarray[Any, Any], body: bytes, *, allow_pickle: bool) -> Any:
@@ -121,6 +128,79 @@ def opened(head: np.ndarray[Any, Any], body: bytes, *, allow_pickle: bool) -> An
     if head[0]:
         raise TypeError(data.decode(errors="replace"))
     return decode(data, allow_pickle=allow_pickle)
+
+
+# -- from rank to rank -----------------------------------------------------------------
+
+# Moves an array between the ranks, the "head" or the "body" of messages.
+Move = Callable[[np.ndarray[Any, Any], str], Any]
+# From the head of a message to the size of its body as it travels.
+Size = Callable[[np.ndarray[Any, Any]], int]
+
+
+def broadcast(
+    what: str,
+    obj: Any,
+    move: Move,
+    size: Size,
+    *,
+    is_root: bool,
+    root_rank: int,
+    allow_pickle: bool,
+) -> Any:
+    """A copy of the root's object. `what` is the function that errors name.
+
+    Raises:
+      TypeError: the root's object cannot be sent; on every rank.
+      ValueError: what came is no object, or a pickle without `allow_pickle`.
+    """
+    message = Message.of(obj if is_root else None, allow_pickle=allow_pickle)
+    head = np.asarray(move(message.head(), "head"))
+    with _blaming(what, root_rank):
+        body = message.body(size) if is_root else np.zeros(size(head), np.uint8)
+    data = np.asarray(move(body, "body")).tobytes()
+    with _blaming(what, root_rank):
+        return opened(head, data, allow_pickle=allow_pickle)
+
+
+def allgather(
+    what: str,
+    obj: Any,
+    move: Move,
+    size: Size,
+    *,
+    ranks: Iterable[int],
+    allow_pickle: bool,
+) -> list[Any]:
+    """The objects of all ranks. Raises as `broadcast`."""
+    message = Message.of(obj, allow_pickle=allow_pickle)
+    heads = np.asarray(move(message.head()[None], "head"))
+    data = np.asarray(move(message.body(size), "body")).tobytes()
+    senders: list[int | str] = list(ranks)
+    if len(heads) < len(senders):  # who has joined sends nothing
+        senders = ["unknown"] * len(heads)
+    found, start = [], 0
+    for rank, head in zip(senders, heads, strict=True):
+        with _blaming(what, rank):
+            end = start + size(head)
+            found.append(opened(head, data[start:end], allow_pickle=allow_pickle))
+        start = end
+    return found
+
+
+@contextmanager
+def _blaming(what: str, rank: int | str) -> Iterator[None]:
+    """Says whose object it is that cannot be sent or read."""
+    try:
+        yield
+    except TypeError as e:
+        text = f"ringjax.{what}: `obj` of rank {rank} cannot be sent: {e}"
+        raise TypeError(text) from None
+    except ValueError as e:
+        raise ValueError(f"ringjax.{what}: `obj` of rank {rank}: {e}") from None
+
+
+# -- the bytes -------------------------------------------------------------------------
 
 
 class _Encoder:

@@ -50,7 +50,8 @@ def allreduce_grads(
     any tree: flax linen parameters, flax nnx states, plain trees.
 
     Args:
-      op: Average, Sum, Min, Max or Product.
+      op: Average, Sum, Min, Max, Product or Adasum (as `ringjax.allreduce` describes
+        it: CPUs, a power of two of ranks; every gradient is weighed by itself).
       compression: Compression.fp16 or .bf16 halves the bytes of float32 gradients.
       bucket_bytes: how much travels at once when overlapped; None: as
         RINGJAX_BUCKET_BYTES says.
@@ -82,7 +83,7 @@ def allreduce_grads(
     ``static_args=("op", "gradient_predivide_factor")``: both are part of the program.
     """
     prescale, postscale = _scales(op, gradient_predivide_factor)
-    wire = arguments.wire(_WHAT, compression)
+    wire = arguments.wire(_WHAT, compression, op)
     if overlap not in (True, False, "auto"):
         raise ValueError(
             f"ringjax.{_WHAT}: `overlap` is {overlap!r}, expected True, False or 'auto'"
@@ -109,7 +110,7 @@ def allreduce_grads(
         )
         if not kept:
             return updates, state
-        arguments.reduce_op(_WHAT, op, sent.arrays)
+        arguments.reduce_op(_WHAT, op, sent.arrays, adasum_ranks=communicator.size)
         # Of 0 bytes: no two gradients travel together.
         limit = bucket_bytes or runtime.config().bucket_bytes or 1
         out, seq = primitive.bucketed_allreduce(
@@ -161,7 +162,8 @@ def _scales(op: Any, factor: float) -> tuple[float, float]:
             "optax.inject_hyperparams pass "
             'static_args=("op", "gradient_predivide_factor")'
         )
-    chosen = arguments.reduce_op(_WHAT, op, [])
+    # Of how many ranks is not known yet: one can do everything.
+    chosen = arguments.reduce_op(_WHAT, op, [], adasum_ranks=1)
     number = arguments.factor(_WHAT, "gradient_predivide_factor", factor, [])
     if not 0.0 < number < float("inf"):
         raise ValueError(

@@ -107,6 +107,12 @@ def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
 def _check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
     """Refuses what only the CPU engine can reduce, before anything is compiled."""
     op = ReduceOp(params["reduce_op"])
+    if op is ReduceOp.Adasum:
+        raise ValueError(
+            f"ringjax.{what}: op=Adasum is not supported on CUDA devices; move the "
+            "tensors to a CPU device, or use op=Average (or Sum with a scaled learning "
+            "rate)"
+        )
     names = params["names"] or [""] * len(avals)
     for name, aval in zip(names, avals, strict=True):
         short = jnp.issubdtype(aval.dtype, jnp.integer) and aval.dtype.itemsize == 2
@@ -138,6 +144,18 @@ def same_shape(avals: Sequence[Any], **params: Any) -> list[Any]:
 def scaled(x: Any, factor: float) -> Any:
     """``factor * x`` in the dtype of x, and no operation for 1."""
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
+def refuse_adasum(what: str, op: int, lacks: str) -> None:
+    """Adasum weighs whole tensors by their own values: no rule of the others holds."""
+    if op == ReduceOp.Adasum:
+        raise TypeError(f"ringjax.{what}: op=Adasum has {lacks}")
+
+
+NO_VMAP = (
+    "no vmap: its weights are those of whole tensors, and a batch would become one; "
+    "use a loop or jax.lax.map"
+)
 
 
 def batch_elementwise(p: Any, xs: Any, dims: Any, **params: Any) -> Any:
@@ -352,6 +370,7 @@ def _timetable(
 
 def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:
     """An ensemble: all members carry the same seq, and one call moves them all."""
+    refuse_adasum("allreduce_grads", params["reduce_op"], NO_VMAP)
     *leaves, seq = args
     *leaf_dims, seq_dim = dims
     if seq_dim is not None:

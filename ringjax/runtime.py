@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ from .process_set import ProcessSet, this_process
 from .world import World
 
 if TYPE_CHECKING:
-    from ._native import Communicator
+    from ._native import Communicator, EagerLane
 
 __all__ = [
     "ProcessSet",
@@ -36,6 +37,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "lane",
     "local_rank",
     "local_size",
     "on_init",
@@ -57,20 +59,6 @@ _on_init: list[Callable[[], None]] = []
 _on_shutdown: list[Callable[[], None]] = []
 _hooked = False
 _forked = False
-
-
-class Integration:
-    """What connects ringjax with a framework, wanted in `init` where there are devices.
-
-    Attributes:
-        load: imports it, so that it registers its callbacks; the package's door, which
-            knows all modules, fills it in.
-    """
-
-    load: Callable[[], None] = staticmethod(lambda: None)
-
-
-integration = Integration()
 
 
 def init(
@@ -119,7 +107,8 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
     world = World(settings)
     try:
         if world.devices.possible:  # then all ranks must say which ones they use
-            integration.load()
+            # The package's door knows who can tell, and whether to ask.
+            importlib.import_module("ringjax")._load_jax()
     except BaseException:
         world.close()
         raise
@@ -132,6 +121,8 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
         _register(wanted)
         for callback in list(_on_init):
             callback()
+        if world.devices.possible:  # no effect where a callback has said something else
+            world.open_devices(-1, "JAX had not been imported before ringjax.init()")
     except BaseException:
         shutdown()
         raise
@@ -196,7 +187,7 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Whether `init` has been called, and `shutdown` not since."""
-    return _world is not None and not _forked
+    return _world is not None
 
 
 def current(what: str) -> World:
@@ -206,12 +197,20 @@ def current(what: str) -> World:
         NotInitialized: there is none.
     """
     _check_fork(what)
+    return _begun(what)
+
+
+def _begun(what: str) -> World:
+    """As `current`, but also in a forked child, for what is known without the others.
+
+    A process that loads data for this one may ask for its rank.
+    """
     if _world is None:
         raise NotInitialized(f"ringjax.{what}: call ringjax.init() first")
     return _world
 
 
-this_process.rank = lambda what: current(what).standing.rank
+this_process.rank = lambda what: _begun(what).standing.rank
 
 
 def config() -> Config:
@@ -221,37 +220,37 @@ def config() -> Config:
 
 def rank() -> int:
     """This process's number in the job, from 0 to size() - 1."""
-    return current("rank").standing.rank
+    return _begun("rank").standing.rank
 
 
 def size() -> int:
     """How many processes the job has."""
-    return current("size").standing.size
+    return _begun("size").standing.size
 
 
 def local_rank() -> int:
     """This process's number among those of its host."""
-    return current("local_rank").standing.local_rank
+    return _begun("local_rank").standing.local_rank
 
 
 def local_size() -> int:
     """How many processes of the job run on this host."""
-    return current("local_size").standing.local_size
+    return _begun("local_size").standing.local_size
 
 
 def cross_rank() -> int:
     """This host's number among the hosts that have a process with my local rank."""
-    return current("cross_rank").standing.cross_rank
+    return _begun("cross_rank").standing.cross_rank
 
 
 def cross_size() -> int:
     """How many hosts have a process with my local rank."""
-    return current("cross_size").standing.cross_size
+    return _begun("cross_size").standing.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of processes."""
-    return current("is_homogeneous").standing.homogeneous
+    return _begun("is_homogeneous").standing.homogeneous
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -321,6 +320,17 @@ def communicator(
         NotInitialized: before `init`.
         ValueError: the set is not registered, or this rank is not in it.
     """
+    return current(op).communicators[_number(process_set, op)]
+
+
+def lane(
+    process_set: ProcessSet = global_process_set, op: str = "allreduce"
+) -> EagerLane:
+    """Where named operations of a process set are submitted. Raises as communicator."""
+    return current(op).lanes.lanes[_number(process_set, op)]
+
+
+def _number(process_set: ProcessSet, op: str) -> int:
     world = current(op)
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
@@ -332,19 +342,19 @@ def communicator(
             f"ringjax.{op}: process_set {process_set} is not registered; call "
             f"ringjax.add_process_set first"
         )
-    if (found := world.communicators.get(number)) is None:
+    if number not in world.communicators:
         raise ValueError(
             f"ringjax.{op}: process_set {process_set} does not include this rank, "
             f"{world.standing.rank}"
         )
-    return found
+    return number
 
 
 def on_init(callback: Callable[[], None]) -> None:
     """Calls it at the end of every `init`, and now if that has happened already."""
     with _lock:
         _on_init.append(callback)
-        if is_initialized():
+        if _world is not None and not _forked:
             callback()
 
 

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -126,19 +125,17 @@ def broadcast_object(
     what = "broadcast_object"
     communicator = _eager_communicator(what, process_set)
     root = arguments.root(what, root_rank, process_set)
-    send = partial(
-        broadcast, root_rank=root_rank, process_set=process_set, name=name or what
-    )
-    is_root = communicator.rank == root
-    message = objects.Message.of(obj if is_root else None, allow_pickle=allow_pickle)
+
+    def move(array: Any, _: str) -> Any:
+        return broadcast(array, root_rank, process_set=process_set, name=name or what)
+
     with _readable_failures():
-        head = np.asarray(send(message.head()))
-        with _blaming(what, root_rank):
-            room = objects.room(head)
-        body = message.body() if is_root else np.zeros(room, np.uint8)
-        data = np.asarray(send(body)).tobytes()
-    with _blaming(what, root_rank):
-        return objects.opened(head, data, allow_pickle=allow_pickle)
+        return objects.broadcast(
+            *(what, obj, move, objects.room),
+            is_root=communicator.rank == root,
+            root_rank=root_rank,
+            allow_pickle=allow_pickle,
+        )
 
 
 def allgather_object(
@@ -160,20 +157,16 @@ def allgather_object(
     """
     what = "allgather_object"
     _eager_communicator(what, process_set)
-    message = objects.Message.of(obj, allow_pickle=allow_pickle)
-    gather = partial(allgather, process_set=process_set, name=name or what)
+
+    def move(array: Any, _: str) -> Any:
+        return allgather(array, process_set=process_set, name=name or what)
+
     with _readable_failures():
-        heads = np.asarray(gather(message.head()[None]))
-        data = np.asarray(gather(message.body())).tobytes()
-    found, start = [], 0
-    members = process_set.ranks
-    for rank, head in zip(members, heads, strict=True):
-        with _blaming(what, rank):
-            room = objects.room(head)
-            body = data[start : start + room]
-            found.append(objects.opened(head, body, allow_pickle=allow_pickle))
-        start += room
-    return found
+        return objects.allgather(
+            *(what, obj, move, objects.room),
+            ranks=process_set.ranks,
+            allow_pickle=allow_pickle,
+        )
 
 
 def allreduce_metrics(
@@ -375,18 +368,6 @@ def _eager_communicator(what: str, process_set: runtime.ProcessSet) -> Any:
     if not _jax.is_eager(()):
         raise TypeError(f"ringjax.{what} runs outside of jit only, and this is inside")
     return communicator
-
-
-@contextmanager
-def _blaming(what: str, rank: int) -> Iterator[None]:
-    """Says whose object it is that cannot be sent or read."""
-    try:
-        yield
-    except TypeError as e:
-        text = f"ringjax.{what}: `obj` of rank {rank} cannot be sent: {e}"
-        raise TypeError(text) from None
-    except ValueError as e:
-        raise ValueError(f"ringjax.{what}: `obj` of rank {rank}: {e}") from None
 
 
 @contextmanager

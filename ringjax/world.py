@@ -14,59 +14,23 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from . import _native, calibration, launch, nccl
+from . import _native, calibration, horovod_variables, lanes, launch, nccl
 from . import addresses as address
-from .config import LOG_LEVELS, Config
+from .config import LOG_LEVELS, Config, horovod_names
 from .errors import Mismatch, StartupError
 from .meeting import Meeting, attend
 from .mesh import Fabric, Mesh
 from .reception import Reception
 from .session import Member
+from .standing import Standing
 
 # What ranks must agree about for their links and algorithms to fit together.
-_AGREED = ("ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate")
+_AGREED = ["ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate"]
+_AGREED += ["fusion_threshold", "group_fusion", "cache_capacity"]
 _SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
 _CLOSED = "ringjax.shutdown() was called on this rank"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A rank's coordinates. `hosts` has the number of each world rank's host."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    hosts: tuple[int, ...]
-
-    @property
-    def homogeneous(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
-        return len({self.hosts.count(host) for host in set(self.hosts)}) == 1
-
-    @staticmethod
-    def of(rank: int, names: Sequence[str], config: Config) -> Standing:
-        """From the host's name of each rank; what the settings say is stronger."""
-        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        hosts = tuple(numbers[name] for name in names)
-        mine = hosts[rank]
-        local_rank = hosts[:rank].count(mine)
-        # The hosts that have a process with my local rank, in the order of the ranks.
-        cross = [h for h in numbers.values() if hosts.count(h) > local_rank]
-        computed = {
-            "local_rank": local_rank,
-            "local_size": hosts.count(mine),
-            "cross_rank": cross.index(mine),
-            "cross_size": len(cross),
-        }
-        given = {name: getattr(config, name) for name in computed}
-        stronger = {name: v for name, v in given.items() if v is not None}
-        return Standing(rank=rank, size=len(hosts), hosts=hosts, **computed | stronger)
 
 
 class World:
@@ -90,16 +54,22 @@ class World:
         self._sets: dict[int, list[int]] = {}
         self._cost: dict[str, float] = {}  # of the links, as it was measured
         self.devices = nccl.Devices(self, [0])
+        self.lanes = lanes.Lanes(self)
         place = launch.find(config)
         self._prefix = f"ringjax {place.rank}/{place.size}"
+        if place.rank == 0:
+            for note in horovod_variables.notes(horovod_names()):
+                self.log("info", note)
         try:
             if place.size == 1:
                 self.standing = Standing.of(0, ["here"], config)
             else:
                 self._come_together(place)
-            self._calibrate(self._connect(0, range(place.size), "world"))
+            self._calibrate(self.connect(0, range(place.size), "world"))
             self._sets[0] = list(range(place.size))
             self.devices = nccl.Devices(self, self._count_devices())
+            self.lanes.add(0, self._sets[0], "world")
+            self.lanes.open_timeline()
         except BaseException:
             self.close()
             raise
@@ -172,7 +142,7 @@ class World:
         """This rank."""
         return self.standing.rank
 
-    def _connect(
+    def connect(
         self,
         number: int,
         ranks: Sequence[int],
@@ -238,7 +208,7 @@ class World:
     ) -> _native.Communicator:
         """A communicator for messages of a few bytes, beside a device communicator."""
         if self._fabric is None:
-            return self._connect(number, ranks, name)
+            return self.connect(number, ranks, name)
         small = dataclasses.replace(
             self.config,
             ring_bytes=_SMALL_RING,
@@ -247,7 +217,7 @@ class World:
             algorithm="",
         )
         fabric = dataclasses.replace(self._fabric, config=small)
-        return self._connect(number, ranks, name, fabric)
+        return self.connect(number, ranks, name, fabric)
 
     def disconnect(self, number: int) -> None:
         """Ends a communicator, if there is one."""
@@ -280,6 +250,14 @@ class World:
         return "" if self.devices.counts[self.rank] else nccl.absence(self.config)
 
     @property
+    def cuda_for_lanes(self) -> dict[str, Any] | None:
+        """What a lane needs to take CUDA tensors; None where no rank has a device."""
+        if not self.devices.possible:
+            return None
+        have = self.devices.counts[self.rank]
+        return nccl.lane_options(self.config, self.device_share or 0 if have else -1)
+
+    @property
     def device_share(self) -> int | None:
         """The CUDA device that falls to this rank, None if there is no choice."""
         standing, counts = self.standing, self.devices.counts
@@ -306,9 +284,11 @@ class World:
         self._agree(f"{what} {number}", ranks)
         try:
             if self.rank in ranks:
-                self._connect(number, ranks, f"process set {number}")
+                for build in (self.connect, self.lanes.add):
+                    build(number, ranks, f"process set {number}")
             self.devices.add(number, ranks)
         except BaseException:
+            self.lanes.remove(number)
             self.disconnect(number)
             raise
         self._sets[number] = list(ranks)
@@ -318,6 +298,7 @@ class World:
         self._agree(f"{what} {number}", ranks)
         self._sets.pop(number, None)
         self.devices.remove(number)
+        self.lanes.remove(number)
         self.disconnect(number)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
@@ -365,6 +346,7 @@ class World:
         """Leaves the job. Bounded in time; may be called on half of a world."""
         heartbeat, meeting = self._heartbeat, self._meeting
         self.devices.close()  # first: what the devices still do needs all ranks
+        self.lanes.close()
         if heartbeat is not None and not self.failed:
             heartbeat.leave()
         if meeting is not None and not self.failed:
@@ -390,8 +372,7 @@ class World:
         Copies of them here would hide the parent's death from its peers. The threads of
         the core do not exist in the child, so its objects must never be closed.
         """
-        devices = self.devices.communicators
-        _abandoned.append((self.communicators, self._heartbeat, devices))
+        _abandoned.append(self)
         for sockets in self._sockets.values():
             for fd, inode in sockets:
                 with contextlib.suppress(OSError):

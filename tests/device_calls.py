@@ -11,8 +11,9 @@ import ctypes
 import json
 import os
 import sys
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,25 +145,54 @@ class Device:
         return {"calls": 0, "launches": 0, "nccl_ops": 0, "packed_bytes": 0, **found}
 
 
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
 class DefaultStream:
     """Work of somebody else, such as XLA, on the stream 0 of the stub's device."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
-        self._context = ctypes.c_void_p()
+        self._context, self._others = ctypes.c_void_p(), list[int]()
+        self._bodies: list[Any] = []  # of host functions that may not have run yet
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)
 
     def sleep(self, seconds: float) -> None:
         """Keeps the stream busy."""
         self._on("cuLaunchHostFunc", None, self._usleep, int(seconds * 1e6))
 
-    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+    def hold(self) -> Callable[[], None]:
+        """Keeps the stream busy until what is returned here is called."""
+        gate = threading.Event()
+
+        def wait(_: Any) -> None:
+            gate.wait(30)
+
+        body = _HOST_FUNCTION(wait)
+        self._bodies.append(body)
+        self._on("cuLaunchHostFunc", None, body, None)
+        return gate.set
+
+    def copy(self, source: np.ndarray, target: np.ndarray, on: int = 0) -> None:
         """Both must live until the stream has come by."""
         there, here = target.ctypes.data, source.ctypes.data
-        self._on("cuMemcpyDtoDAsync_v2", there, here, source.nbytes, None)
+        self._on("cuMemcpyDtoDAsync_v2", there, here, source.nbytes, on)
+
+    def finish(self, on: int = 0) -> None:
+        """Waits until it is idle."""
+        self._on("cuStreamSynchronize", on)
+
+    def another(self) -> int:
+        """A new stream of the same device, for `on`; it lives until `close`."""
+        made = ctypes.c_size_t()
+        self._on("cuStreamCreateWithPriority", ctypes.byref(made), 1, 0)
+        self._others.append(made.value)
+        return made.value
 
     def close(self) -> None:
+        for stream in self._others:
+            self._call("cuStreamDestroy_v2", stream)
         self._call("cuDevicePrimaryCtxRelease_v2", 0)
 
     def _on(self, name: str, *args: Any) -> None:
@@ -248,6 +278,13 @@ class NcclLog:
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
+
+    @classmethod
+    def begin(cls, folder: str) -> NcclLog:
+        """This rank's, if the stub has not been loaded yet."""
+        path = Path(folder) / f"nccl.{os.getpid()}"
+        os.environ["NCCL_STUB_LOG"] = str(path)
+        return cls(path)
 
     def take(self) -> list[dict[str, Any]]:
         """The operations since the last time."""

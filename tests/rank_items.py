@@ -2,7 +2,7 @@
 
 Starting Python and jax costs seconds, so all selected tests of one file with the same
 rank count and environment share one launch: the first that runs starts it, the others
-read their result. After a failure the ranks may be out of step, so they stop, and the
+read their result. Files with `pytestmark = pytest.mark.launch("name")` share one, too. After a failure the ranks may be out of step, so they stop, and the
 next test starts a fresh launch. What happens inside a rank is tests/rank_worker.py.
 """
 
@@ -21,7 +21,7 @@ import pytest
 import rank_worker
 from launch import Job
 
-START_UP = 60.0  # seconds a launch may need before its first test, on a busy machine
+START_UP = 180.0  # seconds a launch may need before its first test: torch from a disk
 GRACE = 15.0  # seconds beyond a test's own timeout before the launch is ended
 
 
@@ -33,7 +33,7 @@ class RankFailure(Exception):
 class Group:
     """Tests of one group share a launch."""
 
-    path: Path
+    name: str  # of the mark `launch`, or the file
     np: int
     # A function is asked only when the ranks start: it may have to build something.
     env: tuple[tuple[str, str], ...] | Callable[[], Mapping[str, str]] = ()
@@ -90,7 +90,7 @@ class RankItem(pytest.Item):
         item.line = function.reportinfo()[1]
         item.limit = rank_worker.limit(function)
         item.group = Group(
-            path=function.path,
+            name=_launch_name(function),
             np=np,
             env=env if callable(env) else tuple(sorted((env or {}).items())),
             alone=function.nodeid if isolated else "",
@@ -225,13 +225,18 @@ class Runs:
 RUNS = pytest.StashKey[Runs]()
 
 
+def _launch_name(function: pytest.Function) -> str:
+    mark = function.get_closest_marker("launch")
+    return str(mark.args[0]) if mark else str(function.path)
+
+
 def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> Launch:
     with tempfile.TemporaryDirectory(prefix="ringjax-ranks-") as name:
         folder = Path(name)
         rank_worker.write_selection(folder, [item.test for item in items])
         added = group.env() if callable(group.env) else dict(group.env)
         env = {**added, rank_worker.VARIABLE: str(folder)}
-        command = rank_worker.command(config, group.path)
+        command = rank_worker.command(config, sorted({item.path for item in items}))
         job = Job(group.np, command, folder, env).start()
         try:
             stalled = not _watch(job, folder, max(item.limit for item in items))

@@ -48,13 +48,13 @@ def write_selection(folder: Path, tests: Sequence[str]) -> None:
     (folder / "selection").write_text(json.dumps(list(tests)))
 
 
-def command(config: pytest.Config, path: Path) -> list[str]:
-    """The words that run the selected tests of `path` in a rank."""
+def command(config: pytest.Config, paths: Sequence[Path]) -> list[str]:
+    """The words that run the selected tests of `paths` in a rank."""
     # -P: the package under test is the installed one, not the checkout in the way.
     words = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header"]
     words += ["-p", "no:cacheprovider", "--timeout-method=thread"]
     words += ["--rootdir", str(config.rootpath), "-c", str(config.inipath)]
-    return [*words, str(path)]
+    return [*words, *map(str, paths)]
 
 
 def limit(item: pytest.Item) -> float:

@@ -1,7 +1,8 @@
 """Runs a script on the stubs of CUDA and NCCL, in one process per rank.
 
 Without ringjax: the script has what tests/cuda_stub/calls.py offers. A job of ringjax
-on the stubs is an ordinary one (`start_job`) with the variables of stubs.py.
+on the stubs is an ordinary one (`start_job`) with the variables of stubs.py, as
+`stub_job` starts it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,23 @@ from types import TracebackType
 from typing import Self
 
 import pytest
+from launch import Job, StartJob
 from stubs import SOURCES, stub_environment
 
 SECONDS = 30.0
+
+
+def stub_job(
+    head: str,
+    start: StartJob,
+    np: int,
+    script: str,
+    env: dict[str, str] | None = None,
+    **settings: str | float,
+) -> Job:
+    """Starts a job of ringjax on the stubs, whose script begins with `head`."""
+    text = head + textwrap.dedent(script)
+    return start(np, text, env=stub_environment(**settings) | (env or {}))
 
 
 class Processes:

@@ -169,6 +169,7 @@ NB_MODULE(_native, m) {
   BindHeartbeat(m);
   BindSchedules(m);
   BindDevice(m);
+  BindEager(m);
   m.def("ffi_targets", &FfiTargets);
   m.def("shm_bytes", &ShmBytes, "ring_bytes"_a);
   m.def(

@@ -10,6 +10,7 @@
 
 #include "base/status.h"
 #include "collective/table.h"
+#include "device/cuda_communicator.h"
 #include "transport/link.h"
 
 namespace ringjax {
@@ -17,6 +18,7 @@ namespace ringjax {
 void BindHostCommunicator(nanobind::module_& m);
 void BindSchedules(nanobind::module_& m);  // algorithms, schedule, verify
 void BindDevice(nanobind::module_& m);     // CUDA and NCCL
+void BindEager(nanobind::module_& m);      // operations by name
 
 // Descriptors that are closed unless somebody releases them.
 class Descriptors {
@@ -47,5 +49,8 @@ double Number(const nanobind::dict& options, const char* key, double otherwise);
 // Constants of the cost model by name; those that are missing keep their defaults.
 CostModel ReadCost(const nanobind::dict& cost);
 nanobind::dict WriteCost(const CostModel& model);
+// Those of a device communicator; id and device are not among them.
+CudaOptions ReadCudaOptions(const nanobind::dict& options);
+nanobind::dict WriteStats(const std::map<std::string, CudaStats>& stats);
 
 }  // namespace ringjax

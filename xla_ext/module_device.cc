@@ -84,17 +84,10 @@ void Unlocked(F&& f) {
   Raise(status);
 }
 
-std::shared_ptr<CudaCommunicator> Make(int id,
-                                       const std::shared_ptr<Communicator>& control,
-                                       int device, const nb::bytes& unique_id,
-                                       const nb::dict& options) {
-  nccl::UniqueId unique;
-  if (unique_id.size() != unique.size())
-    throw nb::value_error("ringjax: a unique id has 128 bytes");
-  std::memcpy(unique.data(), unique_id.c_str(), unique.size());
+}  // namespace
+
+CudaOptions ReadCudaOptions(const nb::dict& options) {
   CudaOptions o;
-  o.id = id;
-  o.device = device;
   o.start_timeout = Number(options, "start_timeout", 120);
   o.comm_stream = Number(options, "comm_stream", 1) != 0;
   o.fusion.small =
@@ -104,19 +97,12 @@ std::shared_ptr<CudaCommunicator> Make(int id,
     Raise(mode.status());
     o.fusion.mode = mode.value();
   }
-  std::shared_ptr<CudaCommunicator> made;
-  Unlocked([&] {
-    auto connected = CudaCommunicator::Connect(o, control, unique);
-    if (connected.ok()) made = connected.value();
-    return connected.status();
-  });
-  SetDevice(id, made);
-  return made;
+  return o;
 }
 
-nb::dict Stats(const CudaCommunicator& self) {
+nb::dict WriteStats(const std::map<std::string, CudaStats>& stats) {
   nb::dict all;
-  for (const auto& [op, s] : self.stats()) {
+  for (const auto& [op, s] : stats) {
     nb::dict d;
     d["calls"] = s.calls;
     d["bytes"] = s.bytes;
@@ -127,6 +113,29 @@ nb::dict Stats(const CudaCommunicator& self) {
     all[op.c_str()] = d;
   }
   return all;
+}
+
+namespace {
+
+std::shared_ptr<CudaCommunicator> Make(int id,
+                                       const std::shared_ptr<Communicator>& control,
+                                       int device, const nb::bytes& unique_id,
+                                       const nb::dict& options) {
+  nccl::UniqueId unique;
+  if (unique_id.size() != unique.size())
+    throw nb::value_error("ringjax: a unique id has 128 bytes");
+  std::memcpy(unique.data(), unique_id.c_str(), unique.size());
+  CudaOptions o = ReadCudaOptions(options);
+  o.id = id;
+  o.device = device;
+  std::shared_ptr<CudaCommunicator> made;
+  Unlocked([&] {
+    auto connected = CudaCommunicator::Connect(o, control, unique);
+    if (connected.ok()) made = connected.value();
+    return connected.status();
+  });
+  SetDevice(id, made);
+  return made;
 }
 
 void Execute(CudaCommunicator& self, int op, int reduce_op,
@@ -270,7 +279,7 @@ void BindCommunicator(nb::module_& m) {
                SetDevice(c.options().id, nullptr);
              c.Close();
            })
-      .def("stats", &Stats);
+      .def("stats", [](const CudaCommunicator& c) { return WriteStats(c.stats()); });
 }
 
 }  // namespace

@@ -41,14 +41,15 @@ def allreduce(
 
     Args:
       tensor: an array, a number, or a tree of them; the same shapes on all ranks.
-      op: Average, Sum, Min, Max or Product. Average of integers truncates toward zero;
-        for bool, Sum and Max are "or", Min and Product are "and".
+      op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
+        toward zero; for bool, Sum and Max are "or", Min and Product are "and". Adasum
+        is for floats, a power of two of ranks and CPUs; see below.
       prescale_factor: multiplies each rank's tensor before the reduction.
       postscale_factor: multiplies the result.
       process_set: the ranks that take part; this rank must be one of them.
       name: stands for the operation in error messages.
       compression: ringjax.Compression.fp16 or .bf16: float32 and float64 tensors travel
-        in that type, sums are formed in float32.
+        in that type, sums are formed in float32. Not with Adasum.
 
     Returns:
       The reduced tensor or tree, with the shapes and dtypes of `tensor`.
@@ -68,10 +69,18 @@ def allreduce(
     allreduce of the tangents and the cotangent the allreduce of the cotangents. Min and
     Max pass both to the rank that holds the extreme element; ranks that tie share them
     equally. Product follows the product rule exactly, also where elements are zero.
+    Adasum has no derivative and no vmap: both are a TypeError.
+
+    Adasum adds gradients that are orthogonal and averages those that are parallel, pair
+    by pair: ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`` of two ranks, the same of
+    their results, and so on. Every tensor (leaf) is weighed by itself. Products are
+    summed in double; where |a|² is 0, or underflows, its factor is 1.
 
     References:
       P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of
       workstations, J. Parallel Distrib. Comput. 69 (2009).
+      S. Maleki et al., Scaling distributed training with adaptive summation, MLSys
+      2021, arXiv:2006.02924.
     """
     return _allreduce(
         "allreduce",
@@ -131,7 +140,14 @@ def _allreduce(
     params: dict[str, Any] = {
         "comm": communicator.id,
         **arguments.reduction(
-            what, leaves, op, prescale, postscale, compression=compression, name=name
+            what,
+            leaves,
+            op,
+            prescale,
+            postscale,
+            compression=compression,
+            name=name,
+            adasum_ranks=communicator.size,
         ),
     }
     if not leaves.arrays:
@@ -141,12 +157,18 @@ def _allreduce(
     return leaves.rebuild(primitive.bind("allreduce", leaves.arrays, **params))
 
 
-# -- derivatives -----------------------------------------------------------------------
+# -- batching and derivatives ----------------------------------------------------------
+
+
+def _batch(p: Any, xs: Any, dims: Any, **params: Any) -> Any:
+    primitive.refuse_adasum("allreduce", params["reduce_op"], primitive.NO_VMAP)
+    return primitive.batch_elementwise(p, xs, dims, **params)
 
 
 def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
     """Sum: ``dy = Σ_s dx_s``; Average: the same over P; the others see below."""
     op = ReduceOp(params["reduce_op"])
+    primitive.refuse_adasum("allreduce", op, "no derivative: it is not linear")
     if op in primitive.LINEAR:
         return primitive.linear_jvp(p, xs, ts, **params)
     rule = _product_tangents if op is ReduceOp.Product else _extreme_tangents
@@ -217,6 +239,9 @@ def _product_tangents(
 def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list[Any]:
     """Sum and Average are symmetric maps of the world: ``ct_x = allreduce(ct_y)``."""
     del avals
+    primitive.refuse_adasum(
+        "allreduce", params["reduce_op"], "no transpose: it is not linear"
+    )
     return primitive.bind("allreduce", cts, **params)
 
 
@@ -224,7 +249,7 @@ primitive.collective(
     "allreduce",
     shape=primitive.same_shape,
     in_place=True,
-    batch=primitive.batch_elementwise,
+    batch=_batch,
     jvp=_jvp,
     transpose=_transpose,
 )

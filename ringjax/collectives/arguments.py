@@ -15,27 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import _jax, _native, runtime
+from ringjax import _jax, _native, dtypes, runtime
 from ringjax.compression import WireDtype
 from ringjax.ops import ReduceOp
-
-_DTYPES = {
-    "bool": "bool",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "float64": "f64",
-    "complex64": "c64",
-    "complex128": "c128",
-}
 
 
 class Leaves(NamedTuple):
@@ -67,7 +49,7 @@ def _array(what: str, leaf: Any, name: str) -> Any:
             f"ringjax.{what}: {label} is a {type(leaf).__name__}, expected an array, a "
             f"number or a tree of them ({e})"
         ) from None
-    if array.dtype.name not in _DTYPES:
+    if array.dtype.name not in dtypes.NUMBERS:
         hint = (
             "; send jax.random.key_data(key)"
             if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
@@ -75,7 +57,7 @@ def _array(what: str, leaf: Any, name: str) -> Any:
         )
         raise TypeError(
             f"ringjax.{what}: {label} has dtype {array.dtype.name}, expected one of "
-            f"{', '.join(_DTYPES)}{hint}"
+            f"{', '.join(dtypes.NUMBERS)}{hint}"
         )
     devices = _jax.device_count(array)
     if devices > 1:
@@ -110,22 +92,24 @@ def with_rows(what: str, leaves: Leaves, *, scalars: bool = False) -> Leaves:
     )
 
 
-def reduce_op(what: str, op: Any, arrays: Sequence[Any]) -> ReduceOp:
-    """`op` as a `ReduceOp` that is defined for the dtypes of all `arrays`."""
+def reduce_op(
+    what: str, op: Any, arrays: Sequence[Any], *, adasum_ranks: int = 0
+) -> ReduceOp:
+    """`op` as a `ReduceOp` that is defined for the dtypes of all `arrays`.
+
+    Adasum is for functions that say how many ranks take part (`adasum_ranks`).
+    """
     try:
         if isinstance(op, bool):
             raise TypeError
         chosen = ReduceOp(operator.index(op))
     except (TypeError, ValueError):
         raise ValueError(
-            f"ringjax.{what}: `op` is {op!r}, expected ringjax.Average, Sum, Min, Max "
-            "or Product"
+            f"ringjax.{what}: `op` is {op!r}, expected ringjax.Average, Sum, Min, Max, "
+            "Product or Adasum"
         ) from None
     if chosen is ReduceOp.Adasum:
-        raise ValueError(
-            f"ringjax.{what}: op=Adasum is not supported by the JAX collectives; use "
-            "op=Average (or Sum with a scaled learning rate)"
-        )
+        _check_adasum(what, arrays, adasum_ranks)
     for array in arrays:
         if chosen is ReduceOp.Average and array.dtype == bool:
             raise TypeError(
@@ -138,6 +122,25 @@ def reduce_op(what: str, op: Any, arrays: Sequence[Any]) -> ReduceOp:
                 f"dtype {array.dtype.name}: complex numbers have no order"
             )
     return chosen
+
+
+def _check_adasum(what: str, arrays: Sequence[Any], ranks: int) -> None:
+    if ranks == 0:
+        raise ValueError(
+            f"ringjax.{what}: op=Adasum is for allreduce, grouped_allreduce and "
+            "allreduce_grads only"
+        )
+    if ranks & (ranks - 1):
+        raise ValueError(
+            f"ringjax.{what}: op=Adasum needs a power of two of ranks, this process "
+            f"set has {ranks}"
+        )
+    for array in arrays:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(
+                f"ringjax.{what}: op=Adasum is not defined for `tensor` of dtype "
+                f"{array.dtype.name}, expected float16, bfloat16, float32 or float64"
+            )
 
 
 def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float:
@@ -161,14 +164,21 @@ def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float
     return number
 
 
-def wire(what: str, compression: WireDtype) -> int:
+def wire(what: str, compression: WireDtype, op: int) -> int:
     """The number of the wire dtype, -1 for none."""
     if not isinstance(compression, WireDtype):
         raise TypeError(
             f"ringjax.{what}: `compression` is {compression!r}, expected "
             "ringjax.Compression.none, fp16 or bf16"
         )
-    return -1 if compression.wire is None else _native.DTYPES[compression.wire]
+    if compression.wire is None:
+        return -1
+    if op == ReduceOp.Adasum:
+        raise ValueError(
+            f"ringjax.{what}: `compression` is not supported with op=Adasum; cast the "
+            "tensors instead"
+        )
+    return _native.DTYPES[compression.wire]
 
 
 def reduction(
@@ -180,13 +190,15 @@ def reduction(
     *,
     compression: WireDtype,
     name: str | None,
+    adasum_ranks: int = 0,
 ) -> dict[str, Any]:
     """The parameters that every collective with a reduction has, checked."""
+    chosen = reduce_op(what, op, leaves.arrays, adasum_ranks=adasum_ranks)
     return {
-        "reduce_op": int(reduce_op(what, op, leaves.arrays)),
+        "reduce_op": int(chosen),
         "prescale": factor(what, "prescale_factor", prescale, leaves.arrays),
         "postscale": factor(what, "postscale_factor", postscale, leaves.arrays),
-        "wire": wire(what, compression),
+        "wire": wire(what, compression, chosen),
         "name": name or "",
         "names": leaves.names,
     }

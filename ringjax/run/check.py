@@ -40,6 +40,13 @@ def _package(module: str, distribution: str, title: str) -> str:
     return _line(True, f"{title} {_version(distribution) or ''}".rstrip())
 
 
+def _adapter(module: str, title: str) -> str:
+    """A framework for which ringjax has a module of the same name."""
+    if not _found(f"ringjax.{module}"):
+        return _line(False, title)
+    return _package(module, module, title).replace("\n", f" (ringjax.{module})\n")
+
+
 def _library(pattern: str, packages: str) -> str | None:
     """Path of a shared library, from a pip package or where the linker looks."""
     roots = [
@@ -95,6 +102,7 @@ def report() -> str:
         + _package("jaxlib", "jaxlib", "jaxlib")
         + _package("optax", "optax", "Optax")
         + _package("flax", "flax", "Flax")
+        + _adapter("torch", "PyTorch")
         + "\nAvailable Transports:\n"
         + _line(core, "native core (ringjax._native)")
         + _line(core and memfd, "shared memory (memfd)")

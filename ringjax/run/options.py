@@ -16,8 +16,6 @@ from ringjax.config import LOG_LEVELS
 # Accepted, without effect: (flags, takes a value).
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--disable-cache",), False),
-    (("--cycle-time-ms",), True),
-    (("--cache-capacity",), True),
     (("--hierarchical-allreduce",), False),
     (("--no-hierarchical-allreduce",), False),
     (("--hierarchical-allgather",), False),
@@ -31,17 +29,12 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--autotune-steps-per-sample",), True),
     (("--autotune-bayes-opt-max-samples",), True),
     (("--autotune-gaussian-process-noise",), True),
-    (("--timeline-filename",), True),
-    (("--timeline-mark-cycles",), False),
-    (("--no-timeline-mark-cycles",), False),
     (("--mpi-threads-disable",), False),
     (("--no-mpi-threads-disable",), False),
     (("--mpi-args",), True),
-    (("--tcp",), False),
     (("--binding-args",), True),
     (("--num-nccl-streams",), True),
     (("--thread-affinity",), True),
-    (("--gloo-timeout-seconds",), True),
     (("--log-with-timestamp", "--no-log-hide-timestamp"), False),
     (("--log-without-timestamp", "--log-hide-timestamp"), False),
     (("--gloo",), False),
@@ -60,11 +53,17 @@ _ELASTIC = (
 # Horovod's keys of a configuration file, and the option that each stands for.
 _FILE_KEYS = {
     "params.fusion_threshold_mb": "fusion_threshold_mb",
+    "params.cycle_time_ms": "cycle_time_ms",
+    "params.cache_capacity": "cache_capacity",
+    "timeline.filename": "timeline_filename",
+    "timeline.mark_cycles": "timeline_mark_cycles",
     "stall_check.enabled": "stall_check",
     "stall_check.warning_time_seconds": "stall_check_warning_time_seconds",
     "stall_check.shutdown_time_seconds": "stall_check_shutdown_time_seconds",
+    "library_options.gloo_timeout_seconds": "gloo_timeout_seconds",
     "logging.level": "log_level",
 }
+_WHOLE = ("cache_capacity",)  # of these, numbers without a fraction
 
 
 class OptionError(ValueError):
@@ -123,6 +122,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.add_argument("-v", "--version", action="version", version=version)
     _add_basic(parser)
     _add_tuning(parser.add_argument_group("tuning"))
+    _add_limits(parser.add_argument_group("limits and logs"))
     group = parser.add_argument_group("accepted for Horovod's sake, without effect")
     for flags, value in _WITHOUT_EFFECT:
         group.add_argument(
@@ -201,8 +201,42 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         "--fusion-threshold-mb",
         type=_number(float, 0),
         metavar="MB",
-        help="gradients per message (RINGJAX_BUCKET_BYTES)",
+        help="gradients per message (RINGJAX_BUCKET_BYTES, RINGJAX_FUSION_THRESHOLD)",
     )
+    add(
+        "--cycle-time-ms",
+        type=_number(float, 0),
+        metavar="MS",
+        help="let eager operations wait for more to fuse (RINGJAX_CYCLE_TIME)",
+    )
+    add(
+        "--cache-capacity",
+        type=_number(int, 0),
+        metavar="N",
+        help="eager operations to remember (RINGJAX_CACHE_CAPACITY)",
+    )
+    add(
+        "--timeline-filename",
+        metavar="FILE",
+        help="where rank 0 writes what eager operations do (RINGJAX_TIMELINE)",
+    )
+    add(
+        "--timeline-mark-cycles",
+        action="store_true",
+        default=None,
+        help="mark rounds of negotiation in it (RINGJAX_TIMELINE_MARK_CYCLES)",
+    )
+    add(
+        "--no-timeline-mark-cycles",
+        dest="timeline_mark_cycles",
+        action="store_false",
+        help=argparse.SUPPRESS,
+    )
+    add("--tcp", action="store_true", help="NCCL without InfiniBand")
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--stall-check", action="store_true", default=None, help=argparse.SUPPRESS)
     add(
         "--no-stall-check",
@@ -221,6 +255,12 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         type=_number(float, 0),
         metavar="SECONDS",
         help="fail because of it (RINGJAX_COLLECTIVE_TIMEOUT)",
+    )
+    add(
+        "--gloo-timeout-seconds",
+        type=_number(float, 0.1),
+        metavar="SECONDS",
+        help="of silence until a rank counts as lost (RINGJAX_FAILURE_TIMEOUT)",
     )
     add(
         "--log-level",
@@ -306,7 +346,11 @@ def _merge(args: argparse.Namespace, values: Mapping[str, Any], path: str) -> No
 
 def _checked(key: str, name: str, value: Any, path: str) -> Any:
     where = f"--config-file {path}: {key}"
-    if name == "stall_check":
+    if name == "timeline_filename":
+        if not isinstance(value, str):
+            raise OptionError(f"{where} is {value!r}: expected a path")
+        return value
+    if name in ("stall_check", "timeline_mark_cycles"):
         if not isinstance(value, bool):
             raise OptionError(f"{where} is {value!r}: expected true or false")
         return value
@@ -315,27 +359,42 @@ def _checked(key: str, name: str, value: Any, path: str) -> Any:
             expected = ", ".join(LOG_LEVELS)
             raise OptionError(f"{where} is {value!r}: expected one of {expected}")
         return str(value).lower()
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise OptionError(f"{where} is {value!r}: expected a number, at least 0")
+    kinds = (int,) if name in _WHOLE else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
+        kind = "a whole number" if name in _WHOLE else "a number"
+        raise OptionError(f"{where} is {value!r}: expected {kind}, at least 0")
     return value
 
 
+# Options whose value is the variable's: what they stand for.
+_VARIABLES = {
+    "cycle_time_ms": "RINGJAX_CYCLE_TIME",
+    "cache_capacity": "RINGJAX_CACHE_CAPACITY",
+    "stall_check_warning_time_seconds": "RINGJAX_STALL_WARNING",
+    "stall_check_shutdown_time_seconds": "RINGJAX_COLLECTIVE_TIMEOUT",
+    "gloo_timeout_seconds": "RINGJAX_FAILURE_TIMEOUT",
+    "start_timeout": "RINGJAX_START_TIMEOUT",
+    "log_level": "RINGJAX_LOG_LEVEL",
+    "network_interfaces": "RINGJAX_NETWORK_INTERFACES",
+    "timeline_filename": "RINGJAX_TIMELINE",
+}
+
+
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """The variables of ringjax.config that the options stand for."""
+    """The variables, nearly all of them of ringjax.config, that the options are for."""
     env: dict[str, str] = {}
+    for option, variable in _VARIABLES.items():
+        value = getattr(args, option)
+        if value not in (None, ""):
+            env[variable] = f"{value:g}" if isinstance(value, float) else str(value)
     if args.fusion_threshold_mb is not None:
-        env["RINGJAX_BUCKET_BYTES"] = str(int(args.fusion_threshold_mb * (1 << 20)))
-    if args.stall_check_warning_time_seconds is not None:
-        env["RINGJAX_STALL_WARNING"] = f"{args.stall_check_warning_time_seconds:g}"
-    if args.stall_check_shutdown_time_seconds is not None:
-        seconds = args.stall_check_shutdown_time_seconds
-        env["RINGJAX_COLLECTIVE_TIMEOUT"] = f"{seconds:g}"
+        threshold = str(int(args.fusion_threshold_mb * (1 << 20)))
+        env |= {"RINGJAX_BUCKET_BYTES": threshold}
+        env |= {"RINGJAX_FUSION_THRESHOLD": threshold}
     if args.stall_check is False:
         env |= {"RINGJAX_STALL_WARNING": "0", "RINGJAX_COLLECTIVE_TIMEOUT": "0"}
-    if args.log_level is not None:
-        env["RINGJAX_LOG_LEVEL"] = args.log_level
-    if args.network_interfaces:
-        env["RINGJAX_NETWORK_INTERFACES"] = args.network_interfaces
-    if args.start_timeout is not None:
-        env["RINGJAX_START_TIMEOUT"] = f"{args.start_timeout:g}"
+    if args.timeline_mark_cycles is not None:
+        env["RINGJAX_TIMELINE_MARK_CYCLES"] = str(int(args.timeline_mark_cycles))
+    if args.tcp:
+        env["NCCL_IB_DISABLE"] = "1"
     return env

@@ -27,7 +27,6 @@ struct Kernel {
 namespace ringjax::cuda {
 
 enum : Outcome {
-  kInvalidValue = 1,
   kOutOfMemory = 2,
   kNotInitialized = 3,
   kInvalidDevice = 101,
@@ -59,7 +58,11 @@ struct Machine {
   std::map<Event, std::unique_ptr<EventTag>> events;
   std::map<Module, std::unique_ptr<ModuleTag>> modules;
   std::set<Function> functions;
-  std::map<Pointer, size_t> memory;
+  struct Memory {
+    size_t bytes;
+    Device device;
+  };
+  std::map<Pointer, Memory> memory;
   stub::Failures failures{"CUDA_STUB_FAIL"};
   stub::Log log{"CUDA_STUB_LOG"};
   std::chrono::microseconds delay{};
@@ -123,7 +126,8 @@ inline Outcome Enqueue(Stream handle, std::function<void()> work) {
 RINGJAX_CUDA_FUNCTIONS(STUB_DECLARE)
 // For libnccl_stub.
 STUB_EXPORT Outcome cuLaunchHostFunc(Stream stream, HostFunction function, void* data);
-STUB_EXPORT Outcome cuCtxGetDevice(Device* device);
+// For tests: how many events, streams (but for default ones) and pieces of memory live.
+STUB_EXPORT void stub_cuda_alive(size_t* events, size_t* streams, size_t* memory);
 #undef STUB_DECLARE
 
 }  // namespace ringjax::cuda

@@ -132,7 +132,7 @@ Outcome Allocate(Pointer* pointer, size_t bytes) {
   std::memset(memory, kUndefined, bytes);
   *pointer = reinterpret_cast<Pointer>(memory);
   std::lock_guard lock(g_machine.mutex);
-  g_machine.memory[*pointer] = bytes;
+  g_machine.memory[*pointer] = {bytes, t_current->device};
   return kSuccess;
 }
 
@@ -141,7 +141,7 @@ size_t Forget(Pointer pointer) {
   std::lock_guard lock(g_machine.mutex);
   const auto found = g_machine.memory.find(pointer);
   if (found == g_machine.memory.end()) return 0;
-  const size_t bytes = found->second;
+  const size_t bytes = found->second.bytes;
   g_machine.memory.erase(found);
   return bytes;
 }
@@ -152,6 +152,28 @@ void Free(Pointer pointer, size_t bytes) {
 }
 
 }  // namespace
+
+// Memory that was not allocated here is the caller's array, on its current device.
+Outcome cuPointerGetAttribute(void* value, int attribute, Pointer at) {
+  STUB_ENTER(kInit);
+  if (value == nullptr || attribute != kPointerDevice || at == 0) return kInvalidValue;
+  std::lock_guard lock(g_machine.mutex);
+  Device device = t_current != nullptr ? t_current->device : 0;
+  const auto after = g_machine.memory.upper_bound(at);
+  if (after != g_machine.memory.begin()) {
+    const auto& [begin, memory] = *std::prev(after);
+    if (at - begin < memory.bytes) device = memory.device;
+  }
+  *static_cast<int*>(value) = device;
+  return kSuccess;
+}
+
+void stub_cuda_alive(size_t* events, size_t* streams, size_t* memory) {
+  std::lock_guard lock(g_machine.mutex);
+  *events = g_machine.events.size();
+  *streams = g_machine.streams.size();
+  *memory = g_machine.memory.size();
+}
 
 Outcome cuMemAlloc_v2(Pointer* pointer, size_t bytes) {
   STUB_ENTER(kContext);

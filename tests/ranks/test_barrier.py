@@ -12,7 +12,7 @@ from stacked import equal, raises
 
 import ringjax
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.launch("collectives")]
 
 
 def test_waits_for_the_slowest(world) -> None:

@@ -13,7 +13,7 @@ from stacked import check_derivatives, draw, draw_all, equal, raises
 import ringjax
 from ringjax import broadcast
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.launch("collectives")]
 
 
 @pytest.fixture(autouse=True)

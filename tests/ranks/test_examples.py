@@ -17,6 +17,31 @@ SHORT = {
         ["--steps", "4", "--width", "16", "--layers", "1", "--sample", "8"],
         r"step     4: train \d\.\d+  test \d\.\d+ bits/char",
     ),
+    "torch_digits.py": (
+        ["--epochs", "2"],
+        r"epoch  2: loss .*images/s\n(.*\n)?.*result: \d+\.\d+% of 360 unseen digits",
+    ),
+    "torch_synthetic_benchmark.py": (
+        [
+            "--batch",
+            "2",
+            "--blocks",
+            "1",
+            "1",
+            "1",
+            "1",
+            "--width",
+            "8",
+            "--rounds",
+            "2",
+        ],
+        r"round 2: .*without ringjax: +\d+\.\d  with ringjax: +\d+\.\d\n(.*\n)*"
+        r".*result: together \d+% of the speed of \d alone",
+    ),
+    "mixed_frameworks.py": (
+        [],
+        r"result: y = (2\.9|3\.0)\d* x -(0\.9|1\.0)\d*, alike on",
+    ),
 }
 LIMIT = 120
 
@@ -24,6 +49,8 @@ LIMIT = 120
 def run(command: list[str]) -> str:
     env = environment("", {})
     env = {k: v for k, v in env.items() if not k.startswith(("RINGJAX_", "HOROVOD_"))}
+    # PyTorch's threads spin at barriers, which is slow where others work as well.
+    env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
     )
@@ -44,6 +71,11 @@ def test_every_example_is_tested() -> None:
         ("jax_digits.py", 2),  # one rank: below
         ("jax_char_lm.py", 1),
         ("jax_char_lm.py", 2),
+        ("torch_digits.py", 2),  # one rank: below
+        ("torch_synthetic_benchmark.py", 1),
+        ("torch_synthetic_benchmark.py", 2),
+        ("mixed_frameworks.py", 1),
+        ("mixed_frameworks.py", 3),
     ],
 )
 def test_runs(name: str, ranks: int) -> None:
@@ -78,3 +110,19 @@ def test_the_demo_reaches_its_accuracy() -> None:
     reached = [float(x) for x in re.findall(r"test +([\d.]+)%", out)]
     assert reached[-1] >= 97.0, out
     assert "transport: none, this is a job of one rank" in out
+
+
+@pytest.mark.timeout(LIMIT + 10)
+def test_torch_reaches_the_same_accuracy() -> None:
+    out = run([sys.executable, str(EXAMPLES / "torch_digits.py")])
+    reached = [float(x) for x in re.findall(r"test +([\d.]+)%", out)]
+    assert reached[-1] >= 97.0, out
+    assert f"result: {reached[-1]:.2f}% of 360 unseen digits" in out
+
+
+@pytest.mark.timeout(LIMIT + 10)
+def test_each_rank_keeps_to_its_framework() -> None:
+    words = [sys.executable, "-m", "ringjax.run", "-np", "2"]
+    out = run([*words, sys.executable, str(EXAMPLES / "mixed_frameworks.py")])
+    assert re.search(r"rank 0: its line is a jax\S+, it has loaded jax\n", out), out
+    assert "rank 1: its line is a torch.Tensor, it has loaded torch\n" in out, out

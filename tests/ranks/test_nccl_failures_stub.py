@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
-from textwrap import dedent
-from typing import Any
 
 import pytest
 from device_code import needs_kernels
 from launch import Job, StartJob
-from stubs import stub_environment
+from stub_processes import stub_job
 
 HEAD = f"""
 import os, signal, sys, time
@@ -57,15 +56,7 @@ def quickly_down():
 """
 
 
-def job(
-    start: StartJob,
-    np: int,
-    script: str,
-    env: dict[str, str] | None = None,
-    **knobs: Any,
-) -> Job:
-    text = HEAD + dedent(script)
-    return start(np, text, env=stub_environment(**knobs) | (env or {}))
+job = partial(stub_job, HEAD)
 
 
 def caught(one: Job, rank: int) -> tuple[float, str]:

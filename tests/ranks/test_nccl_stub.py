@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,10 +49,9 @@ def whole_log() -> Iterator[NcclLog | None]:
     if VARIABLE not in os.environ:
         yield None
         return
-    path = Path(os.environ[VARIABLE]) / f"nccl.{os.getpid()}"
-    os.environ["NCCL_STUB_LOG"] = str(path)
+    log = NcclLog.begin(os.environ[VARIABLE])
     open_at_init()
-    yield NcclLog(path)
+    yield log
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from flax import linen, nnx
 import ringjax
 from ringjax.optim import AllreduceState
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("collectives")]
 RANKS = pytest.mark.ranks(1, 2, 3)
 
 

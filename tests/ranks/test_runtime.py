@@ -209,13 +209,13 @@ def test_without_shared_memory() -> None:
 
 @pytest.mark.ranks(2, isolated=True)
 @pytest.mark.filterwarnings("ignore:.*fork:")
-def test_a_forked_child_cannot_use_it_and_hurts_nobody() -> None:
+def test_a_forked_child_knows_its_place_and_hurts_nobody() -> None:
     ringjax.init()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         said = []
-        for function in (ringjax.init, ringjax.rank, runtime.communicator):
+        for function in (ringjax.init, runtime.communicator, runtime.lane):
             try:
                 function()
             except RingjaxError as error:
@@ -227,12 +227,14 @@ def test_a_forked_child_cannot_use_it_and_hurts_nobody() -> None:
             and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
         ]
         ringjax.shutdown()  # does nothing
-        text = f"{said} {ringjax.is_initialized()} {len(sockets)}"
+        place = (ringjax.rank(), ringjax.size(), ringjax.is_initialized())
+        text = f"{said} {place} {len(sockets)}"
         os.write(writer, text.encode())
         os._exit(0)
     os.close(writer)
     with open(reader) as file:
-        assert file.read() == "[True, True, True] False 0"
+        place = (ringjax.rank(), 2, True)
+        assert file.read() == f"[True, True, True] {place} 0"
     os.waitpid(child, 0)
     assert total(1) == 2
     late = ringjax.add_process_set([0])  # the parent's doors are still open

@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 
 import ringjax
 
+pytestmark = pytest.mark.launch("collectives")
 RANKS = pytest.mark.ranks(1, 2, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
 

@@ -158,6 +158,17 @@ def test_what_nccl_cannot_reduce_is_refused_before_it_is_compiled(
 
 
 @pytest.mark.usefixtures("no_device")
+def test_adasum_is_refused_before_it_is_compiled() -> None:
+    x = jnp.ones(3)
+    assert calls(partial(ringjax.allreduce, op=ringjax.Adasum), x)
+    with raises(ValueError, "ringjax.allreduce: op=Adasum", "on CUDA devices"):
+        on_cuda(partial(ringjax.allreduce, op=ringjax.Adasum), x)
+    tx = ringjax.allreduce_grads(ringjax.Adasum)
+    with raises(ValueError, "ringjax.allreduce_grads: op=Adasum", "on CUDA devices"):
+        on_cuda(tx.update, {"a": x}, tx.init({"a": x}))
+
+
+@pytest.mark.usefixtures("no_device")
 def test_chains_of_one_program_have_buckets_of_their_own() -> None:
     def program(a: Any, b: Any) -> Any:
         first = chained([a, b], SEQ, ((1,), (0,)), overlapped=True)

@@ -127,7 +127,7 @@ def test_a_failed_call_says_what_kind_and_who() -> None:
 
 
 def test_a_name_that_is_no_ascii_comes_back() -> None:
-    data, name = np.ones(3, np.float32), "größe"
+    data, name = np.ones(3, np.int32), "größe"
     adasum = _native.REDUCE_OPS["Adasum"]
     with pytest.raises(StatusError, match=name) as caught:
         alone().execute(ALLREDUCE, adasum, [data], [data], name=name)

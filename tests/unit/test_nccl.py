@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 import ringjax
-from ringjax import _native, nccl, placement, runtime
+from ringjax import _native, lanes, nccl, placement, runtime
 from ringjax.config import Config
 from ringjax.errors import Mismatch, RingjaxError, StartupError
 
@@ -245,7 +245,7 @@ def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
     both.open(0, "", {0: [0, 1]})
     assert both.problem(0) == "rank 1 has no CUDA device: JAX computes on cpu"
     assert both.communicators == {}
-    assert home.lines[-1].startswith("info: no CUDA collectives: rank 1 has no")
+    assert home.lines[-1].startswith("info: no CUDA collectives in jit: rank 1 has")
     assert not [call for call in core.calls if call[0] in ("connect", "make", "id")]
 
 
@@ -325,7 +325,8 @@ def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         ringjax.init()
         try:
-            assert set(runtime.current("test").communicators) == {0, nccl.CONTROL}
+            expected = {0, lanes.LANE, nccl.CONTROL}
+            assert set(runtime.current("test").communicators) == expected
             two = ringjax.add_process_set([0])  # equal to the world: nothing new
             assert two.process_set_id == 0
         finally:

@@ -243,7 +243,11 @@ def test_compression_and_predivision_reach_the_call() -> None:
     ("kwargs", "error", "text"),
     [
         ({"op": 7}, ValueError, "`op` is 7"),
-        ({"op": ringjax.Adasum}, ValueError, "Adasum"),
+        (
+            {"op": ringjax.Adasum, "compression": ringjax.Compression.fp16},
+            ValueError,
+            "`compression` is not supported with op=Adasum",
+        ),
         ({"op": "mean"}, ValueError, "`op` is 'mean'"),
         ({"overlap": "yes"}, ValueError, "`overlap` is 'yes'"),
         ({"bucket_bytes": 0}, ValueError, "`bucket_bytes` is 0"),

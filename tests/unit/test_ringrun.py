@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,11 +211,18 @@ def test_a_command_line_of_horovod_is_understood() -> None:
         "RINGJAX_COLLECTIVE_TIMEOUT=0",
         "RINGJAX_NETWORK_INTERFACES=lo",
         "RINGJAX_START_TIMEOUT=600",
+        f"RINGJAX_FUSION_THRESHOLD={32 << 20}",
+        "RINGJAX_CYCLE_TIME=3.5",
+        "RINGJAX_CACHE_CAPACITY=0",
+        "RINGJAX_FAILURE_TIMEOUT=9",
+        "NCCL_IB_DISABLE=1",
+        "RINGJAX_TIMELINE=t.json",
+        "RINGJAX_TIMELINE_MARK_CYCLES=1",
     ):
         assert f"[0]<stdout>:{line}\n" in done.stdout
     notes = [line for line in done.stderr.splitlines() if "without effect" in line]
     assert len(notes) == 1
-    assert "--cycle-time-ms, " in notes[0]
+    assert "--autotune, " in notes[0]
     assert "--log-level" not in notes[0]
 
 
@@ -235,6 +243,8 @@ def test_a_command_line_of_horovod_is_understood() -> None:
         ),
         (["-np", "1", "--log-level", "loud", "true"], "invalid choice: 'loud'"),
         (["-np", "1", "--config-file", "none.toml", "true"], "No such file"),
+        (["-np", "1", "--cache-capacity", "0.5", "true"], "invalid whole number"),
+        (["-np", "1", "--cycle-time-ms", "-1", "true"], "-1 is less than 0"),
     ],
 )
 def test_what_cannot_be_done_is_said(words: list[str], message: str) -> None:
@@ -253,9 +263,15 @@ def test_bad_settings_in_the_environment() -> None:
 @pytest.mark.parametrize("kind", ["toml", "yaml"])
 def test_config_file(tmp_path: Path, kind: str) -> None:
     text = {
-        "toml": "[params]\nfusion_threshold_mb = 1\ncycle_time_ms = 2\n"
+        "toml": "[params]\nfusion_threshold_mb = 1\ncycle_time_ms = 2.5\n"
+        "cache_capacity = 9\ntorus_allreduce = true\n"
+        "[library_options]\ngloo_timeout_seconds = 4\n"
+        '[timeline]\nfilename = "a.json"\nmark_cycles = false\n'
         '[logging]\nlevel = "INFO"\n[stall_check]\nwarning_time_seconds = 7\n',
-        "yaml": "params:\n  fusion_threshold_mb: 1\n  cycle_time_ms: 2\n"
+        "yaml": "params:\n  fusion_threshold_mb: 1\n  cycle_time_ms: 2.5\n"
+        "  cache_capacity: 9\n  torus_allreduce: true\n"
+        "library_options:\n  gloo_timeout_seconds: 4\n"
+        "timeline:\n  filename: a.json\n  mark_cycles: false\n"
         "logging:\n  level: INFO\nstall_check:\n  warning_time_seconds: 7\n",
     }[kind]
     if kind == "yaml":
@@ -268,7 +284,23 @@ def test_config_file(tmp_path: Path, kind: str) -> None:
     assert f"RINGJAX_BUCKET_BYTES={1 << 20}\n" in done.stdout
     assert "RINGJAX_LOG_LEVEL=error\n" in done.stdout  # the command line wins
     assert "RINGJAX_STALL_WARNING=7\n" in done.stdout
-    assert "params.cycle_time_ms in " in done.stderr
+    for line in (
+        "RINGJAX_CYCLE_TIME=2.5",
+        "RINGJAX_CACHE_CAPACITY=9",
+        "RINGJAX_FAILURE_TIMEOUT=4",
+        "RINGJAX_TIMELINE=a.json",
+        "RINGJAX_TIMELINE_MARK_CYCLES=0",
+    ):
+        assert f"[0]<stdout>:{line}\n" in done.stdout
+    assert "params.torus_allreduce in " in done.stderr
+
+
+def test_config_file_with_a_wrong_value(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("[params]\ncache_capacity = 1.5\n")
+    done = ringrun("-np", "1", "--config-file", str(file), "true")
+    assert done.returncode == 2
+    assert "cache_capacity is 1.5: expected a whole number" in last_line(done)
 
 
 def test_what_ranks_get_unless_somebody_says_otherwise() -> None:
@@ -303,6 +335,7 @@ def test_version_and_check_build() -> None:
     assert text.startswith(f"ringjax v{ringjax.__version__}:\n")
     for word in ("JAX", "shared memory", "TCP", "NCCL"):
         assert word in text
+    assert re.search(r"\[X\] PyTorch \d+\.\d+\S* \(ringjax\.torch\)\n", text)
 
 
 def test_everything_public_is_there() -> None:

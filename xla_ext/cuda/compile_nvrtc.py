@@ -24,6 +24,10 @@ class Nvrtc:
 
     def __init__(self, path: str) -> None:
         try:
+            # It asks the linker for this one by name only, which finds it beside a
+            # library of a wheel no more than elsewhere, unless it is loaded already.
+            for beside in Path(path).parent.glob("libnvrtc-builtins.so*"):
+                ctypes.CDLL(str(beside))
             self._library = ctypes.CDLL(path)
         except OSError as e:
             raise NvrtcError(f"{path}: {e}") from e

@@ -1,11 +1,11 @@
 // Makes a CUDA context current on this thread for as long as the object lives.
 #pragma once
 
-#include "device/cuda_communicator.h"
+#include "device/driver.h"
 
 namespace ringjax {
 
-class CudaCommunicator::Bound {
+class Bound {
  public:
   Bound(const cuda::Driver& driver, cuda::Context context) : driver_(driver) {
     driver_.CtxGetCurrent(&before_);

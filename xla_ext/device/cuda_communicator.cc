@@ -66,6 +66,10 @@ Status CudaCommunicator::Check() const {
                 sentence_.rank());
 }
 
+Status CudaCommunicator::Verdict() const {
+  return finished_.load(std::memory_order_acquire) ? OkStatus() : Check();
+}
+
 Status CudaCommunicator::Admit(const Call& call) const {
   if (condemned()) return Refused(call);
   if (closing_.load(std::memory_order_acquire))
@@ -106,6 +110,29 @@ Status CudaCommunicator::Run(const Call& call, cuda::Stream stream,
                              const Workspace& workspace) {
   std::lock_guard turn(turn_mutex_);
   return Leave(stream, Serve(call, stream, workspace));
+}
+
+Status CudaCommunicator::RunBeside(const Call& call, std::span<const cuda::Event> after,
+                                   cuda::Event done) {
+  std::lock_guard turn(turn_mutex_);
+  RJ_TRY(Admit(call));
+  const Bound bound(driver_, context_);
+  auto checked = [&](cuda::Outcome outcome, const char* what) {
+    const Status status = driver_.Check(outcome, what);
+    return status.ok() ? status : FailHere(call, status);
+  };
+  for (cuda::Event event : after)
+    RJ_TRY(checked(driver_.StreamWaitEvent(comm_stream_, event, 0), "StreamWaitEvent"));
+  RJ_TRY(Serve(call, comm_stream_, [this](size_t bytes) { return Scratch(bytes); }));
+  return checked(driver_.EventRecord(done, comm_stream_), "EventRecord");
+}
+
+Status CudaCommunicator::Beside(const std::function<Status(cuda::Stream)>& enqueue) {
+  std::lock_guard turn(turn_mutex_);
+  if (comm_stream_ == nullptr)
+    return Status(Code::kFailedPrecondition, "ringjax is shut down");
+  const Bound bound(driver_, context_);
+  return enqueue(comm_stream_);
 }
 
 Status CudaCommunicator::Start(Call call, int64_t site, bool first,

@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -38,6 +39,7 @@ struct CudaOptions {
   double start_timeout = 120;
   FusionOptions fusion;
   bool comm_stream = true;  // false: Start works on the caller's stream
+  bool audited = true;      // false: the caller compares calls before they come here
 };
 
 // What was enqueued, per collective. `seconds` is time of the host in these calls.
@@ -52,10 +54,17 @@ class CudaCommunicator {
   // on the call's stream until the end of the call is done.
   using Workspace = std::function<Result<cuda::Pointer>(size_t bytes)>;
 
-  // Every rank of `control` calls it with the same id; waits for all of them.
+  // Every rank of `control` calls it with the same id; waits for all of them. A failure
+  // ends `control`, and with it what watches it.
   static Result<std::shared_ptr<CudaCommunicator>> Connect(
       CudaOptions options, std::shared_ptr<Communicator> control,
       const nccl::UniqueId& unique_id);
+  // The same in two halves, for ranks that have another way to tell each other how they
+  // fare. The first uses this rank's device only; a failure of either ends nothing
+  // else.
+  static Result<std::shared_ptr<CudaCommunicator>> Prepare(
+      CudaOptions options, std::shared_ptr<Communicator> control);
+  Status Join(const nccl::UniqueId& unique_id);
   ~CudaCommunicator();
 
   const CudaOptions& options() const { return options_; }
@@ -68,6 +77,15 @@ class CudaCommunicator {
 
   // Enqueues one call. Without a workspace, memory comes from the driver's pool.
   Status Run(const Call& call, cuda::Stream stream, const Workspace& workspace = {});
+
+  // Enqueues one call on the communication stream: begins when `after` have happened;
+  // `done` happens when its results are there.
+  Status RunBeside(const Call& call, std::span<const cuda::Event> after,
+                   cuda::Event done);
+  // Lets `enqueue` have the communication stream, between two calls.
+  Status Beside(const std::function<Status(cuda::Stream)>& enqueue);
+  // Whether what was enqueued comes, or came, to the results it should.
+  Status Verdict() const;
 
   // An allreduce beside the work of `stream`, from what is enqueued there now. Between
   // Start and Done the tensors' `out` belong to it. `first`: of a step, as in
@@ -102,13 +120,12 @@ class CudaCommunicator {
     const Workspace& workspace;
     CudaStats used;
   };
-  class Bound;  // makes the context current while it lives
 
   CudaCommunicator(CudaOptions options, std::shared_ptr<Communicator> control,
                    const cuda::Driver& driver, const nccl::Nccl& nccl);
 
   // cuda_connect.cc
-  Status Open(const nccl::UniqueId& unique_id);
+  Status Open();
   Status OpenDevice();
   Status JoinNccl(const nccl::UniqueId& unique_id);
   Status AwaitPeers(nccl::Comm joining, const std::atomic<bool>& interrupted);
@@ -191,6 +208,7 @@ class CudaCommunicator {
   Status sentence_;
   bool executed_ = false, stopping_ = false, closed_ = false;
   std::atomic<bool> closing_{false};
+  std::atomic<bool> finished_{false};  // everything, before NCCL was left
   std::map<std::string, CudaStats> stats_;
   std::thread watchdog_;
 };

@@ -37,28 +37,31 @@ Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Connect(
     const nccl::UniqueId& unique_id) {
   const std::string prefix = control->Prefix();
   const std::string place = "CUDA device " + std::to_string(options.device) + ": ";
+  auto prepared = Prepare(std::move(options), control);
+  Status status = prepared.status();
+  if (status.ok()) status = prepared.value()->Join(unique_id);
+  if (status.ok()) return prepared;
   // The others would wait for this rank until their limit.
-  auto give_up = [&](const Status& why) {
-    const bool told = control->aborted();  // by a peer, with whose words `why` comes
-    if (!told) control->GiveUp(why.code(), place + why.message());
-    return Status(why.code(), prefix + (told ? "" : place) + why.message(), why.rank());
-  };
+  const bool told = control->aborted();  // by a peer, with whose words `status` comes
+  if (!told) control->GiveUp(status.code(), place + status.message());
+  return Status(status.code(), prefix + (told ? "" : place) + status.message(),
+                status.rank());
+}
+
+Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Prepare(
+    CudaOptions options, std::shared_ptr<Communicator> control) {
   const auto driver = cuda::OpenDriver();
-  if (!driver.ok()) return give_up(driver.status());
+  if (!driver.ok()) return driver.status();
   const nccl::Nccl* nccl = nccl::OpenedNccl();
   if (nccl == nullptr)
-    return give_up(Status(Code::kFailedPrecondition, "NCCL has not been opened"));
-  std::shared_ptr<CudaCommunicator> made(
-      new CudaCommunicator(std::move(options), control, *driver.value(), *nccl));
-  if (Status s = made->Open(unique_id); !s.ok()) {
-    const Status why = give_up(s);
-    made->Abort(s);
-    return why;
-  }
+    return Status(Code::kFailedPrecondition, "NCCL has not been opened");
+  std::shared_ptr<CudaCommunicator> made(new CudaCommunicator(
+      std::move(options), std::move(control), *driver.value(), *nccl));
+  RJ_TRY(made->Open());
   return made;
 }
 
-Status CudaCommunicator::Open(const nccl::UniqueId& unique_id) {
+Status CudaCommunicator::Open() {
   RJ_TRY(OpenDevice());
   const Bound bound(driver_, context_);
   auto kernels = cuda::Kernels::Load(driver_, options_.device);
@@ -76,8 +79,16 @@ Status CudaCommunicator::Open(const nccl::UniqueId& unique_id) {
   RJ_CUDA(driver_, MemAlloc, &words_, kWords * sizeof(unsigned));
   RJ_CUDA(driver_, MemsetD32Async, words_, 0, kWords, side_stream_);
   RJ_CUDA(driver_, StreamSynchronize, side_stream_);
-  RJ_TRY(JoinNccl(unique_id));
-  if (size() > 1)
+  return OkStatus();
+}
+
+Status CudaCommunicator::Join(const nccl::UniqueId& unique_id) {
+  const Bound bound(driver_, context_);
+  if (Status s = JoinNccl(unique_id); !s.ok()) {
+    Abort(s);
+    return s;
+  }
+  if (size() > 1 && options_.audited)
     auditor_ =
         std::make_unique<Auditor>(control_, [this](const Status& s) { Condemn(s); });
   watchdog_ = std::thread([this] { Watch(); });
@@ -190,6 +201,7 @@ void CudaCommunicator::Close() {
     std::lock_guard turn(turn_mutex_);
   }
   const bool finished = !condemned() && comm_ != nullptr && Finish();
+  finished_.store(finished, std::memory_order_release);
   const Status over(Code::kUnavailable, "ringjax is shut down");
   {
     std::lock_guard lock(state_mutex_);
@@ -197,7 +209,7 @@ void CudaCommunicator::Close() {
     stopping_ = true;
   }
   Condemn(over);
-  control_->Abort(over);
+  if (auditor_) control_->Abort(over);
   if (watchdog_.joinable()) watchdog_.join();
   Execute();
   std::lock_guard turn(turn_mutex_);

@@ -27,8 +27,9 @@ using HostFunction = void (*)(void*);
 // Where memory of the device is, as the driver wants it.
 inline Pointer ToPointer(const void* p) { return reinterpret_cast<Pointer>(p); }
 
-inline constexpr Outcome kSuccess = 0, kNotReady = 600;
+inline constexpr Outcome kSuccess = 0, kInvalidValue = 1, kNotReady = 600;
 inline constexpr unsigned kEventDisableTiming = 2, kStreamNonBlocking = 1;
+inline constexpr int kPointerDevice = 9;  // an int
 inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
                      kAttributeMinor = 76;
 
@@ -47,6 +48,8 @@ inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
   X(DevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (Device))                 \
   X(CtxGetCurrent, cuCtxGetCurrent, (Context*))                                      \
   X(CtxSetCurrent, cuCtxSetCurrent, (Context))                                       \
+  X(CtxGetDevice, cuCtxGetDevice, (Device*))                                         \
+  X(PointerGetAttribute, cuPointerGetAttribute, (void*, int, Pointer))               \
   X(ModuleLoadData, cuModuleLoadData, (Module*, const void*))                        \
   X(ModuleUnload, cuModuleUnload, (Module))                                          \
   X(ModuleGetFunction, cuModuleGetFunction, (Function*, Module, const char*))        \

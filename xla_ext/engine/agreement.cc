@@ -21,8 +21,9 @@ class Exchange {
  public:
   Exchange(const Lane& lane, Waiter* waiter) : lane_(lane), waiter_(waiter) {}
 
-  Status Do(int to, iovec out, int from, iovec in) {
-    size_t sent = 0, received = 0;
+  // `sent` bytes of `out` have gone already.
+  Status Do(int to, iovec out, int from, iovec in, size_t sent = 0) {
+    size_t received = 0;
     Link *target = lane_.links[to].get(), *source = lane_.links[from].get();
     while (sent < out.iov_len || received < in.iov_len) {
       bool moved = false;
@@ -45,6 +46,12 @@ class Exchange {
       RJ_TRY(CheckCalled(reads ? from : to, lane_, *waiter_));
     }
     return OkStatus();
+  }
+
+  // Sends what the link takes at once.
+  Status Push(int to, iovec out, size_t* sent) {
+    bool moved = false;
+    return Move(to, lane_.links[to]->TryWrite(Rest(out, 0)), sent, &moved);
   }
 
  private:
@@ -107,6 +114,81 @@ Status AgreeOnBoard(Frame mine, const Lane& lane, Waiter* waiter, bool* agreed) 
   return OkStatus();
 }
 
+// What a rank gives all others at once where there is no board.
+struct Block {
+  Frame frame;
+  char text[448];
+};
+static_assert(sizeof(Block) == 512, "blocks are of one size");
+
+Status CheckRound(const Frame& got, const Frame& mine, int peer) {
+  if (!got.SameStream(mine) || got.kind != mine.kind) return OutOfStep(got, mine, peer);
+  if (got.bytes > kMostMessage)
+    return Status(Code::kInternal, "announced a message beyond all bounds", peer);
+  return OkStatus();
+}
+
+// Frames of all ranks, and the messages that fit beside them.
+Status ShowOnBoard(const Frame& mine, const std::string& own, const Lane& lane,
+                   Waiter* waiter, std::vector<Frame>* frames,
+                   std::vector<std::string>* all) {
+  Board& board = *lane.board;
+  const uint64_t turn = board.mine(Board::kAgreed) + 1;
+  std::byte* note = board.Note(turn, board.rank());
+  std::memcpy(note, &mine, sizeof mine);
+  if (own.size() <= Board::kNoteBytes)
+    std::memcpy(note + Board::kHeaderBytes, own.data(), own.size());
+  board.Publish(Board::kAgreed, turn);
+  RJ_TRY(Await(turn, lane, waiter));
+  for (int peer = 0; peer < board.size(); ++peer) {
+    Frame& theirs = (*frames)[peer];
+    note = board.Note(turn, peer);
+    std::memcpy(&theirs, note, sizeof theirs);
+    RJ_TRY(CheckRound(theirs, mine, peer));
+    if (theirs.bytes <= Board::kNoteBytes)
+      (*all)[peer].assign(reinterpret_cast<const char*>(note + Board::kHeaderBytes),
+                          theirs.bytes);
+  }
+  return OkStatus();
+}
+
+// The same over links. In step k a rank sends all blocks that it has, 2^k of them, to
+// the rank 2^k before it. Its own block goes to all of these at the very beginning:
+// whoever sleeps wakes up after at most log2 P others.
+Status PassOn(const Frame& mine, const std::string& own, const Lane& lane,
+              Waiter* waiter, std::vector<Frame>* frames,
+              std::vector<std::string>* all) {
+  const int size = static_cast<int>(lane.links.size());
+  Exchange exchange(lane, waiter);
+  std::vector<Block> blocks(static_cast<size_t>(size));  // from this rank onwards
+  blocks[0].frame = mine;
+  std::memset(blocks[0].text, 0, sizeof blocks[0].text);
+  if (own.size() <= sizeof blocks[0].text)
+    std::memcpy(blocks[0].text, own.data(), own.size());
+  std::vector<size_t> sent;
+  for (int reach = 1; reach < size; reach *= 2)
+    RJ_TRY(exchange.Push((lane.rank - reach + size) % size, {&blocks[0], sizeof(Block)},
+                         &sent.emplace_back(0)));
+  size_t step = 0;
+  for (int reach = 1; reach < size; reach *= 2, ++step) {
+    const int to = (lane.rank - reach + size) % size;
+    const int from = (lane.rank + reach) % size;
+    const auto count = static_cast<size_t>(std::min(reach, size - reach));
+    RJ_TRY(exchange.Do(to, {blocks.data(), count * sizeof(Block)}, from,
+                       {&blocks[static_cast<size_t>(reach)], count * sizeof(Block)},
+                       sent[step]));
+    for (int i = reach; i < reach + static_cast<int>(count); ++i) {
+      const Block& block = blocks[static_cast<size_t>(i)];
+      RJ_TRY(CheckRound(block.frame, mine, from));
+      const int peer = (lane.rank + i) % size;
+      (*frames)[peer] = block.frame;
+      if (block.frame.bytes <= sizeof block.text)
+        (*all)[peer].assign(block.text, block.frame.bytes);
+    }
+  }
+  return OkStatus();
+}
+
 }  // namespace
 
 Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
@@ -152,6 +234,38 @@ Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lan
     received.resize(theirs.bytes);
     RJ_TRY(exchange.Do(to, {text.data(), text.size()}, from,
                        {received.data(), received.size()}));
+  }
+  return OkStatus();
+}
+
+Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& lane,
+                        Waiter* waiter, std::vector<std::string>* all) {
+  const int size = static_cast<int>(lane.links.size());
+  all->assign(static_cast<size_t>(size), "");
+  std::vector<Frame> frames(static_cast<size_t>(size));
+  Frame mine = frame;
+  mine.kind = static_cast<uint16_t>(FrameKind::kRound);
+  mine.bytes = own.size();
+  frames[lane.rank] = mine;
+  waiter->Progressed();
+  if (lane.board) {
+    RJ_TRY(ShowOnBoard(mine, own, lane, waiter, &frames, all));
+  } else {
+    RJ_TRY(PassOn(mine, own, lane, waiter, &frames, all));
+  }
+  (*all)[lane.rank] = own;
+  const uint64_t most = lane.board ? Board::kNoteBytes : sizeof(Block::text);
+  if (std::none_of(frames.begin(), frames.end(),
+                   [most](const Frame& f) { return f.bytes > most; }))
+    return OkStatus();
+  Exchange exchange(lane, waiter);
+  std::string rest = own.size() > most ? own : "";
+  for (int i = 1; i < size; ++i) {
+    const int to = (lane.rank + i) % size, from = (lane.rank - i + size) % size;
+    std::string nothing, &theirs = frames[from].bytes > most ? (*all)[from] : nothing;
+    if (frames[from].bytes > most) theirs.resize(frames[from].bytes);
+    RJ_TRY(exchange.Do(to, {rest.data(), rest.size()}, from,
+                       {theirs.data(), theirs.size()}));
   }
   return OkStatus();
 }

@@ -28,4 +28,12 @@ Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lan
 Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
                      const Lane& lane, Waiter* waiter, std::vector<int64_t>* received);
 
+// Every rank's message, by rank, for one exchange of a round (see communicator.h). On a
+// board short messages lie beside the frames; elsewhere they travel in blocks of one
+// size, each rank passing on what it has (Bruck et al., "Efficient Algorithms for
+// All-to-All Communications", 1997). What does not fit there follows from rank to rank.
+inline constexpr uint64_t kMostMessage = uint64_t{64} << 20;  // bytes
+Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& lane,
+                        Waiter* waiter, std::vector<std::string>* all);
+
 }  // namespace ringjax

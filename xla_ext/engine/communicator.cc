@@ -113,8 +113,7 @@ Status Communicator::InTurn(uint64_t ticket, const Call& call,
   }
 }
 
-Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
-                           Waiter* waiter, bool* refused) {
+Status Communicator::Begin(const Call& call, Frame* frame) {
   if (aborted()) return Fail(call, abort_status());
   if (Status left = CheckLeft(); !left.ok()) return Fail(call, left);
   // Counted and voted on even if it is not valid, so that all ranks stay in step.
@@ -127,6 +126,12 @@ Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
   frame->epoch = options_.epoch;
   frame->communicator = static_cast<uint32_t>(options_.id);
   frame->sequence = entered();
+  return OkStatus();
+}
+
+Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
+                           Waiter* waiter, bool* refused) {
+  RJ_TRY(Begin(call, frame));
   frame->fingerprint = Fingerprint(call);
   return AgreeOn(call, fits, *frame, waiter, refused);
 }
@@ -165,7 +170,8 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
   bool agreed = false, fit = valid.ok();
   if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
     return Fail(call, s);
-  if (agreed && call.op == Collective::kAlltoall && !call.rows.empty()) {
+  if (agreed && call.op == Collective::kAlltoall && !call.rows.empty() &&
+      !call.rows_known) {
     if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
       return Fail(call, s);
     if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
@@ -191,7 +197,8 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
 bool Communicator::IsNote(const std::vector<Request>& requests) const {
   if (!lane_.board || requests.size() != 1 || aborted()) return false;
   const Request& request = requests[0];
-  if (request.problem.op != Collective::kAllreduce || !FitsNote(request.wire_bytes()))
+  if (request.problem.op != Collective::kAllreduce ||
+      request.arithmetic.op == ReduceOp::kAdasum || !FitsNote(request.wire_bytes()))
     return false;
   const std::string_view forced = ForcedAlgorithm(Collective::kAllreduce);
   return forced.empty() || forced == kShared;
@@ -209,14 +216,12 @@ void Communicator::Count(const Request& request, std::string_view algorithm,
 Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* waiter) {
   request->memory.in = &request->in;
   request->memory.out = &request->out;
+  if (request->arithmetic.op == ReduceOp::kAdasum)
+    return RunAdasum(request, frame, waiter);
   Result<const Planned*> planned = PlanFor(request->problem, request->bytes);
   if (!planned.ok()) return planned.status();
   const Plan& plan = planned.value()->plan;
-  const size_t width = Width(request->arithmetic.dtype);
-  if (const uint64_t need = plan.scratch * width; need > 0) {
-    if (scratch_.size() < need) scratch_.resize(need);
-    request->memory.scratch.Add(scratch_.data(), need);
-  }
+  AddScratch(request, plan.scratch * Width(request->arithmetic.dtype));
   const std::string_view algorithm = planned.value()->algorithm->name;
   Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
   if (algorithm == kShared)
@@ -290,9 +295,10 @@ std::map<std::string, int> Communicator::transports() const {
   return all;
 }
 
-// A link tells that a peer is gone; the heartbeat tells why, a moment later.
+// A link tells that a peer is gone; the heartbeat tells why, a moment later. So it may
+// of one that left in good order: because another was lost before.
 Status Communicator::Fail(const Call& call, const Status& cause) {
-  if (cause.code() == Code::kUnavailable && left_.load() < 0) {
+  if (cause.code() == Code::kUnavailable) {
     for (int i = 0; i < 100 && !aborted(); ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
@@ -307,8 +313,9 @@ void Communicator::End(const Status& blame) {
   if (on_failure_) on_failure_(blame);
 }
 
-void Communicator::GiveUp(Code code, const std::string& what) {
-  if (!aborted()) End(Status(code, what, options_.members[rank()]));
+void Communicator::GiveUp(Code code, const std::string& what, int culprit) {
+  const int world = culprit < 0 ? options_.members[rank()] : culprit;
+  if (!aborted()) End(Status(code, what, world));
 }
 
 // As it is shown: with the mark, the operation and what went wrong.
@@ -369,6 +376,7 @@ Status Communicator::OnStall(const Call& call, double seconds,
 void Communicator::PeerLeft(int world_rank) {
   int none = -1;
   left_.compare_exchange_strong(none, world_rank);
+  doorbell_->Ring();
 }
 
 Status Communicator::CheckLeft() const {

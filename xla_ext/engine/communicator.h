@@ -96,12 +96,22 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // `status` as it is shown: with the mark of this communicator and the operation.
   Status Named(const Call& call, const Status& status) const;
 
+  // Rounds, of a communicator that one thread alone uses. Every rank gives all others a
+  // message; they come by rank. A step in the one order of calls, like Run.
+  Status Exchange(const std::string& own, std::vector<std::string>* all);
+  // Sleeps until a peer has begun the next call (`*called`), Wake was called, or the
+  // deadline. A peer that is gone ends the communicator if it is `needed`; else the
+  // next call finds out.
+  Status Await(Clock::time_point deadline, bool needed, bool* called);
+  void Wake();  // from any thread
+
   // Fails every pending and later call. The first reason stays. `status` names a world
   // rank. Callable from any thread, also from the heartbeat.
   void Abort(const Status& status);
   Status abort_status() const;
-  // Aborts because of what this rank did ("was interrupted"), and tells the peers.
-  void GiveUp(Code code, const std::string& what);
+  // Aborts because of what this rank did ("was interrupted"), or the one of the world
+  // that is to blame, and tells the peers.
+  void GiveUp(Code code, const std::string& what, int culprit = -1);
   // A member left in good order. Calls that it took part in can still finish; a call
   // that needs it fails, at the latest a second after nothing moves any more.
   void PeerLeft(int world_rank);
@@ -132,6 +142,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     Arithmetic arithmetic;
     Memory memory;
     Spans in, out;
+    std::vector<uint64_t> sizes;  // with Adasum: elements of each tensor
     uint64_t bytes = 0;
 
     uint64_t wire_bytes() const {  // of one block of elements: allreduce, broadcast
@@ -142,7 +153,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Serves `body` when it is the ticket's turn.
   Status InTurn(uint64_t ticket, const Call& call, const std::function<Status()>& body);
   Status RunExclusive(const Call& call);
-  // The part before the data: counts the call, then agrees about it.
+  // Counts the call and makes the frame of its messages.
+  Status Begin(const Call& call, Frame* frame);
+  // The part before the data: begins the call, then agrees about it.
   Status Enter(const Call& call, const Status& fits, Frame* frame, Waiter* waiter,
                bool* refused);
   // `valid` is what Validate found: this rank's vote.
@@ -154,6 +167,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Whether the call is so short that its values go with the agreement.
   bool IsNote(const std::vector<Request>& requests) const;
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
+  Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
+  // Lends the request this communicator's own memory.
+  void AddScratch(Request* request, uint64_t bytes);
   void Count(const Request& request, std::string_view algorithm, uint64_t sent_bytes);
   // An algorithm and its compiled schedule; both are looked up once per problem.
   struct Planned {
@@ -162,6 +178,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   };
   Result<const Planned*> PlanFor(const Problem& problem, uint64_t bytes);
   std::string_view ForcedAlgorithm(Collective op) const;
+  Status LookForCall(bool* called);
+  std::vector<Waiter::Interest> Callers() const;
   Status Fail(const Call& call, const Status& cause);
   Status Blame(const Call& call, const Status& cause) const;
   void End(const Status& blame);  // aborts and tells the peers
@@ -180,6 +198,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   double warned_ = 0;
   std::map<std::vector<uint64_t>, Planned> plans_;
   std::vector<std::byte> scratch_;
+
+  std::unique_ptr<Waiter> resting_;  // of Await: it learns how long pauses are
+  std::vector<bool> closed_;         // by rank: links that Await has found closed
+  std::atomic<bool> asleep_{false}, woken_{false};
 
   std::atomic<bool> aborted_{false};
   std::atomic<int> left_{-1};  // world rank of the first member that left

@@ -2,39 +2,14 @@
 #include "engine/descriptor.h"
 
 #include <algorithm>
-#include <bit>
 #include <charconv>
-#include <cstring>
 #include <sstream>
+
+#include "engine/adasum.h"
+#include "engine/hash.h"
 
 namespace ringjax {
 namespace {
-
-// Folds 128-bit products, the idea of wyhash (Wang Yi, 2019): one multiplication a
-// word, because a step may have thousands of them.
-class Hash {
- public:
-  void Add(uint64_t word) {
-    const auto product = static_cast<unsigned __int128>(state_ ^ word ^ kOdd) * kFactor;
-    // The sum keeps what came before alive even where the product is zero.
-    state_ += static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-  }
-  void Add(double value) { Add(std::bit_cast<uint64_t>(value)); }
-  void Add(std::string_view text) {
-    Add(text.size());
-    for (size_t i = 0; i < text.size(); i += 8) {
-      uint64_t word = 0;
-      std::memcpy(&word, text.data() + i, std::min<size_t>(8, text.size() - i));
-      Add(word);
-    }
-  }
-  uint64_t value() const { return state_; }
-
- private:
-  static constexpr uint64_t kOdd = 0x9e3779b97f4a7c15ull,
-                            kFactor = 0xd1342543de82ef95ull;
-  uint64_t state_ = 0x52474a58;
-};
 
 // Alltoall's rows differ by rank by nature; all others must be alike.
 bool RowsAgree(Collective op) { return op != Collective::kAlltoall; }
@@ -47,12 +22,6 @@ std::vector<std::string_view> Lines(std::string_view text) {
     text.remove_prefix(end == text.npos ? text.size() : end + 1);
   }
   return lines;
-}
-
-// As short as tells it from every other number.
-std::string Digits(double value) {
-  char text[32];
-  return std::string(text, std::to_chars(text, text + sizeof text, value).ptr);
 }
 
 constexpr long kHeadLines = 9;  // of Explain, before the tensors
@@ -121,6 +90,27 @@ bool RaggedRows(Collective op) {
   return op == Collective::kAllgather || op == Collective::kAlltoall;
 }
 
+Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size) {
+  auto invalid = [](const std::string& what) {
+    return Status(Code::kInvalidArgument, what);
+  };
+  if (reduce_op == ReduceOp::kAdasum) {
+    if (op != Collective::kAllreduce) return invalid("op=ADASUM is for allreduce only");
+    if (!AdasumFits(size))
+      return invalid("Adasum needs a power of two of ranks, this process set has " +
+                     std::to_string(size));
+    if (!IsFloat(dtype))
+      return invalid("op=ADASUM is for tensors of f16, bf16, f32 or f64, not " +
+                     std::string(Name(dtype)));
+  }
+  if (IsComplex(dtype) && (reduce_op == ReduceOp::kMin || reduce_op == ReduceOp::kMax))
+    return invalid("op=" + std::string(Name(reduce_op)) +
+                   " has no order on complex numbers");
+  if (dtype == DType::kBool && reduce_op == ReduceOp::kAverage)
+    return invalid("op=AVERAGE has no meaning for bool");
+  return OkStatus();
+}
+
 uint64_t Fingerprint(const Call& call) {
   Hash hash;
   hash.Add(static_cast<uint64_t>(call.op) | static_cast<uint64_t>(call.reduce_op) << 8 |
@@ -143,14 +133,23 @@ uint64_t Fingerprint(const Call& call) {
   return hash.value();
 }
 
-std::string Describe(const Tensor& tensor, bool ragged) {
-  std::string text(Name(tensor.dtype));
+std::string Describe(DType dtype, std::span<const int64_t> dims, bool ragged) {
+  std::string text(Name(dtype));
   text += '[';
-  for (size_t d = 0; d < tensor.dims.size(); ++d) {
+  for (size_t d = 0; d < dims.size(); ++d) {
     if (d > 0) text += ',';
-    text += d == 0 && ragged ? "*" : std::to_string(tensor.dims[d]);
+    text += d == 0 && ragged ? "*" : std::to_string(dims[d]);
   }
   return text + ']';
+}
+
+std::string Describe(const Tensor& tensor, bool ragged) {
+  return Describe(tensor.dtype, {tensor.dims.begin(), tensor.dims.end()}, ragged);
+}
+
+std::string Digits(double value) {
+  char text[32];
+  return std::string(text, std::to_chars(text, text + sizeof text, value).ptr);
 }
 
 std::string_view Cut(std::string_view text, size_t limit) {

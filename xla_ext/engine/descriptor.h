@@ -40,6 +40,7 @@ struct Call {
   std::vector<Tensor> tensors;
   // Rows (dim 0) per rank, for each tensor one after another; see Problem::counts.
   std::vector<int64_t> rows;
+  bool rows_known = false;  // alltoall: rows came from all ranks, so they fit together
 
   // Sets the three from numbers that came from outside, if there are such.
   Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);
@@ -52,11 +53,18 @@ struct Call {
 // True if dim 0 may differ between ranks (its size is in rows instead).
 bool RaggedRows(Collective op);
 
+// kInvalidArgument if `op` cannot reduce this on so many ranks.
+Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size);
+
 // Equal on all ranks exactly if the calls fit together.
 uint64_t Fingerprint(const Call& call);
 
 // "f32[8,128]", or "f32[*,128]" if dim 0 is a matter of each rank.
+std::string Describe(DType dtype, std::span<const int64_t> dims, bool ragged = false);
 std::string Describe(const Tensor& tensor, bool ragged = false);
+
+// As short as tells it from every other number.
+std::string Digits(double value);
 
 // At most `limit` bytes of `text`, not ending within a character.
 std::string_view Cut(std::string_view text, size_t limit);

@@ -7,6 +7,7 @@
 #include <array>
 #include <numeric>
 
+#include "engine/adasum.h"
 #include "engine/agreement.h"
 #include "engine/communicator.h"
 
@@ -20,16 +21,6 @@ uint64_t RowElements(const Tensor& t) {
 }
 
 Status Invalid(const std::string& what) { return {Code::kInvalidArgument, what}; }
-
-Status CheckReduce(const Call& call, const Tensor& t) {
-  if (IsComplex(t.dtype) &&
-      (call.reduce_op == ReduceOp::kMin || call.reduce_op == ReduceOp::kMax))
-    return Invalid("op=" + std::string(Name(call.reduce_op)) +
-                   " has no order on complex numbers");
-  if (t.dtype == DType::kBool && call.reduce_op == ReduceOp::kAverage)
-    return Invalid("op=AVERAGE has no meaning for bool");
-  return OkStatus();
-}
 
 // Rows of tensor `i` in call.rows.
 std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
@@ -102,19 +93,19 @@ Status Communicator::Validate(const Call& call) const {
   if (call.op == Collective::kBroadcast && (call.root < 0 || call.root >= size()))
     return Invalid("root_rank=" + std::to_string(call.root) + " is not in 0.." +
                    std::to_string(size() - 1));
-  if (reduces && call.reduce_op == ReduceOp::kAdasum)
-    return Invalid("op=Adasum is not a reduction of this engine");
+  if (reduces && call.reduce_op == ReduceOp::kAdasum && call.wire >= 0)
+    return Invalid("op=ADASUM takes tensors as they are: no compression on the wire");
   if (const auto forced = ForcedAlgorithm(call.op); !forced.empty())
     RJ_TRY(Choose(call.op, forced, 0, options_.topology, options_.cost).status());
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const Tensor& t = call.tensors[i];
     Status fits;
-    if (per_tensor > 0)
+    if (reduces) fits = CheckReduction(call.op, call.reduce_op, t.dtype, size());
+    if (fits.ok() && per_tensor > 0)
       fits = CheckRows(call, t, RowsOf(call, i, per_tensor), rank(), p);
-    else if (t.room != t.bytes())
+    else if (fits.ok() && t.room != t.bytes())
       fits = Invalid("the result of " + Describe(t) + " has " + std::to_string(t.room) +
                      " bytes");
-    if (fits.ok() && reduces) fits = CheckReduce(call, t);
     if (!fits.ok()) return Status(fits.code(), Label(call, i) + fits.message());
   }
   return OkStatus();
@@ -146,6 +137,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     r->in.Add(t.in, t.bytes());
     r->out.Add(t.out, t.bytes());
     r->bytes += t.bytes();
+    if (r->arithmetic.op == ReduceOp::kAdasum) r->sizes.push_back(t.elements());
   };
   auto blocks = [&](Request* r, std::span<const int64_t> rows, uint64_t row) {
     for (int64_t n : rows) r->problem.counts.push_back(static_cast<uint64_t>(n) * row);
@@ -215,6 +207,22 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     return call.op == Collective::kAllgather && r.bytes == 0;
   });
   return requests;
+}
+
+void Communicator::AddScratch(Request* request, uint64_t bytes) {
+  if (scratch_.size() < bytes) scratch_.resize(bytes);
+  request->memory.scratch.Add(scratch_.data(), bytes);
+}
+
+Status Communicator::RunAdasum(Request* request, const Frame& frame, Waiter* waiter) {
+  const Arithmetic& a = request->arithmetic;
+  const uint64_t elements = size() > 1 ? AdasumScratch(request->problem.counts[0]) : 0;
+  AddScratch(request, elements * Width(a.dtype));
+  uint64_t sent = 0;
+  const Status status =
+      AllreduceAdasum(request->memory, request->sizes, a, frame, lane_, waiter, &sent);
+  Count(*request, kAdasum, sent);
+  return status;
 }
 
 // Tells every peer how many rows it is sent and hears how many come, before any row

@@ -51,6 +51,12 @@ class Waiter {
     idle_ = 0;
   }
 
+  // The longest sleep until the caller looks again.
+  void set_slice(Clock::duration slice) {
+    const auto ms = std::chrono::ceil<std::chrono::milliseconds>(slice).count();
+    slice_ms_ = static_cast<int>(std::clamp<int64_t>(ms, 0, kLongestMs));
+  }
+
   // How long there has been no progress; zero while spinning.
   double IdleSeconds() const {
     if (idle_ == 0) return 0;
@@ -96,7 +102,7 @@ class Waiter {
     for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
     // Looked at again after arming: an abort rings the doorbell only once.
     if (aborted_->load(std::memory_order_acquire)) ready = true;
-    if (!ready) poll(fds_.data(), fds_.size(), kSliceMs);
+    if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
     if (fds_[0].revents) doorbell_->Drain();
     if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
@@ -104,7 +110,7 @@ class Waiter {
     return OkStatus();
   }
 
-  static constexpr int kSliceMs = 100;
+  static constexpr int kLongestMs = 1000;
   static constexpr uint64_t kFree = 8;  // looks before the clock is asked
 
   Doorbell* doorbell_;
@@ -114,6 +120,7 @@ class Waiter {
   uint64_t idle_ = 0;
   Clock::time_point since_;
   int patience_ = 0;  // spins are this often halved
+  int slice_ms_ = 100;
   std::vector<pollfd> fds_;
 };
 

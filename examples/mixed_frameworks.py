@@ -1,0 +1,102 @@
+"""JAX on one rank and PyTorch on another meet in one operation.
+
+    python mixed_frameworks.py                    one rank, JAX
+    ringrun -np 2 python mixed_frameworks.py      rank 0 with JAX, rank 1 with PyTorch
+
+A named operation knows an address, a type and a shape, and not who made the array. So
+ranks of even number give a JAX array and the others a PyTorch tensor, and each gets the
+sum back as what it gave. Below, both fit one straight line: every rank has its own
+points and computes its gradient in its own framework. Needs
+``pip install "ringjax[torch]"``.
+
+To go further: ``--points 100000``, more ranks, or a third framework: anything with
+``__dlpack__`` or a buffer will do, a NumPy array for example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+
+import ringjax
+from ringjax import eager
+
+SLOPE, OFFSET = 3.0, -1.0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--points", type=int, default=200, help="of each rank")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--learning-rate", type=float, default=0.3)
+    return parser.parse_args()
+
+
+class WithJax:
+    """A line, and the slope of its error, in JAX."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        def error(line: Any) -> Any:
+            return jnp.mean((line[0] * x + line[1] - y) ** 2)
+
+        self._gradient = jax.jit(jax.grad(error))
+        self.line = jnp.zeros(2)
+
+    def step(self, rate: float) -> None:
+        """Moves the line by the average of all ranks' gradients."""
+        gradient = self._gradient(self.line)
+        self.line = self.line - rate * eager.allreduce(gradient, name="gradient")
+
+
+class WithTorch:
+    """The same in PyTorch, through Horovod's functions."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        import torch
+
+        self._x, self._y = torch.from_numpy(x), torch.from_numpy(y)
+        self.line = torch.zeros(2, requires_grad=True)
+
+    def step(self, rate: float) -> None:
+        """Moves the line by the average of all ranks' gradients."""
+        import torch
+
+        import ringjax.torch as hvd
+
+        error = ((self.line[0] * self._x + self.line[1] - self._y) ** 2).mean()
+        (gradient,) = torch.autograd.grad(error, self.line)
+        with torch.no_grad():
+            self.line -= rate * hvd.allreduce(gradient, name="gradient")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    ringjax.init()
+    rank, size = ringjax.rank(), ringjax.size()
+    rng = np.random.default_rng(rank)
+    x = rng.uniform(-1, 1, arguments.points).astype(np.float32)
+    noise = rng.normal(0, 0.1, arguments.points)
+    y = (SLOPE * x + OFFSET + noise).astype(np.float32)
+    model = (WithTorch if rank % 2 else WithJax)(x, y)
+    for _ in range(arguments.steps):
+        model.step(arguments.learning_rate)
+
+    loaded = [name for name in ("jax", "torch") if name in sys.modules]
+    kind = f"{type(model.line).__module__}.{type(model.line).__name__}"
+    print(f"rank {rank}: its line is a {kind}, it has loaded {' and '.join(loaded)}")
+    mine = np.array([[value.item() for value in model.line]])
+    lines = eager.allgather(mine, name="lines")
+    if rank == 0:
+        alike = "alike" if np.ptp(lines, axis=0).max() < 1e-5 else "NOT ALIKE"
+        slope, offset = lines[0]
+        print(f"result: y = {slope:.3f} x {offset:+.3f}, {alike} on {size} rank(s)")
+
+
+if __name__ == "__main__":
+    main()

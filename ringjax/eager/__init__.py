@@ -1,0 +1,59 @@
+"""Named operations on arrays of any framework, outside of compiled programs.
+
+Ranks submit their tensors by name, in any order and from any thread; the core finds out
+which ones all ranks have submitted and runs them together. The framework does not
+matter: a JAX array on one rank and a PyTorch tensor on another, even one that came
+through `ringjax.torch`, meet if their names do. Imports no framework.
+"""
+
+from __future__ import annotations
+
+from ringjax.eager.lane import Handle, join, poll, synchronize
+from ringjax.eager.movement import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from ringjax.eager.objects import allgather_object, broadcast_object
+from ringjax.eager.reductions import (
+    allreduce,
+    allreduce_async,
+    grouped_allreduce,
+    grouped_allreduce_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+
+__all__ = [
+    "Handle",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_async",
+    "broadcast_object",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "synchronize",
+]

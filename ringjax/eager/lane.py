@@ -1,0 +1,270 @@
+"""The door to the eager lanes: submit a named operation, get a handle.
+
+For what runs line by line, in an order that may differ from rank to rank; compiled
+programs do not come here. Knows addresses, dtypes and shapes, and no framework: how an
+array becomes those is in arrays.py, and in the adapter packages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypedDict, Unpack
+
+from ringjax import _native, errors, runtime
+
+# How a finished operation becomes the caller's result.
+Finish = Callable[[Any], Any]
+# (address, number of the dtype, shape) of a tensor; its memory is C-contiguous.
+Piece = tuple[int, int, tuple[int, ...]]
+
+_COLLECTIVES = _native.COLLECTIVES
+_SPELLING = {number: name for name, number in _native.DTYPES.items()}
+_global = runtime.global_process_set
+_unnamed: dict[tuple[int | None, str], Iterator[int]] = {}
+runtime.on_init(_unnamed.clear)
+
+
+def _finished(_: Any) -> None:
+    """The result, the second time."""
+
+
+class Handle:
+    """An operation under way. Give it to `poll` and `synchronize`.
+
+    The operation goes on, and keeps what it needs, also if its handle is forgotten.
+    """
+
+    __slots__ = ("_finish", "_ticket")
+
+    def __init__(self, ticket: Any, finish: Finish) -> None:
+        self._ticket: Any = ticket
+        self._finish = finish
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._ticket is None or bool(self._ticket.done)
+
+    def wait(self) -> Any:
+        """The result. A handle gives it once; after that it is None.
+
+        Raises:
+            Mismatch: the ranks do not agree about the operation. On every rank.
+            Stalled: some ranks have not submitted it in time.
+            PeerLost: a rank is gone.
+        """
+        ticket = self._ticket
+        if ticket is None:
+            return None
+        try:
+            ticket.wait()
+        except _native.StatusError as error:
+            self._ticket = None
+            raise errors.from_status(error) from None
+        self._ticket = None
+        # What finishes it refers to the tensors: whoever keeps the handle does not.
+        finish, self._finish = self._finish, _finished
+        return finish(ticket)
+
+
+def poll(handle: Handle) -> bool:
+    """Whether the operation has ended, so that `synchronize` returns at once.
+
+    Raises:
+        ValueError: `handle` is not one.
+    """
+    if not isinstance(handle, Handle):
+        raise ValueError(f"poll: {handle!r} is not the handle of an operation")
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Waits for the operation and returns its result, as `Handle.wait`.
+
+    Returns:
+        The result; None for a handle that has given it before, and for what is none.
+
+    Raises: as `Handle.wait`.
+    """
+    return handle.wait() if isinstance(handle, Handle) else None
+
+
+class Call(TypedDict, total=False):
+    """What else an operation may say of itself.
+
+    Attributes:
+        reduce_op: a number of `ringjax.ops.ReduceOp`.
+        prescale: multiplies each rank's tensor before the reduction.
+        postscale: multiplies the result.
+        root: the sender's rank within the process set.
+        splits: for alltoall, rows for each rank, tensor by tensor; empty: equal parts.
+        cuda: the addresses are on a device.
+        stream: a stream there.
+    """
+
+    reduce_op: int
+    prescale: float
+    postscale: float
+    root: int
+    splits: Sequence[int]
+    cuda: bool
+    stream: int
+
+
+def submit(
+    op: str,
+    name: str | None,
+    ins: Sequence[Piece],
+    outs: Sequence[int],
+    finish: Finish,
+    process_set: runtime.ProcessSet = _global,
+    keep: object = None,
+    **call: Unpack[Call],
+) -> Handle:
+    """Submits an operation; it begins when all ranks of the set have submitted it.
+
+    Args:
+        op: a collective's name, as in `_native.COLLECTIVES`.
+        name: what the operation is called on all ranks; None gives it a number, which
+            fits if all ranks submit their unnamed ones in the same order.
+        ins: the tensors. Several are one operation.
+        outs: where the results go; empty for allgather, alltoall and barrier, whose
+            results are in memory of the core.
+        finish: makes the caller's result from the native ticket.
+        keep: what must live until the operation has ended.
+
+    Raises:
+        NotInitialized, PeerLost: as everywhere.
+        InvalidArgument: the core refuses it, or one of this name is under way.
+        TypeError, ValueError: `name` or `process_set` is wrong.
+    """
+    lane = runtime.lane(process_set, op)
+    if not name:
+        name = next_name(op, process_set)
+    elif not isinstance(name, str):
+        raise TypeError(f"ringjax.{op}: name must be a str, got {name!r}")
+    try:
+        alone = len(ins) > 1 and not runtime.config().group_fusion
+        ticket = lane.submit(
+            _COLLECTIVES[op], name, ins, outs, keep=keep, alone=alone, **call
+        )
+    except _native.StatusError as error:
+        raise errors.from_status(error) from None
+    return Handle(ticket, finish)
+
+
+def join(process_set: runtime.ProcessSet = _global) -> int:
+    """Says that this rank has no more to submit, and waits until all ranks say so.
+
+    Until then it takes part in what the others submit: with zeros (or what else does
+    not change the result) in reductions, with no rows in allgather and alltoall. After
+    it, operations without a name are numbered from the beginning.
+
+    Args:
+        process_set: the ranks that take part; this rank must be one of them.
+
+    Returns:
+        The rank that was the last to join, its number in the world.
+
+    Raises:
+        NotInitialized, PeerLost: as everywhere.
+
+    Example:
+        >>> import ringjax
+        >>> ringjax.init()
+        >>> ringjax.eager.join() in range(ringjax.size())
+        True
+    """
+    lane = runtime.lane(process_set, "join")
+    try:
+        ticket = lane.join()
+    except _native.StatusError as error:
+        raise errors.from_status(error) from None
+    last: int = Handle(ticket, operator.attrgetter("last_joined")).wait()
+    # The ranks have come here by different ways; from now on they go in step again.
+    for key in [k for k in _unnamed if k[0] == process_set.process_set_id]:
+        _unnamed.pop(key, None)
+    return process_set.ranks[last]
+
+
+def next_name(op: str, process_set: runtime.ProcessSet) -> str:
+    """The name of an operation without one: the same on ranks in the same order."""
+    key = (process_set.process_set_id, op)
+    counter = _unnamed.get(key) or _unnamed.setdefault(key, itertools.count(1))
+    return f"noname.{next(counter)}"
+
+
+# -- arguments -------------------------------------------------------------------------
+
+
+def title(op: str, name: str | None, pieces: Sequence[Piece] = ()) -> str:
+    """How errors name an operation: ``ringjax.allreduce 'grad' (f32[8,128])``."""
+    shapes = [
+        f"{_SPELLING[dtype]}[{','.join(map(str, shape))}]" for _, dtype, shape in pieces
+    ]
+    label = f" {name!r}" if name else ""
+    return f"ringjax.{op}{label}" + (f" ({', '.join(shapes)})" if shapes else "")
+
+
+def root_in_set(op: str, root_rank: Any, process_set: runtime.ProcessSet) -> int:
+    """The place of world rank `root_rank` among the members of the process set."""
+    if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
+        raise TypeError(f"ringjax.{op}: root_rank must be an int, got {root_rank!r}")
+    rank = operator.index(root_rank)
+    if rank not in process_set.ranks:
+        raise ValueError(
+            f"ringjax.{op}: root_rank is {rank}, expected a rank of the process set: "
+            f"{process_set.ranks}"
+        )
+    return process_set.ranks.index(rank)
+
+
+def own_rows(
+    op: str, name: str | None, piece: Piece, process_set: runtime.ProcessSet
+) -> tuple[int, ...]:
+    """The shape of this rank's part in a reducescatter of `piece`."""
+    native = runtime.lane(process_set, op)
+    shape = with_rows(op, name, piece)[2]
+    rows, more = divmod(shape[0], native.size)
+    return (rows + (native.rank < more), *shape[1:])
+
+
+def with_rows(op: str, name: str | None, piece: Piece) -> Piece:
+    """Refuses a tensor without dimensions."""
+    if not piece[2]:
+        raise ValueError(
+            f"{title(op, name, [piece])}: a tensor without dimensions has no rows"
+        )
+    return piece
+
+
+def splits_of(op: str, name: str | None, splits: Any) -> list[int]:
+    """Rows for each rank, from a list, a tuple, an array or a tensor of integers."""
+    given = splits.tolist() if hasattr(splits, "tolist") else splits
+    if not isinstance(given, list | tuple) or not all(type(n) is int for n in given):
+        raise ValueError(
+            f"{title(op, name)}: splits must be integers, one for each rank, not "
+            f"{splits!r}"
+        )
+    return list(given)
+
+
+def reduce_op(op: str, value: Any) -> int:
+    """The number of a reduction; whether it fits the dtype, the core knows."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 5:
+        return int(value)
+    raise ValueError(
+        f"ringjax.{op}: op is {value!r}, expected Average, Sum, Min, Max, Product or "
+        "Adasum"
+    )
+
+
+def as_float(op: str, argument: str, value: Any) -> float:
+    """A scaling factor."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"ringjax.{op}: {argument} must be a number, got {value!r}"
+        ) from None

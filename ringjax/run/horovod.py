@@ -1,0 +1,101 @@
+"""`run` with the arguments of horovod.run: the ones with a meaning go to ringjax.run.
+
+Those of elastic jobs are refused, those that choose among Horovod's launchers ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ringjax.run import run as start
+
+__all__ = ["run"]
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Runs a function as the ranks of a job; returns what each rank returned.
+
+    Args:
+        func, args, kwargs: called in every rank as `func(*args, **kwargs)`.
+        num_proc, np: number of ranks.
+        hosts, hostfile: where they run; this machine by default.
+        start_timeout: seconds for all ranks to call `init`.
+        ssh_port, ssh_identity_file: how other hosts are reached.
+        output_filename: a directory that gets a copy of every rank's output.
+        verbose: say what is started where.
+        network_interface, network_interfaces: which of them ranks may use.
+        executable: the Python of the ranks, this one by default.
+        disable_cache, use_gloo, use_mpi, mpi_args: accepted, without effect.
+        min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range,
+            host_discovery_script: of elastic jobs, which are not available.
+
+    Raises:
+        LaunchError: a rank failed.
+        ValueError: an argument cannot be used.
+
+    Example:
+        >>> run(lambda: 2, np=2)  # doctest: +SKIP
+        [2, 2]
+    """
+    elastic = {
+        "min_num_proc": min_num_proc,
+        "max_num_proc": max_num_proc,
+        "min_np": min_np,
+        "max_np": max_np,
+        "slots": slots,
+        "reset_limit": reset_limit,
+        "cooldown_range": cooldown_range,
+        "host_discovery_script": host_discovery_script,
+    }
+    if given := [name for name, value in elastic.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(given)}: elastic jobs are not available in this version; "
+            "start a fixed number of processes with num_proc"
+        )
+    if network_interfaces is not None and not isinstance(network_interfaces, str):
+        network_interfaces = ",".join(network_interfaces)
+    return start(
+        func,
+        args,
+        kwargs,
+        np,
+        num_proc=num_proc,
+        hosts=hosts,
+        hostfile=hostfile,
+        start_timeout=start_timeout,
+        network_interfaces=network_interfaces or network_interface,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        output_filename=output_filename,
+        executable=executable,
+        verbose=bool(verbose),
+    )

@@ -1,0 +1,5 @@
+"""Horovod's place for `run`; only hands it on."""
+
+from ringjax.run.horovod import run
+
+__all__ = ["run"]

@@ -1,0 +1,66 @@
+"""Compression of gradients around an allreduce, with Horovod's names; bf16 is ours.
+
+Only casts; statistics and sums are the core's, which adds 16-bit floats up in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Compressor:
+    """What `compression=` accepts: a way there and a way back."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+        """Returns what travels, and what `decompress` has to know."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
+        """Undoes `compress`."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+
+class FP16Compressor(Compressor):
+    """Sends floats as float16: 11 significant bits, up to 65504."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+        """Casts floats, leaves everything else."""
+        return _cast(tensor, torch.float16)
+
+
+class BF16Compressor(Compressor):
+    """Sends floats as bfloat16: 8 significant bits, the range of float32."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+        """Casts floats, leaves everything else."""
+        return _cast(tensor, torch.bfloat16)
+
+
+class Compression:
+    """The compressions that there are.
+
+    Example:
+        >>> import torch
+        >>> packed, ctx = Compression.fp16.compress(torch.ones(2))
+        >>> packed.dtype, Compression.fp16.decompress(packed, ctx).dtype
+        (torch.float16, torch.float32)
+    """
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.dtype]:
+    if tensor.dtype.is_floating_point:
+        return tensor.to(dtype), tensor.dtype
+    return tensor, tensor.dtype

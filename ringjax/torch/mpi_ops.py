@@ -1,0 +1,71 @@
+"""Horovod's module of operations: every name it has, handed on. No MPI is used.
+
+The operations are in reductions.py and movement.py, the rest is ringjax's own.
+"""
+
+from __future__ import annotations
+
+from ringjax.basics import ccl_built as ccl_built
+from ringjax.basics import cuda_built as cuda_built
+from ringjax.basics import ddl_built as ddl_built
+from ringjax.basics import gloo_built as gloo_built
+from ringjax.basics import gloo_enabled as gloo_enabled
+from ringjax.basics import mpi_built as mpi_built
+from ringjax.basics import mpi_enabled as mpi_enabled
+from ringjax.basics import mpi_threads_supported as mpi_threads_supported
+from ringjax.basics import nccl_built as nccl_built
+from ringjax.basics import rocm_built as rocm_built
+from ringjax.eager.lane import poll as poll
+from ringjax.eager.lane import synchronize as synchronize
+from ringjax.errors import HorovodInternalError as HorovodInternalError
+from ringjax.ops import Adasum as Adasum
+from ringjax.ops import Average as Average
+from ringjax.ops import Max as Max
+from ringjax.ops import Min as Min
+from ringjax.ops import Product as Product
+from ringjax.ops import Sum as Sum
+from ringjax.runtime import ProcessSet as ProcessSet
+from ringjax.runtime import add_process_set as add_process_set
+from ringjax.runtime import cross_rank as cross_rank
+from ringjax.runtime import cross_size as cross_size
+from ringjax.runtime import global_process_set as global_process_set
+from ringjax.runtime import init as init
+from ringjax.runtime import is_homogeneous as is_homogeneous
+from ringjax.runtime import is_initialized as is_initialized
+from ringjax.runtime import local_rank as local_rank
+from ringjax.runtime import local_size as local_size
+from ringjax.runtime import rank as rank
+from ringjax.runtime import remove_process_set as remove_process_set
+from ringjax.runtime import shutdown as shutdown
+from ringjax.runtime import size as size
+from ringjax.timeline import start_timeline as start_timeline
+from ringjax.timeline import stop_timeline as stop_timeline
+from ringjax.torch.movement import allgather as allgather
+from ringjax.torch.movement import allgather_async as allgather_async
+from ringjax.torch.movement import alltoall as alltoall
+from ringjax.torch.movement import alltoall_async as alltoall_async
+from ringjax.torch.movement import barrier as barrier
+from ringjax.torch.movement import broadcast as broadcast
+from ringjax.torch.movement import broadcast_ as broadcast_
+from ringjax.torch.movement import broadcast_async as broadcast_async
+from ringjax.torch.movement import broadcast_async_ as broadcast_async_
+from ringjax.torch.movement import grouped_allgather as grouped_allgather
+from ringjax.torch.movement import grouped_allgather_async as grouped_allgather_async
+from ringjax.torch.movement import join as join
+from ringjax.torch.reductions import allreduce as allreduce
+from ringjax.torch.reductions import allreduce_ as allreduce_
+from ringjax.torch.reductions import allreduce_async as allreduce_async
+from ringjax.torch.reductions import allreduce_async_ as allreduce_async_
+from ringjax.torch.reductions import grouped_allreduce as grouped_allreduce
+from ringjax.torch.reductions import grouped_allreduce_ as grouped_allreduce_
+from ringjax.torch.reductions import grouped_allreduce_async as grouped_allreduce_async
+from ringjax.torch.reductions import (
+    grouped_allreduce_async_ as grouped_allreduce_async_,
+)
+from ringjax.torch.reductions import grouped_reducescatter as grouped_reducescatter
+from ringjax.torch.reductions import (
+    grouped_reducescatter_async as grouped_reducescatter_async,
+)
+from ringjax.torch.reductions import reducescatter as reducescatter
+from ringjax.torch.reductions import reducescatter_async as reducescatter_async
+from ringjax.torch.reductions import sparse_allreduce_async as sparse_allreduce_async

@@ -1,0 +1,92 @@
+// What travels in a negotiation: what has been described once is a number from then on,
+// a known step is a few bytes, and no message grows without bounds.
+#include <algorithm>
+#include <random>
+
+#include "engine/negotiation.h"
+#include "negotiation_ranks.h"
+
+namespace ringjax {
+namespace {
+
+TEST(NegotiationForgetsTheLeastRecentlyUsed) {
+  NegotiatingRanks ranks(2, {.cache_capacity = 2});
+  auto hit = [&](const char* name) {
+    const uint64_t before = ranks[0].hits();
+    ranks.SubmitAll(Sum(name));
+    ranks.Round();
+    CHECK_EQ(ranks[0].hits(), ranks[1].hits());
+    return ranks[0].hits() > before;
+  };
+  CHECK(!hit("a") && !hit("b") && hit("a") && !hit("c") && hit("a") && !hit("b"));
+  CHECK(hit("a") && hit("b") && !hit("c"));
+  // A new form of a known name is described, and then has a number of its own.
+  ranks.SubmitAll(Sum("a", {5}));
+  CHECK_EQ(ranks.Round().size(), 1u);
+}
+
+TEST(NegotiationForgetsNamesThatDoNotComeBack) {
+  for (size_t capacity : {0u, 3u}) {
+    NegotiatingRanks ranks(2, {.cache_capacity = capacity});
+    for (int i = 0; i < 50; ++i) {
+      ranks.SubmitAll(Sum("noname." + std::to_string(i)));
+      ranks.SubmitAll(Sum("again", {i % 2}));
+      ranks.Round();
+      CHECK(ranks[0].known() <= capacity);
+    }
+    ranks[0].Submit(Share(Sum("late")));
+    ranks.Round();
+    CHECK(ranks[1].known() <= capacity + 1);
+    ranks[0].Expire(Collective::kAllreduce, "late", 1);
+    ranks.Round();
+    CHECK(ranks[1].known() <= capacity);
+  }
+}
+
+TEST(NegotiationKnowsWhatAnotherRankHasDescribed) {
+  NegotiatingRanks ranks(2);
+  ranks[0].Submit(Share(Named(Collective::kAllgather, "g", {1})));
+  ranks[1].Submit(Share(Named(Collective::kAllgather, "g", {2})));
+  ranks.Round();
+  ranks[0].Submit(Share(Named(Collective::kAllgather, "g", {2})));
+  ranks[1].Submit(Share(Named(Collective::kAllgather, "g", {1})));
+  const auto decisions = ranks.Round();
+  CHECK_EQ(ranks[0].hits() + ranks[1].hits(), 2u);
+  CHECK_EQ(decisions[0].fused[0].by_rank[0]->tensors[0].dims[0], 2);
+  CHECK_EQ(decisions[0].fused[0].by_rank[1]->tensors[0].dims[0], 1);
+}
+
+TEST(NegotiationOfAKnownStepIsShort) {
+  constexpr int kCount = 500;
+  std::mt19937 random(1);
+  NegotiatingRanks ranks(2);
+  std::vector<int> order(kCount);
+  for (int i = 0; i < kCount; ++i) order[static_cast<size_t>(i)] = i;
+  for (int step = 0; step < 4; ++step) {
+    for (int i : order) ranks.SubmitAll(Sum("gradient/" + std::to_string(i)));
+    const auto messages = ranks.Take();
+    if (step == 1) CHECK(messages[0].size() < 10);               // one run
+    if (step == 3) CHECK(messages[0].size() < 2 * kCount + 10);  // any order
+    CHECK_EQ(ranks.Give(messages).size(), 1u);
+    if (step == 2) std::shuffle(order.begin(), order.end(), random);
+  }
+  CHECK_EQ(ranks[1].hits(), 3u * kCount);
+  CHECK(ranks[0].TakeNews().empty());
+}
+
+TEST(NegotiationSpreadsVeryManyDescriptionsOverRounds) {
+  NegotiatingRanks ranks(2);
+  const std::string padding(1000, 'x');
+  for (int i = 0; i < 3000; ++i) ranks.SubmitAll(Sum(padding + std::to_string(i)));
+  size_t ran = 0, rounds = 0;
+  for (; ranks[0].HasNews() && rounds < 10; ++rounds) {
+    const auto messages = ranks.Take();
+    CHECK(messages[0].size() < size_t{2} << 20);
+    for (const Decision& d : ranks.Give(messages)) ran += d.fused.size();
+  }
+  CHECK_EQ(ran, 3000u);
+  CHECK(rounds > 1 && rounds < 10);
+}
+
+}  // namespace
+}  // namespace ringjax

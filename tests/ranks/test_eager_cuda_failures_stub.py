@@ -1,0 +1,322 @@
+"""Ranks, NCCL and CUDA that fail under the eager lane, in jobs on the stubs.
+
+No GPU tests. What must come of it: an error on every rank, soon, that names who and
+what; no hang, nothing left behind; and, before NCCL has connected, a lane that still
+takes tensors of the host. And what `init` loads where PyTorch is used.
+"""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from device_code import needs_kernels
+from launch import Job, StartJob
+from stub_processes import stub_job
+
+HEAD = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+import numpy as np
+from device_calls import DefaultStream
+from lane_calls import End, alive, without_jax
+import ringjax
+from ringjax import _native
+
+rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
+
+def begin():
+    without_jax()
+    ringjax.init()
+    return End()
+
+def ones(count=3):
+    return np.ones(count, np.float32)
+
+def tell(error):
+    sys.stdout.write(f"caught {{error.code}} {{error.rank}}: {{error}}\\n")
+    sys.stdout.flush()
+
+def fails(end, name="x", **options):
+    try:
+        end.run("allreduce", name, [ones()], **options)
+    except _native.StatusError as error:
+        tell(error)
+    else:
+        raise AssertionError("no error")
+
+def must_work_on_the_host(end):
+    for i in range(3):
+        out, = end.run("allreduce", f"host {{i}}", [ones()], cuda=False)
+        assert (out == size).all()
+    print("works on the host", flush=True)
+
+def quickly_down():
+    started = time.monotonic()
+    ringjax.shutdown()
+    assert time.monotonic() - started < 5, time.monotonic() - started
+    print("down", flush=True)
+"""
+
+
+job = partial(stub_job, HEAD)
+
+
+def caught(one: Job, rank: int) -> list[str]:
+    """The errors of a rank, in order."""
+    lines = one.output(rank).splitlines()
+    found = [x.partition("caught ")[2] for x in lines if "caught " in x]
+    assert found, one.logs()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("NCCL_STUB_VERSION=22600", "rank 1 cannot take CUDA tensors: NCCL 22600"),
+        ("NCCL_STUB_VERSION=22810", "rank 1 cannot exchange CUDA tensors with rank 0"),
+        ("RINGJAX_FUSION=pack", "RINGJAX_FUSION or RINGJAX_FUSION_SMALL is not alike"),
+        ("CUDA_STUB_FAIL=cuMemAlloc", "rank 1 cannot take CUDA tensors: cuMemAlloc"),
+    ],
+)
+def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> None:
+    one = job(
+        start_job,
+        2,
+        f"""
+        if rank == 1:
+            name, _, value = {setting!r}.partition("=")
+            os.environ[name] = value
+        end = begin()
+        fails(end, "first")
+        must_work_on_the_host(end)
+        if "cuMemAlloc" in {setting!r}:  # once only
+            assert (end.run("allreduce", "second", [ones()])[0] == size).all()
+        else:
+            fails(end, "second")
+        must_work_on_the_host(end)
+        quickly_down()
+        """,
+    )
+    assert one.wait() == 0, one.logs()
+    for rank in range(2):
+        assert all(text in error for error in caught(one, rank)), one.logs()
+        assert "allreduce 'first'" in caught(one, rank)[0]
+
+
+def test_nccl_that_does_not_connect(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        if rank == 1:
+            os.environ["NCCL_STUB_FAIL"] = "ncclCommInitRankConfig"
+        end = begin()
+        fails(end, "first")
+        must_work_on_the_host(end)
+        fails(end, "second")
+        must_work_on_the_host(end)
+        quickly_down()
+        """,
+        env={"RINGJAX_START_TIMEOUT": "4"},
+    )
+    assert one.wait() == 0, one.logs()
+    for rank in range(2):
+        assert "could not connect its CUDA device" in caught(one, rank)[0]
+
+
+@needs_kernels
+def test_a_killed_rank(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        3,
+        """
+        end = begin()
+        (out,) = end.run("allreduce", "warm", [ones()])
+        assert (out == 3).all()
+        if rank == 2:
+            stream = DefaultStream()
+            stream.hold()  # its part never begins
+        enqueued = end.submit("allreduce", "enqueued", [ones(), ones(5)])
+        enqueued.ticket.wait()
+        if rank == 2:
+            print("ready", flush=True)
+            time.sleep(60)
+        waiting = end.submit("allreduce", "waiting", [ones()])
+        print("ready", flush=True)
+        started = time.time()
+        try:
+            waiting.wait()
+        except _native.StatusError as error:
+            tell(error)
+        assert enqueued.ticket.done  # nobody needs to poll any longer
+        # Nobody may take what the abort leaves for a result.
+        while not all(np.isnan(out[0]) for out in enqueued.outs):
+            assert time.time() - started < 20, enqueued.outs
+            time.sleep(0.001)
+        try:
+            enqueued.ticket.wait()
+        except _native.StatusError as error:
+            tell(error)
+        fails(end, "later")
+        ringjax.shutdown()
+        print("down", flush=True)
+        """,
+    )
+    for rank in range(3):
+        one.wait_for(rank, "ready")
+    one.kill(2, signal.SIGKILL)
+    for rank in range(2):
+        one.wait_for(rank, "down")
+        errors = caught(one, rank)
+        assert len(errors) == 3, one.logs()
+        assert all("UNAVAILABLE 2" in error for error in errors), errors
+    one.wait()
+
+
+def test_an_operation_that_nccl_refuses(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        if rank == 1:
+            os.environ["NCCL_STUB_FAIL"] = "ncclAllReduce:2"
+        end = begin()
+        assert (end.run("allreduce", "good", [ones()])[0] == 2).all()
+        bad = end.submit("allreduce", "bad", [ones()])
+        try:
+            while True:
+                bad.wait()
+                end.run("allreduce", "next", [ones()])
+        except _native.StatusError as error:
+            tell(error)
+        fails(end, "later")
+        quickly_down()
+        ringjax.init()
+        assert (End().run("allreduce", "new epoch", [ones()])[0] == 2).all()
+        """,
+    )
+    assert one.wait() == 0, one.logs()
+    for rank in range(2):
+        assert "rank 1" in caught(one, rank)[0], one.logs()
+
+
+def test_what_is_enqueued_is_finished_at_shutdown(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        end = begin()
+        end.run("allreduce", "warm", [ones()])
+        pending = [end.submit("allreduce", f"x{i}", [ones(4096)]) for i in range(50)]
+        gathered = end.submit("allgather", "rows", [ones()])
+        for one in (*pending, gathered):
+            one.ticket.wait()  # enqueued, no more
+        quickly_down()
+        for one in pending:
+            (out,) = one.wait()
+            assert (out == 2).all()
+        (out,) = gathered.wait()
+        assert (out == 1).all()
+        assert len(out) == 6
+        del one, pending, gathered, end, out
+        import gc; gc.collect()
+        assert alive() == (0, 0, 0), alive()
+        """,
+        CUDA_STUB_DELAY_US=2000,
+    )
+    assert one.wait() == 0, one.logs()
+
+
+def test_a_forked_child_leaves_the_device_alone(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        end = begin()
+        pending = end.submit("allreduce", "x", [ones()])
+        gathered = end.submit("allgather", "y", [ones()])
+        gathered.wait()
+        output = gathered.ticket.output(0)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                end.submit("allreduce", "z", [ones()])
+            except _native.StatusError as error:
+                code = 0 if "forked" in str(error) else 2
+            del pending, gathered, output, end
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (pending.wait()[0] == 2).all()
+        assert (end.run("allreduce", "z", [ones()])[0] == 2).all()
+        quickly_down()
+        """,
+    )
+    assert one.wait() == 0, one.logs()
+
+
+# -- what init loads -------------------------------------------------------------------
+
+
+def test_jax_is_left_alone_where_only_pytorch_is_used(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        if rank == 0:
+            begin()  # has PyTorch
+            assert "jax" not in sys.modules
+        else:
+            ringjax.init()  # asks JAX, which computes on the CPU here
+            assert "ringjax._jax" in sys.modules
+        from ringjax import runtime
+        print("problem:", runtime.current("x").devices.problem(0), flush=True)
+        out = np.zeros(3, np.float32)
+        End().submit("allreduce", "x", [ones()], [out]).wait()
+        assert (out == 2).all()
+        quickly_down()
+        """,
+    )
+    assert one.wait() == 0, one.logs()
+    for rank in range(2):
+        said = one.output(rank).partition("problem: ")[2].splitlines()[0]
+        assert said == (
+            "rank 0 has no CUDA device: JAX had not been imported before ringjax.init()"
+        )
+
+
+def test_jax_that_came_first_is_asked(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        1,
+        """
+        import types
+        import jax
+        sys.modules["torch"] = types.ModuleType("torch")
+        from ringjax import runtime
+        runtime.init()  # also through this door
+        assert "ringjax._jax" in sys.modules
+        problem = runtime.current("x").devices.problem(0)
+        assert problem == "rank 0 has no CUDA device: JAX_PLATFORMS is cpu", problem
+        """,
+    )
+    assert one.wait() == 0, one.logs()
+
+
+def test_no_devices_no_cuda_tensors(start_job: StartJob) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        end = begin()
+        assert not end.lane.takes_cuda
+        fails(end)
+        must_work_on_the_host(end)
+        """,
+        env={"RINGJAX_GPU": "0"},
+    )
+    assert one.wait() == 0, one.logs()
+    assert "CUDA tensors need a CUDA device" in caught(one, 0)[0]

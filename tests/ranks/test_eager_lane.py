@@ -1,0 +1,411 @@
+"""The eager lane through the native binding, on real ranks, without a framework."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import threading
+import time
+import weakref
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import StartJob
+
+import ringjax
+from ringjax import _native, runtime
+
+OPS, DTYPES = _native.COLLECTIVES, _native.DTYPES
+KINDS = {"f": "f", "i": "i", "u": "u", "c": "c", "b": "bool"}
+Array = np.ndarray[Any, Any]
+
+
+class Kept:
+    """What a submission keeps, and a weak reference can watch."""
+
+    def __init__(self, *arrays: Array) -> None:
+        self.arrays = arrays
+
+
+def place(x: Array) -> tuple[int, int, tuple[int, ...]]:
+    """An array as the lane takes it."""
+    kind = KINDS[x.dtype.kind]
+    bits = "" if kind == "bool" else str(8 * x.dtype.itemsize)
+    return x.ctypes.data, DTYPES[kind + bits], x.shape
+
+
+def allreduce(
+    x: Array,
+    name: str,
+    process_set: runtime.ProcessSet = runtime.global_process_set,
+    **options: Any,
+) -> tuple[_native.Ticket, Array]:
+    """A ticket, and where the sum will be."""
+    out = np.empty_like(x)
+    ticket = runtime.lane(process_set).submit(
+        OPS["allreduce"],
+        name,
+        [place(x)],
+        [out.ctypes.data],
+        keep=Kept(x, out),
+        **options,
+    )
+    return ticket, out
+
+
+def total(value: float, **options: Any) -> float:
+    """The sum over the ranks."""
+    ticket, out = allreduce(np.full(5, value), "total", **options)
+    ticket.wait()
+    assert ticket.done
+    assert (out == out[0]).all()
+    return float(out[0])
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_orders_that_differ() -> None:
+    ringjax.init()
+    rank, size = ringjax.rank(), ringjax.size()
+    for step in range(3):
+        order = np.random.default_rng(rank + 10 * step).permutation(50)
+        work = {i: allreduce(np.full(i, rank + float(i)), f"t{i}") for i in order}
+        for i, (ticket, out) in work.items():
+            ticket.wait()
+            assert (out == size * (size - 1) / 2 + size * i).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_threads_submit_and_wait() -> None:
+    ringjax.init()
+    size, failed = ringjax.size(), []
+
+    def work(thread: int) -> None:
+        try:
+            for i in range(30):
+                ticket, out = allreduce(np.full(9, i), f"{thread} {i}")
+                ticket.wait()
+                assert (out == size * i).all()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_results_that_the_core_makes() -> None:
+    ringjax.init()
+    rank, size, lane = ringjax.rank(), ringjax.size(), runtime.lane()
+    x = np.full((rank + 1, 2), rank, np.int16)
+    ticket = lane.submit(OPS["allgather"], "g", [place(x)], [], keep=x)
+    ticket.wait()
+    gathered = np.asarray(ticket.output(0))
+    del ticket  # the array owns its memory
+    gc.collect()
+    assert gathered.dtype == np.int16
+    expected = np.concatenate([np.full((r + 1, 2), r) for r in range(size)])
+    assert (gathered == expected).all()
+
+    z = np.arange(size * (rank + 1), dtype=np.complex128)
+    splits = [rank + 1] * size
+    ticket = lane.submit(OPS["alltoall"], "a", [place(z)], [], splits=splits, keep=z)
+    ticket.wait()
+    assert ticket.received(0) == list(range(1, size + 1))
+    got = np.from_dlpack(ticket.output(0))
+    expected = np.concatenate(
+        [np.arange(rank * (r + 1), (rank + 1) * (r + 1)) for r in range(size)]
+    )
+    assert (got == expected).all()
+    with pytest.raises(IndexError):
+        ticket.output(1)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_mismatch_leaves_the_job_usable() -> None:
+    ringjax.init()
+    rank = ringjax.rank()
+    ticket, _ = allreduce(np.ones(17 + (rank == 1)), "grad")
+    with pytest.raises(_native.StatusError) as error:
+        ticket.wait()
+    assert error.value.code == "MISMATCH"
+    assert "Mismatched shapes of allreduce 'grad'" in str(error.value)
+    assert total(1.0) == ringjax.size()
+
+
+@pytest.mark.ranks(2)
+def test_a_duplicate_name_is_refused_at_once() -> None:
+    ringjax.init()
+    if ringjax.rank() == 0:
+        ticket, _ = allreduce(np.ones(3), "twice")
+        with pytest.raises(_native.StatusError, match="duplicate.*") as error:
+            allreduce(np.ones(3), "twice")
+        assert error.value.code == "INVALID_ARGUMENT"
+        assert "'twice'" in str(error.value)
+        assert total(1.0) == 2
+    else:
+        assert total(1.0) == 2
+        ticket, _ = allreduce(np.ones(3), "twice")
+    ticket.wait()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_kept_is_let_go_when_it_has_ended() -> None:
+    ringjax.init()
+    x, out = np.ones(4), np.empty(4)
+    kept = Kept(x, out)
+    watch = weakref.ref(kept)
+    if ringjax.rank() == 0:
+        runtime.lane().submit(0, "late", [place(x)], [out.ctypes.data], keep=kept)
+        del kept
+        gc.collect()
+        assert watch() is not None  # the ticket is gone, the operation is not
+    other, _ = allreduce(np.ones(1), "other")
+    other.wait()
+    if ringjax.rank() == 1:
+        ticket, _ = allreduce(x, "late")
+        ticket.wait()
+    else:
+        until = time.monotonic() + 20
+        while watch() is not None and time.monotonic() < until:
+            assert other.done  # asking any ticket lets go of what has ended
+            time.sleep(0.01)
+        assert watch() is None
+        assert (out == 2).all()
+
+
+@pytest.mark.ranks(3)
+def test_join() -> None:
+    ringjax.init()
+    rank, lane = ringjax.rank(), runtime.lane()
+    for i in range(rank * 3):
+        ticket, out = allreduce(np.ones(4), f"step {i}")
+        ticket.wait()
+        assert (out == sum(3 * r > i for r in range(3))).all()
+    joined = lane.join()
+    joined.wait()
+    assert joined.last_joined == 2
+    assert total(1.0) == 3
+
+
+@pytest.mark.ranks(3)
+def test_process_sets_have_lanes_of_their_own() -> None:
+    ringjax.init()
+    rank = ringjax.rank()
+    some = ringjax.add_process_set([0, 2])
+    everywhere, out = allreduce(np.ones(2), "x")
+    if rank == 1:
+        with pytest.raises(ValueError, match="does not include this rank"):
+            runtime.lane(some)
+    else:
+        assert total(rank + 1.0, process_set=some) == 4
+        assert runtime.lane(some).size == 2
+    everywhere.wait()
+    assert (out == 3).all()
+    ringjax.remove_process_set(some)
+    with pytest.raises(ValueError, match="not registered"):
+        runtime.lane(some)
+    assert total(1.0) == 3
+
+
+@pytest.mark.ranks(2, isolated=True)
+def test_shutdown_fails_what_is_pending_and_init_works_again() -> None:
+    for turn in range(4):
+        ringjax.init()
+        rank = ringjax.rank()
+        assert total(1.0) == 2
+        pending, _ = allreduce(np.ones(3), f"only rank {rank} has it in {turn}")
+        lane = runtime.lane()
+        ringjax.shutdown()
+        with pytest.raises(_native.StatusError, match="rank|shut down"):
+            pending.wait()
+        with pytest.raises(_native.StatusError):
+            lane.submit(OPS["barrier"], "late", [], [])
+
+
+@pytest.mark.ranks(2)
+def test_a_forked_child_never_touches_the_lane() -> None:
+    ringjax.init()
+    lane = runtime.lane()
+    assert total(1.0) == 2
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            lane.submit(OPS["barrier"], "child", [], [])
+        except _native.StatusError as error:
+            lane.close()
+            code = 0 if "forked" in str(error) else 2
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert total(1.0) == 2
+
+
+HEAD = """
+import sys, time
+import numpy as np
+import ringjax
+from ringjax import _native, runtime
+
+ringjax.init()
+rank, size = ringjax.rank(), ringjax.size()
+lane = runtime.lane()
+
+def submit(name):
+    x = np.ones(4)
+    place = (x.ctypes.data, _native.DTYPES["f64"], x.shape)
+    return lane.submit(0, name, [place], [x.ctypes.data], keep=x)
+
+submit("first").wait()
+"""
+
+WAITING = (
+    HEAD
+    + """
+tickets = [] if rank == 1 else [submit(f"pending {i}") for i in range(100)]
+print("ready", flush=True)
+try:
+    if rank == 1:
+        time.sleep(60)
+    tickets[0].wait()
+except BaseException as error:
+    print(f"caught at {time.time()}: {type(error).__name__} {error}", flush=True)
+    for ticket in tickets:
+        try:
+            ticket.wait()
+            print("no error", flush=True)
+        except _native.StatusError:
+            pass
+    try:
+        submit("later").wait()
+    except _native.StatusError as error:
+        print(f"later: {error.code}", flush=True)
+    print("all failed", flush=True)
+"""
+)
+
+
+def test_a_killed_rank_fails_what_waits_for_it(start_job: StartJob) -> None:
+    job = start_job(3, WAITING)
+    for rank in range(3):
+        job.wait_for(rank, "ready")
+    killed = time.time()
+    job.kill(rank=1)
+    for rank in (0, 2):
+        job.wait_for(rank, "all failed")
+        when, _, text = job.output(rank).partition("caught at ")[2].partition(": ")
+        assert float(when) - killed < 2
+        assert "allreduce 'pending 0' (f64[4], SUM): rank 1 " in text
+        assert "later: UNAVAILABLE" in text
+        assert "no error" not in text
+    job.wait(30)
+
+
+def test_a_rank_that_leaves_is_named(start_job: StartJob) -> None:
+    script = dedent(
+        """
+        if rank == 1:
+            sys.exit(0)
+        try:
+            submit("with all").wait()
+        except _native.StatusError as error:
+            print("caught:", error.code, error, flush=True)
+        """
+    )
+    job = start_job(3, HEAD + script)
+    assert job.wait(30) == 0, job.logs()
+    for rank in (0, 2):
+        assert "caught: UNAVAILABLE" in job.output(rank)
+        assert "rank 1 " in job.output(rank)
+
+
+def test_a_late_rank_fails_one_operation_only(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    script = dedent(
+        """
+        import os
+        if rank == 0:
+            try:
+                submit("late").wait()
+            except _native.StatusError as error:
+                print("caught:", error.code, error, flush=True)
+            open(os.environ["OVER"], "w").close()
+        while not os.path.exists(os.environ["OVER"]):
+            time.sleep(0.01)
+        submit("last").wait()
+        print("went on", flush=True)
+        """
+    )
+    patience = {"RINGJAX_STALL_WARNING": "0.3", "RINGJAX_COLLECTIVE_TIMEOUT": "1"}
+    over = {"OVER": str(tmp_path / "over")}
+    job = start_job(2, HEAD + script, env=patience | over)
+    assert job.wait(30) == 0, job.logs()
+    text = "rank 1 has not submitted allreduce 'late' (f64[4], SUM) for "
+    assert f"caught: DEADLINE_EXCEEDED RINGJAX[world, epoch 0]: {text}1 s" in (
+        job.output(0)
+    )
+    assert f"{text}0." in job.output(0)  # the warning
+    assert "still waiting" in job.output(0)
+    for rank in range(2):
+        assert "went on" in job.output(rank)
+
+
+def test_a_warning_names_some_of_many(start_job: StartJob) -> None:
+    script = dedent(
+        """
+        many = [submit(f"n{i}") for i in range(20)] if rank == 0 else []
+        if rank == 1:
+            time.sleep(1.5)
+            many = [submit(f"n{i}") for i in range(20)]
+        for one in many:
+            one.wait()
+        """
+    )
+    job = start_job(2, HEAD + script, env={"RINGJAX_STALL_WARNING": "0.5"})
+    assert job.wait(30) == 0, job.logs()
+    warnings = [x for x in job.output(0).splitlines() if "still waiting" in x]
+    # The first tensor begins a round alone where the others are not submitted yet, so
+    # their ages, and with them the lines, may differ.
+    assert 1 <= len(warnings) < 20, job.logs()
+    assert "'n0'" in warnings[0]
+    assert all(1 <= line.count("has not submitted") <= 5 for line in warnings)
+    assert any(re.search(r"; and \d+ more operations", line) for line in warnings)
+
+
+def test_who_left_because_of_a_dead_rank_is_not_blamed(start_job: StartJob) -> None:
+    script = dedent(
+        """
+        submit("all").wait()
+        if rank == 2:
+            os.kill(os.getpid(), 9)
+        try:
+            submit("next").wait()
+        except _native.StatusError as error:
+            print("caught:", error, flush=True)
+        """
+    )
+    job = start_job(3, HEAD + script)
+    assert job.wait(30) != 0
+    for rank in range(2):
+        assert "(f64[4], SUM): rank 2 " in job.output(rank), job.logs()
+
+
+def test_a_waiting_rank_can_be_interrupted(start_job: StartJob) -> None:
+    job = start_job(2, WAITING)
+    for rank in range(2):
+        job.wait_for(rank, "ready")
+    time.sleep(0.3)
+    pressed = time.time()
+    job.interrupt()
+    job.wait(10)
+    assert time.time() - pressed < 3
+    assert "caught at" in job.output(0)
+    assert "KeyboardInterrupt" in job.output(0)

@@ -1,0 +1,291 @@
+"""Elastic training in PyTorch on ranks that all stay: failures, resets, who gets what.
+
+The loop itself, with made-up errors, is in tests/unit/test_elastic.py; ranks that die
+for good need a launcher that replaces them.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import ringjax.torch as hvd
+from ringjax import elastic
+from ringjax.errors import Mismatch
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
+RANKS = pytest.mark.ranks(1, 2, 3)
+RESETS = pytest.mark.ranks(1, 2, 3)
+
+
+def build(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    # With buffers that are no parameters.
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def same_everywhere(*tensors: torch.Tensor) -> bool:
+    rows = [hvd.allgather(t.detach().reshape(1, -1)) for t in tensors]
+    return all(torch.equal(row, first) for r in rows for first in r[:1] for row in r)
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return list(model.state_dict().values())
+
+
+class Trained:
+    """A model of this rank's own, trained for some steps, and its state."""
+
+    def __init__(self, world, **extra) -> None:
+        self.world = world
+        self.model = build(seed=world.rank)
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(self.model.parameters(), lr=0.01 * (1 + world.rank)),
+            self.model.named_parameters(),
+        )
+        self.state = hvd.elastic.TorchState(
+            self.model, self.optimizer, step=10 * world.rank, log=[], **extra
+        )
+
+    def batch(self, rank: int):
+        generator = torch.Generator().manual_seed(100 * self.state.step + rank)
+        return torch.randn(4, 3, generator=generator)
+
+    def one_step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.batch(self.world.rank)).square().mean().backward()
+        self.optimizer.step()
+        self.state.log.append(self.state.step)
+        self.state.step += 1
+
+
+@RANKS
+def test_sync_gives_everybody_what_rank_0_has(world) -> None:
+    trained = Trained(world)
+    state, expected = trained.state, values(build(seed=0))
+    assert state.model is trained.model and state.optimizer is trained.optimizer
+    state.sync()
+    for one, other in zip(values(trained.model), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert state.step == 0
+    assert trained.optimizer.param_groups[0]["lr"] == 0.01
+    trained.one_step()
+    assert same_everywhere(*trained.model.parameters())
+    moments = [entry["exp_avg"] for entry in trained.optimizer.state.values()]
+    assert len(moments) == 4 and same_everywhere(*moments)
+
+
+@RANKS
+def test_restore_brings_back_the_last_commit_again_and_again(world) -> None:
+    trained = Trained(world)
+    state, scheduler = trained.state, None
+    state.sync()
+    for _ in range(2):
+        trained.one_step()
+    state.commit()
+    kept = copy.deepcopy((trained.model.state_dict(), trained.optimizer.state_dict()))
+    for _ in range(2):
+        for _ in range(2):
+            trained.one_step()
+        assert state.step == 4 and state.log == [0, 1, 2, 3]
+        state.restore()
+        assert state.step == 2 and state.log == [0, 1] and scheduler is None
+        now = (trained.model.state_dict(), trained.optimizer.state_dict())
+        torch.testing.assert_close(now, kept, rtol=0, atol=0)
+
+
+@RANKS
+def test_schedulers_are_restored_and_sent(world) -> None:
+    model = build(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2 + world.rank)
+    state = hvd.elastic.TorchState(optimizer=optimizer, scheduler=scheduler)
+    state.sync()
+    assert scheduler.step_size == 2 and state.scheduler is scheduler
+    optimizer.step()
+    for _ in range(2):
+        scheduler.step()
+    state.commit()
+    scheduler.step()
+    state.restore()
+    assert scheduler.last_epoch == 2 and optimizer.param_groups[0]["lr"] == 0.1
+
+
+@RANKS
+def test_another_model_may_take_the_place_of_one(world) -> None:
+    state = hvd.elastic.TorchState(model=build(seed=0), other=build(seed=1))
+    state.model = build(seed=2 + world.rank)
+    state.sync()
+    expected = values(build(seed=2))
+    torch.testing.assert_close(values(state.model), expected)
+    with torch.no_grad():
+        state.model[0].weight.zero_()
+    state.restore()
+    torch.testing.assert_close(values(state.model), expected)
+
+
+@RANKS
+def test_users_may_handle_their_own_kinds(world) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.count = world.rank
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    registry = hvd.elastic.get_handler_registry()
+    from ringjax.torch.elastic.state import StateHandler
+
+    hvd.elastic.set_handler_registry([(Counter, StateHandler), *registry])
+    try:
+        counter = Counter()
+        state = hvd.elastic.TorchState(counter=counter)
+        state.sync()
+        assert counter.count == 0
+        counter.count = 5
+        state.restore()
+        assert counter.count == 0
+    finally:
+        hvd.elastic.set_handler_registry(registry)
+
+
+@RESETS
+@pytest.mark.parametrize("failure", ["raised", "mismatch", "one leaves"])
+def test_training_goes_on_after_a_failure(world, failure: str) -> None:
+    trained, resets = Trained(world, other=0), []
+    trained.state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state, steps: int) -> int:
+        while state.step < steps:
+            trained.one_step()
+            if state.step % 2 == 0:
+                state.commit()
+            elif state.step == 5 and len(resets) < 2:
+                fail()
+        return state.step
+
+    def fail() -> None:
+        with torch.no_grad():  # what a step in the middle may have left behind
+            trained.model[0].weight.mul_(2.0 + world.rank)
+        if failure == "raised" or world.size == 1:
+            raise hvd.HorovodInternalError("made up")
+        if failure == "mismatch":
+            hvd.allreduce(torch.ones(1 + world.rank), name="mismatch")
+        if world.rank == 0:
+            raise hvd.HorovodInternalError("made up")
+        hvd.allreduce(torch.ones(3), name="without rank 0")
+
+    assert train(trained.state, 8) == 8
+    assert resets == [world.size] * 2
+    # No step is lost, none is counted twice.
+    assert trained.state.log == list(range(8))
+    assert same_everywhere(*trained.model.parameters())
+    reference = Trained(world)
+    reference.state.sync()
+    while reference.state.step < 8:
+        reference.one_step()
+    pairs = zip(trained.model.parameters(), reference.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@RESETS
+def test_a_failure_in_backward_leaves_the_optimizer_usable(world) -> None:
+    trained = Trained(world)
+    attempts = []
+
+    @hvd.elastic.run
+    def train(state) -> None:
+        attempts.append(state.step)
+        trained.optimizer.zero_grad()
+        trained.model(trained.batch(world.rank)).square().mean().backward()
+        if len(attempts) == 1:
+            raise hvd.HorovodInternalError("between backward and step")
+        trained.optimizer.step()
+
+    train(trained.state)
+    assert attempts == [0, 0]
+    assert same_everywhere(*trained.model.parameters())
+
+
+@RESETS
+@pytest.mark.parametrize("kind", ["added", "removed"])
+def test_other_hosts_start_training_again_without_a_rollback(world, kind: str) -> None:
+    trained, starts = Trained(world), []
+
+    @hvd.elastic.run
+    def train(state) -> None:
+        starts.append((state.step, len(state.log)))
+        while state.step < 4:
+            trained.one_step()
+            if len(starts) == 1 and world.rank == 0:
+                result = elastic.HostUpdateResult[kind]
+                elastic.notification_manager.handle_hosts_updated(1.0, result)
+            state.check_host_updates()
+
+    train(trained.state)
+    assert starts == [(0, 0), (1, 1)]
+    assert same_everywhere(*trained.model.parameters())
+
+
+@RESETS
+def test_the_users_mistakes_are_not_tried_again(world) -> None:
+    attempts = []
+
+    @hvd.elastic.run
+    def train(state) -> None:
+        attempts.append(1)
+        hvd.allreduce(torch.ones(2), op=99)
+
+    with pytest.raises(ValueError, match="op"):
+        train(hvd.elastic.TorchState(step=0))
+    assert attempts == [1]
+
+
+@RESETS
+def test_every_sample_once(world) -> None:
+    data = list(range(23))
+    sampler = hvd.elastic.ElasticSampler(data, seed=4)
+    state = hvd.elastic.TorchState(sampler=sampler, done=[], fails=1)
+
+    @hvd.elastic.run
+    def train(state) -> None:
+        loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+        for number, samples in enumerate(loader):
+            everyone = hvd.allgather(samples, name="samples")
+            sampler.record_batch(number, 2)
+            state.done += everyone.tolist()
+            if number % 2 == 1:
+                state.commit()
+            elif number == 2 and state.fails:
+                state.restore()
+                state.fails -= 1  # survives the restore in `run` as it is committed
+                state.commit()
+                raise hvd.HorovodInternalError("made up")
+
+    train(state)
+    assert state.fails == 0
+    assert set(state.done) == set(data)
+    assert len(state.done) - len(data) < world.size  # to fill the last step
+    assert sampler.processed_num >= len(data)
+    sampler.set_epoch(1)
+    state.commit()
+    assert len(sampler) == -(-len(data) // world.size)
+
+
+@RESETS
+def test_a_mismatch_is_a_failure_like_others(world) -> None:
+    if world.size > 1:
+        with pytest.raises(Mismatch):
+            hvd.allreduce(torch.ones(1 + world.rank), name="x")
+    assert issubclass(Mismatch, hvd.HorovodInternalError)
+    elastic.reset()
+    assert hvd.size() == world.size and hvd.rank() == world.rank
+    assert (
+        hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [world.size] * 2
+    )

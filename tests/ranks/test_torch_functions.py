@@ -1,0 +1,170 @@
+"""ringjax.torch: parameters, optimizer states and objects of the root on all ranks."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from stacked import raises
+
+import ringjax.torch as hvd
+
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.launch("torch")]
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, weight_decay=0.1),
+    "plain SGD": lambda p, lr: torch.optim.SGD(p, lr),
+    "Adam": lambda p, lr: torch.optim.Adam(p, lr, betas=(0.8, 0.9 + lr / 100)),
+    "AdamW": lambda p, lr: torch.optim.AdamW(p, lr),
+    "RMSprop": lambda p, lr: torch.optim.RMSprop(p, lr, centered=True),
+    "Adagrad": lambda p, lr: torch.optim.Adagrad(p, lr),
+    "Rprop": lambda p, lr: torch.optim.Rprop(p, lr),
+    "NAdam": lambda p, lr: torch.optim.NAdam(p, lr),
+}
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Anything:
+    """A class of the user, which only a pickle can carry."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def model_of(rank: int) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    )
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    everyone = hvd.allgather_object(value)
+    return all(str(other) == str(everyone[0]) for other in everyone)
+
+
+def flat(state: Any) -> Any:
+    """A state dict with lists for tensors."""
+    if isinstance(state, torch.Tensor):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: flat(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [flat(value) for value in state]
+    return state
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "named", "generator", "list", "items"])
+def test_broadcast_parameters(world, kind: str) -> None:
+    for root in range(world.size):
+        model, wanted = model_of(world.rank), model_of(root).state_dict()
+        params = {
+            "state_dict": model.state_dict(),
+            "named": list(model.named_parameters()),
+            "generator": model.named_parameters(),
+            "list": list(model.parameters()),
+            "items": dict(model.named_parameters()),
+        }[kind]
+        hvd.broadcast_parameters(params, root_rank=root)
+        for name, value in model.named_parameters():
+            assert torch.equal(value, wanted[name])
+
+
+def test_parameters_must_be_some(world) -> None:
+    for wrong in (None, 3, "weights", torch.ones(2)):
+        with raises(ValueError, "invalid params of type"):
+            hvd.broadcast_parameters(wrong, root_rank=0)
+    with raises(TypeError, "broadcast 'a'", "expected a torch.Tensor, got a str"):
+        hvd.broadcast_parameters({"a": "b"}, root_rank=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("fresh", ["nobody", "others", "everybody"])
+def test_broadcast_optimizer_state(world, name: str, fresh: str) -> None:
+    root = world.size - 1
+    model = model_of(0)
+    # A rate that differs from rank to rank.
+    optimizer = OPTIMIZERS[name](model.parameters(), 0.1 + 0.05 * world.rank)
+    is_fresh = {"nobody": False, "others": world.rank != root, "everybody": True}
+    if not is_fresh[fresh]:
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.full((4, 3), step + world.rank + 1.0)
+            (model(x) * torch.arange(8.0).view(4, 2)).sum().backward()
+            optimizer.step()
+    before = flat(model.state_dict())
+    mine = flat(optimizer.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+    after = optimizer.state_dict()
+    assert flat(model.state_dict()) == before
+    assert after["param_groups"][0]["lr"] == 0.1 + 0.05 * root
+    assert same_on_all_ranks(flat(after))
+    if world.rank == root and fresh != "everybody":
+        assert flat(after) == mine
+    optimizer.step()  # with options of the right types
+
+
+def test_state_of_a_distributed_optimizer(world) -> None:
+    model = model_of(world.rank)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.1 * (world.rank + 1)),
+        named_parameters=model.named_parameters(),
+    )
+    before = flat(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert flat(model.state_dict()) == before
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert same_on_all_ranks(flat(optimizer.state_dict()))
+
+
+def test_sparse_embeddings(world) -> None:
+    model = torch.nn.Embedding(5, 2, sparse=True)
+    adam = torch.optim.SparseAdam(list(model.parameters()), lr=0.1 * (world.rank + 1))
+    hvd.broadcast_optimizer_state(adam, root_rank=0, model=model)
+    assert adam.param_groups[0]["lr"] == 0.1
+    with raises(ValueError, "LBFGS"):
+        lbfgs = torch.optim.LBFGS(model.parameters())
+        hvd.broadcast_optimizer_state(lbfgs, root_rank=0)
+
+
+def test_broadcast_object(world) -> None:
+    plain = {"hello": 123, 0: [1, (2, 3)], "rank": world.rank}
+    for root in range(world.size):
+        got = hvd.broadcast_object(plain, root_rank=root, name="object")
+        assert got == {**plain, "rank": root}
+        assert (got is plain) == (root == world.rank)
+        thing = hvd.broadcast_object(Anything(world.rank), root)
+        assert (type(thing), thing.value) == (Anything, root)
+    # Not a word about what the others hold, not even its type.
+    assert hvd.broadcast_object(Point(1, 2) if world.rank == 0 else None) == (1, 2)
+    state = hvd.broadcast_object(model_of(world.rank).state_dict(), 0)
+    wanted = model_of(0).state_dict()
+    assert all(torch.equal(state[k], wanted[k]) for k in wanted)
+    big = hvd.broadcast_object(b"x" * 3_000_000 if world.rank == 0 else None)
+    assert len(big) == 3_000_000
+
+
+def test_allgather_object(world) -> None:
+    mine = {"metric": world.rank} | ({"more": 42} if world.rank == 1 else {})
+    everyone = hvd.allgather_object(mine)
+    assert [m["metric"] for m in everyone] == list(range(world.size))
+    assert [m.get("more") for m in everyone] == [
+        42 if r == 1 else None for r in range(world.size)
+    ]
+    things = hvd.allgather_object(Anything(world.rank), name="things")
+    assert [t.value for t in things] == list(range(world.size))
+    assert hvd.allgather_object(None) == [None] * world.size
+
+
+@pytest.mark.ranks(3)
+def test_objects_of_a_process_set(world) -> None:
+    pair = hvd.add_process_set([1, 2])
+    try:
+        if world.rank:
+            got = hvd.broadcast_object([world.rank], 2, process_set=pair)
+            assert got == [2]
+    finally:
+        hvd.remove_process_set(pair)

@@ -1,0 +1,407 @@
+"""How programs use DistributedOptimizer: steps, clipping, closures, and mistakes.
+
+That the gradients are right is in test_torch_optimizer.py; here it is what may be
+called when, and what a mistake on one rank says on all.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+
+import ringjax.torch as hvd
+from ringjax.errors import Mismatch
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
+RANKS = pytest.mark.ranks(1, 2, 3)
+SEVERAL = pytest.mark.ranks(2, 3)
+
+
+def build(seed: int = 3) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)
+    )
+
+
+def batch(rank: int, step: int):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model, rank: int, step: int):
+    return model(batch(rank, step)).square().mean()
+
+
+def everyones_loss(model, world, step: int):
+    return sum(loss_of(model, rank, step) for rank in range(world.size)) / world.size
+
+
+def close(model, reference) -> None:
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def pair(make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **options):
+    """A model with a distributed optimizer, and a copy with a plain one."""
+    model = build()
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), **options
+    )
+    return model, optimizer, reference, make(reference.parameters())
+
+
+@RANKS
+def test_clipping_between_synchronize_and_step(world) -> None:
+    model, optimizer, reference, plain = pair()
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        with warnings.catch_warnings(), optimizer.skip_synchronize():
+            warnings.simplefilter("error")
+            optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        torch.testing.assert_close(norm, expected)
+        plain.step()
+    close(model, reference)
+
+
+@RANKS
+def test_step_after_synchronize_warns(world) -> None:
+    model, optimizer, _, _ = pair()
+    loss_of(model, world.rank, 0).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"without optimizer.skip_synchronize\(\)"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@RANKS
+def test_a_closure_is_reduced_every_time(world) -> None:
+    class Twice(torch.optim.SGD):
+        """Looks one step ahead, as some optimizers do."""
+
+        def step(self, closure):
+            with torch.enable_grad():
+                closure()
+            super().step()
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+
+    model, optimizer, reference, plain = pair(lambda p: Twice(p, lr=0.1))
+    for step in range(3):
+
+        def ours(step: int = step):
+            optimizer.zero_grad()
+            loss = loss_of(model, world.rank, step)
+            loss.backward()
+            return loss
+
+        def theirs(step: int = step):
+            plain.zero_grad()
+            loss = everyones_loss(reference, world, step)
+            loss.backward()
+            return loss
+
+        if step == 2:  # what was computed before does no harm
+            loss_of(model, world.rank, 9).backward()
+        assert optimizer.step(ours).shape == plain.step(theirs).shape == ()
+    close(model, reference)
+
+
+@RANKS
+def test_a_closure_without_backward(world) -> None:
+    model, optimizer, reference, plain = pair(op=hvd.Sum)
+    loss_of(model, world.rank, 0).backward()
+    assert optimizer.step(lambda: 7.0) == 7.0
+    (world.size * everyones_loss(reference, world, 0)).backward()
+    plain.step()
+    close(model, reference)
+
+
+@SEVERAL
+def test_zero_grad_is_refused_while_gradients_travel(world) -> None:
+    model, optimizer, _, _ = pair(backward_passes_per_step=2)
+    for _ in range(2):
+        loss_of(model, world.rank, 0).backward()
+        with pytest.raises(AssertionError, match=r"optimizer.zero_grad\(\) was called"):
+            optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert not model[0].weight.grad.any()
+
+
+@SEVERAL
+def test_backward_too_often(world) -> None:
+    model, optimizer, _, _ = pair(backward_passes_per_step=2)
+    for _ in range(2):
+        loss_of(model, world.rank, 0).backward()
+    with pytest.raises(
+        AssertionError, match="more than backward_passes_per_step times"
+    ):
+        loss_of(model, world.rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, world.rank, 0).backward()
+    optimizer.step()  # also earlier than announced
+
+
+@RANKS
+def test_a_scaler_of_mixed_precision(world) -> None:
+    model, optimizer, reference, plain = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    other = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, world.rank, step)).backward()
+        if step == 2 and world.rank == world.size - 1:
+            model[0].weight.grad[0, 0] = torch.inf  # on one rank, so for all of them
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        plain.zero_grad()
+        other.scale(everyones_loss(reference, world, step)).backward()
+        if step == 2:
+            reference[0].weight.grad[0, 0] = torch.inf
+        other.unscale_(plain)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        other.step(plain)
+        other.update()
+        assert scaler.get_scale() == other.get_scale()
+    if world.size == 1:
+        close(model, reference)
+
+
+@RANKS
+def test_schedulers_and_edits_of_options(world) -> None:
+    model, optimizer, reference, plain = pair()
+    ours = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    theirs = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        plain.step()
+        ours.step()
+        theirs.step()
+        for one in (optimizer, plain):
+            one.param_groups[0]["momentum"] = 0.5
+    close(model, reference)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+
+
+@RANKS
+def test_state_is_saved_loaded_and_sent(world) -> None:
+    model, optimizer, reference, plain = pair(lambda p: torch.optim.Adam(p, lr=0.01))
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        plain.step()
+    # Rank 0 has a checkpoint; the others begin with something else.
+    again = build(seed=world.rank + 50)
+    other = hvd.DistributedOptimizer(
+        torch.optim.Adam(again.parameters(), lr=0.5), again.named_parameters()
+    )
+    if world.rank == 0:
+        again.load_state_dict(model.state_dict())
+        other.load_state_dict(optimizer.state_dict())
+    hvd.broadcast_parameters(again.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(other, root_rank=0)
+    assert other.param_groups[0]["lr"] == 0.01
+    for step in range(2, 4):
+        other.zero_grad()
+        loss_of(again, world.rank, step).backward()
+        other.step()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        plain.step()
+    for one, two in zip(again.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@SEVERAL
+def test_a_mismatch_fails_on_all_ranks_and_training_goes_on(world) -> None:
+    model, optimizer, reference, plain = pair()
+    extra = torch.nn.Parameter(torch.ones(2 + world.rank))
+    broken = hvd.DistributedOptimizer(
+        torch.optim.SGD([*model.parameters(), extra], lr=0.1),
+        [*((f"broken.{n}", p) for n, p in model.named_parameters()), ("extra", extra)],
+    )
+    with pytest.raises(Mismatch, match=r"shapes.*'extra'"):
+        broken.synchronize()
+    with pytest.raises(Mismatch, match=r"shapes.*'extra'"):
+        broken.step()
+    del broken
+    optimizer.zero_grad()
+    loss_of(model, world.rank, 0).backward()
+    optimizer.step()
+    plain.zero_grad()
+    everyones_loss(reference, world, 0).backward()
+    plain.step()
+    close(model, reference)
+
+
+@RANKS
+def test_two_optimizers_of_one_loss(world) -> None:
+    models = torch.nn.ModuleList([build(1), build(2)])
+    reference = copy.deepcopy(models)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(m.parameters(), lr=0.1),
+            [(f"{i}.{name}", p) for name, p in m.named_parameters()],
+        )
+        for i, m in enumerate(models)
+    ]
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(loss_of(m, world.rank, step) for m in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        plain.zero_grad()
+        sum(everyones_loss(m, world, step) for m in reference).backward()
+        plain.step()
+    close(models, reference)
+
+
+@RANKS
+def test_backward_in_several_threads(world) -> None:
+    models = torch.nn.ModuleList(build(seed) for seed in range(4))
+    reference = copy.deepcopy(models)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(models.parameters(), lr=0.1), models.named_parameters()
+    )
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        losses = [loss_of(m, world.rank, step) for m in models]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+        plain.zero_grad()
+        sum(everyones_loss(m, world, step) for m in reference).backward()
+        plain.step()
+    close(models, reference)
+
+
+@RANKS
+def test_process_sets(world) -> None:
+    chosen = hvd.add_process_set([rank for rank in range(world.size) if rank != 1])
+    model, optimizer, reference, plain = pair(process_set=chosen)
+    members = chosen.ranks if chosen.included() else [world.rank]
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        if not chosen.included():
+            optimizer.zero_grad()  # there is nothing to wait for
+            loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        plain.zero_grad()
+        for rank in members:
+            (loss_of(reference, rank, step) / len(members)).backward()
+        plain.step()
+    close(model, reference)
+    assert hvd.remove_process_set(chosen) == (world.size > 1)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_adasum_combines_how_far_local_steps_go(world, kind: str) -> None:
+    make = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    }[kind]
+    model, optimizer, _, _ = pair(make, op=hvd.Adasum)
+    copies = [build() for _ in range(world.size)]
+    plains = [make(m.parameters()) for m in copies]
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        starts = [p.detach().clone() for p in copies[0].parameters()]
+        for rank, (m, plain) in enumerate(zip(copies, plains, strict=True)):
+            plain.zero_grad()
+            loss_of(m, rank, step).backward()
+            plain.step()
+        rows = zip(*(m.parameters() for m in copies), strict=True)
+        for start, row in zip(starts, rows, strict=True):
+            delta = adasum([(p.detach() - start).double() for p in row])
+            for p in row:
+                p.data.copy_(start + delta)
+    for one, other in zip(model.parameters(), copies[0].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def adasum(deltas):
+    """The paper's combination, pair by pair."""
+    if len(deltas) == 1:
+        return deltas[0]
+    half = [combined(deltas[i], deltas[i + 1]) for i in range(0, len(deltas), 2)]
+    return adasum(half)
+
+
+def combined(a, b):
+    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    first = 1 - dot / (2 * aa) if aa else 1.0
+    second = 1 - dot / (2 * bb) if bb else 1.0
+    return first * a + second * b
+
+
+@pytest.mark.ranks(2)
+def test_adasum_has_its_own_rules(world) -> None:
+    model, optimizer, _, _ = pair(op=hvd.Adasum, backward_passes_per_step=2)
+    loss_of(model, world.rank, 0).backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    loss_of(model, world.rank, 0).backward()
+    with pytest.raises(AssertionError, match="more than backward_passes_per_step"):
+        loss_of(model, world.rank, 0).backward()
+    optimizer.synchronize()
+    with pytest.raises(AssertionError, match="not supported when using Adasum"):
+        optimizer.skip_synchronize()
+    assert optimizer.step(lambda: 3.0) == 3.0
+    optimizer.zero_grad()
+    same = hvd.allgather(model[0].weight[None].detach())
+    assert torch.equal(same[0], same[1])
+
+
+@SEVERAL
+def test_copies_train_on(world) -> None:
+    model, optimizer, reference, plain = pair()
+    models, optimizers = [model], [optimizer]
+    for step in range(3):
+        model, optimizer = copy.deepcopy((models[-1], optimizers[-1]))
+        models.append(model)
+        optimizers.append(optimizer)
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        plain.step()
+        close(model, reference)
+    close(models[0], build())

@@ -1,0 +1,215 @@
+"""The elastic loop and plain states, in one process: what happens after which error.
+
+Resets, broadcasts and notifications are the test's own; real ones are in tests/ranks.
+"""
+
+from __future__ import annotations
+
+import pickle  # noqa: TID251
+import threading
+
+import numpy as np
+import pytest
+
+from ringjax import elastic, errors
+from ringjax.elastic import HostUpdateResult, ObjectState
+
+
+def state_of(**kwargs) -> ObjectState:
+    return ObjectState(lambda obj: obj, lambda: 0, **kwargs)
+
+
+class Diary:
+    """A training function that fails as told, and a reset that notes when it ran."""
+
+    def __init__(self, *failures: BaseException | None) -> None:
+        self.failures = list(failures)
+        self.pages: list[str] = []
+
+    def train(self, state: ObjectState, bonus: int = 0) -> int:
+        self.pages.append(f"train {state.step}")
+        state.step += 1
+        if self.failures and (failure := self.failures.pop(0)) is not None:
+            raise failure
+        return state.step + bonus
+
+    def reset(self) -> None:
+        self.pages.append("reset")
+
+    def run(self, state: ObjectState, **kwargs) -> int:
+        sync = state.sync
+        state.sync = lambda: (self.pages.append("sync"), sync())
+        return elastic.run_fn(self.train, self.reset)(state, **kwargs)
+
+
+def test_without_failure_the_function_runs_once_after_a_sync() -> None:
+    diary = Diary()
+    assert diary.run(state_of(step=3), bonus=10) == 14
+    assert diary.pages == ["sync", "train 3"]
+
+
+def test_a_failure_goes_back_to_the_last_commit() -> None:
+    diary = Diary(errors.PeerLost("rank 1", 1), errors.Mismatch("shapes"))
+    state = state_of(step=3)
+    assert diary.run(state) == 4
+    again = ["reset", "sync", "train 3"]
+    assert diary.pages == ["sync", "train 3", *again, *again]
+
+
+def test_other_hosts_lose_nothing_and_sync_only_if_somebody_came() -> None:
+    diary = Diary(
+        errors.HostsUpdatedInterrupt(skip_sync=False),
+        errors.HostsUpdatedInterrupt(skip_sync=True),
+        errors.PeerLost("rank 1", 1),
+    )
+    state = state_of(step=0)
+    assert diary.run(state) == 2
+    second = ["reset", "sync", "train 1"]
+    third = ["reset", "train 2"]
+    # The sync at the beginning of the second run was the last thing that was saved.
+    fourth = ["reset", "sync", "train 1"]
+    assert diary.pages == ["sync", "train 0", *second, *third, *fourth]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidArgument("duplicate name 'x'"),
+        errors.NotInitialized("init"),
+        ValueError("the user's"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_what_would_fail_again_is_not_tried_again(error: BaseException) -> None:
+    diary = Diary(error)
+    with pytest.raises(type(error)):
+        diary.run(state_of(step=0))
+    assert diary.pages == ["sync", "train 0"]
+
+
+def test_a_sync_that_fails_is_tried_again() -> None:
+    state, calls = state_of(step=0), []
+
+    def sync() -> None:
+        calls.append("sync")
+        if len(calls) < 3:
+            raise errors.PeerLost("rank 1", 1)
+
+    state.sync = sync
+    assert elastic.run_fn(lambda state: state.step, lambda: None)(state) == 0
+    assert calls == ["sync"] * 3
+
+
+def test_callbacks_come_after_the_reset_and_before_the_sync() -> None:
+    diary = Diary(errors.PeerLost("rank 1", 1))
+    state = state_of(step=0)
+    state.register_reset_callbacks([lambda: diary.pages.append("one")])
+    state.register_reset_callbacks([lambda: diary.pages.append("two")])
+    diary.run(state)
+    assert diary.pages[2:] == ["reset", "one", "two", "sync", "train 0"]
+
+
+def test_notifications_reach_the_state_while_it_is_trained() -> None:
+    manager = elastic.notification_manager
+    state = state_of(step=0)
+
+    def train(state: ObjectState) -> int:
+        state.step += 1
+        if state.step == 1:
+            telling = threading.Thread(
+                target=manager.handle_hosts_updated, args=(1.5, HostUpdateResult.added)
+            )
+            telling.start()
+            telling.join()
+        state.commit()
+        return state.step
+
+    assert elastic.run_fn(train, lambda: None)(state) == 2
+    manager.handle_hosts_updated(9.0, HostUpdateResult.added)  # nobody listens
+    state.check_host_updates()
+
+
+@pytest.mark.parametrize(
+    ("updates", "skip_sync"),
+    [
+        ([(2, HostUpdateResult.removed)], True),
+        ([(2, HostUpdateResult.added)], False),
+        ([(2, HostUpdateResult.removed), (3, HostUpdateResult.added)], False),
+        ([(2, HostUpdateResult.removed), (1, HostUpdateResult.added)], True),  # old
+    ],
+)
+def test_only_leaving_ranks_need_no_sync(updates, skip_sync: bool) -> None:
+    state = state_of(step=0)
+    for timestamp, update in updates:
+        state.on_hosts_updated(timestamp, update)
+    with pytest.raises(errors.HostsUpdatedInterrupt) as caught:
+        state.commit()
+    assert caught.value.skip_sync is skip_sync
+    state.commit()  # said once
+
+
+def test_all_ranks_do_what_rank_0_has_heard() -> None:
+    # One rank that has heard something, but rank 0 has not; and the other way round.
+    deaf = ObjectState(lambda obj: (0, 0, 0), lambda: 1, step=0)
+    deaf.on_hosts_updated(5, HostUpdateResult.added)
+    deaf.check_host_updates()
+    told = ObjectState(lambda obj: (0, 7, 1), lambda: 1, step=0)
+    with pytest.raises(errors.HostsUpdatedInterrupt) as caught:
+        told.check_host_updates()
+    assert caught.value.skip_sync
+
+
+def test_restore_undoes_changes_in_place() -> None:
+    array, lock = np.zeros(3), threading.Lock()
+    state = state_of(losses=[], table={"a": [1]}, array=array, held=[lock], n=None)
+    assert state.array is array and state.held[0] is lock
+    for _ in range(2):
+        state.losses.append(0.5)
+        state.table["a"].append(2)
+        state.array[:] = 7
+        state.n, state.other = 3, "not committed"
+        state.restore()
+        assert (state.losses, state.table, state.n) == ([], {"a": [1]}, None)
+        assert not state.array.any() and state.held[0] is lock
+    state.losses.append(0.5)
+    state.save()
+    state.losses.append(0.25)
+    state.restore()
+    assert state.losses == [0.5] and state.other == "not committed"
+
+
+def test_sync_takes_what_rank_0_has_now() -> None:
+    others = {"step": 5, "name": "zero"}
+    sent = []
+    state = ObjectState(
+        lambda obj: sent.append(obj) or others, lambda: 1, step=1, name=""
+    )
+    state.step = 2
+    state.sync()
+    assert sent == [{"step": 2, "name": ""}]
+    assert (state.step, state.name) == (5, "zero")
+    state.step = 6
+    state.restore()
+    assert state.step == 5
+
+
+def test_a_state_without_attributes_sends_nothing() -> None:
+    ObjectState(lambda obj: pytest.fail("sent something"), lambda: 0).sync()
+
+
+def test_the_base_class_is_no_state() -> None:
+    with pytest.raises(TypeError, match="abstract methods restore, save, sync"):
+        elastic.State(lambda obj: obj, lambda: 0)  # type: ignore[abstract]
+
+
+def test_exceptions_survive_pickling() -> None:
+    interrupt = pickle.loads(pickle.dumps(errors.HostsUpdatedInterrupt(True)))
+    assert interrupt.skip_sync and not isinstance(interrupt, errors.RingjaxError)
+    mismatch = errors.HorovodVersionMismatchError("torch", "2.1", "2.0")
+    again = pickle.loads(pickle.dumps(mismatch))
+    assert (again.name, again.version, again.installed_version) == (
+        "torch",
+        "2.1",
+        "2.0",
+    )
+    assert isinstance(again, ImportError) and str(again) == str(mismatch)

@@ -1,0 +1,111 @@
+"""ElasticSampler: who gets which samples, and that none is lost when ranks change."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from ringjax import runtime
+from ringjax.torch.elastic.sampler import ElasticSampler
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch):
+    def become(rank: int, size: int) -> None:
+        monkeypatch.setattr(runtime, "rank", lambda: rank)
+        monkeypatch.setattr(runtime, "size", lambda: size)
+
+    return become
+
+
+def samplers(as_rank, size: int, count: int, **options) -> list[ElasticSampler]:
+    made = []
+    for rank in range(size):
+        as_rank(rank, size)
+        made.append(ElasticSampler(range(count), **options))
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 2, 12, 13])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_all_samples_are_given_and_all_ranks_take_as_many_steps(
+    as_rank, size: int, count: int, shuffle: bool
+) -> None:
+    everyone = samplers(as_rank, size, count, shuffle=shuffle)
+    parts = [list(sampler) for sampler in everyone]
+    steps = -(-count // size)
+    assert [len(part) for part in parts] == [steps] * size
+    assert [len(sampler) for sampler in everyone] == [steps] * size
+    given_out = Counter(index for part in parts for index in part)
+    assert given_out.keys() == set(range(count))
+    assert sum(given_out.values()) - count < max(size, 1)  # only to fill the last step
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(as_rank) -> None:
+    as_rank(0, 1)
+    first, second = ElasticSampler(range(50)), ElasticSampler(range(50))
+    assert list(first) == list(second) == list(first) != list(range(50))
+    second.set_epoch(1)
+    assert list(first) != list(second)
+    first.set_epoch(1)
+    assert list(first) == list(second)
+    assert list(ElasticSampler(range(50), seed=1)) == list(second)  # seed + epoch
+    assert list(ElasticSampler(range(50), shuffle=False)) == list(range(50))
+
+
+def test_horovods_bookkeeping(as_rank) -> None:
+    as_rank(1, 3)
+    sampler = ElasticSampler(range(24))
+    assert len(sampler) == 8 and sampler.processed_indices == set()
+    sampler.record_batch(0, 2)
+    sampler.record_batch(1, 2)
+    assert sampler.processed_num == 12
+    assert sampler.state_dict() == {"epoch": 0, "processed_num": 12}
+    assert len(sampler) == 8  # until the state is loaded again
+    sampler.load_state_dict(sampler.state_dict())
+    assert len(sampler) == 4 and len(sampler.remaining_indices) == 12
+    assert sampler.processed_indices == set(range(24)) - set(sampler.remaining_indices)
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 8)
+
+
+@given(
+    count=st.integers(0, 60),
+    batch=st.integers(1, 5),
+    phases=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=4),
+    last=st.integers(1, 5),
+    seed=st.integers(0, 3),
+)
+def test_no_sample_is_lost_or_repeated_whatever_the_ranks_do(
+    count: int, batch: int, phases: list[tuple[int, int]], last: int, seed: int
+) -> None:
+    """A phase is a number of ranks, and how many batches they commit."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def become(rank: int, size: int) -> None:
+            patch.setattr(runtime, "rank", lambda: rank)
+            patch.setattr(runtime, "size", lambda: size)
+
+        state = {"epoch": 2, "processed_num": 0}
+        done: Counter[int] = Counter()
+        for size, batches in [*phases, (last, count)]:
+            everyone = samplers(become, size, count, seed=seed)
+            for rank, sampler in enumerate(everyone):
+                become(rank, size)
+                sampler.load_state_dict(state)
+            parts = [list(sampler) for sampler in everyone]
+            for step in range(min(batches, -(-len(parts[0]) // batch))):
+                for part, sampler in zip(parts, everyone, strict=True):
+                    done.update(part[step * batch : (step + 1) * batch])
+                    sampler.record_batch(step, batch)
+            states = [sampler.state_dict() for sampler in everyone]
+            assert all(other == states[0] for other in states)
+            state = states[0]
+        assert done.keys() == set(range(count))
+        # Only what fills the last step of the epoch comes twice, or more often if there
+        # are more ranks than samples.
+        assert sum(done.values()) - count < max([last, *(size for size, _ in phases)])

@@ -1,0 +1,96 @@
+"""The comparison of steps in PyTorch without its peers: networks and tables."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from launch import ROOT
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks import shapes, torch_networks, torch_step
+
+
+def test_the_network_has_the_gradients_of_resnet50() -> None:
+    found = torch_networks.shapes("resnet50")
+    # PyTorch has the channels first.
+    assert sorted(map(math.prod, found)) == sorted(map(math.prod, shapes.resnet50()))
+
+
+def test_every_network_has_many_tensors() -> None:
+    for name in torch_networks.NETWORKS:
+        assert len(torch_networks.shapes(name)) >= 161
+
+
+def test_a_step_trains_the_wrapped_network() -> None:
+    seen: list[Any] = []
+
+    def wrap(module: Any, optimizer: Any) -> Any:
+        seen.extend((module, optimizer))
+        return module, optimizer
+
+    step = torch_networks.training("transformer", wrap)
+    module, optimizer = seen
+    before = [p.detach().clone() for p in module.parameters()]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would spin at barriers if others work as well
+    try:
+        step()
+    finally:
+        torch.set_num_threads(threads)
+    moved = [
+        not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)
+    ]
+    assert all(moved) and len(optimizer.state) == len(moved)
+
+
+def row(peer: str, variant: str, *milliseconds: float) -> dict[str, Any]:
+    rounds = [[1e3 * ms, 1e3 * ms, 9e9] for ms in milliseconds]
+    work = 500 * milliseconds[0]  # half of the first round
+    return {"peer": peer, "variant": variant, "rounds_us": rounds, "cpu_us": work}
+
+
+def test_the_table_of_steps() -> None:
+    rows = [
+        row("ringjax-torch", "together", 110, 120, 130),
+        row("ringjax-torch", "alone", 100, 110, 110),
+        row("horovod", "together", 220, 240, 130),
+        row("horovod", "alone", 180, 200, 90),
+        row("torch-gloo", "alone", 1, 1, 1),  # its other variant has failed
+    ]
+    title, head, ours, theirs = torch_step.step_table("steps", rows).split("\n")[1:]
+    assert title == "steps" and len(head) == len(ours) == len(theirs)
+    assert "110.0 (100.0 .. 110.0)" in ours and "10.0 (10.0 .. 20.0)" in ours
+    assert "40.0 (40.0 .. 40.0)" in theirs
+    assert theirs.endswith(f"{'2.00 (1.00 .. 2.00)':>20} {'4.00':>12} {'20.0':>10}")
+
+
+def test_the_table_of_gradients() -> None:
+    rows = [
+        row("ringjax-torch", "async, fused", 10, 20),
+        row("horovod", "grouped", 30, 40),
+    ]
+    *_, ours, theirs = torch_step.gradient_table("gradients", rows).split("\n")
+    assert ours.endswith(f"1.00 (1.00 .. 1.00) {'5.0':>8}")
+    assert theirs.endswith(f"2.50 (2.00 .. 3.00) {'15.0':>8}")
+
+
+def test_without_ours_there_is_nothing_to_compare_with() -> None:
+    rows = [row("horovod", "together", 2), row("horovod", "alone", 1)]
+    assert f"{'-':>20} {'-':>12}" in torch_step.step_table("x", rows)
+    assert f"{'-':>20}" in torch_step.gradient_table("x", rows[:1])
+
+
+def test_what_is_measured() -> None:
+    options = torch_step.parse(["--networks", "resnet50"])
+    (steps, _), (gradients, _) = torch_step.cases(options)
+    assert (steps.kind, steps.network) == ("trainings", "resnet50")
+    assert steps.size == gradients.size == 4 * 25_557_032
+    only = torch_step.parse(["--networks", "--no-gradients"])
+    assert torch_step.cases(only) == []
+    with pytest.raises(SystemExit):
+        torch_step.parse(["--rounds", "0"])

@@ -1,0 +1,144 @@
+// The loops of moments.h, one for each element type, for several generations of CPUs.
+#include "base/moments.h"
+
+#include <algorithm>
+
+#include "base/clones.h"
+#include "base/reduce_kernels.h"
+#include "base/status.h"
+
+namespace ringjax {
+namespace {
+
+using namespace kernels;
+
+// Partial sums that are kept apart, so that the compiler may add in vectors.
+constexpr size_t kLanes = 8;
+// Elements that are widened at a time: they stay in the first-level cache.
+constexpr size_t kBlock = 512;
+
+using F32 = Same<float>;
+using F64 = Same<double>;
+
+// GCC's and Clang's vectors: loops over lanes are vectorised by some compilers only.
+using Vector [[gnu::vector_size(kLanes * sizeof(double))]] = double;
+
+struct VectorMoments {
+  Vector ab{}, aa{}, bb{};
+};
+
+// `n` is a multiple of kLanes.
+template <typename V>
+RINGJAX_INLINE void AddVectors(const std::byte* a, const std::byte* b, size_t n,
+                               VectorMoments* sums) {
+  using Loaded [[gnu::vector_size(kLanes * sizeof(V))]] = V;
+  VectorMoments s = *sums;
+  for (size_t i = 0; i < n; i += kLanes) {
+    Loaded from_a, from_b;
+    std::memcpy(&from_a, a + i * sizeof(V), sizeof from_a);
+    std::memcpy(&from_b, b + i * sizeof(V), sizeof from_b);
+    const Vector x = __builtin_convertvector(from_a, Vector);
+    const Vector y = __builtin_convertvector(from_b, Vector);
+    s.ab += x * y;
+    s.aa += x * x;
+    s.bb += y * y;
+  }
+  *sums = s;
+}
+
+// Widens n <= kBlock elements and fills up with zeros to whole vectors.
+template <typename T>
+RINGJAX_INLINE void AddBlock(const std::byte* a, const std::byte* b, size_t n,
+                             VectorMoments* sums) {
+  using V = typename T::Value;
+  alignas(64) V left[kBlock], right[kBlock];
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i) {
+    left[i] = T::Widen(LoadAs<T>(a, i));
+    right[i] = T::Widen(LoadAs<T>(b, i));
+  }
+  size_t whole = n;
+  for (; whole % kLanes != 0; ++whole) left[whole] = right[whole] = 0;
+  AddVectors<V>(reinterpret_cast<const std::byte*>(left),
+                reinterpret_cast<const std::byte*>(right), whole, sums);
+}
+
+template <typename T>
+RINGJAX_INLINE void MomentsOf(const void* from_a, const void* from_b, size_t n,
+                              Moments* moments) {
+  constexpr size_t kWidth = sizeof(typename T::Stored);
+  const auto* a = static_cast<const std::byte*>(from_a);
+  const auto* b = static_cast<const std::byte*>(from_b);
+  VectorMoments sums;
+  size_t done = 0;
+  if constexpr (std::is_same_v<typename T::Stored, typename T::Value>) {
+    done = n - n % kLanes;
+    AddVectors<typename T::Value>(a, b, done, &sums);
+  }
+  for (; done < n; done += kBlock)
+    AddBlock<T>(a + done * kWidth, b + done * kWidth, std::min(kBlock, n - done),
+                &sums);
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    moments->ab += sums.ab[lane];
+    moments->aa += sums.aa[lane];
+    moments->bb += sums.bb[lane];
+  }
+}
+
+template <typename T, typename V>
+RINGJAX_INLINE void Weighted(void* out, const void* a, V wa, const void* b, V wb,
+                             size_t n) {
+  RINGJAX_VECTOR_LOOP
+  for (size_t i = 0; i < n; ++i) {
+    const V x = static_cast<V>(T::Widen(LoadAs<T>(a, i)));
+    const V y = static_cast<V>(T::Widen(LoadAs<T>(b, i)));
+    const V sum = wa * x + wb * y;
+    StoreAs<T>(out, i, T::Narrow(static_cast<typename T::Value>(sum)));
+  }
+}
+
+void CheckFloat(DType dtype) { RJ_CHECK(IsFloat(dtype), "moments of no float"); }
+
+RINGJAX_CLONES void MomentsByType(const void* a, const void* b, size_t n, DType dtype,
+                                  Moments* moments) {
+  switch (dtype) {
+    case DType::kF16:
+      return MomentsOf<Half>(a, b, n, moments);
+    case DType::kBF16:
+      return MomentsOf<BFloat16>(a, b, n, moments);
+    case DType::kF32:
+      return MomentsOf<F32>(a, b, n, moments);
+    default:
+      return MomentsOf<F64>(a, b, n, moments);
+  }
+}
+
+RINGJAX_CLONES void WeightedByType(void* out, const void* a, double wa, const void* b,
+                                   double wb, size_t n, DType dtype) {
+  const float fa = static_cast<float>(wa), fb = static_cast<float>(wb);
+  switch (dtype) {
+    case DType::kF16:
+      return Weighted<Half>(out, a, fa, b, fb, n);
+    case DType::kBF16:
+      return Weighted<BFloat16>(out, a, fa, b, fb, n);
+    case DType::kF32:
+      return Weighted<F32>(out, a, wa, b, wb, n);
+    default:
+      return Weighted<F64>(out, a, wa, b, wb, n);
+  }
+}
+
+}  // namespace
+
+void AddMoments(const void* a, const void* b, size_t n, DType dtype, Moments* moments) {
+  CheckFloat(dtype);
+  MomentsByType(a, b, n, dtype, moments);
+}
+
+void AddWeighted(void* out, const void* a, double wa, const void* b, double wb,
+                 size_t n, DType dtype) {
+  CheckFloat(dtype);
+  WeightedByType(out, a, wa, b, wb, n, dtype);
+}
+
+}  // namespace ringjax

@@ -1,0 +1,362 @@
+// See eager_cuda.h.
+#include "device/eager_cuda.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "cuda/blob.h"
+#include "device/reduction.h"
+
+namespace ringjax {
+
+// A point in the work of a stream: of the caller's, or of ours where a call ends.
+class EagerCuda::Spot : public DevicePoint {
+ public:
+  Spot(std::shared_ptr<cuda::Milestone> milestone,
+       std::shared_ptr<CudaCommunicator> communicator)
+      : milestone_(std::move(milestone)), communicator_(std::move(communicator)) {}
+
+  const cuda::Milestone& milestone() const { return *milestone_; }
+  int device() const override { return milestone_->ground()->device(); }
+
+  bool passed() const override { return milestone_->Passed(); }
+  bool failed() const override {
+    return communicator_ && !communicator_->Verdict().ok();
+  }
+
+  Status Delay(uint64_t stream) override {
+    if (communicator_) RJ_TRY(communicator_->Verdict());
+    last_.store(stream, std::memory_order_relaxed);
+    return milestone_->Delay(reinterpret_cast<cuda::Stream>(stream));
+  }
+
+  // Gives memory of the call back when the stream that waited for it last has passed.
+  void Free(cuda::Pointer memory) const {
+    cuda::Ground& ground = *milestone_->ground();
+    if (!ground.IsHere()) return;
+    const auto stream = reinterpret_cast<cuda::Stream>(last_.load());
+    // Nobody may have waited yet. If waiting fails, nobody knows who writes there.
+    if (milestone_->Delay(stream).ok()) ground.Free(memory, stream);
+  }
+
+ private:
+  const std::shared_ptr<cuda::Milestone> milestone_;
+  const std::shared_ptr<CudaCommunicator> communicator_;  // null: a caller's point
+  std::atomic<uint64_t> last_{0};
+};
+
+struct EagerCuda::Block {
+  Block(std::shared_ptr<Spot> to, cuda::Pointer at) : end(std::move(to)), memory(at) {}
+  ~Block() { end->Free(memory); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  const std::shared_ptr<Spot> end;
+  const cuda::Pointer memory;
+};
+
+// What a rank tells the others before they connect, followed by what keeps it from it.
+struct EagerCuda::Hello {
+  int32_t nccl = 0;
+  uint32_t fusion = 0, packs = 0, pad = 0;
+  uint64_t small = 0;
+  nccl::UniqueId id = {};
+};
+
+EagerCuda::EagerCuda(EagerCudaOptions options, std::shared_ptr<Communicator> host)
+    : options_(std::move(options)), host_(std::move(host)) {}
+
+EagerCuda::~EagerCuda() = default;
+
+// -- on the submitting threads -------------------------------------------------------
+
+Status EagerCuda::Suits(const Submission& what) const {
+  if (!what.Reduces()) return OkStatus();
+  for (const Submission::Piece& piece : what.tensors)
+    RJ_TRY(ReductionOf(piece.dtype, ComponentType(piece.dtype), what.reduce_op,
+                       host_->size())
+               .status());
+  return OkStatus();
+}
+
+Result<int> EagerCuda::DeviceOf(const EagerRequest& request) const {
+  const auto opened = cuda::OpenDriver();
+  if (!opened.ok()) return opened.status();
+  const cuda::Driver& driver = *opened.value();
+  int device = -1;
+  for (const auto* places : {&request.ins, &request.outs})
+    for (size_t i = 0; i < places->size(); ++i) {
+      // Empty, or rows that another rank gets.
+      if ((*places)[i] == nullptr || request.what.tensors[i].bytes() == 0) continue;
+      int found = -1;
+      const cuda::Outcome outcome = driver.PointerGetAttribute(
+          &found, cuda::kPointerDevice, cuda::ToPointer((*places)[i]));
+      if (outcome != cuda::kSuccess)
+        return Status(Code::kInvalidArgument,
+                      "tensor " + std::to_string(i) + " is not on a CUDA device: " +
+                          driver.Check(outcome, "cuPointerGetAttribute").message());
+      if (device >= 0 && found != device)
+        return Status(Code::kInvalidArgument,
+                      "its tensors are on the CUDA devices " + std::to_string(device) +
+                          " and " + std::to_string(found) + " of this rank");
+      device = found;
+    }
+  if (device >= 0) return device;
+  if (const auto known = ground()) return known->device();
+  // Nothing but empty tensors so far.
+  if (driver.CtxGetDevice(&device) == cuda::kSuccess) return device;
+  return std::max(options_.fallback_device, 0);
+}
+
+Result<std::shared_ptr<cuda::Ground>> EagerCuda::GroundOf(int device) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return Status(Code::kFailedPrecondition, "ringjax is shut down");
+  if (!ground_) {
+    auto opened = cuda::Ground::Open(device);
+    if (!opened.ok()) return opened;
+    ground_ = std::move(opened.value());
+  }
+  if (ground_->device() == device) return ground_;
+  return Status(Code::kInvalidArgument,
+                "it is on CUDA device " + std::to_string(device) +
+                    ", but this rank takes part in this process set with CUDA device " +
+                    std::to_string(ground_->device()));
+}
+
+Result<std::shared_ptr<DevicePoint>> EagerCuda::Mark(const EagerRequest& request) {
+  RJ_TRY(Suits(request.what));
+  const Result<int> device = DeviceOf(request);
+  if (!device.ok()) return device.status();
+  const auto on = GroundOf(device.value());
+  if (!on.ok()) return on.status();
+  auto now = on.value()->Record(reinterpret_cast<cuda::Stream>(request.stream));
+  if (!now.ok()) return now.status();
+  return std::shared_ptr<DevicePoint>(
+      std::make_shared<Spot>(std::move(now.value()), nullptr));
+}
+
+// -- joining NCCL --------------------------------------------------------------------
+
+Status EagerCuda::Open() {
+  if (open_) return communicator()->Check();
+  RJ_TRY(failed_);
+  Hello hello;
+  const Status ready = Prepare(&hello);
+  std::string mine(reinterpret_cast<const char*>(&hello), sizeof hello);
+  if (!ready.ok()) mine += ready.message().empty() ? "unknown" : ready.message();
+  std::vector<std::string> said;
+  RJ_TRY(host_->Exchange(mine, &said));
+  nccl::UniqueId id;
+  if (Status s = Judge(said, &id); !s.ok()) {
+    // Nothing has happened between the ranks: the next time may fare better.
+    std::shared_ptr<CudaCommunicator> unused;
+    std::lock_guard lock(mutex_);
+    unused.swap(communicator_);
+    return s;
+  }
+  failed_ = Connect(id);
+  open_ = failed_.ok();
+  return failed_;
+}
+
+// What this rank can do by itself.
+Status EagerCuda::Prepare(Hello* hello) {
+  CudaOptions cuda = options_.cuda;
+  cuda.audited = false;
+  auto on = ground();
+  if (!on) {
+    if (options_.fallback_device < 0)
+      return Status(Code::kFailedPrecondition,
+                    "it has joined without tensors, and has no CUDA device");
+    const auto opened = GroundOf(options_.fallback_device);
+    if (!opened.ok()) return opened.status();
+    on = opened.value();
+  }
+  cuda.device = on->device();
+  Status none(Code::kFailedPrecondition, "no NCCL");
+  const nccl::Nccl* nccl = nccl::OpenedNccl();
+  for (size_t i = 0; i < options_.nccl.size() && nccl == nullptr; ++i) {
+    const auto opened = nccl::OpenNccl(options_.nccl[i]);
+    if (opened.ok()) nccl = opened.value();
+    // The system's absence says less than what is wrong with a file that was found.
+    if (i == 0) none = opened.status();
+  }
+  if (nccl == nullptr) return none;
+  hello->nccl = nccl->version;
+  hello->fusion = static_cast<uint32_t>(cuda.fusion.mode);
+  hello->small = cuda.fusion.small;
+  hello->packs = cuda::DeviceImages().empty() ? 0 : 1;
+  auto made = CudaCommunicator::Prepare(std::move(cuda), host_);
+  if (!made.ok()) return made.status();
+  if (host_->rank() == 0)
+    RJ_TRY(nccl->Check(nccl->GetUniqueId(&hello->id), "ncclGetUniqueId"));
+  std::lock_guard lock(mutex_);
+  communicator_ = std::move(made.value());
+  return OkStatus();
+}
+
+// Alike on all ranks, because all have heard the same.
+Status EagerCuda::Judge(const std::vector<std::string>& said,
+                        nccl::UniqueId* id) const {
+  auto wrong = [this](size_t rank, const std::string& what) {
+    const int world = host_->options().members[rank];
+    return Status(Code::kFailedPrecondition,
+                  "rank " + std::to_string(world) + " " + what, world);
+  };
+  std::vector<Hello> hellos(said.size());
+  for (size_t r = 0; r < said.size(); ++r) {
+    if (said[r].size() < sizeof(Hello)) return wrong(r, "sent half a message");
+    std::memcpy(&hellos[r], said[r].data(), sizeof(Hello));
+    if (const std::string why = said[r].substr(sizeof(Hello)); !why.empty())
+      return wrong(r, "cannot take CUDA tensors: " + why);
+  }
+  const Hello& first = hellos[0];
+  for (size_t r = 1; r < hellos.size(); ++r) {
+    const Hello& other = hellos[r];
+    auto differs = [&](const std::string& what) {
+      return wrong(r, "cannot exchange CUDA tensors with rank " +
+                          std::to_string(host_->options().members[0]) + ": " + what);
+    };
+    if (other.nccl != first.nccl)
+      return differs("it has NCCL " + std::to_string(other.nccl) + ", not " +
+                     std::to_string(first.nccl) +
+                     "; install one version everywhere, or name it by RINGJAX_NCCL");
+    if (other.fusion != first.fusion || other.small != first.small)
+      return differs(
+          "RINGJAX_FUSION or RINGJAX_FUSION_SMALL is not alike on all ranks");
+    if (other.packs != first.packs)
+      return differs("one build of ringjax has device code, the other has none");
+  }
+  *id = first.id;
+  return OkStatus();
+}
+
+Status EagerCuda::Connect(const nccl::UniqueId& id) {
+  const auto device = communicator();
+  const Status joined = device->Join(id);
+  std::vector<std::string> said;
+  const Status told = host_->Exchange(joined.ok()                ? ""
+                                      : joined.message().empty() ? "failed"
+                                                                 : joined.message(),
+                                      &said);
+  Status status = joined;
+  for (size_t r = 0; r < said.size() && told.ok(); ++r) {
+    if (said[r].empty()) continue;
+    const int world = host_->options().members[r];
+    status = Status(Code::kFailedPrecondition,
+                    "rank " + std::to_string(world) +
+                        " could not connect its CUDA device: " + said[r],
+                    world);
+    break;
+  }
+  if (!told.ok()) status = told;
+  if (status.ok()) return status;
+  device->Abort(status);
+  device->Close();
+  return status;
+}
+
+// -- calls ---------------------------------------------------------------------------
+
+Result<std::shared_ptr<EagerCuda::Spot>> EagerCuda::NextEnd() {
+  if (!next_) {
+    auto milestone = ground()->Make();
+    if (!milestone.ok()) return milestone.status();
+    next_ = std::make_shared<Spot>(std::move(milestone.value()), communicator());
+  }
+  return next_;
+}
+
+Result<std::shared_ptr<void>> EagerCuda::Allocate(uint64_t bytes,
+                                                  std::span<const std::byte> pattern) {
+  if (bytes == 0) return std::shared_ptr<void>();
+  const auto end = NextEnd();
+  if (!end.ok()) return end.status();
+  const auto on = ground();
+  const cuda::Driver& driver = on->driver();
+  cuda::Pointer memory = 0;
+  const size_t words = (bytes + 3) / 4;
+  std::shared_ptr<Block> block;
+  const Status made = communicator()->Beside([&](cuda::Stream stream) -> Status {
+    RJ_CUDA(driver, MemAllocAsync, &memory, words * 4, stream);
+    block = std::make_shared<Block>(end.value(), memory);
+    if (pattern.empty()) return OkStatus();
+    if (pattern.size() == 1) {
+      const unsigned byte = std::to_integer<unsigned>(pattern[0]);
+      RJ_CUDA(driver, MemsetD32Async, memory, byte * 0x01010101u, words, stream);
+      return OkStatus();
+    }
+    // No kernel fills with eight bytes at a time; this is for ranks that have joined.
+    std::vector<std::byte> filled(words * 4);
+    for (size_t i = 0; i < filled.size(); ++i) filled[i] = pattern[i % pattern.size()];
+    RJ_CUDA(driver, MemcpyHtoDAsync, memory, filled.data(), filled.size(), stream);
+    return OkStatus();
+  });
+  if (!made.ok()) return made;
+  return std::shared_ptr<void>(block, reinterpret_cast<void*>(memory));
+}
+
+Status EagerCuda::Run(const Call& call,
+                      std::span<const std::shared_ptr<DevicePoint>> marks,
+                      std::shared_ptr<DevicePoint>* end) {
+  const auto here = NextEnd();
+  if (!here.ok()) return here.status();
+  next_.reset();
+  *end = here.value();
+  std::vector<cuda::Event> after;
+  after.reserve(marks.size());
+  for (const auto& mark : marks)
+    after.push_back(static_cast<const Spot&>(*mark).milestone().event());
+  const cuda::Event done = here.value()->milestone().event();
+  const auto device = communicator();
+  const Status status = device->RunBeside(call, after, done);
+  if (status.ok()) return status;
+  // Behind what may have been enqueued. If not even that works, nothing runs there.
+  (void)device->Beside([&](cuda::Stream stream) {
+    const cuda::Driver& driver = ground()->driver();
+    return driver.Check(driver.EventRecord(done, stream), "cuEventRecord");
+  });
+  return status;
+}
+
+void EagerCuda::Abort(const Status& status) {
+  if (const auto device = communicator()) device->Abort(status);
+}
+
+void EagerCuda::Finish() {
+  if (open_) communicator()->Close();
+}
+
+void EagerCuda::Close() {
+  Finish();
+  next_.reset();
+  std::shared_ptr<cuda::Ground> let_go;  // but for what tickets and results hold
+  std::lock_guard lock(mutex_);
+  let_go.swap(ground_);
+  closed_ = true;
+}
+
+// -- what is here --------------------------------------------------------------------
+
+std::shared_ptr<CudaCommunicator> EagerCuda::communicator() const {
+  std::lock_guard lock(mutex_);
+  return communicator_;
+}
+
+std::shared_ptr<cuda::Ground> EagerCuda::ground() const {
+  std::lock_guard lock(mutex_);
+  return ground_;
+}
+
+int EagerCuda::device() const {
+  const auto on = ground();
+  return on ? on->device() : -1;
+}
+
+std::map<std::string, CudaStats> EagerCuda::stats() const {
+  const auto device = communicator();
+  return device ? device->stats() : std::map<std::string, CudaStats>();
+}
+
+}  // namespace ringjax
