@@ -257,7 +257,7 @@ def _mismatch(call: Callable[[], Any]) -> str:
     started = time.monotonic()
     with pytest.raises(Exception, match="RINGJAX") as caught:
         jax.block_until_ready(call())
-    assert time.monotonic() - started < 1 + 1  # a second to compile the call
+    assert time.monotonic() - started < 10  # far from any deadline
     return str(caught.value)
 
 

@@ -125,14 +125,14 @@ def test_the_host_never_waits(device: Device, stream: DefaultStream) -> None:
     device.start(arrays)  # the first operations connect the peers
     device.done()
     device.core.synchronize()
-    stream.sleep(1)
+    stream.sleep(2)
     started = time.monotonic()
     device.start(arrays)
     device.done()
     device.enqueue("allreduce", arrays)
-    assert time.monotonic() - started < 0.8
+    assert time.monotonic() - started < 1.8
     device.core.synchronize()
-    assert time.monotonic() - started >= 0.99
+    assert time.monotonic() - started >= 1.99
     assert (arrays[0] == device.size**3).all()
 
 

@@ -312,19 +312,19 @@ def test_garbage_is_shown_out_and_members_still_come_in(
 def test_slow_strangers_neither_block_nor_stay(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "LIMIT", 0.3)
+    monkeypatch.setattr(handshake, "LIMIT", 1.0)
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(house.visit()) for _ in range(20)]
         for sock in slow:
             sock.sendall(HELLO.pack(bytes(32))[:5])
         begin = time.monotonic()
         house.enter().close()
-        assert time.monotonic() - begin < 0.3
+        assert time.monotonic() - begin < 1
         for sock in slow:  # each was shown out
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
     assert not house.door.busy
-    assert "did not prove itself within 0.3 s" in house.log[0]
+    assert "did not prove itself within 1 s" in house.log[0]
 
 
 def test_the_oldest_gives_way_when_strangers_crowd_the_door(
