@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu-check gpu-schedule sanitize wheel clean
+.PHONY: help demo test lint format bench gpu-check gpu-schedule sanitize fuzz soak wheel clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -22,7 +22,7 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-SOURCES := $(wildcard $(foreach d,xla_ext xla_ext/* tests/native tests/cuda_stub, \
+SOURCES := $(wildcard $(foreach d,xla_ext xla_ext/* tests/native tests/fuzz tests/cuda_stub, \
   $(d)/*.h $(d)/*.cc $(d)/*.cu))
 NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES)) $(wildcard xla_ext/cuda/*)
 TESTS ?=
@@ -77,6 +77,19 @@ sanitize: $(VENV)/installed-cmake  ## the native tests under Address- and Thread
 	  $(BIN)/cmake --build build/$$kind && \
 	  setarch -R build/$$kind/ringjax_native_tests || exit 1; \
 	done
+
+# For each of the native parsers and, a sixth of it, for each of the Python ones.
+FUZZ_RUNS ?= 1000000
+fuzz: $(VENV)/installed-test $(VENV)/installed-cmake  ## ten million damaged inputs for all parsers
+	$(BIN)/cmake -S . -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DRINGJAX_SANITIZE=address -DRINGJAX_FUZZ=ON -DRINGJAX_EXTENSION=OFF
+	$(BIN)/cmake --build build/fuzz --target ringjax_fuzz
+	cd build/fuzz && setarch -R ./ringjax_fuzz --runs $(FUZZ_RUNS) --corpus ../../tests/fuzz/corpus
+	cd tests && ../$(BIN)/python -m fuzz --runs $$(($(FUZZ_RUNS) / 6))
+
+SOAK_OPTIONS ?= --hours 8
+soak: $(VENV)/installed-test  ## hours of killed ranks in an elastic job, checked step by step
+	$(BIN)/python -m benchmarks.soak $(SOAK_OPTIONS)
 
 wheel: $(VENV)/installed-test  ## build the wheel and try it outside the checkout
 	rm -rf dist build/outside

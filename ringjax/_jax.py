@@ -264,9 +264,11 @@ def emit(
     So the order value of the previous call in the same block, whichever kind it has,
     becomes an extra operand that the handler ignores.
 
-    Of `aliases`, operand to result, those stay out that would cost a copy.
+    Of `aliases`, operand to result, those stay out that would cost a copy, and in an
+    elastic job all: a call that the loss of a rank breaks off is repeated.
     """
-    kept = [i for i in aliases if _is_kept(operands[i])]
+    elastic = runtime.elastic()
+    kept = [i for i in aliases if elastic or _is_kept(operands[i])]
     last = _last_calls.of(ctx.module_context.module)
     block = mlir.ir.InsertionPoint.current.block
     operands, avals_in = list(operands), list(avals_in)

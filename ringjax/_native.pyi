@@ -31,12 +31,15 @@ class Communicator:
         doorbell: int,
         options: Mapping[str, float | str | Mapping[str, float]],
         board: tuple[int, int, list[int]] | None = None,
+        succession: Succession | None = None,
     ) -> None:
         """Takes ownership of every descriptor in `links`, `board` and of `doorbell`.
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
         ("tcp", peer, [socket, ...]). A board is (memfd, tile_bytes, doorbells by rank).
+        Compiled programs find it under its id from here on; one with a `succession`
+        from Succession.install on, and until then its calls run in it alone.
         """
     @property
     def id(self) -> int: ...
@@ -49,7 +52,12 @@ class Communicator:
     @property
     def hosts(self) -> list[int]: ...
     @property
+    def epoch(self) -> int: ...
+    @property
     def aborted(self) -> bool: ...
+    @property
+    def reason(self) -> str:
+        """Why it was aborted, or an empty text."""
     def execute(
         self,
         op: int,
@@ -64,9 +72,28 @@ class Communicator:
         postscale: float = 1.0,
         name: str = "",
         names: Sequence[str] = ...,
-    ) -> None:
-        """Runs one call on this thread without the GIL; raises StatusError."""
+    ) -> int:
+        """Runs one call on this thread without the GIL; raises StatusError.
+
+        With a succession, in the generation of the moment, and once more if that ends.
+
+        Returns:
+            The epoch in which the call was finished.
+        """
     def abort(self, message: str, rank: int = -1) -> None: ...
+    def quiesce(self, seconds: float) -> tuple[int, int, bool]:
+        """After abort(): waits without the GIL until no call makes progress in it.
+
+        Counted since it was installed in its succession.
+
+        Returns:
+            How many calls have returned; how many have complete results here; whether
+            the one that is under way, if any, still has its inputs.
+
+        Raises:
+            StatusError: DEADLINE_EXCEEDED: one does not stop. FAILED_PRECONDITION: it
+                was not aborted.
+        """
     def close(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
     def set_cost(self, cost: Mapping[str, float], algorithm: str = "") -> None:
@@ -78,6 +105,46 @@ class Communicator:
     @property
     def cost(self) -> dict[str, float]: ...
 
+class Succession:
+    """The generations of one communicator in a job that outlives its ranks.
+
+    Every call of a generation that has been installed runs in the one of the moment.
+    If that is aborted, the call waits for the next one, and there it returns, is
+    repeated or fails, as the ranks have decided.
+    """
+
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds that a call waits for a next generation; 0: for ever."""
+    def install(
+        self,
+        communicator: Communicator | None,
+        finished: int = 0,
+        repeats: bool = True,
+        ranks: Sequence[int] = (),
+        reason: str = "",
+    ) -> None:
+        """From now on calls go to `communicator`, which was made with this succession.
+
+        What follows it says of the generation before, and nothing of the first one.
+        Without `repeats` one call fails on every rank; a rank that is not in that call
+        fails its next one, unless `resume` comes first.
+
+        Args:
+            communicator: None: a generation that never came to life on this rank, but
+                of which it has heard; another one follows.
+            finished: so many of the calls of the one before count as finished.
+            repeats: the next one is run again, where it has not failed.
+            ranks: by rank before: the rank now, -1: lost.
+            reason: why the one before has ended.
+
+        Raises:
+            StatusError: FAILED_PRECONDITION: the succession has ended.
+        """
+    def resume(self) -> None:
+        """No call needs to fail any more: this rank starts again with the others."""
+    def end(self, message: str, rank: int = -1) -> None:
+        """Nothing follows: calls that wait and later ones fail with UNAVAILABLE."""
+
 class Heartbeat:
     def __init__(
         self,
@@ -86,12 +153,21 @@ class Heartbeat:
         *,
         interval: float,
         timeout: float,
-    ) -> None: ...
+        notify: int = -1,
+    ) -> None:
+        """Takes ownership of the sockets in `peers`, (rank, socket).
+
+        `notify` is an eventfd, duplicated here, that is written to whenever lost() or
+        left() grows. With it the job is elastic: a failure that a communicator blames
+        on a peer makes that peer lost here as well.
+        """
     def watch(self, communicator: Communicator) -> None: ...
     def forget(self, communicator: Communicator) -> None: ...
     def fail(self, message: str) -> None: ...
     def leave(self) -> None: ...
     def lost(self) -> list[tuple[int, str]]: ...
+    def left(self) -> list[int]:
+        """The ranks that have said that they leave in good order."""
     def close(self) -> None: ...
 
 class CudaCommunicator:
@@ -210,6 +286,12 @@ class EagerLane:
         cuda: dict[str, Any] | None = None,
     ) -> None:
         """Nobody else may use `communicator`.
+
+        With a succession, in which it has been installed, the lane goes on in every
+        later generation: what the loss of a rank interrupts is done again by those
+        that are left. A broadcast whose root is lost, alltoall with splits,
+        reducescatter and CUDA tensors fail then with UNAVAILABLE, and so does all that
+        is pending where training starts again. `close` ends the succession.
 
         Args:
             fusion_threshold: most bytes of one message, 0: nothing is fused. Alike on

@@ -59,12 +59,16 @@ def _without_ports(addresses: str) -> list[str]:
 
 
 def calibrate(
-    communicator: _native.Communicator, config: Config, network: Any
+    communicator: _native.Communicator,
+    config: Config,
+    network: Any,
+    before: Cost | None = None,
 ) -> tuple[Cost, str]:
     """Finds the constants and sets them; all ranks of the communicator call it.
 
     Args:
         network: what `describe` says.
+        before: what holds already; only rank 0's counts.
 
     Returns:
         The constants, the same on all ranks, "measured" or "remembered".
@@ -79,7 +83,7 @@ def calibrate(
     guard.daemon = True
     guard.start()
     try:
-        return _calibrate(_Probe(communicator), config, network)
+        return _calibrate(_Probe(communicator), config, network, before)
     except _native.StatusError as error:
         if error.code == "UNAVAILABLE" and error.rank >= 0:
             raise PeerLost(f"ringjax.init: {error}", error.rank) from error
@@ -89,11 +93,13 @@ def calibrate(
         guard.join()
 
 
-def _calibrate(probe: _Probe, config: Config, network: Any) -> tuple[Cost, str]:
-    communicator, folder, known = probe.communicator, "", None
+def _calibrate(
+    probe: _Probe, config: Config, network: Any, before: Cost | None
+) -> tuple[Cost, str]:
+    communicator, folder, known = probe.communicator, "", before or None
     if communicator.rank == 0:
         folder = config.cache_folder()
-        if config.calibrate == "auto":
+        if config.calibrate == "auto" and known is None:
             known = cost_file.read(folder, network)
     has_file = probe.share([known is not None])[0]
     try:

@@ -85,12 +85,24 @@ class Config:
         "", str, "a file that holds the secret, readable by its owner only"
     )
     job: str = _setting("", parsers.hexadecimal(16, exactly=True), "the job's id")
+    elastic: bool = _setting(
+        False, parsers.boolean, "ranks may be lost and join; ringrun --min-np sets it"
+    )
+    worker: int | None = _setting(
+        None, _RANK, "number of this process in an elastic job, never used again"
+    )
     hostname: str = _setting("", str, "this host's name in the job", "HOSTNAME")
     start_timeout: float = _setting(
         120.0,
         parsers.seconds(0.1),
         "for all ranks to appear and connect",
         "START_TIMEOUT",
+    )
+    elastic_timeout: float = _setting(
+        600.0,
+        parsers.seconds(0.1),
+        "of waiting for ranks to join when too few are left",
+        "ELASTIC_TIMEOUT",
     )
     stall_warning: float = _setting(
         30.0,

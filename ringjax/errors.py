@@ -6,7 +6,11 @@ before anything is sent. All of these happened at run time, to this rank or anot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+# In the text of every Fenced, and of the status that it comes from.
+FENCED = "was declared lost and must not go on"
 
 
 class StatusLike(Protocol):
@@ -39,6 +43,10 @@ class PeerLost(RingjaxError):
         return type(self), (str(self), self.rank)
 
 
+class Fenced(PeerLost):
+    """This rank was declared lost, and must not go on: the others do without it."""
+
+
 class Mismatch(RingjaxError):
     """Ranks disagree about an operation. Every rank gets this; the job stays usable."""
 
@@ -61,6 +69,21 @@ class NotInitialized(RingjaxError):
 
 class StartupError(RingjaxError):
     """The job could not be brought together; the text says who is missing and why."""
+
+
+class Unreachable(StartupError):
+    """Some ranks could not be connected with in time.
+
+    Attributes:
+        ranks: which.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+    def __reduce__(self) -> tuple[type[Unreachable], tuple[str, list[int]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class AuthenticationError(StartupError):
@@ -128,6 +151,8 @@ class HorovodVersionMismatchError(ImportError):
 
 def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
     """The exception for a status code; XLA's names of the codes work too."""
+    if code == "UNAVAILABLE" and FENCED in message:
+        return Fenced(message, rank)
     if code == "UNAVAILABLE":
         return PeerLost(message, rank)
     kinds: dict[str, type[RingjaxError]] = {

@@ -235,7 +235,7 @@ class Opener:
             self._count += 1
             try:
                 message = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
                 raise AuthenticationError("sent something other than a JSON object")

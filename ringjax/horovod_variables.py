@@ -44,8 +44,8 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     ("always so: inside jit every collective is an XLA call", "ENABLE_XLA_OPS"),
     ("process sets may be added and removed at any time", "DYNAMIC_PROCESS_SETS"),
     (
-        "there are no elastic jobs in this version: ranks are not replaced",
-        "ELASTIC ELASTIC_TIMEOUT",
+        "ringrun makes a job elastic: --min-np, or --host-discovery-script",
+        "ELASTIC",
     ),
     (
         "links are measured when a job starts (RINGJAX_CALIBRATE); nothing is tuned "

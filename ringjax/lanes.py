@@ -53,8 +53,11 @@ class Lanes:
 
     def add(self, number: int, ranks: Sequence[int], name: str) -> None:
         """Makes the lane of a process set that this rank is in."""
+        self.attach(number, self._home.connect(number | LANE, ranks, name))
+
+    def attach(self, number: int, communicator: _native.Communicator) -> None:
+        """Makes it on a communicator; those that follow it come by themselves."""
         config = self._home.config
-        communicator = self._home.connect(number | LANE, ranks, name)
         self.lanes[number] = _native.EagerLane(
             communicator,
             fusion_threshold=config.fusion_threshold,
@@ -64,7 +67,6 @@ class Lanes:
             timeout=config.collective_timeout,
             cuda=self._home.cuda_for_lanes,
         )
-
         self.lanes[number].set_timeline(self._timeline)
 
     def open_timeline(self) -> None:
@@ -92,9 +94,13 @@ class Lanes:
 
     def remove(self, number: int) -> None:
         """Ends the lane of a process set, if there is one; what is pending fails."""
+        self.drop(number)
+        self._home.disconnect(number | LANE)
+
+    def drop(self, number: int) -> None:
+        """The same where somebody else ends the communicator."""
         if (lane := self.lanes.pop(number, None)) is not None:
             lane.close()
-        self._home.disconnect(number | LANE)
 
     def close(self) -> None:
         """Ends all lanes; the world ends their communicators."""

@@ -136,7 +136,7 @@ def attend(
     if place.one_host and place.rank != 0 and not config.rendezvous:
         return _follow(place, config, hello, open_doors)
     issued = issue(place, config)
-    ticket, server = issued or (_known_ticket(place, config), None)
+    ticket, server = issued or (known_ticket(place, config), None)
     try:
         session = join(
             ticket.addresses,
@@ -199,8 +199,12 @@ def _given_secret(place: Place, config: Config) -> bytes:
     return secret
 
 
-def _known_ticket(place: Place, config: Config) -> Ticket:
-    """What the settings tell, or what every rank of the job computes alike."""
+def known_ticket(place: Place, config: Config) -> Ticket:
+    """What the settings tell, or what every rank of the job computes alike.
+
+    Raises:
+        StartupError: they do not tell enough.
+    """
     secret = _given_secret(place, config)
     if config.rendezvous:
         if not config.job:
@@ -280,7 +284,7 @@ class _Notice:
             bytes.fromhex(job)
             address.parse(found["addresses"])
             return Ticket(found["addresses"], secret, job)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def remove(self) -> None:

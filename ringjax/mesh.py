@@ -14,58 +14,27 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 from . import addresses as address
 from . import memory
 from .config import Config
-from .errors import AuthenticationError, PeerLost, StartupError
+from .ends import Mesh as Mesh
+from .errors import AuthenticationError, PeerLost, Unreachable
 from .handshake import LIMIT, Introduction, Purpose, introduce, peer_uid
 from .reception import Key, Reception
-from .session import Member, Session, ranks_text
+from .session import Member, ranks_text
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
 _MOST = 32 << 20  # bytes of rings, and of a board, that a rank maps: else smaller ones
 _GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
 
 
-@dataclass
-class Mesh:
-    """Descriptors for `_native.Communicator` and `_native.Heartbeat`, which take them.
+class Watch(Protocol):
+    """Who knows whether it is worth while to go on; asked again and again."""
 
-    Attributes:
-        links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer) or
-            ("tcp", peer, [socket, ...]); peers count within the communicator.
-        doorbell: this rank's own eventfd.
-        board: (memfd, bytes of a tile, doorbells by rank) if all ranks share a host.
-        control: (world rank, socket) for each other rank, if asked for.
-    """
-
-    links: list[tuple[Any, ...]] = field(default_factory=list)
-    doorbell: int = -1
-    board: tuple[int, int, list[int]] | None = None
-    control: list[tuple[int, int]] = field(default_factory=list)
-
-    def descriptors(self) -> list[int]:
-        """All descriptors in it."""
-        found = [self.doorbell] if self.doorbell >= 0 else []
-        for link in self.links:
-            found += [link[2], link[5]] if link[0] == "shm" else link[2]
-        if self.board is not None:
-            found += [self.board[0], *(fd for fd in self.board[2] if fd >= 0)]
-        return found + [fd for _, fd in self.control]
-
-    def sockets(self) -> list[tuple[int, int]]:
-        """The connections among them: (descriptor, inode)."""
-        fds = [fd for _, fd in self.control]
-        fds += [fd for link in self.links if link[0] == "tcp" for fd in link[2]]
-        return [(fd, os.fstat(fd).st_ino) for fd in fds]
-
-    def close(self) -> None:
-        """Closes everything; only before somebody else has taken it."""
-        for fd in self.descriptors():
-            os.close(fd)
-        self.links, self.doorbell, self.board, self.control = [], -1, None, []
+    def gone(self) -> dict[int, str]:
+        """The ranks that are known to have gone, and why. May raise, too."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ class Fabric:
     secret: bytes = field(repr=False)
     config: Config
     reception: Reception
-    session: Session
+    session: Watch
     shm_bytes: Callable[[int], int]
     board_bytes: Callable[[int, int], int]
     log: Callable[[str, str], None]
@@ -105,7 +74,7 @@ class Fabric:
             control: also keep a control connection to each of them.
 
         Raises:
-            StartupError: some could not be reached within the start timeout.
+            Unreachable: some could not be reached within the start timeout.
             PeerLost: a rank is known to be gone.
         """
         work = _Work(self, comm, ranks, what)
@@ -406,9 +375,10 @@ class _Work:
             f"{hello[r].get('addresses')}"
             for r, why in missing.items()
         )
-        raise StartupError(
+        raise Unreachable(
             f"{self.what}: rank {self.fabric.rank} could not be connected with "
-            f"{ranks_text(list(missing))}{when} ({reasons})"
+            f"{ranks_text(list(missing))}{when} ({reasons})",
+            list(missing),
         )
 
     def result(self, control: bool) -> Mesh:

@@ -61,7 +61,8 @@ def allreduce_grads(
       overlap: False: all gradients in one call that works in place. True: every bucket
         starts when its gradients exist and runs beside the rest of the backward pass.
         "auto": overlapped on CUDA devices; on CPUs in place where all ranks share
-        one host, overlapped otherwise. Part of the program; RINGJAX_COMM_STREAM=0
+        one host or the job is elastic, overlapped otherwise. In an elastic job
+        True is a ValueError. Part of the program; RINGJAX_COMM_STREAM=0
         lets the same program run on CUDA devices with one stream, hence in turns.
       name: stands for the gradients in error messages.
 
@@ -126,7 +127,7 @@ def allreduce_grads(
                 limit,
                 readiness([leaves[i] for i in kept]),
             ),
-            overlapped=_is_spread(communicator) if overlap == "auto" else overlap,
+            overlapped=_overlaps(overlap, communicator),
             overlapped_on_device=True if overlap == "auto" else overlap,
             name=name,
             names=sent.names,
@@ -182,6 +183,18 @@ def _is_float0(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
 
 
-def _is_spread(communicator: Any) -> bool:
-    """Whether CPUs have a wire to hide; on one host the memory bus is the limit."""
-    return len(set(communicator.hosts)) > 1
+def _overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
+    """Whether buckets of a program for CPUs travel beside its backward pass.
+
+    On one host there is no wire to hide, the memory bus is the limit. In an elastic job
+    one call has all gradients, so that they have one membership if a rank is lost.
+    """
+    if runtime.elastic():
+        if overlap is True:
+            raise ValueError(
+                f"ringjax.{_WHAT}: overlap=True is not possible in an elastic job, "
+                "where all gradients of a step must be averaged over the same ranks; "
+                "leave it at 'auto'"
+            )
+        return False
+    return len(set(communicator.hosts)) > 1 if overlap == "auto" else overlap

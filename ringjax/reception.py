@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import addresses as address
 from .handshake import Door, Introduction, Keys, Purpose, answer, turn
@@ -40,7 +40,8 @@ class Reception:
         secret: the job's secret.
         job: its id.
         rank: this rank; the calls must be meant for it, and come from higher ones.
-        size: the job's size.
+            -1: that differs from epoch to epoch.
+        size: the job's size, if `rank` is given.
         hosts: the addresses to listen on for other hosts, see `addresses`.
         log: takes sentences about refused connections.
     """
@@ -51,16 +52,18 @@ class Reception:
         job: str,
         *,
         rank: int,
-        size: int,
+        size: int = 0,
         hosts: Sequence[str],
         log: Callable[[str], None],
     ) -> None:
         self._rank, self._size = rank, size
+        self._oldest = 0  # epochs before this one are over
         self._arrived: dict[Key, socket.socket] = {}
         self._changed = threading.Condition()
         self._closing = False
         # Random, so that nobody can sit on the name before us.
-        self.door = f"ringjax-{job}-{rank}-{secrets.token_hex(8)}"
+        name = str(rank) if rank >= 0 else "e"
+        self.door = f"ringjax-{job}-{name}-{secrets.token_hex(8)}"
         listeners: list[socket.socket] = []
         try:
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -102,6 +105,10 @@ class Reception:
     def _accepts(self, introduction: Introduction) -> str:
         if introduction.purpose == Purpose.RENDEZVOUS:
             return "looks for the rendezvous, which is not here"
+        if self._rank < 0:
+            # An epoch that has not reached this rank yet: the connection waits.
+            late = introduction.epoch < self._oldest
+            return f"calls in epoch {introduction.epoch}, which is over" if late else ""
         if introduction.callee != self._rank:
             return f"looks for rank {introduction.callee}, this is {self._rank}"
         if not self._rank < introduction.caller < self._size:
@@ -121,13 +128,17 @@ class Reception:
         )
         with self._changed:
             old = self._arrived.pop(key, None)  # the caller gave up on it
-            if len(self._arrived) >= _MOST_WAITING:
+            if len(self._arrived) >= _MOST_WAITING or key.epoch < self._oldest:
                 sock.close()
             else:
                 self._arrived[key] = sock
             self._changed.notify_all()
         if old is not None:
             old.close()
+
+    def described(self) -> dict[str, Any]:
+        """Where to call this rank, for its hello."""
+        return {"door": self.door, "addresses": ",".join(self.addresses)}
 
     def take(self, key: Key, seconds: float) -> socket.socket | None:
         """The connection of that key, once; None if it has not come by then."""
@@ -144,6 +155,13 @@ class Reception:
         """Closes what waits for a communicator that will not be built."""
         with self._changed:
             for key in [key for key in self._arrived if key.comm == comm]:
+                self._arrived.pop(key).close()
+
+    def retire(self, epoch: int) -> None:
+        """Closes what waits for epochs before this one; nobody calls there any more."""
+        with self._changed:
+            self._oldest = max(self._oldest, epoch)
+            for key in [key for key in self._arrived if key.epoch < epoch]:
                 self._arrived.pop(key).close()
 
     def close(self) -> None:

@@ -10,23 +10,16 @@ rank 0, in one thread. Every connection is authenticated first, see handshake.py
 from __future__ import annotations
 
 import contextlib
-import selectors
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from . import addresses as address
-from .errors import AuthenticationError, StartupError
-from .handshake import Door, Introduction, Keys, Opener, Purpose, Sealer, answer, turn
+from .exchanges import Exchanges, Replies
+from .service import Seat, Service
 from .session import SERVER_RANK, Member, Session, join, ranks_text
 
 __all__ = ["Failure", "Member", "Server", "Session", "join"]
-
-_MOST_FROM_RANK = 1 << 20  # bytes of one message from a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,69 +30,20 @@ class Failure:
     text: str
 
 
-class _Seat:
-    """The server's end of one rank's session."""
-
-    def __init__(self, server: Server, sock: socket.socket, keys: Keys) -> None:
-        self.server, self.sock = server, sock
-        self.sealer, self.opener = (
-            Sealer(keys.send),
-            Opener(keys.receive, _MOST_FROM_RANK),
-        )
-        self.rank, self.seen, self.hello = -1, "", dict[str, Any]()
-        self.output = bytearray()
-        self.gathering: _Gathering | None = None
-        self.ending = False  # close once the output is written
-
-    def send(self, message: dict[str, Any], *, last: bool = False) -> None:
-        self.output += self.sealer.seal(message)
-        self.ending |= last
-        self.write()
-
-    def write(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self.output:
-                del self.output[: self.sock.send(self.output[: 1 << 16])]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.output else 0)
-        self.server.selector.modify(self.sock, wanted, self.turn)
-
-    def turn(self, sock: socket.socket) -> None:
-        """Reads and writes what is possible now."""
-        try:
-            if self.output:
-                self.write()
-            with contextlib.suppress(BlockingIOError):
-                piece = sock.recv(1 << 16)
-                if not piece:
-                    raise ConnectionResetError("the connection was closed")
-                for message in self.opener.feed(piece):
-                    self.server.on_message(self, message)
-        except (OSError, AuthenticationError) as error:
-            self.server.drop(self, str(error))
-            return
-        if self.ending and not self.output:
-            self.server.drop(self, "it was sent away")
-
-
-@dataclass
-class _Exchange:
-    deadline: float
-    values: dict[int, Any] = field(default_factory=dict)
-
-
 class _Gathering:
     """The ranks that come together, and once they have: an epoch."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, size: int) -> None:
         self.epoch = epoch
-        self.seats: dict[int, _Seat] = {}
+        self.seats: dict[int, Seat] = {}
+        self.hellos: dict[int, dict[str, Any]] = {}
         self.deadline = 0.0
         self.complete = False
         self.gone: dict[int, str] = {}
-        self.exchanges: dict[int, _Exchange] = {}
+        self.exchanges = Exchanges(size)
 
 
-class Server:
+class Server(Service):
     """Gathers the ranks of one job.
 
     Args:
@@ -111,6 +55,8 @@ class Server:
         start_timeout: seconds from the first rank's appearance to the last one's.
         log: takes sentences about refused connections.
     """
+
+    name = "rendezvous"
 
     def __init__(
         self,
@@ -125,117 +71,46 @@ class Server:
     ) -> None:
         self._size, self._start_timeout = size, start_timeout
         self.failures: list[Failure] = []  # what ranks reported, in order of arrival
-        self._gathering = _Gathering(0)
+        self._gathering = _Gathering(0, size)
         self._joined: set[int] = set()
+        self._places: dict[Seat, _Gathering] = {}  # of those who said hello
         self._epochs: list[_Gathering] = []  # complete, and not yet left by all
-        self._seats: set[_Seat] = set()
-        self._closing = False
-        self._thread: threading.Thread | None = None
-        listeners: list[socket.socket] = []
-        try:
-            for host in hosts:
-                listeners.append(address.listen(host, port))
-        except OSError as error:
-            for listener in listeners:
-                listener.close()
-            raise StartupError(
-                f"cannot listen on {address.show(host, port)}: {error.strerror}"
-            ) from error
-        self.addresses = [address.show(*s.getsockname()[:2]) for s in listeners]
-        self.selector = selectors.DefaultSelector()
-        self._wakeup, woken = socket.socketpair()
-        self._woken = woken
-        self.selector.register(woken, selectors.EVENT_READ, lambda sock: sock.recv(64))
-        self._door = Door(
-            listeners,
-            self.selector,
-            lambda: answer(secret, job, self._accepts),
-            self._admit,
-            log or _print,
-        )
+        super().__init__(secret, job, hosts=hosts, port=port, log=log)
 
     @property
     def joined(self) -> set[int]:
         """The ranks that have joined the present or the latest gathering."""
         return set(self._joined)
 
-    def start(self) -> None:
-        """Serves in a daemon thread until `close`."""
-        self._thread = threading.Thread(
-            target=self._serve, name="ringjax-rendezvous", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the thread and closes every connection. May be called twice."""
-        if self._closing:
-            return
-        self._closing = True
-        with contextlib.suppress(OSError):  # the thread may have ended by itself
-            self._wakeup.send(b"x")
-        if self._thread is None:
-            self.release()
-        elif self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-
-    def _serve(self) -> None:
-        try:
-            while not self._closing:
-                turn(self.selector, 0.25)
-                self._door.sweep()
-                self._sweep()
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        """Closes all sockets without the thread, which a forked child does not have."""
-        self._closing = True
-        self.selector.close()
-        self._door.close()
-        for sock in (*(seat.sock for seat in self._seats), self._wakeup, self._woken):
-            sock.close()
-        self._seats.clear()
-
-    def _accepts(self, introduction: Introduction) -> str:
-        if introduction.purpose != Purpose.RENDEZVOUS:
-            return f"wants {introduction.purpose.name.lower()} from the rendezvous"
-        if not 0 <= introduction.caller < self._size:
-            return f"claims to be rank {introduction.caller} of {self._size}"
+    def refuses(self, caller: int) -> str:
+        """Numbers that are no rank."""
+        if not 0 <= caller < self._size:
+            return f"claims to be rank {caller} of {self._size}"
         return ""
 
-    def _admit(
-        self, sock: socket.socket, where: str, introduction: Introduction, keys: Keys
-    ) -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        seat = _Seat(self, sock, keys)
-        seat.rank, seat.seen = introduction.caller, where
-        self._seats.add(seat)
-        self.selector.register(sock, selectors.EVENT_READ, seat.turn)
-
-    def on_message(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def on_message(self, seat: Seat, message: dict[str, Any]) -> None:
         """Serves one genuine message of a rank."""
-        kind = message.get("type")
-        if kind == "hello" and seat.gathering is None:
+        kind, gathering = message.get("type"), self._places.get(seat)
+        if kind == "hello" and gathering is None:
             self._hello(seat, message)
         elif kind == "failure":
             text = str(message.get("text", ""))
-            self.failures.append(Failure(seat.rank, text))
+            self.failures.append(Failure(seat.caller, text))
             self._gone(seat, f"failed: {text}")
         elif kind == "leave":
             self._gone(seat, "left")
-        elif kind == "exchange":
-            self._exchange(seat, message)
+        elif kind == "exchange" and gathering is not None and gathering.complete:
+            now = time.monotonic()
+            self._reply(gathering, gathering.exchanges.put(seat.caller, message, now))
 
-    def _hello(self, seat: _Seat, message: dict[str, Any]) -> None:
-        gathering = self._gathering
-        present = gathering.seats.get(seat.rank)
+    def _hello(self, seat: Seat, message: dict[str, Any]) -> None:
+        gathering, rank = self._gathering, seat.caller
+        present = gathering.seats.get(rank)
         why = ""
         if message.get("size") != self._size:
             why = f"the job has {self._size} ranks, not {message.get('size')}"
         elif present is not None:
-            why = f"rank {seat.rank} has joined already, from {present.seen}"
+            why = f"rank {rank} has joined already, from {present.seen}"
         if why:
             seat.send({"type": "refused", "text": why}, last=True)
             return
@@ -243,19 +118,19 @@ class Server:
             gathering.deadline = time.monotonic() + self._start_timeout
             self._joined = set()
         hello = message.get("hello")
-        seat.hello = hello if isinstance(hello, dict) else {}
-        seat.gathering = gathering
-        gathering.seats[seat.rank] = seat
-        self._joined.add(seat.rank)
+        gathering.hellos[rank] = hello if isinstance(hello, dict) else {}
+        self._places[seat] = gathering
+        gathering.seats[rank] = seat
+        self._joined.add(rank)
         if len(gathering.seats) == self._size:
             self._complete(gathering)
 
     def _complete(self, gathering: _Gathering) -> None:
         gathering.complete = True
         self._epochs.append(gathering)
-        self._gathering = _Gathering(gathering.epoch + 1)
+        self._gathering = _Gathering(gathering.epoch + 1, self._size)
         members = [
-            {"rank": rank, "seen": seat.seen, "hello": seat.hello}
+            {"rank": rank, "seen": seat.seen, "hello": gathering.hellos[rank]}
             for rank, seat in sorted(gathering.seats.items())
         ]
         self._tell(
@@ -263,82 +138,44 @@ class Server:
         )
 
     def _tell(self, gathering: _Gathering, message: dict[str, Any]) -> None:
-        for seat in list(gathering.seats.values()):
-            try:
-                seat.send(message)
-            except OSError as error:
-                self.drop(seat, str(error))
+        self._reply(gathering, [(list(gathering.seats), message)])
 
-    def _exchange(self, seat: _Seat, message: dict[str, Any]) -> None:
-        number, gathering = message.get("number"), seat.gathering
-        if gathering is None or not gathering.complete or not isinstance(number, int):
-            return
-        seconds = message.get("seconds")
-        limit = float(seconds) if isinstance(seconds, int | float) else 0.0
-        exchange = gathering.exchanges.setdefault(
-            number, _Exchange(time.monotonic() + limit)
-        )
-        exchange.values[seat.rank] = message.get("value")
-        if len(exchange.values) == self._size:
-            values = [exchange.values[rank] for rank in range(self._size)]
-            del gathering.exchanges[number]
-            self._tell(
-                gathering, {"type": "values", "number": number, "values": values}
-            )
-        elif gathering.gone:
-            self._break_off(gathering, number, exchange)
+    def _reply(self, gathering: _Gathering, replies: Replies) -> None:
+        for ranks, message in replies:
+            for rank in ranks:
+                if (seat := gathering.seats.get(rank)) is not None:
+                    try:
+                        seat.send(message)
+                    except OSError as error:
+                        self.drop(seat, str(error))
 
-    def _break_off(
-        self, gathering: _Gathering, number: int, exchange: _Exchange
-    ) -> None:
-        """Tells the ranks that wait in an exchange why it will not be complete."""
-        del gathering.exchanges[number]
-        missing = [rank for rank in range(self._size) if rank not in exchange.values]
-        why = [
-            f"rank {rank} {gathering.gone[rank]}"
-            for rank in missing
-            if rank in gathering.gone
-        ]
-        text = "; ".join(why) or f"{ranks_text(missing)} did not take part"
-        for rank in exchange.values:
-            if (seat := gathering.seats.get(rank)) is not None:
-                with contextlib.suppress(OSError):  # its own turn will find that out
-                    seat.send({"type": "broken", "number": number, "text": text})
-
-    def _gone(self, seat: _Seat, why: str) -> None:
+    def _gone(self, seat: Seat, why: str) -> None:
         """A rank is no longer there; the first reason counts."""
-        gathering = seat.gathering
-        if gathering is None or seat.rank in gathering.gone:
+        gathering, rank = self._places.get(seat), seat.caller
+        if gathering is None or rank in gathering.gone:
             return
         if not gathering.complete:
-            if gathering.seats.pop(seat.rank, None) is not None:
-                self._joined.discard(seat.rank)
+            if gathering.seats.pop(rank, None) is not None:
+                self._joined.discard(rank)
             return
-        gathering.gone[seat.rank] = why
-        self._tell(gathering, {"type": "gone", "rank": seat.rank, "text": why})
-        for number, exchange in list(gathering.exchanges.items()):
-            if number in gathering.exchanges and seat.rank not in exchange.values:
-                self._break_off(gathering, number, exchange)
+        gathering.gone[rank] = why
+        self._tell(gathering, {"type": "gone", "rank": rank, "text": why})
+        self._reply(gathering, gathering.exchanges.gone(rank, why))
 
-    def drop(self, seat: _Seat, why: str) -> None:
+    def on_lost(self, seat: Seat, why: str) -> None:
         """Forgets a rank's connection."""
-        if seat not in self._seats:
-            return
-        self._seats.discard(seat)
-        self.selector.unregister(seat.sock)
-        seat.sock.close()
-        if (gathering := seat.gathering) is not None:
+        if seat in self._places:
             self._gone(seat, f"lost its connection to the rendezvous ({why})")
-            gathering.seats.pop(seat.rank, None)
+            gathering = self._places.pop(seat)
+            gathering.seats.pop(seat.caller, None)
             if gathering.complete and not gathering.seats:
                 self._epochs.remove(gathering)
 
-    def _sweep(self) -> None:
+    def on_turn(self) -> None:
+        """Ends what takes too long."""
         now = time.monotonic()
-        for gathering in self._epochs:
-            for number, exchange in list(gathering.exchanges.items()):
-                if exchange.deadline <= now:
-                    self._break_off(gathering, number, exchange)
+        for gathering in list(self._epochs):
+            self._reply(gathering, gathering.exchanges.sweep(now))
         waiting = self._gathering
         if not waiting.seats or waiting.deadline > now:
             return
@@ -348,12 +185,8 @@ class Server:
             f"{self._start_timeout:g} s"
         )
         self.failures.append(Failure(SERVER_RANK, text))
-        self._gathering = _Gathering(waiting.epoch)
+        self._gathering = _Gathering(waiting.epoch, self._size)
         for seat in list(waiting.seats.values()):
-            seat.gathering = None
+            del self._places[seat]
             with contextlib.suppress(OSError):
                 seat.send({"type": "refused", "text": text}, last=True)
-
-
-def _print(text: str) -> None:
-    print(f"[ringjax rendezvous] {text}", file=sys.stderr, flush=True)

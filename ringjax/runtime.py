@@ -1,409 +1,219 @@
-"""init, shutdown, who am I, process sets: the one process-wide state of ringjax.
+"""The membership of this process, for the other modules of ringjax and for users.
 
-Everything here is about this process's membership; the live state is `world.World`.
-Knows no framework: higher levels register what they want done at init and shutdown.
-Exceptions that nobody catches are announced to the other ranks; so is a normal exit.
+What every job has is in lifecycle.py and handed on here; what only an elastic job has,
+whose ranks come and go, is below. In a job that is not elastic these say so, or do
+nothing.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import importlib
-import os
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .config import Config
-from .errors import NotInitialized, RingjaxError
-from .process_set import ProcessSet, this_process
-from .world import World
+from . import lifecycle
+from .elastic_world import ElasticWorld
+from .errors import RingjaxError
+from .generation import Generation
+from .lifecycle import (
+    ProcessSet,
+    add_process_set,
+    communicator,
+    config,
+    cross_rank,
+    cross_size,
+    current,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    lane,
+    local_rank,
+    local_size,
+    on_fresh_start,
+    on_init,
+    on_shutdown,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+from .program import Program
 
 if TYPE_CHECKING:
-    from ._native import Communicator, EagerLane
+    from ._native import Communicator
 
 __all__ = [
+    "Generation",
     "ProcessSet",
     "add_process_set",
+    "admit",
+    "check_updates",
     "communicator",
     "config",
     "cross_rank",
     "cross_size",
     "current",
+    "elastic",
+    "generation",
     "global_process_set",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "is_newcomer",
     "lane",
+    "last_contributors",
+    "leave_at_next_pause",
     "local_rank",
     "local_size",
+    "on_fresh_start",
     "on_init",
     "on_shutdown",
+    "pause",
+    "private_communicator",
     "rank",
+    "rehearsal",
     "remove_process_set",
+    "restart",
     "shutdown",
     "size",
 ]
 
-global_process_set = ProcessSet(())
-global_process_set.process_set_id = 0
 
-_lock = threading.RLock()
-_world: World | None = None
-_sets: dict[int, list[ProcessSet]] = {}  # equal sets share a number, as in Horovod
-_next_id = 1
-_on_init: list[Callable[[], None]] = []
-_on_shutdown: list[Callable[[], None]] = []
-_hooked = False
-_forked = False
+def elastic() -> bool:
+    """Whether ranks of this job may be lost and join; False before `init`."""
+    return is_initialized() and current("elastic").elastic
 
 
-def init(
-    comm: Sequence[int] | None = None,
-    process_sets: Sequence[ProcessSet] | str | None = None,
-) -> None:
-    """Joins the job and connects with all other ranks. Needed before everything else.
+def generation() -> Generation:
+    """The present membership.
 
-    Rank and size come from ringrun, or from the engine that started this process; a
-    process started by itself is a job of one. A second call does nothing.
+    Raises:
+        RingjaxError: this rank has not been admitted yet.
+    """
+    world = current("generation")
+    if not isinstance(world, ElasticWorld):
+        return Generation.constant(world.standing.rank, world.standing.size)
+    if world.generation is None:
+        raise RingjaxError("ringjax.generation: this rank was not admitted yet")
+    return world.generation
+
+
+def is_newcomer() -> bool:
+    """Whether this process has come to a job that runs, and is no member of it yet.
+
+    Its rank and size are provisional, and its collectives raise outside of `rehearsal`.
+    """
+    return elastic() and _world("is_newcomer").generation is None
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside it a newcomer's collectives run alone, so that programs can be compiled.
+
+    Raises:
+        RingjaxError: this rank is a member.
+    """
+    with _program("rehearsal").rehearsal():
+        yield
+
+
+def admit() -> None:
+    """A newcomer asks in; returns when it is a member. Members: nothing happens.
+
+    Raises:
+        RingjaxError: the job ends without it.
+    """
+    if is_newcomer():
+        _program("admit").admit()
+        lifecycle.begin_anew()
+
+
+def check_updates() -> tuple[int, int]:
+    """Asks whether ranks want to come or leave; all ranks call it, between two steps.
+
+    Returns:
+        The number of the change that waits, 0 if there is none, and the epoch in which
+        this was found out: both the same on all ranks.
+
+    Raises:
+        PeerLost: a rank was lost, and this could not be repeated.
+    """
+    return _program("check_updates").check_updates() if elastic() else (0, 0)
+
+
+def pause(number: int) -> bool:
+    """All ranks call it, between two steps, with what `check_updates` said.
+
+    Returns:
+        True in the next epoch; False: this rank does not belong to the job any more.
+
+    Raises:
+        RingjaxError: the pause came to no end; `restart` is what remains.
+    """
+    stays = _program("pause").pause(number)
+    if stays:
+        lifecycle.begin_anew()
+    return stays
+
+
+def restart(text: str) -> None:
+    """After a failure: all ranks go back to their last commit and start again.
+
+    A rank that learns of it from a failure of its own calls this as well; until then
+    its collectives fail. Returns in the next epoch.
 
     Args:
-        comm: None, or all ranks of the job; for a part of them use `process_sets`.
-        process_sets: sets to register at once, the same on all ranks. "dynamic" is
-            accepted for Horovod's sake: sets may be added later in any case.
+        text: what went wrong here, for the log.
 
     Raises:
-        ValueError: an argument or an environment variable is wrong, or ringjax is
-            initialised already with other settings.
-        StartupError: the job could not be brought together.
-
-    Example:
-        >>> import ringjax
-        >>> ringjax.init()
-        >>> ringjax.rank() < ringjax.size()
-        True
+        Fenced, RingjaxError: the job is over for this rank.
     """
-    with _lock:
-        _init(comm, _wanted(process_sets))
+    _program("restart").restart(text)
+    lifecycle.begin_anew()
 
 
-def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
-    global _world, _next_id
-    _check_fork("init")
-    settings = Config.from_env()
-    if _world is not None:
-        if settings != _world.config:
-            raise ValueError(
-                "ringjax.init: already initialised with other settings; call "
-                "ringjax.shutdown() first"
-            )
-        _check_comm(comm, _world)
-        _register(wanted)
-        return
-    _install_hooks()
-    world = World(settings)
-    try:
-        if world.devices.possible:  # then all ranks must say which ones they use
-            # The package's door knows who can tell, and whether to ask.
-            importlib.import_module("ringjax")._load_jax()
-    except BaseException:
-        world.close()
-        raise
-    _world, _next_id = world, 1
-    global_process_set.ranks = list(range(world.standing.size))
-    _sets.clear()
-    _sets[0] = [global_process_set]
-    try:
-        _check_comm(comm, world)
-        _register(wanted)
-        for callback in list(_on_init):
-            callback()
-        if world.devices.possible:  # no effect where a callback has said something else
-            world.open_devices(-1, "JAX had not been imported before ringjax.init()")
-    except BaseException:
-        shutdown()
-        raise
+def leave_at_next_pause() -> None:
+    """Asks to leave in good order. Does nothing else: may be called by a handler."""
+    world = _world("leave_at_next_pause")
+    if world.recovery is not None:
+        world.recovery.leave()
 
 
-def _wanted(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
-    if process_sets is None or process_sets == "dynamic":
-        return []
-    if isinstance(process_sets, str) or not all(
-        isinstance(item, ProcessSet) for item in process_sets
-    ):
-        raise TypeError(
-            f"ringjax.init: process_sets must be a list of ProcessSet, "
-            f"not {process_sets!r}"
-        )
-    return list(process_sets)
-
-
-def _check_comm(comm: Sequence[int] | None, world: World) -> None:
-    if comm is None:
-        return
-    everybody = list(range(world.standing.size))
-    if not isinstance(comm, Sequence) or sorted(comm) != everybody:
-        raise ValueError(
-            f"ringjax.init: comm must be None or the list of all {len(everybody)} "
-            f"ranks, not {comm!r}; for some of the ranks use process_sets"
-        )
-
-
-def _register(process_sets: Sequence[ProcessSet]) -> None:
-    for process_set in process_sets:
-        if process_set.process_set_id is None:
-            add_process_set(process_set)
-
-
-def shutdown() -> None:
-    """Leaves the job; afterwards `init` may be called again. Bounded in time.
-
-    The other ranks are not waited for. A collective that they still run and that needs
-    this rank fails on them with an error that names it.
-    """
-    global _world
-    with _lock:
-        world = _world
-        if world is None or _forked:
-            return
-        if world.failed:
-            world.stop()  # nobody answers any more
-        for callback in reversed(_on_shutdown):
-            # What is pending may fail here because a peer is gone; leaving goes on.
-            with contextlib.suppress(Exception):
-                callback()
-        _world = None
-        for equals in _sets.values():
-            for process_set in equals:
-                if process_set is not global_process_set:
-                    process_set.process_set_id = None
-        _sets.clear()
-        global_process_set.ranks = []
-        world.close()
-
-
-def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
-    return _world is not None
-
-
-def current(what: str) -> World:
-    """The live state, for the other modules of ringjax; `what` names the caller.
-
-    Raises:
-        NotInitialized: there is none.
-    """
-    _check_fork(what)
-    return _begun(what)
-
-
-def _begun(what: str) -> World:
-    """As `current`, but also in a forked child, for what is known without the others.
-
-    A process that loads data for this one may ask for its rank.
-    """
-    if _world is None:
-        raise NotInitialized(f"ringjax.{what}: call ringjax.init() first")
-    return _world
-
-
-this_process.rank = lambda what: _begun(what).standing.rank
-
-
-def config() -> Config:
-    """The settings in force: those of `init`, before it those of the environment."""
-    return _world.config if _world is not None else Config.from_env()
-
-
-def rank() -> int:
-    """This process's number in the job, from 0 to size() - 1."""
-    return _begun("rank").standing.rank
-
-
-def size() -> int:
-    """How many processes the job has."""
-    return _begun("size").standing.size
-
-
-def local_rank() -> int:
-    """This process's number among those of its host."""
-    return _begun("local_rank").standing.local_rank
-
-
-def local_size() -> int:
-    """How many processes of the job run on this host."""
-    return _begun("local_size").standing.local_size
-
-
-def cross_rank() -> int:
-    """This host's number among the hosts that have a process with my local rank."""
-    return _begun("cross_rank").standing.cross_rank
-
-
-def cross_size() -> int:
-    """How many hosts have a process with my local rank."""
-    return _begun("cross_size").standing.cross_size
-
-
-def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes."""
-    return _begun("is_homogeneous").standing.homogeneous
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Registers a set of ranks; every rank of the job calls it, in the same order.
-
-    A set with the ranks of a registered one shares its number, at no cost.
+def last_contributors() -> tuple[int, ...]:
+    """Whose values are in the last collective of all ranks that has finished.
 
     Returns:
-        The set, ready for `process_set=`.
+        Numbers of processes, as in `Generation.workers`.
+    """
+    if not elastic():
+        return generation().workers
+    return _world("last_contributors").last_contributors()
+
+
+@contextlib.contextmanager
+def private_communicator(ranks: Sequence[int]) -> Iterator[Communicator]:
+    """A communicator between these ranks, for a moment; only they call it.
+
+    Its calls are never repeated: if any rank of the job is lost, they fail.
 
     Raises:
-        ValueError: it is empty, or names ranks that the job does not have.
-        Mismatch: the ranks of the job disagree about it.
+        PeerLost: a rank is gone.
+        ValueError: this rank is not among them.
     """
-    global _next_id
-    with _lock:
-        world = current("add_process_set")
-        if not isinstance(process_set, ProcessSet):
-            process_set = ProcessSet(process_set)
-        ranks, all_ranks = process_set.ranks, world.standing.size
-        if not ranks:
-            raise ValueError("ringjax.add_process_set: the set has no ranks")
-        if ranks[-1] >= all_ranks:
-            raise ValueError(
-                f"ringjax.add_process_set: rank {ranks[-1]} is not in the job, which "
-                f"has {all_ranks} ranks"
-            )
-        for equals in _sets.values():
-            if equals[0].ranks == ranks:
-                process_set.process_set_id = equals[0].process_set_id
-                if not any(known is process_set for known in equals):
-                    equals.append(process_set)
-                return process_set
-        number, _next_id = _next_id, _next_id + 1
-        world.add(number, ranks, "add_process_set")
-        process_set.process_set_id = number
-        _sets[number] = [process_set]
-        return process_set
+    with _program("private_communicator").private_communicator(ranks) as native:
+        yield native
 
 
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a set and all equal ones; every rank of the job calls it, in the same order.
-
-    Returns:
-        False for the global set and for one that is not registered.
-
-    Raises:
-        Mismatch: the ranks of the job disagree about it.
-    """
-    with _lock:
-        world = current("remove_process_set")
-        number = process_set.process_set_id
-        if not number or number not in _sets:
-            return False
-        world.remove(number, process_set.ranks, "remove_process_set")
-        for known in _sets.pop(number):
-            known.process_set_id = None
-        return True
-
-
-def communicator(
-    process_set: ProcessSet = global_process_set, op: str = "allreduce"
-) -> Communicator:
-    """The native body of a process set, for the modules that run collectives.
-
-    Raises:
-        NotInitialized: before `init`.
-        ValueError: the set is not registered, or this rank is not in it.
-    """
-    return current(op).communicators[_number(process_set, op)]
-
-
-def lane(
-    process_set: ProcessSet = global_process_set, op: str = "allreduce"
-) -> EagerLane:
-    """Where named operations of a process set are submitted. Raises as communicator."""
-    return current(op).lanes.lanes[_number(process_set, op)]
-
-
-def _number(process_set: ProcessSet, op: str) -> int:
-    world = current(op)
-    if not isinstance(process_set, ProcessSet):
-        raise TypeError(
-            f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
-        )
-    number = process_set.process_set_id
-    if number is None or number not in _sets:
-        raise ValueError(
-            f"ringjax.{op}: process_set {process_set} is not registered; call "
-            f"ringjax.add_process_set first"
-        )
-    if number not in world.communicators:
-        raise ValueError(
-            f"ringjax.{op}: process_set {process_set} does not include this rank, "
-            f"{world.standing.rank}"
-        )
-    return number
-
-
-def on_init(callback: Callable[[], None]) -> None:
-    """Calls it at the end of every `init`, and now if that has happened already."""
-    with _lock:
-        _on_init.append(callback)
-        if _world is not None and not _forked:
-            callback()
-
-
-def on_shutdown(callback: Callable[[], None]) -> None:
-    """Calls it at the beginning of every `shutdown`, the latest registered first."""
-    with _lock:
-        _on_shutdown.append(callback)
-
-
-def _check_fork(what: str) -> None:
-    if _forked:
+def _world(what: str) -> ElasticWorld:
+    world = current(what)
+    if not isinstance(world, ElasticWorld):
         raise RingjaxError(
-            f"ringjax.{what}: this process was forked from one that had called "
-            f"ringjax.init(); start such processes with the spawn method"
+            f"ringjax.{what}: the ranks of this job do not change; start it by "
+            "ringrun --min-np"
         )
+    return world
 
 
-def _install_hooks() -> None:
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    atexit.register(shutdown)
-    os.register_at_fork(after_in_child=_after_fork)
-    previous = sys.excepthook
-
-    def announce(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        # At a prompt an exception ends a line, not the process.
-        if _world is not None and not _forked and not hasattr(sys, "ps1"):
-            _world.fail(_first_line(kind, error))
-        previous(kind, error, trace)
-
-    sys.excepthook = announce
-
-
-def _first_line(kind: type[BaseException], error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # a broken __str__ must not hide the failure
-        text = ""
-    lines = text.splitlines()
-    return f"{kind.__name__}: {lines[0][:900]}" if lines else kind.__name__
-
-
-def _after_fork() -> None:
-    global _forked, _lock
-    _lock = threading.RLock()  # whoever held it does not exist here
-    if _world is not None:
-        _forked = True
-        _world.abandon()
+def _program(what: str) -> Program:
+    return Program(_world(what))

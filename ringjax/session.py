@@ -19,7 +19,7 @@ from .errors import AuthenticationError, RingjaxError, Stalled, StartupError
 from .handshake import LIMIT, Introduction, Keys, Opener, Purpose, Sealer, introduce
 
 SERVER_RANK = -1
-_GRACE = 2.0  # seconds to wait longer than the server, which can say who is missing
+GRACE = 2.0  # seconds to wait longer than the server, which can say who is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,13 @@ class Member:
     Attributes:
         seen: the address from which it reached the rendezvous; it is known to work.
         hello: what it said about itself when it joined.
+        worker: in an elastic job, the number of its process, which is never used again.
     """
 
     rank: int
     seen: str
     hello: dict[str, Any]
+    worker: int = -1
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -96,45 +98,79 @@ def knock(
     introduction = Introduction(
         job, Purpose.RENDEZVOUS, int(hello["rank"]), SERVER_RANK
     )
+    sock, keys, where = reach(addresses, secret, introduction, deadline)
+    session = Session(sock, keys, introduction.caller)
+    try:
+        session.enter(int(hello["size"]), hello, deadline + GRACE)
+    except ConnectionError as error:  # it ends, and perhaps another one begins
+        session.close()
+        raise OSError(f"{where}: {error}") from error
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def reach(
+    addresses: str,
+    secret: bytes,
+    introduction: Introduction,
+    deadline: float,
+    server: str = "rendezvous",
+) -> tuple[socket.socket, Keys, str]:
+    """Connects to the first address where a server proves itself; tries each once.
+
+    Args:
+        server: what it is called in errors.
+
+    Returns:
+        The socket, its keys, and where it leads to.
+
+    Raises:
+        AuthenticationError: what answers cannot prove itself.
+        OSError: nobody answers.
+    """
     stranger, absent = None, None
     candidates = address.parse(addresses)
     # Something else that listens there and says nothing must not use up all the time.
     share = (deadline - time.monotonic()) / (2 * len(candidates))
     limit = min(LIMIT, max(0.1, share))
     for host, port in candidates:
-        where = f"the rendezvous at {address.show(host, port)}"
+        where = f"the {server} at {address.show(host, port)}"
         try:
-            session = _connect((host, port), secret, introduction, limit)
+            return *_connect((host, port), secret, introduction, limit), where
         except AuthenticationError as error:
             stranger = AuthenticationError(f"{where} {error}")
-            continue
         except OSError as error:
             absent = OSError(f"{where}: {error.strerror or error}")
-            continue
-        try:
-            session.enter(int(hello["size"]), hello, deadline + _GRACE)
-        except ConnectionError as error:  # it ends, and perhaps another one begins
-            session.close()
-            raise OSError(f"{where}: {error}") from error
-        except BaseException:
-            session.close()
-            raise
-        return session
     raise stranger or absent or OSError("no address")
 
 
 def _connect(
     where: tuple[str, int], secret: bytes, introduction: Introduction, limit: float
-) -> Session:
+) -> tuple[socket.socket, Keys]:
     sock = socket.create_connection(where, timeout=limit)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        keys = introduce(sock, secret, introduction, limit)
+        return sock, introduce(sock, secret, introduction, limit)
     except BaseException:
         sock.close()
         raise
-    return Session(sock, keys, introduction.caller)
+
+
+def watch(sock: socket.socket, seconds: float) -> None:
+    """Has the kernel end a TCP connection whose other end is silent for so long."""
+    interval = max(int(seconds / 3), 1)
+    options = {
+        socket.TCP_USER_TIMEOUT: max(int(1000 * seconds), 1),
+        socket.TCP_KEEPIDLE: interval,
+        socket.TCP_KEEPINTVL: interval,
+        socket.TCP_KEEPCNT: 3,
+    }
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Session:
@@ -186,7 +222,7 @@ class Session:
             message = {"type": "exchange", "number": number, "value": value}
             try:
                 self._send(message | {"seconds": seconds}, LIMIT)
-                reply = self._reply(number, time.monotonic() + seconds + _GRACE)
+                reply = self._reply(number, time.monotonic() + seconds + GRACE)
             except OSError as error:
                 raise RingjaxError(
                     f"{what}: the rendezvous is gone: {error}"

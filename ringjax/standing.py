@@ -29,7 +29,7 @@ class Standing:
         return len({self.hosts.count(host) for host in set(self.hosts)}) == 1
 
     @staticmethod
-    def of(rank: int, names: Sequence[str], config: Config) -> Standing:
+    def of(rank: int, names: Sequence[str], config: Config | None = None) -> Standing:
         """From the host's name of each rank; what the settings say is stronger."""
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         hosts = tuple(numbers[name] for name in names)
@@ -43,6 +43,19 @@ class Standing:
             "cross_rank": cross.index(mine),
             "cross_size": len(cross),
         }
-        given = {name: getattr(config, name) for name in computed}
+        given = {name: getattr(config, name, None) for name in computed}
         stronger = {name: v for name, v in given.items() if v is not None}
         return Standing(rank=rank, size=len(hosts), hosts=hosts, **computed | stronger)
+
+    @staticmethod
+    def provisional(rank: int, size: int, config: Config) -> Standing:
+        """Of a rank that does not know the others yet, by what the settings say."""
+        return Standing(
+            rank=rank,
+            size=size,
+            local_rank=config.local_rank or 0,
+            local_size=config.local_size or 1,
+            cross_rank=config.cross_rank or 0,
+            cross_size=config.cross_size or 1,
+            hosts=(0,) * size,
+        )

@@ -2,34 +2,28 @@
 
 It is formed from the settings and the environment, adds and removes communicators of
 process sets, and ends in good order, with a failure, or by being forgotten in a forked
-child. What users call is in runtime.py; who finds whom is in meeting.py.
+child. What users call is in runtime.py; who finds whom is in meeting.py; a world whose
+ranks come and go is in elastic_world.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import hashlib
-import os
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from . import _native, calibration, horovod_variables, lanes, launch, nccl
-from . import addresses as address
 from .config import LOG_LEVELS, Config, horovod_names
-from .errors import Mismatch, StartupError
+from .epoch import Epoch
+from .errors import Mismatch
+from .hello import check_agreement, hello, host_names, listening_hosts
 from .meeting import Meeting, attend
-from .mesh import Fabric, Mesh
+from .mesh import Fabric
 from .reception import Reception
 from .session import Member
 from .standing import Standing
 
-# What ranks must agree about for their links and algorithms to fit together.
-_AGREED = ["ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate"]
-_AGREED += ["fusion_threshold", "group_fusion", "cache_capacity"]
-_SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
 _CLOSED = "ringjax.shutdown() was called on this rank"
 
 
@@ -38,21 +32,22 @@ class World:
 
     Raises:
         StartupError, PeerLost: the job could not be brought together.
+
+    Attributes:
+        standing: this rank's coordinates.
+        sets: the process sets and their ranks, also those without this rank.
+        failed: why this rank fails, once it does.
     """
+
+    elastic = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.failed = ""  # why this rank fails, once it does
-        self.communicators: dict[int, _native.Communicator] = {}
-        # What the core holds, by communicator: numbers and inodes of the sockets.
-        self._sockets: dict[int, list[tuple[int, int]]] = {}
-        self._heartbeat: _native.Heartbeat | None = None
+        self.failed = ""
+        self.sets: dict[int, list[int]] = {}
+        self._epoch: Epoch | None = None
         self._reception: Reception | None = None
         self._meeting: Meeting | None = None
-        self._fabric: Fabric | None = None
-        # The process sets and their ranks, also those without this rank.
-        self._sets: dict[int, list[int]] = {}
-        self._cost: dict[str, float] = {}  # of the links, as it was measured
         self.devices = nccl.Devices(self, [0])
         self.lanes = lanes.Lanes(self)
         place = launch.find(config)
@@ -61,180 +56,120 @@ class World:
             for note in horovod_variables.notes(horovod_names()):
                 self.log("info", note)
         try:
-            if place.size == 1:
-                self.standing = Standing.of(0, ["here"], config)
-            else:
-                self._come_together(place)
-            self._calibrate(self.connect(0, range(place.size), "world"))
-            self._sets[0] = list(range(place.size))
-            self.devices = nccl.Devices(self, self._count_devices())
-            self.lanes.add(0, self._sets[0], "world")
-            self.lanes.open_timeline()
+            self._begin(place)
         except BaseException:
             self.close()
             raise
 
-    def _come_together(self, place: launch.Place) -> None:
+    def _begin(self, place: launch.Place) -> None:
+        """Brings the job together."""
+        fabric = None
+        if place.size == 1:
+            self.standing = Standing.of(0, ["here"], self.config)
+        else:
+            fabric = self._come_together(place)
+        self._epoch = Epoch(self.config, self.standing, fabric)
+        self._calibrate(self.connect(0, range(place.size), "world"))
+        self.sets[0] = list(range(place.size))
+        self.devices = nccl.Devices(self, self._count_devices())
+        self.lanes.add(0, self.sets[0], "world")
+        self.lanes.open_timeline()
+
+    def _come_together(self, place: launch.Place) -> Fabric:
         config = self.config
-        try:
-            hosts = (
-                ["127.0.0.1"]
-                if place.one_host
-                else address.of_interfaces(config.network_interfaces)
+        hosts = listening_hosts(config, one_host=place.one_host)
+
+        def open_doors(secret: bytes, job: str) -> dict[str, Any]:
+            """For the other ranks, before they can know about them."""
+            if self._reception is not None:
+                self._reception.close()
+            self._reception = Reception(
+                secret,
+                job,
+                rank=place.rank,
+                size=place.size,
+                hosts=hosts,
+                log=lambda text: self.log("warning", text),
             )
-        except ValueError as error:
-            raise StartupError(f"RINGJAX_NETWORK_INTERFACES: {error}") from None
-        hello = {
-            "rank": place.rank,
-            "size": place.size,
-            "version": _native.version(),
-            "hostname": config.hostname or socket.gethostname(),
-            "machine": _machine(),
-            "shm": config.shm,
-            "cuda": nccl.count(config),
-            "settings": {name: getattr(config, name) for name in _AGREED},
-        }
+            return self._reception.described()
+
         self._meeting = attend(
-            place, config, hello, lambda s, j: self._open(s, j, place, hosts)
+            place, config, hello(place.rank, place.size, config), open_doors
         )
-        members = self._meeting.session.members
-        _check_agreement(members)
-        names = [f"{m.hello.get('machine')} {m.hello.get('hostname')}" for m in members]
-        self.standing = Standing.of(place.rank, names, config)
-        self._prefix += f" e{self._meeting.session.epoch}"
+        session = self._meeting.session
+        check_agreement(session.members)
+        self.standing = Standing.of(place.rank, host_names(session.members), config)
+        self._prefix += f" e{session.epoch}"
         assert self._reception is not None
-        self._fabric = Fabric(
+        return Fabric(
             rank=place.rank,
-            members=members,
+            members=session.members,
             hosts=self.standing.hosts,
-            epoch=self._meeting.session.epoch,
+            epoch=session.epoch,
             job=self._meeting.job,
             secret=self._meeting.secret,
             config=config,
             reception=self._reception,
-            session=self._meeting.session,
+            session=session,
             shm_bytes=_native.shm_bytes,
             board_bytes=_native.board_bytes,
             log=self.log,
         )
-
-    def _open(
-        self, secret: bytes, job: str, place: launch.Place, hosts: list[str]
-    ) -> dict[str, Any]:
-        """Opens the doors for the other ranks, before they can know about them."""
-        if self._reception is not None:
-            self._reception.close()
-        self._reception = Reception(
-            secret,
-            job,
-            rank=place.rank,
-            size=place.size,
-            hosts=hosts,
-            log=lambda text: self.log("warning", text),
-        )
-        return {
-            "door": self._reception.door,
-            "addresses": ",".join(self._reception.addresses),
-        }
 
     @property
     def rank(self) -> int:
         """This rank."""
         return self.standing.rank
 
+    @property
+    def members(self) -> Sequence[Member]:
+        """All ranks, as they know each other; none in a job of one."""
+        return [] if self._meeting is None else self._meeting.session.members
+
+    @property
+    def communicators(self) -> dict[int, _native.Communicator]:
+        """Those that this rank has now, by number."""
+        return {} if self._epoch is None else self._epoch.communicators
+
+    @property
+    def epoch(self) -> Epoch:
+        """The present one."""
+        assert self._epoch is not None
+        return self._epoch
+
     def connect(
-        self,
-        number: int,
-        ranks: Sequence[int],
-        name: str,
-        fabric: Fabric | None = None,
+        self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
         """Builds a communicator; all of `ranks` do it, and this is one of them."""
-        standing, config = self.standing, self.config
-        fabric = fabric or self._fabric
-        if fabric is None:
-            mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-            job, epoch = 0, 0
-        else:
-            mesh = fabric.build(number, ranks, name, control=number == 0)
-            job, epoch = int(fabric.job, 16), fabric.epoch
-            config = fabric.config
-        self._sockets[number] = mesh.sockets()
-        communicator = _native.Communicator(
-            id=number,
-            name=name,
-            job=job,
-            epoch=epoch,
-            rank=list(ranks).index(standing.rank),
-            hosts=[standing.hosts[rank] for rank in ranks],
-            members=list(ranks),
-            links=mesh.links,
-            doorbell=mesh.doorbell,
-            board=mesh.board,
-            options={
-                "ring_bytes": config.ring_bytes,
-                "spin_us": config.spin_us,
-                "stall_warning": config.stall_warning,
-                "collective_timeout": config.collective_timeout,
-                "algorithm": config.algorithm,
-                "cost": self._cost,
-            },
-        )
-        self.communicators[number] = communicator
-        if mesh.control:
-            self._heartbeat = _native.Heartbeat(
-                standing.rank,
-                mesh.control,
-                interval=config.heartbeat,
-                timeout=config.failure_timeout,
-            )
-        if self._heartbeat is not None:
-            self._heartbeat.watch(communicator)
-        return communicator
-
-    def _calibrate(self, world: _native.Communicator) -> None:
-        if self._meeting is None or self.config.calibrate == "off":
-            return
-        members = self._meeting.session.members
-        network = calibration.describe(members, self.standing.hosts)
-        if network is None:
-            return
-        self._cost, how = calibration.calibrate(world, self.config, network)
-        costs = ", ".join(f"{name} {value:.3g}" for name, value in self._cost.items())
-        self.log("debug", f"the links, {how}: {costs}")
+        return self.epoch.connect(number, ranks, name)
 
     def connect_control(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
         """A communicator for messages of a few bytes, beside a device communicator."""
-        if self._fabric is None:
-            return self.connect(number, ranks, name)
-        small = dataclasses.replace(
-            self.config,
-            ring_bytes=_SMALL_RING,
-            tile_bytes=0,
-            tcp_streams=1,
-            algorithm="",
-        )
-        fabric = dataclasses.replace(self._fabric, config=small)
-        return self.connect(number, ranks, name, fabric)
+        return self.epoch.connect_small(number, ranks, name)
 
     def disconnect(self, number: int) -> None:
         """Ends a communicator, if there is one."""
-        communicator = self.communicators.pop(number, None)
-        if communicator is not None:
-            if self._heartbeat is not None:
-                self._heartbeat.forget(communicator)
-            communicator.close()
-        self._sockets.pop(number, None)
+        if self._epoch is not None:
+            self._epoch.disconnect(number)
+
+    def _calibrate(self, world: _native.Communicator) -> None:
+        if not self.members or self.config.calibrate == "off":
+            return
+        network = calibration.describe(self.members, self.standing.hosts)
+        if network is None:
+            return
+        cost, how = calibration.calibrate(world, self.config, network)
+        self.epoch.cost = cost
+        costs = ", ".join(f"{name} {value:.3g}" for name, value in cost.items())
+        self.log("debug", f"the links, {how}: {costs}")
 
     def _count_devices(self) -> list[int]:
         """Of each rank; all alike know whether there is anything to talk about."""
-        if self._meeting is None:
-            counts = [nccl.count(self.config)]
-        else:
-            members = self._meeting.session.members
-            counts = [int(m.hello.get("cuda", 0)) for m in members]
+        members = self.members
+        counts = [int(m.hello.get("cuda", 0)) for m in members]
+        counts = counts or [nccl.count(self.config)]
         mine, local = counts[self.rank], self.standing.local_size
         if mine and local > mine:
             self.log(
@@ -273,7 +208,7 @@ class World:
         Raises:
             StartupError: the ranks do not fit together, or NCCL failed.
         """
-        self.devices.open(device, why_not, self._sets)
+        self.devices.open(device, why_not, self.sets)
 
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Registers a process set; collective over the world.
@@ -281,7 +216,7 @@ class World:
         Raises:
             Mismatch: ranks disagree about the set. Nothing was registered.
         """
-        self._agree(f"{what} {number}", ranks)
+        self.agree(f"{what} {number}", ranks)
         try:
             if self.rank in ranks:
                 for build in (self.connect, self.lanes.add):
@@ -291,12 +226,12 @@ class World:
             self.lanes.remove(number)
             self.disconnect(number)
             raise
-        self._sets[number] = list(ranks)
+        self.sets[number] = list(ranks)
 
     def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Ends a process set; collective over the world."""
-        self._agree(f"{what} {number}", ranks)
-        self._sets.pop(number, None)
+        self.agree(f"{what} {number}", ranks)
+        self.sets.pop(number, None)
         self.devices.remove(number)
         self.lanes.remove(number)
         self.disconnect(number)
@@ -308,13 +243,15 @@ class World:
         session = self._meeting.session
         return session.exchange(value, self.config.start_timeout, what)
 
+    def check_member(self, what: str) -> None:
+        """Raises if collectives make no sense yet; `what` names the caller."""
+
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
         return {} if self._meeting is None else self._meeting.session.gone()
 
-    def _agree(self, what: str, ranks: Sequence[int]) -> None:
-        if self._meeting is None:
-            return
+    def agree(self, what: str, ranks: Sequence[int]) -> None:
+        """All ranks say the same; raises Mismatch if one does not."""
         text = str(list(ranks[:32])) + ("..." if len(ranks) > 32 else "")
         digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
         mine = f"{what} {text} {digest}"
@@ -330,8 +267,8 @@ class World:
         if self.failed:
             return
         self.failed = text
-        if self._heartbeat is not None:
-            self._heartbeat.fail(text)
+        if self._epoch is not None:
+            self._epoch.fail(text)
         if self._meeting is not None:
             self._meeting.session.report_failure(text)
 
@@ -339,32 +276,26 @@ class World:
         """Fails what is pending, so that nothing waits for it."""
         text = self.failed or _CLOSED
         self.devices.stop(text, self.rank)
-        for communicator in self.communicators.values():
-            communicator.abort(text, self.rank)
+        if self._epoch is not None:
+            self._epoch.abort(text, self.rank)
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
-        heartbeat, meeting = self._heartbeat, self._meeting
+        epoch, meeting = self._epoch, self._meeting
         self.devices.close()  # first: what the devices still do needs all ranks
         self.lanes.close()
-        if heartbeat is not None and not self.failed:
-            heartbeat.leave()
-        if meeting is not None and not self.failed:
-            meeting.session.leave()
-        for communicator in self.communicators.values():
-            if heartbeat is not None:
-                heartbeat.forget(communicator)
-            communicator.close()
-        if heartbeat is not None:
-            heartbeat.close()
+        if not self.failed:
+            if epoch is not None:
+                epoch.leave()
+            if meeting is not None:
+                meeting.session.leave()
+        if epoch is not None:
+            epoch.close()
         if self._reception is not None:
             self._reception.close()
         if meeting is not None:
             meeting.close()
-        # The core closes its descriptors when nobody refers to its objects any more.
-        self.communicators.clear()
-        self._sockets.clear()
-        self._heartbeat = self._reception = self._meeting = self._fabric = None
+        self._epoch = self._reception = self._meeting = None
 
     def abandon(self) -> None:
         """In a forked child: lets go of the sockets and of nothing else.
@@ -373,12 +304,8 @@ class World:
         the core do not exist in the child, so its objects must never be closed.
         """
         _abandoned.append(self)
-        for sockets in self._sockets.values():
-            for fd, inode in sockets:
-                with contextlib.suppress(OSError):
-                    # The core may have closed it, and the number be somebody else's.
-                    if os.fstat(fd).st_ino == inode:
-                        os.close(fd)
+        if self._epoch is not None:
+            self._epoch.abandon()
         if self._reception is not None:
             self._reception.release()
         if self._meeting is not None:
@@ -391,32 +318,3 @@ class World:
 
 
 _abandoned: list[object] = []
-
-
-def _machine() -> str:
-    """What two processes share if a unix socket of one can be reached by the other."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _check_agreement(members: Sequence[Member]) -> None:
-    """Every rank sees all, so every rank raises the same."""
-    first = members[0].hello
-    for member in members[1:]:
-        if member.hello.get("version") != first.get("version"):
-            raise StartupError(
-                f"rank {member.rank} runs ringjax {member.hello.get('version')}, "
-                f"rank 0 {first.get('version')}"
-            )
-        mine, theirs = first.get("settings", {}), member.hello.get("settings", {})
-        for name in _AGREED:
-            if mine.get(name) != theirs.get(name):
-                raise StartupError(
-                    f"RINGJAX_{name.upper()} must be alike on all ranks: it is "
-                    f"{mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank "
-                    f"{member.rank}"
-                )

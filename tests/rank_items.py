@@ -2,8 +2,9 @@
 
 Starting Python and jax costs seconds, so all selected tests of one file with the same
 rank count and environment share one launch: the first that runs starts it, the others
-read their result. Files with `pytestmark = pytest.mark.launch("name")` share one, too. After a failure the ranks may be out of step, so they stop, and the
-next test starts a fresh launch. What happens inside a rank is tests/rank_worker.py.
+read their result. Files with `pytestmark = pytest.mark.launch("name")` share one, too.
+After a failure the ranks may be out of step, so they stop, and the next test starts a
+fresh launch. What happens inside a rank is tests/rank_worker.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 // ringjax._native: the binding. It only binds; nothing here knows how a byte moves.
 #include "module.h"
 
+#include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -33,14 +34,6 @@ PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
 PyObject* failure_callback = nullptr;
 nb::python_error* put_off = nullptr;  // what a signal handler raised within the core
 
-// Bytes from peers need not be text.
-nb::object ToText(const std::string& s) {
-  PyObject* text =
-      PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace");
-  if (text == nullptr) throw nb::python_error();
-  return nb::steal(text);
-}
-
 int RaisePutOff(void*) {
   nb::python_error* error = std::exchange(put_off, nullptr);
   if (error == nullptr) return 0;
@@ -50,6 +43,13 @@ int RaisePutOff(void*) {
 }
 
 }  // namespace
+
+nb::object ToText(const std::string& s) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace");
+  if (text == nullptr) throw nb::python_error();
+  return nb::steal(text);
+}
 
 void Raise(const Status& status) {
   if (status.ok()) return;
@@ -113,7 +113,7 @@ nb::dict FfiTargets() {
 
 std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
                                          const std::vector<std::pair<int, int>>& peers,
-                                         double interval, double timeout) {
+                                         double interval, double timeout, int notify) {
   std::vector<Heartbeat::Peer> all;
   std::vector<int> fds;
   for (const auto& [peer, fd] : peers) {
@@ -122,9 +122,18 @@ std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
   }
   Descriptors ours(std::move(fds));
   auto bell = NewBell();
+  std::unique_ptr<Doorbell> told;
+  if (notify >= 0) {
+    const int copy = fcntl(notify, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) {
+      PyErr_SetFromErrno(PyExc_OSError);
+      throw nb::python_error();
+    }
+    told = std::make_unique<Doorbell>(copy);
+  }
   ours.Release();
   return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
-                                     std::move(bell));
+                                     std::move(bell), std::move(told));
 }
 
 nb::list Lost(const Heartbeat& self) {
@@ -142,7 +151,7 @@ void BindHeartbeat(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Heartbeat>(m, "Heartbeat")
       .def(nb::new_(&MakeHeartbeat), "rank"_a, "peers"_a, nb::kw_only(), "interval"_a,
-           "timeout"_a)
+           "timeout"_a, "notify"_a = -1)
       // Its lock is held while it writes to peers: nobody else should wait for that.
       .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
       .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())
@@ -151,6 +160,7 @@ void BindHeartbeat(nb::module_& m) {
           "message"_a, Unlocked())
       .def("leave", &Heartbeat::Leave, Unlocked())
       .def("lost", &Lost)
+      .def("left", &Heartbeat::left, Unlocked())
       .def("close", &Heartbeat::Stop, Unlocked());
 }
 

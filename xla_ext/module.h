@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,8 @@ class Descriptors {
 // A new eventfd; OSError if there is none.
 std::unique_ptr<Doorbell> NewBell();
 
+// Bytes from peers need not be text.
+nanobind::object ToText(const std::string& s);
 // Throws ringjax._native.StatusError unless it is ok.
 void Raise(const Status& status);
 // A number among the options of Python, or what to take if it is not there.

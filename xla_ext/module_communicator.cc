@@ -16,6 +16,7 @@
 
 #include "engine/communicator.h"
 #include "engine/overlap.h"
+#include "engine/succession.h"
 #include "ffi/registry.h"
 #include "module.h"
 #include "transport/ring_link.h"
@@ -53,10 +54,10 @@ DType DTypeOf(const nb::dlpack::dtype& type) {
   throw nb::type_error("ringjax: this element type cannot be sent");
 }
 
-void Run(Communicator& self, int op, int reduce_op, const std::vector<Input>& ins,
-         const std::vector<Output>& outs, const std::vector<int64_t>& counts, int root,
-         int wire, double prescale, double postscale, const std::string& name,
-         const std::vector<std::string>& names) {
+uint32_t Run(Communicator& self, int op, int reduce_op, const std::vector<Input>& ins,
+             const std::vector<Output>& outs, const std::vector<int64_t>& counts,
+             int root, int wire, double prescale, double postscale,
+             const std::string& name, const std::vector<std::string>& names) {
   if (ins.size() != outs.size())
     throw nb::value_error("ringjax: as many `outs` as `ins` are needed");
   Call call;
@@ -84,11 +85,24 @@ void Run(Communicator& self, int op, int reduce_op, const std::vector<Input>& in
       throw nb::value_error("ringjax: `outs` and `ins` have different element types");
   }
   Status status;
+  uint32_t epoch = 0;
   {
     nb::gil_scoped_release release;
-    status = self.Run(call);
+    status = self.Run(call, &epoch);
   }
   Raise(status);
+  return epoch;
+}
+
+std::tuple<uint64_t, uint64_t, bool> Quiesce(Communicator& self, double seconds) {
+  Status status;
+  Standing report;
+  {
+    nb::gil_scoped_release release;
+    status = self.Quiesce(seconds, &report);
+  }
+  Raise(status);
+  return {report.returned, report.done, report.repeatable};
 }
 
 nb::dict Stats(const Communicator& self) {
@@ -165,13 +179,11 @@ LinkEnds ReadLink(const nb::tuple& link) {
 // A board as Python describes it: memory, bytes of a tile, doorbells by rank.
 using BoardEnds = std::tuple<int, size_t, std::vector<int>>;
 
-std::shared_ptr<Communicator> MakeCommunicator(int id, const std::string& name,
-                                               uint64_t job, uint32_t epoch, int rank,
-                                               const std::vector<int>& hosts,
-                                               const std::vector<int>& members,
-                                               const std::vector<nb::tuple>& links,
-                                               int doorbell, const nb::dict& options,
-                                               const std::optional<BoardEnds>& board) {
+std::shared_ptr<Communicator> MakeCommunicator(
+    int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
+    const std::vector<int>& hosts, const std::vector<int>& members,
+    const std::vector<nb::tuple>& links, int doorbell, const nb::dict& options,
+    const std::optional<BoardEnds>& board, std::shared_ptr<Succession> succession) {
   std::vector<LinkEnds> ends;
   for (const nb::tuple& link : links) ends.push_back(ReadLink(link));
   // Everything is ours from here on, and closed if this throws half way.
@@ -211,10 +223,31 @@ std::shared_ptr<Communicator> MakeCommunicator(int id, const std::string& name,
     Raise(b.status());
     shared = std::move(b.value());
   }
-  auto c = std::make_shared<Communicator>(std::move(o), std::move(made),
-                                          std::move(bell), std::move(shared));
-  Register(id, {c, std::make_shared<Overlap>(c), nullptr});
+  auto c = std::make_shared<Communicator>(
+      std::move(o), std::move(made), std::move(bell), std::move(shared), succession);
+  // A generation is found by programs when it is installed.
+  if (!succession) Register(id, {c, std::make_shared<Overlap>(c), nullptr});
   return c;
+}
+
+void Install(Succession& self, const std::shared_ptr<Communicator>& next,
+             uint64_t finished, bool repeats, const std::vector<int>& ranks,
+             const std::string& reason) {
+  if (next && next->succession().get() != &self)
+    throw nb::value_error(
+        "ringjax: a communicator is installed in the succession it was made with");
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = self.Install(next, {finished, repeats, ranks, reason});
+    if (status.ok() && next) {
+      // A device half was perhaps there first; one of an epoch that failed is not kept.
+      auto device = Find(next->id()).device;
+      if (device && !device->Check().ok()) device = nullptr;
+      Register(next->id(), {next, std::make_shared<Overlap>(next), std::move(device)});
+    }
+  }
+  Raise(status);
 }
 
 // Threads as ranks: every pair joined by rings in this process.
@@ -259,14 +292,19 @@ void BindHostCommunicator(nb::module_& m) {
   nb::class_<Communicator>(m, "Communicator")
       .def(nb::new_(&MakeCommunicator), nb::kw_only(), "id"_a, "name"_a, "job"_a,
            "epoch"_a, "rank"_a, "hosts"_a, "members"_a, "links"_a, "doorbell"_a,
-           "options"_a, "board"_a = nb::none())
+           "options"_a, "board"_a = nb::none(), "succession"_a = nb::none())
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("name", [](const Communicator& c) { return c.options().name; })
       .def_prop_ro("hosts",
                    [](const Communicator& c) { return c.options().topology.host; })
+      .def_prop_ro("epoch", &Communicator::epoch)
       .def_prop_ro("aborted", &Communicator::aborted)
+      .def_prop_ro(
+          "reason",
+          [](const Communicator& c) { return ToText(c.abort_status().message()); })
+      .def("quiesce", &Quiesce, "seconds"_a)
       .def("execute", &Run, "op"_a, "reduce_op"_a, "ins"_a, "outs"_a, nb::kw_only(),
            "counts"_a = std::vector<int64_t>(), "root"_a = 0, "wire"_a = -1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "name"_a = "",
@@ -294,6 +332,19 @@ void BindHostCommunicator(nb::module_& m) {
       .def_prop_ro("cost",
                    [](const Communicator& c) { return WriteCost(c.options().cost); })
       .def("stats", &Stats);
+  nb::class_<Succession>(m, "Succession")
+      .def(nb::new_(
+               [](double patience) { return std::make_shared<Succession>(patience); }),
+           "patience"_a)
+      .def("install", &Install, "communicator"_a.none(), "finished"_a = 0,
+           "repeats"_a = true, "ranks"_a = std::vector<int>(), "reason"_a = "")
+      .def("resume", &Succession::Resume)
+      .def(
+          "end",
+          [](Succession& s, const std::string& message, int rank) {
+            s.End(Status(Code::kUnavailable, message, rank));
+          },
+          "message"_a, "rank"_a = -1);
   m.def("local_world", &LocalWorld, "hosts"_a, "options"_a = nb::dict());
   m.def("board_bytes", &BoardBytes, "size"_a, "tile_bytes"_a);
 }

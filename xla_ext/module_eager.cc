@@ -20,7 +20,7 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-class BoundLane {
+class BoundLane : public std::enable_shared_from_this<BoundLane> {
  public:
   BoundLane(std::shared_ptr<Communicator> communicator, EagerOptions options)
       : lane(std::move(communicator), options) {}
@@ -39,8 +39,11 @@ class BoundLane {
     for (void* kept : lane.TakeEnded()) Py_DECREF(static_cast<PyObject*>(kept));
   }
 
+  std::shared_ptr<EagerCuda> cuda() const {  // of the present generation
+    return std::static_pointer_cast<EagerCuda>(lane.cuda());
+  }
+
   EagerLane lane;
-  std::shared_ptr<EagerCuda> cuda;
 };
 
 struct BoundTicket {
@@ -211,14 +214,15 @@ std::shared_ptr<BoundLane> Make(std::shared_ptr<Communicator> communicator,
   o.cache_capacity = cache_capacity;
   o.stall_warning = stall_warning;
   o.timeout = timeout;
-  auto bound = std::make_shared<BoundLane>(communicator, o);
+  auto bound = std::make_shared<BoundLane>(std::move(communicator), o);
   if (!cuda) return bound;
   EagerCudaOptions c;
   c.cuda = ReadCudaOptions(*cuda);
   c.fallback_device = static_cast<int>(Number(*cuda, "device", -1));
   c.nccl = nb::cast<std::vector<std::string>>((*cuda)["nccl"]);
-  bound->cuda = std::make_shared<EagerCuda>(std::move(c), std::move(communicator));
-  bound->lane.set_cuda(bound->cuda);
+  bound->lane.set_cuda([c](const std::shared_ptr<Communicator>& generation) {
+    return std::make_shared<EagerCuda>(c, generation);
+  });
   return bound;
 }
 
@@ -255,11 +259,10 @@ void BindEager(nb::module_& m) {
            "cycle_seconds"_a, "cache_capacity"_a, "stall_warning"_a, "timeout"_a,
            "cuda"_a = nb::none())
       .def_prop_ro("rank",
-                   [](const BoundLane& b) { return b.lane.communicator().rank(); })
+                   [](const BoundLane& b) { return b.lane.communicator()->rank(); })
       .def_prop_ro("size",
-                   [](const BoundLane& b) { return b.lane.communicator().size(); })
-      .def_prop_ro("aborted",
-                   [](const BoundLane& b) { return b.lane.communicator().aborted(); })
+                   [](const BoundLane& b) { return b.lane.communicator()->size(); })
+      .def_prop_ro("aborted", [](const BoundLane& b) { return b.lane.aborted(); })
       .def("submit", &Submit, "op"_a, "name"_a, "ins"_a, "outs"_a, nb::kw_only(),
            "reduce_op"_a = static_cast<int>(ReduceOp::kSum), "root"_a = 0,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "splits"_a = nb::tuple(),
@@ -290,10 +293,11 @@ void BindEager(nb::module_& m) {
              }
              b.LetGo();
            })
-      .def_prop_ro("takes_cuda", [](const BoundLane& b) { return b.cuda != nullptr; })
+      .def_prop_ro("takes_cuda", [](const BoundLane& b) { return b.cuda() != nullptr; })
       .def("stats", &Stats)
       .def("cuda_stats", [](const BoundLane& b) {
-        return b.cuda ? WriteStats(b.cuda->stats()) : nb::dict();
+        const auto cuda = b.cuda();
+        return cuda ? WriteStats(cuda->stats()) : nb::dict();
       });
 }
 

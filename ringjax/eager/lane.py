@@ -24,6 +24,7 @@ _SPELLING = {number: name for name, number in _native.DTYPES.items()}
 _global = runtime.global_process_set
 _unnamed: dict[tuple[int | None, str], Iterator[int]] = {}
 runtime.on_init(_unnamed.clear)
+runtime.on_fresh_start(_unnamed.clear)  # a newcomer has not numbered any
 
 
 def _finished(_: Any) -> None:

@@ -21,8 +21,15 @@ def run(
     np: int | None = None,
     *,
     num_proc: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    slots: int | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
     start_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     network_interfaces: str | None = None,
@@ -42,8 +49,17 @@ def run(
         np: number of ranks; one, or every slot of `hosts` or `hostfile` if those are
             given.
         num_proc: Horovod's other name of `np`.
+        min_np, max_np: with `min_np` or a script the job is elastic: ranks may be lost
+            and are replaced while there are at least `min_np`, and never more than
+            `max_np`; the function should use `ringjax.elastic.run`.
         hosts: `host1:2,host2:2`; this machine alone by default.
         hostfile: the same from a file.
+        host_discovery_script: a command that prints the hosts of an elastic job, again
+            and again; `slots` says how many ranks a host without a number takes.
+        elastic_timeout: seconds to wait for ranks if fewer than `min_np` are left.
+        reset_limit: how often ranks may be lost or join.
+        cooldown_range: least and most seconds until a host is used again on which a
+            rank failed.
         start_timeout: seconds for all ranks to call `ringjax.init()`.
         env: the environment of the ranks instead of this process's.
         network_interfaces: interfaces that ranks may use between hosts: `eth0,eth1`.
@@ -53,7 +69,8 @@ def run(
         verbose: say what is started where.
 
     Returns:
-        The results in the order of the ranks.
+        The results in the order of the ranks; in an elastic job of those that there
+        are at the end.
 
     Raises:
         LaunchError: a rank failed; it names the rank and holds its traceback.
@@ -68,27 +85,25 @@ def run(
 
     from ringjax.config import Config
     from ringjax.errors import LaunchError
-    from ringjax.run import cli, environ, task
-    from ringjax.run.job import Job
+    from ringjax.run import environ, task
     from ringjax.run.order import Spec
-    from ringjax.run.output import Console
+    from ringjax.run.start import job_of
 
     if np is not None and num_proc is not None and np != num_proc:
         raise ValueError(f"np={np} and num_proc={num_proc}: give only one of them")
     size = np if np is not None else num_proc
-    if size is None and hosts is None and hostfile is None:
+    if size is None and hosts is hostfile is host_discovery_script is None:
         size = 1
-    slots = cli.find_hosts(size, hosts, hostfile, {})
     base = environ.inherited() if env is None else env
-    changes = {}
-    if start_timeout is not None:
-        changes["RINGJAX_START_TIMEOUT"] = f"{start_timeout:g}"
-    if network_interfaces is not None:
-        changes["RINGJAX_NETWORK_INTERFACES"] = network_interfaces
+    given = {
+        "RINGJAX_START_TIMEOUT": _seconds(start_timeout),
+        "RINGJAX_ELASTIC_TIMEOUT": _seconds(elastic_timeout),
+        "RINGJAX_NETWORK_INTERFACES": network_interfaces,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
     config = Config.from_env({**base, **changes})
     interfaces = config.network_interfaces.split(",")
     spec = Spec(
-        slots=slots,
         command=[executable or sys.executable, "-m", "ringjax.run.task"],
         env=environ.for_ranks(base, {**changes, "PYTHONPATH": environ.task_path(base)}),
         start_timeout=config.start_timeout,
@@ -98,14 +113,33 @@ def run(
         ssh_identity_file=ssh_identity_file,
         verbose=verbose,
     )
-    outcome = Job(
-        spec, Console(len(slots), directory=output_filename, python=True)
-    ).run()
+    job = job_of(
+        spec,
+        config,
+        np=size,
+        hosts=hosts,
+        hostfile=hostfile,
+        min_np=min_np,
+        max_np=max_np,
+        script=host_discovery_script,
+        slots=slots,
+        elastic_timeout=elastic_timeout,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        directory=output_filename,
+        python=True,
+    )
+    outcome = job.run()
     if outcome.exit_code:
         text = task.error_text(outcome.results.get(outcome.rank, b""))
         message = outcome.reason + (f"\n\n{text}" if text else "")
         raise LaunchError(message, outcome.rank, outcome.exit_code)
-    return [_result(outcome.results.get(slot.rank, b""), slot.rank) for slot in slots]
+    count = job.size or len(outcome.results)
+    return [_result(outcome.results.get(rank, b""), rank) for rank in range(count)]
+
+
+def _seconds(value: float | None) -> str | None:
+    return None if value is None else f"{value:g}"
 
 
 def _result(blob: bytes, rank: int) -> Any:

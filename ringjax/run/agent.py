@@ -12,10 +12,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import select
 import selectors
 import signal
+import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -37,6 +40,8 @@ class Agent:
         )
         self._children: dict[int, spawn.Child] = {}
         self._ids: dict[int, int] = {}
+        self._gifts: socket.socket | None = None
+        self._descriptors: deque[int] = deque()  # that ringrun has sent, in its order
         self._paused: list[tuple[int, Callable[[], None]]] = []
         self._ending: float | None = None
         self._wakeup, wakeup = os.pipe()
@@ -76,11 +81,14 @@ class Agent:
         match message.get("do"):
             case "watch":
                 self._watch(message["pid"])
+                self._accept(message["descriptors"])
             case "spawn":
                 self._spawn(message)
             case "signal":
-                for child in self._children.values():
-                    child.signal(message["signal"])
+                alone = message.get("alone", False)
+                for name in message.get("ids", list(self._children)):
+                    if name in self._children:
+                        self._children[name].signal(message["signal"], alone=alone)
             case "end":
                 self._report(spawn.sweep(limit=1.0))
                 self._ending = time.monotonic() + 0.5
@@ -97,7 +105,7 @@ class Agent:
     def _start(self, order: Message, env: dict[str, str], task: bytes | None) -> None:
         name = order["id"]
         argv = order["argv"]
-        stdin, stdout = order.get("stdin"), order.get("stdout")
+        stdin, stdout = self._take() if order.get("descriptors") else (None, None)
         try:
             child = spawn.start(
                 argv,
@@ -113,6 +121,7 @@ class Agent:
             code = 127 if missing else 126
             self._channel.send({"is": "exited", "id": name, "code": code, "text": text})
             return
+        child.takes_group = order.get("takes_group", False)
         self._children[name] = child
         self._ids[child.pid] = name
         for stream, descriptor in child.pipes.items():
@@ -122,6 +131,31 @@ class Agent:
                 lambda n=name, s=stream, d=descriptor: self._forward(n, s, d),
             )
         self._channel.send({"is": "started", "id": name, "pid": child.pid})
+
+    def _accept(self, descriptor: int) -> None:
+        """Take descriptors for children from ringrun on this socket, as they come."""
+        self._gifts = socket.socket(fileno=descriptor)
+        self._gifts.setblocking(False)
+        os.set_inheritable(descriptor, False)
+        self._selector.register(self._gifts, selectors.EVENT_READ, self._receive)
+
+    def _receive(self) -> None:
+        assert self._gifts is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._gifts, 1, 2)
+        except BlockingIOError:
+            return  # `_take` was here before
+        if not data:
+            self._abandon()
+        self._descriptors.extend(descriptors)
+
+    def _take(self) -> tuple[int, int]:
+        """The two descriptors that ringrun has sent before this order."""
+        assert self._gifts is not None
+        while len(self._descriptors) < 2:
+            select.select([self._gifts], [], [])
+            self._receive()
+        return self._descriptors.popleft(), self._descriptors.popleft()
 
     def _watch(self, parent: int) -> None:
         """End when `parent` dies, even if a fork of it holds our pipe open."""
@@ -163,9 +197,17 @@ class Agent:
 
     def _signalled(self) -> None:
         numbers = os.read(self._wakeup, 256)
-        self._report(spawn.reap())
+        self._report(spawn.reap(self._leaders()))
         if any(number != signal.SIGCHLD for number in numbers):
             self._abandon()
+
+    def _leaders(self) -> set[int]:
+        """The children that take what is left of their group with them."""
+        return {
+            self._children[name].pid
+            for name in self._ids.values()
+            if self._children[name].takes_group
+        }
 
     def _report(self, ended: list[tuple[int, int]]) -> None:
         for pid, code in ended:

@@ -136,7 +136,7 @@ class Channel:
         # A login shell may greet us on its standard output before the agent speaks.
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if isinstance(message, dict):
             self._on_message(message)

@@ -10,51 +10,28 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
-from ringjax.run import environ, hosts, options
+from ringjax.run import environ, options
 from ringjax.run.job import Job
 from ringjax.run.order import Spec
-from ringjax.run.output import Console
+from ringjax.run.start import job_of
+
+if TYPE_CHECKING:
+    from ringjax.run.elastic_job import ElasticJob
 
 _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
 _LIMIT = 1.9  # seconds from the first signal to the end, whatever happens
 
 
-def find_hosts(
-    np: int | None,
-    host_list: str | None,
-    hostfile: str | None,
-    environ: Mapping[str, str],
-) -> list[hosts.Slot]:
-    """The slots of a job, from what was asked for or from the Slurm allocation.
-
-    Raises:
-        ValueError: saying what cannot be read or does not fit.
-    """
-    if host_list is not None and hostfile is not None:
-        raise ValueError("-H and --hostfile: give only one of them")
-    found: list[hosts.Host] | None
-    if host_list is not None:
-        found = hosts.parse_hosts(host_list)
-    elif hostfile is not None:
-        found = hosts.parse_hostfile(hostfile)
-    else:
-        found = hosts.slurm_hosts(environ)
-    if found is None:
-        if np is None:
-            raise ValueError("-np: say how many processes to start")
-        found = [hosts.Host("localhost", np)]
-    return hosts.assign(found, np or sum(host.slots for host in found))
-
-
 class _Signals:
     """SIGINT, SIGTERM and SIGHUP end the job; a second one at once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job | ElasticJob) -> None:
         self._job = job
         self._first: int | None = None
         self._late = False
@@ -89,11 +66,9 @@ def launch(args: argparse.Namespace) -> int:
         ValueError, RingjaxError: it cannot be started.
     """
     base = environ.inherited()
-    slots = find_hosts(args.np, args.hosts, args.hostfile, base)
     changes = options.environment(args)
     config = Config.from_env({**base, **changes})
     spec = Spec(
-        slots=slots,
         command=args.command,
         env=environ.for_ranks(base, changes),
         start_timeout=config.start_timeout,
@@ -102,21 +77,33 @@ def launch(args: argparse.Namespace) -> int:
         ssh_identity_file=args.ssh_identity_file,
         verbose=args.verbose,
     )
-    console = Console(
-        len(slots),
+    job = job_of(
+        spec,
+        config,
+        np=args.np,
+        hosts=args.hosts,
+        hostfile=args.hostfile,
+        min_np=args.min_np,
+        max_np=args.max_np,
+        script=args.script,
+        slots=args.slots,
+        elastic_timeout=args.elastic_timeout,
+        reset_limit=args.reset_limit,
+        cooldown_range=args.cooldown_range,
         directory=args.output_filename,
         timestamps=args.prefix_output_with_timestamp,
+        variables=base,
+        names=options.NAMES,
     )
     if args.ignored:
-        console.note(
+        job.console.note(
             "accepted for Horovod's sake, without effect here: "
             + ", ".join(dict.fromkeys(args.ignored))
         )
-    job = Job(spec, console)
     _Signals(job).install()
     outcome = job.run()
     if outcome.reason:
-        console.note(outcome.reason)
+        job.console.note(outcome.reason)
     return outcome.exit_code
 
 

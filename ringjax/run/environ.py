@@ -36,6 +36,8 @@ _DEFAULTS = {
 }
 # Each job makes its own; a job inside a job must not tell the outer one's.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
+# Nor is it elastic because the outer one is.
+_OUTER = ("RINGJAX_ELASTIC", "RINGJAX_WORKER")
 
 
 def inherited() -> dict[str, str]:
@@ -46,7 +48,7 @@ def inherited() -> dict[str, str]:
 def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
     """What all ranks have in their environment."""
     env = {**_DEFAULTS, **base, **changes}
-    for name in _SECRETS:
+    for name in (*_SECRETS, *_OUTER):
         env.pop(name, None)
     return env
 

@@ -1,6 +1,6 @@
 """`run` with the arguments of horovod.run: the ones with a meaning go to ringjax.run.
 
-Those of elastic jobs are refused, those that choose among Horovod's launchers ignored.
+Those that choose among Horovod's launchers are ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(
         executable: the Python of the ranks, this one by default.
         disable_cache, use_gloo, use_mpi, mpi_args: accepted, without effect.
         min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range,
-            host_discovery_script: of elastic jobs, which are not available.
+            host_discovery_script: of elastic jobs, see `ringjax.run`.
 
     Raises:
         LaunchError: a rank failed.
@@ -66,21 +66,7 @@ def run(
         >>> run(lambda: 2, np=2)  # doctest: +SKIP
         [2, 2]
     """
-    elastic = {
-        "min_num_proc": min_num_proc,
-        "max_num_proc": max_num_proc,
-        "min_np": min_np,
-        "max_np": max_np,
-        "slots": slots,
-        "reset_limit": reset_limit,
-        "cooldown_range": cooldown_range,
-        "host_discovery_script": host_discovery_script,
-    }
-    if given := [name for name, value in elastic.items() if value is not None]:
-        raise ValueError(
-            f"{', '.join(given)}: elastic jobs are not available in this version; "
-            "start a fixed number of processes with num_proc"
-        )
+    least, most = _one("min", min_np, min_num_proc), _one("max", max_np, max_num_proc)
     if network_interfaces is not None and not isinstance(network_interfaces, str):
         network_interfaces = ",".join(network_interfaces)
     return start(
@@ -89,8 +75,14 @@ def run(
         kwargs,
         np,
         num_proc=num_proc,
+        min_np=least,
+        max_np=most,
         hosts=hosts,
         hostfile=hostfile,
+        host_discovery_script=host_discovery_script,
+        slots=slots,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
         start_timeout=start_timeout,
         network_interfaces=network_interfaces or network_interface,
         ssh_port=ssh_port,
@@ -99,3 +91,12 @@ def run(
         executable=executable,
         verbose=bool(verbose),
     )
+
+
+def _one(which: str, np: int | None, num_proc: int | None) -> int | None:
+    """One value of two names."""
+    if np is not None and num_proc is not None and np != num_proc:
+        raise ValueError(
+            f"{which}_np={np} and {which}_num_proc={num_proc}: give only one of them"
+        )
+    return np if np is not None else num_proc

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 # A host is handed to ssh as an argument: it must never look like an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
 _ADDRESS6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.\-]+)?")
+ANY = "*"  # a remote host that nobody knows yet
 _LOOPBACK = ("localhost", "localhost.localdomain", "127.0.0.1", "::1")
 
 
@@ -132,6 +133,27 @@ def parse_hostfile(path: str | os.PathLike[str]) -> list[Host]:
     return _merge(hosts)
 
 
+def parse_discovered(text: str, slots: int) -> list[Host]:
+    r"""Read what a discovery script prints: per line `host` or `host:slots`.
+
+    Raises:
+        ValueError: naming the line that cannot be read.
+
+    Example:
+        >>> parse_discovered("a:4\nb\n", slots=2)
+        [Host(name='a', slots=4), Host(name='b', slots=2)]
+    """
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        host = _split(line, "--host-discovery-script")
+        counted = ":" in line and not line.endswith("]")
+        found.append(host if counted else Host(host.name, slots))
+    return _merge(found)
+
+
+_MOST_NODES = 65536
+
+
 def _expand(nodelist: str) -> list[str]:
     """Slurm's `a[1-2,08],b` -> a1 a2 a08 b; one bracket a name, zeros kept."""
     names = []
@@ -145,9 +167,13 @@ def _expand(nodelist: str) -> list[str]:
             continue
         for item in ranges.split(","):
             first, _, last = item.partition("-")
-            width = len(first)
-            for index in range(int(first), int(last or first) + 1):
-                names.append(f"{head}{index:0{width}d}{tail}")
+            width, numbers = len(first), range(int(first), int(last or first) + 1)
+            # As sizes: len() of a range has limits of its own.
+            if len(names) + numbers.stop - numbers.start > _MOST_NODES or width > 20:
+                raise ValueError(
+                    f"SLURM_JOB_NODELIST: {entry!r} has more than {_MOST_NODES} nodes"
+                )
+            names += [f"{head}{index:0{width}d}{tail}" for index in numbers]
     return names
 
 
@@ -166,7 +192,8 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             raise ValueError(f"SLURM_TASKS_PER_NODE: cannot read {entry!r}")
-        counts += [match[1]] * int(match[2] or 1)
+        # More than there are nodes are of no use.
+        counts += [match[1]] * min(int(match[2] or 1), len(names))
     counts += counts[-1:] * (len(names) - len(counts))
     if len(names) < 2:
         return None
@@ -259,8 +286,9 @@ def _interface_address(interface: str) -> str | None:
 def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
     """Addresses of this machine under which the `remote` hosts can reach it.
 
-    Loopback alone if there is no remote host. The given interfaces if any. Otherwise
-    the addresses from which packets to the remote hosts leave, and for names that only
+    Loopback alone if there is no remote host. The given interfaces if any. All that
+    there are if `remote` is `[ANY]`, as nobody knows yet who will come. Otherwise the
+    addresses from which packets to the remote hosts leave, and for names that only
     ssh can resolve every address of this machine but loopback.
 
     Raises:
@@ -280,14 +308,18 @@ def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]
         return chosen
     if not remote:
         return ["127.0.0.1"]
+    if remote == [ANY]:
+        return _every_address() or ["127.0.0.1"]
     routed = [_address_towards(name.rpartition("@")[2]) for name in remote]
     addresses = [address for address in routed if address]
     if None in routed:
-        for _, interface in socket.if_nameindex():
-            address = _interface_address(interface)
-            if address and not address.startswith("127."):
-                addresses.append(address)
+        addresses += _every_address()
     return list(dict.fromkeys(addresses)) or ["127.0.0.1"]
+
+
+def _every_address() -> list[str]:
+    found = (_interface_address(name) for _, name in socket.if_nameindex())
+    return [address for address in found if address and address[:4] != "127."]
 
 
 def _address_towards(name: str) -> str | None:

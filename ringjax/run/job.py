@@ -1,4 +1,4 @@
-"""One job, seen from ringrun: its agents, its rendezvous server, its end.
+"""One job of a fixed number of ranks: its rendezvous server, its verdict, its end.
 
 A single loop reads what the agents report and decides when the job is over. When a rank
 fails the others are given a second to fail with a clear error of their own, then
@@ -7,23 +7,18 @@ SIGTERM, then SIGKILL. Starts no rank itself: that is agent.py, one on each host
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import os
 import secrets
-import selectors
 import signal
-import subprocess
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ringjax.run import environ
-from ringjax.run.channel import Channel, Message
-from ringjax.run.hosts import is_local, own_addresses
-from ringjax.run.order import Agent, Spec, agent_command, ssh_command
+from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
+from ringjax.run.fleet import Fleet
+from ringjax.run.hosts import own_addresses
+from ringjax.run.order import Spec
 from ringjax.run.output import Console, OutputClosed
 from ringjax.run.verdict import Verdict
 
@@ -31,21 +26,6 @@ if TYPE_CHECKING:
     from ringjax.rendezvous import Server
 
 _TICK = 0.1  # seconds between two looks at the rendezvous server
-# (seconds to wait before, signal): None gives up on whoever is left.
-_Plan = tuple[tuple[float, int | None], ...]
-_AFTER_FAILURE: _Plan = (
-    (1.0, signal.SIGTERM),
-    (2.0, signal.SIGKILL),
-    (1.0, None),
-)
-_AFTER_SIGINT: _Plan = (
-    (0.0, signal.SIGINT),
-    (0.6, signal.SIGTERM),
-    (0.5, signal.SIGKILL),
-    (0.3, None),
-)
-_AFTER_SIGTERM: _Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None))
-_AT_ONCE: _Plan = ((0.0, signal.SIGKILL), (0.2, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +38,41 @@ class Outcome:
     results: dict[int, bytes] = field(default_factory=dict)
 
 
+def interrupted(number: int, results: dict[int, bytes]) -> Outcome:
+    """The outcome of a job that ended because ringrun got a signal."""
+    name = signal.Signals(number).name
+    # As if SIGPIPE had ended us: nobody wants to know any more.
+    reason = "" if name == "SIGPIPE" else f"ended by {name}"
+    return Outcome(128 + number, reason=reason, results=results)
+
+
 class Job:
-    """A running job. `run` starts it, returns when nothing of it is left."""
+    """A running job. `run` starts it, returns when nothing of it is left.
+
+    Attributes:
+        size: number of its ranks.
+        console: shows their output.
+    """
 
     def __init__(self, spec: Spec, console: Console) -> None:
         self._spec = spec
-        self._console = console
-        self._size = len(spec.slots)
-        self._selector = selectors.DefaultSelector()
+        self.console = console
+        self.size = len(spec.slots)
+        self._fleet = Fleet(spec, console, self)
+        self._ending = Ending()
         self._verdict = Verdict([slot.host for slot in spec.slots], console.last_error)
         self._results: dict[int, bytearray] = {}
-        self._pids: dict[int, int] = {}
-        self._guardian: subprocess.Popen[bytes] | None = None
-        self._local = Agent("localhost", [])
-        self._remote: list[Agent] = []
         self._server: Server | None = None
         self._reports = 0
         self._joined = False
-        self._plan: deque[tuple[float, int | None]] = deque()
-        self._next = 0.0
-        self._given_up = False
-        self._ended_by: int | None = None
         self._start_failure = ""
 
     def run(self) -> Outcome:
         """Start everything, wait for the end, leave nothing behind."""
         try:
-            self._start_agents()
+            self._fleet.start()
             self._start_ranks()
-            while not (self._verdict.over or self._given_up):
+            while not (self._verdict.over or self._ending.given_up):
                 self._turn()
         finally:
             self._end()
@@ -94,92 +80,29 @@ class Job:
 
     def interrupt(self, number: int) -> None:
         """End the job because ringrun got a signal; a second one ends it at once."""
-        again = self._ended_by is not None
-        self._ended_by = self._ended_by or number
-        if again:
-            self._begin(_AT_ONCE)
-        else:
-            plan = _AFTER_SIGINT if number == signal.SIGINT else _AFTER_SIGTERM
-            self._begin(plan)
+        self._ending.interrupt(number)
 
     @property
     def stopping(self) -> bool:
         """Whether the ranks have been told to end."""
-        return self._verdict.is_stopping
+        return self._ending.stopping
 
     # Starting.
-
-    def _start_agents(self) -> None:
-        hosts: dict[str, Agent] = {}
-        for slot in self._spec.slots:
-            if slot.host not in hosts:
-                hosts[slot.host] = Agent(slot.host, [])
-            hosts[slot.host].slots.append(slot)
-        for host, agent in hosts.items():
-            if is_local(host):
-                self._local.slots += agent.slots
-            else:
-                self._remote.append(agent)
-        theirs: list[int] = []
-        for agent in self._remote:
-            stdin, ours = os.pipe()
-            mine, stdout = os.pipe()
-            theirs += [stdin, stdout]
-            agent.channel = self._open(agent, mine, ours)
-        self._guardian = subprocess.Popen(
-            agent_command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
-            pass_fds=theirs,
-            start_new_session=True,  # a Ctrl-C on the terminal is for ringrun alone
-        )
-        assert self._guardian.stdin is not None and self._guardian.stdout is not None
-        self._local.channel = self._open(
-            self._local,
-            os.dup(self._guardian.stdout.fileno()),
-            os.dup(self._guardian.stdin.fileno()),
-        )
-        self._guardian.stdin.close()
-        self._guardian.stdout.close()
-        orders = []
-        for index, agent in enumerate(self._remote):
-            stdin, stdout = theirs[2 * index : 2 * index + 2]
-            self._console.labels[-1 - index] = agent.host
-            order = {
-                "id": -1 - index,
-                "argv": ssh_command(agent.host, self._spec),
-                "env": {},
-            }
-            orders.append({**order, "stdin": stdin, "stdout": stdout})
-            os.close(stdin)
-            os.close(stdout)
-        self._local.channel.send({"do": "watch", "pid": os.getpid()})
-        if orders:
-            self._spawn(self._local, orders, environ.inherited())
-
-    def _open(self, agent: Agent, reader: int, writer: int) -> Channel:
-        return Channel(
-            self._selector,
-            reader,
-            writer,
-            lambda message: self._heard(agent, message),
-            lambda: self._lost(agent),
-        )
 
     def _start_ranks(self) -> None:
         from ringjax import rendezvous
 
+        spec, fleet = self._spec, self._fleet
         secret = secrets.token_bytes(32)
         job = secrets.token_hex(8)
+        hosts = list(dict.fromkeys(slot.host for slot in spec.slots))
+        remote = [host for host in hosts if not fleet.is_local(host)]
         self._server = rendezvous.Server(
             secret,
             job,
-            self._size,
-            hosts=own_addresses(
-                [agent.host for agent in self._remote], self._spec.interfaces
-            ),
-            start_timeout=self._spec.start_timeout,
+            self.size,
+            hosts=own_addresses(remote, spec.interfaces),
+            start_timeout=spec.start_timeout,
         )
         self._server.start()
         shared = {
@@ -187,65 +110,33 @@ class Job:
             "RINGJAX_SECRET": secret.hex(),
             "RINGJAX_JOB": job,
         }
-        if self._spec.verbose:
-            self._console.note(
-                f"job {job}: {self._size} ranks, rendezvous at "
+        if spec.verbose:
+            self.console.note(
+                f"job {job}: {self.size} ranks, rendezvous at "
                 + shared["RINGJAX_RENDEZVOUS"]
             )
-        for agent in (self._local, *self._remote):
+        for host in hosts:
             orders = [
                 {
                     "id": slot.rank,
-                    "argv": list(self._spec.command),
+                    "argv": list(spec.command),
                     "env": {**slot.environment(), **shared},
                 }
-                for slot in agent.slots
+                for slot in spec.slots
+                if slot.host == host
             ]
-            env = self._spec.env
-            self._spawn(
-                agent,
-                orders,
-                env if agent is self._local else environ.portable(env),
-                self._spec.payload,
-            )
-
-    def _spawn(
-        self,
-        agent: Agent,
-        orders: list[Message],
-        env: Mapping[str, str],
-        payload: bytes | None = None,
-    ) -> None:
-        message: Message = {
-            "do": "spawn",
-            "cwd": os.getcwd(),
-            "env": dict(env),
-            "children": orders,
-        }
-        if payload is not None:
-            message["payload"] = base64.b64encode(payload).decode()
-        assert agent.channel is not None
-        agent.channel.send(message)
+            fleet.spawn(host, orders, spec.env, spec.payload)
 
     # While it runs.
 
     def _turn(self) -> None:
         """One round of the loop: events, the server, the plan."""
-        timeout = _TICK
-        if self._plan:
-            timeout = min(timeout, max(0.0, self._next - time.monotonic()))
-        events = self._selector.select(timeout)
-        self._ask_server()
         try:
-            for key, _ in events:
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
-            if not events:
-                self._console.idle()
+            if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_server):
+                self.console.idle()
         except OutputClosed:
-            # As if SIGPIPE had ended us: nobody wants to know any more.
-            self._ended_by = self._ended_by or signal.SIGPIPE
-            self._begin(_AFTER_SIGTERM)
+            self._ending.signalled = self._ending.signalled or signal.SIGPIPE
+            self._ending.begin(AFTER_SIGTERM)
         self._advance()
 
     def _ask_server(self) -> None:
@@ -259,10 +150,10 @@ class Job:
         for failure in failures:
             if failure.rank >= 0:
                 self._verdict.reported(failure.rank, failure.text, time.monotonic())
-            elif not self._plan:
+            elif not self._ending.begun:
                 self._no_start(failure.text)
         absent = self._verdict.succeeded() - joined
-        if absent and not self._plan and 0 < len(joined) < self._size:
+        if absent and not self._ending.begun and 0 < len(joined) < self.size:
             # Nobody has to wait for the timeout to learn this.
             self._no_start(
                 f"rank {min(absent)} ended without an error while others wait for it "
@@ -271,122 +162,60 @@ class Job:
 
     def _no_start(self, why: str) -> None:
         self._start_failure = f"the job did not start: {why}"
-        self._begin(_AFTER_FAILURE)
+        self._end_after_failure()
 
     def _advance(self) -> None:
-        if self._verdict.failed and not self._plan and not self._given_up:
-            self._begin(_AFTER_FAILURE)
-        while self._plan and time.monotonic() >= self._next:
-            number = self._plan.popleft()[1]
-            if self._plan:
-                self._next = time.monotonic() + self._plan[0][0]
-            if number is None:
-                self._given_up = True
-                return
+        if self._verdict.failed and not self._ending.begun:
+            self._end_after_failure()
+        for number in self._ending.due():
             self._verdict.stopping()
-            for agent in (self._local, *self._remote):
-                if agent.channel is not None:
-                    agent.channel.send({"do": "signal", "signal": int(number)})
+            self._fleet.signal(number)
 
-    def _begin(self, plan: _Plan) -> None:
-        """Begin to end the job."""
-        self._plan = deque(plan)
+    def _end_after_failure(self) -> None:
         # Ranks that never met have no clear error of their own to wait for.
-        wait = 0.0 if plan is _AFTER_FAILURE and not self._joined else plan[0][0]
-        self._next = time.monotonic() + wait
+        self._ending.begin(AFTER_FAILURE, None if self._joined else 0.0)
 
-    def _heard(self, agent: Agent, message: Message) -> None:
-        match message.get("is"):
-            case "output":
-                self._output(
-                    message["id"],
-                    message["stream"],
-                    base64.b64decode(message["data"]),
-                )
-            case "started":
-                self._pids[message["id"]] = message["pid"]
-                if self._spec.verbose and message["id"] >= 0:
-                    pid = message["pid"]
-                    where = self._spec.slots[message["id"]].host
-                    self._console.note(
-                        f"rank {message['id']}: process {pid} on {where}"
-                    )
-            case "exited":
-                self._exited(message)
-            case "bye":
-                agent.ended = True
+    # What the fleet reports.
 
-    def _output(self, name: int, stream: str, data: bytes) -> None:
+    def started(self, name: int, pid: int) -> None:
+        """Says so, if asked to."""
+        if self._spec.verbose:
+            where = self._spec.slots[name].host
+            self.console.note(f"rank {name}: process {pid} on {where}")
+
+    def wrote(self, name: int, stream: str, data: bytes) -> None:
+        """Shows it, or keeps it if it is a result."""
         if stream == "result":
             self._results.setdefault(name, bytearray()).extend(data)
         else:
-            self._console.write(name, stream, data)
+            self.console.write(name, stream, data)
 
-    def _exited(self, message: Message) -> None:
-        name, now = message["id"], time.monotonic()
-        if name >= 0:
-            text = message.get("text", "")
-            self._verdict.exited(name, message["code"], now, text)
-            return
-        agent = self._remote[-1 - name]
-        if not agent.ended:
-            self._lost_ranks(agent, f"lost its host, ssh ended ({message['code']})")
+    def exited(self, name: int, code: int, text: str) -> None:
+        """Notes that a rank has ended."""
+        self._verdict.exited(name, code, time.monotonic(), text)
 
-    def _lost(self, agent: Agent) -> None:
-        if agent.ended:
-            return
-        if agent is not self._local:
-            return  # the exit of ssh follows, and says more
-        self._lost_ranks(agent, "its agent on this host died")
-        for pid in self._pids.values():  # its children got SIGKILL, theirs may live
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        for other in self._remote:
-            self._lost_ranks(other, "the agent on the first host died")
-
-    def _lost_ranks(self, agent: Agent, text: str) -> None:
-        for slot in agent.slots:
-            self._verdict.exited(slot.rank, 255, time.monotonic(), text)
+    def host_lost(self, names: Sequence[int], text: str) -> None:
+        """Notes that the ranks of a host are lost."""
+        for name in names:
+            self._verdict.exited(name, 255, time.monotonic(), text)
 
     # The end.
 
     def _end(self) -> None:
         """Have every agent kill what is left, read the last output, close."""
-        limit = 0.3 if self._ended_by is not None else 2.0
-        for agents in (self._remote, [self._local]):  # the local one holds the ssh
-            deadline = time.monotonic() + limit
-            for agent in agents:
-                if agent.channel is not None:
-                    agent.channel.send({"do": "end"})
-            while time.monotonic() < deadline and not all(
-                agent.done for agent in agents
-            ):
-                for key, _ in self._selector.select(0.05):
-                    if self._selector.get_map().get(key.fd) is key:
-                        with contextlib.suppress(OutputClosed):
-                            key.data()
-            for agent in agents:
-                if agent.channel is not None:
-                    agent.channel.close()
+        limit = 2.0 if self._ending.signalled is None else 0.3
+        self._fleet.end(limit)
         self._ask_server()
         if self._server is not None:
             self._server.close()
-        if self._guardian is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guardian.wait(timeout=limit)
-            # If it is still at work it ends by itself; it is not ours to wait for.
-            self._guardian.returncode = self._guardian.returncode or 0
+        self._fleet.close(limit)
         with contextlib.suppress(OutputClosed):
-            self._console.close()
-        self._selector.close()
+            self.console.close()
 
     def _outcome(self) -> Outcome:
         results = {rank: bytes(data) for rank, data in self._results.items()}
-        if self._ended_by is not None:
-            name = signal.Signals(self._ended_by).name
-            code = 128 + self._ended_by
-            reason = "" if name == "SIGPIPE" else f"ended by {name}"
-            return Outcome(code, reason=reason, results=results)
+        if self._ending.signalled is not None:
+            return interrupted(self._ending.signalled, results)
         blame = self._verdict.first()
         if self._start_failure:
             return Outcome(1, reason=self._start_failure, results=results)

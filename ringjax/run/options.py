@@ -1,17 +1,18 @@
 """The command line of ringrun: Horovod's options, and what each means to ringjax.
 
 Every option of horovodrun is accepted. Those without a meaning here are named in one
-line, those of elastic jobs are refused. Only reads the command line and a file; the job
-itself is started in cli.py.
+line. Only reads the command line and a file (option_file.py); the job itself is started
+in cli.py.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringjax.config import LOG_LEVELS
+from ringjax.run import option_file
 
 # Accepted, without effect: (flags, takes a value).
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
@@ -41,33 +42,17 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--mpi",), False),
     (("--jsrun",), False),
 )
-_ELASTIC = (
-    ("--min-np", "--min-num-proc"),
-    ("--max-np", "--max-num-proc"),
-    ("--slots-per-host",),
-    ("--elastic-timeout",),
-    ("--reset-limit",),
-    ("--blacklist-cooldown-range",),
-    ("--host-discovery-script",),
-)
-# Horovod's keys of a configuration file, and the option that each stands for.
-_FILE_KEYS = {
-    "params.fusion_threshold_mb": "fusion_threshold_mb",
-    "params.cycle_time_ms": "cycle_time_ms",
-    "params.cache_capacity": "cache_capacity",
-    "timeline.filename": "timeline_filename",
-    "timeline.mark_cycles": "timeline_mark_cycles",
-    "stall_check.enabled": "stall_check",
-    "stall_check.warning_time_seconds": "stall_check_warning_time_seconds",
-    "stall_check.shutdown_time_seconds": "stall_check_shutdown_time_seconds",
-    "library_options.gloo_timeout_seconds": "gloo_timeout_seconds",
-    "logging.level": "log_level",
+# What the arguments of an elastic job are called here.
+NAMES = {
+    "np": "-np",
+    "min_np": "--min-np",
+    "max_np": "--max-np",
+    "slots": "--slots-per-host",
+    "elastic_timeout": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown_range": "--blacklist-cooldown-range",
+    "script": "--host-discovery-script",
 }
-_WHOLE = ("cache_capacity",)  # of these, numbers without a fraction
-
-
-class OptionError(ValueError):
-    """The command line asks for something that cannot be done."""
 
 
 class _Ignore(argparse.Action):
@@ -81,22 +66,6 @@ class _Ignore(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         namespace.ignored = [*namespace.ignored, option_string]
-
-
-class _Refuse(argparse.Action):
-    """Ends with a clear sentence for options of elastic jobs."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(
-            f"{option_string}: elastic jobs are not available in this version; "
-            "start a fixed number of processes with -np"
-        )
 
 
 def _number(kind: type, low: float) -> Callable[[str], Any]:
@@ -121,6 +90,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.set_defaults(ignored=[])
     parser.add_argument("-v", "--version", action="version", version=version)
     _add_basic(parser)
+    _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
     _add_tuning(parser.add_argument_group("tuning"))
     _add_limits(parser.add_argument_group("limits and logs"))
     group = parser.add_argument_group("accepted for Horovod's sake, without effect")
@@ -128,10 +98,6 @@ def build_parser(version: str) -> argparse.ArgumentParser:
         group.add_argument(
             *flags, action=_Ignore, nargs=None if value else 0, metavar="VALUE"
         )
-    group = parser.add_argument_group("elastic jobs, not available in this version")
-    for flags in _ELASTIC:
-        many = "+" if flags[0] == "--blacklist-cooldown-range" else None
-        group.add_argument(*flags, action=_Refuse, nargs=many, metavar="VALUE")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="the command, with its arguments"
     )
@@ -192,6 +158,72 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         "--config-file",
         metavar="FILE",
         help="options from a file: TOML (.toml), or Horovod's YAML if PyYAML is there",
+    )
+
+
+_ELASTIC = """
+With --min-np or --host-discovery-script ranks may be lost and join while the job runs:
+the others go on, and a new process starts in the place of each that died, at once the
+first time, then after 1, 2, 4 ... 30 s if it goes on to fail soon. A process that gets
+a SIGTERM leaves at its next commit, and its place stays empty unless fewer than
+--min-np are left. The job ends with 0 if those who are its ranks at the end do. A line
+of output has the rank that its process has at the time; with --output-filename the
+first -np processes write to DIR/rank.N, later ones to DIR/worker.N.
+"""
+
+
+def _add_elastic(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--min-np",
+        "--min-num-proc",
+        type=_number(int, 1),
+        metavar="N",
+        help="go on as long as N processes are left (-np)",
+    )
+    add(
+        "--max-np",
+        "--max-num-proc",
+        type=_number(int, 1),
+        metavar="N",
+        help="never have more (-np; with a script: as many as there are slots)",
+    )
+    add(
+        "--host-discovery-script",
+        dest="script",
+        metavar="COMMAND",
+        help="run every second; prints a line HOST or HOST:SLOTS for each host to use. "
+        "Hosts that appear get processes, those on hosts that vanish are asked to "
+        "leave. A host on which one failed is not used for new ones any more",
+    )
+    add(
+        "--slots-per-host",
+        "--slots",
+        dest="slots",
+        type=_number(int, 1),
+        metavar="N",
+        help="of hosts that the script prints without a number (1)",
+    )
+    add(
+        "--blacklist-cooldown-range",
+        dest="cooldown_range",
+        nargs=2,
+        type=_number(float, 0),
+        metavar=("MIN", "MAX"),
+        help="a host on which a process failed is used again after MIN seconds, then "
+        "after twice as long each time, at most MAX",
+    )
+    add(
+        "--elastic-timeout",
+        type=_number(float, 0.1),
+        metavar="SECONDS",
+        help="to wait for processes if fewer than --min-np are left (600)",
+    )
+    add(
+        "--reset-limit",
+        type=_number(int, 0),
+        metavar="N",
+        help="end the job when processes were lost or joined more than N times",
     )
 
 
@@ -282,88 +314,8 @@ def parse(argv: Sequence[str], version: str) -> argparse.Namespace:
     if args.command[:1] == ["--"]:
         del args.command[0]
     if args.config_file is not None:
-        _merge(args, _flatten(_load(args.config_file)), args.config_file)
+        option_file.merge(args, args.config_file)
     return args
-
-
-def _load(path: str) -> Mapping[str, Any]:
-    try:
-        values = _load_toml(path) if path.endswith(".toml") else _load_yaml(path)
-    except OptionError:
-        raise
-    except OSError as error:
-        raise OptionError(f"--config-file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise OptionError(f"--config-file {path}: {error}") from error
-    if not isinstance(values, Mapping):
-        raise OptionError(f"--config-file {path}: it holds no table of options")
-    return values
-
-
-def _load_toml(path: str) -> Any:
-    import tomllib
-
-    with open(path, "rb") as file:
-        return tomllib.load(file)
-
-
-def _load_yaml(path: str) -> Any:
-    try:
-        import yaml  # type: ignore[import-untyped,unused-ignore]
-    except ImportError as error:
-        raise OptionError(
-            f"--config-file {path}: reading YAML needs PyYAML (pip install pyyaml); a "
-            "file with the same keys as TOML, named *.toml, needs nothing"
-        ) from error
-    with open(path, encoding="utf-8") as file:
-        try:
-            return yaml.safe_load(file) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{name}.")
-        else:
-            flat[name] = value
-    return flat
-
-
-def _merge(args: argparse.Namespace, values: Mapping[str, Any], path: str) -> None:
-    """Give the options of a file to `args` where the command line says nothing."""
-    for key, value in values.items():
-        name = _FILE_KEYS.get(key)
-        if name is None:
-            args.ignored = [*args.ignored, f"{key} in {path}"]
-        elif getattr(args, name) is None:
-            setattr(args, name, _checked(key, name, value, path))
-
-
-def _checked(key: str, name: str, value: Any, path: str) -> Any:
-    where = f"--config-file {path}: {key}"
-    if name == "timeline_filename":
-        if not isinstance(value, str):
-            raise OptionError(f"{where} is {value!r}: expected a path")
-        return value
-    if name in ("stall_check", "timeline_mark_cycles"):
-        if not isinstance(value, bool):
-            raise OptionError(f"{where} is {value!r}: expected true or false")
-        return value
-    if name == "log_level":
-        if str(value).lower() not in LOG_LEVELS:
-            expected = ", ".join(LOG_LEVELS)
-            raise OptionError(f"{where} is {value!r}: expected one of {expected}")
-        return str(value).lower()
-    kinds = (int,) if name in _WHOLE else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
-        kind = "a whole number" if name in _WHOLE else "a number"
-        raise OptionError(f"{where} is {value!r}: expected {kind}, at least 0")
-    return value
 
 
 # Options whose value is the variable's: what they stand for.
@@ -374,6 +326,7 @@ _VARIABLES = {
     "stall_check_shutdown_time_seconds": "RINGJAX_COLLECTIVE_TIMEOUT",
     "gloo_timeout_seconds": "RINGJAX_FAILURE_TIMEOUT",
     "start_timeout": "RINGJAX_START_TIMEOUT",
+    "elastic_timeout": "RINGJAX_ELASTIC_TIMEOUT",
     "log_level": "RINGJAX_LOG_LEVEL",
     "network_interfaces": "RINGJAX_NETWORK_INTERFACES",
     "timeline_filename": "RINGJAX_TIMELINE",

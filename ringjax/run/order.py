@@ -1,6 +1,6 @@
 """What is ordered from the hosts of a job: the ranks, and the agent that starts them.
 
-Records and command lines; the job itself is job.py, the other end agent.py.
+A record and command lines; who orders is fleet.py, the other end agent.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ringjax.run import environ
-from ringjax.run.channel import Channel
 from ringjax.run.hosts import Slot
 
 
@@ -19,30 +18,15 @@ from ringjax.run.hosts import Slot
 class Spec:
     """What to run and where."""
 
-    slots: Sequence[Slot]
     command: Sequence[str]
     env: Mapping[str, str]
     start_timeout: float
+    slots: Sequence[Slot] = ()
     payload: bytes | None = None
     interfaces: Sequence[str] = ()
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     verbose: bool = False
-
-
-@dataclass(slots=True)
-class Agent:
-    """What ringrun knows of the agent on a host."""
-
-    host: str
-    slots: list[Slot]
-    channel: Channel | None = None
-    ended: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing will come from it any more."""
-        return self.ended or self.channel is None or self.channel.closed
 
 
 def agent_command() -> list[str]:

@@ -60,21 +60,39 @@ class Console:
         self._terminal = {1: sys.stdout.isatty(), 2: sys.stderr.isatty()}
         self._closed: set[int] = set()  # targets that nobody reads any more
         self.labels: dict[int, str] = {}  # of ssh clients, whose ids are negative
+        self.ranks: dict[int, int] = {}  # of workers of an elastic job, by their number
         self._colour = environ.wants_colour()
         self._partial: dict[tuple[int, str], bytes] = {}
         self._unfinished: tuple[int, str] | None = None  # whose line the cursor is in
         self._last: dict[int, str] = {}
         self._files: dict[tuple[int, str], BinaryIO] = {}
-        if directory is not None:
-            self._open(Path(directory))
+        self._directory = None if directory is None else Path(directory)
+        for rank in range(size):
+            self._open(rank, f"rank.{padded(rank, size)}")
 
-    def _open(self, directory: Path) -> None:
-        for rank in range(self._size):
-            folder = directory / f"rank.{padded(rank, self._size)}"
-            folder.mkdir(parents=True, exist_ok=True)
-            for stream in _STREAMS:
-                # Unbuffered, so that a log can be followed while the job runs.
-                self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
+    def _open(self, name: int, folder: str) -> None:
+        if self._directory is None:
+            return
+        place = self._directory / folder
+        place.mkdir(parents=True, exist_ok=True)
+        for stream in _STREAMS:
+            # Unbuffered, so that a log can be followed while the job runs.
+            self._files[name, stream] = (place / stream).open("wb", buffering=0)
+
+    def add(self, worker: int, rank: int) -> None:
+        """A worker of an elastic job starts in the place of `rank`.
+
+        The first `size` of them write to rank.N, later ones to worker.N.
+        """
+        self.ranks[worker] = rank
+        if worker >= self._size:
+            self._open(worker, f"worker.{worker}")
+
+    def remove(self, worker: int) -> None:
+        """Its output has ended: closes its files."""
+        for stream in _STREAMS:
+            if (file := self._files.pop((worker, stream), None)) is not None:
+                file.close()
 
     @property
     def waiting(self) -> bool:
@@ -133,6 +151,7 @@ class Console:
         time_text = time.asctime() if self._timestamps else ""
         if rank < 0:
             return f"ringrun: {self.labels[rank]}: ".encode()
+        rank = self.ranks.get(rank, rank)
         if not self._terminal[_STREAMS[stream]]:
             return f"{time_text}[{rank}]<{stream}>:".encode()
         label = f"[{rank:{len(str(self._size - 1))}d}]"

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _PR_SET_PDEATHSIG = 1
@@ -24,18 +24,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class Child:
-    """A running child: its process, and our ends of its pipes by stream name."""
+    """A running child: its process, and our ends of its pipes by stream name.
+
+    Attributes:
+        takes_group: when it fails, what is left of its group is killed.
+    """
 
     process: subprocess.Popen[bytes]
     pipes: dict[str, int] = field(default_factory=dict)
+    takes_group: bool = False
 
     @property
     def pid(self) -> int:
         """Its process id, and its group's."""
         return self.process.pid
 
-    def signal(self, number: int) -> None:
-        """Signal the whole process group.
+    def signal(self, number: int, *, alone: bool = False) -> None:
+        """Signal the whole process group, or the process alone.
 
         Nothing once the leader is collected: its id may belong to someone else by
         then, and what it left behind is for `sweep`.
@@ -43,7 +48,7 @@ class Child:
         if self.process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            (os.kill if alone else os.killpg)(self.pid, number)
 
 
 def adopt_orphans() -> None:
@@ -129,19 +134,26 @@ def start(
     return Child(process, ours)
 
 
-def reap() -> list[tuple[int, int]]:
+def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
     """Collect every child and adopted orphan that has ended: (pid, exit code).
 
     The exit code of a process that a signal ended is 128 + the signal, as in a shell.
+    A leader that has failed takes its whole process group with it.
     """
     ended: list[tuple[int, int]] = []
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            # Not collected yet, its id and its group's cannot be somebody else's.
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return ended
-        if pid == 0:
+        if found is None:
             return ended
+        failed = found.si_code != os.CLD_EXITED or found.si_status != 0
+        if failed and found.si_pid in leaders:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(found.si_pid, signal.SIGKILL)
+        pid, status = os.waitpid(found.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)
         ended.append((pid, code if code >= 0 else 128 - code))
 

@@ -32,11 +32,15 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The rank that failed first, the exit code of the job, and one line why."""
+    """The rank that failed first, the exit code of the job, and one line why.
+
+    In an elastic job `worker` is the number of its process.
+    """
 
     rank: int
     exit_code: int
     reason: str
+    worker: int = -1
 
 
 class Verdict:
@@ -91,7 +95,7 @@ class Verdict:
             if rank.report:
                 when = min(when, rank.report_time)
             words = rank.report or rank.exit_text or self._last_words(number)
-            candidates.append((bool(_CONSEQUENCE.search(words)), when, number))
+            candidates.append((blames_others(words), when, number))
         if not candidates:
             return None
         number = min(candidates)[2]
@@ -104,18 +108,48 @@ class Verdict:
             who += f" ({rank.host})"
         if rank.ours:  # it reported, then hung until we ended it
             return Blame(number, 1, f"{who} failed: {_one_line(rank.report)}")
-        if rank.exit_text:
-            return Blame(number, code, f"{who}: {rank.exit_text}")
-        words = rank.report or self._last_words(number)
-        how = f"exit code {code}"
-        if code > 128 and (name := _signal_name(code - 128)):
-            how = f"killed by {name}"
-            if code - 128 in _FROM_OUTSIDE and not rank.report:
-                # What it wrote before has nothing to do with it.
-                return Blame(number, code, f"{who} was {how}")
-        if not words:
-            return Blame(number, code, f"{who} failed with {how}")
-        return Blame(number, code, f"{who} failed: {_one_line(words)} ({how})")
+        words = self._last_words(number)
+        why = fate(code, text=rank.exit_text, report=rank.report, last_words=words)
+        return Blame(number, code, who + why)
+
+
+def fate(code: int, *, text: str = "", report: str = "", last_words: str = "") -> str:
+    """What became of a rank, to be put behind its name.
+
+    Args:
+        code: its exit code, not 0.
+        text: what the agent says of it.
+        report: what it said itself before it went down.
+        last_words: what it wrote last.
+
+    Example:
+        >>> "rank 2" + fate(137)
+        'rank 2 was killed by signal 9 (SIGKILL)'
+        >>> "rank 2" + fate(1, report="ValueError: boom")
+        'rank 2 failed: ValueError: boom (exit code 1)'
+    """
+    if text:
+        return f": {text}"
+    words = report or last_words
+    how = f"exit code {code}"
+    if code > 128 and (name := _signal_name(code - 128)):
+        how = f"killed by {name}"
+        if code - 128 in _FROM_OUTSIDE and not report:
+            # What it wrote before has nothing to do with it.
+            return f" was {how}"
+    if not words:
+        return f" failed with {how}"
+    return f" failed: {_one_line(words)} ({how})"
+
+
+def blames_others(words: str) -> bool:
+    """Whether an error says that another rank failed.
+
+    Example:
+        >>> blames_others("PeerLost: rank 1 failed: ValueError: boom")
+        True
+    """
+    return bool(_CONSEQUENCE.search(words))
 
 
 def _one_line(text: str) -> str:

@@ -19,7 +19,7 @@ bool Says(const Status& status, const std::string& text) {
 
 // That the lane works after whatever happened.
 void CheckUsable(EagerLane& lane, int rank) {
-  const int size = lane.communicator().size();
+  const int size = lane.communicator()->size();
   Floats x(9, rank), y(9);
   CHECK(lane.Submit(Place("usable", &x, &y)).value()->Wait().ok());
   CHECK(y == Floats(9, static_cast<float>(size * (size - 1) / 2)));

@@ -188,10 +188,12 @@ TEST(HeartbeatNamesTheRankThatDied) {
 
 TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
   World world({0, 0, 0});
-  int pair[2];
+  int pair[2], other[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-  auto zero = std::make_shared<Heartbeat>(0, std::vector<Heartbeat::Peer>{{1, pair[0]}},
-                                          0.1, 5.0, MakeBell());
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, other), 0);
+  auto zero = std::make_shared<Heartbeat>(
+      0, std::vector<Heartbeat::Peer>{{1, pair[0]}, {2, other[0]}}, 0.1, 5.0,
+      MakeBell());
   auto one = std::make_shared<Heartbeat>(1, std::vector<Heartbeat::Peer>{{0, pair[1]}},
                                          0.1, 5.0, MakeBell());
   zero->Watch(world.ranks[0]);
@@ -203,6 +205,7 @@ TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
   for (int i = 0; i < 500 && zero->lost().size() < 2; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   CHECK_EQ(zero->lost()[0].first, 2);
+  close(other[1]);
 }
 
 TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {

@@ -20,41 +20,53 @@ inline std::unique_ptr<Doorbell> MakeBell() {
   return std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
 }
 
+using Successions = std::vector<std::shared_ptr<Succession>>;
+
+// Communicators for ranks on these hosts. Ranks of one host have a board with tiles of
+// so many bytes, unless it is 0.
+inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
+    const std::vector<int>& hosts, CommunicatorOptions o, size_t ring, size_t tile,
+    const Successions& successions = {}) {
+  const int size = static_cast<int>(hosts.size());
+  std::vector<std::unique_ptr<Doorbell>> bells;
+  std::vector<std::vector<std::unique_ptr<Link>>> links(size);
+  std::vector<int> members(size);
+  for (int r = 0; r < size; ++r) {
+    bells.push_back(MakeBell());
+    links[r].resize(size);
+    members[r] = r;
+  }
+  for (int a = 0; a < size; ++a)
+    for (int b = a + 1; b < size; ++b)
+      std::tie(links[a][b], links[b][a]) =
+          MakeLocalLinks(ring, bells[a].get(), bells[b].get());
+  std::vector<std::unique_ptr<Board>> boards(size);
+  const bool one_host = std::all_of(hosts.begin(), hosts.end(),
+                                    [&](int host) { return host == hosts[0]; });
+  if (tile > 0 && size > 1 && one_host) {
+    std::vector<Doorbell*> all;
+    for (const auto& bell : bells) all.push_back(bell.get());
+    boards = MakeLocalBoards(tile, all);
+  }
+  std::vector<std::shared_ptr<Communicator>> ranks;
+  for (int r = 0; r < size; ++r) {
+    o.topology = {r, size, hosts};
+    o.members = members;
+    ranks.push_back(std::make_shared<Communicator>(
+        o, std::move(links[r]), std::move(bells[r]), std::move(boards[r]),
+        successions.empty() ? nullptr : successions[static_cast<size_t>(r)]));
+  }
+  return ranks;
+}
+
 class World {
  public:
-  // Ranks of one host have a board with tiles of so many bytes, unless it is 0.
   explicit World(std::vector<int> hosts, const std::string& algorithm = "",
                  size_t ring = 4096, double timeout = 20, size_t tile = 4096) {
-    const int size = static_cast<int>(hosts.size());
-    std::vector<std::unique_ptr<Doorbell>> bells;
-    std::vector<std::vector<std::unique_ptr<Link>>> links(size);
-    std::vector<int> members(size);
-    for (int r = 0; r < size; ++r) {
-      bells.push_back(MakeBell());
-      links[r].resize(size);
-      members[r] = r;
-    }
-    for (int a = 0; a < size; ++a)
-      for (int b = a + 1; b < size; ++b)
-        std::tie(links[a][b], links[b][a]) =
-            MakeLocalLinks(ring, bells[a].get(), bells[b].get());
-    std::vector<std::unique_ptr<Board>> boards(size);
-    const bool one_host = std::all_of(hosts.begin(), hosts.end(),
-                                      [&](int host) { return host == hosts[0]; });
-    if (tile > 0 && size > 1 && one_host) {
-      std::vector<Doorbell*> all;
-      for (const auto& bell : bells) all.push_back(bell.get());
-      boards = MakeLocalBoards(tile, all);
-    }
-    for (int r = 0; r < size; ++r) {
-      CommunicatorOptions o;
-      o.topology = {r, size, hosts};
-      o.members = members;
-      o.collective_timeout = timeout;
-      o.algorithm = algorithm;
-      ranks.push_back(std::make_shared<Communicator>(
-          o, std::move(links[r]), std::move(bells[r]), std::move(boards[r])));
-    }
+    CommunicatorOptions o;
+    o.collective_timeout = timeout;
+    o.algorithm = algorithm;
+    ranks = JoinRanks(hosts, o, ring, tile);
   }
 
   // Runs `body` as every rank at once.

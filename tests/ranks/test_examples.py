@@ -38,6 +38,14 @@ SHORT = {
         r"round 2: .*without ringjax: +\d+\.\d  with ringjax: +\d+\.\d\n(.*\n)*"
         r".*result: together \d+% of the speed of \d alone",
     ),
+    "jax_elastic.py": (
+        ["--epochs", "1", "--pause", "0"],
+        r"step   20 .* images  loss \d.*\n(.*\n)*.*result: \d+\.\d+% after \d+ steps",
+    ),
+    "torch_elastic.py": (
+        ["--epochs", "1", "--pause", "0"],
+        r"step   20 .* images  loss \d.*\n(.*\n)*.*result: \d+\.\d+% after \d+ steps",
+    ),
     "mixed_frameworks.py": (
         [],
         r"result: y = (2\.9|3\.0)\d* x -(0\.9|1\.0)\d*, alike on",
@@ -74,6 +82,9 @@ def test_every_example_is_tested() -> None:
         ("torch_digits.py", 2),  # one rank: below
         ("torch_synthetic_benchmark.py", 1),
         ("torch_synthetic_benchmark.py", 2),
+        ("jax_elastic.py", 1),
+        ("jax_elastic.py", 2),
+        ("torch_elastic.py", 2),
         ("mixed_frameworks.py", 1),
         ("mixed_frameworks.py", 3),
     ],

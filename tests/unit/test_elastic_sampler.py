@@ -64,7 +64,7 @@ def test_horovods_bookkeeping(as_rank) -> None:
     sampler.record_batch(0, 2)
     sampler.record_batch(1, 2)
     assert sampler.processed_num == 12
-    assert sampler.state_dict() == {"epoch": 0, "processed_num": 12}
+    assert sampler.state_dict() == {"epoch": 0, "processed_num": 12, "returned": []}
     assert len(sampler) == 8  # until the state is loaded again
     sampler.load_state_dict(sampler.state_dict())
     assert len(sampler) == 4 and len(sampler.remaining_indices) == 12

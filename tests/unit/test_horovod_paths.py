@@ -124,6 +124,7 @@ def test_run_takes_horovods_arguments() -> None:
     assert run(lambda: 1, hosts="localhost:2", network_interfaces=["lo"]) == [1, 1]
 
 
-def test_run_refuses_elastic_jobs() -> None:
-    with pytest.raises(ValueError, match="min_np, reset_limit: elastic jobs are not"):
-        run(lambda: 1, np=2, min_np=1, reset_limit=3)
+def test_run_of_an_elastic_job() -> None:
+    with pytest.raises(ValueError, match="max_np, reset_limit: only for elastic jobs"):
+        run(lambda: 1, np=2, max_num_proc=3, reset_limit=3)
+    assert run(lambda: 1, np=2, min_num_proc=1, max_np=2, reset_limit=3) == [1, 1]

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.cli import find_hosts
 from ringjax.run.hosts import (
     Host,
     assign,
@@ -19,6 +18,7 @@ from ringjax.run.hosts import (
     parse_hosts,
     slurm_hosts,
 )
+from ringjax.run.start import find_hosts
 
 
 @pytest.mark.parametrize(

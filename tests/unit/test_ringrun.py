@@ -229,9 +229,6 @@ def test_a_command_line_of_horovod_is_understood() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--min-np", "2"], "--min-np: elastic jobs are not available in this version"),
-        (["--host-discovery-script", "x"], "elastic jobs are not available"),
-        (["--blacklist-cooldown-range", "1", "2"], "elastic jobs are not available"),
         (["-np", "0"], "0 is less than 1"),
         (["-np", "two"], "invalid whole number value: 'two'"),
         (["-np", "2"], "no command given"),
@@ -314,6 +311,13 @@ def test_what_ranks_get_unless_somebody_says_otherwise() -> None:
     }
     chosen = ringrun("-np", "1", *sh("env"), GLIBC_TUNABLES="glibc.malloc.check=0")
     assert "GLIBC_TUNABLES=glibc.malloc.check=0\n" in chosen.stdout
+
+
+def test_a_job_inside_an_elastic_one_is_not_elastic() -> None:
+    done = ringrun("-np", "1", *sh("env"), RINGJAX_ELASTIC="1", RINGJAX_WORKER="7")
+    assert done.returncode == 0
+    assert "RINGJAX_ELASTIC" not in done.stdout
+    assert "RINGJAX_WORKER" not in done.stdout
 
 
 def test_yaml_without_pyyaml(tmp_path: Path) -> None:

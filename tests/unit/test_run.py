@@ -110,14 +110,10 @@ def test_from_a_thread() -> None:
 def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from ringjax.run.job import Job
 
-    turn = Job._turn
+    def interrupted(self: Job, name: int, pid: int) -> None:
+        raise KeyboardInterrupt
 
-    def interrupted(self: Job) -> None:
-        turn(self)
-        if self._pids:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Job, "_turn", interrupted)
+    monkeypatch.setattr(Job, "started", interrupted)
     monkeypatch.setenv(leaks.JOB_VARIABLE, "interrupted")
     with pytest.raises(KeyboardInterrupt):
         run(lambda: __import__("time").sleep(1000), np=2)

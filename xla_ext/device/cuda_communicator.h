@@ -48,7 +48,7 @@ struct CudaStats {
   double seconds = 0;
 };
 
-class CudaCommunicator {
+class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
  public:
   // Device memory for the fused buffer, free for reuse when the work that is enqueued
   // on the call's stream until the end of the call is done.

@@ -72,13 +72,15 @@ class Exchange {
   iovec rest_;
 };
 
-// Waits until all ranks have reached this turn on the board.
-Status Await(uint64_t turn, const Lane& lane, Waiter* waiter) {
+// Waits until all ranks have reached this turn on the board. None can be further than
+// one turn ahead, nor before `least`.
+Status Await(Board::Counter counter, uint64_t turn, uint64_t least, const Lane& lane,
+             Waiter* waiter) {
   Board& board = *lane.board;
   for (int peer = 0; peer < board.size(); ++peer) {
-    uint64_t known = turn - 1;
+    uint64_t known = least;
     while (peer != board.rank()) {
-      RJ_TRY(board.Follow(Board::kAgreed, peer, turn, turn + 1, &known));
+      RJ_TRY(board.Follow(counter, peer, turn, turn + 1, &known));
       if (known >= turn) break;
       RJ_TRY(waiter->Idle(
           [&board] { return std::vector<Waiter::Interest>{{&board, true, false}}; }));
@@ -102,7 +104,7 @@ Status AgreeOnBoard(Frame mine, const Lane& lane, Waiter* waiter, bool* agreed) 
   const uint64_t turn = board.mine(Board::kAgreed) + 1;
   std::memcpy(board.Note(turn, board.rank()), &mine, sizeof mine);
   board.Publish(Board::kAgreed, turn);
-  RJ_TRY(Await(turn, lane, waiter));
+  RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
   *agreed = mine.agreed == 1;
   for (int peer = 0; peer < board.size(); ++peer) {
     Frame theirs;
@@ -139,7 +141,7 @@ Status ShowOnBoard(const Frame& mine, const std::string& own, const Lane& lane,
   if (own.size() <= Board::kNoteBytes)
     std::memcpy(note + Board::kHeaderBytes, own.data(), own.size());
   board.Publish(Board::kAgreed, turn);
-  RJ_TRY(Await(turn, lane, waiter));
+  RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
   for (int peer = 0; peer < board.size(); ++peer) {
     Frame& theirs = (*frames)[peer];
     note = board.Note(turn, peer);
@@ -211,6 +213,32 @@ Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
     if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) mine.agreed = 0;
   }
   *agreed = mine.agreed == 1;
+  return OkStatus();
+}
+
+Status AwaitEnd(const Frame& frame, const Lane& lane, bool fetched, Waiter* waiter) {
+  waiter->Progressed();
+  if (fetched)
+    return Await(Board::kFetched, lane.board->mine(Board::kFetched), 0, lane, waiter);
+  if (lane.board) {
+    const uint64_t turn = lane.board->mine(Board::kEnded) + 1;
+    lane.board->Publish(Board::kEnded, turn);
+    return Await(Board::kEnded, turn, turn - 1, lane, waiter);
+  }
+  const int size = static_cast<int>(lane.links.size());
+  Exchange exchange(lane, waiter);
+  Frame mine = frame, theirs;
+  mine.kind = static_cast<uint16_t>(FrameKind::kEnd);
+  mine.bytes = 0;
+  for (int round = 0, reach = 1; reach < size; ++round, reach *= 2) {
+    const int to = (lane.rank + reach) % size;
+    const int from = (lane.rank - reach + size) % size;
+    mine.step = static_cast<uint32_t>(round);
+    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
+    if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
+        theirs.step != mine.step)
+      return OutOfStep(theirs, mine, from);
+  }
   return OkStatus();
 }
 

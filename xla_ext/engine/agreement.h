@@ -19,6 +19,11 @@ namespace ringjax {
 Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
              bool* agreed);
 
+// After the data: returns once all ranks have come here, so that whoever goes on knows
+// that all have their results. `fetched`: the last of the data were tiles on the board,
+// whose counters tell that by themselves.
+Status AwaitEnd(const Frame& frame, const Lane& lane, bool fetched, Waiter* waiter);
+
 // After a disagreement: every rank's text, by rank; texts longer than 64 KiB are cut.
 Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lane,
                      Waiter* waiter, std::vector<std::string>* texts);

@@ -1,68 +1,27 @@
 // One call from the turnstile to the finished buffers. See communicator.h; what the
-// call is split into is in requests.cc.
+// call is split into is in requests.cc, what goes wrong in blame.cc, what a generation
+// is in generation.cc.
 #include "engine/communicator.h"
-
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <exception>
 #include <thread>
 
 #include "engine/agreement.h"
+#include "engine/succession.h"
 #include "engine/tiles.h"
 
 namespace ringjax {
-namespace {
-
-// Leaves the turnstile whatever happens: a turn that is kept would stop all others.
-class Turn {
- public:
-  explicit Turn(Turnstile* turnstile) : turnstile_(turnstile) {}
-  ~Turn() { turnstile_->Leave(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-
- private:
-  Turnstile* turnstile_;
-};
-
-}  // namespace
-
-uint64_t Turnstile::Take() {
-  std::lock_guard lock(mutex_);
-  return next_++;
-}
-
-Status Turnstile::Wait(uint64_t ticket, const std::function<Status()>& stop) {
-  std::unique_lock lock(mutex_);
-  while (serving_ != ticket) {
-    // Asked before waiting: behind a turn that was lost nobody will call.
-    lock.unlock();
-    RJ_TRY(stop());
-    lock.lock();
-    if (serving_ == ticket) break;
-    turn_.wait_for(lock, std::chrono::milliseconds(100));
-  }
-  return OkStatus();
-}
-
-void Turnstile::Leave() {
-  {
-    std::lock_guard lock(mutex_);
-    ++serving_;
-  }
-  turn_.notify_all();
-}
-
-void Turnstile::WakeAll() { turn_.notify_all(); }
-
 Communicator::Communicator(CommunicatorOptions options,
                            std::vector<std::unique_ptr<Link>> links,
                            std::unique_ptr<Doorbell> doorbell,
-                           std::unique_ptr<Board> board)
-    : options_(std::move(options)), doorbell_(std::move(doorbell)) {
+                           std::unique_ptr<Board> board,
+                           std::shared_ptr<Succession> succession)
+    : options_(std::move(options)),
+      doorbell_(std::move(doorbell)),
+      succession_(std::move(succession)),
+      progress_(succession_ ? std::make_shared<Progress>() : nullptr) {
   options_.topology.board = board != nullptr;
   lane_.links = std::move(links);
   lane_.board = std::move(board);
@@ -82,17 +41,31 @@ std::string Communicator::Prefix() const {
          "]: ";
 }
 
-Status Communicator::Run(const Call& call) { return RunInTurn(TakeTicket(), call); }
+uint64_t Communicator::TakeTicket() {
+  return Continues() ? succession_->TakeTicket() : turnstile_.Take();
+}
 
-Status Communicator::RunInTurn(uint64_t ticket, const Call& call) {
-  return InTurn(ticket, call, [&] { return RunExclusive(call); });
+Status Communicator::Run(const Call& call, uint32_t* epoch) {
+  return RunInTurn(TakeTicket(), call, epoch);
+}
+
+Status Communicator::RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch) {
+  if (Continues()) return succession_->Run(*this, ticket, call, epoch);
+  if (epoch) *epoch = options_.epoch;
+  return InTurn(ticket, call, [&] {
+    Attempt attempt;
+    return RunExclusive(call, &attempt);
+  });
 }
 
 Status Communicator::Compare(const Call& call, const Status& fits, bool* refused) {
-  return InTurn(TakeTicket(), call, [&] {
+  return InTurn(turnstile_.Take(), call, [&] {
     Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
     Frame frame;
-    return Enter(call, fits, &frame, &waiter, refused);
+    Agreement agreement;
+    RJ_TRY(Enter(call, fits, &frame, &waiter, &agreement));
+    *refused = agreement.refused;
+    return agreement.outcome;
   });
 }
 
@@ -106,6 +79,13 @@ Status Communicator::InTurn(uint64_t ticket, const Call& call,
   });
   if (!turn.ok()) return Fail(call, turn);
   const Turn here(&turnstile_);
+  return Guarded(call, body);
+}
+
+Status Communicator::Guarded(const Call& call, const std::function<Status()>& body) {
+  const Active active(this);
+  // In one order with Active's mark, and with the abort before a report.
+  if (aborted_.load(std::memory_order_seq_cst)) return Fail(call, abort_status());
   try {
     return body();
   } catch (const std::exception& e) {  // out of memory, most likely: peers must know
@@ -118,6 +98,7 @@ Status Communicator::Begin(const Call& call, Frame* frame) {
   if (Status left = CheckLeft(); !left.ok()) return Fail(call, left);
   // Counted and voted on even if it is not valid, so that all ranks stay in step.
   entered_.fetch_add(1, std::memory_order_relaxed);
+  if (progress_) progress_->Begun(entered());
   warned_ = 0;
   lane_.on_stall = [this, &call](double seconds, const std::vector<int>& peers) {
     return OnStall(call, seconds, peers);
@@ -130,32 +111,46 @@ Status Communicator::Begin(const Call& call, Frame* frame) {
 }
 
 Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
-                           Waiter* waiter, bool* refused) {
+                           Waiter* waiter, Agreement* agreement) {
   RJ_TRY(Begin(call, frame));
   frame->fingerprint = Fingerprint(call);
-  return AgreeOn(call, fits, *frame, waiter, refused);
+  return AgreeOn(call, fits, *frame, waiter, agreement);
 }
 
-Status Communicator::RunExclusive(const Call& call) {
+Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
+                                  const Status* fits) {
   const auto start = Clock::now();
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
-  bool refused = false;
-  const Status valid = Validate(call);
+  Agreement agreement;
+  const Status valid = fits && !fits->ok() ? *fits : Validate(call);
   std::vector<Request> requests;
   if (valid.ok()) requests = Split(call);
   const bool note = IsNote(requests);
+  // What the board has, or nothing, needs no rank to wait for the others' results.
+  attempt->elsewhere = note || (valid.ok() && requests.empty());
   if (note) PutNote(requests[0].in, requests[0].arithmetic, lane_);
-  RJ_TRY(Enter(call, valid, &frame, &waiter, &refused));
+  RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
+  if (!agreement.outcome.ok())
+    return Close(call, agreement.outcome, Barrier::kFrames, frame, &waiter, attempt);
   if (note) {
     ReduceNotes(requests[0].out, requests[0].arithmetic, lane_);
     Count(requests[0], kShared, requests[0].wire_bytes());
     requests.clear();
   }
+  if (progress_ && !requests.empty())
+    progress_->set_repeatable(fits || call.KeepsInputs());
+  Barrier barrier = Barrier::kNone;
+  const auto fetched = [this] {
+    return lane_.board ? lane_.board->mine(Board::kFetched) : 0;
+  };
   for (Request& request : requests) {
+    const uint64_t before = fetched();
     if (Status s = RunRequest(&request, frame, &waiter); !s.ok()) return Fail(call, s);
+    barrier = fetched() != before ? Barrier::kFetched : Barrier::kFrames;
     ++frame.step;
   }
+  RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(call.op)];
   ++stats.calls;
@@ -164,9 +159,12 @@ Status Communicator::RunExclusive(const Call& call) {
 }
 
 Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame& frame,
-                             Waiter* waiter, bool* refused) {
-  *refused = size() == 1;
-  if (size() == 1) return valid.ok() ? valid : Named(call, valid);
+                             Waiter* waiter, Agreement* agreement) {
+  agreement->refused = size() == 1;
+  if (size() == 1) {
+    agreement->outcome = valid.ok() ? valid : Named(call, valid);
+    return OkStatus();
+  }
   bool agreed = false, fit = valid.ok();
   if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
     return Fail(call, s);
@@ -176,10 +174,13 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
       return Fail(call, s);
     if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
       return Fail(call, s);
-    if (!agreed)
-      return Named(call, {Code::kMismatch,
-                          "splits and received_splits of the ranks do not fit "
-                          "together. Nothing was exchanged."});
+    if (!agreed) {
+      agreement->outcome =
+          Named(call, {Code::kMismatch,
+                       "splits and received_splits of the ranks do not fit together. "
+                       "Nothing was exchanged."});
+      return OkStatus();
+    }
   }
   if (agreed) return OkStatus();
   std::vector<std::string> texts;
@@ -187,11 +188,15 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
       valid.ok() ? Explain(call, kMostText) : Refusal(valid.message());
   if (Status s = ExchangeTexts(frame, own, lane_, waiter, &texts); !s.ok())
     return Fail(call, s);
-  *refused = std::all_of(texts.begin(), texts.end(), IsRefusal);
-  if (!valid.ok()) return Named(call, valid);
-  int culprit = -1;
-  std::string text = Mismatch(texts, options_.members, options_.name, &culprit);
-  return Status(Code::kMismatch, Prefix() + text, culprit);
+  agreement->refused = std::all_of(texts.begin(), texts.end(), IsRefusal);
+  if (valid.ok()) {
+    int culprit = -1;
+    std::string text = Mismatch(texts, options_.members, options_.name, &culprit);
+    agreement->outcome = Status(Code::kMismatch, Prefix() + text, culprit);
+  } else {
+    agreement->outcome = Named(call, valid);
+  }
+  return OkStatus();
 }
 
 bool Communicator::IsNote(const std::vector<Request>& requests) const {
@@ -255,29 +260,18 @@ Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& proble
 }
 
 void Communicator::SetCost(const CostModel& cost, const std::string& algorithm) {
+  const auto set = [&] {
+    options_.cost = cost;
+    options_.algorithm = algorithm;
+    plans_.clear();
+    std::lock_guard lock(mutex_);
+    stats_ = {};
+  };
+  if (Continues()) return succession_->Between(set);
   const auto stop = [this] { return aborted() ? abort_status() : OkStatus(); };
   if (!turnstile_.Wait(turnstile_.Take(), stop).ok()) return;  // no call follows
   const Turn here(&turnstile_);
-  options_.cost = cost;
-  options_.algorithm = algorithm;
-  plans_.clear();
-  std::lock_guard lock(mutex_);
-  stats_ = {};
-}
-
-void Communicator::Abort(const Status& status) {
-  {
-    std::lock_guard lock(mutex_);
-    if (abort_status_.ok()) abort_status_ = status;
-  }
-  aborted_.store(true, std::memory_order_release);
-  doorbell_->Ring();
-  turnstile_.WakeAll();
-}
-
-Status Communicator::abort_status() const {
-  std::lock_guard lock(mutex_);
-  return abort_status_;
+  set();
 }
 
 std::map<std::string, OpStats> Communicator::stats() const {
@@ -293,109 +287,6 @@ std::map<std::string, int> Communicator::transports() const {
   for (const auto& link : lane_.links)
     if (link) ++all[std::string(link->transport())];
   return all;
-}
-
-// A link tells that a peer is gone; the heartbeat tells why, a moment later. So it may
-// of one that left in good order: because another was lost before.
-Status Communicator::Fail(const Call& call, const Status& cause) {
-  if (cause.code() == Code::kUnavailable) {
-    for (int i = 0; i < 100 && !aborted(); ++i)
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  if (!aborted()) End(Blame(call, cause));
-  return Named(call, abort_status());
-}
-
-void Communicator::End(const Status& blame) {
-  const Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
-  Abort(Status(code, "rank " + std::to_string(blame.rank()) + " " + blame.message(),
-               blame.rank()));
-  if (on_failure_) on_failure_(blame);
-}
-
-void Communicator::GiveUp(Code code, const std::string& what, int culprit) {
-  const int world = culprit < 0 ? options_.members[rank()] : culprit;
-  if (!aborted()) End(Status(code, what, world));
-}
-
-// As it is shown: with the mark, the operation and what went wrong.
-Status Communicator::Named(const Call& call, const Status& status) const {
-  return Status(status.code(), Prefix() + Where(call) + ": " + status.message(),
-                status.rank());
-}
-
-// Who caused it, as a world rank, and what it did, as a predicate: peers are told these
-// two, so that all ranks print the same sentence.
-Status Communicator::Blame(const Call& call, const Status& cause) const {
-  const int here = options_.members[rank()];
-  int world = cause.rank() < 0 ? here : options_.members[cause.rank()];
-  std::string what = cause.message();
-  if (cause.code() == Code::kCancelled) what = "was " + what;
-  if (cause.code() == Code::kDeadlineExceeded) {
-    char seconds[32];
-    std::snprintf(seconds, sizeof seconds, " for %g s", options_.collective_timeout);
-    std::vector<int> late;
-    if (laggards_) late = laggards_(entered());
-    if (!late.empty()) {
-      world = late.front();
-      what = "has not called " + Where(call);
-    }
-    what += seconds;
-    for (size_t i = 1; i < late.size(); ++i)
-      what += (i == 1 ? ", nor has rank " : ", rank ") + std::to_string(late[i]);
-  }
-  return Status(cause.code(), what, world);
-}
-
-// "rank 2, rank 3": who has not even entered this call if the heartbeat knows, else the
-// peers whose links are waited for.
-std::string Communicator::Waited(const std::vector<int>& peers) const {
-  std::vector<int> world;
-  if (laggards_) world = laggards_(entered());
-  if (world.empty())
-    for (int peer : peers) world.push_back(options_.members[peer]);
-  std::string text;
-  for (int r : world) text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
-  return text.empty() ? "its peers" : text;
-}
-
-Status Communicator::OnStall(const Call& call, double seconds,
-                             const std::vector<int>& peers) {
-  RJ_TRY(CheckLeft());
-  if (options_.stall_warning <= 0 || seconds < options_.stall_warning ||
-      seconds < warned_ * 2)
-    return OkStatus();
-  warned_ = seconds;
-  std::fprintf(stderr,
-               "[ringjax %d/%d e%u] %s has waited %.0f s for %s; still waiting\n",
-               options_.members[rank()], size(), options_.epoch, Where(call).c_str(),
-               seconds, Waited(peers).c_str());
-  return OkStatus();
-}
-
-void Communicator::PeerLeft(int world_rank) {
-  int none = -1;
-  left_.compare_exchange_strong(none, world_rank);
-  doorbell_->Ring();
-}
-
-Status Communicator::CheckLeft() const {
-  const int left = left_.load();
-  if (left < 0) return OkStatus();
-  const auto& members = options_.members;
-  const auto at = std::find(members.begin(), members.end(), left) - members.begin();
-  return Status(Code::kUnavailable, "has shut down", static_cast<int>(at));
-}
-
-std::string Communicator::Where(const Call& call) const {
-  std::string text = call.Title() + " (";
-  if (call.tensors.size() == 1)
-    text += Describe(call.tensors[0]);
-  else
-    text += std::to_string(call.tensors.size()) + " tensors";
-  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter)
-    text += ", " + std::string(Name(call.reduce_op));
-  return text + ", seq " + std::to_string(entered()) + ")";
 }
 
 }  // namespace ringjax

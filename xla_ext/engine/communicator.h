@@ -9,7 +9,6 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -22,6 +21,8 @@
 #include "collective/table.h"
 #include "engine/descriptor.h"
 #include "engine/executor.h"
+#include "engine/progress.h"
+#include "engine/turnstile.h"
 
 namespace ringjax {
 
@@ -49,43 +50,64 @@ struct OpStats {
   std::map<std::string_view, uint64_t> algorithms;  // calls, by name in the table
 };
 
-// First come, first served, over condition variables; the fast path takes one lock.
-class Turnstile {
- public:
-  uint64_t Take();
-  // Not ok if `stop` says so while waiting; the turn is then lost for good.
-  Status Wait(uint64_t ticket, const std::function<Status()>& stop);
-  void Leave();  // after one's turn
-  void WakeAll();
-
- private:
-  std::mutex mutex_;
-  std::condition_variable turn_;
-  uint64_t next_ = 0, serving_ = 0;
+// How far a call got in a communicator that was aborted under it.
+struct Attempt {
+  bool over = false;       // not at all: the status is what all ranks have
+  uint64_t sequence = 0;   // its number, counted since the installation
+  bool complete = false;   // its results are here, or the error that all ranks have
+  Status outcome;          // of one that is complete
+  bool elsewhere = false;  // what is missing is on the board, or nothing at all
 };
+
+class Succession;
 
 // Shared: Python, the registry and (weakly) the heartbeat hold the same one.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  // `board` is for ranks that all share one host, on all of them or on none.
+  // `board` is for ranks that all share one host, on all of them or on none. With a
+  // `succession` this is one of its generations, from the moment it is installed there.
   Communicator(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
                std::unique_ptr<Doorbell> doorbell,
-               std::unique_ptr<Board> board = nullptr);
+               std::unique_ptr<Board> board = nullptr,
+               std::shared_ptr<Succession> succession = nullptr);
   ~Communicator();
 
   int id() const { return options_.id; }
   int rank() const { return options_.topology.rank; }
   int size() const { return options_.topology.size; }
+  uint32_t epoch() const { return options_.epoch; }
   const CommunicatorOptions& options() const { return options_; }
   // "RINGJAX[world, epoch 0]: ", the mark of every message that leaves the core.
   std::string Prefix() const;
 
-  // Runs one call on this thread and returns when its results are in place.
-  Status Run(const Call& call);
+  // Runs one call on this thread and returns when its results are in place. Of a
+  // generation: in the one of the moment, and again if that ends (succession.h).
+  // `*epoch`: where it ran.
+  Status Run(const Call& call, uint32_t* epoch = nullptr);
 
   // The same in two halves for callers that already hold a place in the order.
-  uint64_t TakeTicket() { return turnstile_.Take(); }
-  Status RunInTurn(uint64_t ticket, const Call& call);
+  uint64_t TakeTicket();
+  Status RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch = nullptr);
+  // In this generation only. If that ends under the call, this parks until it is known
+  // whether the call counts as finished, and is kUnavailable if not. `fits` is what the
+  // caller thinks of the call; who repeats it is the caller, so inputs are its matter.
+  Status RunOnce(const Call& call, const Status& fits = OkStatus());
+
+  // -- as a generation ---------------------------------------------------------------
+
+  const std::shared_ptr<Succession>& succession() const { return succession_; }
+  // Its number in the succession; 0: not installed.
+  uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
+  void Installed(uint64_t generation);  // by the succession, which counts from here on
+  // Of one with a succession: outlives it there.
+  const std::shared_ptr<Progress>& progress() const { return progress_; }
+  // One call here, in somebody else's turn. Unless `over`, this communicator has ended.
+  Status Try(const Call& call, Attempt* attempt);
+  // The call counts as finished, and this communicator has ended: its results.
+  Status Complete(const Call& call, const Attempt& attempt);
+  // After an abort: waits until no call makes progress here. kDeadlineExceeded: one
+  // does not stop. kFailedPrecondition: this was not aborted.
+  Status Quiesce(double seconds, Standing* standing);
 
   // Only finds out whether all ranks mean the same call and can do it; moves no tensor.
   // For backends that move them another way: `fits` is what such a one thinks of it.
@@ -150,17 +172,48 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     }
   };
 
-  // Serves `body` when it is the ticket's turn.
+  // Of this generation alone: serves `body` when it is the ticket's turn.
   Status InTurn(uint64_t ticket, const Call& call, const std::function<Status()>& body);
-  Status RunExclusive(const Call& call);
+  // While it lives, a call may make progress here.
+  class Active {
+   public:
+    explicit Active(Communicator* c) : c_(c->progress_ ? c : nullptr) {
+      if (c_) c_->progress_->Begin();
+    }
+    ~Active() {
+      if (c_) c_->progress_->End(c_->aborted());
+    }
+    Active(const Active&) = delete;
+    Active& operator=(const Active&) = delete;
+
+   private:
+    Communicator* c_;
+  };
+  // In a turn: `body`, unless this was aborted; exceptions become a failure.
+  Status Guarded(const Call& call, const std::function<Status()>& body);
+  bool Continues() const { return generation() > 0; }
+  // `fits`: of RunOnce, else null.
+  Status RunExclusive(const Call& call, Attempt* attempt, const Status* fits = nullptr);
+  // What tells that the others have their results as well.
+  enum class Barrier { kNone, kFetched, kFrames };
+  // The end of a call: its results are complete here, and its outcome the same on all.
+  // With a succession, waits until they are complete everywhere.
+  Status Close(const Call& call, const Status& outcome, Barrier barrier,
+               const Frame& frame, Waiter* waiter, Attempt* attempt);
   // Counts the call and makes the frame of its messages.
   Status Begin(const Call& call, Frame* frame);
-  // The part before the data: begins the call, then agrees about it.
+  // What all ranks know about a call before it begins. Not ok: nobody does.
+  struct Agreement {
+    Status outcome;
+    bool refused = false;  // because no rank can
+  };
+  // The part before the data: begins the call, then agrees about it. Not ok: this
+  // communicator has ended.
   Status Enter(const Call& call, const Status& fits, Frame* frame, Waiter* waiter,
-               bool* refused);
+               Agreement* agreement);
   // `valid` is what Validate found: this rank's vote.
   Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
-                 Waiter* waiter, bool* refused);
+                 Waiter* waiter, Agreement* agreement);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                      bool* fit) const;
   std::vector<Request> Split(const Call& call) const;
@@ -191,9 +244,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   CommunicatorOptions options_;  // only cost and algorithm ever change, in a turn
   const std::unique_ptr<Doorbell> doorbell_;
+  const std::shared_ptr<Succession> succession_;
   Lane lane_;
   bool crowded_ = false;
-  Turnstile turnstile_;
+  Turnstile turnstile_;  // before it is installed
+  std::atomic<uint64_t> generation_{0};
+  const std::shared_ptr<Progress> progress_;  // null without a succession
   std::atomic<uint64_t> entered_{0};  // sequence number of the call being served
   double warned_ = 0;
   std::map<std::vector<uint64_t>, Planned> plans_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <charconv>
 #include <sstream>
+#include <utility>
 
 #include "engine/adasum.h"
 #include "engine/hash.h"
@@ -84,6 +85,26 @@ std::string_view Call::TensorName(size_t i) const {
     rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
   }
   return rest.substr(0, rest.find('\n'));
+}
+
+bool Call::KeepsInputs() const {
+  using Range = std::pair<uintptr_t, uintptr_t>;
+  auto range = [](const void* at, uint64_t bytes) {
+    const auto begin = reinterpret_cast<uintptr_t>(at);
+    return Range{begin, begin + bytes};
+  };
+  std::vector<std::pair<Range, bool>> ranges;  // of memory; whether it is written
+  for (const Tensor& t : tensors) {
+    if (t.bytes() > 0) ranges.push_back({range(t.in, t.bytes()), false});
+    if (t.room > 0) ranges.push_back({range(t.out, t.room), true});
+  }
+  std::sort(ranges.begin(), ranges.end());
+  uintptr_t ends[2] = {0, 0};  // of what came so far: read, written
+  for (const auto& [r, written] : ranges) {
+    if (r.first < ends[written ? 0 : 1]) return false;
+    ends[written ? 1 : 0] = std::max(ends[written ? 1 : 0], r.second);
+  }
+  return true;
 }
 
 bool RaggedRows(Collective op) {

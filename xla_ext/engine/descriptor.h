@@ -48,6 +48,8 @@ struct Call {
   // "allreduce 'grads'", or "allreduce" if it has no name.
   std::string Title() const;
   std::string_view TensorName(size_t i) const;
+  // Whether no result is written where any tensor lies.
+  bool KeepsInputs() const;
 };
 
 // True if dim 0 may differ between ranks (its size is in rows instead).

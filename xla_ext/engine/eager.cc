@@ -1,5 +1,7 @@
-// Submission, the thread and its rounds, the end. See eager.h; how decisions are run is
-// in eager_execute.cc, what is said about those who are late in eager_watch.cc.
+// The thread and its rounds, the end. See eager.h; what callers hand in goes through
+// eager_submit.cc, how decisions are run is in eager_execute.cc, what is said about
+// those who are late in eager_watch.cc, what becomes of it all when ranks are lost in
+// eager_generation.cc.
 #include "engine/eager.h"
 
 #include <exception>
@@ -19,8 +21,6 @@ Clock::duration Seconds(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
-constexpr char kJoin[] = "join";
-
 // What must be done even if there is no memory just now.
 template <typename F>
 void Insist(F&& f) {
@@ -36,10 +36,12 @@ void Insist(F&& f) {
 }  // namespace
 
 EagerLane::EagerLane(std::shared_ptr<Communicator> communicator, EagerOptions options)
-    : communicator_(std::move(communicator)),
+    : origin_(communicator->Prefix()),
+      succession_(communicator->succession()),
       options_(options),
+      communicator_(std::move(communicator)),
       gate_(MakeGate(*communicator_)),
-      negotiation_(ForNegotiation()) {
+      negotiation_(std::make_unique<Negotiation>(ForNegotiation())) {
   worker_ = std::thread([this] { Work(); });
 }
 
@@ -53,106 +55,49 @@ EagerLane::~EagerLane() {
 
 void EagerLane::Abort(const Status& status) {
   if (!owner_.IsHere()) return;
-  communicator_->Abort(status);
-  if (cuda_) cuda_->Abort(status);
+  // First, so that the thread moves to no other generation after this.
+  if (succession_) succession_->End(status);
+  std::shared_ptr<Communicator> here;
+  {
+    std::lock_guard lock(mutex_);
+    here = communicator_;
+  }
+  here->Abort(status);
+  if (const auto backend = cuda()) backend->Abort(status);
 }
 
 void EagerLane::Close() {
   if (!owner_.IsHere()) return;
   std::lock_guard lock(closing_);
-  if (cuda_) cuda_->Finish();
+  if (const auto backend = cuda()) backend->Finish();
   Abort(Status(Code::kUnavailable, "ringjax is shut down"));
   if (worker_.joinable()) worker_.join();
   if (cuda_) cuda_->Close();
 }
 
-// -- submission ----------------------------------------------------------------------
-
-Status EagerLane::Named(const std::string& what, const Status& cause) const {
-  return Status(cause.code(), communicator_->Prefix() + what + ": " + cause.message(),
-                cause.rank());
+void EagerLane::set_cuda(EagerBackendMaker make) {
+  auto made = make(communicator());
+  std::lock_guard lock(mutex_);
+  make_cuda_ = std::move(make);
+  cuda_ = std::move(made);
 }
 
-Status EagerLane::Check(const EagerRequest& request) const {
-  const Submission& what = request.what;
-  auto invalid = [](const std::string& text) {
-    return Status(Code::kInvalidArgument, text);
-  };
-  if (!owner_.IsHere())
-    return Status(Code::kFailedPrecondition, "this process was forked after init()");
-  RJ_TRY(CheckSubmission(what, communicator_->size()));
-  if (what.cuda && !cuda_)
-    return invalid("CUDA tensors need a CUDA device on every rank, and NCCL");
-  const bool makes = what.op == Collective::kAllgather ||
-                     what.op == Collective::kAlltoall ||
-                     what.op == Collective::kBarrier;
-  if (request.ins.size() != what.tensors.size() ||
-      request.outs.size() != (makes ? 0 : request.ins.size()))
-    return invalid("inputs and results differ in number");
-  for (size_t i = 0; i < request.ins.size(); ++i) {
-    const Submission::Piece& piece = what.tensors[i];
-    // Of few rows, the last ranks get none.
-    const bool gets =
-        what.op != Collective::kReducescatter || piece.dims[0] > communicator_->rank();
-    if (piece.bytes() > 0 &&
-        (request.ins[i] == nullptr || (!makes && gets && request.outs[i] == nullptr)))
-      return invalid("tensor " + std::to_string(i) + " has no memory");
-  }
-  return OkStatus();
+std::shared_ptr<EagerBackend> EagerLane::cuda() const {
+  std::lock_guard lock(mutex_);
+  return cuda_;
 }
 
-Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
-  if (const Status status = Check(request); !status.ok())
-    return Named(request.what.Title(), status);
-  std::shared_ptr<DevicePoint> mark;
-  if (request.what.cuda) {
-    auto made = cuda_->Mark(request);
-    if (!made.ok()) return Named(request.what.Title(), made.status());
-    mark = std::move(made.value());
-  }
-  auto task = std::make_shared<Task>(std::move(request.what));
-  task->ins = std::move(request.ins);
-  task->outs = std::move(request.outs);
-  task->mark = std::move(mark);
-  // Kept here: once the lane has the task, it may end it and forget the ticket.
-  const auto ticket = std::make_shared<Ticket>(gate_);
-  ticket->stream_ = request.stream;
-  task->ticket = ticket;
-  {
-    std::lock_guard lock(mutex_);
-    if (!failure_.ok()) return Named(task->Describe(), failure_);
-    // First, so that nothing fails between the two that follow.
-    if (incoming_.size() == incoming_.capacity())
-      incoming_.reserve(2 * incoming_.size() + 16);
-    if (!active_.try_emplace(KeyView{task->op, task->name}, task).second)
-      return Named(task->Title(),
-                   {Code::kInvalidArgument,
-                    "duplicate name: an operation of this name is still under way on "
-                    "this rank; wait for it, or give it another name"});
-    incoming_.push_back(task);
-    task->keep = request.keep;
-    ++stats_.submissions;
-  }
-  communicator_->Wake();
-  return ticket;
+std::shared_ptr<Communicator> EagerLane::communicator() const {
+  if (!succession_) return communicator_;
+  if (auto present = succession_->current()) return present;
+  std::lock_guard lock(mutex_);  // it has ended
+  return communicator_;
 }
 
-Result<std::shared_ptr<Ticket>> EagerLane::Join() {
-  auto ticket = std::make_shared<Ticket>(gate_);
-  {
-    std::lock_guard lock(mutex_);
-    if (!owner_.IsHere())
-      return Named(kJoin, {Code::kFailedPrecondition, "this process was forked"});
-    if (!failure_.ok()) return Named(kJoin, failure_);
-    if (joined_)
-      return Named(kJoin, {Code::kInvalidArgument,
-                           "duplicate: this rank has joined already and waits for the "
-                           "others"});
-    joined_ = ticket;
-    joins_ = true;
-  }
-  communicator_->Wake();
-  return ticket;
+bool EagerLane::aborted() const {
+  if (!succession_) return communicator_->aborted();
+  std::lock_guard lock(mutex_);
+  return !failure_.ok();
 }
 
 std::vector<void*> EagerLane::TakeEnded() {
@@ -175,26 +120,30 @@ EagerStats EagerLane::stats() const {
 // -- the thread ----------------------------------------------------------------------
 
 void EagerLane::Work() {
-  try {
-    if (Loop().ok()) return;
-  } catch (const std::exception& e) {  // out of memory, most likely: peers must know
+  Status end;
+  do {
+    try {
+      end = Loop();
+    } catch (const std::exception& e) {  // out of memory, most likely: peers must know
+      Insist([&] {
+        communicator_->GiveUp(Code::kInternal, std::string("failed: ") + e.what());
+      });
+    }
+    // Whatever ends the loop has aborted the communicator: all ranks give this reason.
     Insist([&] {
-      communicator_->GiveUp(Code::kInternal, std::string("failed: ") + e.what());
+      end = communicator_->abort_status();
+      if (cuda_) cuda_->Abort(end);
     });
-  }
-  // Whatever ends the loop has aborted the communicator: all ranks give this reason.
-  Insist([this] {
-    const Status cause = communicator_->abort_status();
-    if (cuda_) cuda_->Abort(cause);
-    FailAll(cause);
-  });
+    if (MayContinue()) end = Renew();
+  } while (end.ok());
+  Insist([&] { FailAll(end); });
 }
 
 Status EagerLane::Loop() {
   while (true) {
     TakeIn();
     if (Clock::now() >= next_look_) Watch();
-    if (negotiation_.HasNews()) {
+    if (negotiation_->HasNews()) {
       RJ_TRY(Gather());
       RJ_TRY(Round());
       continue;
@@ -217,10 +166,11 @@ void EagerLane::TakeIn() {
     std::lock_guard lock(mutex_);
     taken_.swap(incoming_);
     joins = std::exchange(joins_, false);
+    if (succession_) HoldBack(&joins);
   }
-  for (const TaskPtr& task : taken_) negotiation_.Submit(task);
+  for (const TaskPtr& task : taken_) negotiation_->Submit(task);
   taken_.clear();
-  if (joins) negotiation_.Join();
+  if (joins) negotiation_->Join();
 }
 
 // Waits for more to fuse with, unless a peer does not want to wait.
@@ -240,11 +190,11 @@ Status EagerLane::Round() {
     recording_ = timeline_;
   }
   if (recording_) recording_->Round();
-  const std::string news = negotiation_.TakeNews();
+  const std::string news = negotiation_->TakeNews();
   std::vector<std::string> messages;
   RJ_TRY(communicator_->Exchange(news, &messages));
   std::vector<Decision> decisions;
-  if (Status s = negotiation_.Receive(messages, &decisions); !s.ok()) {
+  if (Status s = negotiation_->Receive(messages, &decisions); !s.ok()) {
     communicator_->GiveUp(s.code(), s.message(), s.rank());
     return s;
   }
@@ -252,10 +202,11 @@ Status EagerLane::Round() {
     std::lock_guard lock(mutex_);
     ++stats_.rounds;
     stats_.news_bytes += news.size();
-    stats_.cached = negotiation_.hits();
+    stats_.cached = hits_before_ + negotiation_->hits();
   }
+  sealed_ = false;
   for (const Decision& decision : decisions) RJ_TRY(Carry(decision));
-  if (negotiation_.pending() > 0 && next_look_ == Clock::time_point::max())
+  if (negotiation_->pending() > 0 && next_look_ == Clock::time_point::max())
     next_look_ = Clock::now();
   return OkStatus();
 }
@@ -265,11 +216,13 @@ Status EagerLane::Carry(const Decision& decision) {
     case Decision::Kind::kRun:
       return Run(decision);
     case Decision::Kind::kFail:
+      RJ_TRY(Seal());
       RecordEnd(decision, decision.status);
       if (const TaskPtr task = Mine(decision.fused[0]))
         Finish({task}, decision.status, nullptr);
       break;
     case Decision::Kind::kJoined:
+      RJ_TRY(Seal());
       FinishJoin(OkStatus(), decision.last_joined);
       break;
   }

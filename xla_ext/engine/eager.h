@@ -4,11 +4,14 @@
 // A thread with a communicator of its own sleeps until this rank submits something or a
 // peer begins a round; it then exchanges news with all ranks (rounds.cc), lets the
 // negotiation decide (negotiation.h) and runs what was decided. No cycle, no
-// coordinator. A failure of the communicator fails everything pending and later.
+// coordinator. A failure of the communicator fails everything pending and later, unless
+// it has a succession: then the lane begins anew in the generation that follows, with
+// all that is pending (eager_generation.cc).
 #pragma once
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -22,6 +25,7 @@
 #include "engine/keys.h"
 #include "engine/negotiation.h"
 #include "engine/owner.h"
+#include "engine/succession.h"
 #include "engine/ticket.h"
 #include "engine/timeline.h"
 
@@ -65,8 +69,12 @@ class EagerBackend {
   virtual void Abort(const Status& status) = 0;
   // Waits, not for ever, until what is enqueued is done; nothing is run any more.
   virtual void Finish() = 0;
-  virtual void Close() = 0;  // when the lane's thread has ended
+  virtual void Close() = 0;  // when the lane's thread has ended, or lets go of it
 };
+
+// Makes one for a generation of the lane's communicator.
+using EagerBackendMaker =
+    std::function<std::shared_ptr<EagerBackend>(const std::shared_ptr<Communicator>&)>;
 
 struct EagerStats {
   uint64_t rounds = 0, news_bytes = 0;          // news_bytes: of this rank
@@ -76,7 +84,11 @@ struct EagerStats {
 
 class EagerLane {
  public:
-  // Nobody else may use `communicator`.
+  // Nobody else may use `communicator`. One with a succession has been installed there,
+  // and the lane follows it from one generation to the next: an operation that the loss
+  // of a rank interrupts is done again by those that are left, as if it had just been
+  // submitted. It is kUnavailable if it cannot be: a broadcast of a rank that is lost,
+  // alltoall with splits, a reducescatter, and all there is when training starts again.
   EagerLane(std::shared_ptr<Communicator> communicator, EagerOptions options);
   ~EagerLane();
 
@@ -95,11 +107,15 @@ class EagerLane {
   std::vector<void*> TakeEnded();
   bool has_ended() const { return has_ended_.load(std::memory_order_acquire); }
 
-  // Before the first submission.
-  void set_cuda(std::shared_ptr<EagerBackend> backend) { cuda_ = std::move(backend); }
+  // What runs calls on CUDA tensors. Before the first submission.
+  void set_cuda(EagerBackendMaker make);
+  std::shared_ptr<EagerBackend> cuda() const;  // null: nothing does
   // From the next round on, what happens is reported there; null: nowhere.
   void set_timeline(std::shared_ptr<Timeline> timeline);
-  const Communicator& communicator() const { return *communicator_; }
+  // Of the present generation.
+  std::shared_ptr<Communicator> communicator() const;
+  // Whether everything fails from now on; a generation that has ended is not the end.
+  bool aborted() const;
   EagerStats stats() const;
 
  private:
@@ -111,9 +127,17 @@ class EagerLane {
     std::shared_ptr<DevicePoint> mark;
     void* keep = nullptr;
     std::shared_ptr<Ticket> ticket;
+    uint64_t order = 0;       // among this rank's submissions
+    uint64_t generation = 0;  // number of the one whose ranks `root` means
   };
   using TaskPtr = std::shared_ptr<Task>;
+  static constexpr char kJoin[] = "join";
   struct Batch;
+  // Memory that grows to the largest batch with results in place, and stays.
+  struct Scratch {
+    std::unique_ptr<std::byte, void (*)(void*)> memory{nullptr, nullptr};
+    uint64_t size = 0;
+  };
   // What a rank waits for, and what has been said about it.
   struct Watched {
     Clock::time_point since;
@@ -121,17 +145,31 @@ class EagerLane {
     bool expired = false;
   };
 
-  Status Check(const EagerRequest& request) const;
+  Status Check(const Submission& what, std::span<void* const> ins,
+               std::span<void* const> outs, const Communicator& present) const;
+  Result<DevicePointPtr> Mark(const EagerRequest& request,
+                              std::shared_ptr<EagerBackend>* backend) const;
+  Status Enlist(const TaskPtr& task, const std::shared_ptr<EagerBackend>& backend);
   Status Named(const std::string& what, const Status& cause) const;
 
   // The thread.
   void Work();
   Status Loop();
   void TakeIn();
+  void HoldBack(bool* joins);
   Status Gather();
   Status Round();
   Status Carry(const Decision& decision);
   void FailAll(const Status& cause);
+
+  // Generations (eager_generation.cc).
+  struct Inheritance;
+  bool MayContinue() const;
+  Status Renew();
+  Status Inherit(uint64_t since, Inheritance* all);
+  Status Adapt(Task* task, const Succession::Change& change) const;
+  void BeginAnew(const Inheritance& all);
+  Status Seal();
 
   // Decisions (eager_execute.cc).
   Status Run(const Decision& decision);
@@ -142,6 +180,9 @@ class EagerLane {
                    Batch* batch) const;
   Result<std::shared_ptr<void>> Allocate(const Submission& s, uint64_t bytes,
                                          std::span<const std::byte> pattern) const;
+  Status MoveAside(Batch* batch);
+  bool IsLost(const Status& status) const;
+  Status Lost(const Decision& decision, const Status& status) const;
 
   // The timeline (eager_record.cc).
   NegotiationOptions ForNegotiation();
@@ -166,15 +207,24 @@ class EagerLane {
   TaskPtr Mine(const Ready& ready) const;
 
   const Owner owner_;
-  const std::shared_ptr<Communicator> communicator_;
+  const std::string origin_;  // prefix of the first generation's texts
+  const std::shared_ptr<Succession> succession_;  // null: the first generation is all
   const EagerOptions options_;
-  const std::shared_ptr<Gate> gate_;
+
+  // Written by the thread with mutex_ held, so that it alone reads them without.
+  std::shared_ptr<Communicator> communicator_;  // the generation that it is in
   std::shared_ptr<EagerBackend> cuda_;
+  EagerBackendMaker make_cuda_;
+
+  const std::shared_ptr<Gate> gate_;
 
   // Of the thread.
   std::shared_ptr<Timeline> recording_;  // in this round
-  Negotiation negotiation_;
-  std::vector<TaskPtr> taken_;                     // from incoming_
+  std::unique_ptr<Negotiation> negotiation_;
+  uint64_t hits_before_ = 0;    // of earlier generations
+  Scratch scratch_;             // for results in place
+  bool sealed_ = false;         // all ranks are known to have heard this round
+  std::vector<TaskPtr> taken_;  // from incoming_
   std::unordered_map<uint64_t, Watched> watched_;  // by Negotiation::Waiting::id
   Clock::time_point next_look_ = Clock::time_point::max();
 
@@ -182,6 +232,7 @@ class EagerLane {
   std::vector<TaskPtr> incoming_;
   bool joins_ = false;                                    // a join is incoming
   std::shared_ptr<Ticket> joined_;                        // of the join under way
+  uint64_t join_generation_ = 0;                          // when it was said
   std::unordered_map<KeyView, TaskPtr, KeyHash> active_;  // submitted and not ended
   std::vector<void*> ended_;                              // kept for what has ended
   // What a device may still use, in the order of its work.

@@ -1,6 +1,7 @@
 // From a decision to one call: places of this rank's tensors, memory for results that
 // only all ranks together have sized, and for a rank that has joined neutral elements
-// and places for what it drops. Nothing is copied.
+// and places for what it drops. Nothing is copied, but for results in place in a job
+// that goes on without ranks it loses.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -17,6 +18,8 @@ struct EagerLane::Batch {
   std::vector<TaskPtr> tasks;  // those of this rank
   std::vector<std::vector<Output>> outputs;
   std::vector<std::shared_ptr<void>> borrowed;
+  // Results in place that are made elsewhere first: tensor in `call`, where it belongs.
+  std::vector<std::pair<size_t, void*>> aside;
   std::vector<std::shared_ptr<DevicePoint>> marks;
   std::shared_ptr<DevicePoint> end;
 };
@@ -190,6 +193,9 @@ Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   if (const TaskPtr task = Mine(ready)) {
     t.in = task->ins[i];
     t.out = task->outs[i];
+    if (succession_ && s.op == Collective::kAllreduce && t.in == t.out &&
+        communicator_->size() > 1)
+      batch->aside.emplace_back(batch->call.tensors.size() - 1, t.out);
     return OkStatus();
   }
   std::vector<std::byte> pattern;
@@ -279,11 +285,54 @@ Status EagerLane::Build(const Decision& decision, Batch* batch) const {
   return OkStatus();
 }
 
+// A call that the loss of a rank interrupts is run again, from inputs that must be as
+// they were. So in a job that survives that, what is reduced in place is reduced into
+// memory of the lane's and copied when all ranks have it. That costs a pass over the
+// result, and memory as large as the largest batch so far, which the lane keeps: fresh
+// pages would cost more than the copy. A broadcast needs none of that: who has
+// something to send writes nothing.
+Status EagerLane::MoveAside(Batch* batch) {
+  std::vector<Tensor>& tensors = batch->call.tensors;
+  const auto room = [](const Tensor& t) {
+    return (t.room + kAlign - 1) / kAlign * kAlign;
+  };
+  uint64_t bytes = 0;
+  for (const auto& [i, out] : batch->aside) bytes += room(tensors[i]);
+  if (bytes > scratch_.size) {
+    void* memory = nullptr;
+    scratch_ = {};  // first, so that there are never two
+    if (posix_memalign(&memory, kAlign, bytes) != 0)
+      return Status(Code::kInternal, "no memory to reduce " + std::to_string(bytes) +
+                                         " bytes in place in an elastic job");
+    scratch_ = {{static_cast<std::byte*>(memory), std::free}, bytes};
+  }
+  std::byte* next = scratch_.memory.get();
+  for (const auto& [i, out] : batch->aside) {
+    tensors[i].out = next;
+    next += room(tensors[i]);
+  }
+  return OkStatus();
+}
+
 Status EagerLane::OpenDevice(const Submission& first) {
   const Status status =
       cuda_ ? cuda_->Open() : Status(Code::kFailedPrecondition, "no CUDA device");
   if (status.ok() || status.message().starts_with("RINGJAX[")) return status;
   return Named(first.Title(), status);
+}
+
+// Whether a call came to nothing because this generation has ended. Otherwise it has an
+// end, the same on all ranks, even if this has been aborted since.
+bool EagerLane::IsLost(const Status& status) const {
+  if (status.ok() || !communicator_->aborted()) return false;
+  return !succession_ || status.code() == Code::kUnavailable ||
+         status.code() == Code::kCancelled;
+}
+
+// It will be submitted again, or fail with all else.
+Status EagerLane::Lost(const Decision& decision, const Status& status) const {
+  if (succession_) RecordEnd(decision, status);
+  return status;
 }
 
 Status EagerLane::Run(const Decision& decision) {
@@ -302,17 +351,27 @@ Status EagerLane::Run(const Decision& decision) {
   const bool runs = first.op != Collective::kBarrier;
   if (runs && first.cuda) status = OpenDevice(first);
   if (runs && status.ok()) {
-    const Status built = Build(decision, &batch);
+    Status built = Build(decision, &batch);
+    if (built.ok() && !batch.aside.empty()) built = MoveAside(&batch);
     bool refused = false;
-    if (!built.ok() || first.cuda) {
+    if (first.cuda || (!succession_ && !built.ok())) {
       // The others must know that this rank cannot, and go on.
       status = communicator_->Compare(batch.call, built, &refused);
       if (status.ok()) status = cuda_->Run(batch.call, batch.marks, &batch.end);
-    } else {
+    } else if (!succession_) {
       status = communicator_->Run(batch.call);
+    } else {
+      status = communicator_->RunOnce(batch.call, built);
     }
-    if (communicator_->aborted() && !status.ok()) return status;
+    if (IsLost(status)) return Lost(decision, status);
+    // All ranks have heard the round, and what this came to. Calls on a device have no
+    // such verdict and need none: the loss of a rank makes all that is there fail.
+    sealed_ = true;
   }
+  if (Status sealed = Seal(); !sealed.ok()) return Lost(decision, sealed);
+  for (const auto& [i, out] : batch.aside)
+    if (status.ok())
+      std::memcpy(out, batch.call.tensors[i].out, batch.call.tensors[i].room);
   RecordEnd(decision, status);
   {
     std::lock_guard lock(mutex_);

@@ -12,7 +12,7 @@ namespace ringjax {
 
 void EagerLane::Watch() {
   const auto now = Clock::now();
-  const std::vector<Negotiation::Waiting> all = negotiation_.waiting();
+  const std::vector<Negotiation::Waiting> all = negotiation_->waiting();
   const auto rank = communicator_->rank();
   std::unordered_map<uint64_t, Watched> watched;
   std::vector<Late> late;
@@ -30,7 +30,7 @@ void EagerLane::Watch() {
     }
     if (mine && !w.expired && options_.timeout > 0 && seconds >= options_.timeout) {
       w.expired = true;
-      negotiation_.Expire(waiting.any->op, waiting.any->name, options_.timeout);
+      negotiation_->Expire(waiting.any->op, waiting.any->name, options_.timeout);
     }
   }
   watched_.swap(watched);

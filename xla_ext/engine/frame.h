@@ -6,7 +6,7 @@
 
 namespace ringjax {
 
-enum class FrameKind : uint16_t { kAgree = 1, kExplain, kData, kRound };
+enum class FrameKind : uint16_t { kAgree = 1, kExplain, kData, kRound, kEnd };
 
 struct Frame {
   static constexpr uint32_t kMagic = 0x584a4752;  // "RGJX"

@@ -45,8 +45,12 @@ bool WriteAll(int fd, const std::string& text, int limit_ms) {
 }  // namespace
 
 Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
-                     std::unique_ptr<Doorbell> wakeup)
-    : rank_(rank), interval_(interval), timeout_(timeout), wakeup_(std::move(wakeup)) {
+                     std::unique_ptr<Doorbell> wakeup, std::unique_ptr<Doorbell> notify)
+    : rank_(rank),
+      interval_(interval),
+      timeout_(timeout),
+      wakeup_(std::move(wakeup)),
+      notify_(std::move(notify)) {
   for (const Peer& peer : peers) {
     fcntl(peer.fd, F_SETFL, fcntl(peer.fd, F_GETFL) | O_NONBLOCK);
     State& state = states_.emplace_back();
@@ -170,13 +174,24 @@ void Heartbeat::ReadFrom(State* state) {
   }
 }
 
+// A rank that does not exist cannot be lost, nor a peer say more than it can.
+bool Heartbeat::Sensible(const Message& message) const {
+  const bool known =
+      message.culprit == -1 || message.culprit == rank_ ||
+      std::any_of(states_.begin(), states_.end(), [&message](const State& state) {
+        return state.peer.rank == message.culprit;
+      });
+  return known && message.magic == Message().magic && message.length <= kMostText &&
+         message.type >= Type::kBeat && message.type <= Type::kLeave;
+}
+
 // Takes one message off the input; false if there is none yet.
 bool Heartbeat::Parse(State* state) {
   Message message;
   if (state->input.size() < sizeof message) return false;
   std::memcpy(&message, state->input.data(), sizeof message);
   const int rank = state->peer.rank;
-  if (message.magic != Message().magic || message.length > kMostText) {
+  if (!Sensible(message)) {
     {
       std::lock_guard lock(mutex_);
       Close(state);
@@ -234,10 +249,12 @@ void Heartbeat::Lose(int rank, const std::string& why) {
   const Status status(Code::kUnavailable, "rank " + std::to_string(rank) + " " + why,
                       rank);
   for (const auto& c : WatchedWith(rank)) c->Abort(status);
+  if (notify_) notify_->Ring();
 }
 
 void Heartbeat::Left(int rank) {
   for (const auto& c : WatchedWith(rank)) c->PeerLeft(rank);
+  if (notify_) notify_->Ring();
 }
 
 std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) const {
@@ -306,6 +323,7 @@ void Heartbeat::Fail(const std::string& message, int culprit) {
     if (!lost_.empty()) std::tie(culprit, what) = lost_.front();
   }
   Tell(Type::kFail, culprit, what);
+  if (notify_ && culprit >= 0 && culprit != rank_) Lose(culprit, what);
 }
 
 void Heartbeat::Leave() { Tell(Type::kLeave, -1, ""); }
@@ -313,6 +331,14 @@ void Heartbeat::Leave() { Tell(Type::kLeave, -1, ""); }
 std::vector<std::pair<int, std::string>> Heartbeat::lost() const {
   std::lock_guard lock(mutex_);
   return lost_;
+}
+
+std::vector<int> Heartbeat::left() const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (const State& state : states_)
+    if (state.left) ranks.push_back(state.peer.rank);
+  return ranks;
 }
 
 std::vector<int> Heartbeat::Laggards(int plane, uint64_t sequence) const {

@@ -5,6 +5,9 @@
 // that fails says why before it goes, and names the rank that it lost itself, so that a
 // cascade still names the first culprit. Each beat carries how many world calls the
 // rank has entered, which is how a stall names the rank that did not call.
+//
+// In an elastic job somebody else decides what follows from a loss; he is rung. There a
+// rank that a communicator blames counts as lost.
 #pragma once
 
 #include <atomic>
@@ -29,9 +32,11 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
     int fd;    // connected stream socket; owned from here on
   };
 
-  // Times in seconds. `wakeup` is an eventfd of its own.
+  // Times in seconds. `wakeup` is an eventfd of its own. `notify` is rung whenever
+  // lost() or left() grows; null: the job is not elastic.
   Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
-            std::unique_ptr<Doorbell> wakeup);
+            std::unique_ptr<Doorbell> wakeup,
+            std::unique_ptr<Doorbell> notify = nullptr);
   ~Heartbeat();
   void Stop();  // ends the thread and closes the sockets; at most once has an effect
 
@@ -46,6 +51,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void Leave();
 
   std::vector<std::pair<int, std::string>> lost() const;
+  std::vector<int> left() const;  // in good order
 
  private:
   enum class Type : uint8_t { kBeat = 1, kFail, kLeave };
@@ -73,6 +79,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void Beat();
   void ReadFrom(State* state);
   bool Parse(State* state);
+  bool Sensible(const Message& message) const;
   void CheckSilence();
   void Lose(int rank, const std::string& why);
   void Left(int rank);
@@ -84,7 +91,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   const Owner owner_;
   const int rank_;
   const double interval_, timeout_;
-  const std::unique_ptr<Doorbell> wakeup_;
+  const std::unique_ptr<Doorbell> wakeup_, notify_;
   mutable std::mutex mutex_;  // guards all below; never held while aborting
   std::vector<State> states_;
   std::vector<std::pair<int, std::string>> lost_;

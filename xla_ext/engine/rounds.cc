@@ -21,7 +21,7 @@ const Call& Round() {
 }  // namespace
 
 Status Communicator::Exchange(const std::string& own, std::vector<std::string>* all) {
-  return InTurn(TakeTicket(), Round(), [&] {
+  return InTurn(turnstile_.Take(), Round(), [&] {
     Frame frame;
     RJ_TRY(Begin(Round(), &frame));
     if (own.size() > kMostMessage)
@@ -32,7 +32,13 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
     }
     Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
     const Status status = ExchangeMessages(frame, own, lane_, &waiter, all);
-    return status.ok() ? status : Fail(Round(), status);
+    if (!status.ok()) return Fail(Round(), status);
+    // A call like others, in what is reported; only that nobody can finish it later.
+    if (progress_) {
+      progress_->Done(entered());
+      progress_->Returned(entered());
+    }
+    return OkStatus();
   });
 }
 

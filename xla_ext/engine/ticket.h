@@ -27,6 +27,7 @@ class DevicePoint {
   // to it is void.
   virtual Status Delay(uint64_t stream) = 0;
 };
+using DevicePointPtr = std::shared_ptr<DevicePoint>;
 
 // Memory that the core made, for results whose size only the ranks together know.
 struct Output {

@@ -25,7 +25,7 @@
 
 namespace ringjax {
 
-class Timeline {
+class Timeline : public std::enable_shared_from_this<Timeline> {
  public:
   // No more than this is written: a file that cannot be opened any more helps nobody.
   static constexpr uint64_t kMostBytes = uint64_t{1} << 30;

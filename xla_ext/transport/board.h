@@ -18,7 +18,7 @@ namespace ringjax {
 class Board : public Waitable {
  public:
   // A rank's counters, each of which only grows.
-  enum Counter { kAgreed, kPosted, kSummed, kFetched, kCounters };
+  enum Counter { kAgreed, kPosted, kSummed, kFetched, kEnded, kCounters };
 
   static constexpr size_t kNoteBytes = 16 << 10;  // the largest note
   static constexpr size_t kHeaderBytes = 64;      // in front of a note

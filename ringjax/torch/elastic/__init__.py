@@ -5,7 +5,7 @@ Horovod's module path; the loop is `ringjax.elastic`.
 
 from __future__ import annotations
 
-from ringjax.elastic import run, run_fn
+from ringjax.elastic import Checkpointer, run, run_fn
 from ringjax.torch.elastic.sampler import ElasticSampler
 from ringjax.torch.elastic.state import (
     TorchState,
@@ -14,6 +14,7 @@ from ringjax.torch.elastic.state import (
 )
 
 __all__ = [
+    "Checkpointer",
     "ElasticSampler",
     "TorchState",
     "get_handler_registry",

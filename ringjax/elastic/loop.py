@@ -1,0 +1,317 @@
+"""run: the loop around a training function that lives through the loss of ranks.
+
+In an elastic job of ringrun the runtime repairs the job below, and this loop follows
+it: at commits ranks come and go. In any other job a reset is a shutdown and an init,
+with whoever then takes part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+from ringjax import errors, runtime
+from ringjax.elastic import agreement, failures, transfer, values
+from ringjax.elastic.agreement import Having
+from ringjax.elastic.checkpoint import Checkpointer
+from ringjax.elastic.departure import leaving_on_sigterm
+from ringjax.elastic.notifications import notification_manager
+from ringjax.elastic.state import State
+from ringjax.errors import HostsUpdatedInterrupt, RingjaxError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S", bound=State)
+_Trainer = Callable[Concatenate[_S, _P], _R]
+
+_ATTEMPTS = 3  # restarts without a commit between them, for what is no loss of a rank
+
+
+class _Job(Protocol):
+    """How ranks come together, again and again."""
+
+    def begin(self) -> None:
+        """Before each call of the training function."""
+
+    def finish(self) -> None:
+        """After its end, on this rank."""
+
+    def failed(self, failure: RingjaxError) -> None:
+        """After a failure in it, or in `begin`; raises if that was the last attempt."""
+
+    def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
+        """Ranks have come or gone."""
+
+
+class _Resetting:
+    """A job whose ranks leave and come back."""
+
+    def __init__(
+        self, state: State, reset: Callable[[], None], load: Callable[[], bool] | None
+    ) -> None:
+        self._state = state
+        self._reset = reset
+        self._load = load
+        self._first = True
+        self._sync = True
+
+    def begin(self) -> None:
+        if self._first and self._load is not None and runtime.rank() == 0:
+            self._load()
+        self._first = False
+        if self._sync:
+            self._state.sync()
+
+    def finish(self) -> None:
+        pass
+
+    def failed(self, failure: RingjaxError) -> None:
+        self._state.restore()
+        self._again(sync=True)
+
+    def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
+        self._again(sync=not interrupt.skip_sync)
+
+    def _again(self, *, sync: bool) -> None:
+        self._reset()
+        self._state.on_reset()
+        self._sync = sync
+
+
+class _Elastic:
+    """A job that the runtime repairs and lets grow."""
+
+    def __init__(
+        self,
+        state: State,
+        warm_up: Callable[[Any], Any] | None,
+        load: Callable[[], bool] | None,
+    ) -> None:
+        self._state = state
+        self._load = load
+        self._having = Having.COMMITTED
+        self._first = True
+        self._change = 0
+        self._vain = 0
+        self._commits = -1
+        self._joins = runtime.is_newcomer()
+        if self._joins:
+            self._having = Having.NOTHING
+            self._rehearse(warm_up)
+
+    def _rehearse(self, warm_up: Callable[[Any], Any] | None) -> None:
+        """Compiles while the others train, and only then asks in."""
+        if warm_up is not None:
+            with runtime.rehearsal():
+                warm_up(self._state)
+            self._state.restore()  # it may have trained, and donated
+        self._state.make_room()
+        runtime.admit()
+
+    def begin(self) -> None:
+        change, self._change = self._change, 0
+        if change and not runtime.pause(change):
+            raise SystemExit(0)  # this rank was asked to leave, and has left
+        agreed = agreement.agree(self._having)
+        if not self._first:
+            self._state.on_reset()
+        else:
+            self._begin_anew(agreed)
+            self._state._cut()
+        if agreed.audience.receivers:
+            if runtime.generation().epoch != agreed.epoch:
+                raise RingjaxError("a rank was lost just before the state was sent")
+            with transfer.addressed(agreed.audience):
+                self._state.sync()
+        self._having = Having.CURRENT
+        self._first = False
+
+    def _begin_anew(self, agreed: agreement.Agreement) -> None:
+        """The newest checkpoint at the start of the job, or if it lost its state."""
+        found = False
+        if self._load is not None and (agreed.lost or not self._joins):
+            if agreed.share[0] != agreed.audience.source:
+                return  # gets it from there, or learns there that it is gone
+            found = self._load()
+        if agreed.lost and not found:
+            # Not a failure that another attempt could mend, so no RingjaxError.
+            raise RuntimeError(
+                "ringjax.elastic: all ranks that had the training state were lost "
+                "before a rank that has joined could get it, and there is no "
+                "checkpoint; start the job again (elastic.run(checkpointer=...) keeps "
+                "the state for such a case)"
+            )
+
+    def finish(self) -> None:
+        # All come to the end, or all start again: who goes before the others have done
+        # their last step could not do it again with them.
+        runtime.check_updates()
+
+    def failed(self, failure: RingjaxError) -> None:
+        self._count(failure)
+        runtime.restart(str(failure))
+        part = values.jax_part()
+        if part is not None and failures.stale_programs(failure):
+            part.forget_programs()
+        self._change = 0
+        if self._having is not Having.NOTHING:
+            self._having = Having.COMMITTED
+        self._state.restore()
+
+    def _count(self, failure: RingjaxError) -> None:
+        if self._commits != self._state._commits or isinstance(
+            failure, errors.PeerLost
+        ):
+            self._vain = 0
+        self._commits = self._state._commits
+        self._vain += 1
+        if self._vain > _ATTEMPTS:
+            raise failure
+
+    def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
+        self._change = self._state._change
+
+
+def _train(
+    func: Callable[..., _R], state: State, job: _Job, args: Any, kwargs: Any
+) -> _R:
+    while True:
+        try:
+            job.begin()
+            result = func(state, *args, **kwargs)
+            job.finish()
+            return result
+        except HostsUpdatedInterrupt as interrupt:
+            again: Callable[[], None] = functools.partial(job.updated, interrupt)
+        except Exception as error:
+            failure = failures.failure(error)
+            if failure is None or failures.final(failure):
+                raise
+            again = functools.partial(job.failed, failure)
+        # Outside of the handlers, so that the arrays in their tracebacks are let go.
+        again()
+
+
+def _decorated(
+    func: Callable[Concatenate[_S, _P], _R],
+    reset: Callable[[], None],
+    warm_up: Callable[[Any], Any] | None = None,
+    checkpointer: Checkpointer | None = None,
+) -> Callable[Concatenate[_S, _P], _R]:
+    @functools.wraps(func)
+    def wrapper(state: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        load = None if checkpointer is None else checkpointer.attach(state)
+        try:
+            if not runtime.elastic():
+                return _train(
+                    *(func, state, _Resetting(state, reset, load), args, kwargs)
+                )
+            with leaving_on_sigterm():
+                return _train(
+                    *(func, state, _Elastic(state, warm_up, load), args, kwargs)
+                )
+        finally:
+            notification_manager.remove_listener(state)
+            agreement.forget()
+            if checkpointer is not None:
+                checkpointer.detach()
+
+    return wrapper
+
+
+def run_fn(
+    func: Callable[Concatenate[_S, _P], _R], reset: Callable[[], None]
+) -> Callable[Concatenate[_S, _P], _R]:
+    """Wraps a training function so that it goes on after a loss.
+
+    Args:
+        func: takes a `State` first. It continues where the state is.
+        reset: brings the job together again. Not called in an elastic job of ringrun,
+            which the runtime brings together.
+
+    Returns:
+        A function of the same arguments. It synchronises the state, then calls `func`,
+        until that returns. After a `RingjaxError` the state goes back to the last
+        commit and everything starts again; after a `HostsUpdatedInterrupt` it starts
+        again with what is there. Errors in how ringjax is called are not caught.
+    """
+    return _decorated(func, reset)
+
+
+@overload
+def run(
+    func: Callable[Concatenate[_S, _P], _R], /
+) -> Callable[Concatenate[_S, _P], _R]: ...
+
+
+@overload
+def run(
+    *,
+    warm_up: Callable[[Any], Any] | None = None,
+    checkpointer: Checkpointer | None = None,
+) -> Callable[
+    [Callable[Concatenate[_S, _P], _R]], Callable[Concatenate[_S, _P], _R]
+]: ...
+
+
+def run(
+    func: Callable[..., Any] | None = None,
+    *,
+    warm_up: Callable[[Any], Any] | None = None,
+    checkpointer: Checkpointer | None = None,
+) -> Any:
+    """Decorates a training function so that it lives through the loss of ranks.
+
+    The function takes a `State` first, trains from where the state is, and commits it
+    at the end of its steps. Collectives belong inside: a rank that joins calls the
+    function as its first operation, so the others must not be elsewhere.
+
+    In an elastic job (``ringrun --min-np``) a lost rank costs nothing but its part of
+    the step: the others finish it without that rank. At the next commit the function
+    starts again with the smaller job, or with ranks that have joined. SIGTERM makes
+    this rank leave at its next commit, without an error anywhere. After an exception
+    of ringjax all ranks go back to the last commit; after three of them without a
+    commit between it is raised.
+
+    In other jobs there is nobody to replace a rank: an exception of ringjax leads back
+    to the last commit after a shutdown and an init with whoever then takes part.
+
+    Args:
+        func: the function, where `run` is used without parentheses.
+        warm_up: called with the state in a rank that joins, before it joins: calls the
+            step once, so that it is compiled while the others train. Collectives run
+            alone in it, and what it does to the state is undone.
+        checkpointer: writes the state to disk at commits, and brings back the newest
+            one when the job starts.
+
+    Returns:
+        The function that trains, or, if `func` is not given, the decorator.
+
+    Example:
+        >>> import ringjax
+        >>> ringjax.init()
+        >>> @ringjax.elastic.run
+        ... def train(state, steps):
+        ...     while state.step < steps:
+        ...         state.step += 1
+        ...         state.commit()
+        ...     return state.step
+        >>> train(ringjax.elastic.State(step=0), 3)
+        3
+    """
+    if func is not None:
+        return _decorated(func, reset, warm_up, checkpointer)
+
+    def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
+        return _decorated(inner, reset, warm_up, checkpointer)
+
+    return decorate
+
+
+def reset() -> None:
+    """Leaves the job and joins it again, with whoever is there then."""
+    runtime.shutdown()
+    runtime.init()

@@ -1,0 +1,165 @@
+"""What a program asks of an elastic job: pause, start again, come in, leave.
+
+Called from the thread that trains, between steps; the epochs themselves are formed by
+the recovery, for which these functions wait.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+
+from . import _native
+from .elastic_sets import within
+from .elastic_world import ElasticWorld
+from .enlistment import Enlistment
+from .epoch import Epoch
+from .errors import PeerLost, RingjaxError, from_status
+from .lanes import LANE, Lanes
+from .standing import Standing
+
+_PRIVATE = 1 << 28  # the numbers of communicators for a moment begin here
+_ALLREDUCE, _MAX = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Max"]
+_BARRIER, _SUM = _native.COLLECTIVES["barrier"], _native.REDUCE_OPS["Sum"]
+
+
+class Program:
+    """The requests of one program to its world."""
+
+    def __init__(self, world: ElasticWorld) -> None:
+        self._world = world
+
+    @property
+    def _line(self) -> Enlistment:
+        assert self._world.enlistment is not None
+        return self._world.enlistment
+
+    def check_updates(self) -> tuple[int, int]:
+        """See runtime.check_updates."""
+        world = self._world
+        world.check_member("check_updates")
+        mine = array.array("q", [world.update])
+        most = array.array("q", [0])
+        try:
+            epoch = world.communicators[0].execute(
+                _ALLREDUCE, _MAX, [mine], [most], name="ringjax.check_updates"
+            )
+        except _native.StatusError as error:
+            world.check_end()
+            raise from_status(error) from error
+        return most[0], epoch
+
+    def pause(self, number: int) -> bool:
+        """See runtime.pause."""
+        world = self._world
+        while True:
+            with world.changed:
+                before = self._member("pause")
+                sets, next_set, _ = world.reported()
+                self._line.pause(before, number, sets, next_set)
+            self._next(before)
+            with world.changed:
+                if world.dismissed:
+                    return False
+                if world.waits:
+                    raise PeerLost("ringjax.pause: another rank starts again")
+                if world.generation and world.generation.kind != "repair":
+                    break
+        world.renew_devices()
+        return True
+
+    def restart(self, text: str) -> None:
+        """See runtime.restart."""
+        world = self._world
+        while True:
+            with world.changed:
+                before = self._member("restart")
+                if world.waits:
+                    break
+                world.check_end()
+                self._line.restart(before, text)
+            self._next(before)
+        world.acknowledge()
+        world.renew_devices()
+
+    def _next(self, before: int) -> None:
+        """Waits for another epoch than that one, or for what comes instead."""
+        world = self._world
+        world.wait(lambda: world.dismissed or world.waits or self._epoch() > before)
+
+    def admit(self) -> None:
+        """See runtime.admit."""
+        world = self._world
+        if world.generation is None:
+            self._line.ready()
+            world.wait_for_admission()
+            world.renew_devices()
+
+    def _member(self, what: str) -> int:
+        if self._world.generation is None:
+            raise RingjaxError(f"ringjax.{what}: this rank was not admitted yet")
+        return self._epoch()
+
+    def _epoch(self) -> int:
+        generation = self._world.generation
+        return -1 if generation is None else generation.epoch
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """See runtime.rehearsal."""
+        world = self._world
+        if world.generation is not None:
+            raise RingjaxError(
+                "ringjax.rehearsal: this rank is a member of its job already, so its "
+                "collectives need the others"
+            )
+        alone = Epoch(world.config, Standing.of(0, ["here"]))
+        before, world.lanes = world.lanes, Lanes(world)
+        try:
+            for number in world.sets:
+                alone.connect(number, [0], "rehearsal")
+                world.lanes.attach(
+                    number, alone.connect(number | LANE, [0], "rehearsal")
+                )
+            world.calls.serving = dict(alone.communicators)
+            yield
+        finally:
+            world.calls.serving = {}
+            world.lanes.close()
+            world.lanes = before
+            alone.close()
+
+    @contextlib.contextmanager
+    def private_communicator(
+        self, ranks: Sequence[int]
+    ) -> Iterator[_native.Communicator]:
+        """See runtime.private_communicator."""
+        world, chosen = self._world, tuple(ranks)
+        with world.changed:
+            self._member("private_communicator")
+            epoch = world.epoch
+        if world.rank not in chosen:
+            raise ValueError(
+                f"ringjax.private_communicator: ranks are {list(chosen)}, without this "
+                f"one, {world.rank}"
+            )
+        key = (epoch.number, *chosen)
+        count = world.privates[key] = world.privates.get(key, 0) + 1
+        digest = zlib.crc32(str((key, count)).encode()) & (_PRIVATE - 1)
+        number, name = _PRIVATE | digest, f"ranks {list(chosen)}"
+        try:
+            epoch.link(number, chosen, name, within(world, epoch))
+            with world.changed:
+                world.check_epoch(epoch)
+                # Not watched: who has an exception here is no lost rank.
+                communicator = epoch.open(number, chosen, name, watched=False)
+            yield communicator
+            # Who is done first must not hang up on the others.
+            communicator.execute(_BARRIER, _SUM, [], [], name="ringjax: the end")
+        except _native.StatusError as error:
+            world.check_end()
+            raise from_status(error) from error
+        finally:
+            epoch.disconnect(number)

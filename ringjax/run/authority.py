@@ -1,0 +1,39 @@
+"""What a launcher needs of the coordinator of its elastic job.
+
+The real one is ringjax/coordinator.py; see coordinator_process.py for how it is run.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any, Protocol
+
+
+class Authority(Protocol):
+    """Decides who is a member; `events` are described with the real one."""
+
+    addresses: list[str]
+    events: queue.SimpleQueue[tuple[Any, ...]]
+    wakeup: int
+
+    def start(self) -> None:
+        """Begins to serve."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+    def clear(self) -> None:
+        """Makes `wakeup` unreadable."""
+
+    def lost(self, worker: int, text: str) -> None:
+        """A worker's process has ended."""
+
+    def expected(self, worker: int) -> None:
+        """A worker's process was started."""
+
+
+def coordinator(*args: Any, **kwargs: Any) -> Authority:
+    """Makes the real one, in a process of its own."""
+    from ringjax.run.coordinator_process import CoordinatorProcess
+
+    return CoordinatorProcess(*args, **kwargs)

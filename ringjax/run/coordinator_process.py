@@ -1,0 +1,260 @@
+"""The coordinator of an elastic job in a process of its own, started again if it dies.
+
+ringrun keeps the listening sockets, so workers that lost the coordinator find the next
+one under the same address; what it has to know they bring along (enlistment.py), and
+which processes run ringrun tells it. The secret travels through a pipe, never in argv.
+`python -m ringjax.run.coordinator_process` runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringjax import addresses as address
+from ringjax.errors import StartupError
+from ringjax.run import environ
+from ringjax.run.channel import Channel, Message
+
+_RESTARTS = 5  # so many within _WITHIN seconds are too many
+_WITHIN = 10.0
+_REMEMBERED = 1024  # ended workers that a new coordinator is told of
+_GRACE = 2.0  # seconds for it to end when it is told to
+
+
+class CoordinatorProcess:
+    """Looks like a `Coordinator` to the launcher.
+
+    Args:
+        secret: the job's secret.
+        job: its id.
+        hosts: the addresses to listen on.
+        note: shows a line when the process was lost.
+        numbers: the other arguments of `Coordinator`.
+
+    Raises:
+        StartupError: it is not possible to listen there.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        job: str,
+        *,
+        hosts: Sequence[str],
+        note: Callable[[str], None],
+        **numbers: Any,
+    ) -> None:
+        self._note = note
+        self._listeners = _listen(hosts)
+        self._orders: Message = {
+            "do": "serve",
+            "secret": secret.hex(),
+            "job": job,
+            "listeners": [sock.fileno() for sock in self._listeners],
+            "numbers": numbers,
+        }
+        self._selector = selectors.EpollSelector()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._expected: set[int] = set()
+        self._lost: dict[int, str] = {}
+        self._finished: list[int] = []
+        self._begun = False
+        self._starts: list[float] = []
+        self._closing = False
+        self.addresses = [address.show(*s.getsockname()[:2]) for s in self._listeners]
+        self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.wakeup = self._selector.fileno()  # readable when the channel is
+
+    def start(self) -> None:
+        """Starts the process."""
+        now = time.monotonic()
+        self._starts = [then for then in self._starts if now - then < _WITHIN] + [now]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ringjax.run.coordinator_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
+            pass_fds=[sock.fileno() for sock in self._listeners],
+            start_new_session=True,  # a Ctrl-C on the terminal is for ringrun alone
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._channel = Channel(
+            self._selector,
+            os.dup(self._process.stdout.fileno()),
+            os.dup(self._process.stdin.fileno()),
+            self._heard,
+            self._ended,
+        )
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._channel.send({**self._orders, "resume": self._begun})
+        for worker in self._finished:
+            self._channel.send({"do": "finished", "worker": worker})
+        for worker in sorted(self._expected):
+            self._channel.send({"do": "expected", "worker": worker})
+        for worker, text in self._lost.items():
+            self._channel.send({"do": "lost", "worker": worker, "text": text})
+
+    def _heard(self, message: Message) -> None:
+        event, *details = message["event"]
+        if event == "members":
+            details[2] = {int(worker): rank for worker, rank in details[2].items()}
+            self._begun = True
+        elif event == "finished":
+            self._finished.append(details[0])
+        self.events.put((event, *details))
+
+    def _ended(self) -> None:
+        """The process is gone: another one takes its place."""
+        assert self._process is not None
+        code = self._collect()
+        if self._closing:
+            return
+        how = f"exit code {code}"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"killed by signal {-code} ({signal.Signals(-code).name})"
+        if len(self._starts) > _RESTARTS:
+            self.events.put(("stop", f"the coordinator ends again and again ({how})"))
+            return
+        self._note(f"the coordinator ended ({how}); it is started again")
+        self.start()
+
+    def _collect(self) -> int:
+        """Waits for the process, which has closed its pipes or is about to end."""
+        assert self._process is not None
+        try:
+            return self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def clear(self) -> None:
+        """Takes what has come, so that `wakeup` is no longer readable."""
+        for key, _ in self._selector.select(0):
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+
+    def expected(self, worker: int) -> None:
+        """A worker's process was started."""
+        self._expected.add(worker)
+        self._tell({"do": "expected", "worker": worker})
+
+    def lost(self, worker: int, text: str) -> None:
+        """A worker's process has ended."""
+        self._expected.discard(worker)
+        self._lost[worker] = text
+        while len(self._lost) > _REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+        self._tell({"do": "lost", "worker": worker, "text": text})
+
+    def _tell(self, message: Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._closing = True
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._collect()
+        for sock in self._listeners:
+            sock.close()
+        self._selector.close()
+
+
+def _listen(hosts: Sequence[str]) -> list[socket.socket]:
+    found: list[socket.socket] = []
+    for host in hosts:
+        try:
+            found.append(address.listen(host))
+        except OSError as error:
+            for sock in found:
+                sock.close()
+            raise StartupError(f"cannot listen on {host}: {error.strerror}") from error
+    return found
+
+
+class _Served:
+    """The process: one loop between its pipes and its coordinator's events."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        from ringjax.coordinator import Coordinator
+
+        self._make = Coordinator
+        self._coordinator: Coordinator | None = None
+        self._selector = selectors.DefaultSelector()
+        self._channel = Channel(
+            self._selector, reader, writer, self._obey, lambda: None
+        )
+
+    def run(self) -> None:
+        """Until ringrun closes the pipe, or is gone."""
+        while not self._channel.closed:
+            for key, _ in self._selector.select():
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def _obey(self, message: Message) -> None:
+        coordinator = self._coordinator
+        match message.get("do"):
+            case "serve":
+                self._serve(message)
+            case "expected" if coordinator is not None:
+                coordinator.expected(message["worker"])
+            case "finished" if coordinator is not None:
+                coordinator.finished(message["worker"])
+            case "lost" if coordinator is not None:
+                coordinator.lost(message["worker"], message["text"])
+
+    def _serve(self, message: Message) -> None:
+        listeners = [socket.socket(fileno=number) for number in message["listeners"]]
+        for sock in listeners:
+            sock.set_inheritable(False)
+        self._coordinator = self._make(
+            bytes.fromhex(message["secret"]),
+            message["job"],
+            listeners=listeners,
+            resume=message["resume"],
+            **message["numbers"],
+        )
+        self._selector.register(
+            self._coordinator.wakeup, selectors.EVENT_READ, self._forward
+        )
+        self._coordinator.start()
+
+    def _forward(self) -> None:
+        assert self._coordinator is not None
+        self._coordinator.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._coordinator.events.get_nowait()
+                self._channel.send({"event": list(event)})
+
+
+def main() -> None:
+    """Entry point: standard input and output are ringrun's, moved out of the way."""
+    reader, writer = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    _Served(reader, writer).run()
+
+
+if __name__ == "__main__":
+    main()

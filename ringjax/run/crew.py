@@ -1,0 +1,183 @@
+"""Which worker sits where in an elastic job, and where the next one is started.
+
+Every host has so many seats. A seat whose worker failed is taken again: at once the
+first time, then after 1, 2, 4 … 30 s if it goes on to fail soon; or its host goes on
+the blacklist. Pure bookkeeping: starts nothing, and the clock is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ringjax.run.blacklist import Blacklist
+from ringjax.run.hosts import Host, Slot
+
+SOON = 3.0  # a member for less than these seconds has failed soon
+LONGEST_PAUSE = 30.0
+
+
+@dataclass(slots=True)
+class Seat:
+    """A place for one worker.
+
+    Attributes:
+        host, index: where; the index is the worker's local rank.
+        number: its rank as long as no epoch has given it one.
+        worker: who sits there.
+        since: when the seat may be taken again.
+        failures: in a row, each soon after the worker started.
+        released: its worker was asked to leave by somebody else, who may want the
+            place for something else.
+        gone: its host is; it is there as long as its worker is.
+    """
+
+    host: str
+    index: int
+    number: int
+    worker: int | None = None
+    since: float = -math.inf
+    failures: int = 0
+    failed: bool = False
+    released: bool = False
+    gone: bool = False
+
+
+class Crew:
+    """The seats of a job.
+
+    Args:
+        hosts: where they are.
+        first: workers to start with.
+        most: workers to have once the job runs.
+        least: below so many, released seats are used, too.
+        blacklist: None: hosts are not held to account.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        *,
+        first: int,
+        most: int,
+        least: int,
+        blacklist: Blacklist | None,
+    ) -> None:
+        self._most = most
+        self._target = min(first, most)
+        self._least = least
+        self._blacklist = blacklist
+        self._seats: dict[tuple[str, int], Seat] = {}
+        self._order: list[str] = []
+        self._numbers = 0
+        self.closed = False  # the job is finishing: nobody is started any more
+        self.update(hosts)
+
+    @property
+    def seats(self) -> list[Seat]:
+        """All seats in the order of the hosts."""
+        present = [seat for seat in self._seats.values() if not seat.gone]
+        return sorted(present, key=lambda s: (self._order.index(s.host), s.index))
+
+    def update(self, hosts: Sequence[Host]) -> list[int]:
+        """Take note of the hosts that there are; returns workers that lose their seat.
+
+        Hosts that were known keep their place in the order.
+        """
+        slots = {host.name: host.slots for host in hosts}
+        self._order = [name for name in self._order if name in slots]
+        self._order += [name for name in slots if name not in self._order]
+        for name in self._order:
+            for index in range(slots[name]):
+                self._offer(name, index)
+        lost = []
+        for (name, index), seat in list(self._seats.items()):
+            if index < slots.get(name, 0):
+                continue
+            if seat.worker is None:
+                del self._seats[name, index]
+            elif not seat.gone:
+                seat.gone = True
+                lost.append(seat.worker)
+        return lost
+
+    def _offer(self, host: str, index: int) -> None:
+        seat = self._seats.get((host, index))
+        if seat is None:
+            self._seats[host, index] = Seat(host, index, self._numbers)
+            self._numbers += 1
+        elif seat.gone:  # it is back, and free as soon as its worker has left
+            seat.gone = seat.released = False
+
+    def _vacate(self, seat: Seat) -> None:
+        seat.worker = None
+        if seat.gone:
+            del self._seats[seat.host, seat.index]
+
+    def grow(self) -> None:
+        """The job runs: from now on it may have as many workers as it can get."""
+        self._target = self._most
+
+    def vacant(self, running: int, now: float) -> list[Seat]:
+        """Seats in which a worker is to be started now, if so many run already."""
+        if self.closed:
+            return []
+        wanted = self._target - running
+        free = [seat for seat in self.seats if self._is_free(seat, now)]
+        free.sort(key=lambda seat: seat.released)
+        released = max(0, self._least - running)
+        fresh = sum(not seat.released for seat in free)
+        return free[: max(0, min(wanted, max(fresh, released)))]
+
+    def _is_free(self, seat: Seat, now: float) -> bool:
+        held = self._blacklist is not None and self._blacklist.holds(seat.host, now)
+        return seat.worker is None and seat.since <= now and not held
+
+    def failed(
+        self, seat: Seat, *, member_for: float | None, own_fault: bool, now: float
+    ) -> float:
+        """The worker of a seat has failed; returns seconds until it is taken again.
+
+        Args:
+            seat: its seat.
+            member_for: seconds that it was a member of the job, None: never.
+            own_fault: whether it failed by itself, and not because another did.
+            now: the time.
+        """
+        self._vacate(seat)
+        seat.failed = True
+        if self._blacklist is not None and own_fault:
+            return self._blacklist.failed(seat.host, now)
+        soon = member_for is None or member_for < SOON
+        seat.failures = seat.failures + 1 if soon else 1
+        pause = 0.0
+        if seat.failures > 1:
+            pause = min(LONGEST_PAUSE, 2.0 ** min(seat.failures - 2, 10))
+        seat.since = now + pause
+        return pause
+
+    def left(self, seat: Seat, *, asked: bool) -> None:
+        """The worker of a seat has left in good order; `asked`: by ringrun."""
+        self._vacate(seat)
+        seat.released = not asked
+
+    def all_failed(self) -> bool:
+        """Whether a worker has failed in every seat that was ever taken."""
+        used = [seat for seat in self.seats if seat.failed or seat.worker is not None]
+        return bool(used) and all(seat.failed for seat in used)
+
+    def slot(self, seat: Seat, counts: Callable[[Seat], bool]) -> Slot:
+        """The seat in the terms of a job of fixed size, where `counts` are taken."""
+        taken = [other for other in self.seats if other is seat or counts(other)]
+        local = [other for other in taken if other.host == seat.host]
+        same = [other.host for other in taken if other.index == seat.index]
+        return Slot(
+            host=seat.host,
+            rank=seat.number,
+            size=max(seat.number + 1, len(taken)),
+            local_rank=seat.index,
+            local_size=max(seat.index + 1, len(local)),
+            cross_rank=same.index(seat.host),
+            cross_size=len(same),
+        )

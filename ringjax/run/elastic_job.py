@@ -1,0 +1,383 @@
+"""One job whose ranks come and go: what dies is replaced, the others go on.
+
+Its coordinator (coordinator.py) decides who is a member; here processes are started and
+ended, seats are filled (crew.py), hosts are found (discovery.py), and sentences are
+said (roster.py). The loop is the same as of a job of fixed size, see job.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringjax.run.authority import Authority, coordinator
+from ringjax.run.blacklist import Blacklist
+from ringjax.run.crew import Crew, Seat
+from ringjax.run.discovery import Discovery
+from ringjax.run.elasticity import Elastic
+from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
+from ringjax.run.fleet import Fleet
+from ringjax.run.hosts import ANY, Host, own_addresses
+from ringjax.run.job import Outcome, interrupted
+from ringjax.run.keeper import Keeper
+from ringjax.run.order import Spec
+from ringjax.run.output import Console, OutputClosed
+from ringjax.run.roster import Roster, Worker
+
+_TICK = 0.1  # seconds between two looks at the clock
+
+
+class ElasticJob:
+    """A running elastic job. `run` starts it, returns when nothing of it is left.
+
+    Args:
+        spec: what to run; its slots are not looked at.
+        elastic: where, and how many.
+        console: shows the output.
+        elastic_timeout: seconds to wait for hosts, or for workers if they are too few.
+        failure_timeout: seconds of silence until a member is lost.
+        authority: makes the coordinator.
+
+    Attributes:
+        size: 0, as nobody knows how many ranks there are at the end.
+        console: shows the output.
+    """
+
+    size = 0
+
+    def __init__(
+        self,
+        spec: Spec,
+        elastic: Elastic,
+        console: Console,
+        *,
+        elastic_timeout: float = 600.0,
+        failure_timeout: float = 5.0,
+        authority: Callable[..., Authority] = coordinator,
+    ) -> None:
+        self._spec = spec
+        self._elastic = elastic
+        self.console = console
+        self._timeout = elastic_timeout
+        self._failure_timeout = failure_timeout
+        self._authority = authority
+        self._coordinator: Authority | None = None
+        self._fleet = Fleet(spec, console, self)
+        self._ending = Ending()
+        blacklist = Blacklist(elastic.cooldown) if elastic.blacklists else None
+        self._crew = Crew(
+            (),
+            first=elastic.np or elastic.max_np,
+            most=elastic.max_np,
+            least=elastic.min_np,
+            blacklist=blacklist,
+        )
+        self._roster = Roster(elastic.min_np, console.last_error)
+        self._keeper = Keeper(
+            self._roster,
+            self._crew,
+            blacklist,
+            self._fleet,
+            console.note,
+            console.remove,
+        )
+        self._hosts: Sequence[Host] = elastic.hosts or ()
+        self._discovery: Discovery | None = None
+        if elastic.script:
+            self._discovery = Discovery(
+                elastic.script, elastic.slots, self._fleet, console.note
+            )
+        self._shared: dict[str, str] = {}
+        self._results: dict[int, bytearray] = {}
+        self._short_since = math.inf
+        self._stop = ""
+
+    def run(self) -> Outcome:
+        """Start everything, wait for the end, leave nothing behind."""
+        try:
+            self._fleet.start()
+            self._crew.update(self._hosts)
+            self._wait_for_hosts()
+            if not self._ending.begun:
+                self._start_coordinator()
+            while not (self._is_over() or self._ending.given_up):
+                self._turn()
+        finally:
+            self._end()
+        return self._outcome()
+
+    def interrupt(self, number: int) -> None:
+        """End the job because ringrun got a signal; a second one ends it at once."""
+        self._ending.interrupt(number)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the workers have been told to end."""
+        return self._ending.stopping
+
+    def _is_over(self) -> bool:
+        if self._ending.begun:
+            return not self._roster.running()
+        return self._keeper.over()
+
+    # Starting.
+
+    def _wait_for_hosts(self) -> None:
+        """Until the discovery script has found room for enough workers."""
+        deadline = time.monotonic() + self._timeout
+        needed = self._elastic.min_np
+        while self._discovery is not None and not self._ending.begun:
+            count = len(self._crew.seats)
+            if self._discovery.hopeless:
+                self._give_up(
+                    f"--host-discovery-script {self._elastic.script}: "
+                    f"{self._discovery.trouble}"
+                )
+            elif self._discovery.hosts is not None and count >= needed:
+                return
+            elif time.monotonic() > deadline:
+                why = f", {self._discovery.trouble}" if self._discovery.trouble else ""
+                self._give_up(
+                    f"--host-discovery-script found {count} of at least {needed} slots "
+                    f"in {self._timeout:g} s{why}"
+                )
+            else:
+                self._turn()
+
+    def _start_coordinator(self) -> None:
+        elastic, spec = self._elastic, self._spec
+        secret, job = secrets.token_bytes(32), secrets.token_hex(8)
+        names = dict.fromkeys(host.name for host in self._hosts)
+        remote = [name for name in names if not self._fleet.is_local(name)]
+        count = min(elastic.np or elastic.max_np, len(self._crew.seats))
+        self._coordinator = self._authority(
+            secret,
+            job,
+            np=count,
+            min_np=elastic.min_np,
+            max_np=elastic.max_np,
+            hosts=own_addresses(
+                remote if self._discovery is None else [ANY], spec.interfaces
+            ),
+            start_timeout=spec.start_timeout,
+            elastic_timeout=self._timeout,
+            failure_timeout=self._failure_timeout,
+            note=self.console.note,
+        )
+        self._coordinator.start()
+        self._keeper.authority = self._coordinator
+        self._fleet.selector.register(
+            self._coordinator.wakeup, selectors.EVENT_READ, lambda: None
+        )
+        self._shared = {
+            "RINGJAX_RENDEZVOUS": ",".join(self._coordinator.addresses),
+            "RINGJAX_SECRET": secret.hex(),
+            "RINGJAX_JOB": job,
+            "RINGJAX_ELASTIC": "1",
+        }
+        if spec.verbose:
+            self.console.note(
+                f"job {job}: {count} ranks ({elastic.min_np} to {elastic.max_np}), "
+                f"rendezvous at {self._shared['RINGJAX_RENDEZVOUS']}"
+            )
+
+    def _start_workers(self, now: float) -> None:
+        """Fill the seats that are to be taken now."""
+        if self._ending.begun or self._coordinator is None:
+            return
+        started = []
+        for seat in self._crew.vacant(self._roster.counting(), now):
+            worker = self._roster.add(seat)
+            self.console.add(worker.number, seat.number)
+            self._coordinator.expected(worker.number)
+            started.append(worker)
+        for host in dict.fromkeys(worker.seat.host for worker in started):
+            orders = [self._order(w) for w in started if w.seat.host == host]
+            self._fleet.spawn(host, orders, self._spec.env, self._spec.payload)
+
+    def _order(self, worker: Worker) -> dict[str, Any]:
+        def counts(seat: Seat) -> bool:
+            return seat.worker is not None
+
+        slot = self._crew.slot(worker.seat, counts)
+        number = {"RINGJAX_WORKER": str(worker.number)}
+        return {
+            "id": worker.number,
+            "argv": list(self._spec.command),
+            "env": {**slot.environment(), **self._shared, **number},
+            "takes_group": True,
+        }
+
+    # While it runs.
+
+    def _turn(self) -> None:
+        """One round of the loop: events, the coordinator, the clock, the plan."""
+        try:
+            if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_coordinator):
+                self.console.idle()
+        except OutputClosed:
+            self._ending.signalled = self._ending.signalled or signal.SIGPIPE
+            self._ending.begin(AFTER_SIGTERM)
+        now = time.monotonic()
+        self._keeper.silent = self._ending.begun
+        self._keeper.tick(now)
+        if not self._ending.begun:
+            self._discover(now)
+            self._start_workers(now)
+            self._check_number(now)
+        for number in self._ending.due():
+            running = [worker.number for worker in self._roster.running()]
+            self._fleet.signal(number, running)
+
+    def _give_up(self, why: str) -> None:
+        """The job cannot go on."""
+        if not self._ending.begun:
+            started = "" if self._roster.members else "the job did not start: "
+            self._stop = started + why
+            self._ending.begin(AFTER_FAILURE, None if self._roster.members else 0.0)
+
+    def _ask_coordinator(self) -> None:
+        """Take what it decided, before who ended."""
+        if self._coordinator is None:
+            return
+        self._coordinator.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._decided(*self._coordinator.events.get_nowait())
+
+    def _decided(self, event: str, *details: Any) -> None:
+        workers = self._roster.workers
+        match event, *details:
+            case "members", _, kind, members:
+                # When the last member is lost, so is what the job has learned. That
+                # newcomers would start it afresh is for the user to decide.
+                if kind != "start" or not self._roster.members:
+                    self._entered(members)
+            case "fenced", number, why:
+                self._keeper.fence(workers[number], why, time.monotonic())
+            case "failure", number, text:
+                workers[number].report = workers[number].report or text
+            case "finished", number:
+                workers[number].finished = True
+                self._crew.closed = True
+            case "dismissed", number, _:
+                workers[number].dismissed = True
+            case "waiting", text:
+                if self._roster.present():
+                    self.console.note(text)
+            case "stop", text:
+                self._give_up(text)
+
+    def _entered(self, members: dict[int, int]) -> None:
+        """An epoch has begun."""
+        roster = self._roster
+        first = not roster.members
+        new = roster.enter(members, time.monotonic())
+        self._crew.grow()
+        self.console.ranks.update(members)
+        if not first:
+            ranks = "1 rank" if len(members) == 1 else f"{len(members)} ranks"
+            for worker in new:
+                where = f" on {worker.seat.host}" if roster.several_hosts() else ""
+                self.console.note(
+                    f"worker {worker.number}{where} joined as rank {worker.rank}; "
+                    + ranks
+                )
+        limit = self._elastic.reset_limit
+        if limit is not None and roster.resets > limit:
+            self._give_up(
+                f"the members have changed {roster.resets} times; the reset limit is "
+                f"{limit}"
+            )
+
+    def _discover(self, now: float) -> None:
+        """Follow the discovery script: who has no seat any more is asked to leave."""
+        if self._discovery is None:
+            return
+        self._discovery.tick(now)
+        hosts = self._discovery.hosts
+        if hosts is None or hosts == self._hosts:
+            return
+        self._hosts = hosts
+        for number in self._crew.update(hosts):
+            self._keeper.dismiss(number, now)
+
+    def _check_number(self, now: float) -> None:
+        """Too few workers and nobody to be started: not for ever."""
+        count = self._roster.counting()
+        if self._crew.closed or count >= self._elastic.min_np:
+            self._short_since = math.inf
+            return
+        self._short_since = min(self._short_since, now)
+        # The coordinator, which knows more, has the first word.
+        if now - self._short_since > self._timeout + 1.0:
+            self._give_up(
+                f"{count} of at least {self._elastic.min_np} workers are left, and "
+                f"there was no place for others in {self._timeout:g} s"
+            )
+
+    # What the fleet reports.
+
+    def started(self, name: int, pid: int) -> None:
+        """Notes the process."""
+        worker = self._roster.workers[name]
+        worker.pid = pid
+        if self._spec.verbose:
+            self.console.note(f"worker {name}: process {pid} on {worker.seat.host}")
+
+    def wrote(self, name: int, stream: str, data: bytes) -> None:
+        """Shows it, or keeps it if it is a result."""
+        if stream == "result":
+            self._results.setdefault(name, bytearray()).extend(data)
+            return
+        if not data:
+            self._roster.workers[name].streams.discard(stream)
+        self.console.write(name, stream, data)
+
+    def exited(self, name: int, code: int, text: str) -> None:
+        """Notes that a worker has ended; the coordinator hears of it at once."""
+        worker = self._roster.workers[name]
+        if worker.exit_code is None:
+            self._keeper.ended(worker, code, text, time.monotonic())
+
+    def host_lost(self, names: Sequence[int], text: str) -> None:
+        """Notes that the workers of a host are lost."""
+        for name in names:
+            self.exited(name, 255, text)
+
+    # The end.
+
+    def _end(self) -> None:
+        """Have every agent kill what is left, read the last output, close."""
+        limit = 2.0 if self._ending.signalled is None else 0.3
+        self._fleet.end(limit)
+        if self._coordinator is not None:
+            self._ask_coordinator()
+            self._coordinator.close()
+        self._fleet.close(limit)
+        with contextlib.suppress(OutputClosed):
+            self.console.close()
+
+    def _outcome(self) -> Outcome:
+        roster = self._roster
+        blobs = {number: bytes(data) for number, data in self._results.items()}
+        if self._ending.signalled is not None:
+            return interrupted(self._ending.signalled, blobs)
+        if self._stop:
+            return Outcome(1, reason=self._stop)
+        if roster.success():
+            done = [worker.number for worker in roster.succeeded()]
+            results = {rank: blobs.get(n, b"") for rank, n in enumerate(done)}
+            return Outcome(0, results=results)
+        blame = roster.blame(place=roster.several_hosts())
+        if blame is None:
+            return Outcome(1, reason="every rank has left, as it was asked to")
+        results = {blame.rank: blobs.get(blame.worker, b"")}
+        return Outcome(blame.exit_code, blame.rank, blame.reason, results)

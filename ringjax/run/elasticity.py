@@ -1,0 +1,150 @@
+"""What somebody asks of an elastic job: how few, how many, on which hosts.
+
+Turns options into one record and says what does not fit together; nothing runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringjax.run.hosts import Host
+
+UNBOUNDED = 1 << 16  # as many as the hosts have slots
+# What an elastic job alone understands, by the names of Python's arguments.
+ONLY_ELASTIC = ("max_np", "slots", "elastic_timeout", "reset_limit", "cooldown_range")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How an elastic job may change.
+
+    Attributes:
+        np: workers to start with; None: as many as the hosts have slots.
+        min_np, max_np: least and most workers.
+        hosts: where they run; None: a script finds the hosts.
+        script: that script.
+        slots: of a host that it names without a number.
+        reset_limit: how often the members may change, None: without limit.
+        cooldown: least and most seconds that a host stays on the blacklist.
+    """
+
+    np: int | None
+    min_np: int
+    max_np: int
+    hosts: Sequence[Host] | None = None
+    script: str = ""
+    slots: int = 1
+    reset_limit: int | None = None
+    cooldown: tuple[float, float] | None = None
+
+    @property
+    def blacklists(self) -> bool:
+        """Whether hosts are held to account when their workers fail."""
+        return bool(self.script) or self.cooldown is not None
+
+
+def refuse_without(given: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse options of elastic jobs for a job that is none.
+
+    Args:
+        given: the arguments by their names, None: not given.
+        names: what they are called where they were given.
+
+    Raises:
+        ValueError: naming them.
+    """
+    found = [names[key] for key in ONLY_ELASTIC if given.get(key) is not None]
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: only for elastic jobs; add {names['min_np']} or "
+            f"{names['script']}"
+        )
+
+
+def settle(
+    *,
+    np: int | None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    hosts: Sequence[Host] | None = None,
+    script: str | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
+    names: Mapping[str, str],
+) -> Elastic:
+    """The record of what was asked for.
+
+    Raises:
+        ValueError: something does not fit together; it is named by `names`.
+
+    Example:
+        >>> names = {"min_np": "--min-np", "max_np": "--max-np", "np": "-np"}
+        >>> settle(np=4, min_np=2, names=names).max_np
+        4
+    """
+    if script is not None and not script.strip():
+        raise ValueError(f"{names['script']}: no command given")
+    if script is not None and hosts is not None:
+        raise ValueError(f"{names['script']}: it finds the hosts; do not give others")
+    if script is None and slots is not None:
+        raise ValueError(f"{names['slots']}: only for hosts that a script finds")
+    if script is None and hosts is None:
+        if np is None:
+            raise ValueError(f"{names['np']}: say how many processes to start")
+        hosts = [Host("localhost", max(np, max_np or np))]
+    available = None if hosts is None else sum(host.slots for host in hosts)
+    least = min_np if min_np is not None else np if np is not None else 1
+    if max_np is not None:
+        most = max_np
+    elif available is None:
+        most = UNBOUNDED
+    else:
+        most = np if np is not None else available
+    first = np if np is not None or available is None else min(most, available)
+    _check_numbers(np, least, most, available, names)
+    return Elastic(
+        np=first,
+        min_np=least,
+        max_np=most,
+        hosts=hosts,
+        script=script or "",
+        slots=slots or 1,
+        reset_limit=reset_limit,
+        cooldown=_cooldown(cooldown_range, names),
+    )
+
+
+def _check_numbers(
+    np: int | None, least: int, most: int, slots: int | None, names: Mapping[str, str]
+) -> None:
+    if np is not None and least > np:
+        raise ValueError(f"{names['min_np']} {least}: more than {names['np']} {np}")
+    for name, asked in (("min_np", least), ("np", np)):
+        if slots is not None and asked is not None and asked > slots:
+            raise ValueError(
+                f"{names[name]} {asked}: more processes than slots; there are {slots}"
+            )
+    if np is not None and most < np:
+        raise ValueError(f"{names['max_np']} {most}: less than {names['np']} {np}")
+    if most < least:
+        raise ValueError(
+            f"{names['max_np']} {most}: less than {names['min_np']} {least}"
+        )
+
+
+def _cooldown(
+    seconds: Sequence[float] | None, names: Mapping[str, str]
+) -> tuple[float, float] | None:
+    if seconds is None:
+        return None
+    values = tuple(float(value) for value in seconds)
+    if len(values) != 2 or not 0 < values[0] <= values[1] < float("inf"):
+        shown = " ".join(f"{value:g}" for value in values)
+        raise ValueError(
+            f"{names['cooldown_range']} {shown}: give two numbers of seconds, the "
+            "least and the most, such as 10 60"
+        )
+    return values[0], values[1]

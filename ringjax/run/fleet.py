@@ -1,0 +1,347 @@
+"""The hosts of a job: their agents, what they are told and what they report.
+
+One agent on this machine (the guardian) owns our ranks, the ssh clients of the other
+hosts and every small errand; one behind each ssh client owns the ranks there. Knows no
+rank and no plan: what happens becomes a call of the job, see `Observer`.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ringjax.run import environ
+from ringjax.run.channel import Channel, Message
+from ringjax.run.hosts import is_local
+from ringjax.run.order import Spec, agent_command, ssh_command
+from ringjax.run.output import Console, OutputClosed
+
+
+class Observer(Protocol):
+    """What a job wants to know of its processes; `name` is its number for one."""
+
+    def started(self, name: int, pid: int) -> None:
+        """It runs."""
+
+    def wrote(self, name: int, stream: str, data: bytes) -> None:
+        """It has written something; no data: the stream has ended."""
+
+    def exited(self, name: int, code: int, text: str) -> None:
+        """It has ended; `text` if there is more to say than its exit code."""
+
+    def host_lost(self, names: Sequence[int], text: str) -> None:
+        """The processes of this name went with their host."""
+
+
+@dataclass(slots=True)
+class _Agent:
+    """The agent on a host; `names` are the processes that it has and had to start."""
+
+    host: str
+    number: int
+    channel: Channel | None = None
+    ended: bool = False
+    names: set[int] = field(default_factory=set)
+    pids: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing will come from it any more."""
+        return self.ended or self.channel is None or self.channel.closed
+
+
+@dataclass(slots=True)
+class _Errand:
+    """A command on this machine whose output somebody waits for."""
+
+    done: Callable[[int, str, str], None]
+    code: int | None = None
+    text: str = ""
+    output: dict[str, bytearray] = field(default_factory=dict)
+    open: set[str] = field(default_factory=lambda: {"stdout", "stderr"})
+
+
+class Fleet:
+    """Starts agents and talks to them; `turn` is the job's one loop."""
+
+    def __init__(self, spec: Spec, console: Console, observer: Observer) -> None:
+        self._spec = spec
+        self._console = console
+        self._observer = observer
+        self.selector = selectors.DefaultSelector()
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._descriptors: socket.socket | None = None
+        self._local = _Agent("localhost", 0)
+        self._remote: dict[str, _Agent] = {}
+        self._own: dict[str, bool] = {}  # host -> whether it is this machine
+        self._clients: dict[int, _Agent] = {}  # by the name of their ssh client
+        self._errands: dict[int, _Errand] = {}
+        self._names = 0  # of ssh clients and errands: they count downwards
+
+    # Agents.
+
+    def start(self) -> None:
+        """Start the agent on this machine."""
+        ours, theirs = socket.socketpair()
+        self._descriptors = ours
+        with theirs:
+            self._guardian = subprocess.Popen(
+                agent_command(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C on the terminal is for ringrun alone
+            )
+            assert self._guardian.stdin is not None
+            assert self._guardian.stdout is not None
+            self._local.channel = self._open(
+                self._local,
+                os.dup(self._guardian.stdout.fileno()),
+                os.dup(self._guardian.stdin.fileno()),
+            )
+            self._guardian.stdin.close()
+            self._guardian.stdout.close()
+            watch = {"pid": os.getpid(), "descriptors": theirs.fileno()}
+            self._tell(self._local, {"do": "watch", **watch})
+
+    def is_local(self, host: str) -> bool:
+        """Whether a host is this machine; asks the resolver once for each."""
+        if host not in self._own:
+            self._own[host] = is_local(host)
+        return self._own[host]
+
+    def _agent(self, host: str) -> _Agent:
+        """The agent on a host; started if there is none, or none any more."""
+        if self.is_local(host):
+            return self._local
+        agent = self._remote.get(host)
+        if agent is None or agent.done:
+            agent = self._remote[host] = self._connect(host)
+        return agent
+
+    def _connect(self, host: str) -> _Agent:
+        self._names -= 1
+        agent = _Agent(host, self._names)
+        self._clients[agent.number] = agent
+        self._console.labels[agent.number] = host
+        stdin, ours = os.pipe()
+        mine, stdout = os.pipe()
+        agent.channel = self._open(agent, mine, ours)
+        try:
+            assert self._descriptors is not None
+            with contextlib.suppress(OSError):  # its end is noticed elsewhere
+                pair = array.array("i", (stdin, stdout))
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, pair)
+                self._descriptors.sendmsg([b"+"], [rights])
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        order = {
+            "id": agent.number,
+            "argv": ssh_command(host, self._spec),
+            "env": {},
+            "descriptors": True,
+        }
+        self._order(self._local, [order], environ.inherited(), None)
+        return agent
+
+    def _open(self, agent: _Agent, reader: int, writer: int) -> Channel:
+        return Channel(
+            self.selector,
+            reader,
+            writer,
+            lambda message: self._heard(agent, message),
+            lambda: self._lost(agent),
+        )
+
+    # What is asked of them.
+
+    def spawn(
+        self,
+        host: str,
+        orders: Sequence[Message],
+        env: Mapping[str, str],
+        payload: bytes | None = None,
+    ) -> None:
+        """Start processes on a host: orders with `id`, `argv` and `env`."""
+        agent = self._agent(host)
+        agent.names.update(order["id"] for order in orders)
+        if agent is not self._local:
+            env = environ.portable(env)
+        self._order(agent, orders, env, payload)
+
+    def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:
+        """Run a command here; `done` gets its exit code, output and error output.
+
+        Returns:
+            Its name, for `signal`.
+        """
+        self._names -= 1
+        self._errands[self._names] = _Errand(done)
+        order = {"id": self._names, "argv": list(argv), "env": {}}
+        self._order(self._local, [order], environ.inherited(), None)
+        return self._names
+
+    def _order(
+        self,
+        agent: _Agent,
+        orders: Sequence[Message],
+        env: Mapping[str, str],
+        payload: bytes | None,
+    ) -> None:
+        message: Message = {
+            "do": "spawn",
+            "cwd": os.getcwd(),
+            "env": dict(env),
+            "children": list(orders),
+        }
+        if payload is not None:
+            message["payload"] = base64.b64encode(payload).decode()
+        self._tell(agent, message)
+
+    def signal(
+        self, number: int, names: Sequence[int] | None = None, *, alone: bool = False
+    ) -> None:
+        """Signal the groups of these processes, or of all; or they `alone`."""
+        message: Message = {"do": "signal", "signal": int(number), "alone": alone}
+        for agent in (self._local, *self._remote.values()):
+            if names is None:
+                self._tell(agent, message)
+                continue
+            known = set(agent.names)
+            if agent is self._local:
+                known.update(self._errands)
+            if ids := sorted(known.intersection(names)):
+                self._tell(agent, {**message, "ids": ids})
+
+    def _tell(self, agent: _Agent, message: Message) -> None:
+        if agent.channel is not None:
+            agent.channel.send(message)
+
+    # What they report.
+
+    def turn(self, timeout: float, first: Callable[[], None] | None = None) -> bool:
+        """Wait for something and handle it, after `first`; False if nothing came."""
+        events = self.selector.select(timeout)
+        if first is not None:
+            first()
+        for key, _ in events:
+            if self.selector.get_map().get(key.fd) is key:
+                key.data()
+        return bool(events)
+
+    def _heard(self, agent: _Agent, message: Message) -> None:
+        name = message.get("id", 0)
+        match message.get("is"):
+            case "output":
+                self._wrote(name, message["stream"], base64.b64decode(message["data"]))
+            case "started":
+                agent.pids[name] = message["pid"]
+                if name >= 0:
+                    self._observer.started(name, message["pid"])
+            case "exited":
+                agent.pids.pop(name, None)
+                self._exited(agent, name, message["code"], message.get("text", ""))
+            case "bye":
+                agent.ended = True
+
+    def _wrote(self, name: int, stream: str, data: bytes) -> None:
+        errand = self._errands.get(name)
+        if errand is None:
+            self._observer.wrote(name, stream, data)
+            return
+        errand.output.setdefault(stream, bytearray()).extend(data)
+        if not data:
+            errand.open.discard(stream)
+            self._run(name, errand)
+
+    def _exited(self, agent: _Agent, name: int, code: int, text: str) -> None:
+        agent.names.discard(name)
+        errand = self._errands.get(name)
+        if errand is not None:
+            errand.code, errand.text = code, text
+            if text:  # it never ran, so nothing closes its streams
+                errand.open.clear()
+            self._run(name, errand)
+        elif name >= 0:
+            self._observer.exited(name, code, text)
+        else:
+            client = self._clients[name]
+            if not client.ended:
+                client.ended = True
+                self._lost_names(client, f"lost its host, ssh ended ({code})")
+
+    def _run(self, name: int, errand: _Errand) -> None:
+        """An errand may be done: it has ended, and so has what it wrote."""
+        if errand.code is None or errand.open:
+            return
+        del self._errands[name]
+        texts = (
+            bytes(errand.output.get(stream, b"")).decode(errors="replace")
+            for stream in ("stdout", "stderr")
+        )
+        out, err = texts
+        errand.done(errand.code, out, err or errand.text)
+
+    def _lost(self, agent: _Agent) -> None:
+        if agent.ended:
+            return
+        if agent is not self._local:
+            return  # the exit of ssh follows, and says more
+        agent.ended = True
+        pids = list(agent.pids.values())
+        self._lost_names(agent, "its agent on this host died")
+        for pid in pids:  # its children got SIGKILL, theirs may live
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        for other in self._remote.values():
+            self._lost_names(other, "the agent on the first host died")
+
+    def _lost_names(self, agent: _Agent, text: str) -> None:
+        names = sorted(agent.names)
+        agent.names.clear()
+        agent.pids.clear()
+        if names:
+            self._observer.host_lost(names, text)
+
+    # The end.
+
+    def end(self, limit: float) -> None:
+        """Have every agent kill what is left, and read the last output."""
+        remote = list(self._remote.values())
+        for agents in (remote, [self._local]):  # the local one holds the ssh
+            deadline = time.monotonic() + limit
+            for agent in agents:
+                self._tell(agent, {"do": "end"})
+            while time.monotonic() < deadline and not all(
+                agent.done for agent in agents
+            ):
+                for key, _ in self.selector.select(0.05):
+                    if self.selector.get_map().get(key.fd) is key:
+                        with contextlib.suppress(OutputClosed):
+                            key.data()
+            for agent in agents:
+                if agent.channel is not None:
+                    agent.channel.close()
+
+    def close(self, limit: float) -> None:
+        """Wait for the agent on this machine, and forget everything."""
+        if self._descriptors is not None:
+            self._descriptors.close()
+        if self._guardian is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guardian.wait(timeout=limit)
+            # If it is still at work it ends by itself; it is not ours to wait for.
+            self._guardian.returncode = self._guardian.returncode or 0
+        self.selector.close()

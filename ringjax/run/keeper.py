@@ -1,0 +1,173 @@
+"""What is done about workers that end, are declared lost, or are asked to leave.
+
+The coordinator hears of an end at once; people and the seats of the job a moment later,
+when everything that the process wrote has come, as that says why. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ringjax.run.authority import Authority
+from ringjax.run.blacklist import Blacklist
+from ringjax.run.crew import Crew
+from ringjax.run.roster import Roster, Worker
+
+_LAST_WORDS = 0.3  # seconds to wait for what a process wrote before it ended
+_NEWS = 0.5  # seconds for a worker's own word that it is through to arrive
+_FENCED = 5.0  # seconds for a worker that was declared lost to end by itself
+_TOLD = 30.0  # seconds for a worker that is asked to leave
+
+
+class Signaller(Protocol):
+    """What sends signals to workers; fleet.py does."""
+
+    def signal(
+        self, number: int, names: Sequence[int] | None = None, *, alone: bool = False
+    ) -> None:
+        """Signals the groups of these workers, or the workers alone."""
+
+
+class Keeper:
+    """Looks after the workers of one job.
+
+    Args:
+        roster, crew: its workers and its seats.
+        blacklist: of hosts, if they are held to account.
+        signaller: reaches the workers.
+        note: shows a line.
+        done: these have ended and were taken note of, so their files can be closed.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        crew: Crew,
+        blacklist: Blacklist | None,
+        signaller: Signaller,
+        note: Callable[[str], None],
+        done: Callable[[int], None],
+    ) -> None:
+        self._roster = roster
+        self._crew = crew
+        self._blacklist = blacklist
+        self._signaller = signaller
+        self._note = note
+        self._done = done
+        self._gone: list[tuple[float, Worker]] = []  # of whom to tell the coordinator
+        self._fenced: list[Worker] = []  # not yet spoken of
+        self.authority: Authority | None = None
+        self.silent = False  # the job is ending, which says enough
+
+    def over(self) -> bool:
+        """Whether all that matter have ended."""
+        roster = self._roster
+        if roster.members:
+            return roster.over()
+        if self._crew.closed:
+            return all(worker.settled for worker in roster.workers)
+        return self._crew.all_failed()
+
+    def ended(self, worker: Worker, code: int, text: str, now: float) -> None:
+        """Its process has ended."""
+        worker.exit_code, worker.exit_text, worker.ended = code, text, now
+        if text:
+            worker.streams.clear()
+        if code:
+            self._tell(worker)
+        else:  # it may have said so itself, and the news of it be on its way
+            self._gone.append((now + _NEWS, worker))
+
+    def _tell(self, worker: Worker) -> None:
+        if self.authority is not None:
+            why = self._roster.fate(worker).lstrip(": ") if worker.exit_code else ""
+            self.authority.lost(worker.number, why or "ended without an error")
+
+    def fence(self, worker: Worker, why: str, now: float) -> None:
+        """It was declared lost."""
+        worker.why = why
+        if worker.runs and worker.fenced is None:
+            worker.fenced = now
+            self._fenced.append(worker)
+
+    def dismiss(self, number: int, now: float) -> None:
+        """Its seat is gone: it is asked to leave."""
+        worker = self._roster.workers[number]
+        worker.told = now
+        who = self._roster.who(worker, place=True)
+        self._note(f"{who} is asked to leave: its slot is gone")
+        self._signaller.signal(signal.SIGTERM, [number], alone=True)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        for worker in self._roster.workers:
+            if worker.settled:
+                continue
+            if worker.exit_code is not None:
+                if not worker.streams or now - worker.ended > _LAST_WORDS:
+                    self._settle(worker, now)
+            elif not worker.killed and now > _latest(worker):
+                worker.killed = True
+                self._signaller.signal(signal.SIGKILL, [worker.number])
+        for worker in list(self._fenced):
+            if not worker.runs:
+                self._fenced.remove(worker)
+            elif now > (worker.fenced or 0.0) + _LAST_WORDS:
+                self._fenced.remove(worker)
+                self._say(worker, f" was declared lost: {worker.why}")
+        while self._gone and self._gone[0][0] <= now:
+            self._tell(self._gone.pop(0)[1])
+
+    def _settle(self, worker: Worker, now: float) -> None:
+        """Nothing more comes from it: whether its seat is taken again."""
+        worker.settled = True
+        if not worker.streams:
+            self._done(worker.number)
+        if worker.dismissed or worker.told is not None:
+            self._crew.left(worker.seat, asked=worker.told is not None)
+            self._say(worker, None if worker.exit_code else " has left")
+        elif worker.exit_code == 0 and worker.fenced is None:
+            self._crew.closed = True
+        else:
+            spoken = worker.fenced is not None and worker not in self._fenced
+            member_for = None if worker.rank is None else worker.ended - worker.joined
+            pause = self._crew.failed(
+                worker.seat,
+                member_for=member_for,
+                own_fault=self._roster.own_fault(worker),
+                now=now,
+            )
+            if not spoken and not self.over():  # that would say it, too
+                lost = f" was declared lost: {worker.why}"
+                self._say(worker, None if worker.exit_code else lost, pause)
+            self._speak_of_host(worker.seat.host, now)
+
+    def _say(self, worker: Worker, what: str | None, pause: float = 0.0) -> None:
+        """A line about a worker that is lost or has left; None: what became of it."""
+        if self.silent:
+            return
+        roster = self._roster
+        text = roster.who(worker, place=roster.several_hosts())
+        text += roster.fate(worker) if what is None else what
+        if worker.rank is not None:
+            text += roster.left_over()
+        elif 0 < pause < math.inf and self._blacklist is None:
+            text += f"; the next try is in {pause:g} s"
+        self._note(text)
+
+    def _speak_of_host(self, host: str, now: float) -> None:
+        seconds = None if self._blacklist is None else self._blacklist.news(host, now)
+        if seconds is None or self.silent or self.over():
+            return
+        how_long = "any more" if seconds == math.inf else f"for {seconds:.0f} s"
+        self._note(f"host {host} gets no worker {how_long}: one has failed there")
+
+
+def _latest(worker: Worker) -> float:
+    """When it should have ended by itself."""
+    fenced = math.inf if worker.fenced is None else worker.fenced + _FENCED
+    told = math.inf if worker.told is None else worker.told + _TOLD
+    return min(fenced, told)

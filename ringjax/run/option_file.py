@@ -1,0 +1,120 @@
+"""A configuration file of ringrun: TOML, or Horovod's YAML, with Horovod's keys.
+
+What it says counts where the command line says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from ringjax.config import LOG_LEVELS
+
+# Horovod's keys of a configuration file, and the option that each stands for.
+_FILE_KEYS = {
+    "params.fusion_threshold_mb": "fusion_threshold_mb",
+    "params.cycle_time_ms": "cycle_time_ms",
+    "params.cache_capacity": "cache_capacity",
+    "timeline.filename": "timeline_filename",
+    "timeline.mark_cycles": "timeline_mark_cycles",
+    "stall_check.enabled": "stall_check",
+    "stall_check.warning_time_seconds": "stall_check_warning_time_seconds",
+    "stall_check.shutdown_time_seconds": "stall_check_shutdown_time_seconds",
+    "library_options.gloo_timeout_seconds": "gloo_timeout_seconds",
+    "logging.level": "log_level",
+}
+_WHOLE = ("cache_capacity",)  # of these, numbers without a fraction
+
+
+class OptionError(ValueError):
+    """What is asked for cannot be done."""
+
+
+def merge(args: argparse.Namespace, path: str) -> None:
+    """Give the options of a file to `args` where the command line says nothing.
+
+    Raises:
+        OptionError: naming the file, and the key that cannot be used.
+    """
+    _merge(args, _flatten(_load(path)), path)
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    try:
+        values = _load_toml(path) if path.endswith(".toml") else _load_yaml(path)
+    except OptionError:
+        raise
+    except OSError as error:
+        raise OptionError(f"--config-file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise OptionError(f"--config-file {path}: {error}") from error
+    if not isinstance(values, Mapping):
+        raise OptionError(f"--config-file {path}: it holds no table of options")
+    return values
+
+
+def _load_toml(path: str) -> Any:
+    import tomllib
+
+    with open(path, "rb") as file:
+        return tomllib.load(file)
+
+
+def _load_yaml(path: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise OptionError(
+            f"--config-file {path}: reading YAML needs PyYAML (pip install pyyaml); a "
+            "file with the same keys as TOML, named *.toml, needs nothing"
+        ) from error
+    with open(path, encoding="utf-8") as file:
+        try:
+            return yaml.safe_load(file) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def _merge(args: argparse.Namespace, values: Mapping[str, Any], path: str) -> None:
+    """Give the options of a file to `args` where the command line says nothing."""
+    for key, value in values.items():
+        name = _FILE_KEYS.get(key)
+        if name is None:
+            args.ignored = [*args.ignored, f"{key} in {path}"]
+        elif getattr(args, name) is None:
+            setattr(args, name, _checked(key, name, value, path))
+
+
+def _checked(key: str, name: str, value: Any, path: str) -> Any:
+    where = f"--config-file {path}: {key}"
+    if name == "timeline_filename":
+        if not isinstance(value, str):
+            raise OptionError(f"{where} is {value!r}: expected a path")
+        return value
+    if name in ("stall_check", "timeline_mark_cycles"):
+        if not isinstance(value, bool):
+            raise OptionError(f"{where} is {value!r}: expected true or false")
+        return value
+    if name == "log_level":
+        if str(value).lower() not in LOG_LEVELS:
+            expected = ", ".join(LOG_LEVELS)
+            raise OptionError(f"{where} is {value!r}: expected one of {expected}")
+        return str(value).lower()
+    kinds = (int,) if name in _WHOLE else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
+        kind = "a whole number" if name in _WHOLE else "a number"
+        raise OptionError(f"{where} is {value!r}: expected {kind}, at least 0")
+    return value

@@ -1,0 +1,187 @@
+"""The workers of an elastic job: who is a member, what became of whom, how it ends.
+
+A worker's number is never used again; its rank is its place in one epoch. Collects what
+the agents and the coordinator say, in whatever order it comes, and makes sentences and
+the exit code of it. Pure bookkeeping; sends nothing, waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ringjax.run.crew import Seat
+from ringjax.run.verdict import Blame, blames_others, fate
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One process of the job.
+
+    Attributes:
+        rank: in the latest epoch that it belonged to, None: in none.
+        joined: when it became a member.
+        exit_code, exit_text, ended: how and when its process has ended.
+        settled: it has ended, and so has what it wrote.
+        told: when ringrun asked it to leave, as its seat is gone.
+        killed: it did not end by itself when it should have.
+        fenced, why: when it was declared lost, and why.
+        finished: it said that it is through.
+        dismissed: it left in good order while the others go on.
+        report: what it said before it went down.
+    """
+
+    number: int
+    seat: Seat
+    pid: int = 0
+    rank: int | None = None
+    joined: float = 0.0
+    exit_code: int | None = None
+    exit_text: str = ""
+    ended: float = 0.0
+    streams: set[str] = field(default_factory=lambda: {"stdout", "stderr"})
+    settled: bool = False
+    told: float | None = None
+    killed: bool = False
+    fenced: float | None = None
+    why: str = ""
+    finished: bool = False
+    dismissed: bool = False
+    report: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process is there."""
+        return self.exit_code is None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it works for the job, or will."""
+        return self.runs and self.fenced is None and self.told is None
+
+
+class Roster:
+    """All workers that ever were; `last_words(n)` is what number n wrote last."""
+
+    def __init__(self, min_np: int, last_words: Callable[[int], str]) -> None:
+        self._min_np = min_np
+        self._last_words = last_words
+        self.workers: list[Worker] = []
+        self.members: dict[int, int] = {}  # of the latest epoch: number -> rank
+        self.resets = 0
+
+    def add(self, seat: Seat) -> Worker:
+        """A new worker for a seat."""
+        worker = Worker(len(self.workers), seat)
+        seat.worker = worker.number
+        self.workers.append(worker)
+        return worker
+
+    def running(self) -> list[Worker]:
+        """Those whose process is there."""
+        return [worker for worker in self.workers if worker.runs]
+
+    def counting(self) -> int:
+        """How many work for the job, or will."""
+        return sum(worker.counts for worker in self.workers)
+
+    def enter(self, members: Mapping[int, int], now: float) -> list[Worker]:
+        """An epoch has begun; returns who is new in it, by rank."""
+        new = [self.workers[n] for n in members if n not in self.members]
+        if self.members and self.members.keys() != members.keys():
+            self.resets += 1
+        self.members = dict(members)
+        for number, rank in members.items():
+            self.workers[number].rank = rank
+        for worker in new:
+            worker.joined = now
+        return sorted(new, key=lambda worker: members[worker.number])
+
+    def present(self) -> int:
+        """Members of the latest epoch that are still there."""
+        members = (self.workers[n] for n in self.members)
+        return sum(m.runs and m.fenced is None and not m.dismissed for m in members)
+
+    # Sentences.
+
+    def several_hosts(self) -> bool:
+        """Whether it has to be said where a worker runs."""
+        return len({worker.seat.host for worker in self.workers}) > 1
+
+    def who(self, worker: Worker, *, place: bool) -> str:
+        """A worker's name for people; with its host if there are several."""
+        where = [f"on {worker.seat.host}"] if place else []
+        pid = [f"pid {worker.pid}"] if worker.pid else []
+        name = f"worker {worker.number}"
+        if worker.rank is not None:
+            return f"rank {worker.rank} ({', '.join([name, *where, *pid])})"
+        return f"{name} ({', '.join([*where, *pid])})" if where or pid else name
+
+    def left_over(self) -> str:
+        """How many ranks are left, as the end of a sentence."""
+        count, least = self.present(), self._min_np
+        ranks = "1 rank" if count == 1 else f"{count} ranks"
+        if count >= least:
+            return f"; {ranks} {'goes' if count == 1 else 'go'} on"
+        left = f"{ranks} {'is' if count == 1 else 'are'} left"
+        return f"; {left}, at least {least} {'is' if least == 1 else 'are'} needed"
+
+    def fate(self, worker: Worker) -> str:
+        """What became of a worker that has failed, to be put behind its name."""
+        words = self._last_words(worker.number)
+        return fate(
+            worker.exit_code or 1,
+            text=worker.exit_text,
+            report=worker.report,
+            last_words=words,
+        )
+
+    def own_fault(self, worker: Worker) -> bool:
+        """Whether it failed by itself, not because another rank did."""
+        words = worker.report or worker.exit_text or self._last_words(worker.number)
+        by_signal = (worker.exit_code or 0) > 128 and not worker.report
+        return by_signal or not blames_others(words)
+
+    # The end.
+
+    def over(self) -> bool:
+        """Whether all that matter have ended: the members, or all if there are none."""
+        if self.members:
+            return all(self.workers[n].settled for n in self.members)
+        return all(worker.settled for worker in self.workers)
+
+    def succeeded(self) -> list[Worker]:
+        """Who has done the job's work to its end, by rank."""
+        done = [w for w in self.workers if w.exit_code == 0 and _is_through(w)]
+        if self.members:
+            done = [worker for worker in done if worker.rank is not None]
+        return sorted(done, key=lambda w: (_rank(w), w.number))
+
+    def success(self) -> bool:
+        """Whether the job did what it was for."""
+        if not self.members:
+            return len(self.succeeded()) >= self._min_np
+        ended = [self.workers[n] for n in self.members]
+        stayed = [worker for worker in ended if not worker.dismissed]
+        return bool(stayed) and all(worker.exit_code == 0 for worker in stayed)
+
+    def blame(self, *, place: bool) -> Blame | None:
+        """The worker that failed first: of the last members, or of all."""
+        failed = [worker for worker in self.workers if worker.exit_code]
+        last = [worker for worker in failed if worker.number in self.members]
+        if any(self.own_fault(worker) for worker in last) or not failed:
+            failed = last
+        if not failed:
+            return None
+        order = [(not self.own_fault(w), w.ended, w.number) for w in failed]
+        worker = self.workers[min(order)[2]]
+        text = self.who(worker, place=place) + self.fate(worker)
+        return Blame(_rank(worker), worker.exit_code or 1, text, worker.number)
+
+
+def _rank(worker: Worker) -> int:
+    return worker.seat.number if worker.rank is None else worker.rank
+
+
+def _is_through(worker: Worker) -> bool:
+    return not worker.dismissed and worker.told is None

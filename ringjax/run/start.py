@@ -1,0 +1,126 @@
+"""A job from what somebody asked for, on the command line or in Python.
+
+Which hosts, how many ranks, elastic or not: decided here, run by job.py and
+elastic_job.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ringjax.config import Config
+from ringjax.run import elasticity
+from ringjax.run import hosts as places
+from ringjax.run.job import Job
+from ringjax.run.order import Spec
+from ringjax.run.output import Console
+
+if TYPE_CHECKING:
+    from ringjax.run.elastic_job import ElasticJob
+
+# What the arguments are called in Python.
+_NAMES = {
+    **{key: key for key in ("np", "min_np", "max_np", *elasticity.ONLY_ELASTIC)},
+    "script": "host_discovery_script",
+}
+
+
+def named_hosts(
+    host_list: str | None, hostfile: str | None, variables: Mapping[str, str]
+) -> list[places.Host] | None:
+    """The hosts that were asked for or that Slurm has allocated; None: this one.
+
+    Raises:
+        ValueError: saying what cannot be read.
+    """
+    if host_list is not None and hostfile is not None:
+        raise ValueError("-H and --hostfile: give only one of them")
+    if host_list is not None:
+        return places.parse_hosts(host_list)
+    if hostfile is not None:
+        return places.parse_hostfile(hostfile)
+    return places.slurm_hosts(variables)
+
+
+def find_hosts(
+    np: int | None,
+    host_list: str | None,
+    hostfile: str | None,
+    variables: Mapping[str, str],
+) -> list[places.Slot]:
+    """The slots of a job, from what was asked for or from the Slurm allocation.
+
+    Raises:
+        ValueError: saying what cannot be read or does not fit.
+    """
+    found = named_hosts(host_list, hostfile, variables)
+    if found is None:
+        if np is None:
+            raise ValueError("-np: say how many processes to start")
+        found = [places.Host("localhost", np)]
+    return places.assign(found, np or sum(host.slots for host in found))
+
+
+def job_of(
+    spec: Spec,
+    config: Config,
+    *,
+    np: int | None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    script: str | None = None,
+    min_np: int | None = None,
+    directory: str | None = None,
+    timestamps: bool = False,
+    python: bool = False,
+    variables: Mapping[str, str] | None = None,
+    names: Mapping[str, str] = _NAMES,
+    **elastic: Any,
+) -> Job | ElasticJob:
+    """The job, not started yet.
+
+    Args:
+        spec: what to run.
+        config: what the environment and the options say.
+        np: number of ranks.
+        hosts, hostfile, script: where they run, one of these.
+        min_np: makes the job elastic, as a script does.
+        directory, timestamps, python: see `Console`.
+        variables: the environment that may hold a Slurm allocation.
+        names: what the arguments of elastic jobs are called where they were given.
+        elastic: the others of them, see `elasticity.settle`.
+
+    Raises:
+        ValueError: saying what does not fit together.
+    """
+    waits = elastic.pop("elastic_timeout", None)
+    if min_np is None and script is None:
+        elasticity.refuse_without({**elastic, "elastic_timeout": waits}, names)
+        slots = find_hosts(np, hosts, hostfile, variables or {})
+        console = Console(
+            len(slots), directory=directory, timestamps=timestamps, python=python
+        )
+        return Job(dataclasses.replace(spec, slots=slots), console)
+    from ringjax.run.elastic_job import ElasticJob  # costs others nothing
+
+    given = None
+    if script is None or hosts is not None or hostfile is not None:
+        given = named_hosts(hosts, hostfile, variables or {})
+    change = elasticity.settle(
+        np=np, min_np=min_np, hosts=given, script=script, names=names, **elastic
+    )
+    console = Console(
+        change.np or change.min_np,
+        directory=directory,
+        timestamps=timestamps,
+        python=python,
+    )
+    return ElasticJob(
+        spec,
+        change,
+        console,
+        elastic_timeout=config.elastic_timeout,
+        failure_timeout=config.failure_timeout,
+    )

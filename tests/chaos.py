@@ -1,0 +1,327 @@
+"""Chaos: ends, freezes and dismisses workers of an elastic job at random moments.
+
+The workers run chaos_program.py. Afterwards `check` proves that training did not
+notice: it computes every step again in one process, from the workers that were in its
+sums, and compares the parameters bit by bit. So all ranks had the same parameters after
+every step, no step was lost, done twice or done with a wrong mean, and nobody
+contributed after it was declared lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import leaks
+from launch import Job, StartJob
+
+PROGRAM = Path(__file__).with_name("chaos_program.py")
+SILENCE = 2.0  # seconds after which a silent rank is declared lost
+SETTINGS = {
+    "RINGJAX_FAILURE_TIMEOUT": f"{SILENCE:g}",
+    "RINGJAX_HEARTBEAT": "0.2",
+    "RINGJAX_TILE_BYTES": "4096",  # a large message's way, without large messages
+}
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something done to a worker: "kill", "term", "freeze" (it survives), "fence"."""
+
+    at: float
+    what: str
+    worker: int
+
+
+@dataclass
+class Verdict:
+    """What `check` found.
+
+    Attributes:
+        steps: how many were completed.
+        recoveries: for every kill and every survivor: seconds to its next step.
+        pauses: for every worker that joined: seconds between two steps of the others.
+        largest, smallest: the most and the least workers in a step.
+    """
+
+    steps: int
+    recoveries: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    largest: int = 0
+    smallest: int = 0
+
+
+class Chaos:
+    """A job under fire.
+
+    Args:
+        start_job: the fixture, or something that starts a `launch.Job`.
+        folder: an empty folder for the traces.
+        np: the workers at the start, and the most.
+        pause: seconds between two steps.
+        env: further variables for the job.
+        options: further words for ringrun.
+    """
+
+    def __init__(
+        self,
+        start_job: StartJob,
+        folder: Path,
+        np: int = 4,
+        pause: float = 0.005,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        self.folder, self.np = folder, np
+        self.deeds: list[Deed] = []
+        self.job: Job = start_job(
+            np,
+            [sys.executable, str(PROGRAM), str(folder), str(pause)],
+            env=SETTINGS | dict(env or {}),
+            options=["--min-np", "1", "--max-np", str(np), *options],
+        )
+        self._read: dict[int, Reading] = {}
+
+    # -- what is there -----------------------------------------------------------------
+
+    def pids(self) -> dict[int, int]:
+        """The living workers: number -> process id."""
+        found = {}
+        for pid in leaks.processes(self.job.id):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if str(PROGRAM).encode() not in words[1:2]:
+                    continue
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                for variable in variables:
+                    name, _, value = variable.partition(b"=")
+                    if name == b"RINGJAX_WORKER":
+                        found[int(value)] = pid
+        return found
+
+    def progress(self) -> dict[int, int]:
+        """The workers that have completed steps: number -> the last one."""
+        for path in self.folder.glob("*.jsonl"):
+            self._read.setdefault(int(path.stem), Reading(path)).follow()
+        return {w: r.step for w, r in self._read.items() if r.step >= 0}
+
+    def training(self) -> dict[int, int]:
+        """The living workers that are at the present step and will stay: pids."""
+        steps, pids = self.progress(), self.pids()
+        newest = max((steps[w] for w in pids if w in steps), default=0)
+        doomed = {deed.worker for deed in self.deeds if deed.what != "freeze"}
+        return {
+            w: pid
+            for w, pid in pids.items()
+            if w not in doomed and steps.get(w, -9) >= newest - 2
+        }
+
+    def wait_for(self, workers: int, seconds: float = 60) -> dict[int, int]:
+        """Waits until so many workers train."""
+        deadline = time.monotonic() + seconds
+        while len(found := self.training()) < workers:
+            if self.job.poll() is not None or time.monotonic() > deadline:
+                self.job.end_with_stacks()
+                raise AssertionError(
+                    f"{len(found)} of {workers} workers train after {seconds:g} s; "
+                    f"deeds: {self.deeds[-6:]}\n{self.logs()}"
+                )
+            time.sleep(0.01)
+        return found
+
+    def wait_for_steps(self, more: int, seconds: float = 60) -> None:
+        """Waits until so many further steps are complete."""
+        goal = max(self.progress().values(), default=0) + more
+        deadline = time.monotonic() + seconds
+        while max(self.progress().values(), default=0) < goal:
+            if self.job.poll() is not None or time.monotonic() > deadline:
+                self.job.end_with_stacks()
+                text = f"step {goal} did not come within {seconds:g} s"
+                raise AssertionError(f"{text}; deeds: {self.deeds[-6:]}\n{self.logs()}")
+            time.sleep(0.01)
+
+    def logs(self) -> str:
+        """What everybody has written, and the last lines of the traces."""
+        ends = [
+            f"--- trace of worker {path.stem}: {path.read_text()[-300:]}"
+            for path in sorted(self.folder.glob("*.jsonl"))
+        ]
+        return "\n".join([self.job.logs(6000), *ends])
+
+    # -- what is done to them ----------------------------------------------------------
+
+    def do(self, what: str, worker: int, pid: int, chance: random.Random) -> None:
+        """One deed, at once; a freeze or a fence also waits for its end."""
+        self.deeds.append(Deed(time.monotonic(), what, worker))
+        with contextlib.suppress(ProcessLookupError):
+            match what:
+                case "kill":
+                    os.kill(pid, signal.SIGKILL)
+                case "term":
+                    os.kill(pid, signal.SIGTERM)
+                case "freeze":
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(chance.uniform(0.05, 0.3) * SILENCE)
+                    os.kill(pid, signal.SIGCONT)
+                case "fence":
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(SILENCE + 1.5)
+                    os.kill(pid, signal.SIGCONT)
+
+    def rage(self, chance: random.Random, seconds: float, every: float) -> None:
+        """Deeds at random moments, as long as one that trains is left to go on.
+
+        Args:
+            seconds: for so long.
+            every: seconds between two deeds, on average.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(chance.uniform(0, 2 * every))
+            if self.job.poll() is not None:
+                raise AssertionError(f"the job ended; {self.deeds[-9:]}\n{self.logs()}")
+            training = self.training()
+            spare = len(training) - 1
+            victims = chance.sample(sorted(training), k=min(spare, 2))
+            for worker in victims[: 2 if chance.random() < 0.3 else 1]:
+                if worker != victims[0]:  # while the others recover from the first
+                    time.sleep(chance.choice((0.0, 0.15)) * chance.random())
+                what = chance.choices(_DEEDS, _WEIGHTS)[0]
+                self.do(what, worker, training[worker], chance)
+
+    def end(self, seconds: float = 90) -> Verdict:
+        """Lets training end, and checks all of it."""
+        (self.folder / "stop").touch()
+        code = self.job.wait(seconds)
+        assert code == 0, f"ringrun ended with {code}; {self.deeds[-9:]}\n{self.logs()}"
+        return check(self.folder, self.deeds)
+
+
+_DEEDS = ("kill", "term", "freeze", "fence")
+_WEIGHTS = (75, 8, 12, 5)
+
+
+class Reading:
+    """Follows a trace that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at, self.step = path, 0, -1
+
+    def follow(self) -> None:
+        """Reads what is new; remembers the last step."""
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for line in whole.splitlines()[::-1]:
+            found = json.loads(line)
+            if "digest" in found:
+                self.step = found["step"]
+                return
+
+
+# -- the proof -------------------------------------------------------------------------
+
+
+def check(folder: Path, deeds: list[Deed] | tuple[Deed, ...] = ()) -> Verdict:
+    """Computes all steps again and compares.
+
+    Raises:
+        AssertionError: a step is missing, was done twice, or differs between workers or
+            from what one process computes.
+    """
+    traces = {int(p.stem): lines(p) for p in folder.glob("*.jsonl")}
+    by_step: dict[int, dict[int, dict[str, Any]]] = {}
+    for worker, trace in traces.items():
+        _check_order(worker, trace)
+        for line in trace:
+            by_step.setdefault(line["step"], {})[worker] = line
+    count = len(by_step)
+    missing = sorted(set(range(max(by_step, default=-1) + 1)) - set(by_step))
+    assert not missing, f"steps {missing[:9]} of {count} were completed by nobody"
+    _replay(by_step)
+    sizes = [len(next(iter(by_step[s].values()))["who"]) for s in range(count)]
+    verdict = Verdict(count, largest=max(sizes), smallest=min(sizes))
+    kills = [deed for deed in deeds if deed.what == "kill"]
+    for deed in kills:
+        verdict.recoveries += recoveries(deed, traces)
+    verdict.pauses = list(_pauses(by_step))
+    return verdict
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The steps of a trace; half a line at its end is a worker that was killed."""
+    text = path.read_bytes()
+    found = [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    return [line for line in found if "digest" in line]
+
+
+def _check_order(worker: int, trace: list[dict[str, Any]]) -> None:
+    for before, after in itertools.pairwise(trace):
+        assert after["step"] == before["step"] + 1, (
+            f"worker {worker}: step {after['step']} after step {before['step']}"
+        )
+        assert after["epoch"] >= before["epoch"], f"worker {worker}: {before}, {after}"
+    for line in trace:
+        assert worker in line["who"], f"worker {worker} is not in its own sum: {line}"
+
+
+def _replay(by_step: dict[int, dict[int, dict[str, Any]]]) -> None:
+    from chaos_model import Replay
+
+    replay = Replay()
+    for step in range(len(by_step)):
+        here = by_step[step]
+        who, *others = {tuple(line["who"]) for line in here.values()}
+        assert not others, f"step {step}: ranks added up other workers: {who}, {others}"
+        assert len(set(who)) == len(who), f"step {step}: {who}"
+        digest, *others = {line["digest"] for line in here.values()}
+        assert not others, f"step {step}: ranks have other parameters: {sorted(here)}"
+        again = replay.step(list(who))
+        assert digest == again, (
+            f"step {step} with workers {who}: its parameters {digest} are not those of "
+            f"one process, {again}; the step before was by {list(by_step[step - 1])}"
+        )
+
+
+def recoveries(deed: Deed, traces: dict[int, list[dict[str, Any]]]) -> Iterator[float]:
+    """Seconds from a kill to the next step without the victim, for each survivor."""
+    victim = deed.worker
+    for worker, trace in traces.items():
+        before = [line for line in trace if line["t"] <= deed.at]
+        if worker == victim or not before or victim not in before[-1]["who"]:
+            continue
+        without = (
+            line["t"] for line in trace[len(before) :] if victim not in line["who"]
+        )
+        with contextlib.suppress(StopIteration):  # it was killed, too
+            yield next(without) - deed.at
+
+
+def _pauses(by_step: dict[int, dict[int, dict[str, Any]]]) -> Iterator[float]:
+    """How long members stood still for a newcomer: from the step before its first."""
+    for step in range(1, len(by_step)):
+        before, here = by_step[step - 1], by_step[step]
+        both = before.keys() & here.keys()
+        grown = set(next(iter(here.values()))["who"]) - set(
+            next(iter(before.values()))["who"]
+        )
+        if grown and both:
+            yield max(here[w]["t"] - before[w]["t"] for w in both)
+
+
+def quantile(samples: list[float], share: float) -> float:
+    """Of the sorted samples, the one that `share` of them do not exceed."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

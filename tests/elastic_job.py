@@ -1,0 +1,211 @@
+"""An elastic job without ringrun: a coordinator in the test, and workers to kill.
+
+For tests of the workers' side. Those of the launcher use `start_job`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import leaks
+from launch import JobError, environment
+
+from ringjax.coordinator import Coordinator
+
+# What every script of these tests begins with: `say` writes one line at once.
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import ringjax
+from ringjax import runtime
+
+WORKER = int(os.environ["RINGJAX_WORKER"])
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+ringjax.init()
+"""
+
+
+class ElasticJob:
+    """Workers 0, 1, 2, … of one script.
+
+    Args:
+        folder: an empty folder for the script and the logs.
+        np: how many start the job.
+        script: Python source, put behind HEAD.
+        env: more variables for the workers.
+        limits: further arguments of `Coordinator`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        np: int,
+        script: str,
+        env: Mapping[str, str] | None = None,
+        **limits: Any,
+    ) -> None:
+        self.id = uuid.uuid4().hex[:12]
+        self._folder, self._env, self.np = folder, dict(env or {}), np
+        self._script = folder / "script.py"
+        self._script.write_text(HEAD + textwrap.dedent(script))
+        self.secret, self.job = secrets.token_bytes(32), secrets.token_hex(8)
+        settings: dict[str, Any] = {"min_np": 1, "start_timeout": 60.0}
+        self.coordinator = Coordinator(
+            self.secret, self.job, np=np, **{**settings, **limits}
+        )
+        self.coordinator.start()
+        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.events: list[tuple[Any, ...]] = []
+        self._watchers: list[threading.Thread] = []
+        for _ in range(np):
+            self.add()
+
+    def add(self) -> int:
+        """Starts one more worker; returns its number."""
+        worker = len(self.workers)
+        variables = {
+            "RINGJAX_ELASTIC": "1",
+            "RINGJAX_WORKER": str(worker),
+            "RINGJAX_RANK": str(min(worker, self.np - 1)),
+            "RINGJAX_SIZE": str(self.np),
+            "RINGJAX_LOCAL_RANK": str(min(worker, self.np - 1)),
+            "RINGJAX_LOCAL_SIZE": str(self.np),
+            "RINGJAX_RENDEZVOUS": ",".join(self.coordinator.addresses),
+            "RINGJAX_SECRET": self.secret.hex(),
+            "RINGJAX_JOB": self.job,
+            **self._env,
+        }
+        self.coordinator.expected(worker)
+        with (
+            (self._folder / f"{worker}.out").open("wb") as out,
+            (self._folder / f"{worker}.err").open("wb") as err,
+        ):
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(self._script)],
+                env=environment(self.id, variables),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+        self.workers[worker] = process
+        watcher = threading.Thread(target=self._watch, args=(worker, process))
+        watcher.start()
+        self._watchers.append(watcher)
+        return worker
+
+    def _watch(self, worker: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        self.coordinator.lost(worker, f"its process ended with {code}")
+
+    def kill(self, worker: int, sig: signal.Signals = signal.SIGKILL) -> float:
+        """Sends a signal; returns when, on time.time()'s clock."""
+        now = time.time()
+        self.workers[worker].send_signal(sig)
+        return now
+
+    def tell(self, word: str) -> None:
+        """Makes a file that the script looks for: sys.argv[0] + ".WORD"."""
+        self._script.with_name(f"{self._script.name}.{word}").touch()
+
+    def output(self, worker: int) -> str:
+        """What it has written with `say` and print."""
+        return (self._folder / f"{worker}.out").read_text(errors="replace")
+
+    def errors(self, worker: int) -> str:
+        """What it has written to standard error."""
+        return (self._folder / f"{worker}.err").read_text(errors="replace")
+
+    def lines(self, worker: int, word: str) -> list[list[str]]:
+        """The words after `word` of the lines that begin with it; whole lines only."""
+        text = self.output(worker)
+        found = text[: text.rfind("\n") + 1].splitlines()
+        return [line.split()[1:] for line in found if line.split(" ")[0] == word]
+
+    def wait_for(
+        self, check: Callable[[], bool], what: str, seconds: float = 40
+    ) -> None:
+        """Waits until something is so."""
+        deadline = time.monotonic() + seconds
+        while not check():
+            if time.monotonic() > deadline:
+                raise JobError(f"never: {what}\n{self.story()}")
+            time.sleep(0.005)
+
+    def wait_for_line(self, worker: int, word: str, count: int = 1) -> None:
+        """Waits until a worker has written so many lines that begin with `word`."""
+        self.wait_for(
+            lambda: len(self.lines(worker, word)) >= count,
+            f"worker {worker} writes {count} x {word!r}",
+        )
+
+    def wait(self, worker: int, seconds: float = 40) -> int:
+        """The exit code of a worker, when it has ended."""
+        self.wait_for(
+            lambda: self.workers[worker].poll() is not None,
+            f"worker {worker} ends",
+            seconds,
+        )
+        code = self.workers[worker].poll()
+        assert code is not None
+        return code
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        """All events of the coordinator until now."""
+        while not self.coordinator.events.empty():
+            self.events.append(self.coordinator.events.get())
+        return self.events
+
+    def story(self, tail: int = 3000) -> str:
+        """What everybody has written, for error texts."""
+        parts = [f"events: {self.taken()}"]
+        for worker in self.workers:
+            code = self.workers[worker].poll()
+            parts.append(f"--- worker {worker} (exit code {code})")
+            parts += [self.output(worker)[-tail:], self.errors(worker)[-tail:]]
+        return "\n".join(parts)
+
+    def end_with_stacks(self) -> None:
+        """Ends those that still run; they write the stacks of their threads."""
+        for process in self.workers.values():
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGCONT)
+                os.kill(process.pid, signal.SIGABRT)
+        for process in self.workers.values():
+            process.wait(10)
+
+    def close(self) -> list[str]:
+        """Ends everything; returns the processes that outlived their worker."""
+        for process in self.workers.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        for watcher in self._watchers:
+            watcher.join(10)
+        self.coordinator.close()
+        return leaks.settle(lambda: list(leaks.processes(self.id).values()))
+
+
+def jobs(folder_of: Callable[[], Path]) -> Iterator[Callable[..., ElasticJob]]:
+    """For a fixture: starts jobs, and ends them after the test."""
+    started: list[ElasticJob] = []
+
+    def start(np: int, script: str, **more: Any) -> ElasticJob:
+        started.append(ElasticJob(folder_of(), np, script, **more))
+        return started[-1]
+
+    yield start
+    left = [text for job in started for text in job.close()]
+    assert not left, "\n".join(left)

@@ -1,0 +1,89 @@
+"""Loops of steps for workers of an elastic job, and whether their results are right.
+
+Workers add powers of two, so that a mean tells whose values are in it. All workers that
+are left must have the same results bit for bit, and each must be the mean over one
+membership.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from elastic_job import ElasticJob
+
+# One line for each finished step: number, time, size, digest of all bits, one value.
+LOOP = """
+import zlib
+
+def digest(arrays):
+    found = 0
+    for x in arrays:
+        found = zlib.crc32(np.ascontiguousarray(x).tobytes(), found)
+    return found
+
+def train(step, state, steps=10**9):
+    i = 0
+    while i < steps and not os.path.exists(sys.argv[0] + ".stop"):
+        updates, state = step(state)
+        shown = [np.asarray(x) for x in updates.values()]
+        say("step", i, f"{time.time():.6f}", runtime.size(), digest(shown),
+            *{float(x.min()) for x in shown} | {float(x.max()) for x in shown})
+        i += 1
+"""
+
+
+def stop(job: ElasticJob) -> None:
+    """Lets the loops end; one may see it a step before the others."""
+    job.tell("stop")
+
+
+def memberships(workers: set[int]) -> dict[float, set[int]]:
+    """The mean of each group's values -> the group."""
+    return {
+        sum(2.0**w for w in group) / len(group): set(group)
+        for n in range(1, len(workers) + 1)
+        for group in itertools.combinations(sorted(workers), n)
+    }
+
+
+def check_steps(job: ElasticJob, alive: set[int], *, whole: bool = True) -> None:
+    """All results are alike on those who are left, and of one membership each.
+
+    Args:
+        alive: the workers that are left.
+        whole: a step is one call.
+    """
+    groups = memberships(set(job.workers))
+    traces = {w: {int(x[0]): x for x in job.lines(w, "step")} for w in job.workers}
+    first = traces[min(alive)]
+    for worker in job.workers:
+        common = traces[worker].keys() & first.keys()
+        for i in common:
+            assert traces[worker][i][3] == first[i][3], (i, worker, job.story())
+    before, seen = set(job.workers), list[set[int]]()
+    for i in sorted(first):
+        found = []
+        for value in map(float, first[i][4:]):
+            near = [g for mean, g in groups.items() if abs(mean - value) < 1e-6 * mean]
+            assert len(near) == 1, (i, first[i])
+            assert near[0] <= before, (i, near, before)
+            found += near
+        # Operations with names of their own are finished or repeated each for itself.
+        assert len(found) == 1 or not whole, (i, first[i])
+        before = set.intersection(*found)
+        seen.append(before)
+    # At the end one may see the sign to stop a step before the others.
+    assert alive in seen, job.story()
+    assert before <= alive, job.story()
+
+
+def progress(job: ElasticJob, workers: set[int], steps: int) -> None:
+    """Waits until each has made so many steps more."""
+    now = {w: len(job.lines(w, "step")) for w in workers}
+    for worker in workers:
+        job.wait_for_line(worker, "step", now[worker] + steps)
+
+
+def begin(job: ElasticJob, steps: int = 20) -> None:
+    for worker in job.workers:
+        job.wait_for_line(worker, "step", steps)

@@ -1,0 +1,1 @@
+"""Damaged inputs for everything that reads what others have written."""

@@ -1,0 +1,37 @@
+"""python -m fuzz [--runs N] [--seconds S] [--only NAME]: damages inputs of each target.
+
+From the folder tests/. The first input that does what none may do ends it with a
+traceback that shows the input. Runs are for each target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from .damage import search
+from .python_targets import targets
+
+
+def main() -> None:
+    """Prints a line for each target: how many inputs, how many a second."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz")
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    total = 0
+    for target in targets():
+        if options.only and options.only != target.name:
+            continue
+        start = time.monotonic()
+        runs = search(target, options.runs, options.seed, options.seconds)
+        rate = runs / max(time.monotonic() - start, 1e-9)
+        print(f"{target.name:12} {runs:10} inputs, {rate:8.0f} a second", flush=True)
+        total += runs
+    print(f"{total} inputs, nothing broke")
+
+
+if __name__ == "__main__":
+    main()

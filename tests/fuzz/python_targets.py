@@ -1,0 +1,398 @@
+"""Everything in Python that reads what others have written, as functions of bytes.
+
+Others: strangers who connect, ranks who have proved themselves and went mad, files,
+launchers and their environment, scripts that name hosts. The native parsers are in
+tests/native/fuzz_targets.h.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ringjax import addresses, cost_file, launch, meeting, membership, objects, parsers
+from ringjax.assembly import Rules
+from ringjax.config import Config
+from ringjax.errors import AuthenticationError, StartupError
+from ringjax.handshake import Introduction, Keys, Opener, Purpose, Sealer, answer, call
+from ringjax.rendezvous import Server
+from ringjax.run import hosts
+from ringjax.service import Seat
+
+from .damage import Target, strange
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+
+# -- the handshake ---------------------------------------------------------------------
+
+_INTRODUCTION = Introduction(JOB, Purpose.DATA, 2, 1, 3, 4, 5).pack(bytes(32))
+
+
+def _introduction(data: bytes) -> None:
+    message = data.ljust(len(_INTRODUCTION), b"\0")[: len(_INTRODUCTION)]
+    read = Introduction.unpack(message)
+    again = Introduction.unpack(read.pack(bytes(32)))
+    assert again == read
+
+
+def _drive(steps: Any, data: bytes) -> None:
+    """Feeds a half of the handshake; without the secret it must not come to its end."""
+    _, wants = next(steps)
+    while True:
+        piece, data = data[:wants].ljust(wants, b"\0"), data[wants:]
+        try:
+            _, wants = steps.send(piece)
+        except StopIteration:
+            raise RuntimeError("let a stranger in") from None
+
+
+def _callee(data: bytes) -> None:
+    _drive(answer(SECRET, JOB, lambda who: ""), data)
+
+
+def _caller(data: bytes) -> None:
+    _drive(call(SECRET, Introduction(JOB, Purpose.DATA, 2, 1)), data)
+
+
+def _sealed(*messages: dict[str, Any]) -> bytes:
+    sealer = Sealer(b"k" * 32)
+    return b"".join(map(sealer.seal, messages))
+
+
+def _opened(data: bytes) -> None:
+    opener = Opener(b"k" * 32, 1 << 16)
+    for start in range(0, len(data), 7):
+        opener.feed(data[start : start + 7])
+
+
+def _opened_genuine(data: bytes) -> None:
+    """The text is anything, and whoever sent it has the key."""
+    import hmac
+
+    head = struct.pack("!QI", 0, len(data))
+    mac = hmac.digest(b"k" * 32, head + data, "sha256")
+    for message in Opener(b"k" * 32).feed(head[8:] + mac + data):
+        assert isinstance(message, dict)
+
+
+# -- objects, files, notices -----------------------------------------------------------
+
+
+def _object(data: bytes) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning would show whose object it is
+        objects.decode(data)
+
+
+def _objects_of() -> list[bytes]:
+    return [
+        objects.encode(value)
+        for value in (
+            {"a": [1, 2.5, None, True, 1 << 300], "b": (b"xy", "text", {3})},
+            [
+                np.arange(6, dtype=np.float32).reshape(2, 3),
+                np.int8(3),
+                np.zeros((0, 4)),
+            ],
+            {1: complex(1, 2), (1, 2): float("nan"), frozenset([1]): -0.0},
+        )
+    ]
+
+
+_folder = tempfile.TemporaryDirectory(prefix="ringjax-fuzz-")
+
+
+def _written(data: bytes, name: str) -> str:
+    path = os.path.join(_folder.name, name)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.write(fd, data)
+    os.close(fd)
+    return path
+
+
+_COST = dict.fromkeys(cost_file.NAMES, 1e-5)
+
+
+def _cost(data: bytes) -> None:
+    _written(data, os.path.basename(cost_file.path_of(_folder.name, ["net"])))
+    found = cost_file.read(_folder.name, ["net"])
+    assert found is None or cost_file.is_sound(found)
+
+
+def _cost_seed() -> bytes:
+    cost_file.write(_folder.name, ["net"], _COST)
+    with open(cost_file.path_of(_folder.name, ["net"]), "rb") as file:
+        return file.read()
+
+
+def _notice(data: bytes) -> None:
+    notice = object.__new__(meeting._Notice)
+    notice.path = _written(data, "notice")
+    found = notice.read()
+    assert found is None or isinstance(found, meeting.Ticket)
+
+
+# -- words of people, launchers and scripts --------------------------------------------
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
+
+
+_PARSERS = (
+    *(parsers.integer(0), parsers.integer(1, 9), parsers.seconds(), parsers.boolean),
+    *(parsers.multiple_of(4096, 1 << 20), parsers.power_of_two(1, 64), parsers.level),
+    *(parsers.hexadecimal(16, exactly=True), parsers.choice("a", "b")),
+)
+
+
+def _setting(data: bytes) -> None:
+    number, text = data[0] if data else 0, _text(data[1:])
+    _PARSERS[number % len(_PARSERS)](text)
+
+
+def _hostfile(data: bytes) -> None:
+    hosts.parse_hostfile(_written(data, "hosts"))
+
+
+_ENVIRONMENT_WORDS = (
+    *("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+    *("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_RESV_PORTS"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_MCA_orte_hnp_uri"),
+    *("PMI_RANK", "PMI_SIZE", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "RINGJAX_RANK", "RINGJAX_SIZE"),
+)
+
+
+def _environment(data: bytes) -> dict[str, str]:
+    """Lines NAME=value; a number for a name takes the name from a list."""
+    found = {}
+    for line in _text(data).split("\n"):
+        name, _, value = line.partition("=")
+        if name.isascii() and name.isdecimal() and len(name) < 4:
+            name = _ENVIRONMENT_WORDS[int(name) % len(_ENVIRONMENT_WORDS)]
+        found[name] = value
+    return found
+
+
+def _place(data: bytes) -> None:
+    environ = _environment(data)
+    launch.find(Config.from_env(environ), environ)
+
+
+def _slurm(data: bytes) -> None:
+    hosts.slurm_hosts(_environment(data))
+
+
+_PLACES = [
+    b"3=1\n4=0\n5=4\n2=n[1-2,05]\n6=4\n7=0\n8=2(x2)\n9=17000-17003",
+    b"10=1\n11=2\n12=1.0;tcp://10.0.0.1,127.0.0.1:4000",
+    b"13=0\n14=4\nMPI_LOCALRANKID=0\nMPI_LOCALNRANKS=4",
+    b"15=job\n16=1\n17=2\nLOCAL_RANK=1\nLOCAL_WORLD_SIZE=2\n18=host\n19=29500",
+    b"20=1\n21=2\nRINGJAX_LOCAL_RANK=1\nRINGJAX_RENDEZVOUS=127.0.0.1:5\nRINGJAX_JOB="
+    + JOB.encode(),
+]
+
+# -- genuine members who have gone mad -------------------------------------------------
+
+
+def _chance(data: bytes) -> random.Random:
+    return random.Random(data)
+
+
+class _DeafSocket:
+    """Takes whatever it is given."""
+
+    def send(self, data: bytes) -> int:
+        return len(data)
+
+    def close(self) -> None:
+        pass
+
+
+class _NoSelector:
+    """Is told who wants to be woken, and forgets it."""
+
+    def modify(self, *what: object) -> None:
+        pass
+
+    unregister = close = modify
+
+
+_SAYINGS: list[dict[str, Any]] = [
+    {"type": "hello", "rank": 1, "size": 2, "hello": {"addresses": "127.0.0.1:5"}},
+    {"type": "exchange", "number": 0, "seconds": 1.0, "value": [1, 2]},
+    {"type": "failure", "text": "it hurts"},
+    {"type": "leave"},
+]
+
+
+def _rendezvous(data: bytes) -> None:
+    """The server of a static job hears a rank say anything at all."""
+    chance, server = _chance(data), Server(SECRET, JOB, 2, log=lambda text: None)
+    server.selector.close()
+    server.selector = _NoSelector()  # type: ignore[assignment]
+    keys = Keys(b"k" * 32, b"k" * 32)
+    seats = [Seat(server, _DeafSocket(), rank, "here", keys) for rank in (0, 1)]  # type: ignore[arg-type]
+    server._seats.update(seats)
+    try:
+        for _ in range(8):
+            seat = chance.choice(seats)
+            message = _as_sent(strange(chance.choice(_SAYINGS), chance))
+            server.on_message(seat, message)
+            server.on_turn()
+    finally:
+        server.close()
+
+
+def _as_sent(message: Any) -> dict[str, Any]:
+    """What arrives of a message, if it is one."""
+    try:
+        read = json.loads(json.dumps(message))
+    except ValueError:  # a lone surrogate cannot be sent
+        read = {}
+    return read if isinstance(read, dict) else {}
+
+
+_LINES = {"0": [3, 4, True], "1": [1, 1, False]}
+_MEMBERS_SAY: list[dict[str, Any]] = [
+    {
+        "type": "report",
+        "epoch": 0,
+        "lines": _LINES,
+        "sets": {"1": [0, 1]},
+        "next_set": 2,
+    },
+    {"type": "suspect", "epoch": 0, "rank": 0, "text": "silent"},
+    {
+        "type": "pause",
+        "epoch": 0,
+        "number": 1,
+        "lines": _LINES,
+        "sets": {},
+        "next_set": 1,
+    },
+    {"type": "restart", "epoch": 0, "text": "ValueError"},
+    {"type": "failure", "text": "it hurts"},
+    {"type": "leaving"},
+    {"type": "leave", "lines": _LINES},
+    {"type": "ready"},
+]
+
+
+def _members(data: bytes) -> None:
+    """The rules of an elastic job, where worker 1 says anything at any time."""
+    chance = _chance(data)
+    rules = Rules(np=3, min_np=1, max_np=4)
+    job, now = membership.Membership(rules), 0.0
+    for worker in range(3):
+        job.hello(worker, "127.0.0.1", {}, None, now)
+    for _ in range(24):
+        now += chance.random()
+        epoch = job.epoch.number
+        what = chance.randrange(8)
+        if what == 0:
+            worker = chance.choice((0, 2, 5))
+            with _suppress():
+                job.hello(worker, "127.0.0.1", {}, None, now)
+        elif what == 1:
+            report = {"type": "report", "epoch": epoch, "lines": _LINES}
+            job.said(chance.choice((0, 2)), report, now)
+        elif what == 2:
+            job.lost(chance.choice((0, 2, 7)), "killed", now)
+        elif what == 3:
+            job.tick(now)
+        else:
+            message = _as_sent(strange(chance.choice(_MEMBERS_SAY), chance))
+            if message.get("epoch") == 0:
+                message["epoch"] = epoch
+            with _suppress():
+                job.said(1, message, now)
+        job.take()
+
+
+def _suppress() -> Any:
+    import contextlib
+
+    return contextlib.suppress(ValueError)
+
+
+# -- all of them -----------------------------------------------------------------------
+
+
+def _of_text(function: Callable[[str], object], data: bytes) -> None:
+    function(_text(data))
+
+
+def targets() -> list[Target]:
+    """All of them, each with inputs that make sense."""
+    value, refused = (ValueError,), (AuthenticationError,)
+    deep = b'{"cost":' * 300 + b"[" * 1500
+    boxed = b"RJO1" + struct.pack("<I", len(deep)) + deep
+    noise = [bytes(range(64)), b"\0" * 8, b"abcdefgh" * 4]
+    message: Mapping[str, Any] = {"type": "exchange", "number": 1, "value": [1, "x"]}
+    return [
+        Target("introduction", _introduction, [_INTRODUCTION], refused),
+        Target("callee", _callee, [_INTRODUCTION, _INTRODUCTION + bytes(32)], refused),
+        Target("caller", _caller, [bytes(96), bytes(range(96))], refused),
+        Target("opener", _opened, [_sealed(dict(message), {"type": "leave"})], refused),
+        Target(
+            "genuine",
+            _opened_genuine,
+            [*(json.dumps(m).encode() for m in _SAYINGS), deep],
+            refused,
+        ),
+        Target("object", _object, [*_objects_of(), boxed], value),
+        Target("cost", _cost, [_cost_seed(), deep]),
+        Target("notice", _notice, [_notice_seed(), deep]),
+        Target(
+            "setting",
+            _setting,
+            [b"\0" + b"12", b"\x02" + b"1.5", b"\x07" + JOB.encode()],
+            value,
+        ),
+        Target(
+            "addresses",
+            partial(_of_text, addresses.parse),
+            [b"10.0.0.1:80,[::1]:9"],
+            value,
+        ),
+        Target(
+            "hosts",
+            partial(_of_text, hosts.parse_hosts),
+            [b"a:2,b:1,[::1]:3,u@c"],
+            value,
+        ),
+        Target("hostfile", _hostfile, [b"a slots=2\nb:3 # c\n\nd\n"], value),
+        Target(
+            "discovered",
+            lambda data: hosts.parse_discovered(_text(data), 2),
+            [b"a:2\nb\n[::1]:4\n"],
+            value,
+        ),
+        Target(
+            "nodes",
+            partial(_of_text, launch.hosts_of),
+            [b"gpu[08-10,12]-ib,login"],
+            (StartupError,),
+        ),
+        Target("place", _place, _PLACES, (StartupError, ValueError)),
+        Target("slurm", _slurm, [b"0=n[1-3,08]\n1=2(x3),1"], value),
+        Target("rendezvous", _rendezvous, noise),
+        Target("members", _members, noise),
+    ]
+
+
+def _notice_seed() -> bytes:
+    found = {"addresses": "127.0.0.1:5", "secret": "00" * 32, "job": JOB}
+    return json.dumps(found).encode()

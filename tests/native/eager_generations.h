@@ -1,0 +1,156 @@
+// A job of eager lanes that goes on without the workers it loses: threads as workers,
+// and the decisions that its coordinator would make. A worker has a number for good,
+// and in each generation a rank.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "eager_world.h"
+#include "engine/succession.h"
+
+namespace ringjax::testing_eager {
+
+class Generations {
+ public:
+  struct Worker {
+    std::shared_ptr<Succession> succession;
+    std::shared_ptr<Communicator> communicator;  // of its last generation
+    std::unique_ptr<EagerLane> lane;
+    std::vector<Verdict> heard;  // and not installed yet
+    bool lost = false;
+  };
+
+  explicit Generations(int size, EagerOptions options = {}, size_t tile = 4096,
+                       double patience = 60)
+      : options_(options), tile_(tile), patience_(patience) {
+    for (int w = 0; w < size; ++w) members.push_back(Add());
+    Form();
+    for (int w : members) Install(w);
+  }
+
+  // A worker that is in no generation yet.
+  int Add() {
+    workers.emplace_back().succession = std::make_shared<Succession>(patience_);
+    return static_cast<int>(workers.size()) - 1;
+  }
+
+  EagerLane& lane(int worker) { return *workers[static_cast<size_t>(worker)].lane; }
+
+  // As if its process had died: what it does just now ends in the middle, and its links
+  // close. `ended` returns when nobody uses its lane any more.
+  template <typename Ended>
+  void Kill(int worker, Ended&& ended) {
+    Worker& w = workers[static_cast<size_t>(worker)];
+    w.lost = true;
+    w.lane->Close();
+    ended();
+    w.lane.reset();
+    w.communicator.reset();
+  }
+  void Kill(int worker) {
+    Kill(worker, [] {});
+  }
+
+  // What the survivors do when they hear of it; each half is a step of its own, so that
+  // tests can do something in between.
+  void Revoke(const std::string& reason) {
+    for (int w : members)
+      if (!workers[w].lost)
+        workers[w].communicator->Abort(Status(Code::kUnavailable, reason, 0));
+    verdict_ = {0, true, {}, reason};
+    uint64_t returned = 0, done = UINT64_MAX;
+    for (int w : members) {
+      if (workers[w].lost) continue;
+      Standing report;
+      // One in whose succession the generation was never installed has done nothing.
+      if (workers[w].communicator->generation() > 0)
+        CHECK(workers[w].communicator->Quiesce(20, &report).ok());
+      returned = std::max(returned, report.returned);
+      done = std::min(done, report.done);
+      verdict_.repeats = verdict_.repeats && report.repeatable;
+    }
+    verdict_.finished = std::max(returned, done);
+    CHECK(verdict_.repeats);
+  }
+
+  // New links between who is left and who comes; nobody has them yet.
+  void Regroup(bool repeats = true, const std::vector<int>& newcomers = {}) {
+    verdict_.repeats = verdict_.repeats && repeats;
+    std::vector<int> left;
+    for (int w : members) {
+      verdict_.ranks.push_back(workers[w].lost ? -1 : static_cast<int>(left.size()));
+      if (!workers[w].lost) left.push_back(w);
+    }
+    for (int w : left) workers[w].heard.push_back(verdict_);
+    left.insert(left.end(), newcomers.begin(), newcomers.end());
+    members = left;
+    Form();
+  }
+
+  void Install(int worker) {
+    Worker& w = workers[static_cast<size_t>(worker)];
+    if (w.heard.empty()) w.heard.emplace_back();  // a newcomer
+    for (size_t i = 0; i + 1 < w.heard.size(); ++i)
+      CHECK(w.succession->Install(nullptr, w.heard[i]).ok());
+    CHECK(w.succession->Install(w.communicator, w.heard.back()).ok());
+    w.heard.clear();
+    if (!w.lane) w.lane = std::make_unique<EagerLane>(w.communicator, options_);
+  }
+
+  void Repair(const std::string& reason, bool repeats = true,
+              const std::vector<int>& newcomers = {}) {
+    Revoke(reason);
+    Regroup(repeats, newcomers);
+    for (int w : members) Install(w);
+  }
+
+  std::vector<Worker> workers;
+  std::vector<int> members;  // workers by rank
+
+ private:
+  void Form() {
+    const size_t size = members.size();
+    std::vector<std::unique_ptr<Doorbell>> bells;
+    std::vector<std::vector<std::unique_ptr<Link>>> links(size);
+    std::vector<Doorbell*> all;
+    std::vector<int> world(size);
+    for (size_t r = 0; r < size; ++r) {
+      bells.push_back(MakeBell());
+      all.push_back(bells[r].get());
+      links[r].resize(size);
+      world[r] = static_cast<int>(r);
+    }
+    for (size_t a = 0; a < size; ++a)
+      for (size_t b = a + 1; b < size; ++b)
+        std::tie(links[a][b], links[b][a]) = MakeLocalLinks(4096, all[a], all[b]);
+    std::vector<std::unique_ptr<Board>> boards(size);
+    if (tile_ > 0 && size > 1) boards = MakeLocalBoards(tile_, all);
+    for (size_t r = 0; r < size; ++r) {
+      CommunicatorOptions o;
+      o.topology = {static_cast<int>(r), static_cast<int>(size),
+                    std::vector<int>(size, 0)};
+      o.members = world;
+      o.epoch = epoch_;
+      o.collective_timeout = 60;
+      Worker& w = workers[static_cast<size_t>(members[r])];
+      w.communicator =
+          std::make_shared<Communicator>(o, std::move(links[r]), std::move(bells[r]),
+                                         std::move(boards[r]), w.succession);
+    }
+    ++epoch_;
+  }
+
+  const EagerOptions options_;
+  const size_t tile_;
+  const double patience_;
+  uint32_t epoch_ = 0;
+  Verdict verdict_;
+};
+
+}  // namespace ringjax::testing_eager

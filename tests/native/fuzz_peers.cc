@@ -1,0 +1,362 @@
+// Targets in which a peer plays foul: whatever it sends on a link or writes into shared
+// memory, this rank's call ends with a Status.
+//
+// Nobody waits: the first sleep counts as an interrupt, so what a peer does not send is
+// a call that ends. Inputs that make sense are recorded from ranks that mean well.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "fuzz_targets.h"
+#include "link_ends.h"
+#include "local_world.h"
+#include "transport/ring_link.h"
+
+namespace ringjax::fuzz {
+namespace {
+
+constexpr size_t kRing = 1 << 15, kTile = 4096;
+constexpr size_t kLongNote = 5000;  // floats: more than fit beside an agreement
+
+bool Always() { return true; }
+
+// -- what this rank does, and what an honest peer does with it
+// --------------------------
+
+// Calls by number, for a rank of `size`.
+struct Work {
+  Work(unsigned number, int rank, int size) {
+    const auto ranks = static_cast<size_t>(size);
+    const size_t n = number == 1 ? kLongNote : 12;
+    data.assign(n, static_cast<float>(rank + 1));
+    result.assign(number == 2 ? n * ranks : number == 5 ? n / ranks : n, 0);
+    const auto all = static_cast<int64_t>(ranks);
+    call.name = "x";
+    call.tensors.push_back(Floats(&data, &result));
+    switch (number) {
+      case 0:
+      case 1:
+        call = AllreduceOf(&data);
+        break;
+      case 2:
+        call = AllgatherOf(&data, &result, std::vector<int64_t>(ranks, 12));
+        break;
+      case 3:
+        call.op = Collective::kBroadcast;
+        call.root = 1;
+        break;
+      case 4:
+        call.op = Collective::kAlltoall;
+        call.rows.assign(2 * ranks, 12 / all);  // sent, then received
+        break;
+      case 5:
+        call.op = Collective::kReducescatter;
+        call.rows.assign(ranks, 12 / all);
+        break;
+      default:
+        call.op = Collective::kBarrier;
+        call.tensors.clear();
+    }
+  }
+  std::vector<float> data, result;
+  Call call;
+};
+constexpr unsigned kWorks = 8;  // 7: a round instead of a call
+
+Status DoWork(Communicator* c, unsigned number) {
+  if (number == 7) {
+    std::vector<std::string> all;
+    return c->Exchange(std::string(c->rank() == 0 ? 30 : 600, 'm'), &all);
+  }
+  Work work(number, c->rank(), c->size());
+  return c->Run(work.call);
+}
+
+CommunicatorOptions OptionsOf(int rank, int size) {
+  CommunicatorOptions o;
+  o.topology = {rank, size, std::vector<int>(static_cast<size_t>(size), 0)};
+  for (int r = 0; r < size; ++r) o.members.push_back(r);
+  o.spin_seconds = 0;
+  o.collective_timeout = 10;
+  return o;
+}
+
+// A link that writes down what goes out.
+class Tap final : public Link {
+ public:
+  Tap(std::unique_ptr<Link> link, std::string* record)
+      : link_(std::move(link)), record_(record) {}
+  std::string_view transport() const override { return "tap"; }
+  Result<size_t> TryWrite(std::span<const iovec> pieces) override {
+    const Result<size_t> n = link_->TryWrite(pieces);
+    size_t left = n.ok() ? n.value() : 0;
+    for (const iovec& piece : pieces) {
+      const size_t part = std::min(left, piece.iov_len);
+      record_->append(static_cast<const char*>(piece.iov_base), part);
+      left -= part;
+    }
+    return n;
+  }
+  Result<size_t> TryRead(std::span<const iovec> p) override {
+    return link_->TryRead(p);
+  }
+  Result<std::span<std::byte>> Reserve(size_t limit, size_t granularity) override {
+    const auto reserved = link_->Reserve(limit, granularity);
+    if (reserved.ok()) at_ = reserved.value().data();
+    return reserved;
+  }
+  Status Commit(size_t bytes) override {
+    record_->append(reinterpret_cast<const char*>(at_), bytes);
+    return link_->Commit(bytes);
+  }
+  Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) override {
+    return link_->Peek(limit, granularity);
+  }
+  void Consume(size_t bytes) override { link_->Consume(bytes); }
+  Result<bool> Flush() override { return link_->Flush(); }
+  bool Arm(bool r, bool w, std::vector<pollfd>* fds) override {
+    return link_->Arm(r, w, fds);
+  }
+  void Disarm() override { link_->Disarm(); }
+
+ private:
+  std::unique_ptr<Link> link_;
+  std::string* record_;
+  const std::byte* at_ = nullptr;
+};
+
+void Mean(const Status& status) {
+  if (!status.ok()) std::fprintf(stderr, "%s\n", status.message().c_str());
+  ALWAYS(status.ok());
+}
+
+void DoTogether(const std::vector<std::shared_ptr<Communicator>>& ranks,
+                unsigned number) {
+  std::thread other([&] { Mean(DoWork(ranks[1].get(), number)); });
+  Mean(DoWork(ranks[0].get(), number));
+  other.join();
+}
+
+// What rank 1 of two writes to rank 0 in one piece of work.
+std::string Recorded(unsigned number) {
+  std::string record;
+  Ends ends = LocalEnds(kRing);
+  std::vector<std::unique_ptr<Link>> links[2];
+  links[0].resize(2);
+  links[1].resize(2);
+  links[0][1] = std::move(ends.links[0]);
+  links[1][0] = std::make_unique<Tap>(std::move(ends.links[1]), &record);
+  std::vector<std::shared_ptr<Communicator>> ranks;
+  for (int r = 0; r < 2; ++r)
+    ranks.push_back(std::make_shared<Communicator>(OptionsOf(r, 2), std::move(links[r]),
+                                                   std::move(ends.bells[r])));
+  DoTogether(ranks, number);
+  return record;
+}
+
+// Interrupts whoever sleeps, as long as it exists.
+struct Impatience {
+  Impatience() : before(interrupt_check.exchange(Always)) {}
+  ~Impatience() { interrupt_check.store(before); }
+  InterruptCheck before;
+};
+
+// -- frames: bytes on a link
+// -------------------------------------------------------------
+
+void Write(Link* link, std::string_view bytes) {
+  iovec piece{const_cast<char*>(bytes.data()), std::min(bytes.size(), kRing)};
+  if (piece.iov_len > 0) ALWAYS(link->TryWrite({&piece, 1}).ok());
+}
+
+void Frames(std::string_view input) {
+  Pieces pieces(input);
+  const unsigned works = pieces.Byte(), kind = pieces.Byte();
+  const int size = 2 + (kind >> 1) % 2;
+  Impatience impatience;
+  std::vector<std::unique_ptr<Doorbell>> bells;
+  for (int r = 0; r < size; ++r) bells.push_back(MakeBell());
+  std::vector<std::unique_ptr<Link>> mine(static_cast<size_t>(size)), theirs;
+  for (int peer = 1; peer < size; ++peer) {
+    const auto p = static_cast<size_t>(peer);
+    if (kind & 1) {
+      const auto [one, other] = UnixPair();
+      mine[p] = std::move(MakeTcpLink({one}).value());
+      theirs.push_back(std::move(MakeTcpLink({other}).value()));
+    } else {
+      auto [one, other] = MakeLocalLinks(kRing, bells[0].get(), bells[p].get());
+      mine[p] = std::move(one);
+      theirs.push_back(std::move(other));
+    }
+    Write(theirs.back().get(), peer == size - 1 ? pieces.rest() : pieces.Text());
+  }
+  bells[0]->Ring();
+  Communicator c(OptionsOf(0, size), std::move(mine), std::move(bells[0]));
+  for (int i = 0; i < 3 && !c.aborted(); ++i) {
+    const Status status = DoWork(&c, (works + static_cast<unsigned>(i) * 3) % kWorks);
+    ALWAYS(status.rank() >= -1 && status.rank() < size);
+  }
+}
+
+std::vector<std::string> FramesSeeds() {
+  std::vector<std::string> seeds;
+  for (unsigned number = 0; number < kWorks; ++number) {
+    if (number == 1) continue;  // longer than an input may be
+    const std::string bytes = Recorded(number);
+    seeds.push_back(std::string{static_cast<char>(number), 0} + bytes);
+    seeds.push_back(std::string{static_cast<char>(number), 1} + bytes);
+    seeds.push_back(std::string{static_cast<char>(number), 2} + Packed(bytes) + bytes);
+  }
+  return seeds;
+}
+
+// -- board: memory that a peer writes as it likes
+// ----------------------------------------
+
+void OnBoard(std::string_view input) {
+  Pieces pieces(input);
+  const unsigned works = pieces.Byte();
+  Impatience impatience;
+  std::unique_ptr<Doorbell> bells[2] = {MakeBell(), MakeBell()};
+  auto boards = MakeLocalBoards(kTile, {bells[0].get(), bells[1].get()});
+  auto [mine, theirs] = MakeLocalLinks(kRing, bells[0].get(), bells[1].get());
+  Board& foul = *boards[1];
+  for (uint64_t turn : {1, 2}) {
+    const std::string_view note = pieces.Text();
+    std::memcpy(foul.Note(turn, 1), note.data(), std::min(note.size(), size_t{2048}));
+  }
+  for (int counter = 0; counter < Board::kCounters; ++counter) {
+    const unsigned small = pieces.Byte();
+    foul.Publish(static_cast<Board::Counter>(counter),
+                 small < 255 ? small : pieces.Word());
+  }
+  const std::string_view area = pieces.Text();
+  std::memcpy(foul.Area(1), area.data(), std::min(area.size(), foul.area_bytes()));
+  Write(theirs.get(), pieces.rest());
+  bells[0]->Ring();
+  std::vector<std::unique_ptr<Link>> links(2);
+  links[1] = std::move(mine);
+  Communicator c(OptionsOf(0, 2), std::move(links), std::move(bells[0]),
+                 std::move(boards[0]));
+  for (unsigned i = 0; i < 2 && !c.aborted(); ++i) {
+    const Status status = DoWork(&c, (works + i) % kWorks);
+    ALWAYS(status.rank() >= -1 && status.rank() < 2);
+  }
+}
+
+// The notes and counters that rank 1 leaves behind.
+std::string Shown(unsigned number) {
+  Ends ends = LocalEnds(kRing);
+  auto boards = MakeLocalBoards(kTile, {ends.bells[0].get(), ends.bells[1].get()});
+  const Board& board = *boards[1];
+  std::string record;
+  std::vector<std::shared_ptr<Communicator>> ranks;
+  for (int r = 0; r < 2; ++r) {
+    std::vector<std::unique_ptr<Link>> links(2);
+    links[static_cast<size_t>(1 - r)] =
+        r == 1 ? std::make_unique<Tap>(std::move(ends.links[1]), &record)
+               : std::move(ends.links[0]);
+    ranks.push_back(std::make_shared<Communicator>(
+        OptionsOf(r, 2), std::move(links), std::move(ends.bells[r]),
+        std::move(boards[static_cast<size_t>(r)])));
+  }
+  DoTogether(ranks, number);
+  std::string bytes(1, static_cast<char>(number));
+  for (uint64_t turn : {1, 2})
+    bytes += Packed({reinterpret_cast<const char*>(board.Note(turn, 1)), 700});
+  for (int counter = 0; counter < Board::kCounters; ++counter)
+    bytes += static_cast<char>(board.Look(static_cast<Board::Counter>(counter), 1));
+  return bytes + Packed(std::string(64, '\1')) + record.substr(0, 4096);
+}
+
+std::vector<std::string> BoardSeeds() {
+  std::vector<std::string> seeds;
+  for (unsigned number = 0; number < kWorks; ++number) seeds.push_back(Shown(number));
+  return seeds;
+}
+
+// -- ring: positions and flags in shared memory
+// -----------------------------------------
+
+constexpr size_t kSmallRing = 64;
+
+void Ring(std::string_view input) {
+  static const int memfd = MakeMemfd(ShmBytes(kSmallRing));
+  static void* const block =
+      mmap(nullptr, ShmBytes(kSmallRing), PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
+  auto* pair = static_cast<RingPair*>(block);
+  std::memset(block, 0, sizeof *pair);
+  Pieces pieces(input);
+  auto link = std::move(MakeShmLink(dup(memfd), 0, kSmallRing, MakeEventFd()).value());
+  std::byte mine[256] = {};
+  std::vector<pollfd> fds;
+  for (int steps = 0; steps < 64 && !pieces.empty(); ++steps) {
+    const unsigned what = pieces.Byte(), n = pieces.Byte();
+    const size_t granularity = size_t{1} << (what >> 3) % 5;
+    iovec piece{mine, n};
+    switch (what % 8) {
+      case 0:
+        pair->positions[1].written = pieces.Word();
+        break;
+      case 1:
+        pair->positions[0].read = pieces.Word();
+        break;
+      case 2:
+        pair->positions[1].written += n;
+        pair->positions[0].read += n / 2;
+        break;
+      case 3:
+        if (auto moved = link->TryRead({&piece, 1}); moved.ok())
+          ALWAYS(moved.value() <= n);
+        break;
+      case 4:
+        if (auto moved = link->TryWrite({&piece, 1}); moved.ok())
+          ALWAYS(moved.value() <= n);
+        break;
+      case 5: {
+        auto seen = link->Peek(n & ~(granularity - 1), granularity);
+        if (!seen.ok()) break;
+        ALWAYS(seen.value().size() <= n && seen.value().size() % granularity == 0);
+        std::copy(seen.value().begin(), seen.value().end(), mine);
+        link->Consume(seen.value().size());
+        break;
+      }
+      case 6: {
+        auto room = link->Reserve(n & ~(granularity - 1), granularity);
+        if (!room.ok()) break;
+        ALWAYS(room.value().size() <= n && room.value().size() % granularity == 0);
+        std::copy_n(mine, room.value().size(), room.value().data());
+        if (!link->Commit(room.value().size()).ok()) break;
+        break;
+      }
+      default:
+        pair->sides[1].closed = n % 4 == 0;
+        pair->sides[1].wants = n;
+        link->Arm(n & 1, n & 2, &fds);
+        link->Disarm();
+        fds.clear();
+    }
+  }
+}
+
+std::vector<std::string> RingSeeds() {
+  return {std::string("\2\40\3\10\4\20\45\10\46\10\7\3", 12),
+          std::string("\2\177\5\100\15\21\25\50\4\100\4\100\6\100", 14),
+          std::string("\0\0\0\0\0\0\0\0\0\100\3\377\1\0\0\0\0\0\0\0\0\40\4\77", 22)};
+}
+
+}  // namespace
+
+const std::vector<Target>& PeerTargets() {
+  static const std::vector<Target> targets = {{"frames", Frames, FramesSeeds},
+                                              {"board", OnBoard, BoardSeeds},
+                                              {"ring", Ring, RingSeeds}};
+  return targets;
+}
+
+}  // namespace ringjax::fuzz

@@ -1,0 +1,152 @@
+// A job of threads that loses ranks: workers with a succession each, and the rules by
+// which a coordinator forms one generation after the other.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "engine/succession.h"
+#include "local_world.h"
+
+namespace ringjax::testing_generations {
+
+// Sums of these tell who took part.
+inline float Part(int worker) { return static_cast<float>(1 << worker); }
+
+struct Worker {
+  int number = 0;
+  std::shared_ptr<Succession> succession;
+  std::shared_ptr<Communicator> communicator;  // of the epoch that forms, or has
+  bool installed = false;                      // this communicator
+};
+
+// What one rank says when its generation has ended, and what follows from all of it.
+inline Verdict Decide(const std::vector<Standing>& all) {
+  Verdict verdict;
+  uint64_t done = all[0].done;
+  for (const Standing& s : all) {
+    verdict.finished = std::max(verdict.finished, s.returned);
+    done = std::min(done, s.done);
+    verdict.repeats &= s.repeatable;
+  }
+  verdict.finished = std::max(verdict.finished, done);
+  return verdict;
+}
+
+class Job {
+ public:
+  Job(int size, size_t tile, double patience = 30, double timeout = 20)
+      : tile_(tile), timeout_(timeout) {
+    for (int w = 0; w < size; ++w) {
+      auto worker = std::make_unique<Worker>();
+      worker->number = w;
+      worker->succession = std::make_shared<Succession>(patience);
+      all_.push_back(std::move(worker));
+      members_.push_back(all_.back().get());
+    }
+    Join();
+    for (Worker* w : members_) Install(w);
+  }
+
+  Worker& worker(int number) { return *all_[static_cast<size_t>(number)]; }
+  const std::vector<Worker*>& members() const { return members_; }
+  std::vector<int> numbers() const {
+    std::vector<int> numbers;
+    for (const Worker* w : members_) numbers.push_back(w->number);
+    return numbers;
+  }
+
+  // As if its process had died: nothing goes on there and its links close.
+  void Kill(Worker* victim) {
+    const Status killed(Code::kUnavailable, "killed", victim->number);
+    victim->succession->End(killed);
+    victim->communicator->Abort(killed);
+    victim->communicator.reset();
+    std::erase(members_, victim);
+    lost_ = victim->number;
+  }
+
+  // Everybody stops and says how far it came. The verdict is for all, and is applied in
+  // the next Install.
+  void Revoke() {
+    for (Worker* w : members_)
+      w->communicator->Abort(
+          Status(Code::kUnavailable, "rank " + std::to_string(lost_) + " is gone"));
+    std::vector<Standing> standings;
+    for (Worker* w : members_) {
+      Standing& standing = standings.emplace_back();
+      if (w->installed) CHECK(w->communicator->Quiesce(20, &standing).ok());
+    }
+    const Verdict verdict = Decide(standings);
+    for (Worker* w : members_) {
+      // Who has heard of a generation that never came to life counts it as well.
+      if (!w->installed && pending_) CHECK(w->succession->Install(nullptr, last_).ok());
+      w->installed = false;
+    }
+    last_ = verdict;
+    last_.ranks.assign(joined_.size(), -1);
+    for (size_t old = 0; old < joined_.size(); ++old)
+      for (size_t now = 0; now < members_.size(); ++now)
+        if (members_[now]->number == joined_[old])
+          last_.ranks[old] = static_cast<int>(now);
+    pending_ = true;
+  }
+
+  // Links between those who are left; not used before Install.
+  void Join() {
+    CommunicatorOptions o;
+    o.epoch = epoch_++;
+    o.collective_timeout = timeout_;
+    Successions successions;
+    for (Worker* w : members_) successions.push_back(w->succession);
+    const auto made =
+        JoinRanks(std::vector<int>(members_.size(), 0), o, 4096, tile_, successions);
+    joined_ = numbers();
+    for (size_t i = 0; i < members_.size(); ++i) {
+      members_[i]->communicator = made[i];
+      members_[i]->installed = false;
+    }
+  }
+
+  void Install(Worker* w) {
+    CHECK(w->succession->Install(w->communicator, last_).ok());
+    w->installed = true;
+  }
+
+  void Continue() {
+    Revoke();
+    Join();
+    for (Worker* w : members_) Install(w);
+  }
+
+  uint32_t epoch() const { return epoch_ - 1; }
+  Verdict& verdict() { return last_; }
+
+ private:
+  const size_t tile_;
+  const double timeout_;
+  uint32_t epoch_ = 0;
+  int lost_ = -1;
+  bool pending_ = false;
+  Verdict last_;             // about the generation before
+  std::vector<int> joined_;  // workers by rank in the last one joined
+  std::vector<std::unique_ptr<Worker>> all_;
+  std::vector<Worker*> members_;
+};
+
+inline void Pause(int microseconds) {
+  const auto until = Clock::now() + std::chrono::microseconds(microseconds);
+  while (Clock::now() < until) std::this_thread::yield();
+}
+
+inline bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != text.npos;
+}
+
+}  // namespace ringjax::testing_generations

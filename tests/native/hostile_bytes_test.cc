@@ -1,0 +1,44 @@
+// Damaged bytes from other processes, for as long as a test may take: what they are,
+// and what must never happen, is in fuzz_targets.h. `make fuzz` goes on for millions.
+#include <algorithm>
+#include <chrono>
+
+#include "check.h"
+#include "fuzz_targets.h"
+
+namespace ringjax::fuzz {
+namespace {
+
+constexpr size_t kInputs = 3000, kMost = 4096;
+constexpr std::chrono::seconds kLongest(2);
+
+void Try(const char* name) {
+  const std::vector<Target> all = AllTargets();
+  const auto target = std::find_if(all.begin(), all.end(), [name](const Target& t) {
+    return std::string_view(t.name) == name;
+  });
+  CHECK(target != all.end());
+  if (target == all.end()) return;
+  const std::vector<std::string> seeds = target->seeds();
+  for (const std::string& seed : seeds) target->run(seed);
+  Random random(20);
+  const auto start = std::chrono::steady_clock::now();
+  for (size_t i = 0; i < kInputs; ++i) {
+    if (std::chrono::steady_clock::now() - start > kLongest) break;
+    std::string input = seeds[random() % seeds.size()];
+    for (uint64_t n = 1 + random() % 5; n > 0; --n)
+      Damage(&input, seeds[random() % seeds.size()], kMost, &random);
+    target->run(input);
+  }
+}
+
+TEST(DamagedNewsAreRead) { Try("news"); }
+TEST(DamagedNegotiationIsAgreedOn) { Try("negotiation"); }
+TEST(DamagedTextsAreCompared) { Try("texts"); }
+TEST(DamagedFramesEndTheCall) { Try("frames"); }
+TEST(DamagedBoardsEndTheCall) { Try("board"); }
+TEST(DamagedRingsAreNoticed) { Try("ring"); }
+TEST(DamagedHeartbeatsLoseOnlyRanksThatThereAre) { Try("heartbeat"); }
+
+}  // namespace
+}  // namespace ringjax::fuzz

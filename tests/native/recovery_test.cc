@@ -1,0 +1,177 @@
+// Ranks that die at any moment of a stream of calls: the others end with the same
+// results, each of one membership, and nothing hangs.
+#include <mutex>
+#include <random>
+#include <set>
+
+#include "generations.h"
+
+namespace ringjax::testing_generations {
+namespace {
+
+#ifdef RINGJAX_SANITIZED
+constexpr int kSeeds = 6, kLargest = 16;
+#else
+constexpr int kSeeds = 24, kLargest = 20;
+#endif
+
+struct Outcome {
+  bool ok = false;
+  uint32_t epoch = 0;
+  float sum = 0;  // 0: not one number everywhere
+  std::string error;
+};
+
+struct Plan {
+  int size, calls;
+  size_t tile;
+  unsigned seed;
+};
+
+// Elements of call i: 8 bytes to 4 MiB, few of them large.
+size_t ElementsOf(unsigned seed, int i) {
+  std::mt19937 random(seed * 1000 + static_cast<unsigned>(i));
+  const int bits = 1 + static_cast<int>(random() % static_cast<unsigned>(kLargest));
+  return (size_t{1} << bits) + random() % 5;
+}
+
+class Stream {
+ public:
+  explicit Stream(const Plan& plan)
+      : plan_(plan), job_(plan.size, plan.tile), random_(plan.seed) {
+    const auto size = static_cast<size_t>(plan.size);
+    results_.resize(size);
+    begun_ = std::vector<std::atomic<int>>(size);
+    memberships_.push_back(job_.numbers());
+  }
+
+  void Run(int kills, bool while_forming) {
+    std::vector<std::thread> threads;
+    for (int w = 0; w < plan_.size; ++w) threads.emplace_back([this, w] { Work(w); });
+    for (int k = 0; k < kills; ++k) {
+      const int call = Upto(plan_.calls);
+      Worker* const watched = job_.members()[Index()];
+      while (begun_[static_cast<size_t>(watched->number)] < call + 1)
+        std::this_thread::yield();
+      Pause(Upto(400));
+      job_.Kill(job_.members()[Index()]);
+      if (Upto(2) == 0) Pause(Upto(3000));  // the others find out by themselves
+      job_.Revoke();
+      job_.Join();
+      if (while_forming && k == 0) LoseAnotherOne();
+      for (Worker* w : job_.members()) {
+        Pause(Upto(100));
+        job_.Install(w);
+      }
+      memberships_.push_back(job_.numbers());
+    }
+    for (auto& t : threads) t.join();
+    Check();
+  }
+
+ private:
+  int Upto(int n) { return static_cast<int>(random_() % static_cast<unsigned>(n)); }
+  size_t Index() {
+    return static_cast<size_t>(Upto(static_cast<int>(job_.members().size())));
+  }
+
+  // After some have been installed.
+  void LoseAnotherOne() {
+    memberships_.push_back(job_.numbers());
+    Worker* const victim = job_.members()[Index()];
+    for (Worker* w : job_.members()) {
+      if (w != victim && Upto(2) == 0) job_.Install(w);
+      Pause(Upto(200));
+    }
+    job_.Kill(victim);
+    job_.Revoke();
+    job_.Join();
+  }
+
+  void Work(int number) {
+    const auto me = static_cast<size_t>(number);
+    const Worker& worker = job_.worker(number);
+    const std::shared_ptr<Communicator> any = worker.succession->current();
+    for (int i = 0; any && i < plan_.calls; ++i) {
+      const size_t n = ElementsOf(plan_.seed, i);
+      std::vector<float> in(n, Part(number)), out(n, -1.0f);
+      Call call = AllreduceOf(&in);
+      call.tensors[0].out = out.data();
+      Outcome outcome;
+      ++begun_[me];
+      const Status status = any->Run(call, &outcome.epoch);
+      outcome.ok = status.ok();
+      outcome.error = status.message();
+      if (outcome.ok &&
+          std::count(out.begin(), out.end(), out[0]) == static_cast<std::ptrdiff_t>(n))
+        outcome.sum = out[0];
+      for (float x : in)
+        if (x != Part(number)) CHECK(!"an input has changed");
+      results_[me].push_back(outcome);
+      if (!outcome.ok) break;
+    }
+    begun_[me] = plan_.calls + 1;
+  }
+
+  void Check() {
+    const std::vector<int> left = job_.numbers();
+    const auto& want = results_[static_cast<size_t>(left[0])];
+    for (int number : left)
+      CHECK_EQ(results_[static_cast<size_t>(number)].size(),
+               static_cast<size_t>(plan_.calls));
+    for (const auto& results : results_) {
+      for (size_t i = 0; i < results.size(); ++i) {
+        const Outcome& o = results[i];
+        if (!o.ok) {  // only of one that was killed, and nothing follows
+          if (!Contains(o.error, "killed")) testing::Fail(__FILE__, __LINE__, o.error);
+          continue;
+        }
+        CHECK_EQ(o.sum, want[i].sum);
+        CHECK_EQ(o.epoch, want[i].epoch);
+        float sum = 0;
+        for (int w : memberships_[o.epoch]) sum += Part(w);
+        CHECK_EQ(o.sum, sum);
+      }
+    }
+    for (int number : left)
+      for (const Outcome& o : results_[static_cast<size_t>(number)]) CHECK(o.ok);
+  }
+
+  const Plan plan_;
+  Job job_;
+  std::mt19937 random_;
+  std::vector<std::vector<Outcome>> results_;  // by worker
+  std::vector<std::atomic<int>> begun_;        // by worker: calls
+  std::vector<std::vector<int>> memberships_;  // by epoch
+};
+
+void ManySeeds(int size, size_t tile, int kills, bool while_forming = false) {
+  for (int seed = 0; seed < kSeeds; ++seed) {
+    const int before = testing::failures;
+    Stream({size, 12, tile, static_cast<unsigned>(seed * 10 + size)})
+        .Run(kills, while_forming);
+    if (testing::failures != before)
+      testing::Fail(__FILE__, __LINE__,
+                    "size " + std::to_string(size) + ", seed " + std::to_string(seed));
+  }
+}
+
+TEST(OneOfTwoDiesAnywhere) {
+  ManySeeds(2, 4096, 1);
+  ManySeeds(2, 0, 1);
+}
+TEST(OneOfThreeDiesAnywhereOnABoard) { ManySeeds(3, 4096, 1); }
+TEST(OneOfThreeDiesAnywhereOverLinks) { ManySeeds(3, 0, 1); }
+TEST(TwoOfFourDieAnywhereOnABoard) { ManySeeds(4, 65536, 2); }
+TEST(TwoOfFourDieAnywhereOverLinks) { ManySeeds(4, 0, 2); }
+TEST(ThreeOfFiveDieAnywhere) {
+  ManySeeds(5, 65536, 3);
+  ManySeeds(5, 0, 3);
+}
+TEST(AnotherOneDiesWhileTheNextGenerationForms) {
+  ManySeeds(4, 65536, 1, true);
+  ManySeeds(5, 0, 2, true);
+}
+
+}  // namespace
+}  // namespace ringjax::testing_generations

@@ -1,0 +1,277 @@
+"""The life of an elastic job: workers come, leave, start again, wait, and end.
+
+What is computed when ranks are lost is in test_recovery.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from elastic_job import ElasticJob, jobs
+from elastic_steps import LOOP, begin, stop
+from launch import StartJob
+
+Start = Callable[..., ElasticJob]
+
+EAGER = (
+    LOOP
+    + """
+from ringjax import eager
+
+mine = np.full(77, 2.0**WORKER, np.float32)
+train(lambda state: ({"x": eager.allreduce(mine, name="x")}, state), None)
+"""
+)
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
+
+
+# A loop as ringjax.elastic.run has one: the state is a number that only grows.
+ELASTIC = """
+from ringjax import _native, errors, eager
+
+state = [0]
+
+def add_all():
+    x, out = np.full(33, 2.0**WORKER), np.empty(33)
+    runtime.communicator().execute(
+        _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"], [x], [out])
+    return int(out[0])
+
+def sync(ranks):
+    with runtime.private_communicator(ranks) as native:
+        x = np.array(state)
+        native.execute(_native.COLLECTIVES["broadcast"], 1, [x], [x])
+        state[0] = int(x[0])
+
+if runtime.is_newcomer():
+    say("newcomer", ringjax.rank(), ringjax.size())
+    try:
+        add_all()
+    except errors.RingjaxError as error:
+        say("refused", error)
+    with runtime.rehearsal():
+        say("alone", add_all(), eager.allreduce(np.ones(3), name="x").tolist())
+    runtime.admit()
+    say("admitted", runtime.generation())
+    sync([0, *runtime.generation().newcomers])
+
+def leave(*_):
+    runtime.leave_at_next_pause()
+
+signal.signal(signal.SIGTERM, leave)
+while not os.path.exists(sys.argv[0] + ".stop"):
+    number, epoch = runtime.check_updates()
+    if number:
+        if not runtime.pause(number):
+            say("left")
+            sys.exit(0)
+        newcomers = runtime.generation().newcomers
+        say("paused", runtime.generation().size)
+        if newcomers and runtime.rank() in (0, *newcomers):
+            sync([0, *newcomers])
+        continue
+    try:
+        if os.path.exists(sys.argv[0] + f".fail{WORKER}"):
+            os.unlink(sys.argv[0] + f".fail{WORKER}")
+            raise errors.RingjaxError("told to")
+        total = add_all()
+        eager.allreduce(np.ones(5), op=ringjax.Sum)
+    except errors.RingjaxError as error:
+        say("failed", error)
+        runtime.restart(str(error))
+        state[0] = state[0] // 10 * 10
+        sync(range(runtime.size()))
+        say("again", state[0], runtime.generation().kind)
+        continue
+    except _native.StatusError as error:
+        say("failed", error)
+        runtime.restart(str(error))
+        state[0] = state[0] // 10 * 10
+        sync(range(runtime.size()))
+        say("again", state[0], runtime.generation().kind)
+        continue
+    state[0] += 1
+    say("state", state[0], total, ringjax.size(), runtime.last_contributors())
+say("end", state[0], ringjax.rank())
+"""
+
+
+def test_workers_come_and_leave_and_start_again(start: Start) -> None:
+    job = start(3, ELASTIC, max_np=4)
+    for worker in range(3):
+        job.wait_for_line(worker, "state", 20)
+    assert job.add() == 3
+    job.wait_for_line(3, "state", 20)
+    assert job.lines(3, "newcomer")[0] == ["3", "4"]
+    assert "come to a job that runs already" in " ".join(job.lines(3, "refused")[0])
+    assert " ".join(job.lines(3, "alone")[0]) == "8 [1.0, 1.0, 1.0]"
+    job.kill(1, signal.SIGTERM)
+    assert job.wait(1) == 0, job.story()
+    job.wait_for_line(3, "paused")
+    job.tell("fail2")
+    for worker in (0, 2, 3):
+        job.wait_for_line(worker, "again")
+        assert job.lines(worker, "again")[0][1] == "restart"
+    count = len(job.lines(0, "state"))
+    job.wait_for_line(0, "state", count + 20)
+    job.kill(0)
+    count = len(job.lines(3, "state"))
+    job.wait_for_line(3, "state", count + 20)
+    stop(job)
+    assert (job.wait(2), job.wait(3)) == (0, 0), job.story()
+    assert job.lines(2, "end")[0][0] == job.lines(3, "end")[0][0]
+    assert (job.lines(2, "end")[0][1], job.lines(3, "end")[0][1]) == ("0", "1")
+    by_state: dict[str, set[str]] = {}
+    for worker in (0, 2, 3):
+        for number, *rest in job.lines(worker, "state"):
+            by_state.setdefault(number, set()).add(" ".join(rest))
+    latest = [next(iter(x)) for x in by_state.values() if len(x) == 1]
+    assert "15 4 (0, 1, 2, 3)" in latest
+    assert "13 3 (0, 2, 3)" in latest
+    assert "12 2 (2, 3)" in latest
+
+
+LEAKS = """
+from ringjax import _native, errors
+
+def add_all():
+    x, out = np.full(33, 2.0**WORKER), np.empty(33)
+    runtime.communicator().execute(
+        _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"], [x], [out])
+    return int(out[0])
+
+def held():
+    import gc
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        shared = sum("memfd:ringjax" in line for line in maps)
+    threads = len(os.listdir("/proc/self/task"))
+    return len(os.listdir("/proc/self/fd")), threads, shared
+
+add_all()
+before = held()
+for i in range(20):
+    runtime.restart(f"number {i}")
+    assert add_all() == 7
+deadline = time.monotonic() + 5
+while any(a > b for a, b in zip(held(), before)) and time.monotonic() < deadline:
+    time.sleep(0.05)
+say("held", *held())
+say("before", *before)
+assert add_all() == 7
+pid = os.fork()
+if pid == 0:
+    try:
+        add_all()
+    except errors.RingjaxError as error:
+        say("child", ringjax.rank(), error)
+    os._exit(0)
+os.waitpid(pid, 0)
+assert add_all() == 7
+ringjax.shutdown()
+"""
+
+
+def test_twenty_epochs_leave_nothing_and_a_fork_is_harmless(start: Start) -> None:
+    job = start(3, LEAKS)
+    assert [job.wait(w) for w in range(3)] == [0, 0, 0], job.story()
+    for worker in range(3):
+        before, after = job.lines(worker, "before")[0], job.lines(worker, "held")[0]
+        pairs = zip(map(int, before), map(int, after), strict=True)
+        assert all(old >= new for old, new in pairs), job.story()
+        assert "was forked from one" in " ".join(job.lines(worker, "child")[0])
+
+
+def test_ctrl_c_while_too_few_are_left(start: Start) -> None:
+    job = start(2, EAGER, min_np=2)
+    begin(job)
+    job.kill(1)
+    job.wait_for(lambda: any(e[0] == "waiting" for e in job.taken()), "it waits")
+    count = len(job.lines(0, "step"))
+    time.sleep(0.2)  # parked
+    assert len(job.lines(0, "step")) == count
+    pressed = time.monotonic()
+    job.kill(0, signal.SIGINT)
+    assert job.wait(0) != 0
+    assert time.monotonic() - pressed < 3
+    assert "KeyboardInterrupt" in job.errors(0), job.story()
+
+
+def test_the_job_ends_with_a_reason_when_nobody_comes(start: Start) -> None:
+    job = start(2, EAGER, min_np=2, elastic_timeout=1.0)
+    begin(job)
+    job.kill(1)
+    assert job.wait(0) != 0, job.story()
+    assert "the job was stopped" in job.errors(0), job.story()
+
+
+PARKED = """
+import threading
+from ringjax import errors
+
+def work():
+    try:
+        while True:
+            add_all()
+    except Exception as error:
+        say("thread", type(error).__name__, error)
+
+thread = threading.Thread(target=work)
+thread.start()
+while not os.path.exists(sys.argv[0] + ".stop"):
+    time.sleep(0.01)
+began = time.monotonic()
+ringjax.shutdown()
+thread.join()
+say("down", time.monotonic() - began)
+try:
+    ringjax.init()
+except errors.StartupError as error:
+    say("refused", error)
+"""
+
+
+def test_shutdown_ends_calls_that_wait_for_other_ranks(start: Start) -> None:
+    job = start(
+        2, LEAKS.partition("def held")[0] + "say('up', add_all())" + PARKED, min_np=2
+    )
+    for worker in (0, 1):
+        job.wait_for_line(worker, "up")
+    job.kill(1)
+    job.wait_for(lambda: any(e[0] == "waiting" for e in job.taken()), "it waits")
+    stop(job)
+    assert job.wait(0) == 0, job.story()
+    assert float(job.lines(0, "down")[0][0]) < 2
+    assert "ringjax.shutdown() was called" in " ".join(job.lines(0, "thread")[0])
+    assert "cannot come back" in " ".join(job.lines(0, "refused")[0])
+
+
+SIZES = """
+import jax, jax.numpy as jnp, numpy as np, ringjax, ringjax.torch as hvd, torch
+ringjax.init()
+add = jax.jit(lambda x: ringjax.allreduce(x, op=ringjax.Sum))
+for n in (0, 1, 1000, 65536, 262144, 1000001):
+    for i in range(7):  # rounds of the board's slots
+        x = np.full(n, i + 1.0, np.float32)
+        assert (np.asarray(add(x)) == (i + 1) * ringjax.size()).all(), (n, i)
+        y = hvd.allreduce_(torch.from_numpy(x), op=hvd.Sum, name="x")
+        assert (y.numpy() == (i + 1) * ringjax.size()).all(), (n, i)
+print("all sizes", ringjax.size())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("np", [2, 3])
+@pytest.mark.parametrize("shm", ["1", "0"], ids=["shm", "tcp"])
+def test_every_size_without_a_loss(start_job: StartJob, np: int, shm: str) -> None:
+    job = start_job(np, SIZES, {"RINGJAX_SHM": shm}, ["--min-np", "1"])
+    assert job.wait(110) == 0, job.logs()
+    for rank in range(np):
+        assert f"all sizes {np}" in job.output(rank)

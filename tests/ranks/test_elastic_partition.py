@@ -1,0 +1,131 @@
+"""Two hosts between which the network fails: one side goes on, the other must not.
+
+The hosts are network namespaces (benchmarks/namespaces.py), so this needs root and
+`ip`; the launcher is outside of both and starts its agents by a stand-in for ssh.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos import SILENCE, Chaos, Deed, lines, recoveries
+from launch import ROOT, StartJob
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks.namespaces import Namespaces, address
+
+LAUNCHER = "10.77.0.254"
+# As OpenSSH: options, a host, then words for the shell; the host's namespace is known
+# by the last number of its address.
+SSH = """#!/bin/sh
+while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
+number=${1##*.}; shift
+exec ip netns exec rj%sn$((number - 1)) env -u RINGJAX_SECRET sh -c "$*"
+"""
+
+
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=20)
+
+
+def _possible() -> str:
+    """Why there are no network namespaces here, or nothing."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "there is no `ip` (package iproute2)"
+    name = f"rjprobe{os.getpid() % 1000}"
+    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return f"network namespaces: {done.stderr.strip()}" if done.returncode else ""
+
+
+_WHY_NOT = _possible()
+pytestmark = [
+    pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "possible"),
+    pytest.mark.timeout(150),
+]
+
+
+class Hosts:
+    """Two hosts, the second of which can be cut off; a worker of its own on each."""
+
+    def __init__(self, network: Namespaces, tag: str, folder: Path) -> None:
+        self.network, self.tag = network, tag
+        _ip(f"addr add {LAUNCHER}/24 dev {network._bridge}")
+        bin_ = folder / "bin"
+        bin_.mkdir()
+        (bin_ / "ssh").write_text(SSH % tag)
+        (bin_ / "ssh").chmod(0o755)
+        self.env = {"PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
+
+    def options(self, first: int, second: int) -> list[str]:
+        """How many workers go where, in ringrun's words."""
+        return ["-H", f"{address(0)}:{first},{address(1)}:{second}"]
+
+    def cut(self, up: bool = False) -> None:
+        """Pulls the second host's cable, or puts it back."""
+        _ip(f"link set {self.network._links[1]} {'up' if up else 'down'}")
+
+    def deafen(self) -> None:
+        """What the second host sends to the first is lost; the other way it is not."""
+        _ip(f"-n {self.network.names[1]} route add blackhole {address(0)}/32")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    tag = f"{os.getpid():x}"[-5:]
+    with Namespaces(2, None, tag) as network:
+        yield Hosts(network, tag, tmp_path)
+
+
+def _chaos(start_job: StartJob, hosts: Hosts, folder: Path, first: int) -> Chaos:
+    traces = folder / "traces"
+    traces.mkdir()
+    options = hosts.options(first, 1)
+    chaos = Chaos(start_job, traces, np=first + 1, env=hosts.env, options=options)
+    chaos.wait_for(first + 1)
+    return chaos
+
+
+def _gone(chaos: Chaos, worker: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while worker in chaos.pids():
+        assert time.monotonic() < deadline, chaos.logs()
+        time.sleep(0.05)
+
+
+def test_a_host_that_is_cut_off_is_lost_and_does_not_go_on(
+    start_job: StartJob, hosts: Hosts, tmp_path: Path
+) -> None:
+    chaos = _chaos(start_job, hosts, tmp_path, first=2)
+    cut = Deed(time.monotonic(), "cut", 2)
+    hosts.cut()
+    chaos.wait_for_steps(50, seconds=SILENCE + 20)
+    hosts.cut(up=True)
+    _gone(chaos, 2, 30)  # as soon as it can hear that it was declared lost
+    verdict = chaos.end()
+    assert verdict.smallest == 2
+    traces = {int(p.stem): lines(p) for p in chaos.folder.glob("*.jsonl")}
+    assert max(recoveries(cut, traces)) < SILENCE + 3
+    # No step on the other side of the cut: nobody may train in two places.
+    last = traces[2][-1]
+    assert last["t"] < cut.at + 1 and 0 in last["who"]
+
+
+def test_a_host_that_hears_but_is_not_heard(
+    start_job: StartJob, hosts: Hosts, tmp_path: Path
+) -> None:
+    chaos = _chaos(start_job, hosts, tmp_path, first=1)
+    hosts.deafen()  # but both still reach the launcher, which decides
+    chaos.wait_for_steps(50, seconds=SILENCE + 20)
+    verdict = chaos.end()
+    assert verdict.smallest == 1

@@ -1,0 +1,215 @@
+"""Ranks are killed and frozen: what the others then compute, in every kind of call."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from elastic_job import ElasticJob, jobs
+from elastic_steps import LOOP, begin, check_steps, progress, stop
+
+Start = Callable[..., ElasticJob]
+
+JIT = (
+    LOOP
+    + """
+import jax, jax.numpy as jnp
+
+tx = ringjax.allreduce_grads()
+mine = 2.0**WORKER
+sizes = {"a": 7, "b": 100_003, "c": (3, 5)}
+grads = {name: jnp.full(size, mine) for name, size in sizes.items()}
+
+@jax.jit
+def step(state):
+    return tx.update(grads, state)
+
+train(step, tx.init(grads))
+say("compiled", step._cache_size())
+"""
+)
+
+EAGER = (
+    LOOP
+    + """
+from ringjax import eager
+
+mine = {f"g{n}": np.full(n, 2.0**WORKER, np.float32) for n in (1, 77, 50_021)}
+
+def step(state):
+    handles = {name: eager.allreduce_async(x, name=name) for name, x in mine.items()}
+    return {name: eager.synchronize(h) for name, h in handles.items()}, state
+
+train(step, None)
+"""
+)
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.parametrize("script", [JIT, EAGER], ids=["jit", "eager"])
+def test_ranks_are_killed_one_by_one_until_one_is_left(
+    start: Start, script: str
+) -> None:
+    job = start(5, script)
+    begin(job)
+    alive = {0, 1, 2, 3, 4}
+    for victim in (2, 0, 4, 3):
+        job.kill(victim)
+        alive -= {victim}
+        progress(job, alive, 50)
+    stop(job)
+    assert job.wait(1) == 0, job.story()
+    check_steps(job, {1}, whole=script is JIT)
+    if script is JIT:
+        assert job.lines(1, "compiled") == [["1"]]
+
+
+@pytest.mark.parametrize("script", [JIT, EAGER], ids=["jit", "eager"])
+def test_two_are_killed_at_once_and_one_during_the_recovery(
+    start: Start, script: str
+) -> None:
+    job = start(5, script)
+    begin(job)
+    job.kill(1)
+    job.kill(4)
+    progress(job, {0, 2, 3}, 30)
+    job.kill(0)
+    time.sleep(0.008)  # about as long as links take to be made
+    job.kill(3)
+    progress(job, {2}, 30)
+    stop(job)
+    assert job.wait(2) == 0, job.story()
+    check_steps(job, {2}, whole=script is JIT)
+
+
+def test_the_worker_that_raises_is_lost_alone(start: Start) -> None:
+    script = JIT.replace(
+        "i += 1",
+        "i += 1\n        if i == 30 and WORKER == 1: raise ValueError('no data')",
+    )
+    job = start(3, script)
+    assert job.wait(1) == 1, job.story()
+    progress(job, {0, 2}, 30)
+    stop(job)
+    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
+    check_steps(job, {0, 2})
+    failures = [e for e in job.taken() if e[0] == "failure"]
+    assert [(e[1], "ValueError: no data" in e[2]) for e in failures] == [(1, True)]
+
+
+TIMES = {"RINGJAX_FAILURE_TIMEOUT": "1", "RINGJAX_HEARTBEAT": "0.1"}
+
+
+def test_a_frozen_rank_survives_a_while_and_then_is_fenced(start: Start) -> None:
+    job = start(3, EAGER, env=TIMES, failure_timeout=1.0)
+    begin(job)
+    job.kill(1, signal.SIGSTOP)
+    time.sleep(0.5)
+    job.kill(1, signal.SIGCONT)
+    progress(job, {0, 1, 2}, 30)
+    job.kill(1, signal.SIGSTOP)
+    frozen = time.monotonic()
+    progress(job, {0, 2}, 30)
+    assert 0.5 < time.monotonic() - frozen < 3
+    job.kill(1, signal.SIGCONT)
+    assert job.wait(1) != 0
+    assert "was declared lost and must not go on" in job.errors(1), job.story()
+    progress(job, {0, 2}, 10)
+    stop(job)
+    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
+    check_steps(job, {0, 2}, whole=False)
+
+
+SETS = """
+low, high = ringjax.add_process_set([0, 1]), ringjax.add_process_set([1, 2, 3])
+
+
+def total(process_set):
+    from ringjax import _native
+    x = np.full(1001, 2.0**WORKER)
+    out = np.empty_like(x)
+    native = runtime.communicator(process_set)
+    which = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"]
+    native.execute(*which, [x], [out])
+    assert (out == out[0]).all()
+    return int(out[0])
+
+def show(word):
+    say(word, ringjax.rank(), ringjax.size(), low.ranks, high.ranks,
+        *(total(s) for s in (runtime.global_process_set, low, high) if s.included()))
+
+show("before")
+while runtime.size() == 4:
+    total(runtime.global_process_set)
+show("after")
+pair = ringjax.add_process_set([0, 2])
+say("number", pair.process_set_id, *([total(pair)] if pair.included() else []))
+ringjax.remove_process_set(high)
+total(runtime.global_process_set)
+while runtime.size() == 3:
+    total(runtime.global_process_set)
+say("last", low.ranks, pair.ranks, high.process_set_id, total(low), total(pair))
+"""
+
+
+def test_process_sets_follow_the_ranks(start: Start) -> None:
+    job = start(4, SETS)
+    for worker in range(4):
+        job.wait_for_line(worker, "before")
+    job.kill(1)
+    for worker in (0, 2, 3):
+        job.wait_for_line(worker, "number")
+    both = ["[0]", "[1, 2]"]
+    shown = {w: " ".join(job.lines(w, "after")[0]) for w in (0, 2, 3)}
+    assert shown == {
+        0: f"0 3 {both[0]} {both[1]} 13 1",
+        2: f"1 3 {both[0]} {both[1]} 13 12",
+        3: f"2 3 {both[0]} {both[1]} 13 12",
+    }, job.story()
+    assert [job.lines(w, "number")[0] for w in (0, 2, 3)] == [
+        ["3", "9"], ["3"], ["3", "9"],
+    ]  # fmt: skip
+    job.kill(2)
+    job.kill(3)
+    job.wait_for_line(0, "last")
+    assert " ".join(job.lines(0, "last")[0]) == "[0] [0] None 1 1"
+    assert job.wait(0) == 0, job.story()
+
+
+TORCH = (
+    LOOP
+    + """
+import torch
+import ringjax.torch as hvd
+
+sizes = {"a": (3, 5), "b": (10_007,)}
+
+def step(state):
+    mine = {name: torch.full(size, 2.0**WORKER) for name, size in sizes.items()}
+    handles = [hvd.allreduce_async_(x, name=name) for name, x in mine.items()]
+    for handle in handles:
+        hvd.synchronize(handle)
+    return {name: x.numpy() for name, x in mine.items()}, state
+
+train(step, None)
+"""
+)
+
+
+def test_operations_of_pytorch_in_place_survive(start: Start) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    job = start(3, TORCH)
+    begin(job)
+    job.kill(0)
+    progress(job, {1, 2}, 50)
+    job.kill(2)
+    progress(job, {1}, 50)
+    stop(job)
+    assert job.wait(1) == 0, job.story()
+    check_steps(job, {1}, whole=False)

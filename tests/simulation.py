@@ -1,0 +1,450 @@
+"""A simulation of elastic jobs: many short ones, each decided by a seed.
+
+    python tests/simulation.py --seeds 0 100000
+
+Workers (simulated_worker.py) train over a network that delays what it likes; they are
+killed, frozen, separated, started and sent away at random moments, and so is the
+coordinator. The coordinator's rules (`Membership`) and the workers' end (`Enlistment`)
+are the real ones. At the end these must hold:
+
+I1  every call has the same verdict and the same result on all survivors
+I2  a result is the sum over one membership
+I3  nobody is blocked, and the job stops early only with too few ranks
+I4  all survivors end in one history, not in two
+I5  epochs only grow, for every worker
+I6  every sample is used exactly once in the steps that count
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import wrong_rules
+from simulated_call import Call, Generation, Violation
+from simulated_worker import Worker
+from wrong_rules import WRONG
+
+from ringjax.assembly import Rules
+from ringjax.membership import Membership
+
+SILENCE = 5.0  # seconds until a heartbeat is missed
+MOST_EVENTS = 20000
+
+
+class Connection:
+    """Between a worker and the coordinator: two orderly streams."""
+
+    __slots__ = ("down", "hub", "up", "worker")
+
+    def __init__(self, worker: int, hub: int) -> None:
+        self.worker, self.hub = worker, hub
+        self.up = self.down = 0.0
+
+
+class Simulation:
+    """One job.
+
+    Args:
+        seed: decides everything.
+        wrong: one of `WRONG`, or nothing.
+    """
+
+    __slots__ = (
+        "connections", "counter", "crashes", "cuts", "eager", "events", "failing",
+        "formations", "frozen_at", "generations", "hub", "membership", "min_np", "now",
+        "pairs", "present", "raising", "random", "replace", "rules", "samples", "seed",
+        "tick_at", "workers", "wrong",
+    )  # fmt: skip
+
+    def __init__(self, seed: int, wrong: str = "") -> None:
+        self.seed, self.wrong = seed, wrong
+        rng = random.Random(seed)
+        self.random = rng.random
+        self.now, self.counter = 0.0, 0
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        np = rng.choice((2, 3, 3, 4))
+        self.min_np = rng.randint(1, np)
+        most = np + (rng.random() < 0.3)
+        self.rules = Rules(np, self.min_np, most)
+        self.samples = rng.randint(np + 1, 3 * np)
+        self.eager = rng.random() < 0.3
+        self.raising = 0.02 if rng.random() < 0.2 else 0.0
+        self.failing = 0.3 if rng.random() < 0.15 else 0.0
+        self.replace = rng.random() < 0.7
+        self.hub, self.crashes = 0, 0
+        self.membership = Membership(self.rules)
+        self.present: dict[int, Connection] = {}
+        self.tick_at: float | None = None
+        self.workers: dict[int, Worker] = {}
+        self.pairs: set[tuple[int, int]] = set()  # that cannot reach each other
+        self.cuts: dict[tuple[int, int], float] = {}  # (from, to) -> since
+        self.generations: dict[tuple[int, tuple[int, ...]], Generation] = {}
+        self.formations: dict[tuple[int, int], tuple[int, ...]] = {}
+        for _ in range(np):
+            self.at(self.delay(), self.launch)
+        self.plan(rng)
+
+    # --- time ---
+
+    def at(self, delay: float, what: Callable[..., None], *args: Any) -> None:
+        """Something will happen."""
+        self.counter += 1
+        heapq.heappush(self.events, (self.now + delay, self.counter, what, args))
+
+    def delay(self, times: float = 1.0) -> float:
+        return self.random() * 0.005 * times
+
+    def plan(self, rng: random.Random) -> None:
+        """What goes wrong, and when."""
+        kinds = (self.kill, self.freeze, self.part, self.crash, self.join, self.leave)
+        when = 0.0
+        for count in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
+            if count and rng.random() < 0.5:
+                when += rng.random() * 0.04
+            else:
+                when = rng.random() * 0.2
+            (kind,) = rng.choices(kinds, (9, 3, 2, 2, 2, 2))
+            self.at(when, kind)
+
+    def run(self) -> None:
+        """Until nothing happens any more. Raises Violation."""
+        events, pop = self.events, heapq.heappop
+        while events:
+            self.now, _, what, args = pop(events)
+            what(*args)
+            if self.counter > MOST_EVENTS:
+                raise Violation("I3: it never ends")
+        self.check()
+
+    # --- what goes wrong ---
+
+    def choose(self) -> Worker | None:
+        """Some process that runs."""
+        alive = [w for w in self.workers.values() if w.state not in ("dead", "end")]
+        return alive[int(self.random() * len(alive))] if alive else None
+
+    def launch(self) -> None:
+        number = len(self.workers)
+        worker = self.workers[number] = Worker(self, number)
+        self.membership.expected(number)
+        self.at(self.delay(), self.connect, worker)
+
+    join = launch
+
+    def leave(self) -> None:
+        if (worker := self.choose()) is not None and not worker.leaving:
+            worker.leaving = True
+            if worker.frozen:
+                worker.deferred.append((worker.enlistment.leaving, ()))
+            else:
+                worker.enlistment.leaving()
+
+    def kill(self, worker: Worker | None = None) -> None:
+        worker = worker or self.choose()
+        if worker is None or worker.state in ("dead", "end"):
+            return
+        worker.state, worker.call, worker.members = "dead", None, None
+        connection, worker.line.connection = worker.line.connection, None
+        for other in self.workers:
+            if self.random() < 0.5:  # what is on its way may be lost with it
+                self.cuts.setdefault((worker.number, other), self.now)
+        self.process_ends(worker, connection)
+
+    def process_ends(self, worker: Worker, connection: Connection | None) -> None:
+        if connection is not None:
+            when = max(connection.up, self.now + self.delay())
+            self.at(when - self.now, self.hub_closed, connection)
+        self.at(self.delay(), self.hub_told, worker.number)
+        self.tell_peers(worker.number, 0.0)
+        if self.replace and worker.cause in ("", "fenced"):
+            self.at(self.delay(20), self.launch)
+
+    def tell_peers(self, number: int, silence: float) -> None:
+        for peer in self.workers.values():
+            members = peer.members
+            if members is not None and number in peer.history[members.epoch]:
+                wait = silence * (0.8 + 0.2 * self.random()) + self.delay()
+                self.at(wait, peer.notice, number, members.epoch)
+
+    def tell_left(self, number: int) -> None:
+        for peer in self.workers.values():
+            members = peer.members
+            if members is not None and number in peer.history[members.epoch]:
+                self.at(self.delay(), peer.notice_left, number, members.epoch)
+
+    def freeze(self) -> None:
+        worker = self.choose()
+        if worker is not None and not worker.frozen:
+            worker.frozen = True
+            self.at(
+                self.random() * (0.05 if self.random() < 0.5 else 20), self.thaw, worker
+            )
+            self.tell_peers(worker.number, SILENCE)
+
+    def thaw(self, worker: Worker) -> None:
+        worker.frozen = False
+        if worker.state not in ("dead", "end"):
+            for what, args in worker.deferred:
+                self.at(0.0, what, *args)
+        worker.deferred.clear()
+
+    def part(self) -> None:
+        one, other = self.choose(), self.choose()
+        if one is None or other is None or one is other:
+            return
+        a, b = one.number, other.number
+        self.pairs |= {(a, b), (b, a)}
+        for peer, number in ((one, b), (other, a)):
+            self.cuts.setdefault((peer.number, number), self.now)
+            if peer.members and number in peer.history[peer.members.epoch]:
+                wait = SILENCE * (0.8 + 0.2 * self.random())
+                self.at(wait, peer.notice, number, peer.members.epoch)
+
+    def crash(self) -> None:
+        """The coordinator is started anew, and has forgotten everything."""
+        self.hub += 1
+        self.crashes += 1
+        began = self.membership.phase != "assembly" or self.crashes > 1
+        self.membership, self.present = Membership(self.rules, began), {}
+        self.tick_at = None
+        for worker in self.workers.values():
+            connection = worker.line.connection
+            if connection is not None:
+                self.at(self.delay(), self.cut_off, worker, connection)
+            elif worker.cause == "finished":
+                self.membership.finished(worker.number, self.now)
+            elif worker.state == "dead" and self.random() < 0.5:
+                self.at(self.delay(), self.hub_told, worker.number)
+
+    # --- the network ---
+
+    def torn(self, one: int, other: int) -> bool:
+        return (one, other) in self.pairs
+
+    def silent(self, one: int, other: int) -> bool:
+        """Whether a worker hears nothing from another one."""
+        peer = self.workers[other]
+        lost = peer.cause in ("fenced", "stopped")
+        return peer.state == "dead" or peer.frozen or lost or self.torn(one, other)
+
+    def watch(self, worker: Worker, others: tuple[int, ...]) -> None:
+        """A worker begins to build links, and may find somebody missing."""
+        members = worker.members
+        assert members is not None
+        for other in others:
+            peer = self.workers[other]
+            if peer.state == "bye" or peer.cause == "finished":
+                self.at(self.delay(), worker.notice_left, other, members.epoch)
+            elif other != worker.number and self.silent(worker.number, other):
+                dead = self.workers[other].state in ("dead", "end")
+                wait = self.delay() if dead else SILENCE * (0.8 + 0.2 * self.random())
+                self.at(wait, worker.notice, other, members.epoch)
+
+    def spread(
+        self,
+        call: Call,
+        number: int,
+        stage: dict[int, Any],
+        arrivals: dict[tuple[int, int], float],
+        then: str,
+    ) -> None:
+        """A rank tells all others; the last one decides when each knows of all."""
+        order, now = call.generation.order, self.now
+        for other in order:
+            arrivals[number, other] = now if other == number else now + self.delay()
+        if len(stage) == len(order):
+            for other in order:
+                when = max(arrivals[sender, other] for sender in order)
+                self.at(when - now, getattr(self.workers[other], then), call)
+
+    def cut(self, number: int, arrivals: dict[tuple[int, int], float]) -> bool:
+        """Whether something on its way to a rank has been lost."""
+        cuts = self.cuts
+        return bool(cuts) and any(
+            pair[1] == number and when > cuts.get(pair, when)
+            for pair, when in arrivals.items()
+        )
+
+    def connect(self, worker: Worker) -> None:
+        if worker.frozen:
+            worker.deferred.append((self.connect, (worker,)))
+        elif worker.state not in ("dead", "end"):
+            worker.line.connection = Connection(worker.number, self.hub)
+            worker.line.send(worker.enlistment.greeting())
+
+    def cut_off(self, worker: Worker, connection: Connection) -> None:
+        if worker.frozen:
+            worker.deferred.append((self.cut_off, (worker, connection)))
+        elif worker.line.connection is connection and worker.state != "dead":
+            worker.line.connection = None
+            with worker.enlistment._changed:
+                worker.enlistment.cut()
+            self.at(self.delay(50), self.connect, worker)
+
+    def hub_send(self, connection: Connection, message: dict[str, Any]) -> None:
+        connection.up = max(connection.up, self.now + self.delay())
+        self.at(connection.up - self.now, self.hub_receive, connection, message)
+
+    def hub_receive(self, connection: Connection, message: dict[str, Any]) -> None:
+        if connection.hub != self.hub:
+            return
+        number = connection.worker
+        if message["type"] == "hello":
+            if number in self.present:
+                self.membership.closed(number, "again", self.now)
+            self.present[number] = connection
+            self.membership.hello(number, "", {}, message["rejoin"], self.now)
+        elif self.present.get(number) is connection:
+            self.membership.said(number, message, self.now)
+        self.deliver()
+
+    def hub_closed(self, connection: Connection) -> None:
+        if self.present.get(connection.worker) is connection:
+            del self.present[connection.worker]
+            self.membership.closed(connection.worker, "closed", self.now)
+            self.deliver()
+
+    def hub_told(self, number: int) -> None:
+        self.membership.lost(number, "its process ended", self.now)
+        self.deliver()
+
+    def hub_tick(self, hub: int) -> None:
+        if hub == self.hub:
+            self.tick_at = None
+            deadline = self.membership.deadline()
+            if deadline is not None and deadline <= self.now:
+                self.membership.tick(self.now)
+            self.deliver()
+
+    def deliver(self) -> None:
+        mail, news = self.membership.take()
+        now = self.now
+        for number, message, last in mail:
+            connection = self.present.get(number)
+            if connection is not None:
+                connection.down = max(connection.down, now + self.delay())
+                wait = connection.down - now
+                self.at(wait, self.worker_receive, connection, message)
+                if last:
+                    del self.present[number]
+        for event in news:
+            if event[0] == "fenced" and self.random() < 0.7:
+                self.at(self.delay(10), self.kill, self.workers[event[1]])
+            elif event[0] == "stop":
+                self.stopped(event[1])
+        deadline = self.membership.deadline()
+        if deadline is not None and (self.tick_at is None or deadline < self.tick_at):
+            self.tick_at = max(deadline, now)
+            self.at(self.tick_at - now, self.hub_tick, self.hub)
+
+    def worker_receive(self, connection: Connection, message: dict[str, Any]) -> None:
+        worker = self.workers[connection.worker]
+        if worker.state in ("dead", "end") or worker.line.connection is not connection:
+            return
+        if worker.frozen:
+            args = (connection, message)
+            worker.deferred.append((self.worker_receive, args))
+        else:
+            worker.hear(message)
+
+    # --- what workers ask ---
+
+    def generation(self, epoch: int, order: tuple[int, ...]) -> Generation:
+        key = (epoch, order)
+        if key not in self.generations:
+            self.generations[key] = Generation(epoch, order)
+        return self.generations[key]
+
+    def formed(self, epoch: int, order: tuple[int, ...]) -> None:
+        """Members were told; one coordinator never tells two things."""
+        known = self.formations.setdefault((self.crashes, epoch), order)
+        if known != order and not self.crashes:
+            raise Violation(f"I4: epoch {epoch} is {known} and {order}")
+
+    def raises(self) -> bool:
+        return self.raising > 0 and self.random() < self.raising
+
+    def unlucky(self, worker: Worker) -> bool:
+        """Whether the inputs of its call are not kept."""
+        return self.failing > 0 and self.random() < self.failing
+
+    def ended(self, worker: Worker, text: str) -> None:
+        connection, worker.line.connection = worker.line.connection, None
+        self.process_ends(worker, connection)
+
+    # --- the checks ---
+
+    def stopped(self, text: str) -> None:
+        healthy = [
+            worker.number
+            for worker in self.workers.values()
+            if worker.state not in ("dead", "end") and not worker.frozen
+        ]
+        if len(healthy) >= self.min_np and not self.crashes:
+            raise Violation(f"I3: stopped ({text}) with {healthy} alive")
+
+    def check(self) -> None:
+        # A coordinator that dies while members finish may take along what one of them
+        # said last. Then survivors repeat a note that it had a result of: the very last
+        # agreement about changes, which matters to nobody any more.
+        known: dict[Any, Any] = {}
+        ends: dict[tuple[int, int], int] = {}
+        for worker in self.workers.values():
+            if worker.state not in ("dead", "end"):
+                raise Violation(f"I3: {worker.number} is blocked: {worker.state}")
+            if worker.cause not in ("finished", "dismissed"):
+                continue
+            for key, value in worker.log.items():
+                if self.crashes and key[0] == "check":
+                    continue  # see above
+                if known.setdefault(key, value) != value:
+                    raise Violation(
+                        f"I1: {key} is {value} on {worker.number}, elsewhere "
+                        f"{known[key]}"
+                    )
+            if worker.cause == "finished":
+                ends[worker.commit] = worker.number
+                if worker.used != (1 << self.samples) - 1:
+                    raise Violation(f"I6: {worker.number} used {worker.used:b}")
+        if len(ends) > 1:
+            raise Violation(f"I4: survivors end differently: {ends}")
+
+
+def run(seed: int, wrong: str = "") -> Simulation:
+    """One job. Raises Violation with the seed in its text."""
+    try:
+        with wrong_rules.applied(wrong):
+            simulation = Simulation(seed, wrong)
+            simulation.run()
+    except Violation as violation:
+        raise Violation(f"seed {seed}: {violation}") from None
+    return simulation
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs many seeds, prints those that fail; 1 if there were any."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 10000))
+    parser.add_argument("--wrong", choices=WRONG, default="")
+    options = parser.parse_args(arguments)
+    begin, failed = time.process_time(), 0
+    for seed in range(*options.seeds):
+        try:
+            run(seed, options.wrong)
+        except Violation as violation:
+            failed += 1
+            print(violation)
+    seconds = time.process_time() - begin
+    count = options.seeds[1] - options.seeds[0]
+    print(f"{count} seeds, {failed} failed, {count / seconds:.0f} a second")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Strangers at the doors of a running job: who does not belong to it, and tries.
+
+They find every listening socket of the job's processes and do there what port scanners,
+web crawlers, broken clients and ranks of other jobs do. None of them knows the secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import leaks
+
+from ringjax.errors import AuthenticationError
+from ringjax.handshake import Introduction, Purpose, introduce
+
+Door = tuple[str, int] | str
+"""Where a job listens: an address, or the name of an abstract unix socket."""
+_LISTENS = "0A"  # a state in /proc/net/tcp
+_ACCEPTS = "00010000"  # a flag in /proc/net/unix
+
+
+def doors(job: str) -> list[Door]:
+    """Every listening socket of a test job's processes."""
+    inodes = {inode for pid in leaks.processes(job) for inode in _sockets(pid)}
+    found: list[Door] = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == _LISTENS and words[9] in inodes:
+            host, _, port = words[1].partition(":")
+            raw = bytes.fromhex(host)[::-1]
+            found.append((socket.inet_ntoa(raw), int(port, 16)))
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        words = line.split()
+        if len(words) > 7 and words[3] == _ACCEPTS and words[6] in inodes:
+            found.append("\0" + words[7].removeprefix("@"))
+    return found
+
+
+def _sockets(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    yield target[8:-1]
+
+
+def descriptors(job: str) -> dict[int, int]:
+    """How many descriptors each process of a test job has open."""
+    return {p: len(os.listdir(f"/proc/{p}/fd")) for p in leaks.processes(job)}
+
+
+def memory(job: str) -> dict[int, int]:
+    """The bytes of memory that each process of a test job has of its own."""
+    found = {}
+    for pid in leaks.processes(job):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                found[pid] = int(line.split()[1]) << 10
+    return found
+
+
+def connect(door: Door, seconds: float = 5.0) -> socket.socket:
+    """A connection to a door, which the job takes for a caller like any other."""
+    if isinstance(door, tuple):
+        return socket.create_connection(door, timeout=seconds)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(seconds)
+    try:
+        sock.connect(door)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+# -- what strangers do; each returns what it wants to keep open ------------------------
+
+Visit = Callable[[Door, str], socket.socket | None]
+
+
+def _says(text: bytes, *, stays: bool) -> Visit:
+    def visit(door: Door, job: str) -> socket.socket | None:
+        sock = connect(door)
+        with contextlib.suppress(OSError):  # sent away in the middle of it
+            sock.sendall(text)
+        if stays:
+            return sock
+        sock.close()
+        return None
+
+    return visit
+
+
+def _with_wrong_secret(door: Door, job: str) -> None:
+    """A rank of another job that was given this one's address."""
+    for purpose, callee in ((Purpose.RENDEZVOUS, -1), (Purpose.DATA, 0)):
+        with connect(door) as sock, contextlib.suppress(AuthenticationError, OSError):
+            introduce(sock, b"w" * 32, Introduction(job, purpose, 1, callee), 2.0)
+            raise AssertionError(f"{door} let in a caller with another secret")
+
+
+def _reflecting(door: Door, job: str) -> None:
+    """Answers a proof with itself."""
+    with connect(door) as sock, contextlib.suppress(OSError):
+        introduction = Introduction(job, Purpose.RENDEZVOUS, 1, -1)
+        sock.sendall(introduction.pack(bytes(32)))
+        proof = sock.recv(64)
+        sock.sendall(proof[32:])
+        sock.settimeout(2.0)
+        assert len(sock.recv(64)) < 32, f"{door} believed its own proof"
+
+
+def _half(door: Door, job: str) -> socket.socket:
+    sock = connect(door)
+    sock.sendall(Introduction(job, Purpose.DATA, 1, 0).pack(bytes(32))[:40])
+    return sock
+
+
+VISITS: dict[str, Visit] = {
+    "garbage": _says(bytes(range(256)) * 256, stays=False),
+    "http": _says(b"GET / HTTP/1.1\r\nHost: ringjax\r\n\r\n", stays=True),
+    "silence": _says(b"", stays=True),
+    "half a handshake": _half,
+    "another secret": _with_wrong_secret,
+    "reflection": _reflecting,
+}
+
+
+def storm(door: Door, connections: int) -> int:
+    """Connects and leaves at once, so often; returns how often it was let in.
+
+    Where the queue of a door is full, a stranger is kept waiting or refused; both are
+    the stranger's problem.
+    """
+    reached = 0
+    for _ in range(connections):
+        with contextlib.suppress(OSError):
+            connect(door, 1.0).close()
+            reached += 1
+    return reached
+
+
+def besiege(job: str, name: str, seconds: float, rate: float = 1e9) -> int:
+    """Visits every door with all kinds of strangers in turn for so long.
+
+    Args:
+        job: the test job, as `leaks.processes` knows it.
+        name: what the job calls itself (RINGJAX_JOB); anybody on the host can see it.
+        rate: connections a second, at most.
+
+    Returns:
+        How many connections were made.
+    """
+    start, made = time.monotonic(), 0
+    open_doors = doors(job)
+    with contextlib.ExitStack() as stack:
+        kept: list[socket.socket] = []
+        while time.monotonic() - start < seconds:
+            for door in open_doors:
+                for visit in VISITS.values():
+                    with contextlib.suppress(ConnectionError, TimeoutError):
+                        made += 1
+                        if (sock := visit(door, name)) is not None:
+                            kept.append(stack.enter_context(sock))
+                made += storm(door, 10)
+                time.sleep(max(0.0, made / rate - (time.monotonic() - start)))
+            while len(kept) > 256:
+                kept.pop(0).close()
+    return made

@@ -1,0 +1,115 @@
+"""The checker of the chaos tests: it accepts what is right and finds what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos import Deed, check, quantile
+from chaos_model import Replay
+
+# Worker 2 dies in step 3, worker 4 comes in step 6.
+HISTORY = [[0, 1, 2]] * 3 + [[0, 1]] * 3 + [[0, 1, 4]] * 3
+Traces = dict[int, list[dict[str, Any]]]
+
+
+def _traces() -> Traces:
+    replay, traces = Replay(), Traces()
+    for step, who in enumerate(HISTORY):
+        digest = replay.step(who)
+        for worker in who:
+            line = {"t": step * 1.0, "step": step, "who": who, "digest": digest}
+            traces.setdefault(worker, []).append({**line, "epoch": 0, "size": len(who)})
+    return traces
+
+
+def _check(folder: Path, traces: Traces) -> Any:
+    for worker, trace in traces.items():
+        text = "".join(json.dumps(line) + "\n" for line in trace)
+        (folder / f"{worker}.jsonl").write_text(text)
+    return check(folder, [Deed(2.5, "kill", 2)])
+
+
+def test_what_is_right_is_accepted(tmp_path: Path) -> None:
+    traces = _traces()
+    traces[0].insert(0, {"t": 0, "event": "started"})
+    verdict = _check(tmp_path, traces)
+    assert verdict.steps == len(HISTORY)
+    assert (verdict.smallest, verdict.largest) == (2, 3)
+    assert verdict.recoveries == [0.5, 0.5]
+    assert verdict.pauses == [1.0]
+
+
+def test_half_a_line_is_a_worker_that_was_killed(tmp_path: Path) -> None:
+    traces = _traces()
+    _check(tmp_path, traces)
+    with (tmp_path / "2.jsonl").open("a") as file:
+        file.write('{"t": 3.0, "ste')
+    assert check(tmp_path).steps == len(HISTORY)
+
+
+def _forget_step(traces: Traces) -> None:
+    for worker in (0, 1):
+        del traces[worker][4]
+
+
+def _end_early_and_late(traces: Traces) -> None:
+    for worker in (0, 1):
+        del traces[worker][:2]
+    del traces[2][1]
+
+
+def _repeat(traces: Traces) -> None:
+    traces[1].insert(4, traces[1][4])
+
+
+def _differ(traces: Traces) -> None:
+    traces[1][4]["digest"] = "0123"
+
+
+def _add_others(traces: Traces) -> None:
+    traces[1][4]["who"] = [0, 1, 2]
+
+
+def _all_with_the_dead(traces: Traces) -> None:
+    for worker in (0, 1):
+        traces[worker][3]["who"] = [0, 1, 2]
+
+
+def _stranger(traces: Traces) -> None:
+    traces[7] = [dict(line) for line in traces[0]]
+
+
+def _back(traces: Traces) -> None:
+    traces[0][2]["epoch"] = 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (_forget_step, "step 5 after step 3"),
+        (_end_early_and_late, "step 2 after step 0"),
+        (_repeat, "step 4 after step 4"),
+        (_differ, "other parameters"),
+        (_add_others, "added up other workers"),
+        (_all_with_the_dead, "not those of one process"),
+        (_stranger, "not in its own sum"),
+        (_back, "worker 0"),
+    ],
+)
+def test_what_is_wrong_is_found(
+    tmp_path: Path, wrong: Callable[[Traces], None], found: str
+) -> None:
+    traces = _traces()
+    wrong(traces)
+    with pytest.raises(AssertionError, match=found):
+        _check(tmp_path, traces)
+
+
+def test_quantiles() -> None:
+    samples = [float(n) for n in range(100)]
+    assert [quantile(samples, q) for q in (0.5, 0.99, 1.0)] == [50.0, 99.0, 99.0]
+    assert quantile([], 0.5) == 0.0

@@ -1,0 +1,437 @@
+"""Coordinator and enlistment over sockets. The rules themselves: test_membership.py.
+
+Workers are threads here: they differ from processes only by how they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ringjax import addresses, errors
+from ringjax.coordinator import Coordinator
+from ringjax.enlistment import Enlistment, join
+from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
+from ringjax.handshake import Introduction, Purpose, Sealer, introduce
+from ringjax.orders import Dismissed, Fenced, Members, Revoke, Stopped, Update, Welcome
+from ringjax.session import SERVER_RANK
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+
+
+class Town:
+    """A coordinator and the workers that visit it."""
+
+    def __init__(self, np: int, min_np: int = 1, **more: Any) -> None:
+        self.log: list[str] = []
+        self.options: dict[str, Any] = {"np": np, "min_np": min_np} | more
+        self.coordinator = self.open()
+        self.where = ",".join(self.coordinator.addresses)
+        self.pool = ThreadPoolExecutor(np + 4)
+        self.workers: dict[int, Enlistment] = {}
+        self.events: list[tuple[Any, ...]] = []
+
+    def open(self, **more: Any) -> Coordinator:
+        coordinator = Coordinator(
+            SECRET, JOB, log=self.log.append, **self.options, **more
+        )
+        coordinator.start()
+        return coordinator
+
+    def join(self, worker: int, secret: bytes = SECRET, **hello: Any) -> Enlistment:
+        enlistment = join(
+            self.where, secret, JOB, worker, hello, 10.0, elastic_timeout=10.0
+        )
+        self.workers[worker] = enlistment
+        return enlistment
+
+    def gather(self, *workers: int) -> list[Enlistment]:
+        return list(self.pool.map(self.join, workers))
+
+    def event(self, kind: str) -> tuple[Any, ...]:
+        """Waits for such an event, as a launcher does."""
+        while not any(event[0] == kind for event in self.events):
+            assert select.select([self.coordinator.wakeup], [], [], 10)[0], self.events
+            self.coordinator.clear()
+            while not self.coordinator.events.empty():
+                self.events.append(self.coordinator.events.get())
+        return next(event for event in self.events if event[0] == kind)
+
+    def close(self) -> None:
+        self.coordinator.close()
+        self.coordinator.close()  # twice is fine
+        for worker in self.workers.values():
+            worker.close()
+            worker.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def town() -> Iterator[Callable[..., Town]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: Any, **more: Any) -> Town:
+            town = Town(*args, **more)
+            stack.callback(town.close)
+            return town
+
+        yield make
+
+
+_heard: weakref.WeakKeyDictionary[Enlistment, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def hear(worker: Enlistment, kind: type) -> Any:
+    """The next order of that kind; others before it are passed over."""
+    orders = _heard.setdefault(worker, [])
+    while True:
+        while orders:
+            order = orders.pop(0)
+            if isinstance(order, kind):
+                return order
+        assert select.select([worker], [], [], 10)[0], f"no {kind.__name__}"
+        orders += worker.poll()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_start(town: Callable[..., Town]) -> None:
+    here = town(3)
+    workers = sorted(here.gather(5, 2, 9), key=lambda worker: worker.rank)
+    assert [worker.worker for worker in workers] == [2, 5, 9]
+    for rank, worker in enumerate(workers):
+        assert isinstance(worker.first, Members)
+        assert (worker.rank, worker.size, worker.epoch) == (rank, 3, 0)
+        assert [member.worker for member in worker.members] == [2, 5, 9]
+        assert {member.seen for member in worker.members} == {"127.0.0.1"}
+        assert worker.poll() == []
+    assert here.event("members") == ("members", 0, "start", {2: 0, 5: 1, 9: 2})
+
+
+def test_a_loss(town: Callable[..., Town]) -> None:
+    here = town(3)
+    zero, one, two = here.gather(0, 1, 2)
+    begin = time.monotonic()
+    one.close()
+    for worker in (zero, two):
+        revoke = hear(worker, Revoke)
+        assert revoke.lost.keys() == {1} == worker.gone().keys()
+        worker.report(0, {0: (5, 6, True), 3: (2, 2, False)}, {1: [0, 2]}, 2)
+    members = hear(two, Members)
+    assert time.monotonic() - begin < 5
+    assert (members.epoch, members.kind, members.rank) == (1, "repair", 1)
+    assert (members.previous, members.ranks) == ((0, 2), (0, -1, 1))
+    assert members.verdicts == {0: (6, True), 3: (2, False)}
+    assert (members.sets, members.next_set) == ({1: (0, 1)}, 2)
+    assert hear(zero, Members).rank == 0
+    assert two.gone() == {}
+    assert here.event("fenced")[1] == 1
+
+
+def test_the_launcher_tells_why_a_process_ended(town: Callable[..., Town]) -> None:
+    here = town(2)
+    zero, one = here.gather(0, 1)
+    here.coordinator.lost(1, "was killed by signal 9")
+    until(lambda: 1 in here.coordinator._membership._ending)
+    one.close()
+    assert hear(zero, Revoke).lost == {1: "was killed by signal 9"}
+
+
+def test_resize(town: Callable[..., Town]) -> None:
+    here = town(2, max_np=3)
+    zero, one = here.gather(0, 1)
+    newcomer = here.join(7)
+    assert newcomer.first == Welcome(0, 2, 3, "epoch 0 has 2 members")
+    one.leaving()
+    newcomer.ready()
+    update = hear(zero, Update)
+    while update.joining < 1 or update.leaving < 1:
+        update = hear(zero, Update)
+    for worker in (zero, one):
+        worker.pause(0, update.number, {4: [0, 1]}, 5)
+    assert isinstance(hear(one, Dismissed), Dismissed)
+    members = hear(newcomer, Members)
+    assert (members.kind, members.previous, members.rank) == ("resize", (0, -1), 1)
+    assert (members.sets, members.next_set) == ({4: (0,)}, 5)
+    assert (newcomer.rank, newcomer.size, newcomer.epoch) == (1, 2, 1)
+    assert here.event("dismissed")[1] == 1
+
+
+def test_restart_and_suspicion(town: Callable[..., Town]) -> None:
+    here = town(3)
+    workers = here.gather(0, 1, 2)
+    workers[1].restart(0, "ValueError")
+    for worker in workers:
+        assert hear(worker, Revoke).restart
+        worker.report(0, {0: (3, 4, True)})
+    for worker in workers:
+        members = hear(worker, Members)
+        assert (members.kind, members.verdicts) == ("restart", {0: (3, False)})
+    workers[0].suspect(0, 2, "of the past")
+    workers[0].suspect(1, 2, "silent for 5 s")
+    for worker in workers[:2]:
+        hear(worker, Revoke)
+        worker.report(1, {})
+    assert hear(workers[2], Fenced).text == "rank 0 says: silent for 5 s"
+    assert hear(workers[0], Members).previous == (0, 1)
+
+
+def test_exchange(town: Callable[..., Town]) -> None:
+    here = town(3)
+    workers = here.gather(0, 1, 2)
+    for turn in range(3):
+        values = here.pool.map(
+            lambda w, t=turn: w.exchange([w.rank, t], 5.0, "test"), workers
+        )
+        assert list(values) == [[[rank, turn] for rank in range(3)]] * 3
+    with pytest.raises(PeerLost, match="vote: epoch 7 is over, 0 has begun"):
+        workers[0].exchange(1, 5.0, "vote", epoch=7)
+    with pytest.raises(Stalled, match="vote: ranks 1, 2 did not take part"):
+        workers[0].exchange(1, 0.2, "vote")
+
+
+def test_a_loss_ends_an_exchange(town: Callable[..., Town]) -> None:
+    here = town(3)
+    workers = here.gather(0, 1, 2)
+    votes = [here.pool.submit(w.exchange, 1, 30.0, "vote") for w in workers[:2]]
+    workers[2].close()
+    for vote in votes:
+        with pytest.raises(PeerLost, match="vote: epoch 0 is over: rank 2 lost") as e:
+            vote.result()
+        assert e.value.rank == 2
+
+
+def test_a_member_that_finishes(town: Callable[..., Town]) -> None:
+    here = town(2)
+    zero, one = here.gather(0, 1)
+    vote = here.pool.submit(one.exchange, 1, 30.0, "vote")
+    zero.leave({0: (3, 3, True)})
+    zero.close()
+    with pytest.raises(Stalled, match="vote: rank 0 has finished and left the job"):
+        vote.result()
+    assert one.gone() == {0: "has finished and left the job"}
+    late = here.join(5)
+    assert isinstance(late.first, Dismissed)
+    here.coordinator.lost(0, "exit code 0")
+    one.leave()
+    one.close()
+    assert here.event("finished") == ("finished", 0)
+    assert "fenced" not in {event[0] for event in here.events}
+
+
+def test_a_failure(town: Callable[..., Town]) -> None:
+    here = town(2)
+    _, one = here.gather(0, 1)
+    one.report_failure("ValueError: x")
+    assert here.event("failure") == ("failure", 1, "ValueError: x")
+    assert hear(one, Fenced).text == "failed: ValueError: x"
+    with pytest.raises(errors.Fenced, match="worker 1 was declared lost: failed: Val"):
+        here.join(1)
+
+
+def test_too_few(town: Callable[..., Town]) -> None:
+    here = town(3, 2, start_timeout=0.3)
+    with pytest.raises(StartupError, match=r"1 of at least 2 ranks came within 0\.3 s"):
+        here.join(0)
+    assert here.event("stop")[1].startswith("1 of at least 2 ranks")
+
+
+def test_waiting_ends(town: Callable[..., Town]) -> None:
+    here = town(2, 2, elastic_timeout=0.3)
+    zero, one = here.gather(0, 1)
+    one.close()
+    hear(zero, Revoke)
+    zero.report(0, {})
+    assert "1 of at least 2 ranks" in hear(zero, Stopped).text
+    assert here.event("waiting")[1].startswith("1 of at least 2 ranks: waiting")
+
+
+def test_a_newcomer_that_does_not_fit(town: Callable[..., Town]) -> None:
+    here = town(1)
+    here.join(0, version="1.0")
+    with pytest.raises(StartupError, match="its version is '1.1'"):
+        here.join(1, version="1.1")
+
+
+def test_the_wrong_secret(town: Callable[..., Town]) -> None:
+    here = town(1)
+    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        here.join(0, b"w" * 32)
+    here.gather(0)
+    until(lambda: bool(here.log))
+    assert "another secret" in here.log[0]
+
+
+def test_nobody_answers() -> None:
+    with addresses.listen("127.0.0.1") as taken:
+        where = addresses.show(*taken.getsockname())
+    with pytest.raises(StartupError, match="worker 4 could not join its job in time"):
+        join(where, SECRET, JOB, 4, {}, 0.3)
+
+
+def test_strangers_do_not_disturb(town: Callable[..., Town]) -> None:
+    here = town(2)
+    where = addresses.parse(here.where)[0]
+    with contextlib.ExitStack() as stack:
+        for count in range(100):  # more than may be in a handshake at once
+            sock = stack.enter_context(socket.create_connection(where))
+            with contextlib.suppress(OSError):
+                sock.sendall(b"RINGJ" if count % 2 else bytes(500))
+        zero, one = here.gather(0, 1)
+        votes = here.pool.map(lambda w: w.exchange(w.rank, 9.0, "vote"), (zero, one))
+        assert list(votes) == [[0, 1]] * 2
+
+
+def raw(here: Town, worker: int) -> tuple[socket.socket, Sealer]:
+    """A worker that knows the secret and nothing else."""
+    sock = socket.create_connection(addresses.parse(here.where)[0], timeout=10)
+    hello = Introduction(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
+    return sock, Sealer(introduce(sock, SECRET, hello).send)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "hello", "hello": 3},
+        {"type": "hello", "hello": {}, "rejoin": {"epoch": "x"}},
+        {"type": "hello", "hello": {}, "rejoin": {"epoch": 1, "members": []}},
+    ],
+)
+def test_nonsense_ends_the_connection_only(
+    town: Callable[..., Town], message: dict[str, Any]
+) -> None:
+    here = town(1)
+    sock, sealer = raw(here, 3)
+    with sock:
+        sock.sendall(sealer.seal({"type": "report"}))  # before hello: nobody hears it
+        sock.sendall(sealer.seal(message))
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    here.gather(0)
+
+
+def test_a_member_that_sends_nonsense_is_lost(town: Callable[..., Town]) -> None:
+    here = town(2)
+    sock, sealer = raw(here, 1)
+    with sock:
+        sock.sendall(sealer.seal({"type": "hello", "hello": {}, "rejoin": None}))
+        zero = here.join(0)
+        sock.sendall(sealer.seal({"type": "report", "epoch": 0, "lines": 7}))
+        assert "sent no report" in hear(zero, Revoke).lost[1]
+
+
+def test_a_member_that_does_not_read_is_lost(
+    town: Callable[..., Town], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Coordinator, "most_unread", 1 << 20)
+    here = town(2)
+    sock, sealer = raw(here, 1)
+    with sock:
+        sock.sendall(sealer.seal({"type": "hello", "hello": {}, "rejoin": None}))
+        zero = here.join(0)
+        for number in range(100):
+            message = {"type": "exchange", "epoch": 0, "number": number, "seconds": 9}
+            with contextlib.suppress(OSError):
+                sock.sendall(sealer.seal(message | {"value": "x" * 500_000}))
+            with contextlib.suppress(PeerLost):
+                zero.exchange(0, 9.0, "vote")
+            if zero.gone():
+                break
+        assert "it does not read" in zero.gone()[1]
+
+
+def test_a_second_connection_of_a_member_fences_it(town: Callable[..., Town]) -> None:
+    here = town(2)
+    zero, _ = here.gather(0, 1)
+    with pytest.raises(errors.Fenced, match="it connected again"):
+        join(here.where, SECRET, JOB, 1, {}, 5.0)
+    assert hear(zero, Revoke).lost.keys() == {1}
+
+
+def test_a_coordinator_that_is_started_anew(town: Callable[..., Town]) -> None:
+    here = town(3, max_np=4)
+    workers = here.gather(0, 1, 2)
+    newcomer = here.join(9)
+    port = addresses.parse(here.where)[0][1]
+    here.coordinator.close()
+    vote = here.pool.submit(workers[0].exchange, 0, 9.0, "vote")
+    workers[1].suspect(0, 2, "said while nobody listened")
+    newcomer.ready()
+    here.coordinator = here.open(port=port, resume=True)
+    for worker in workers[:2]:
+        hear(worker, Revoke)
+    with pytest.raises(PeerLost, match="vote: epoch 0 is over"):
+        vote.result()
+    for worker in workers:
+        worker.report(0, {0: (1, 1, True)})
+    for worker in workers[:2]:
+        members = hear(worker, Members)  # who was accused has reported, but too late
+        assert (members.epoch, members.verdicts) == (1, {0: (1, True)})
+    assert hear(workers[0], Update).joining == 1
+    for worker in workers[:2]:
+        worker.pause(1, 1)
+    assert hear(newcomer, Members).previous == (0, 1, -1)
+
+
+def test_the_launcher_hears_of_a_fault(
+    town: Callable[..., Town], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = town(1)
+    monkeypatch.setattr(Coordinator, "on_message", lambda *_: 1 / 0)
+    here.pool.submit(here.join, 0)
+    text = "the coordinator failed: ZeroDivisionError('division by zero')"
+    assert here.event("stop") == ("stop", text)
+    monkeypatch.undo()
+    assert here.coordinator._thread is not None
+    here.coordinator._thread.join(10)
+    here.coordinator = here.open(port=addresses.parse(here.where)[0][1])
+    until(lambda: bool(here.workers))
+
+
+def test_a_listener_that_the_launcher_keeps() -> None:
+    with addresses.listen("127.0.0.1") as listener:
+        coordinator = Coordinator(
+            SECRET, JOB, np=1, listeners=[listener.dup()], hosts=("nowhere",)
+        )
+        coordinator.start()
+        worker = join(addresses.show(*listener.getsockname()), SECRET, JOB, 0, {}, 9.0)
+        worker.close()
+        coordinator.close()
+
+
+def test_without_a_coordinator_a_worker_stops(town: Callable[..., Town]) -> None:
+    here = town(1)
+    worker = join(here.where, SECRET, JOB, 0, {}, 9.0, elastic_timeout=0.3)
+    here.workers[0] = worker
+    here.coordinator.close()
+    assert hear(worker, Stopped).text == "the coordinator was gone for 0.3 s"
+    with pytest.raises(PeerLost, match="vote: the coordinator was gone"):
+        worker.exchange(1, 5.0, "vote")
+
+
+def test_closing_wakes_whoever_waits(town: Callable[..., Town]) -> None:
+    here = town(2)
+    zero, _ = here.gather(0, 1)
+    vote = here.pool.submit(zero.exchange, 1, 30.0, "vote")
+    poll = here.pool.submit(zero.poll, 30.0)
+    until(lambda: threading.active_count() > 4)
+    zero.close()
+    with pytest.raises(PeerLost, match="this worker has left the job"):
+        vote.result()
+    assert poll.result() == []
+    zero.report(0, {})  # nobody hears it, and that is no error
+    zero.leave()

@@ -1,0 +1,161 @@
+"""Seats of an elastic job: who is replaced, where and when; hosts on the blacklist."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringjax.run.blacklist import Blacklist
+from ringjax.run.crew import LONGEST_PAUSE, Crew, Seat
+from ringjax.run.hosts import Host, assign
+
+HOSTS = [Host("a", 2), Host("b", 3)]
+
+
+def crew(
+    hosts: list[Host] = HOSTS,
+    *,
+    first: int = 5,
+    most: int = 5,
+    least: int = 1,
+    blacklist: Blacklist | None = None,
+) -> Crew:
+    return Crew(hosts, first=first, most=most, least=least, blacklist=blacklist)
+
+
+def fill(job: Crew, now: float = 0.0) -> list[Seat]:
+    """Starts what is due; workers are numbered by their seats."""
+    taken = [seat for seat in job.seats if seat.worker is not None]
+    started = job.vacant(len(taken), now)
+    for seat in started:
+        seat.worker = seat.number
+    return started
+
+
+def places(seats: list[Seat]) -> list[tuple[str, int]]:
+    return [(seat.host, seat.index) for seat in seats]
+
+
+def test_hosts_are_filled_in_order() -> None:
+    job = crew(first=3)
+    assert places(fill(job)) == [("a", 0), ("a", 1), ("b", 0)]
+    assert fill(job) == []
+    job.grow()
+    assert places(fill(job)) == [("b", 1), ("b", 2)]
+
+
+def test_the_first_seats_are_those_of_a_job_of_fixed_size() -> None:
+    job = crew(first=4)
+    seats = fill(job)
+    slots = [job.slot(seat, lambda other: other.worker is not None) for seat in seats]
+    assert slots == assign(HOSTS, 4)
+
+
+def test_a_seat_is_taken_again_at_once_and_then_ever_later() -> None:
+    job = crew([Host("a", 1)], first=1, most=1)
+    [seat] = fill(job)
+    pauses = []
+    now = 0.0
+    for _ in range(9):
+        pause = job.failed(seat, member_for=None, own_fault=True, now=now)
+        pauses.append(pause)
+        if pause:
+            assert fill(job, now + pause - 0.01) == []
+        now += pause
+        assert fill(job, now) == [seat]
+    assert pauses == [0, 1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
+    # One that worked for long is replaced at once.
+    assert job.failed(seat, member_for=60.0, own_fault=True, now=now) == 0
+
+
+def test_another_seat_is_taken_while_one_waits() -> None:
+    job = crew(first=2, most=2)
+    first, _ = fill(job)
+    for _ in range(2):
+        job.failed(first, member_for=None, own_fault=True, now=0.0)
+    assert places(fill(job)) == [("b", 0)]
+
+
+def test_a_host_on_the_blacklist_gets_nobody() -> None:
+    blacklist = Blacklist((10.0, 35.0), draw=lambda: 0.0)
+    job = crew(blacklist=blacklist)
+    seats = fill(job)
+    for seat in seats[:2]:  # both of one host count once
+        assert job.failed(seat, member_for=9.0, own_fault=True, now=0.0) == 10.0
+    assert fill(job, 9.9) == []
+    assert places(fill(job, 10.0)) == [("a", 0), ("a", 1)]
+    assert job.failed(seats[0], member_for=9.0, own_fault=True, now=11.0) == 20.0
+    assert blacklist.news("a", 11.0) == 20.0
+    assert blacklist.news("a", 11.0) is None
+
+
+def test_who_fails_because_another_did_is_not_held_against_the_host() -> None:
+    blacklist = Blacklist(None)
+    job = crew(blacklist=blacklist)
+    seats = fill(job)
+    job.failed(seats[0], member_for=9.0, own_fault=False, now=0.0)
+    assert fill(job) == [seats[0]]
+    assert job.failed(seats[4], member_for=9.0, own_fault=True, now=0.0) == math.inf
+    assert fill(job, 1e9) == []
+    assert blacklist.holds("b", 1e9)
+
+
+@given(
+    least=st.floats(0.1, 100), times=st.floats(1, 50), draws=st.lists(st.floats(0, 1))
+)
+def test_cooldown_stays_in_its_range(
+    least: float, times: float, draws: list[float]
+) -> None:
+    random = iter(draws)
+    blacklist = Blacklist((least, least * times), draw=lambda: next(random))
+    now = 0.0
+    for _ in draws:
+        seconds = blacklist.failed("a", now)
+        assert least <= seconds <= least * times
+        assert blacklist.holds("a", now + 0.9 * seconds)
+        now += seconds
+        assert not blacklist.holds("a", now + 1e-3)
+
+
+def test_who_left_in_good_order_is_replaced_only_in_need() -> None:
+    job = crew(first=3, most=3, least=2, hosts=[Host("a", 3)])
+    seats = fill(job)
+    job.left(seats[1], asked=False)
+    assert fill(job) == []
+    job.failed(seats[2], member_for=60.0, own_fault=True, now=0.0)
+    assert fill(job) == [seats[2]]
+    job.left(seats[2], asked=False)
+    assert fill(job) == [seats[1]]
+
+
+def test_hosts_that_vanish_and_come_back() -> None:
+    job = crew()
+    fill(job)
+    assert job.update([Host("b", 2), Host("c", 1)]) == [0, 1, 4]
+    assert job.update([Host("b", 2), Host("c", 1)]) == []
+    assert places(job.seats) == [("b", 0), ("b", 1), ("c", 0)]
+    assert places(job.vacant(2, 0.0)) == [("c", 0)]
+    # A host that is back is used once its former workers have left.
+    job.update([Host("b", 2), Host("a", 1)])
+    assert places(job.seats) == [("b", 0), ("b", 1), ("a", 0)]
+    assert job.vacant(2, 0.0) == []
+    job.left(job.seats[2], asked=True)
+    assert places(job.vacant(2, 0.0)) == [("a", 0)]
+
+
+def test_a_job_that_finishes_starts_nobody() -> None:
+    job = crew()
+    job.closed = True
+    assert fill(job) == []
+
+
+def test_all_failed() -> None:
+    job = crew([Host("a", 3)], first=2, most=3)
+    assert not job.all_failed()
+    first, second = fill(job)
+    job.failed(first, member_for=None, own_fault=True, now=0.0)
+    assert not job.all_failed()
+    job.failed(second, member_for=None, own_fault=True, now=0.0)
+    assert job.all_failed()

@@ -1,0 +1,158 @@
+"""Options of elastic jobs: what they mean together, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import environment
+
+from ringjax.config import Config
+from ringjax.run import options, run
+from ringjax.run.elastic_job import ElasticJob
+from ringjax.run.elasticity import UNBOUNDED, Elastic
+from ringjax.run.hosts import Host
+from ringjax.run.job import Job
+from ringjax.run.order import Spec
+from ringjax.run.start import job_of
+
+
+def parsed(*words: str) -> Job | ElasticJob:
+    """The job of a command line."""
+    args = options.parse([*words, "true"], "")
+    config = Config.from_env(options.environment(args))
+    spec = Spec(command=args.command, env={}, start_timeout=1.0)
+    names = ("np", "hosts", "hostfile", "script", "min_np", "max_np", "slots")
+    more = ("elastic_timeout", "reset_limit", "cooldown_range")
+    given = {name: getattr(args, name) for name in (*names, *more)}
+    return job_of(spec, config, names=options.NAMES, **given)
+
+
+def elastic(*words: str) -> Elastic:
+    job = parsed(*words)
+    assert isinstance(job, ElasticJob)
+    return job._elastic
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("-np 4 --min-np 2", (4, 2, 4, [Host("localhost", 4)])),
+        ("-np 4 --min-num-proc 2 --max-num-proc 6", (4, 2, 6, [Host("localhost", 6)])),
+        ("-np 3 --min-np 1 -H a:2,b:4", (3, 1, 3, [Host("a", 2), Host("b", 4)])),
+        ("--min-np 1 -H a:2,b:4", (6, 1, 6, [Host("a", 2), Host("b", 4)])),
+        ("--min-np 1 -H a:2,b:4 --max-np 3", (3, 1, 3, [Host("a", 2), Host("b", 4)])),
+        ("--host-discovery-script x -np 3", (3, 3, UNBOUNDED, None)),
+        ("--host-discovery-script x", (None, 1, UNBOUNDED, None)),
+        (
+            "--host-discovery-script x --min-np 2 --max-np 5 --slots 3",
+            (None, 2, 5, None),
+        ),
+    ],
+)
+def test_numbers(words: str, expected: tuple[Any, ...]) -> None:
+    found = elastic(*words.split())
+    assert (found.np, found.min_np, found.max_np, found.hosts) == expected
+
+
+def test_other_options() -> None:
+    found = elastic(
+        *("--host-discovery-script", "find --all", "--slots-per-host", "3"),
+        *("--reset-limit", "0", "--blacklist-cooldown-range", "10", "60.5"),
+    )
+    assert (found.script, found.slots) == ("find --all", 3)
+    assert (found.reset_limit, found.cooldown) == (0, (10.0, 60.5))
+    args = options.parse(["--elastic-timeout", "90", "true"], "")
+    assert options.environment(args) == {"RINGJAX_ELASTIC_TIMEOUT": "90"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-np 2 --min-np 3", "--min-np 3: more than -np 2"),
+        ("-np 4 --min-np 1 --max-np 3", "--max-np 3: less than -np 4"),
+        (
+            "--host-discovery-script x --min-np 3 --max-np 2",
+            "--max-np 2: less than --min-np 3",
+        ),
+        ("-np 4 --min-np 1 -H a:3", "-np 4: more processes than slots; there are 3"),
+        ("--min-np 4 -H a:3", "--min-np 4: more processes than slots; there are 3"),
+        ("--min-np 4", "-np: say how many processes to start"),
+        (
+            "-np 4 --max-np 6",
+            "--max-np: only for elastic jobs; add --min-np or --host-discovery-script",
+        ),
+        (
+            "-np 4 --reset-limit 6 --elastic-timeout 3",
+            "--elastic-timeout, --reset-limit: only for elastic jobs",
+        ),
+        (
+            "-np 4 --min-np 2 --slots 2",
+            "--slots-per-host: only for hosts that a script finds",
+        ),
+        (
+            "-np 4 --host-discovery-script x -H a:4",
+            "--host-discovery-script: it finds the hosts; do not give others",
+        ),
+        (
+            "-np 4 --min-np 2 --blacklist-cooldown-range 9 3",
+            "--blacklist-cooldown-range 9 3: give two numbers of seconds, the least",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_said(words: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parsed(*words.split())
+    assert str(caught.value).startswith(message)
+
+
+def test_a_job_with_none_of_them_is_not_elastic() -> None:
+    assert isinstance(parsed("-np", "3"), Job)
+
+
+def test_an_empty_script_is_none() -> None:
+    with pytest.raises(ValueError, match="--host-discovery-script: no command given"):
+        parsed("--host-discovery-script", " ")
+
+
+def test_in_python_they_have_names_of_python() -> None:
+    with pytest.raises(ValueError, match=r"^max_np: only for elastic jobs; add min_np"):
+        run(print, np=2, max_np=3)
+    with pytest.raises(ValueError, match=r"^min_np 3: more than np 2$"):
+        run(print, np=2, min_np=3)
+
+
+def test_run_of_an_elastic_job() -> None:
+    def work() -> str:
+        worker = os.environ["RINGJAX_WORKER"]
+        if worker == "1":
+            os.kill(os.getpid(), 9)
+        return worker
+
+    assert run(work, np=3, min_np=2, reset_limit=9) == ["0", "3", "2"]
+
+
+@pytest.mark.parametrize("script", ["cat hosts", "./find hosts"])
+def test_a_script_and_its_hosts(tmp_path: Path, script: str) -> None:
+    (tmp_path / "hosts").write_text("localhost\n")
+    (tmp_path / "find").write_text('#!/bin/sh\ncat "$1"\n')
+    (tmp_path / "find").chmod(0o755)
+    words = ["--slots", "2", "--host-discovery-script", script, "--min-np", "2"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "ringjax.run", *words, "echo", "hello"],
+        env=environment("options", {}),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        "[0]<stdout>:hello",
+        "[1]<stdout>:hello",
+    ]

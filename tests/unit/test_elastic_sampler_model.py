@@ -1,0 +1,189 @@
+"""Every sample once, also where ranks die, join and go back: a model of an elastic job.
+
+The model is a job of several ranks in one process, whose ranks do what the runtime's
+promises allow: a rank dies in a step before or after its part is in the result, and the
+others learn of it together, at their next commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from ringjax import runtime
+from ringjax.elastic import ElasticSampler, agreement
+from ringjax.elastic.transfer import Audience
+
+
+@dataclass
+class Rank:
+    """One process: its sampler and where it is in its share."""
+
+    worker: int
+    sampler: ElasticSampler
+    share: list[int] = field(default_factory=list)
+    at: int = 0
+
+
+class Job:
+    """An elastic job. Processed samples are counted per step and kept at commits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int, size: int) -> None:
+        self.patch = patch
+        self.count = count
+        self.contributors: tuple[int, ...] = ()
+        patch.setattr(runtime, "elastic", lambda: True, raising=False)
+        patch.setattr(
+            runtime, "last_contributors", lambda: self.contributors, raising=False
+        )
+        self.next = size
+        self.ranks: list[Rank] = []
+        self.agree(range(size))
+        for worker in range(size):
+            self.become(worker)
+            self.ranks.append(Rank(worker, ElasticSampler(count, seed=3)))
+        self.cut()
+        self.pending: list[tuple[int, bool]] = []  # a sample, and whether it only fills
+        self.done: list[tuple[int, bool]] = []
+        self.commit_state = self.ranks[0].sampler.state_dict()
+
+    def agree(self, workers) -> None:
+        latest = agreement.Agreement(0, tuple(workers), Audience(0, ()))
+        self.patch.setattr(agreement, "_latest", latest)
+        self.contributors = latest.workers
+
+    def become(self, worker: int) -> None:
+        self.patch.setattr(agreement, "own_number", lambda: worker)
+
+    def cut(self, state=None) -> None:
+        """All ranks take new shares; with a state, from there."""
+        for rank in self.ranks:
+            self.become(rank.worker)
+            if state is None:
+                rank.sampler.reset()
+            else:
+                rank.sampler.load_state_dict(state)
+            rank.share, rank.at = list(rank.sampler), 0
+
+    def step(self, batch: int, dies: int, in_result: bool) -> None:
+        """One step; the rank number `dies`, if there is one, is lost in it."""
+        lost = [self.ranks[dies]] if dies < len(self.ranks) > 1 else []
+        stays = [rank for rank in self.ranks if rank not in lost]
+        part = self.ranks if in_result else stays
+        self.contributors = tuple(rank.worker for rank in part)
+        place = {w: i for i, w in enumerate(agreement._latest.workers)}
+        remaining = len(stays[0].sampler.remaining_indices)
+        for rank in part:
+            taken = rank.share[rank.at : rank.at + batch]
+            for i, sample in enumerate(taken, rank.at):
+                fills = i * len(place) + place[rank.worker] >= remaining
+                self.pending.append((sample, fills))
+        for rank in stays:
+            self.become(rank.worker)
+            size = len(rank.share[rank.at : rank.at + batch])
+            rank.at += size
+            rank.sampler.record_batch(0, size)
+        self.ranks = stays
+        states = [rank.sampler.state_dict() for rank in stays]
+        assert all(state == states[0] for state in states)
+
+    def commit(self, joining: int) -> None:
+        """Keeps the state; if ranks have gone or come, all take new shares."""
+        self.commit_state = self.ranks[0].sampler.state_dict()
+        self.done += self.pending
+        self.pending = []
+        lost = len(agreement._latest.workers) != len(self.ranks)
+        if lost or joining:
+            self.meet(joining, None)
+
+    def restart(self, dies: int, joining: int) -> None:
+        """All go back to the last commit, perhaps without one and with others."""
+        if dies < len(self.ranks) > 1:
+            self.ranks.pop(dies)
+        self.pending = []
+        self.meet(joining, self.commit_state)
+
+    def meet(self, joining: int, state) -> None:
+        new = range(self.next, self.next + joining)
+        self.next += joining
+        self.agree([*(rank.worker for rank in self.ranks), *new])
+        now = state or self.ranks[0].sampler.state_dict()
+        for worker in new:
+            self.become(worker)
+            self.ranks.append(Rank(worker, ElasticSampler(self.count, seed=3)))
+            self.ranks[-1].sampler.load_state_dict(now)
+        self.cut(state)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 4), st.integers(0, 9), st.booleans()),
+    st.tuples(st.just("commit"), st.integers(0, 2)),
+    st.tuples(st.just("restart"), st.integers(0, 5), st.integers(0, 1)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    count=st.integers(0, 70),
+    size=st.integers(1, 5),
+    events=st.lists(EVENTS, max_size=25),
+)
+def test_every_sample_is_in_one_committed_step(count: int, size: int, events) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        job = Job(patch, count, size)
+        for name, *arguments in events:
+            getattr(job, name)(*arguments)
+        job.commit(0)
+        # A program goes on until nothing is left, also of what was lost at the end.
+        for _ in range(3 + count):
+            while job.ranks[0].at < len(job.ranks[0].share):
+                job.step(3, 9, True)
+            job.commit(0)
+            if job.ranks[0].sampler.finished:
+                break
+            job.cut()
+        assert all(rank.sampler.finished for rank in job.ranks)
+        meant = Counter(sample for sample, fills in job.done if not fills)
+        everything = Counter(sample for sample, _ in job.done)
+        assert set(everything) == set(range(count))
+        assert all(times == 1 for times in meant.values())
+        assert job.ranks[0].sampler.processed_indices == set(range(count))
+
+
+def test_what_a_lost_rank_had_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, 12, 3)
+    had = job.ranks[1].share[:2]
+    job.step(2, 1, False)
+    state = job.ranks[0].sampler.state_dict()
+    assert state["processed_num"] == 6 and len(state["returned"]) == 2
+    job.commit(0)
+    left = sorted(job.ranks[0].sampler.remaining_indices)
+    assert set(had) < set(left) and len(left) == 8
+    assert [len(rank.share) for rank in job.ranks] == [4, 4]
+    # Two ranks share them now; who joins takes a part.
+    job.commit(1)
+    assert [len(rank.share) for rank in job.ranks] == [3, 3, 3]
+
+
+def test_a_rank_that_dies_after_its_part_is_in_the_result_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, 12, 3)
+    job.step(2, 1, True)
+    state = {"epoch": 0, "processed_num": 6, "returned": []}
+    assert job.ranks[0].sampler.state_dict() == state
+
+
+def test_the_sampler_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, 12, 3)
+    waited = []
+    job.ranks[0].sampler.wait = lambda: waited.append(1)
+    job.step(2, 9, True)
+    assert waited == [1]
+    monkeypatch.setattr(runtime, "elastic", lambda: False)
+    job.ranks[0].sampler.record_batch(1, 2)
+    assert waited == [1]

@@ -1,0 +1,143 @@
+"""A state from one rank to others, over the links of ranks that are threads here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringjax import _native, errors, runtime
+from ringjax.elastic import leaves, transfer
+from ringjax.elastic.transfer import Audience
+
+here = threading.local()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch):
+    """Runs a function as each of five ranks; only 1, 3 and 4 have links."""
+    chosen = [1, 3, 4]
+    world = _native.local_world([0, 0, 0])
+    monkeypatch.setattr(runtime, "rank", lambda: here.rank)
+    monkeypatch.setattr(runtime, "size", lambda: 5)
+
+    @contextlib.contextmanager
+    def private_communicator(asked):
+        assert list(asked) == chosen
+        yield world[chosen.index(here.rank)]
+
+    monkeypatch.setattr(
+        runtime, "private_communicator", private_communicator, raising=False
+    )
+
+    def run(work: Callable[[int], Any]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+
+        def as_rank(rank: int) -> None:
+            here.rank = rank
+            try:
+                with transfer.addressed(Audience(3, (1, 4))):
+                    found[rank] = work(rank)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=as_rank, args=(r,)) for r in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return found
+
+    run.world = world
+    yield run
+    while world:
+        world.pop().close()
+    gc.collect()  # exceptions hold frames that hold communicators
+
+
+def state(value: float) -> dict[str, Any]:
+    rng = np.random.default_rng(int(value))
+    return {
+        # More than a chunk, and pieces that lie across the borders of chunks.
+        "params": {"w": jnp.asarray(rng.random((1531, 1733), np.float32))},
+        "many": [np.full(n, value) for n in (0, 1, 1027, 99_991, 1_000_003)],
+        "step": int(value),
+        "key": jax.random.key(int(value)),
+    }
+
+
+def test_newcomers_get_what_the_source_has_and_nobody_else_takes_part(ranks) -> None:
+    found = ranks(lambda rank: transfer.share(state(rank)))
+    assert [found[rank] for rank in (0, 2, 3)] == [None] * 3
+    for rank in (1, 4):
+        got, want = found[rank], state(3)
+        assert got["step"] == 3
+        assert isinstance(got["params"]["w"], jax.Array)
+        for one, two in zip(
+            jax.tree.leaves([got["params"], got["many"]]),
+            jax.tree.leaves([want["params"], want["many"]]),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, two)
+        assert jax.random.uniform(got["key"]) == jax.random.uniform(want["key"])
+
+
+def test_memory_that_arrives_is_not_copied_again() -> None:
+    data = transfer.Described.of({"x": np.ones(5)}, allow_pickle=False)
+    made = transfer.restored(
+        data.structure, [[*leaf] for leaf in data.leaves], {}, allow_pickle=False
+    )
+    made.memory[0][:] = data.memory[0]
+    assert made.values()["x"].ctypes.data == made.memory[0].ctypes.data
+
+
+def test_room_that_was_made_before_is_used() -> None:
+    transfer.make_room({"x": np.ones(5), "y": np.ones(5), "z": np.ones(6)})
+    leaf = transfer.Described.of({"x": np.ones(5)}, allow_pickle=False).leaves[0]
+    rooms = [leaf.memory() for _ in range(3)]
+    assert len({room.ctypes.data for room in rooms}) == 3
+    assert len(leaves._reserve[48]) == 1 and not leaves._reserve[40]
+    leaves.forget_room()
+    assert not leaves._reserve
+
+
+def test_what_cannot_be_sent_is_an_error_on_both_ends(ranks) -> None:
+    found = ranks(lambda rank: transfer.share({"f": [object()]}))
+    assert isinstance(found[3], TypeError) and "state of rank 3" in str(found[3])
+    for rank in (1, 4):
+        assert isinstance(found[rank], ValueError)
+        assert "state of rank 3 cannot be sent: state.f[0]" in str(found[rank])
+    assert found[0] is None and found[2] is None
+
+
+def test_a_rank_that_goes_is_named(ranks) -> None:
+    def work(rank: int) -> Any:
+        if rank == 4:
+            for number in range(3):
+                ranks.world[number].abort("rank 4 is on fire", 4)
+            return None
+        return transfer.share(state(rank))
+
+    found = ranks(work)
+    for rank in (1, 3):
+        assert isinstance(found[rank], errors.PeerLost) and found[rank].rank == 4
+
+
+def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CHUNK", 10)
+    memory = [np.arange(n, dtype=np.uint8) for n in (3, 0, 7, 25, 1)]
+    pieces = list(transfer._pieces(memory))
+    assert [sum(map(len, chunk)) for chunk in pieces] == [10, 10, 10, 6]
+    together = np.concatenate([piece for chunk in pieces for piece in chunk])
+    np.testing.assert_array_equal(together, np.concatenate(memory))
+
+
+def test_nothing_to_send_needs_no_job() -> None:
+    assert transfer.share({}) is None

@@ -1,0 +1,75 @@
+"""A rank joins its rendezvous through a bad network: it joins, or says why not; soon.
+
+Nothing that was damaged is ever believed, and the server serves on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from fault_proxy import Fault, FaultProxy, every_fault
+
+from ringjax import addresses
+from ringjax.errors import AuthenticationError, StartupError
+from ringjax.rendezvous import Server
+from ringjax.session import Session, join
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+# From the caller: introduction, proof; then sealed messages.
+HANDSHAKE_UP, HANDSHAKE_DOWN = 100, 96
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(SECRET, JOB, 1, start_timeout=20.0, log=lambda text: None)
+    server.start()
+    yield server
+    server.close()
+
+
+def _join(server: Server, proxy: FaultProxy, seconds: float = 3.0) -> Session:
+    hello = {"rank": 0, "size": 1, "name": "x" * 40}
+    return join(addresses.show(*proxy.address), SECRET, JOB, hello, seconds)
+
+
+def _target(server: Server) -> tuple[str, int]:
+    return addresses.parse(server.addresses[0])[0]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(delay=0.05), Fault(rate=2000.0), Fault(drip=1), Fault(drip=7, delay=0.005)],
+    ids=["delay", "rate", "bytes one by one", "slow pieces"],
+)
+def test_a_slow_network_is_no_failure(server: Server, fault: Fault) -> None:
+    with FaultProxy(_target(server), up=fault, down=fault) as proxy:
+        session = _join(server, proxy, 20.0)
+        assert session.exchange("value", 5.0, "a value") == ["value"]
+        session.close()
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.timeout(120)
+def test_no_damage_is_believed(server: Server, direction: str) -> None:
+    size = HANDSHAKE_UP if direction == "up" else HANDSHAKE_DOWN
+    faults = [f for at, f in enumerate(every_fault(size + 60)) if at % 7 == 0]
+    for what, fault in faults:
+        where = {direction: fault}
+        with FaultProxy(_target(server), **where) as proxy:
+            started = time.monotonic()
+            with pytest.raises((AuthenticationError, StartupError)):
+                _join(server, proxy, 0.3).exchange("v", 0.3, "a value")
+                pytest.fail(f"{what} ({direction}) was not noticed")
+            assert time.monotonic() - started < 3, what
+    with FaultProxy(_target(server)) as proxy:  # and the server serves on
+        _join(server, proxy).close()
+
+
+def test_a_silent_network_is_given_up_in_time(server: Server) -> None:
+    with FaultProxy(_target(server), down=Fault(stall_after=40)) as proxy:
+        started = time.monotonic()
+        with pytest.raises(StartupError):
+            _join(server, proxy, 1.0)
+        assert time.monotonic() - started < 4

@@ -1,0 +1,108 @@
+"""Strangers at every door of a job that trains: it does not notice them.
+
+That throughput does not suffer either is measured in benchmarks/strangers.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import leaks
+import pytest
+import strangers
+from launch import Job, StartJob
+
+TRAIN = """
+import os, sys
+import jax, jax.numpy as jnp
+import ringjax
+
+ringjax.init()
+rank, size = ringjax.rank(), ringjax.size()
+x, steps = jnp.arange(1001, dtype=jnp.float32) + rank, 0
+expected = jnp.arange(1001, dtype=jnp.float32) * size + sum(range(size))
+step = jax.jit(lambda x: ringjax.allreduce(x, op=ringjax.Sum))
+print("training", flush=True)
+while True:
+    for _ in range(20):
+        assert (step(x) == expected).all(), f"step {steps} has a wrong result"
+        steps += 1
+    stop = jnp.float32(rank == 0 and os.path.exists(sys.argv[1]))
+    if ringjax.allreduce(stop, op=ringjax.Max) > 0:
+        break
+print(f"done after {steps} steps", flush=True)
+"""
+
+
+@pytest.fixture
+def training(start_job: StartJob, tmp_path: Path) -> Job:
+    script, stop = tmp_path / "train.py", tmp_path / "stop"
+    script.write_text(TRAIN)
+    # TCP as between hosts, so that there are doors of that kind as well.
+    words = [sys.executable, str(script), str(stop)]
+    job = start_job(2, words, env={"RINGJAX_SHM": "0"})
+    for rank in range(2):
+        job.wait_for(rank, "training")
+    return job
+
+
+def _name(job: Job) -> str:
+    variables = Path(f"/proc/{job.rank_pid(0)}/environ").read_bytes().split(b"\0")
+    (found,) = [v for v in variables if v.startswith(b"RINGJAX_JOB=")]
+    return found.partition(b"=")[2].decode()
+
+
+def _end(job: Job, stop: Path) -> None:
+    stop.touch()
+    assert job.wait(40) == 0, job.logs()
+    for rank in range(job.np):
+        assert "done after" in job.output(rank), job.logs()
+
+
+def _complaints(job: Job) -> list[str]:
+    texts = [job.launcher_output(), *(job.output(rank) for rank in range(job.np))]
+    return [text for t in texts for text in t.splitlines() if "refused a conn" in text]
+
+
+def _closed(before: dict[int, int], job: str) -> list[str]:
+    """Descriptors that are open and were not before."""
+    now = strangers.descriptors(job)
+    return [f"{pid}: {n} now" for pid, n in now.items() if n > before.get(pid, n) + 1]
+
+
+@pytest.mark.timeout(120)
+def test_a_job_does_not_notice_strangers(training: Job, tmp_path: Path) -> None:
+    doors = strangers.doors(training.id)
+    assert len(doors) >= 3, doors  # the rendezvous, and one or two of each rank
+    fds, memory = strangers.descriptors(training.id), strangers.memory(training.id)
+    kept = []
+    for door in doors:
+        for visit in strangers.VISITS.values():
+            for _ in range(3):
+                if (sock := visit(door, _name(training))) is not None:
+                    kept.append(sock)
+    # Nobody keeps a place for longer than a handshake may take.
+    for sock in kept:
+        sock.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+        sock.close()
+    assert not leaks.settle(lambda: _closed(fds, training.id), 5)
+    grown = {p: n - memory.get(p, n) for p, n in strangers.memory(training.id).items()}
+    assert max(grown.values()) < 32 << 20, grown
+    _end(training, tmp_path / "stop")
+    # Every door says it once a minute, not once a connection.
+    assert 1 <= len(_complaints(training)) <= 2 * len(doors), training.logs()
+
+
+@pytest.mark.timeout(120)
+def test_a_job_survives_a_storm_of_connections(training: Job, tmp_path: Path) -> None:
+    doors = strangers.doors(training.id)
+    fds = strangers.descriptors(training.id)
+    made = sum(strangers.storm(door, 10_000 // len(doors)) for door in doors)
+    assert made > 5_000
+    assert not leaks.settle(lambda: _closed(fds, training.id), 8)
+    _end(training, tmp_path / "stop")
+    assert len(_complaints(training)) <= 2 * len(doors), training.logs()

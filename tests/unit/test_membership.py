@@ -1,0 +1,442 @@
+"""The rules of elastic jobs, one by one. All of them together: the simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ringjax.assembly import Rules
+from ringjax.membership import Membership
+
+
+class Job:
+    """A membership with a clock, and what it said to whom."""
+
+    def __init__(self, np: int, min_np: int = 1, max_np: int = 0, **more: Any) -> None:
+        self.rules = Rules(np, min_np, max_np or np)
+        self.membership = Membership(self.rules, **more)
+        self.now = 0.0
+        self.mail: dict[int, list[dict[str, Any]]] = {}
+        self.news: list[tuple[Any, ...]] = []
+
+    def take(self) -> None:
+        mail, news = self.membership.take()
+        for worker, message, _ in mail:
+            self.mail.setdefault(worker, []).append(message)
+        self.news += news
+
+    def hello(self, *workers: int, rejoin: Any = None, **hello: Any) -> Job:
+        for worker in workers:
+            self.membership.hello(worker, "h", hello, rejoin, self.now)
+        self.take()
+        return self
+
+    def say(self, worker: int, kind: str, **more: Any) -> None:
+        message = {"type": kind, "epoch": self.epoch} | more
+        self.membership.said(worker, message, self.now)
+        self.take()
+
+    def report(self, *workers: int, line: tuple[int, int, bool] = (0, 0, True)) -> None:
+        for worker in workers:
+            self.say(worker, "report", lines={"0": line})
+
+    def lose(self, worker: int, why: str = "EOF") -> None:
+        self.membership.closed(worker, why, self.now)
+        self.take()
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass as the coordinator does: from one deadline to the next."""
+        end = self.now + seconds
+        for _ in range(100):
+            due = self.membership.deadline()
+            if due is None or due > end:
+                self.now = end
+                return
+            self.now = max(due, self.now)
+            self.membership.tick(self.now)
+            self.take()
+        pytest.fail("it ticks for ever")
+
+    @property
+    def epoch(self) -> int:
+        return self.membership.epoch.number
+
+    def last(self, worker: int, kind: str = "") -> dict[str, Any]:
+        found = [m for m in self.mail[worker] if not kind or m["type"] == kind]
+        return found[-1]
+
+    def order(self) -> list[int]:
+        return self.membership.epoch.order
+
+
+def started(np: int, *args: int) -> Job:
+    return Job(np, *args).hello(*range(np))
+
+
+def test_ranks_are_in_the_order_of_worker_numbers() -> None:
+    job = Job(3).hello(7, 2)
+    assert job.epoch == -1
+    job.hello(4)
+    assert job.order() == [2, 4, 7]
+    assert job.last(4)["kind"] == "start"
+    assert [m["rank"] for m in job.last(4)["members"]] == [0, 1, 2]
+
+
+def test_fewer_may_start_when_time_is_up() -> None:
+    job = Job(5, 2).hello(3, 1)
+    job.wait(119)
+    assert job.epoch == -1
+    job.wait(2)
+    assert job.order() == [1, 3]
+    job.hello(0)
+    welcome = job.last(0, "welcome")
+    assert (welcome["rank"], welcome["size"]) == (2, 3)
+
+
+def test_too_few_cannot_start() -> None:
+    job = Job(5, 3)
+    job.membership.expected(9)
+    job.hello(3, 1)
+    job.wait(121)
+    text = "2 of at least 3 ranks came within 120 s (not yet here: worker 9)"
+    assert job.news == [("stop", text)]
+    assert job.last(1) == {"type": "stopped", "text": text}
+
+
+def test_survivors_keep_their_order() -> None:
+    job = started(5)
+    job.lose(1)
+    assert job.last(1)["type"] == "fenced"
+    assert job.last(3)["lost"].keys() == {"1"}
+    job.report(0, 2, 3, line=(4, 5, True))
+    assert job.epoch == 0
+    job.report(4, line=(5, 5, True))
+    members = job.last(3, "members")
+    assert (members["kind"], members["previous"]) == ("repair", [0, 2, 3, 4])
+    assert members["verdicts"] == {"0": (5, True)}
+    assert [m["worker"] for m in members["members"]] == [0, 2, 3, 4]
+
+
+def test_a_second_loss_while_reports_are_awaited() -> None:
+    job = started(4)
+    job.lose(3)
+    job.report(0, 2, line=(6, 6, True))
+    job.lose(2)
+    assert job.last(1)["lost"].keys() == {"2", "3"}
+    job.report(1, line=(5, 5, True))
+    # What the lost rank has returned from stays finished.
+    assert job.last(1)["verdicts"] == {"0": (6, True)}
+    assert job.order() == [0, 1]
+
+
+def test_a_loss_while_an_epoch_forms() -> None:
+    job = started(4)
+    job.lose(3)
+    job.report(0, 1, 2)
+    job.lose(0)
+    revoke = job.last(1, "revoke")
+    assert revoke["lost"] == {"0": "lost its connection to the coordinator (EOF)"}
+    assert (revoke["epoch"], revoke["restart"]) == (1, False)
+    job.membership.said(1, {"type": "report", "epoch": 0}, job.now)  # about the past
+    job.report(1, 2)
+    assert (job.epoch, job.last(2)["previous"]) == (2, [1, 2])
+
+
+def test_who_does_not_report_is_lost() -> None:
+    job = started(3)
+    job.lose(0)
+    job.report(1)
+    job.wait(4.9)
+    assert job.epoch == 0
+    job.wait(0.2)
+    assert job.order() == [1]
+    assert job.last(2) == {"type": "fenced", "text": "did not report within 5 s"}
+
+
+def test_a_report_alone_ends_an_epoch() -> None:
+    job = started(2)
+    job.report(0)
+    assert job.last(1)["type"] == "revoke"
+    job.report(1)
+    assert job.order() == [0, 1]
+
+
+def test_the_silent_are_lost_soon_if_somebody_accuses_them() -> None:
+    job = started(4)
+    job.say(1, "suspect", rank=0, text="silent for 5 s")
+    assert job.last(2)["type"] == "revoke"  # whoever lives, reports
+    job.report(1, 2, 3)
+    job.wait(0.4)
+    assert job.epoch == 0
+    job.wait(0.2)
+    assert job.order() == [1, 2, 3]
+    assert job.last(0)["text"] == "rank 1 says: silent for 5 s"
+
+
+def test_of_two_that_do_not_reach_each_other_one_stays() -> None:
+    job = started(4)
+    job.say(1, "suspect", rank=2)
+    job.say(2, "suspect", rank=1)
+    job.say(0, "suspect", rank=1)
+    job.report(0, 1, 2, 3)
+    job.wait(0.9)
+    assert job.epoch == 0
+    job.wait(0.2)
+    assert job.order() == [0, 2, 3]
+
+
+def test_restart() -> None:
+    job = started(3, 1, 4).hello(8)
+    job.say(8, "ready")
+    job.say(1, "restart", text="ValueError")
+    assert job.last(0) == {"type": "revoke", "epoch": 0, "lost": {}, "restart": True}
+    job.report(0, 1, line=(3, 4, True))
+    job.report(2, line=(2, 4, True))
+    members = job.last(2)
+    assert members["kind"] == "restart"
+    assert members["verdicts"] == {"0": (3, False)}
+    assert job.order() == [0, 1, 2, 8]
+
+
+def test_a_rank_that_can_only_start_again() -> None:
+    job = started(2)
+    job.say(0, "report", lines={}, restart=True)
+    assert job.last(1)["restart"]
+    job.report(1)
+    assert job.last(0)["kind"] == "restart"
+
+
+def test_newcomers_and_leavers_change_at_a_pause() -> None:
+    job = started(3, 1, 3).hello(5, 6)
+    job.say(5, "ready")
+    assert "update" not in {m["type"] for m in job.mail[0]}  # all places are taken
+    job.say(1, "leaving")
+    assert job.last(0) == {"type": "update", "number": 1, "joining": 1, "leaving": 1}
+    for worker in (0, 1, 2):
+        assert job.epoch == 0
+        job.say(worker, "pause", number=1, sets={"1": [0, 1], "2": [1, 2]}, next_set=3)
+    assert job.last(1)["type"] == "dismissed"
+    members = job.last(5)
+    assert (members["kind"], members["previous"]) == ("resize", [0, 2, -1])
+    assert (members["sets"], members["next_set"]) == ({"1": [0], "2": [1]}, 3)
+    assert job.order() == [0, 2, 5]
+    job.membership.lost(1, "it ended", job.now)
+    job.take()
+    assert job.last(0)["type"] == "members"
+
+
+def test_a_loss_voids_pauses() -> None:
+    job = started(3, 1, 4).hello(5)
+    job.say(5, "ready")
+    job.say(0, "pause", number=1)
+    job.lose(2)
+    job.report(0, 1)
+    assert job.last(0, "members")["kind"] == "repair"
+    assert job.last(0)["type"] == "update"  # announced again
+    job.say(1, "pause", number=2)
+    assert job.epoch == 1
+    job.say(0, "pause", number=2)
+    assert job.order() == [0, 1, 5]
+
+
+def test_too_few_wait_for_newcomers() -> None:
+    job = started(3, 3)
+    job.lose(0)
+    job.report(1, 2, line=(4, 5, True))
+    assert job.membership.phase == "waiting"
+    assert job.last(1)["text"] == "2 of at least 3 ranks: waiting up to 600 s"
+    job.hello(9)
+    job.say(9, "ready")
+    assert (job.order(), job.last(1)["kind"]) == ([1, 2, 9], "restart")
+    assert job.last(1)["verdicts"] == {"0": (4, False)}
+
+
+def test_they_do_not_wait_for_ever() -> None:
+    job = started(2, 2)
+    job.lose(0)
+    job.report(1)
+    job.wait(599)
+    assert job.membership.phase == "waiting"
+    job.wait(2)
+    text = "1 of at least 2 ranks, and no more came within 600 s"
+    assert job.news[-1] == ("stop", text)
+    assert job.last(1) == {"type": "stopped", "text": text}
+
+
+def test_when_all_are_lost_newcomers_start_anew() -> None:
+    job = started(2, 2).hello(4, 5)
+    job.lose(0)
+    job.lose(1)
+    job.say(4, "ready")
+    job.say(5, "ready")
+    assert (job.order(), job.last(5)["kind"]) == ([4, 5], "start")
+
+
+def test_a_newcomer_that_does_not_fit() -> None:
+    job = Job(1).hello(0, version="1.0", settings={"ring_bytes": 1})
+    job.hello(1, version="1.1", settings={"ring_bytes": 1})
+    assert job.last(1)["text"] == "its version is '1.1', that of the members '1.0'"
+    job.hello(2, version="1.0", settings={"ring_bytes": 2})
+    assert job.last(2)["type"] == "refused"
+
+
+def test_nobody_is_admitted_once_a_member_has_finished() -> None:
+    job = started(3, 3).hello(7)
+    job.say(7, "ready")
+    job.say(0, "leave", lines={"0": (9, 9, True)})
+    assert job.last(0)["type"] == "farewell"
+    gone = job.last(1, "gone")
+    assert gone["text"] == "has finished and left the job"
+    assert (gone["rank"], gone["lines"]) == (0, {"0": (9, 9, True)})
+    job.hello(8)
+    assert job.last(8)["type"] == "dismissed"
+    job.lose(2)  # no shortage now, and what rank 0 said counts
+    job.report(1, line=(8, 8, True))
+    assert job.last(1)["verdicts"] == {"0": (9, True)}
+    job.say(1, "leave")
+    assert job.last(7)["text"] == "the job has finished without it"
+    assert job.membership.phase == "stopped"
+    assert [n[1] for n in job.news if n[0] == "finished"] == [0, 1]
+
+
+def test_newcomers_that_got_no_state_are_not_left_alone() -> None:
+    job = started(2, 2).hello(7)
+    job.say(7, "ready")
+    job.lose(1)
+    job.report(0)
+    assert job.order() == [0, 7]
+    job.say(0, "leave", epoch=0)  # it had finished before it heard of epoch 1
+    assert job.last(7)["type"] == "dismissed"
+
+
+def test_a_rank_that_waits_for_one_that_has_finished() -> None:
+    job = started(3)
+    job.say(2, "leave")
+    job.say(0, "suspect", rank=2, text="it has left")
+    job.report(0, 1)
+    assert (job.order(), job.last(0)["lost"].keys()) == ([0, 1], {"2"})
+
+
+def test_the_last_words_of_a_process_are_heard() -> None:
+    job = started(2)
+    job.membership.lost(0, "exit code 0", job.now)
+    job.say(0, "leave")
+    job.lose(0)
+    assert ("fenced", 0) not in {n[:2] for n in job.news}
+    job.membership.lost(1, "was killed", job.now)
+    job.wait(0.2)
+    assert job.membership.phase == "run"
+    job.wait(0.1)
+    assert ("fenced", 1, "was killed") in job.news
+
+
+def test_a_failure() -> None:
+    job = started(2)
+    job.say(0, "failure", text="ValueError: x")
+    assert job.news[-2] == ("failure", 0, "ValueError: x")
+    assert job.news[-1] == ("fenced", 0, "failed: ValueError: x")
+
+
+def test_a_fenced_worker_stays_out() -> None:
+    job = started(2)
+    job.lose(1)
+    memory = {"term": 0, "epoch": 0, "members": job.last(1, "members")}
+    for rejoin in (memory, None):
+        job.hello(1, rejoin=rejoin)
+        assert job.last(1)["type"] == "fenced"
+
+
+def memory_of(job: Job, worker: int) -> dict[str, Any]:
+    members = job.last(worker, "members")
+    return {"term": members["term"], "epoch": members["epoch"], "members": members}
+
+
+def test_members_come_back_to_a_new_coordinator() -> None:
+    old = started(3)
+    job = Job(3).hello(2, rejoin=memory_of(old, 2)).hello(9)
+    job.hello(0, rejoin=memory_of(old, 0))
+    assert job.membership.phase == "assembly"
+    job.hello(1, rejoin=memory_of(old, 1))
+    assert (job.epoch, job.order()) == (0, [0, 1, 2])
+    assert job.last(1) == {"type": "resumed", "epoch": 0, "term": 1}
+    assert job.last(9)["type"] == "welcome"
+
+
+def test_those_that_do_not_come_back_are_lost() -> None:
+    old = started(5)
+    job = Job(5).hello(2, rejoin=memory_of(old, 2))
+    job.wait(3)
+    job.hello(0, rejoin=memory_of(old, 0))
+    assert job.membership.phase == "assembly"  # two of five may not go on alone
+    job.hello(4, rejoin=memory_of(old, 4))
+    job.report(0, 2, 4)
+    assert (job.epoch, job.order()) == (1, [0, 2, 4])
+    job.hello(1, rejoin=memory_of(old, 1))
+    assert job.last(1)["type"] == "fenced"
+
+
+def test_a_second_new_coordinator() -> None:
+    old = started(2)
+    memories = [memory_of(old, 0) | {"term": 1}, memory_of(old, 1)]  # one heard of it
+    job = Job(2)
+    for worker, memory in enumerate(memories):
+        job.hello(worker, rejoin=memory)
+    for worker in (0, 1):
+        assert job.mail[worker] == [{"type": "resumed", "epoch": 0, "term": 2}]
+
+
+def test_who_missed_the_newest_epoch_is_told() -> None:
+    old = started(3)
+    before = memory_of(old, 1)
+    old.lose(0)
+    old.report(1, 2)
+    job = Job(3).hello(1, rejoin=before).hello(2, rejoin=memory_of(old, 2))
+    assert [m["type"] for m in job.mail[1]] == ["members", "resumed"]
+    assert [m["type"] for m in job.mail[2]] == ["resumed"]
+    assert job.order() == [1, 2]
+
+
+def test_a_new_coordinator_that_knows_of_the_job_starts_no_other() -> None:
+    job = Job(2, resume=True).hello(7, 8)
+    job.wait(599)
+    assert job.epoch == -1
+    job.wait(5)
+    assert job.news[0][0] == "stop"
+
+
+def test_who_had_finished_is_not_waited_for() -> None:
+    old = started(3)
+    old.say(0, "leave", lines={"0": (4, 4, True)})
+    memory = memory_of(old, 1) | {"finished": {"0": {"0": (4, 4, True)}}}
+    job = Job(3, 3).hello(1, rejoin=memory).hello(2, rejoin=memory)
+    assert job.membership.phase == "run"
+    job.lose(2)
+    job.report(1, line=(3, 3, True))
+    assert job.last(1)["verdicts"] == {"0": (4, True)}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "report", "epoch": 0, "lines": {"0": 3}},
+        {"type": "suspect", "epoch": 0, "rank": 3},
+        {"type": "suspect", "epoch": 0, "rank": "1"},
+        {"type": "pause", "epoch": 0, "sets": {"x": []}},
+        {"type": "leave", "lines": {"0": [1, 2]}},
+    ],
+)
+def test_nonsense_is_refused_and_changes_nothing(message: dict[str, Any]) -> None:
+    job = started(3)
+    with pytest.raises(ValueError, match="sent no report|suspects rank"):
+        job.membership.said(1, message, job.now)
+    job.take()
+    assert (job.membership.phase, job.epoch) == ("run", 0)
+
+
+@pytest.mark.parametrize(
+    "rejoin", [{}, {"epoch": 3}, {"epoch": 0, "members": {"members": [1]}}]
+)
+def test_a_memory_that_is_none(rejoin: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sent"):
+        Job(2).hello(0, rejoin=rejoin)

@@ -1,0 +1,242 @@
+"""The recovery thread against a coordinator and a world that are played by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ringjax import errors
+from ringjax.errors import PeerLost, RingjaxError, Unreachable
+from ringjax.orders import (
+    Dismissed,
+    Fenced,
+    Members,
+    Order,
+    Revoke,
+    Stopped,
+    Update,
+)
+from ringjax.recovery import Recovery
+from ringjax.session import Member
+from ringjax.standing import Standing
+
+
+def until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def members(epoch: int, size: int = 3, kind: str = "repair") -> Members:
+    everybody = tuple(Member(r, "", {}, r) for r in range(size))
+    return Members(epoch, kind, everybody, 0, tuple(range(size)), {}, {}, 1, {})
+
+
+class Line:
+    """The enlistment."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._orders: list[Order] = []
+        self.said: list[tuple[Any, ...]] = []
+
+    def hear(self, *orders: Order) -> None:
+        self._orders += orders
+        os.eventfd_write(self._fd, 1)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def poll(self) -> list[Order]:
+        found, self._orders = self._orders, []
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        return found
+
+    def report(self, epoch: int, lines: Any, *rest: Any, **more: Any) -> None:
+        self.said.append(("report", epoch, dict(lines), more["restart"]))
+
+    def suspect(self, epoch: int, rank: int, text: str) -> None:
+        self.said.append(("suspect", epoch, rank, text))
+
+    def leaving(self) -> None:
+        self.said.append(("leaving",))
+
+    def report_failure(self, text: str) -> None:
+        self.said.append(("failure", text))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Epoch:
+    """Has a heartbeat that loses whom the test names."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.standing = Standing.of(0, ["here"] * 3)
+        self.dead: list[tuple[int, str]] = []
+
+    def lost(self) -> list[tuple[int, str]]:
+        return self.dead
+
+
+class World:
+    """Installs epochs, and links them when the test lets it."""
+
+    def __init__(self) -> None:
+        self.present: Any = None
+        self.linking: Callable[[Any], None] = lambda watch: None
+        self.completing: Callable[[], None] = lambda: None
+        self.story: list[Any] = []
+        self.heard: list[int] = []
+
+    def halt(self, text: str, rank: int) -> dict[int, tuple[int, int, bool]]:
+        self.story.append(("halt", text, rank))
+        return {0: (5, 6, True)}
+
+    def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
+        return {}, 1, False
+
+    def link(self, heard: Sequence[Members], watch: Any) -> Any:
+        self.linking(watch)
+        return Epoch(heard[-1].epoch)
+
+    def complete(self, members: Members) -> None:
+        self.completing()
+
+    def install(self, epoch: Any, heard: Sequence[Members]) -> None:
+        self.heard = [m.epoch for m in heard]
+        self.present = epoch
+        self.story.append(("install", epoch.number))
+
+    def announce(self, update: int) -> None:
+        self.story.append(("update", update))
+
+    def dismiss(self, text: str) -> None:
+        self.story.append(("dismissed", text))
+
+    def end(self, kind: type[RingjaxError], text: str) -> None:
+        self.story.append((kind, text))
+
+    def log(self, level: str, text: str) -> None:
+        pass
+
+
+class Stage:
+    """All of them, in the first epoch."""
+
+    def __init__(self) -> None:
+        self.world, self.line = World(), Line()
+        self.recovery = Recovery(self.world, self.line)  # type: ignore[arg-type]
+        self.recovery.start(members(0, kind="start"))
+        self.wait(0)
+
+    def wait(self, epoch: int) -> None:
+        until(lambda: ("install", epoch) in self.world.story)
+
+    def lose(self, rank: int) -> None:
+        self.world.present.dead = [(rank, "died")]
+        os.eventfd_write(self.recovery.bell, 1)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    found = Stage()
+    yield found
+    found.recovery.close()
+    found.line.close()
+
+
+def test_a_loss_is_reported_at_once_and_once(stage: Stage) -> None:
+    stage.lose(2)
+    until(lambda: len(stage.line.said) == 2)
+    stage.line.hear(Revoke(0, {2: "died"}, False), members(1))
+    stage.wait(1)
+    assert stage.line.said == [
+        ("suspect", 0, 2, "died"),
+        ("report", 0, {0: (5, 6, True)}, False),
+    ]
+    assert ("halt", "rank 2 died", 2) in stage.world.story
+
+
+def test_a_revoke_alone_stops_the_epoch(stage: Stage) -> None:
+    stage.line.hear(Revoke(0, {}, True))
+    until(lambda: bool(stage.line.said))
+    assert ("halt", "another rank asked to start again", -1) in stage.world.story
+    stage.line.hear(members(1, kind="restart"))
+    stage.wait(1)
+    assert stage.world.heard == [1]
+
+
+def test_an_epoch_that_is_revoked_while_it_forms_is_given_up(stage: Stage) -> None:
+    began = threading.Event()
+
+    def linking(watch: Any) -> None:
+        began.set()
+        while True:  # as mesh.py does
+            watch.gone()
+            time.sleep(0.002)
+
+    stage.world.linking = linking
+    stage.line.hear(Revoke(0, {2: "died"}, False), members(1))
+    assert began.wait(5)
+    stage.world.linking = lambda watch: None
+    stage.line.hear(Revoke(1, {1: "died, too"}, False), members(3, 1))
+    stage.wait(3)
+    assert stage.world.heard == [1, 3]  # both verdicts count
+    assert ("install", 1) not in stage.world.story
+    assert stage.line.said[1:] == [("report", 1, {}, False)]
+
+
+def test_a_member_that_cannot_be_reached_is_accused(stage: Stage) -> None:
+    def failing(watch: Any) -> None:
+        raise Unreachable("no way to rank 1", [1])
+
+    stage.world.linking = failing
+    stage.line.hear(Revoke(0, {2: "died"}, False), members(1))
+    until(lambda: ("report", 1, {}, False) in stage.line.said)
+    assert ("suspect", 1, 1, "no way to rank 1") in stage.line.said
+
+
+def test_a_link_that_breaks_waits_for_what_the_coordinator_says(stage: Stage) -> None:
+    def failing(watch: Any) -> None:
+        stage.world.linking = lambda watch: None
+        stage.line.hear(Revoke(1, {1: "died"}, False), members(2, 2))
+        raise PeerLost("rank 1 is gone", 1)
+
+    stage.world.linking = failing
+    stage.line.hear(Revoke(0, {2: "died"}, False), members(1))
+    stage.wait(2)
+    assert not [said for said in stage.line.said if said[0] == "suspect"]
+
+
+def test_the_end_comes_in_three_kinds(stage: Stage) -> None:
+    stage.line.hear(Update(3, 1, 0), Dismissed("bye"), Fenced("silent"), Stopped("few"))
+    until(lambda: len(stage.world.story) >= 6)
+    update, bye, fenced, stopped = stage.world.story[2:]
+    assert (update, bye) == (("update", 3), ("dismissed", "bye"))
+    assert fenced[0] is errors.Fenced
+    assert errors.FENCED in fenced[1]
+    assert stopped == (RingjaxError, "the job was stopped: few")
+
+
+def test_leaving_and_what_goes_wrong_are_told(stage: Stage) -> None:
+    stage.recovery.leave()
+    until(lambda: ("leaving",) in stage.line.said)
+
+    def failing(watch: Any) -> None:
+        raise ValueError("a mistake")
+
+    stage.world.linking = failing
+    stage.line.hear(members(1))
+    until(lambda: ("failure", "the recovery failed: ValueError: a mistake") in
+          stage.line.said)  # fmt: skip
+    assert stage.world.story[-1][0] is RingjaxError

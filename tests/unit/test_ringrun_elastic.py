@@ -1,0 +1,355 @@
+"""Elastic jobs under ringrun with their real coordinator.
+
+The workers keep to its protocol by themselves, without jax and without the native core.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import leaks
+import pytest
+from launch import Job
+
+StartJob = Callable[..., Job]
+
+# As OpenSSH: options, a host, then the words of a command for the login shell.
+SSH = """#!/bin/sh
+while :; do case "$1" in -*) shift;; *) break;; esac; done
+echo "$1" >> "$SSH_LOG"
+shift
+cd / && exec env -u RINGJAX_SECRET sh -c "$*"
+"""
+# Follows the coordinator until there is a file $FOLDER/end; says "epoch E: rank/size".
+MEMBER = """
+import os, signal, sys, time
+from pathlib import Path
+from ringjax.config import Config
+from ringjax.enlistment import *
+
+config = Config.from_env()
+folder = Path(os.environ["FOLDER"])
+worker = config.worker
+wants_to_leave = []
+signal.signal(signal.SIGTERM, lambda *_: wants_to_leave.append(True))
+
+def say(text):
+    print(text, flush=True)
+
+def enlist():
+    return join(
+        config.rendezvous, bytes.fromhex(config.secret), config.job, worker, {},
+        config.start_timeout, elastic_timeout=config.elastic_timeout,
+    )
+
+def follow(job):
+    epoch = -1
+    orders = [job.first]
+    while not (folder / "end").exists():
+        for order in orders:
+            match order:
+                case Welcome():
+                    say("welcome")
+                    job.ready()
+                case Members():
+                    epoch = order.epoch
+                    place = f"{order.rank}/{len(order.members)}"
+                    say(f"epoch {epoch} {order.kind}: {place}")
+                case Revoke():
+                    job.report(epoch, {})
+                case Update():
+                    job.pause(epoch, order.number)
+                case Dismissed() | Fenced() | Stopped():
+                    say(type(order).__name__)
+                    sys.exit(0 if isinstance(order, Dismissed) else 3)
+        if wants_to_leave:
+            wants_to_leave.clear()
+            job.leaving()
+        orders = job.poll(0.02)
+    job.leave()
+    say("end")
+
+"""
+RUN = MEMBER + "follow(enlist())\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def start(start_job: StartJob, folder: Path) -> StartJob:
+    def begin(np: int, script: str, *options: str) -> Job:
+        env = {"FOLDER": str(folder)}
+        return start_job(np, script, env, ["--min-np", "1", *options])
+
+    return begin
+
+
+def said(job: Job) -> list[str]:
+    """ringrun's own lines, without process ids."""
+    found = job.launcher_output().splitlines()
+    lines = [line.removeprefix("ringrun: ") for line in found if "ringrun: " in line]
+    words = [line.split(", pid ") for line in lines]
+    return [
+        first + rest[0].lstrip("0123456789") if rest else first
+        for first, *rest in words
+    ]
+
+
+def wait_for(job: Job, text: str, limit: float = 20) -> None:
+    left = leaks.settle(
+        lambda: [] if text in job.launcher_output() else ["not yet"], limit
+    )
+    assert not left, f"no {text!r} in\n{job.launcher_output()}"
+
+
+def finish(job: Job, folder: Path) -> int:
+    (folder / "end").touch()
+    return job.wait(20)
+
+
+def test_a_job_without_losses(start: StartJob, folder: Path) -> None:
+    job = start(3, RUN)
+    for rank in range(3):
+        job.wait_for(rank, f"epoch 0 start: {rank}/3")
+    assert finish(job, folder) == 0
+    assert said(job) == []
+
+
+def test_a_killed_rank_is_replaced(start: StartJob, folder: Path) -> None:
+    job = start(3, RUN, "--min-np", "2")
+    job.wait_for(1, "epoch 0 start")
+    job.wait_for(2, "epoch 0 start")
+    job.kill(1)
+    job.wait_for(2, "epoch 1 repair: 1/2")
+    job.wait_for(0, "resize: 0/3")
+    wait_for(job, "joined as rank 2")
+    assert finish(job, folder) == 0
+    assert said(job) == [
+        "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on",
+        "worker 3 joined as rank 2; 3 ranks",
+    ]
+    assert "]<stdout>:welcome" in job.launcher_output()
+    assert "[2]<stdout>:end" in job.launcher_output()
+
+
+def test_sigterm_makes_a_rank_leave(start: StartJob, folder: Path) -> None:
+    job = start(3, RUN)
+    job.wait_for(0, "epoch 0 start")
+    job.kill(2, signal.SIGTERM)
+    job.wait_for(2, "Dismissed")
+    job.wait_for(0, "resize: 0/2")
+    wait_for(job, "has left")
+    assert finish(job, folder) == 0
+    assert said(job) == ["rank 2 (worker 2) has left; 2 ranks go on"]
+
+
+def test_an_exception_is_said_and_the_rank_replaced(
+    start: StartJob, folder: Path
+) -> None:
+    script = (
+        MEMBER
+        + """
+job = enlist()
+if worker == 0:
+    job.report_failure("ValueError: boom")
+    time.sleep(0.2)
+    sys.exit(5)
+follow(job)
+"""
+    )
+    job = start(2, script)
+    wait_for(job, "worker 2 joined as rank 1; 2 ranks")
+    assert finish(job, folder) == 0
+    assert said(job)[0] == (
+        "rank 0 (worker 0) failed: ValueError: boom (exit code 5); 1 rank goes on"
+    )
+
+
+def test_fewer_than_min_np(start: StartJob) -> None:
+    script = MEMBER + "if worker > 1: time.sleep(1000)\nfollow(enlist())\n"
+    job = start(2, script, "--min-np", "2", "--elastic-timeout", "1")
+    job.wait_for(0, "epoch 0 start")
+    job.kill(1)
+    begin = time.monotonic()
+    assert job.wait() == 1
+    assert time.monotonic() - begin < 15
+    last = said(job)[-1]
+    assert "2" in last and "1 s" in last, last
+
+
+def test_who_never_comes(start: StartJob, folder: Path) -> None:
+    script = MEMBER + "if worker == 1: time.sleep(1000)\nfollow(enlist())\n"
+    job = start(3, script, "--min-np", "2", "--start-timeout", "1")
+    job.wait_for(0, "epoch 0 start: 0/2")
+    job.wait_for(2, "epoch 0 start: 1/2")
+    assert finish(job, folder) == 0
+
+
+def test_the_job_does_not_start(start: StartJob) -> None:
+    script = MEMBER + "if worker > 0: time.sleep(1000)\nfollow(enlist())\n"
+    job = start(3, script, "--min-np", "2", "--start-timeout", "1")
+    assert job.wait() == 1
+    assert said(job)[-1].startswith("the job did not start: ")
+
+
+def test_ctrl_c(start: StartJob) -> None:
+    job = start(3, RUN)
+    job.wait_for(2, "epoch 0 start")
+    job.interrupt()
+    begin = time.monotonic()
+    assert job.wait() == 130
+    assert time.monotonic() - begin < 5
+    assert said(job)[-1] == "ended by SIGINT"
+
+
+def test_kill_9_of_ringrun_leaves_nothing(start: StartJob) -> None:
+    job = start(2, RUN)
+    job.wait_for(1, "epoch 0 start")
+    os.kill(job.pid, signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL
+    assert leaks.settle(lambda: list(leaks.processes(job.id).values()), 5) == []
+
+
+def test_kill_9_of_the_agent_ends_the_job(start: StartJob) -> None:
+    job = start(2, RUN)
+    job.wait_for(1, "epoch 0 start")
+    [agent] = [
+        pid
+        for pid, text in leaks.processes(job.id).items()
+        if "ringjax.run.agent" in text
+    ]
+    os.kill(agent, signal.SIGKILL)
+    assert job.wait() == 255
+    assert "its agent on this host died" in said(job)[-1]
+
+
+def test_the_secret_is_in_no_command_line(start: StartJob, folder: Path) -> None:
+    job = start(2, RUN)
+    job.wait_for(1, "epoch 0 start")
+    pids = leaks.processes(job.id)
+    variables = Path(f"/proc/{job.rank_pid(0)}/environ").read_bytes().split(b"\0")
+    [secret] = [v[15:] for v in variables if v.startswith(b"RINGJAX_SECRET=")]
+    for pid in pids:
+        assert secret not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert finish(job, folder) == 0
+
+
+def test_many_kills(start: StartJob, folder: Path) -> None:
+    job = start(3, RUN)
+    job.wait_for(2, "epoch 0 start")
+    for number in range(5):
+        worker = 3 + number
+        job.kill(number % 3)
+        wait_for(job, f"worker {worker} joined as rank")
+    assert finish(job, folder) == 0
+    assert len([line for line in said(job) if "SIGKILL" in line]) == 5
+
+
+def test_another_host_is_lost_and_connected_again(
+    start_job: StartJob, folder: Path
+) -> None:
+    (folder / "ssh").write_text(SSH)
+    (folder / "ssh").chmod(0o755)
+    log = folder / "log"
+    env = {
+        "FOLDER": str(folder),
+        "SSH_LOG": str(log),
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+    }
+    options = ["--min-np", "1", "-H", "localhost:1,n1:2"]
+    job = start_job(3, RUN, env, options)
+    job.wait_for(2, "epoch 0 start")
+    agents = {
+        pid: _parent(pid)
+        for pid, text in leaks.processes(job.id).items()
+        if "ringjax.run.agent" in text
+    }
+    remote = [pid for pid, parent in agents.items() if parent in agents]
+    os.kill(remote[0], signal.SIGKILL)
+    wait_for(job, "joined as rank 1")
+    wait_for(job, "joined as rank 2")
+    assert finish(job, folder) == 0
+    lost = "lost its host, ssh ended (137)"
+    assert said(job)[:2] == [
+        f"rank 1 (worker 1, on n1): {lost}; 1 rank goes on",
+        f"rank 2 (worker 2, on n1): {lost}; 1 rank goes on",
+    ]
+    assert log.read_text() == "n1\nn1\n"
+
+
+def _parent(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _coordinator(job: Job) -> int:
+    [pid] = [
+        pid
+        for pid, text in leaks.processes(job.id).items()
+        if "ringjax.run.coordinator_process" in text
+    ]
+    return pid
+
+
+def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
+    job = start(3, RUN)
+    job.wait_for(2, "epoch 0 start")
+    os.kill(_coordinator(job), signal.SIGKILL)
+    wait_for(job, "the coordinator ended (killed by signal 9 (SIGKILL))")
+    job.kill(1)
+    wait_for(job, "worker 3 joined as rank 2; 3 ranks")
+    os.kill(_coordinator(job), signal.SIGKILL)
+    wait_for(job, "the coordinator ended", 20)
+    assert finish(job, folder) == 0
+    lines = [line for line in said(job) if "coordinator" not in line]
+    assert lines == [
+        "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on",
+        "worker 3 joined as rank 2; 3 ranks",
+    ]
+
+
+def test_a_rank_and_the_coordinator_are_killed_together(
+    start: StartJob, folder: Path
+) -> None:
+    job = start(3, RUN)
+    job.wait_for(2, "epoch 0 start")
+    coordinator = _coordinator(job)
+    job.kill(1)
+    os.kill(coordinator, signal.SIGKILL)
+    wait_for(job, "worker 3 joined as rank 2; 3 ranks")
+    assert finish(job, folder) == 0
+
+
+def test_a_coordinator_that_cannot_live_ends_the_job(start: StartJob) -> None:
+    job = start(2, RUN)
+    job.wait_for(1, "epoch 0 start")
+    for number in range(6):
+        wait_for_times(job, "it is started again", number)
+        os.kill(_coordinator(job), signal.SIGKILL)
+    assert job.wait() == 1
+    assert "the coordinator ends again and again" in said(job)[-1]
+
+
+def wait_for_times(job: Job, text: str, times: int) -> None:
+    def missing() -> list[str]:
+        return [] if job.launcher_output().count(text) >= times else ["not yet"]
+
+    assert not leaks.settle(missing, 20)
+
+
+def test_the_job_ends_with_its_last_member(start: StartJob) -> None:
+    script = MEMBER + "if worker > 1: time.sleep(1000)\nfollow(enlist())\n"
+    job = start(2, script)
+    job.wait_for(1, "epoch 0 start")
+    job.kill(1)
+    wait_for(job, "1 rank goes on")
+    job.kill(0)
+    assert job.wait() == 137
+    assert said(job)[-1] == "rank 0 (worker 0) was killed by signal 9 (SIGKILL)"

@@ -1,0 +1,41 @@
+"""What reports and accusations mean; the examples in verdicts.py say most of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringjax.verdicts import Report, all_sets, culprit, decide
+
+
+@pytest.mark.parametrize(
+    ("accusations", "lost"),
+    [
+        ([(1, 0)], 0),
+        ([(0, 1), (1, 0)], 1),
+        ([(0, 2), (1, 2), (2, 0), (2, 1)], 2),
+        ([(0, 1), (0, 2), (0, 3)], 0),  # it is the one that reaches nobody
+        ([], None),
+    ],
+)
+def test_the_culprit(accusations: list[tuple[int, int]], lost: int | None) -> None:
+    assert culprit(accusations) == lost
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_is_finished(restart: bool) -> None:
+    survivors = [
+        Report({"0": (5, 6, True), "7": (0, 0, True)}),
+        Report({"0": (5, 7, False)}),
+    ]
+    lost = Report({"0": (6, 6, True), "9": (3, 3, True)})
+    assert decide(survivors, [lost], restart) == {
+        "0": (6, False),
+        "7": (0, not restart),
+    }
+    without = {"0": (5 if restart else 6, False), "7": (0, not restart)}
+    assert decide(survivors, [], restart) == without
+
+
+def test_a_set_whose_ranks_are_all_lost_stays_known() -> None:
+    reports = [Report(sets={"2": (1,), "10": (0, 1)}, next_set=11), Report()]
+    assert all_sets(reports, {0: 0, 2: 1}) == ({"2": [], "10": [0]}, 11)

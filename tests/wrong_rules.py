@@ -1,0 +1,56 @@
+"""Rules for elastic jobs that are wrong on purpose: the simulation must find them.
+
+naive: everybody repeats what it has no result of. no barrier: a call returns as soon as
+its own results are complete. silent leave: who finishes does not say how far it came.
+majority: what most have done counts as finished. hasty: the coordinator does not wait
+for the reports of all. The first three are played by the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from ringjax import epochs, membership
+from ringjax.tenure import Tenure
+from ringjax.verdicts import Report
+
+WRONG = ("naive", "no barrier", "silent leave", "majority", "hasty")
+
+
+class Hasty(Tenure):
+    """Decides on the first report."""
+
+    def unreported(self) -> list[int]:
+        return [] if self.reports else super().unreported()
+
+    def outcome(self, kind: str) -> dict[str, Any]:
+        some = next(iter(self.reports.values()), Report())
+        for worker in self.survivors():
+            self.reports.setdefault(worker, some)
+        return super().outcome(kind)
+
+
+class Majority(Tenure):
+    """Lets most decide."""
+
+    def outcome(self, kind: str) -> dict[str, Any]:
+        found = super().outcome(kind)
+        if kind == "repair" and "0" in found["verdicts"]:
+            finished, repeats = found["verdicts"]["0"]
+            lines = [report.lines["0"] for report in self.reports.values()]
+            done = sorted(line[1] for line in lines)[(len(lines) - 1) // 2]
+            found["verdicts"]["0"] = (max(finished, done), repeats)
+        return found
+
+
+@contextlib.contextmanager
+def applied(wrong: str) -> Iterator[None]:
+    """Has coordinators follow a wrong rule, if it is theirs."""
+    tenure = {"majority": Majority, "hasty": Hasty}.get(wrong)
+    with contextlib.ExitStack() as stack:
+        for module in (epochs, membership) if tenure else ():
+            stack.enter_context(mock.patch.object(module, "Tenure", tenure))
+        yield

@@ -1,0 +1,146 @@
+// How a communicator ends: who is to blame, what all ranks say about it. See
+// communicator.h.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include "engine/communicator.h"
+#include "engine/succession.h"
+
+namespace ringjax {
+
+void Communicator::Abort(const Status& status) {
+  {
+    std::lock_guard lock(mutex_);
+    if (abort_status_.ok()) abort_status_ = status;
+  }
+  aborted_.store(true, std::memory_order_seq_cst);  // see Progress
+  doorbell_->Ring();
+  turnstile_.WakeAll();
+}
+
+Status Communicator::abort_status() const {
+  std::lock_guard lock(mutex_);
+  return abort_status_;
+}
+
+// A link tells that a peer is gone; the heartbeat tells why, a moment later. So it may
+// of one that left in good order: because another was lost before.
+Status Communicator::Fail(const Call& call, const Status& cause) {
+  if (cause.code() == Code::kUnavailable) {
+    for (int i = 0; i < 100 && !aborted(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  const Status blame = Blame(call, cause);
+  if (!aborted()) {
+    End(blame);
+  } else if (succession_ && cause.code() == Code::kCancelled) {
+    // Whatever else has happened: this rank does not go on.
+    succession_->End(Status(
+        blame.code(), "rank " + std::to_string(blame.rank()) + " " + blame.message(),
+        blame.rank()));
+    return Named(call, succession_->end_status());
+  }
+  return Named(call, abort_status());
+}
+
+void Communicator::End(const Status& blame) {
+  Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
+  const bool own = blame.rank() == options_.members[rank()];
+  // Without that rank a job that continues goes on.
+  if (succession_ && !own) code = Code::kUnavailable;
+  const Status status(code,
+                      "rank " + std::to_string(blame.rank()) + " " + blame.message(),
+                      blame.rank());
+  Abort(status);
+  if (on_failure_) on_failure_(blame);
+  if (succession_ && own) succession_->End(status);
+}
+
+void Communicator::GiveUp(Code code, const std::string& what, int culprit) {
+  const int world = culprit < 0 ? options_.members[rank()] : culprit;
+  if (!aborted()) End(Status(code, what, world));
+}
+
+// As it is shown: with the mark, the operation and what went wrong.
+Status Communicator::Named(const Call& call, const Status& status) const {
+  return Status(status.code(), Prefix() + Where(call) + ": " + status.message(),
+                status.rank());
+}
+
+// Who caused it, as a world rank, and what it did, as a predicate: peers are told these
+// two, so that all ranks print the same sentence.
+Status Communicator::Blame(const Call& call, const Status& cause) const {
+  const int here = options_.members[rank()];
+  int world = cause.rank() < 0 ? here : options_.members[cause.rank()];
+  std::string what = cause.message();
+  if (cause.code() == Code::kCancelled) what = "was " + what;
+  if (cause.code() == Code::kDeadlineExceeded) {
+    char seconds[32];
+    std::snprintf(seconds, sizeof seconds, " for %g s", options_.collective_timeout);
+    std::vector<int> late;
+    if (laggards_) late = laggards_(entered());
+    if (!late.empty()) {
+      world = late.front();
+      what = "has not called " + Where(call);
+    }
+    what += seconds;
+    for (size_t i = 1; i < late.size(); ++i)
+      what += (i == 1 ? ", nor has rank " : ", rank ") + std::to_string(late[i]);
+  }
+  return Status(cause.code(), what, world);
+}
+
+// "rank 2, rank 3": who has not even entered this call if the heartbeat knows, else the
+// peers whose links are waited for.
+std::string Communicator::Waited(const std::vector<int>& peers) const {
+  std::vector<int> world;
+  if (laggards_) world = laggards_(entered());
+  if (world.empty())
+    for (int peer : peers) world.push_back(options_.members[peer]);
+  std::string text;
+  for (int r : world) text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
+  return text.empty() ? "its peers" : text;
+}
+
+Status Communicator::OnStall(const Call& call, double seconds,
+                             const std::vector<int>& peers) {
+  RJ_TRY(CheckLeft());
+  if (options_.stall_warning <= 0 || seconds < options_.stall_warning ||
+      seconds < warned_ * 2)
+    return OkStatus();
+  warned_ = seconds;
+  std::fprintf(stderr,
+               "[ringjax %d/%d e%u] %s has waited %.0f s for %s; still waiting\n",
+               options_.members[rank()], size(), options_.epoch, Where(call).c_str(),
+               seconds, Waited(peers).c_str());
+  return OkStatus();
+}
+
+void Communicator::PeerLeft(int world_rank) {
+  int none = -1;
+  left_.compare_exchange_strong(none, world_rank);
+  doorbell_->Ring();
+}
+
+Status Communicator::CheckLeft() const {
+  const int left = left_.load();
+  if (left < 0) return OkStatus();
+  const auto& members = options_.members;
+  const auto at = std::find(members.begin(), members.end(), left) - members.begin();
+  return Status(Code::kUnavailable, "has shut down", static_cast<int>(at));
+}
+
+std::string Communicator::Where(const Call& call) const {
+  std::string text = call.Title() + " (";
+  if (call.tensors.size() == 1)
+    text += Describe(call.tensors[0]);
+  else
+    text += std::to_string(call.tensors.size()) + " tensors";
+  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter)
+    text += ", " + std::string(Name(call.reduce_op));
+  return text + ", seq " + std::to_string(entered()) + ")";
+}
+
+}  // namespace ringjax

@@ -1,0 +1,84 @@
+// A communicator as one generation of a succession: one call that may be cut off, what
+// is left of it, and what this rank reports when the generation has ended.
+#include "engine/agreement.h"
+#include "engine/communicator.h"
+#include "engine/succession.h"
+#include "engine/tiles.h"
+
+namespace ringjax {
+
+void Communicator::Installed(uint64_t generation) {
+  progress_->Installed();
+  generation_.store(generation, std::memory_order_release);
+}
+
+Status Communicator::Try(const Call& call, Attempt* attempt) {
+  attempt->sequence = progress_->begun() + 1;
+  return Guarded(call, [&] { return RunExclusive(call, attempt); });
+}
+
+Status Communicator::RunOnce(const Call& call, const Status& fits) {
+  if (!Continues()) return fits.ok() ? Run(call) : fits;
+  Attempt attempt;
+  const Status status = InTurn(turnstile_.Take(), call, [&] {
+    attempt.sequence = progress_->begun() + 1;
+    return RunExclusive(call, &attempt, &fits);
+  });
+  if (attempt.over) return status;
+  // One that did not even begin has the number of the next.
+  if (attempt.sequence == 0) attempt.sequence = progress_->begun() + 1;
+  const Status verdict = succession_->Judge(generation(), attempt.sequence);
+  return verdict.ok() ? Complete(call, attempt) : Named(call, verdict);
+}
+
+Status Communicator::Close(const Call& call, const Status& outcome, Barrier barrier,
+                           const Frame& frame, Waiter* waiter, Attempt* attempt) {
+  attempt->outcome = outcome;
+  attempt->complete = true;
+  if (progress_) {
+    progress_->Done(entered());
+    if (barrier != Barrier::kNone && size() > 1) {
+      const bool fetched = barrier == Barrier::kFetched;
+      if (Status s = AwaitEnd(frame, lane_, fetched, waiter); !s.ok())
+        return Fail(call, s);
+    }
+    progress_->Returned(entered());
+  }
+  attempt->over = true;
+  return outcome;
+}
+
+Status Communicator::Complete(const Call& call, const Attempt& attempt) {
+  if (attempt.complete) return attempt.outcome;
+  const std::vector<Request> requests = Split(call);
+  if (attempt.elsewhere && requests.empty()) return OkStatus();
+  bool whole = attempt.elsewhere && lane_.board;
+  if (whole) {
+    // Every rank has shown its note before any rank could return from the call, and
+    // none can have begun the turn after the next, which would overwrite it.
+    const uint64_t turn = lane_.board->mine(Board::kAgreed);
+    for (int peer = 0; peer < size(); ++peer)
+      whole &= lane_.board->Look(Board::kAgreed, peer) >= turn;
+  }
+  if (!whole)
+    return Named(call, {Code::kInternal,
+                        "counts as finished, but its results are not here: the ranks "
+                        "do not agree about what was done"});
+  ReduceNotes(requests[0].out, requests[0].arithmetic, lane_);
+  return OkStatus();
+}
+
+Status Communicator::Quiesce(double seconds, Standing* standing) {
+  if (!aborted())
+    return Status(Code::kFailedPrecondition, Prefix() + "quiesce comes after abort");
+  if (!progress_)
+    return Status(Code::kFailedPrecondition, Prefix() + "it has no succession");
+  if (!progress_->Settled(seconds))
+    return Status(Code::kDeadlineExceeded, Prefix() + "a call has not stopped within " +
+                                               std::to_string(seconds) +
+                                               " s after the abort");
+  *standing = progress_->Read();
+  return OkStatus();
+}
+
+}  // namespace ringjax
