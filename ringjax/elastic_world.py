@@ -43,6 +43,7 @@ class ElasticWorld(World):
         generation: the membership in force; None: this rank is a newcomer.
         changed: guards what the recovery and the program share; tells of new epochs.
         update: the number of the change that waits, 0: none.
+        resizes: how many pauses have come to their end.
         dismissed: this rank has left in good order.
         waits: an epoch is there in which all start again, once the program does.
         calls: what goes on from epoch to epoch.
@@ -53,7 +54,7 @@ class ElasticWorld(World):
     def __init__(self, config: Config, registry: Registry) -> None:
         self.generation: Generation | None = None
         self.changed = threading.Condition(threading.RLock())
-        self.update = 0
+        self.update = self.resizes = 0
         self.dismissed = self.waits = False
         self.contributors: tuple[int, ...] = ()
         self.enlistment: Enlistment | None = None
@@ -276,6 +277,8 @@ class ElasticWorld(World):
                 verdicts = {number: steps(number, self.sets, heard) for number in known}
             ended = self.calls.keep(verdicts)
             self._remember(epoch, members)
+            # A loss may follow before the program wakes up, which has paused then.
+            self.resizes += sum(each.kind == "resize" for each in heard)
             self.waits = waits
             if not waits:
                 self._joined = epoch.number

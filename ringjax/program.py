@@ -54,6 +54,7 @@ class Program:
     def pause(self, number: int) -> bool:
         """See runtime.pause."""
         world = self._world
+        resizes = world.resizes
         while True:
             with world.changed:
                 before = self._member("pause")
@@ -65,7 +66,7 @@ class Program:
                     return False
                 if world.waits:
                     raise PeerLost("ringjax.pause: another rank starts again")
-                if world.generation and world.generation.kind != "repair":
+                if world.resizes > resizes:
                     break
         world.renew_devices()
         return True

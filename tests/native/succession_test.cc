@@ -21,7 +21,10 @@ class Caller {
     call_.root = root;
     if (!in_place) call_.tensors[0].out = out_.data();
     result_ = in_place ? &in_ : &out_;
-    thread_ = std::thread([this] { status_ = any_->Run(call_, &epoch_); });
+    // Here, so that callers have the order in which they are made.
+    thread_ = std::thread([this, ticket = any_->TakeTicket()] {
+      status_ = any_->RunInTurn(ticket, call_, &epoch_);
+    });
   }
   ~Caller() { Join(); }
 
@@ -204,7 +207,6 @@ TEST(CallsBehindAParkedOneKeepTheirOrder) {
   std::vector<std::unique_ptr<Caller>> zero, one;
   for (int i = 0; i < 4; ++i) {
     zero.push_back(std::make_unique<Caller>(job.worker(0), kSum, 5 + i));
-    Pause(3000);  // each has taken its ticket before the next one is made
   }
   job.Kill(&job.worker(2));
   job.Continue();

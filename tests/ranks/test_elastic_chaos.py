@@ -1,4 +1,4 @@
-"""A minute of chaos: workers die, freeze and leave all the time, and training goes on.
+"""Chaos: workers die, freeze and leave, and training goes on without losing a step.
 
 After every story, all steps are computed again in one process, see chaos.py. What
 `make soak` does for hours.
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from chaos import SILENCE, Chaos, quantile
+from chaos import SILENCE, Chaos
 from launch import StartJob
 
 SEED = 20  # of the moments; what happens at them is up to the machine
@@ -100,21 +100,3 @@ def test_a_worker_that_is_asked_to_leave_costs_nothing(
         time.sleep(0.05)
     chaos.wait_for_steps(50)
     assert chaos.end().smallest == 2
-
-
-@pytest.mark.timeout(240)
-def test_one_minute_of_chaos(start_job: StartJob, tmp_path: Path) -> None:
-    chaos, chance = Chaos(start_job, tmp_path, np=4), random.Random(SEED)
-    chaos.wait_for(4)
-    chaos.rage(chance, seconds=60, every=0.5)
-    verdict = chaos.end()
-    print(
-        f"{len(chaos.deeds)} deeds, {verdict.steps} steps, recovery p50 "
-        f"{quantile(verdict.recoveries, 0.5) * 1e3:.0f} ms, p99 "
-        f"{quantile(verdict.recoveries, 0.99) * 1e3:.0f} ms"
-    )
-    # Few where a replacement takes half a minute to import everything.
-    assert sum(deed.what == "kill" for deed in chaos.deeds) >= 2
-    assert verdict.steps > 200
-    # A gate for machines that do other things as well; benchmarks/recovery.py measures.
-    assert quantile(verdict.recoveries, 0.9) < 3

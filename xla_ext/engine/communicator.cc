@@ -127,8 +127,8 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
   std::vector<Request> requests;
   if (valid.ok()) requests = Split(call);
   const bool note = IsNote(requests);
-  // What the board has, or nothing, needs no rank to wait for the others' results.
-  attempt->elsewhere = note || (valid.ok() && requests.empty());
+  if (note) attempt->rest = Attempt::Rest::kNote;
+  if (valid.ok() && requests.empty()) attempt->rest = Attempt::Rest::kNothing;
   if (note) PutNote(requests[0].in, requests[0].arithmetic, lane_);
   RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
   if (!agreement.outcome.ok())
@@ -138,8 +138,11 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
     Count(requests[0], kShared, requests[0].wire_bytes());
     requests.clear();
   }
-  if (progress_ && !requests.empty())
+  if (progress_ && !requests.empty()) {
     progress_->set_repeatable(fits || call.KeepsInputs());
+    if (requests.size() == 1) attempt->summed = SumsStay(requests[0]);
+    if (attempt->summed > 0) attempt->rest = Attempt::Rest::kTiles;
+  }
   Barrier barrier = Barrier::kNone;
   const auto fetched = [this] {
     return lane_.board ? lane_.board->mine(Board::kFetched) : 0;
@@ -150,6 +153,8 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
     barrier = fetched() != before ? Barrier::kFetched : Barrier::kFrames;
     ++frame.step;
   }
+  // What the board has, or nothing, needs no rank to wait for the others' results.
+  if (attempt->rest != Attempt::Rest::kLost) barrier = Barrier::kNone;
   RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(call.op)];
@@ -233,6 +238,15 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
     return AllreduceInTiles(request->memory, request->problem.counts[0],
                             request->arithmetic, lane_, waiter);
   return Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
+}
+
+uint64_t Communicator::SumsStay(const Request& request) {
+  if (!lane_.board || request.problem.op != Collective::kAllreduce ||
+      request.arithmetic.op == ReduceOp::kAdasum)
+    return 0;
+  const auto planned = PlanFor(request.problem, request.bytes);
+  if (!planned.ok() || planned.value()->algorithm->name != kShared) return 0;
+  return SummedAt(request.problem.counts[0], request.arithmetic, *lane_.board);
 }
 
 Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& problem,

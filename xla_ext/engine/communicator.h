@@ -52,11 +52,13 @@ struct OpStats {
 
 // How far a call got in a communicator that was aborted under it.
 struct Attempt {
-  bool over = false;       // not at all: the status is what all ranks have
-  uint64_t sequence = 0;   // its number, counted since the installation
-  bool complete = false;   // its results are here, or the error that all ranks have
-  Status outcome;          // of one that is complete
-  bool elsewhere = false;  // what is missing is on the board, or nothing at all
+  bool over = false;      // not at all: the status is what all ranks have
+  uint64_t sequence = 0;  // its number, counted since the installation
+  bool complete = false;  // its results are here, or the error that all ranks have
+  Status outcome;         // of one that is complete
+  // What else can finish it, if it counts as finished.
+  enum class Rest { kNothing, kNote, kTiles, kLost } rest = Rest::kLost;
+  uint64_t summed = 0;  // kTiles: when all sums are on the board, its counters say this
 };
 
 class Succession;
@@ -220,6 +222,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Whether the call is so short that its values go with the agreement.
   bool IsNote(const std::vector<Request>& requests) const;
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
+  // If the sums of this request, the only one, stay on the board: see Attempt::summed.
+  uint64_t SumsStay(const Request& request);
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
   // Lends the request this communicator's own memory.
   void AddScratch(Request* request, uint64_t bytes);

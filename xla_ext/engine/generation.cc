@@ -50,21 +50,28 @@ Status Communicator::Close(const Call& call, const Status& outcome, Barrier barr
 
 Status Communicator::Complete(const Call& call, const Attempt& attempt) {
   if (attempt.complete) return attempt.outcome;
-  const std::vector<Request> requests = Split(call);
-  if (attempt.elsewhere && requests.empty()) return OkStatus();
-  bool whole = attempt.elsewhere && lane_.board;
-  if (whole) {
-    // Every rank has shown its note before any rank could return from the call, and
-    // none can have begun the turn after the next, which would overwrite it.
-    const uint64_t turn = lane_.board->mine(Board::kAgreed);
-    for (int peer = 0; peer < size(); ++peer)
-      whole &= lane_.board->Look(Board::kAgreed, peer) >= turn;
-  }
+  if (attempt.rest == Attempt::Rest::kNothing) return OkStatus();
+  // Every rank has shown its part before any rank could return from the call; and none
+  // can have begun to overwrite it, which takes a call that this rank agrees to.
+  std::vector<Request> requests = Split(call);
+  const bool note = attempt.rest == Attempt::Rest::kNote;
+  bool whole = attempt.rest != Attempt::Rest::kLost;
+  for (int peer = 0; peer < size() && whole; ++peer)
+    whole = note ? lane_.board->Look(Board::kAgreed, peer) >=
+                       lane_.board->mine(Board::kAgreed)
+                 : lane_.board->Look(Board::kSummed, peer) >= attempt.summed;
   if (!whole)
     return Named(call, {Code::kInternal,
                         "counts as finished, but its results are not here: the ranks "
                         "do not agree about what was done"});
-  ReduceNotes(requests[0].out, requests[0].arithmetic, lane_);
+  Request& request = requests[0];
+  if (note) {
+    ReduceNotes(request.out, request.arithmetic, lane_);
+  } else {
+    request.memory.in = &request.in;
+    request.memory.out = &request.out;
+    FetchTiles(request.memory, request.problem.counts[0], request.arithmetic, lane_);
+  }
   return OkStatus();
 }
 

@@ -20,6 +20,23 @@ struct Range {
   uint64_t begin, end;  // elements
 };
 
+// How a message is cut.
+struct Tiling {
+  uint64_t tile;   // elements of a tile
+  uint64_t tiles;  // of this message
+  uint64_t sets;   // slots in an area
+
+  // A message that fits one tile is one: going back and forth costs more than working
+  // at the same time gains.
+  Tiling(uint64_t count, const Arithmetic& a, const Board& board) {
+    const uint64_t wire = Width(a.wire);
+    const uint64_t lines = (count * wire + kLineBytes - 1) / kLineBytes;
+    tile = std::min<uint64_t>(board.tile_bytes(), lines * kLineBytes) / wire;
+    tiles = (count + tile - 1) / tile;
+    sets = board.area_bytes() / (tile * wire);
+  }
+};
+
 class Run {
  public:
   Run(const Memory& memory, uint64_t count, const Arithmetic& a, const Lane& lane,
@@ -34,9 +51,10 @@ class Run {
         width_(Width(a.dtype)),
         wire_(Width(a.wire)),
         count_(count),
-        tile_(TileElements()),
-        tiles_((count + tile_ - 1) / tile_),
-        sets_(board_.area_bytes() / (tile_ * wire_)),
+        tiling_(count, a, board_),
+        tile_(tiling_.tile),
+        tiles_(tiling_.tiles),
+        sets_(tiling_.sets),
         first_(board_.used() / (tile_ * wire_)),
         base_(board_.mine(Board::kFetched)),
         known_(static_cast<size_t>(size_) * Board::kCounters, 0) {}
@@ -80,14 +98,11 @@ class Run {
     return OkStatus();
   }
 
- private:
-  // A message that fits one tile is one: going back and forth costs more than working
-  // at the same time gains.
-  uint64_t TileElements() const {
-    const uint64_t lines = (count_ * wire_ + kLineBytes - 1) / kLineBytes;
-    return std::min<uint64_t>(board_.tile_bytes(), lines * kLineBytes) / wire_;
+  void FetchAll() {
+    for (uint64_t k = 0; k < tiles_; ++k) Fetch(k);
   }
 
+ private:
   // Where tile `k` is, of a rank or (rank == size_) of all.
   std::byte* Slot(uint64_t k, int rank) const {
     return board_.Area(rank) + (first_ + k) % sets_ * tile_ * wire_;
@@ -227,11 +242,12 @@ class Run {
   Board& board_;
   const int rank_, size_;
   const uint64_t width_, wire_, count_;
-  const uint64_t tile_, tiles_;  // elements of a tile; tiles of this message
-  const uint64_t sets_, first_;  // slots in an area; the first one to be used
-  const uint64_t base_;          // tiles of all messages before
-  std::vector<uint64_t> known_;  // counters of the peers
-  int late_ = -1;                // the peer that was waited for last
+  const Tiling tiling_;
+  const uint64_t tile_, tiles_, sets_;  // as there
+  const uint64_t first_;                // the first slot to be used
+  const uint64_t base_;                 // tiles of all messages before
+  std::vector<uint64_t> known_;         // counters of the peers
+  int late_ = -1;                       // the peer that was waited for last
 };
 
 }  // namespace
@@ -239,6 +255,17 @@ class Run {
 Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
                         const Lane& lane, Waiter* waiter) {
   return Run(memory, count, a, lane, waiter).Loop();
+}
+
+uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board) {
+  const Tiling tiling(count, a, board);
+  if (tiling.tiles > tiling.sets) return 0;  // a slot is used twice
+  return board.mine(Board::kFetched) + tiling.tiles;
+}
+
+void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
+                const Lane& lane) {
+  Run(memory, count, a, lane, nullptr).FetchAll();
 }
 
 bool FitsNote(uint64_t wire_bytes) { return wire_bytes <= Board::kNoteBytes; }

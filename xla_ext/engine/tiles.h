@@ -23,6 +23,14 @@ namespace ringjax {
 Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
                         const Lane& lane, Waiter* waiter);
 
+// Where the ranks are on the board when all have added up their parts, if such a
+// message begins now and its sums stay on the board until the next call; else 0. From
+// then on every rank can finish it by itself.
+uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board);
+// Of a message that was cut off after that: its results.
+void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
+                const Lane& lane);
+
 // Whether a request of so many bytes on the wire fits a note.
 bool FitsNote(uint64_t wire_bytes);
 // Before the ranks agree: this rank's values into the note of the coming turn.
