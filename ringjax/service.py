@@ -7,6 +7,7 @@ told to the subclass, never raised.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import selectors
@@ -89,7 +90,7 @@ class Seat:
             self._service.drop(self, "it was sent away")
 
 
-class Service:
+class Service(abc.ABC):
     """Serves one job. Subclasses say whom they take and what they answer.
 
     Args:
@@ -151,22 +152,22 @@ class Service:
 
     # --- what a subclass says ---
 
+    @abc.abstractmethod
     def refuses(self, caller: int) -> str:
         """Why somebody with this number is not let in; nothing if it is."""
-        raise NotImplementedError
 
-    def take(self, seat: Seat) -> None:
+    def take(self, seat: Seat) -> None:  # noqa: B027  (some only wait for messages)
         """Somebody has proved itself."""
 
+    @abc.abstractmethod
     def on_message(self, seat: Seat, message: dict[str, Any]) -> None:
         """Serves one genuine message."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def on_lost(self, seat: Seat, why: str) -> None:
         """A session has ended; the seat is closed already."""
-        raise NotImplementedError
 
-    def on_turn(self) -> None:
+    def on_turn(self) -> None:  # noqa: B027  (some do nothing between rounds)
         """Called after each round of the loop."""
 
     def on_crash(self, error: Exception) -> None:
