@@ -39,8 +39,10 @@ class Exchanges:
         number, seconds = message.get("number"), message.get("seconds")
         if not isinstance(number, int):
             return []
-        # At most a day: a number of JSON may be beyond any float.
-        limit = float(min(seconds, 86400)) if isinstance(seconds, int | float) else 0.0
+        # Within a day: a number of JSON may be NaN, or beyond any float.
+        limit = 0.0
+        if isinstance(seconds, int | float):
+            limit = float(max(0, min(seconds, 86400)))
         values = self._values.setdefault(number, {})
         self._deadlines.setdefault(number, now + limit)
         values[rank] = message.get("value")
