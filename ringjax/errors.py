@@ -6,6 +6,7 @@ before anything is sent. All of these happened at run time, to this rank or anot
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -168,3 +169,19 @@ def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
 def from_status(exc: StatusLike) -> RingjaxError:
     """Translates an exception of the native core; raise the result `from` it."""
     return from_code(exc.code, str(exc), exc.rank)
+
+
+def from_program(text: str) -> RingjaxError | None:
+    """What the text of a program's failure stands for; None if it is not ringjax's.
+
+    Example:
+        >>> from_program("UNAVAILABLE: RINGJAX[world, epoch 0]: rank 2 is gone").rank
+        2
+    """
+    # jax adds a rule and advice about tracebacks below the message.
+    found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*?)(\n-{5,}|$)", text)
+    if found is None:
+        return None
+    culprit = re.search(r"\brank (\d+)", found[2])
+    rank = int(culprit[1]) if culprit else -1
+    return from_code(found[1], found[2].strip(), rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -376,11 +375,7 @@ def _readable_failures() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
-        # jax adds a rule and advice about tracebacks below the message.
-        found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*?)(\n-{5,}|$)", str(e))
-        if found is None:
+        readable = errors.from_program(str(e))
+        if readable is None:
             raise
-        code, text = found[1], found[2].strip()
-        culprit = re.search(r"\brank (\d+)", text)
-        rank = int(culprit[1]) if culprit else -1
-        raise errors.from_code(code, text, rank) from e
+        raise readable from e

@@ -6,8 +6,6 @@ of JAX; this module reads its text, without importing JAX.
 
 from __future__ import annotations
 
-import re
-
 from ringjax import errors
 
 
@@ -22,13 +20,7 @@ def failure(error: BaseException) -> errors.RingjaxError | None:
         return error
     if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
         return None
-    # jax adds a rule and advice about tracebacks below the message.
-    found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*?)(\n-{5,}|$)", str(error))
-    if found is None:
-        return None
-    culprit = re.search(r"\brank (\d+)", found[2])
-    rank = int(culprit[1]) if culprit else -1
-    return errors.from_code(found[1], found[2].strip(), rank)
+    return errors.from_program(str(error))
 
 
 def stale_programs(error: errors.RingjaxError) -> bool:
