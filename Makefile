@@ -35,8 +35,11 @@ help:  ## list the targets
 demo: $(VENV)/installed-examples  ## train on handwritten digits with 2 ranks
 	$(BIN)/ringrun -np 2 $(BIN)/python examples/jax_digits.py
 
+# JOBS=2 runs two tests at a time, in little more than half the time. On a machine with
+# nothing to spare, tests that are about time may then fail.
+JOBS ?= 1
 test: $(VENV)/installed-test  ## all tests: plain pytest, which launches ranks itself
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(TESTS)
 
 lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format, codespell
 	$(BIN)/ruff check .
@@ -87,6 +90,7 @@ fuzz: $(VENV)/installed-test $(VENV)/installed-cmake  ## ten million damaged inp
 	cd build/fuzz && setarch -R ./ringjax_fuzz --runs $(FUZZ_RUNS) --corpus ../../tests/fuzz/corpus
 	cd tests && ../$(BIN)/python -m fuzz --runs $$(($(FUZZ_RUNS) / 6))
 
+# --program eager --every 0.3 --pause 0.005: the most failures an hour.
 SOAK_OPTIONS ?= --hours 8
 soak: $(VENV)/installed-test  ## hours of killed ranks in an elastic job, checked step by step
 	$(BIN)/python -m benchmarks.soak $(SOAK_OPTIONS)

@@ -69,6 +69,7 @@ _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TIMED = ("--seconds", "{seconds}")
 _BUILD = _module("gpu_build", "--site", "{site}", "--work", "{work}")
 _RANKS = _module("gpu_ranks", "--work", "{work}/ranks", *_TIMED)
+_ELASTIC = _module("gpu_elastic", "--work", "{work}/elastic", *_TIMED)
 _TORCH = _module("gpu_torch", "--work", "{work}/torch")
 _TRACE = _module("gpu_timeline", "--work", "{work}/trace")
 
@@ -86,6 +87,7 @@ SECTIONS = (
     Section(
         "examples", _module("gpu_examples"), 85, dry=_module("gpu_examples"), least=30
     ),
+    Section("elastic", _ELASTIC, 60, dry=_ELASTIC, least=25),
     Section("torch", _TORCH, 60, dry=(*_TORCH, "--cpu"), least=20),
     Section("pack", _module("gpu_pack"), 50, least=20),
     Section(

@@ -29,12 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--turns", type=int, default=5, help="of the overhead; 0: none")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="of the overhead; 2: over loopback TCP"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.kills:
         kills(options.np, options.kills, options.seed)
     if options.turns:
-        overhead(options.turns)
+        overhead(options.turns, options.np, options.hosts)
 
 
 def kills(np: int, count: int, seed: int) -> None:
@@ -62,25 +65,33 @@ def kills(np: int, count: int, seed: int) -> None:
         print(summary(what, [1e3 * s for s in samples]))
 
 
-def overhead(turns: int) -> None:
+def overhead(turns: int, np: int, hosts: int) -> None:
     """The medians of a static and an elastic job, each the median of all turns."""
     found: dict[str, list[dict[str, float]]] = {"static": [], "elastic": []}
     for _ in range(turns):
-        for kind, words in (("static", []), ("elastic", ["--min-np", "2"])):
-            found[kind].append(_measured(words))
+        for kind, words in (("static", []), ("elastic", ["--min-np", "1"])):
+            found[kind].append(_measured(np, hosts, words))
+    print(f"{np} ranks, {hosts} hosts, {turns} turns; differences: quartiles of turns")
     print(f"{'':28}{'static':>12}{'elastic':>12}   difference")
     for what in found["static"][0]:
-        static, elastic = (
-            statistics.median(turn[what] for turn in found[kind]) for kind in found
+        static, elastic = ([turn[what] for turn in found[kind]] for kind in found)
+        before, after = statistics.median(static), statistics.median(elastic)
+        share = 100 * (after / before - 1)
+        apart = sorted(e - s for s, e in zip(static, elastic, strict=True))
+        low, high = apart[len(apart) // 4], apart[(3 * len(apart)) // 4]
+        print(
+            f"{what:28}{before:9.2f} us{after:9.2f} us {share:+8.1f} %"
+            f"   {low:+.2f} to {high:+.2f} us"
         )
-        share = 100 * (elastic / static - 1)
-        print(f"{what:28}{static:9.2f} us{elastic:9.2f} us {share:+8.1f} %")
 
 
-def _measured(options: Sequence[str]) -> dict[str, float]:
+def _measured(np: int, hosts: int, options: Sequence[str]) -> dict[str, float]:
+    words = list(options)
+    if hosts > 1:  # two names of this machine
+        words += ["-H", f"localhost:{np - np // 2},127.0.0.1:{np // 2}"]
     with tempfile.TemporaryDirectory() as name, jobs(name) as start:
-        job = start(2, [sys.executable, str(PROGRAM)], options=options)
-        code = job.wait(120)
+        job = start(np, [sys.executable, str(PROGRAM)], options=words)
+        code = job.wait(300)
         if code != 0:
             raise RuntimeError(f"the job ended with {code}\n{job.logs()}")
         text = job.output(0)

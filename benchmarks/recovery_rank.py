@@ -33,7 +33,8 @@ def main() -> None:
         call = many(size)
         x = jnp.ones(size, jnp.float32)
         found[what] = median(lambda c=call, v=x: c(v)) / IN_ONE
-    found["training step, 1 MiB"] = median(training_step())
+    for samples in (8, 256):
+        found[f"step, 1 MiB, {samples} samples"] = median(training_step(samples))
     state = ringjax.elastic.State(step=0, values=np.zeros(1000))
     found["State.commit"] = median(state.commit)
     if ringjax.rank() == 0:
@@ -49,12 +50,12 @@ def many(size: int) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: jax.lax.scan(body, x, None, length=IN_ONE)[0])
 
 
-def training_step() -> Callable[[], object]:
+def training_step(samples: int) -> Callable[[], object]:
     """A step of a small dense network with the optimizer wrapper."""
     tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.0))
     params = {f"layer{i}": jnp.ones((256, 256), jnp.float32) / 256 for i in range(4)}
     held = [params, tx.init(params)]
-    x = jnp.ones((8, 256), jnp.float32)
+    x = jnp.ones((samples, 256), jnp.float32)
 
     def loss(p: dict[str, jax.Array]) -> jax.Array:
         y = x

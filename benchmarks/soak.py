@@ -1,8 +1,10 @@
 """Hours of chaos: `python -m benchmarks.soak --hours 8`, or `make soak`.
 
-Workers of an elastic job are killed, frozen and sent away at random moments while it
-trains; at the end all steps are computed again in one process (tests/chaos.py). Prints
-a line a minute and, at the end, how long recoveries took.
+Workers of an elastic job are killed, frozen, slowed and sent away at random moments
+while it trains, and strangers come to its doors. At the end all steps are computed
+again in one process (tests/chaos.py), and no process may have grown (tests/growth.py);
+for that, one worker at a time is left in peace for some minutes. Prints a line a minute
+and, at the end, how long recoveries took.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
-from chaos import Chaos, Verdict, quantile  # noqa: E402
+from chaos import EAGER, PROGRAM, Chaos, Verdict, quantile  # noqa: E402
+from growth import Growth  # noqa: E402
 from launch import Job, StartJob  # noqa: E402
 
+SEATS = 2000  # a worker that leaves gives up its seat
+PEACE = 300.0  # seconds that one worker is left alone
+PART = 10.0  # seconds between two looks at memory and descriptors
 EDGES = (10, 20, 50, 100, 200, 300, 500, 1000, 2000, 5000)  # ms
 
 
@@ -35,20 +41,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         folder = Path(name, "traces")
         folder.mkdir()
-        chaos = Chaos(start, folder, options.np, options.pause)
-        chance = random.Random(options.seed)
-        chaos.wait_for(options.np)
-        end, began = time.monotonic() + options.hours * 3600, time.monotonic()
-        while (left := end - time.monotonic()) > 0:
-            chaos.rage(chance, min(60.0, left), options.every)
-            steps = max(chaos.progress().values())
-            minutes = (time.monotonic() - began) / 60
-            print(f"{minutes:7.1f} min {len(chaos.deeds):6} deeds {steps:9} steps")
-            sys.stdout.flush()
+        program = EAGER if options.program == "eager" else PROGRAM
+        chaos = Chaos(
+            *(start, folder, options.np, options.pause),
+            program=program,
+            seats=SEATS,
+        )
+        growth = rage(chaos, options)
         verdict = chaos.end()
-    print(report(verdict, len(chaos.deeds)))
+    failures = chaos.failures()
+    print(report(verdict, chaos.counts(), failures))
+    print("\n".join(growth.report()))
+    if grown := growth.found():
+        raise SystemExit("\n".join(grown))
     if options.json:
         Path(options.json).write_text(json.dumps(vars(verdict)))
+
+
+def rage(chaos: Chaos, options: argparse.Namespace) -> Growth:
+    """The hours; until so many failures, if that is asked for."""
+    chance = random.Random(options.seed)
+    growth = Growth(chaos.job.id, peers=options.np - 1)
+    chaos.wait_for(options.np)
+    end, began = time.monotonic() + options.hours * 3600, time.monotonic()
+    said = chosen = began
+    spared = min(chaos.training(), default=0)
+    while (left := end - time.monotonic()) > 0:
+        chaos.rage(chance, min(PART, left), options.every, [spared])
+        growth.look()
+        failures = chaos.failures()
+        if time.monotonic() - chosen > PEACE:
+            chosen, spared = time.monotonic(), chance.choice(sorted(chaos.pids()))
+        if time.monotonic() - said >= 60:
+            said = time.monotonic()
+            steps = max(chaos.progress().values())
+            minutes = (said - began) / 60
+            print(f"{minutes:7.1f} min {failures:6} failures {steps:9} steps")
+            sys.stdout.flush()
+        if 0 < options.failures <= failures:
+            break
+    chaos.wait_for(options.np)
+    chaos.wait_for_steps(20)
+    growth.look()
+    return growth
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -60,6 +95,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--every", type=float, default=3.0, help="seconds between deeds"
     )
     parser.add_argument("--pause", type=float, default=0.05, help="seconds of a step")
+    parser.add_argument(
+        "--failures", type=int, default=0, help="end after so many, not only by time"
+    )
+    parser.add_argument(
+        "--program",
+        choices=("jax", "eager"),
+        default="jax",
+        help="eager: numpy only, so that newcomers come sooner",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default="", help="a file for all samples")
     return parser.parse_args(arguments)
@@ -87,12 +131,13 @@ def jobs(folder: str) -> Iterator[StartJob]:
             job.close()
 
 
-def report(verdict: Verdict, deeds: int) -> str:
+def report(verdict: Verdict, deeds: Mapping[str, int], failures: int) -> str:
     """What a reader wants to know of it."""
     samples = [1e3 * seconds for seconds in verdict.recoveries]
     lines = [
-        f"{verdict.steps} steps by {verdict.smallest} to {verdict.largest} workers, "
-        f"{deeds} deeds; all steps are those of one process, bit by bit",
+        f"{failures} failures: {deeds}",
+        f"{verdict.steps} steps by {verdict.smallest} to {verdict.largest} workers; "
+        "all steps are those of one process, bit by bit",
         summary("from kill -9 to a survivor's next step", samples),
         summary("standstill for a newcomer", [1e3 * s for s in verdict.pauses]),
     ]

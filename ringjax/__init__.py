@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from ringjax.collectives.reducescatter import reducescatter as reducescatter
     from ringjax.compression import Compression as Compression
+    from ringjax.limits import collective_timeout as collective_timeout
     from ringjax.ops import Adasum as Adasum
     from ringjax.ops import Average as Average
     from ringjax.ops import Max as Max
@@ -103,6 +104,7 @@ _NAMES = {
         "reducescatter",
     ),
     "compression": ("Compression",),
+    "limits": ("collective_timeout",),
     "optim": ("allreduce_grads",),
     "sync": (
         "allgather_object",

@@ -154,12 +154,18 @@ class Heartbeat:
         interval: float,
         timeout: float,
         notify: int = -1,
+        inquire: int = -1,
+        hosts: Sequence[str] = (),
     ) -> None:
         """Takes ownership of the sockets in `peers`, (rank, socket).
 
         `notify` is an eventfd, duplicated here, that is written to whenever lost() or
         left() grows. With it the job is elastic: a failure that a communicator blames
         on a peer makes that peer lost here as well.
+
+        `inquire` is one that is written to when a peer asks where the program is; who
+        hears it calls asked() and answer() within half a second. `hosts` are the names
+        of the hosts by rank, for texts.
         """
     def watch(self, communicator: Communicator) -> None: ...
     def forget(self, communicator: Communicator) -> None: ...
@@ -168,6 +174,15 @@ class Heartbeat:
     def lost(self) -> list[tuple[int, str]]: ...
     def left(self) -> list[int]:
         """The ranks that have said that they leave in good order."""
+    def asked(self) -> tuple[int, list[str]]:
+        """What waits for answer().
+
+        Returns:
+            The number of the newest question, 0 if none waits; a sentence for each
+            call or operation that others wait for, once.
+        """
+    def answer(self, newest: int, place: str) -> None:
+        """Answers the questions up to that number: "it is at train.py:41 in load"."""
     def close(self) -> None: ...
 
 class CudaCommunicator:
@@ -254,6 +269,8 @@ class CudaCommunicator:
         """Lets `stream` wait for a start; tensors only where they are to be copied."""
     def synchronize(self, stream: int = 0) -> None:
         """Waits for the device, without the GIL; StatusError if the epoch failed."""
+    def confirm(self) -> None:
+        """Waits until all calls have ended; StatusError if results are void."""
     def check(self) -> None:
         """Raises StatusError if the epoch has failed. Does not wait."""
     def abort(self, message: str, rank: int = -1) -> None: ...
@@ -326,6 +343,7 @@ class EagerLane:
         cuda: bool = False,
         stream: int = 0,
         alone: bool = False,
+        timeout: float = -1.0,
     ) -> Ticket:
         """Hands in an operation; raises StatusError if it is impossible.
 
@@ -341,6 +359,7 @@ class EagerLane:
             splits: of alltoall: rows for each rank, input by input; empty: equal parts.
             keep: referred to until the operation has ended.
             alone: never fused with others.
+            timeout: seconds until an error, 0 = never; negative: the lane's.
             cuda: the addresses are of memory on a CUDA device, one for all tensors of
                 this rank, and are used when `stream` has come as far as it is now.
         """
@@ -354,6 +373,11 @@ class EagerLane:
     @property
     def takes_cuda(self) -> bool:
         """Whether tensors on CUDA devices may be submitted."""
+    @property
+    def joined(self) -> bool:
+        """Whether NCCL joins the ranks, in the present generation."""
+    def confirm(self) -> None:
+        """As CudaCommunicator.confirm, for what is enqueued on a device."""
     def cuda_stats(self) -> dict[str, dict[str, Any]]:
         """As CudaCommunicator.stats; empty before the first call on a device."""
     def stats(self) -> dict[str, int]:
@@ -393,6 +417,8 @@ def ffi_targets() -> dict[str, Any]: ...
 def shm_bytes(ring_bytes: int) -> int: ...
 def board_bytes(size: int, tile_bytes: int) -> int: ...
 def set_failure_hook(f: Callable[[], None] | None) -> None: ...
+def failpoints() -> list[str]: ...
+def arm_failpoint(point: str, action: str, number: float, passage: int) -> None: ...
 def version() -> str: ...
 def algorithms() -> list[tuple[str, str]]: ...
 def applies(op: str, algorithm: str, host: Sequence[int]) -> bool: ...

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import failpoints as fail
 from . import parsers
 from .parsers import LOG_LEVELS as LOG_LEVELS
 from .parsers import Parser
@@ -88,8 +89,18 @@ class Config:
     elastic: bool = _setting(
         False, parsers.boolean, "ranks may be lost and join; ringrun --min-np sets it"
     )
+    spread: bool = _setting(
+        False,
+        parsers.boolean,
+        "an elastic job that began on several hosts; ringrun sets it",
+    )
     worker: int | None = _setting(
         None, _RANK, "number of this process in an elastic job, never used again"
+    )
+    tls: str = _setting(
+        "auto",
+        parsers.choice("auto", "required", "off"),
+        "encrypt control connections; auto: if both ends have Python 3.13",
     )
     hostname: str = _setting("", str, "this host's name in the job", "HOSTNAME")
     start_timeout: float = _setting(
@@ -105,14 +116,14 @@ class Config:
         "ELASTIC_TIMEOUT",
     )
     stall_warning: float = _setting(
-        30.0,
+        10.0,
         parsers.seconds(),
         "of waiting for a living rank until a warning, 0 = never",
         Alias("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
         "STALL_CHECK_TIME_SECONDS",
     )
     collective_timeout: float = _setting(
-        300.0,
+        60.0,
         parsers.seconds(),
         "of waiting for a living rank until an error, 0 = never",
         Alias("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
@@ -194,6 +205,12 @@ class Config:
         parsers.integer(0),
         "most bytes of gradients that are on their way, on CPUs",
     )
+    elastic_overlap_memory: int = _setting(
+        1 << 30,
+        parsers.integer(0),
+        "the same in an elastic job, where all of a step are, each one twice; if that "
+        "is not enough they go in one call",
+    )
     gpu: bool = _setting(
         True, parsers.boolean, "CUDA devices; 0: as if there were none"
     )
@@ -226,6 +243,9 @@ class Config:
         parsers.boolean,
         "mark the rounds of negotiation in it",
         "TIMELINE_MARK_CYCLES",
+    )
+    failpoints: str = _setting(
+        "", fail.checked, "for tests: where to die, wait or fail, see failpoints.py"
     )
     log_level: str = _setting(
         "warning", parsers.level, "least level to print", "LOG_LEVEL"

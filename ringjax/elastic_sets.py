@@ -48,7 +48,7 @@ class Home(Protocol):
     def check_epoch(self, epoch: Epoch) -> None:
         """Raises if it is over."""
 
-    def wait_after(self, epoch: Epoch) -> None:
+    def wait_for_another(self, before: int) -> None:
         """Waits for the next one."""
 
 
@@ -71,7 +71,7 @@ def add(world: Home, number: int, ranks: Sequence[int], what: str) -> None:
         except RingjaxError:
             if not world.is_over(epoch, _NEWS):
                 raise
-        world.wait_after(epoch)
+        world.wait_for_another(epoch.number)
         if world.waits or world.generation is None:
             raise PeerLost(f"ringjax.{what}: another rank starts again")
         kept = {generation.workers[rank] for rank in ranks}

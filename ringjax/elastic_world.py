@@ -11,20 +11,21 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import _native, elastic_sets, forming, launch, nccl
+from . import _native, elastic_devices, elastic_sets, forming, launch, nccl
 from .calls import Calls
 from .config import Config
-from .enlistment import Enlistment, Line
 from .epoch import Epoch
 from .errors import PeerLost, RingjaxError
 from .generation import Generation, Step, numbers, reason, steps
 from .hello import check_agreement, hello
 from .lanes import LANE
-from .orders import Members, Welcome
+from .membership.enlistment import Enlistment, Line
+from .membership.orders import Members, Welcome
 from .recovery import Recovery
 from .registry import Registry
 from .session import Member
 from .standing import Standing
+from .whereabouts import Whereabouts
 from .world import World
 
 _CLOSED = "ringjax.shutdown() was called on this rank"
@@ -47,6 +48,8 @@ class ElasticWorld(World):
         dismissed: this rank has left in good order.
         waits: an epoch is there in which all start again, once the program does.
         calls: what goes on from epoch to epoch.
+        device: the number of this rank's CUDA device, or -1 and why it has none; None
+            until that is known.
     """
 
     elastic = True
@@ -63,7 +66,8 @@ class ElasticWorld(World):
         self._registry = registry
         self._members: tuple[Member, ...] = ()
         self._former: forming.Former | None = None
-        self._device: tuple[int, str] | None = None
+        self.device: tuple[int, str] | None = None
+        self._share: int | None = None
         self._end: tuple[type[RingjaxError], str] | None = None
         self._removed: set[int] = set()
         self._over = -1  # the newest epoch that was stopped
@@ -84,8 +88,14 @@ class ElasticWorld(World):
         self.enlistment = forming.enlist(ticket, self.config, described)
         self._registry.begin(0)
         self.recovery = Recovery(self, self.enlistment)
+        self._whereabouts = Whereabouts(self.log)
         self._former = forming.Former(
-            self.config, ticket, self._reception, self.recovery.bell, self.log
+            self.config,
+            ticket,
+            self._reception,
+            self.recovery.bell,
+            self._whereabouts,
+            self.log,
         )
         first = self.enlistment.first
         if isinstance(first, Members):
@@ -124,9 +134,14 @@ class ElasticWorld(World):
             raise SystemExit(0)
         self.lanes.open_timeline()
 
-    def wait_after(self, epoch: Epoch) -> None:
-        """Waits for the epoch after this one."""
-        self.wait(lambda: self._epoch is not epoch)
+    def wait_for_another(self, before: int) -> None:
+        """Waits for another epoch than that one, or for what comes instead."""
+        self.wait(lambda: self.dismissed or self.waits or self.number > before)
+
+    @property
+    def number(self) -> int:
+        """The epoch's; -1: none is in force."""
+        return -1 if self.generation is None else self.generation.epoch
 
     def check_end(self) -> None:
         """Raises why this rank cannot go on, if that is so."""
@@ -164,6 +179,8 @@ class ElasticWorld(World):
         self.calls.clear()
         if epoch is not None:
             epoch.close()
+        if self._whereabouts is not None:
+            self._whereabouts.close()
         if self._reception is not None:
             self._reception.close()
         if self.enlistment is not None:
@@ -240,20 +257,24 @@ class ElasticWorld(World):
                 return {}, 0, False
             known = self.sets.items()
             sets = {n: ranks for n, ranks in known if n and n not in self._removed}
-            restart = bool(self.devices.communicators)
+            # What NCCL had in hand is void, perhaps on some ranks only.
+            lanes = list(self.lanes.lanes.values())
+            restart = bool(self.devices.communicators) or any(x.joined for x in lanes)
             return dict(sets), self._registry.next_id, restart
 
     def link(self, heard: Sequence[Members], watch: Any) -> Epoch:
         """Connects the members of the last of `heard`; raises as `mesh.Fabric.build`.
 
-        After a loss only the world's communicator, which most calls wait for.
+        After a loss only the world's communicator, which most calls wait for; but a
+        newcomer has no calls, and nothing that they could wait in.
         """
         assert self._former is not None
         members = heard[-1]
         again = self.waits or any(m.kind == "restart" for m in heard)
         epoch = self._former.form(members, watch, self._epoch)
         wanted = list(numbers(members))
-        if members.kind == "repair" and not again:
+        newcomer = self.generation is None
+        if members.kind == "repair" and not again and not newcomer:
             wanted = wanted[:1]
         known = {} if again else self.calls.successions
         try:
@@ -316,8 +337,7 @@ class ElasticWorld(World):
         sets = {number: list(ranks) for number, ranks in members.sets.items()}
         self.sets = {0: list(range(size)), **sets}
         self._prefix = f"ringjax {self.rank}/{size} e{epoch.number}"
-        if not self.devices.communicators:
-            self.devices = nccl.Devices(self, self._count_devices())
+        self.devices.counts = self._count_devices()
 
     def acknowledge(self) -> None:
         """The program starts again: its calls belong to the present epoch."""
@@ -335,35 +355,26 @@ class ElasticWorld(World):
         """
         if self._epoch is None or self.generation is None:
             return self.contributors
-        finished = 0
-        for number in (0, LANE):
-            if following is not None:
-                finished += following.verdicts.get(number, (0, True))[0]
-            if (native := self._epoch.communicators.get(number)) is not None:
-                every = native.stats().values()
-                finished += sum(int(stats.get("calls", 0)) for stats in every)
+        finished = sum(map(self._epoch.calls, (0, LANE)))
+        if following is not None:
+            verdicts = [following.verdicts.get(n, (0, True)) for n in (0, LANE)]
+            finished += sum(calls for calls, _ in verdicts)
         return self.generation.workers if finished else self.contributors
+
+    @property
+    def device_share(self) -> int | None:
+        """As in every world; a rank stays on it, whatever its number becomes."""
+        if self._share is None:
+            self._share = super().device_share
+        return self._share
 
     def open_devices(self, device: int, why_not: str = "") -> None:
         """As in every world; a newcomer does it when it is a member."""
-        self._device = device, why_not
-        while self.generation is not None:
-            epoch = self.epoch
-            try:
-                super().open_devices(device, why_not)
-                return
-            except RingjaxError:
-                if not self.is_over(epoch, 1.0):
-                    raise
-            self.wait_after(epoch)
-            self.devices = nccl.Devices(self, self._count_devices())
-
-    def renew_devices(self) -> None:
-        """Connects them anew, in another epoch; collective over the world."""
-        if self._device is not None:
-            self.devices.close()
-            self.devices = nccl.Devices(self, self._count_devices())
-            self.open_devices(*self._device)
+        if self.device is not None:
+            return
+        self.device = device, why_not
+        if self.generation is not None and not elastic_devices.renew(self):
+            elastic_devices.start_again(self, elastic_devices.LOST)
 
     # -- for the program ---------------------------------------------------------------
 

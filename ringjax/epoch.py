@@ -16,6 +16,7 @@ from .config import Config
 from .ends import Mesh
 from .mesh import Fabric
 from .standing import Standing
+from .whereabouts import Whereabouts
 
 SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
 
@@ -28,6 +29,7 @@ class Epoch:
         standing: this rank's coordinates in it.
         fabric: connects the ranks; None: this rank is alone.
         notify: an eventfd to ring when a peer is lost; -1: the job is not elastic.
+        whereabouts: tells peers that wait where this rank's program is.
 
     Attributes:
         number: the epoch's; the first is 0.
@@ -42,13 +44,14 @@ class Epoch:
         standing: Standing,
         fabric: Fabric | None = None,
         notify: int = -1,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         self.config, self.standing, self.fabric = config, standing, fabric
         self.number = fabric.epoch if fabric is not None else 0
         self.communicators: dict[int, _native.Communicator] = {}
         self.successions: dict[int, _native.Succession] = {}
         self.cost: dict[str, float] = {}
-        self._notify = notify
+        self._notify, self._whereabouts = notify, whereabouts
         # What the core holds, by communicator: numbers and inodes of the sockets.
         self._sockets: dict[int, list[tuple[int, int]]] = {}
         self._heartbeat: _native.Heartbeat | None = None
@@ -76,14 +79,24 @@ class Epoch:
         if mesh.control:
             # Before all communicators exist: silence would look like a death.
             control, mesh.control = mesh.control, []
-            extra = {} if self._notify < 0 else {"notify": self._notify}
-            self._heartbeat = _native.Heartbeat(
-                self.standing.rank,
-                control,
-                interval=self.config.heartbeat,
-                timeout=self.config.failure_timeout,
-                **extra,
-            )
+            self._heartbeat = self._make_heartbeat(control)
+
+    def _make_heartbeat(self, control: Sequence[tuple[int, int]]) -> _native.Heartbeat:
+        assert self.fabric is not None
+        names = (member.hello.get("hostname") for member in self.fabric.members)
+        asks = self._whereabouts
+        heartbeat = _native.Heartbeat(
+            self.standing.rank,
+            control,
+            interval=self.config.heartbeat,
+            timeout=self.config.failure_timeout,
+            notify=self._notify,
+            inquire=-1 if asks is None else asks.bell,
+            hosts=[str(name or "") for name in names],
+        )
+        if asks is not None:
+            asks.serve(heartbeat)
+        return heartbeat
 
     def open(
         self,
@@ -139,21 +152,37 @@ class Epoch:
         self.link(number, ranks, name)
         return self.open(number, ranks, name)
 
-    def connect_small(
-        self, number: int, ranks: Sequence[int], name: str
-    ) -> _native.Communicator:
-        """The same for messages of a few bytes."""
-        if self.fabric is None:
-            return self.connect(number, ranks, name)
+    def link_small(
+        self,
+        number: int,
+        ranks: Sequence[int],
+        name: str,
+        fabric: Fabric | None = None,
+    ) -> Config:
+        """As `link`, for messages of a few bytes.
+
+        Returns:
+            The settings to open it with.
+        """
+        fabric = fabric or self.fabric
+        if fabric is None:
+            self.link(number, ranks, name)
+            return self.config
         small = dataclasses.replace(
-            self.config,
+            fabric.config,
             ring_bytes=SMALL_RING,
             tile_bytes=0,
             tcp_streams=1,
             algorithm="",
         )
-        fabric = dataclasses.replace(self.fabric, config=small)
-        self.link(number, ranks, name, fabric)
+        self.link(number, ranks, name, dataclasses.replace(fabric, config=small))
+        return small
+
+    def connect_small(
+        self, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Communicator:
+        """As `connect`, for messages of a few bytes."""
+        small = self.link_small(number, ranks, name)
         return self.open(number, ranks, name, config=small)
 
     def disconnect(self, number: int) -> None:
@@ -167,6 +196,12 @@ class Epoch:
             communicator.close()
         self.successions.pop(number, None)
         self._sockets.pop(number, None)
+
+    def calls(self, number: int) -> int:
+        """How many calls a communicator has completed."""
+        communicator = self.communicators.get(number)
+        every = communicator.stats().values() if communicator is not None else ()
+        return sum(int(stats.get("calls", 0)) for stats in every)
 
     def lost(self) -> list[tuple[int, str]]:
         """The ranks that the heartbeat has lost, and why, the first one first."""
@@ -190,13 +225,16 @@ class Epoch:
     def close(self) -> None:
         """Ends everything. May be called on half of an epoch, and twice."""
         heartbeat, self._heartbeat = self._heartbeat, None
-        for communicator in self.communicators.values():
+        # Copies: the program's thread may be making links here that come to nothing.
+        for communicator in list(self.communicators.values()):
             if heartbeat is not None:
                 heartbeat.forget(communicator)
             communicator.close()
         if heartbeat is not None:
             heartbeat.close()
-        for mesh in self._meshes.values():
+            if self._whereabouts is not None:
+                self._whereabouts.forget(heartbeat)
+        for mesh in list(self._meshes.values()):
             mesh.close()
         # The core closes its descriptors when nobody refers to its objects any more.
         self.communicators.clear()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import _native, calibration, enlistment, meeting
+from . import _native, calibration, meeting
 from . import addresses as address
 from .config import Config
 from .epoch import Epoch
@@ -17,10 +17,12 @@ from .errors import StartupError
 from .generation import Wanted
 from .hello import host_names, listening_hosts
 from .launch import Place
+from .membership import enlistment
+from .membership.orders import Members
 from .mesh import Fabric, Watch
-from .orders import Members
 from .reception import Reception
 from .standing import Standing
+from .whereabouts import Whereabouts
 
 # Jobs and workers that this process has been and is no more.
 _left: set[tuple[str, int]] = set()
@@ -75,6 +77,7 @@ def enlist(
         config.start_timeout,
         elastic_timeout=config.elastic_timeout,
         failure_timeout=config.failure_timeout,
+        tls=config.tls,
     )
 
 
@@ -85,6 +88,7 @@ class Former:
         ticket: the job and its secret.
         reception: where other ranks call, in all epochs.
         bell: an eventfd for the heartbeats to ring.
+        whereabouts: answers what the heartbeats are asked.
         log: takes a level and a sentence.
     """
 
@@ -94,10 +98,12 @@ class Former:
         ticket: meeting.Ticket,
         reception: Reception,
         bell: int,
+        whereabouts: Whereabouts,
         log: Callable[[str, str], None],
     ) -> None:
         self._config, self._ticket, self._reception = config, ticket, reception
         self._bell, self._log = bell, log
+        self._whereabouts = whereabouts
 
     def form(self, members: Members, watch: Watch, before: Epoch | None) -> Epoch:
         """An epoch without any communicator.
@@ -121,7 +127,7 @@ class Former:
             board_bytes=_native.board_bytes,
             log=self._log,
         )
-        epoch = Epoch(self._config, standing, fabric, self._bell)
+        epoch = Epoch(self._config, standing, fabric, self._bell, self._whereabouts)
         epoch.cost = {} if before is None else before.cost
         return epoch
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .lanes import LANE
-from .orders import Members
+from .membership.orders import Members
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """Who is at the other end: mutual HMAC-SHA256 challenge and response on a connection.
 
 Four messages of fixed size prove to both ends that the other knows the job's secret:
-    caller -> callee   introduction: job, purpose, epoch, communicator, ranks, nonce
-    callee -> caller   its nonce, HMAC(callee key, all so far)
+    caller -> callee   introduction: job, purpose, TLS, epoch, comm, ranks, nonce
+    callee -> caller   its nonce, TLS, HMAC(callee key, all so far)
     caller -> callee   HMAC(caller key, all so far)
     callee -> caller   HMAC(welcome key, all so far)
 The keys differ by direction and job, so that nothing can be replayed or reflected.
 Afterwards either plain bytes flow (data links: an attacker on the path could alter
-them), or JSON messages sealed with an HMAC and a counter (control). No encryption.
+them), or JSON messages sealed with an HMAC and a counter (control), inside TLS if both
+ends can (tls.py); as the HMACs cover what both say of it, nobody between them can talk
+them out of it.
 The protocol is a pure state machine; sockets are driven below it and in `Door`.
 """
 
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import enum
 import hmac
-import json
 import os
 import secrets
 import selectors
@@ -24,16 +25,17 @@ import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .errors import AuthenticationError
+from .sealing import Keys
+from .tls import Layer, Offer, agree
 
 LIMIT = 5.0  # seconds for a whole handshake
 MOST_PENDING = 64  # connections in a handshake at once; the oldest gives way
-MOST_BYTES = 16 << 20  # of one sealed message
-_MAGIC = b"RINGJAX\x01"
-_INTRODUCTION = struct.Struct("!8s8sBxHIIii32s")
+_MAGIC = b"RINGJAX\x02"
+_INTRODUCTION = struct.Struct("!8s8sBBHIIii32s")
 _NONCE, _MAC = 32, 32
+_ANSWER = struct.Struct("!32sB")  # nonce, offer
 
 
 class Purpose(enum.IntEnum):
@@ -46,7 +48,11 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a connection claims to be. Ranks are world ranks, -1 is the rendezvous."""
+    """What a connection claims to be. Ranks are world ranks, -1 is the rendezvous.
+
+    Attributes:
+        tls: what the caller says of it; not to be trusted before it has proved itself.
+    """
 
     job: str
     purpose: Purpose
@@ -55,6 +61,7 @@ class Introduction:
     epoch: int = 0
     comm: int = 0
     stream: int = 0
+    tls: Offer = Offer.NONE
 
     def pack(self, nonce: bytes) -> bytes:
         """The first message."""
@@ -62,6 +69,7 @@ class Introduction:
             _MAGIC,
             bytes.fromhex(self.job),
             self.purpose,
+            self.tls,
             self.stream,
             self.epoch,
             self.comm,
@@ -73,7 +81,7 @@ class Introduction:
     @staticmethod
     def unpack(message: bytes) -> Introduction:
         """Reads the first message; AuthenticationError if it is something else."""
-        magic, job, purpose, stream, epoch, comm, caller, callee, _ = (
+        magic, job, purpose, tls, stream, epoch, comm, caller, callee, _ = (
             _INTRODUCTION.unpack(message)
         )
         if magic != _MAGIC:
@@ -82,15 +90,16 @@ class Introduction:
             known = Purpose(purpose)
         except ValueError:
             raise AuthenticationError(f"unknown purpose {purpose}") from None
-        return Introduction(job.hex(), known, caller, callee, epoch, comm, stream)
+        return Introduction(
+            job.hex(), known, caller, callee, epoch, comm, stream, _offer(tls)
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys for sealed messages after a handshake, one per direction."""
-
-    send: bytes = b""
-    receive: bytes = b""
+def _offer(number: int) -> Offer:
+    try:
+        return Offer(number)
+    except ValueError:
+        raise AuthenticationError(f"says {number} of TLS") from None
 
 
 class _Schedule:
@@ -114,19 +123,33 @@ def call(secret: bytes, introduction: Introduction) -> _Steps:
     """The caller's half."""
     schedule = _Schedule(secret, introduction.job)
     said = introduction.pack(secrets.token_bytes(_NONCE))
-    answer = yield said, _NONCE + _MAC
-    said += answer[:_NONCE]
-    _verify(answer[_NONCE:], schedule.mac(b"callee", said))
-    said += answer[_NONCE:]
+    answer = yield said, _ANSWER.size + _MAC
+    said += answer[: _ANSWER.size]
+    _verify(answer[_ANSWER.size :], schedule.mac(b"callee", said))
+    said += answer[_ANSWER.size :]
     proof = schedule.mac(b"caller", said)
     said += proof
+    try:
+        encrypted = agree(introduction.tls, _offer(_ANSWER.unpack_from(answer)[1]))
+    except AuthenticationError:
+        yield proof, 0  # so that the other end can say the same with certainty
+        raise
     welcome = yield proof, _MAC
     _verify(welcome, schedule.mac(b"welcome", said))
-    keys = Keys(schedule.mac(b"up", said), schedule.mac(b"down", said))
+    layer = None
+    if encrypted:
+        layer = Layer(schedule.mac(b"tls", said), server=False)
+        yield from layer.handshake()
+    keys = Keys(schedule.mac(b"up", said), schedule.mac(b"down", said), layer)
     return introduction, keys
 
 
-def answer(secret: bytes, job: str, accepts: Callable[[Introduction], str]) -> _Steps:
+def answer(
+    secret: bytes,
+    job: str,
+    accepts: Callable[[Introduction], str],
+    tls: Offer = Offer.NONE,
+) -> _Steps:
     """The callee's half. `accepts` returns why it refuses, or nothing."""
     schedule = _Schedule(secret, job)
     said = yield b"", _INTRODUCTION.size
@@ -135,15 +158,20 @@ def answer(secret: bytes, job: str, accepts: Callable[[Introduction], str]) -> _
         raise AuthenticationError(f"belongs to job {introduction.job}, not to {job}")
     if why := accepts(introduction):
         raise AuthenticationError(why)
-    nonce = secrets.token_bytes(_NONCE)
-    said += nonce
-    mac = schedule.mac(b"callee", said)
-    said += mac
-    proof = yield nonce + mac, _MAC
+    reply = _ANSWER.pack(secrets.token_bytes(_NONCE), tls)
+    reply += schedule.mac(b"callee", said + reply)
+    said += reply
+    proof = yield reply, _MAC
     _verify(proof, schedule.mac(b"caller", said))
     said += proof
-    yield schedule.mac(b"welcome", said), 0
-    keys = Keys(schedule.mac(b"down", said), schedule.mac(b"up", said))
+    encrypted = agree(tls, introduction.tls)
+    welcome, layer = schedule.mac(b"welcome", said), None
+    if encrypted:
+        layer = Layer(schedule.mac(b"tls", said), server=True)
+        yield from layer.handshake(welcome)
+    else:
+        yield welcome, 0
+    keys = Keys(schedule.mac(b"down", said), schedule.mac(b"up", said), layer)
     return introduction, keys
 
 
@@ -189,58 +217,6 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("no answer in time")
     return left
-
-
-class Sealer:
-    """Packs JSON messages so that the other end notices any change, loss or replay."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key, self._count = key, 0
-
-    def seal(self, message: dict[str, Any]) -> bytes:
-        """Length (4 bytes), HMAC(key, counter, length, text), text."""
-        text = json.dumps(message, separators=(",", ":")).encode()
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"message of {len(text)} bytes, at most {MOST_BYTES}")
-        head = struct.pack("!QI", self._count, len(text))
-        self._count += 1
-        return head[8:] + hmac.digest(self._key, head + text, "sha256") + text
-
-
-class Opener:
-    """Takes bytes as they come, returns the messages that are complete and genuine."""
-
-    def __init__(self, key: bytes, most: int = MOST_BYTES) -> None:
-        self._key, self._count, self._most = key, 0, most
-        self._buffer = bytearray()
-
-    def feed(self, piece: bytes) -> list[dict[str, Any]]:
-        """Raises AuthenticationError on the first message that is not genuine."""
-        self._buffer += piece
-        messages = []
-        while len(self._buffer) >= 4 + _MAC:
-            length = int.from_bytes(self._buffer[:4], "big")
-            if length > self._most:
-                raise AuthenticationError(f"announces a message of {length} bytes")
-            if len(self._buffer) < 4 + _MAC + length:
-                break
-            head = struct.pack("!QI", self._count, length)
-            mac = bytes(self._buffer[4 : 4 + _MAC])
-            text = bytes(self._buffer[4 + _MAC : 4 + _MAC + length])
-            del self._buffer[: 4 + _MAC + length]
-            if not hmac.compare_digest(
-                mac, hmac.digest(self._key, head + text, "sha256")
-            ):
-                raise AuthenticationError("sent a message that was altered or replayed")
-            self._count += 1
-            try:
-                message = json.loads(text)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
-                raise AuthenticationError("sent something other than a JSON object")
-            messages.append(message)
-        return messages
 
 
 def turn(selector: selectors.BaseSelector, seconds: float) -> None:

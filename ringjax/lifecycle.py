@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from . import failpoints
 from .config import Config
 from .elastic_world import ElasticWorld
 from .errors import NotInitialized, RingjaxError
@@ -109,6 +110,8 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
         _register(wanted)
         return
     _install_hooks()
+    own = settings.rank if settings.worker is None else settings.worker
+    failpoints.arm(settings.failpoints, own)
     world = ElasticWorld(settings, _registry) if settings.elastic else World(settings)
     try:
         if world.devices.possible:  # then all ranks must say which ones they use
@@ -164,6 +167,8 @@ def _register(process_sets: Sequence[ProcessSet]) -> None:
 
 def shutdown() -> None:
     """Leaves the job; afterwards `init` may be called again. Bounded in time.
+
+    Not in an elastic job: there it says that this worker has finished, for good.
 
     The other ranks are not waited for. A collective that they still run and that needs
     this rank fails on them with an error that names it.
@@ -252,22 +257,38 @@ def is_homogeneous() -> bool:
     return _begun("is_homogeneous").standing.homogeneous
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(
+    process_set: ProcessSet | Sequence[int], timeout: float | None = None
+) -> ProcessSet:
     """Registers a set of ranks; every rank of the job calls it, in the same order.
 
     A set with the ranks of a registered one shares its number, at no cost.
+
+    Args:
+        process_set: the set, or its ranks.
+        timeout: as in `ProcessSet`; None leaves the one of a set that is given.
 
     Returns:
         The set, ready for `process_set=`.
 
     Raises:
-        ValueError: it is empty, or names ranks that the job does not have.
+        ValueError: it is empty, names ranks that the job does not have, or `timeout` is
+            negative or not a number.
         Mismatch: the ranks of the job disagree about it.
+
+    Example:
+        >>> import ringjax
+        >>> ringjax.init()
+        >>> first = ringjax.add_process_set([0], timeout=10)
+        >>> first.timeout
+        10.0
     """
     with _lock:
         world = current("add_process_set")
         if not isinstance(process_set, ProcessSet):
-            process_set = ProcessSet(process_set)
+            process_set = ProcessSet(process_set, timeout)
+        elif timeout is not None:
+            process_set.timeout = timeout
         ranks, all_ranks = process_set.ranks, world.standing.size
         if not ranks:
             raise ValueError("ringjax.add_process_set: the set has no ranks")

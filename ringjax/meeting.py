@@ -102,6 +102,7 @@ def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
                 hosts=hosts,
                 port=port,
                 start_timeout=config.start_timeout,
+                tls=config.tls,
             )
         except StartupError as error:
             failure = error
@@ -145,6 +146,7 @@ def attend(
             hello | open_doors(ticket.secret, ticket.job),
             config.start_timeout,
             patient=not config.rendezvous,
+            tls=config.tls,
         )
     except BaseException:
         if server is not None:
@@ -170,7 +172,12 @@ def _follow(
                 more, opened = open_doors(ticket.secret, ticket.job), ticket
             try:
                 session = knock(
-                    ticket.addresses, ticket.secret, ticket.job, hello | more, deadline
+                    ticket.addresses,
+                    ticket.secret,
+                    ticket.job,
+                    hello | more,
+                    deadline,
+                    config.tls,
                 )
             except (AuthenticationError, OSError) as error:
                 why = str(error)  # what a dead job left behind, or it just ended

@@ -16,6 +16,7 @@ import socket
 import struct
 from pathlib import Path
 
+from . import failpoints
 from .handshake import LIMIT
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -28,6 +29,7 @@ def make(size: int) -> int:
     Raises:
         OSError: the system has no memory for it, or no memfd.
     """
+    failpoints.passing("memory.make")
     # A memfd has no limit of its own: asking for too much would not fail but make the
     # kernel kill processes.
     if size > available() // 2:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from . import addresses as address
-from . import memory
+from . import failpoints, memory
 from .config import Config
 from .ends import Mesh as Mesh
 from .errors import AuthenticationError, PeerLost, Unreachable
@@ -80,10 +80,12 @@ class Fabric:
         work = _Work(self, comm, ranks, what)
         try:
             work.call_lower()
+            failpoints.passing("mesh.called")
             work.offer_to_higher()
             work.take_from_lower()
             work.hear_from_higher()
             work.share_board()
+            failpoints.passing("mesh.shared")
             return work.result(control)
         finally:
             work.close()

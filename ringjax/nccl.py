@@ -303,8 +303,8 @@ class Devices:
             self._home.disconnect(number | CONTROL)
 
     def stop(self, text: str, rank: int) -> None:
-        """Fails what is pending."""
-        for communicator in self.communicators.values():
+        """Fails what is pending. Any thread may do so."""
+        for communicator in list(self.communicators.values()):
             communicator.abort(text, rank)
 
     def close(self) -> None:

@@ -61,9 +61,11 @@ def allreduce_grads(
       overlap: False: all gradients in one call that works in place. True: every bucket
         starts when its gradients exist and runs beside the rest of the backward pass.
         "auto": overlapped on CUDA devices; on CPUs in place where all ranks share
-        one host or the job is elastic, overlapped otherwise. In an elastic job
-        True is a ValueError. Part of the program; RINGJAX_COMM_STREAM=0
-        lets the same program run on CUDA devices with one stream, hence in turns.
+        one host, or did when an elastic job began, overlapped otherwise. Part of the
+        program; RINGJAX_COMM_STREAM=0 lets the same program run on CUDA devices with
+        one stream, hence in turns. In an elastic job the gradients on their way are
+        kept twice, so that all of a step are averaged over the same ranks; if that
+        exceeds RINGJAX_ELASTIC_OVERLAP_MEMORY, they go in one call.
       name: stands for the gradients in error messages.
 
     Returns:
@@ -187,14 +189,10 @@ def _overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
     """Whether buckets of a program for CPUs travel beside its backward pass.
 
     On one host there is no wire to hide, the memory bus is the limit. In an elastic job
-    one call has all gradients, so that they have one membership if a rank is lost.
+    hosts come and go, and all programs must be the same: what counts is its beginning.
     """
+    if overlap != "auto":
+        return overlap
     if runtime.elastic():
-        if overlap is True:
-            raise ValueError(
-                f"ringjax.{_WHAT}: overlap=True is not possible in an elastic job, "
-                "where all gradients of a step must be averaged over the same ranks; "
-                "leave it at 'auto'"
-            )
-        return False
-    return len(set(communicator.hosts)) > 1 if overlap == "auto" else overlap
+        return runtime.config().spread
+    return len(set(communicator.hosts)) > 1

@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "counts": (),
     "name": "",
     "names": (),
+    "timeout": -1.0,
 }
 
 ShapeRule = Callable[..., list[Any]]
@@ -96,8 +97,14 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
 
 
 def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
-    """The attributes of a native call: no rank and no size unless a shape needs it."""
+    """The attributes of a native call: no rank and no size unless a shape needs it.
+
+    Always the same ones, but for the timeout, which is there only if the call has one
+    of its own: the core counts them to know.
+    """
     out = {k: v for k, v in params.items() if k in DEFAULTS}
+    if out["timeout"] < 0:
+        del out["timeout"]
     out["op"] = _native.COLLECTIVES[op]
     out["counts"] = tuple(int(n) for rows in params["counts"] for n in rows)
     out["names"] = "\n".join(n.replace("\n", " ") for n in params["names"])
@@ -248,7 +255,8 @@ def bucketed_allreduce(
         soon as its leaves exist, and its DONE as late as possible: after the last
         START, or, on CPUs, when the gradients on their way are RINGJAX_OVERLAP_MEMORY
         bytes. CPUs also cut buckets for that; ranks with other settings get an error
-        that says which of them sent what.
+        that says which of them sent what. In an elastic job all of them are on their
+        way, and there is one call if RINGJAX_ELASTIC_OVERLAP_MEMORY is not enough.
       overlapped_on_device: the same where the program is compiled for a CUDA device,
         which is known only later. None: as `overlapped`.
       name: stands for the call in error messages.
@@ -281,6 +289,7 @@ def bucketed_allreduce(
         **{
             **DEFAULTS,
             "comm": runtime.communicator(process_set, "allreduce_grads").id,
+            "timeout": process_set.limit(),
             "reduce_op": int(op),
             "wire": int(wire),
             "prescale": float(prescale),
@@ -308,8 +317,14 @@ def _chained_lower(
     if on_device:
         _check_nccl("allreduce_grads", avals, params)
         overlapped = overlapped_on_device
+    # There all buckets of a step can run again if a rank is lost, so all are on their
+    # way at once, each as it is and as a sum; or there is one call.
+    whole = runtime.elastic() and not on_device
+    if whole:
+        twice = 2 * buckets.packed(_sizes(avals))
+        overlapped &= twice <= runtime.config().elastic_overlap_memory
     cuts, calls, in_flight = _timetable(
-        avals, cuts, overlapped, math.inf if on_device else memory
+        avals, cuts, overlapped, math.inf if on_device else memory, whole
     )
     chain = _jax.chain_number(ctx) if overlapped else 0
 
@@ -354,18 +369,26 @@ def _chained_lower(
     return [*leaves, _jax.plus_one(seq, seq_aval) if on_device else seq]
 
 
+def _sizes(avals: Sequence[Any]) -> list[int]:
+    """The bytes of each."""
+    return [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
+
+
 def _timetable(
-    avals: Sequence[Any], cuts: Any, overlapped: bool, memory: float
+    avals: Sequence[Any], cuts: Any, overlapped: bool, memory: float, whole: bool
 ) -> tuple[Any, list[tuple[str, int]], int]:
-    """The buckets, the calls in order, and the most bytes between START and DONE."""
+    """The buckets, the calls in order, and the most bytes between START and DONE.
+
+    `whole`: all STARTs come before all DONEs, whatever `memory` is.
+    """
     if not overlapped:
         return (tuple(range(len(avals))),), [("run", 0)], 0
-    sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
+    sizes = _sizes(avals)
     if memory != math.inf:
         # So that several are on their way at once.
         cuts = buckets.refine(cuts, sizes, int(memory) // 8)
     needs = [buckets.packed([sizes[i] for i in cut]) for cut in cuts]
-    return (cuts, *buckets.window(needs, memory))
+    return (cuts, *buckets.window(needs, math.inf if whole else memory))
 
 
 def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:

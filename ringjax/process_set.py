@@ -8,6 +8,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 
+from . import limits
+
 
 class Identity:
     """Who this process is; runtime.py, which knows it and this module, fills it in.
@@ -27,23 +29,47 @@ class ProcessSet:
 
     Args:
         ranks: world ranks, each once; they are kept sorted.
+        timeout: seconds that calls on this set may wait for its ranks, 0 for ever; None
+            as the job has it (RINGJAX_COLLECTIVE_TIMEOUT). Of this rank and this
+            object: ranks, and equal sets, may differ. It outlives changes of the
+            membership of an elastic job. `ringjax.collective_timeout` is stronger.
 
     Attributes:
         ranks: the sorted ranks. Those of `global_process_set` are known after `init`.
         process_set_id: its number while it is registered, else None.
+        timeout: as given; may be set. Compiled programs keep what it was when they were
+            traced.
 
     Raises:
-        ValueError: a rank is negative or given twice.
+        ValueError: a rank is negative or given twice, or `timeout` is negative or not a
+            number.
         TypeError: a rank is no integer.
 
     Example:
         >>> ProcessSet([2, 0])
         ProcessSet(process_set_id=None, ranks=[0, 2])
+        >>> ProcessSet([0, 1], timeout=5).timeout
+        5.0
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int], timeout: float | None = None) -> None:
         self.process_set_id: int | None = None
         self.ranks = _checked(ranks)
+        self.timeout = timeout
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that calls may wait; see the class."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        what = "ProcessSet: timeout"
+        self._timeout = None if seconds is None else limits.checked(seconds, what)
+
+    def limit(self) -> float:
+        """Seconds that a call made now may wait, 0 for ever, -1 as the job has it."""
+        return limits.now(self._timeout)
 
     def size(self) -> int:
         """How many ranks it has."""

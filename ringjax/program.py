@@ -11,13 +11,15 @@ import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 
-from . import _native
+from . import _native, elastic_devices, failpoints
+from .elastic_devices import Alone
 from .elastic_sets import within
 from .elastic_world import ElasticWorld
-from .enlistment import Enlistment
 from .epoch import Epoch
 from .errors import PeerLost, RingjaxError, from_status
 from .lanes import LANE, Lanes
+from .membership.enlistment import Enlistment
+from .nccl import Devices
 from .standing import Standing
 
 _PRIVATE = 1 << 28  # the numbers of communicators for a moment begin here
@@ -54,58 +56,48 @@ class Program:
     def pause(self, number: int) -> bool:
         """See runtime.pause."""
         world = self._world
+        failpoints.passing("pause.asked")
         resizes = world.resizes
         while True:
             with world.changed:
-                before = self._member("pause")
-                sets, next_set, _ = world.reported()
-                self._line.pause(before, number, sets, next_set)
-            self._next(before)
-            with world.changed:
                 if world.dismissed:
                     return False
+                # Said in an epoch in which all start again, it would count for the next
+                # pause there, which then would begin without this rank.
                 if world.waits:
                     raise PeerLost("ringjax.pause: another rank starts again")
                 if world.resizes > resizes:
                     break
-        world.renew_devices()
+                before = self._member("pause")
+                sets, next_set, _ = world.reported()
+                self._line.pause(before, number, sets, next_set)
+            failpoints.passing("pause.said")
+            world.wait_for_another(before)
+        failpoints.passing("pause.over")
+        if not elastic_devices.renew(world):
+            raise PeerLost(f"ringjax.pause: {elastic_devices.LOST}")
         return True
 
     def restart(self, text: str) -> None:
         """See runtime.restart."""
-        world = self._world
-        while True:
-            with world.changed:
-                before = self._member("restart")
-                if world.waits:
-                    break
-                world.check_end()
-                self._line.restart(before, text)
-            self._next(before)
-        world.acknowledge()
-        world.renew_devices()
-
-    def _next(self, before: int) -> None:
-        """Waits for another epoch than that one, or for what comes instead."""
-        world = self._world
-        world.wait(lambda: world.dismissed or world.waits or self._epoch() > before)
+        self._member("restart")
+        elastic_devices.start_again(self._world, text)
 
     def admit(self) -> None:
         """See runtime.admit."""
         world = self._world
         if world.generation is None:
+            failpoints.passing("join.ready")
             self._line.ready()
             world.wait_for_admission()
-            world.renew_devices()
+            failpoints.passing("join.admitted")
+            if not elastic_devices.renew(world):
+                elastic_devices.start_again(world, elastic_devices.LOST)
 
     def _member(self, what: str) -> int:
         if self._world.generation is None:
             raise RingjaxError(f"ringjax.{what}: this rank was not admitted yet")
-        return self._epoch()
-
-    def _epoch(self) -> int:
-        generation = self._world.generation
-        return -1 if generation is None else generation.epoch
+        return self._world.generation.epoch
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -118,6 +110,8 @@ class Program:
             )
         alone = Epoch(world.config, Standing.of(0, ["here"]))
         before, world.lanes = world.lanes, Lanes(world)
+        devices = world.devices
+        world.devices = Devices(Alone(world, alone), devices.counts)
         try:
             for number in world.sets:
                 alone.connect(number, [0], "rehearsal")
@@ -125,11 +119,14 @@ class Program:
                     number, alone.connect(number | LANE, [0], "rehearsal")
                 )
             world.calls.serving = dict(alone.communicators)
+            if world.device is not None:
+                world.devices.open(*world.device, {n: [0] for n in world.sets})
             yield
         finally:
             world.calls.serving = {}
+            world.devices.close()
             world.lanes.close()
-            world.lanes = before
+            world.lanes, world.devices = before, devices
             alone.close()
 
     @contextlib.contextmanager

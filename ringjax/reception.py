@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import addresses as address
-from .handshake import Door, Introduction, Keys, Purpose, answer, turn
+from .handshake import Door, Introduction, Purpose, answer, turn
+from .sealing import Keys
 
 _MOST_WAITING = 1 << 16  # connections; only members can cause them
 

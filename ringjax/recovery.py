@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from . import errors
-from .enlistment import Enlistment, Line
+from . import errors, failpoints
 from .epoch import Epoch
 from .errors import PeerLost, RingjaxError, StartupError, Unreachable
-from .orders import (
+from .membership.enlistment import Enlistment, Line
+from .membership.orders import (
     Dismissed,
     Fenced,
     Members,
@@ -219,11 +219,13 @@ class Recovery:
         if epoch is not None and epoch.number == number:
             lines = self._home.halt(text, rank)
         self._times.mark("quiesce")
+        failpoints.passing("recovery.halted")
         sets, next_set, restart = self._home.reported()
         self._enlistment.report(
             number, lines, sets, next_set, restart=restart, text=text
         )
         self._reported = number
+        failpoints.passing("recovery.reported")
         self._times.mark("report")
 
     # -- forming -----------------------------------------------------------------------
@@ -233,12 +235,15 @@ class Recovery:
         try:
             epoch = self._home.link(tuple(self._heard), self)
             self._times.mark("links")
+            failpoints.passing("recovery.linked")
             self._home.install(epoch, tuple(self._heard))
             self._heard.clear()
             self._next = None
             self._times.mark("install")
+            failpoints.passing("recovery.installed")
             self._home.log("debug", f"epoch {members.epoch} {self._times.end()}")
             self._home.complete(members)
+            failpoints.passing("recovery.completed")
         except Revoked:
             pass
         except (PeerLost, StartupError) as error:

@@ -54,6 +54,7 @@ class Server(Service):
         port: the same port on each of them; 0 takes a free one for each.
         start_timeout: seconds from the first rank's appearance to the last one's.
         log: takes sentences about refused connections.
+        tls: whether sessions are encrypted, as in RINGJAX_TLS.
     """
 
     name = "rendezvous"
@@ -68,6 +69,7 @@ class Server(Service):
         port: int = 0,
         start_timeout: float = 120.0,
         log: Callable[[str], None] | None = None,
+        tls: str = "auto",
     ) -> None:
         self._size, self._start_timeout = size, start_timeout
         self.failures: list[Failure] = []  # what ranks reported, in order of arrival
@@ -75,7 +77,7 @@ class Server(Service):
         self._joined: set[int] = set()
         self._places: dict[Seat, _Gathering] = {}  # of those who said hello
         self._epochs: list[_Gathering] = []  # complete, and not yet left by all
-        super().__init__(secret, job, hosts=hosts, port=port, log=log)
+        super().__init__(secret, job, hosts=hosts, port=port, log=log, tls=tls)
 
     @property
     def joined(self) -> set[int]:

@@ -51,6 +51,7 @@ __all__ = [
     "check_updates",
     "communicator",
     "config",
+    "confirm",
     "cross_rank",
     "cross_size",
     "current",
@@ -129,6 +130,16 @@ def admit() -> None:
         lifecycle.begin_anew()
 
 
+def confirm() -> None:
+    """Waits until what is enqueued on devices has ended; on CPUs it has.
+
+    Raises:
+        PeerLost, RingjaxError: it has failed, and what was computed from it is void.
+    """
+    if is_initialized():
+        current("confirm").confirm()
+
+
 def check_updates() -> tuple[int, int]:
     """Asks whether ranks want to come or leave; all ranks call it, between two steps.
 
@@ -139,7 +150,10 @@ def check_updates() -> tuple[int, int]:
     Raises:
         PeerLost: a rank was lost, and this could not be repeated.
     """
-    return _program("check_updates").check_updates() if elastic() else (0, 0)
+    if not elastic():
+        return 0, 0
+    confirm()
+    return _program("check_updates").check_updates()
 
 
 def pause(number: int) -> bool:

@@ -1,7 +1,7 @@
 """A server of one job: listening sockets, authenticated sessions, one thread.
 
 What `rendezvous.Server` and `coordinator.Coordinator` have in common; what they say is
-their own. A session is a stream of sealed JSON messages (handshake.py). Losing one is
+their own. A session is a stream of sealed JSON messages (sealing.py). Losing one is
 told to the subclass, never raised.
 """
 
@@ -20,17 +20,9 @@ from typing import Any
 
 from . import addresses as address
 from .errors import AuthenticationError, StartupError
-from .handshake import (
-    MOST_BYTES,
-    Door,
-    Introduction,
-    Keys,
-    Opener,
-    Purpose,
-    Sealer,
-    answer,
-    turn,
-)
+from .handshake import Door, Introduction, Purpose, answer, turn
+from .sealing import MOST_BYTES, Keys
+from .tls import offer
 
 MOST_UNREAD = 4 * MOST_BYTES  # bytes that wait for one peer before it is given up
 
@@ -47,8 +39,8 @@ class Seat:
         self, service: Service, sock: socket.socket, caller: int, seen: str, keys: Keys
     ) -> None:
         self._service, self.sock = service, sock
-        self._sealer = Sealer(keys.send)
-        self._opener = Opener(keys.receive, service.most_from_peer)
+        self._sealer = keys.sealer()
+        self._opener = keys.opener(service.most_from_peer)
         self.caller, self.seen = caller, seen
         self._output = bytearray()
         self._ending = False  # close once the output is written
@@ -100,13 +92,14 @@ class Service(abc.ABC):
         port: the same port on each of them; 0 takes a free one for each.
         log: takes sentences about refused connections.
         listeners: sockets that listen already, besides `hosts`.
+        tls: whether sessions are encrypted, as in RINGJAX_TLS.
 
     Attributes:
         name: in sentences and of the thread.
         addresses: where it listens, "host:port" each.
 
     Raises:
-        StartupError: it cannot listen there.
+        StartupError: it cannot listen there, or it must encrypt and cannot.
     """
 
     name = "service"
@@ -122,7 +115,9 @@ class Service(abc.ABC):
         port: int,
         log: Callable[[str], None] | None,
         listeners: Sequence[socket.socket] = (),
+        tls: str = "auto",
     ) -> None:
+        offered = offer(tls)
         self._seats: set[Seat] = set()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -145,7 +140,7 @@ class Service(abc.ABC):
         self._door = Door(
             doors,
             self.selector,
-            lambda: answer(secret, job, self._accepts),
+            lambda: answer(secret, job, self._accepts, offered),
             self._admit,
             log or self._print,
         )

@@ -16,7 +16,9 @@ from typing import Any
 
 from . import addresses as address
 from .errors import AuthenticationError, RingjaxError, Stalled, StartupError
-from .handshake import LIMIT, Introduction, Keys, Opener, Purpose, Sealer, introduce
+from .handshake import LIMIT, Introduction, Purpose, introduce
+from .sealing import Keys
+from .tls import offer
 
 SERVER_RANK = -1
 GRACE = 2.0  # seconds to wait longer than the server, which can say who is missing
@@ -53,6 +55,7 @@ def join(
     timeout: float,
     *,
     patient: bool = False,
+    tls: str = "auto",
 ) -> Session:
     """Joins the job's rendezvous and waits until all ranks have.
 
@@ -62,6 +65,7 @@ def join(
         timeout: seconds for all of it.
         patient: a server that cannot prove itself may be a stranger on the port that
             the right one will take soon, so keep trying. Otherwise that is an error.
+        tls: whether the session is encrypted, as in RINGJAX_TLS.
 
     Raises:
         StartupError: nobody answers, ranks are missing, or this one is refused.
@@ -71,7 +75,7 @@ def join(
     pause = 0.02
     while True:
         try:
-            return knock(addresses, secret, job, hello, deadline)
+            return knock(addresses, secret, job, hello, deadline, tls)
         except OSError as error:
             why: Exception = StartupError(str(error))
         except AuthenticationError as error:
@@ -88,7 +92,12 @@ def join(
 
 
 def knock(
-    addresses: str, secret: bytes, job: str, hello: dict[str, Any], deadline: float
+    addresses: str,
+    secret: bytes,
+    job: str,
+    hello: dict[str, Any],
+    deadline: float,
+    tls: str = "auto",
 ) -> Session:
     """Tries each address once; otherwise like `join`.
 
@@ -96,7 +105,7 @@ def knock(
         OSError: nobody answers, or the server went away; later it may be there.
     """
     introduction = Introduction(
-        job, Purpose.RENDEZVOUS, int(hello["rank"]), SERVER_RANK
+        job, Purpose.RENDEZVOUS, int(hello["rank"]), SERVER_RANK, tls=offer(tls)
     )
     sock, keys, where = reach(addresses, secret, introduction, deadline)
     session = Session(sock, keys, introduction.caller)
@@ -185,7 +194,7 @@ class Session:
         self.rank, self.epoch = rank, 0
         self.members: list[Member] = []
         self._sock: socket.socket | None = sock
-        self._sealer, self._opener = Sealer(keys.send), Opener(keys.receive)
+        self._sealer, self._opener = keys.sealer(), keys.opener()
         self._queue: list[dict[str, Any]] = []
         self._gone: dict[int, str] = {}
         self._exchanges = 0

@@ -16,13 +16,14 @@ from typing import Any
 from . import _native, calibration, horovod_variables, lanes, launch, nccl
 from .config import LOG_LEVELS, Config, horovod_names
 from .epoch import Epoch
-from .errors import Mismatch
+from .errors import Mismatch, from_status
 from .hello import check_agreement, hello, host_names, listening_hosts
 from .meeting import Meeting, attend
 from .mesh import Fabric
 from .reception import Reception
 from .session import Member
 from .standing import Standing
+from .whereabouts import Whereabouts
 
 _CLOSED = "ringjax.shutdown() was called on this rank"
 
@@ -48,6 +49,7 @@ class World:
         self._epoch: Epoch | None = None
         self._reception: Reception | None = None
         self._meeting: Meeting | None = None
+        self._whereabouts: Whereabouts | None = None
         self.devices = nccl.Devices(self, [0])
         self.lanes = lanes.Lanes(self)
         place = launch.find(config)
@@ -68,7 +70,10 @@ class World:
             self.standing = Standing.of(0, ["here"], self.config)
         else:
             fabric = self._come_together(place)
-        self._epoch = Epoch(self.config, self.standing, fabric)
+            self._whereabouts = Whereabouts(self.log)
+        self._epoch = Epoch(
+            self.config, self.standing, fabric, whereabouts=self._whereabouts
+        )
         self._calibrate(self.connect(0, range(place.size), "world"))
         self.sets[0] = list(range(place.size))
         self.devices = nccl.Devices(self, self._count_devices())
@@ -210,6 +215,20 @@ class World:
         """
         self.devices.open(device, why_not, self.sets)
 
+    def confirm(self) -> None:
+        """Waits until all calls on devices have ended.
+
+        Raises:
+            PeerLost, RingjaxError: they have failed, and their results are void.
+        """
+        try:
+            for communicator in list(self.devices.communicators.values()):
+                communicator.confirm()
+            for lane in list(self.lanes.lanes.values()):
+                lane.confirm()
+        except _native.StatusError as error:
+            raise from_status(error) from error
+
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Registers a process set; collective over the world.
 
@@ -291,6 +310,8 @@ class World:
                 meeting.session.leave()
         if epoch is not None:
             epoch.close()
+        if self._whereabouts is not None:
+            self._whereabouts.close()
         if self._reception is not None:
             self._reception.close()
         if meeting is not None:
@@ -306,6 +327,8 @@ class World:
         _abandoned.append(self)
         if self._epoch is not None:
             self._epoch.abandon()
+        if self._whereabouts is not None:
+            self._whereabouts.release()
         if self._reception is not None:
             self._reception.release()
         if self._meeting is not None:

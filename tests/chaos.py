@@ -1,10 +1,10 @@
-"""Chaos: ends, freezes and dismisses workers of an elastic job at random moments.
+"""Chaos: what ends, freezes, slows or annoys workers of a job at random moments.
 
-The workers run chaos_program.py. Afterwards `check` proves that training did not
-notice: it computes every step again in one process, from the workers that were in its
-sums, and compares the parameters bit by bit. So all ranks had the same parameters after
-every step, no step was lost, done twice or done with a wrong mean, and nobody
-contributed after it was declared lost.
+The workers run chaos_program.py, or chaos_eager.py. Afterwards `check` proves that
+training did not notice: it computes every step again in one process, from the workers
+that were in its sums, and compares the parameters bit by bit. So all ranks had the same
+parameters after every step, no step was lost, done twice or done with a wrong mean, and
+nobody contributed after it was declared lost.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import leaks
+import strangers
 from launch import Job, StartJob
 
 PROGRAM = Path(__file__).with_name("chaos_program.py")
+EAGER = Path(__file__).with_name("chaos_eager.py")  # numpy only: newcomers come sooner
 SILENCE = 2.0  # seconds after which a silent rank is declared lost
 SETTINGS = {
     "RINGJAX_FAILURE_TIMEOUT": f"{SILENCE:g}",
@@ -36,7 +40,12 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Deed:
-    """Something done to a worker: "kill", "term", "freeze" (it survives), "fence"."""
+    """Something done to a worker, or to all.
+
+    "kill", "term" (it leaves), "memory" (it may have no more, which is an exception in
+    its training) and "fence" (silent for too long) cost the worker. "freeze" and "slow"
+    do not, nor does "garbage", which strangers bring to everybody.
+    """
 
     at: float
     what: str
@@ -61,6 +70,9 @@ class Verdict:
     smallest: int = 0
 
 
+ENDS = ("kill", "term", "memory")
+
+
 class Chaos:
     """A job under fire.
 
@@ -71,6 +83,10 @@ class Chaos:
         pause: seconds between two steps.
         env: further variables for the job.
         options: further words for ringrun.
+        program: what the workers run.
+        seats: slots of the host. A seat whose worker left is not used again, and one
+            whose worker failed soon is left alone for a while.
+        arguments: further words for the program.
     """
 
     def __init__(
@@ -81,14 +97,18 @@ class Chaos:
         pause: float = 0.005,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
+        program: Path = PROGRAM,
+        seats: int = 0,
+        arguments: Sequence[str] = (),
     ) -> None:
-        self.folder, self.np = folder, np
+        self.folder, self.np, self.program = folder, np, program
+        places = ["-H", f"localhost:{seats}"] if seats else []
         self.deeds: list[Deed] = []
         self.job: Job = start_job(
             np,
-            [sys.executable, str(PROGRAM), str(folder), str(pause)],
+            [sys.executable, str(program), str(folder), str(pause), *arguments],
             env=SETTINGS | dict(env or {}),
-            options=["--min-np", "1", "--max-np", str(np), *options],
+            options=["--min-np", "1", "--max-np", str(np), *places, *options],
         )
         self._read: dict[int, Reading] = {}
 
@@ -100,7 +120,7 @@ class Chaos:
         for pid in leaks.processes(self.job.id):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if str(PROGRAM).encode() not in words[1:2]:
+                if str(self.program).encode() not in words[1:2]:
                     continue
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 for variable in variables:
@@ -119,7 +139,13 @@ class Chaos:
         """The living workers that are at the present step and will stay: pids."""
         steps, pids = self.progress(), self.pids()
         newest = max((steps[w] for w in pids if w in steps), default=0)
-        doomed = {deed.worker for deed in self.deeds if deed.what != "freeze"}
+        # Where ranks are just being connected, silence is borne with for longer.
+        late = time.monotonic() - 3 * SILENCE
+        doomed = {
+            deed.worker
+            for deed in self.deeds
+            if deed.what in ENDS or (deed.what == "fence" and deed.at > late)
+        }
         return {
             w: pid
             for w, pid in pids.items()
@@ -138,6 +164,13 @@ class Chaos:
                 )
             time.sleep(0.01)
         return found
+
+    def wait_for_end_of(self, worker: int, seconds: float) -> None:
+        """Waits until a worker's process has ended."""
+        deadline = time.monotonic() + seconds
+        while worker in self.pids():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
 
     def wait_for_steps(self, more: int, seconds: float = 60) -> None:
         """Waits until so many further steps are complete."""
@@ -161,7 +194,7 @@ class Chaos:
     # -- what is done to them ----------------------------------------------------------
 
     def do(self, what: str, worker: int, pid: int, chance: random.Random) -> None:
-        """One deed, at once; a freeze or a fence also waits for its end."""
+        """One deed, at once; what takes its time is waited for."""
         self.deeds.append(Deed(time.monotonic(), what, worker))
         with contextlib.suppress(ProcessLookupError):
             match what:
@@ -177,13 +210,30 @@ class Chaos:
                     os.kill(pid, signal.SIGSTOP)
                     time.sleep(SILENCE + 1.5)
                     os.kill(pid, signal.SIGCONT)
+                case "slow":  # a twentieth to a half of its time for a second
+                    for _ in range(10):
+                        os.kill(pid, signal.SIGSTOP)
+                        time.sleep(chance.uniform(0.05, 0.095))
+                        os.kill(pid, signal.SIGCONT)
+                        time.sleep(chance.uniform(0.005, 0.05))
+                case "memory":
+                    (self.folder / f"full.{worker}").touch()
+                case "garbage":
+                    strangers.besiege(self.job.id, _job_name(pid), 0.1)
 
-    def rage(self, chance: random.Random, seconds: float, every: float) -> None:
+    def rage(
+        self,
+        chance: random.Random,
+        seconds: float,
+        every: float,
+        spared: Collection[int] = (),
+    ) -> None:
         """Deeds at random moments, as long as one that trains is left to go on.
 
         Args:
             seconds: for so long.
             every: seconds between two deeds, on average.
+            spared: workers to which nothing is done.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -192,7 +242,8 @@ class Chaos:
                 raise AssertionError(f"the job ended; {self.deeds[-9:]}\n{self.logs()}")
             training = self.training()
             spare = len(training) - 1
-            victims = chance.sample(sorted(training), k=min(spare, 2))
+            possible = sorted(training.keys() - set(spared))
+            victims = chance.sample(possible, k=max(0, min(spare, 2, len(possible))))
             for worker in victims[: 2 if chance.random() < 0.3 else 1]:
                 if worker != victims[0]:  # while the others recover from the first
                     time.sleep(chance.choice((0.0, 0.15)) * chance.random())
@@ -204,11 +255,40 @@ class Chaos:
         (self.folder / "stop").touch()
         code = self.job.wait(seconds)
         assert code == 0, f"ringrun ended with {code}; {self.deeds[-9:]}\n{self.logs()}"
-        return check(self.folder, self.deeds)
+        verdict = check(self.folder, self.deeds, eager=self.program == EAGER)
+        # What comes to its own end by an error is replaced as well, but must not be.
+        full = {str(deed.worker) for deed in self.deeds if deed.what == "memory"}
+        lines = re.finditer(
+            r"^ringrun: .*worker (\d+), pid \d+\) (failed|was declared lost: failed).*",
+            self.job.launcher_output(),
+            re.MULTILINE,
+        )
+        failed = "\n".join(line[0] for line in lines if line[1] not in full)
+        assert not failed, f"{failed}\n{verdict.steps} steps are right\n{self.logs()}"
+        return verdict
+
+    def counts(self) -> dict[str, int]:
+        """How often each deed was done."""
+        return dict(Counter(deed.what for deed in self.deeds))
+
+    def failures(self) -> int:
+        """How many workers that had completed steps are gone, and had not finished."""
+        gone = self.progress().keys() - self.pids().keys()
+        return sum(not self._read[worker].finished for worker in gone)
 
 
-_DEEDS = ("kill", "term", "freeze", "fence")
-_WEIGHTS = (75, 8, 12, 5)
+_DEEDS = ("kill", "term", "memory", "freeze", "fence", "slow", "garbage")
+_WEIGHTS = (67, 7, 4, 8, 4, 7, 3)
+
+
+def _job_name(pid: int) -> str:
+    """What its job calls itself; "" if it is gone."""
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = variable.partition(b"=")
+            if name == b"RINGJAX_JOB":
+                return value.decode()
+    return "0" * 16
 
 
 class Reading:
@@ -216,9 +296,10 @@ class Reading:
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self.step = path, 0, -1
+        self.finished = False
 
     def follow(self) -> None:
-        """Reads what is new; remembers the last step."""
+        """Reads what is new; remembers the last step, and whether training is over."""
         with self._path.open("rb") as file:
             file.seek(self._at)
             text = file.read()
@@ -226,6 +307,7 @@ class Reading:
         self._at += len(whole)
         for line in whole.splitlines()[::-1]:
             found = json.loads(line)
+            self.finished |= found.get("event") == "finished"
             if "digest" in found:
                 self.step = found["step"]
                 return
@@ -234,8 +316,15 @@ class Reading:
 # -- the proof -------------------------------------------------------------------------
 
 
-def check(folder: Path, deeds: list[Deed] | tuple[Deed, ...] = ()) -> Verdict:
+def check(
+    folder: Path, deeds: list[Deed] | tuple[Deed, ...] = (), *, eager: bool = False
+) -> Verdict:
     """Computes all steps again and compares.
+
+    Args:
+        folder: where the traces are.
+        deeds: what was done meanwhile.
+        eager: the workers ran chaos_eager.py.
 
     Raises:
         AssertionError: a step is missing, was done twice, or differs between workers or
@@ -250,7 +339,7 @@ def check(folder: Path, deeds: list[Deed] | tuple[Deed, ...] = ()) -> Verdict:
     count = len(by_step)
     missing = sorted(set(range(max(by_step, default=-1) + 1)) - set(by_step))
     assert not missing, f"steps {missing[:9]} of {count} were completed by nobody"
-    _replay(by_step)
+    _replay(by_step, eager)
     sizes = [len(next(iter(by_step[s].values()))["who"]) for s in range(count)]
     verdict = Verdict(count, largest=max(sizes), smallest=min(sizes))
     kills = [deed for deed in deeds if deed.what == "kill"]
@@ -277,8 +366,11 @@ def _check_order(worker: int, trace: list[dict[str, Any]]) -> None:
         assert worker in line["who"], f"worker {worker} is not in its own sum: {line}"
 
 
-def _replay(by_step: dict[int, dict[int, dict[str, Any]]]) -> None:
-    from chaos_model import Replay
+def _replay(by_step: dict[int, dict[int, dict[str, Any]]], eager: bool) -> None:
+    if eager:
+        from chaos_numpy import Replay
+    else:
+        from chaos_model import Replay  # type: ignore[assignment]
 
     replay = Replay()
     for step in range(len(by_step)):

@@ -10,16 +10,18 @@ own, the same here and there: XLA might fuse it otherwise with what stands befor
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
+import chaos_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from chaos_numpy import PLACES, SHAPES, digest, marked
 
-PLACES = 64  # for worker numbers modulo this: those alive at a time are neighbours
-SHAPES = {"w": (257,), "b": (33, 3), "large": (9001,)}  # 37 kB: more than fits a note
+__all__ = ["PLACES", "Replay", "apply", "digest", "first", "gradients"]
+__all__ += ["marked", "marks"]
+
 TX = optax.adam(0.125)
 
 Tree = dict[str, Any]
@@ -56,16 +58,6 @@ def marks(worker: Any) -> Any:
     return jnp.stack([here, here * worker]).astype(jnp.float32)
 
 
-def marked(mean: np.ndarray[Any, Any]) -> list[int]:
-    """The workers whose marks are in a mean; each one once, and divided by how many."""
-    places = np.flatnonzero(mean[0])
-    share = np.float32(1) / np.float32(len(places))
-    assert (mean[0][places] == share).all(), (
-        f"a mean of {len(places)}: {mean[0][places]}"
-    )
-    return [round(float(x) * len(places)) for x in mean[1][places]]
-
-
 @jax.jit
 def apply(params: Tree, state: Any, mean: Tree) -> tuple[Tree, Any]:
     """The optimizer's step."""
@@ -73,17 +65,11 @@ def apply(params: Tree, state: Any, mean: Tree) -> tuple[Tree, Any]:
     return optax.apply_updates(params, updates), state
 
 
-def digest(params: Tree) -> str:
-    """The same exactly if all bits are."""
-    text = b"".join(np.asarray(params[name]).tobytes() for name in SHAPES)
-    return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
 _gradients = jax.jit(gradients)
 
 
-class Replay:
-    """All steps again, in one process.
+class Replay(chaos_numpy.Replay):
+    """All steps again, in one process, with jax.
 
     Example:
         >>> replay = Replay()
@@ -93,25 +79,12 @@ class Replay:
         False
     """
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self._params, self._state = first()
+    def _first(self) -> tuple[Tree, Any]:
+        return first()
 
-    def step(self, workers: list[int]) -> str:
-        """The next step, with these workers; returns the digest of the parameters."""
-        total = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        for worker in workers:
-            found = _gradients(self._params, jnp.int32(worker), jnp.int32(self.steps))
-            for name, part in total.items():
-                part += np.asarray(found[name])
-        mean = {
-            name: jnp.asarray(mean_of(x, len(workers))) for name, x in total.items()
-        }
-        self._params, self._state = apply(self._params, self._state, mean)
-        self.steps += 1
-        return digest(self._params)
+    def _gradients(self, worker: int) -> Tree:
+        found: Tree = _gradients(self._params, jnp.int32(worker), jnp.int32(self.steps))
+        return found
 
-
-def mean_of(total: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
-    """A sum as ringjax makes it a mean, rounded once."""
-    return total / np.float32(ranks)
+    def _apply(self, mean: Tree) -> tuple[Tree, Any]:
+        return apply(self._params, self._state, mean)

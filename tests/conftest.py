@@ -7,6 +7,7 @@ number, from plain `pytest`. The mechanism is in rank_items.py and rank_worker.p
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import hypothesis
 import leaks
 import pytest
 from launch import Job, StartJob
-from rank_items import RUNS, RankItem, Runs
+from rank_items import RUNS, RankItem, Runs, share
 from rank_worker import VARIABLE, RankWorker, World
 
 # Every rank must draw the same examples; a time limit would make them differ.
@@ -38,6 +39,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RankWorker(folder, rank, size), "rank-worker")
     else:
         config.stash[RUNS] = Runs()
+        if not hasattr(config, "workerinput"):  # pytest-xdist's processes share one
+            _give_cache(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What shares tests out among several processes: a launch goes to one of them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Launches(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            return share(nodeid, config.rootpath)
+
+    return Launches(config, log)
+
+
+def _give_cache(config: pytest.Config) -> None:
+    """What tests and their ranks measure or compile stays out of the user's cache."""
+    folder, patch = tempfile.TemporaryDirectory(prefix="ringjax-"), pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", folder.name)
+    config.add_cleanup(folder.cleanup)
+    config.add_cleanup(patch.undo)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,17 +78,6 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
             else [node]
         )
     ]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests and their ranks measure is not remembered in the user's cache."""
-    if _in_rank():
-        yield  # they have it from the pytest that started them
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def places(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
 
 
 def open_at_init() -> None:
-    """Makes every `ringjax.init` from now on take device 0, where there is one.
+    """Makes every `ringjax.init` from now on take a device, where there is one.
 
     JAX, if something has imported it, would say that there is none: it must come later.
     """
@@ -72,7 +72,8 @@ def open_at_init() -> None:
 
     def take() -> None:
         world = runtime.current("test")
-        world.open_devices(-1 if world.cuda_absence else 0, world.cuda_absence)
+        mine = world.device_share or 0
+        world.open_devices(-1 if world.cuda_absence else mine, world.cuda_absence)
 
     runtime.on_init(take)
 
@@ -149,14 +150,15 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class DefaultStream:
-    """Work of somebody else, such as XLA, on the stream 0 of the stub's device."""
+    """Work of somebody else, such as XLA, on the stream 0 of a device of the stub's."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
+        self._device = device
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
         self._context, self._others = ctypes.c_void_p(), list[int]()
         self._bodies: list[Any] = []  # of host functions that may not have run yet
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def sleep(self, seconds: float) -> None:
         """Keeps the stream busy."""
@@ -193,7 +195,7 @@ class DefaultStream:
     def close(self) -> None:
         for stream in self._others:
             self._call("cuStreamDestroy_v2", stream)
-        self._call("cuDevicePrimaryCtxRelease_v2", 0)
+        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _on(self, name: str, *args: Any) -> None:
         self._call("cuCtxSetCurrent", self._context)

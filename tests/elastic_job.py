@@ -21,7 +21,7 @@ from typing import Any
 import leaks
 from launch import JobError, environment
 
-from ringjax.coordinator import Coordinator
+from ringjax.membership.coordinator import Coordinator
 
 # What every script of these tests begins with: `say` writes one line at once.
 HEAD = """
@@ -31,6 +31,8 @@ import ringjax
 from ringjax import runtime
 
 WORKER = int(os.environ["RINGJAX_WORKER"])
+# Where tests run in the background of a shell, Ctrl-C is ignored and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())

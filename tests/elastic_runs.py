@@ -52,13 +52,15 @@ class StandIn:
         self.events.put(event)
         os.eventfd_write(self.wakeup, 1)
 
+    def tick(self, now: float) -> None: ...
+
     def expected(self, worker: int) -> None:
         if self.admits:
             self.started.append(worker)
             if self.epoch >= 0 or len(self.started) == self.np:
                 self._begin("resize")
 
-    def lost(self, worker: int, text: str) -> None:
+    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
         self.told.append((worker, text))
         if worker in self.started:
             self.started.remove(worker)

@@ -48,6 +48,10 @@ class FaultProxy:
         down: what happens to those that come back.
         times: so many connections suffer, the later ones are sound; -1: all.
 
+    Attributes:
+        connections: how many there were.
+        heard: all bytes that came, on their way to the target and back.
+
     Example:
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
         ...     with FaultProxy(server.getsockname(), up=Fault(flip_at=1)) as proxy:
@@ -66,7 +70,7 @@ class FaultProxy:
     ) -> None:
         self._target, self._faults, self._times = target, (up, down), times
         self.connections = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.heard = bytearray(), bytearray()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
@@ -86,19 +90,12 @@ class FaultProxy:
         server = self._loop.run_until_complete(starting)
         self._loop.run_forever()
         server.close()
-        for task in self._tasks:
-            task.cancel()
-        ending = asyncio.gather(*self._tasks, return_exceptions=True)
-        self._loop.run_until_complete(ending)
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(_end())
         self._loop.close()
 
     async def _connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         self.connections += 1
         sound = 0 <= self._times < self.connections
         up, down = (Fault(), Fault()) if sound else self._faults
@@ -107,14 +104,25 @@ class FaultProxy:
             there, back = await asyncio.open_connection(*self._target)
             writers.append(back)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_hand_on(reader, back, up))
-                group.create_task(_hand_on(there, writer, down))
+                group.create_task(_hand_on(reader, back, up, self.heard[0]))
+                group.create_task(_hand_on(there, writer, down, self.heard[1]))
         except* (OSError, _Cut):
             pass
         finally:
-            self._tasks.discard(task)
             for each in writers:
                 _reset(each)
+
+
+async def _end() -> None:
+    """Ends what a loop still does, also connections that nobody has looked at yet."""
+    quiet = 0
+    while quiet < 5:  # connections that have arrived, and sockets, take some rounds
+        await asyncio.sleep(0)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        quiet = 0 if tasks else quiet + 1
 
 
 class _Cut(Exception):
@@ -122,10 +130,14 @@ class _Cut(Exception):
 
 
 async def _hand_on(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    fault: Fault,
+    heard: bytearray,
 ) -> None:
     done = 0
     while piece := await reader.read(fault.drip or 1 << 16):
+        heard += piece
         if fault.delay:
             await asyncio.sleep(fault.delay)
         if fault.rate:

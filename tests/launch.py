@@ -136,9 +136,14 @@ class Job:
         os.killpg(self.pid, signal.SIGINT)
 
     def output(self, rank: int) -> str:
-        """Everything that `rank` has written, its stdout before its stderr."""
-        folder = self._folder / "logs" / f"rank.{rank}"
-        return "".join(_text(folder / name) for name in ("stdout", "stderr"))
+        """Everything that `rank` has written, its stdout before its stderr.
+
+        Of an elastic job, what worker `rank` has written.
+        """
+        logs = self._folder / "logs"
+        folders = [logs / f"rank.{rank}", logs / f"worker.{rank}"]
+        names = [folder / name for folder in folders for name in ("stdout", "stderr")]
+        return "".join(map(_text, names))
 
     def launcher_output(self) -> str:
         """What ringrun itself has written to the terminal."""
@@ -153,7 +158,7 @@ class Job:
     def end_with_stacks(self) -> None:
         """Ends the job; every rank first writes its threads' stacks to its log."""
         alive = leaks.processes(self.id)
-        ranks = [p for p in alive if any(self._runs_rank(p, r) for r in range(self.np))]
+        ranks = [pid for pid in alive if self._runs_rank(pid)]
         for pid in ranks:
             _signal(pid, signal.SIGABRT)  # PYTHONFAULTHANDLER is set
         leaks.settle(
@@ -180,14 +185,19 @@ class Job:
         path.write_text(textwrap.dedent(script).strip() + "\n")
         return [sys.executable, str(path)]
 
-    def _runs_rank(self, pid: int, rank: int) -> bool:
-        """Whether `pid` runs the job's very command as `rank`, not a wrapper of it."""
+    def _runs_rank(self, pid: int, rank: int | None = None) -> bool:
+        """Whether `pid` runs the job's very command as `rank`, not a wrapper of it.
+
+        None: as any rank, newcomers of an elastic job among them.
+        """
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             return False
         command = [word.encode() for word in self._command]
+        if rank is None:
+            return words == command
         return words == command and f"RINGJAX_RANK={rank}".encode() in variables
 
     def _kill_all(self) -> None:
@@ -222,6 +232,18 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         leaks.JOB_VARIABLE: job,
         **extra,
+    }
+
+
+def compiled_before() -> dict[str, str]:
+    """Variables with which jax keeps what it compiles for other jobs of this session.
+
+    Not for jobs whose ranks are killed: jax may leave half a file.
+    """
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ["XDG_CACHE_HOME"], "jax")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 

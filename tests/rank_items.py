@@ -9,7 +9,9 @@ fresh launch. What happens inside a rank is tests/rank_worker.py.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from typing import Any
 import leaks
 import pytest
 import rank_worker
-from launch import Job
+from launch import Job, compiled_before
 
 START_UP = 180.0  # seconds a launch may need before its first test: torch from a disk
 GRACE = 15.0  # seconds beyond a test's own timeout before the launch is ended
@@ -226,6 +228,23 @@ class Runs:
 RUNS = pytest.StashKey[Runs]()
 
 
+@functools.cache
+def _launch_named_in(path: Path) -> str:
+    found = re.search(r'mark\.launch\("(\w+)"\)', path.read_text())
+    return found[1] if found else str(path)
+
+
+def share(nodeid: str, root: Path) -> str:
+    """What one process runs as a whole where pytest has several: launches with others.
+
+    Found in the id and the file, as the process that shares tests out has no items.
+    """
+    found = re.search(r"\b(\d+) ranks?\]$", nodeid)
+    if found is None:
+        return nodeid
+    return f"{_launch_named_in(root / nodeid.partition('::')[0])} {found[1]}"
+
+
 def _launch_name(function: pytest.Function) -> str:
     mark = function.get_closest_marker("launch")
     return str(mark.args[0]) if mark else str(function.path)
@@ -236,7 +255,7 @@ def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> L
         folder = Path(name)
         rank_worker.write_selection(folder, [item.test for item in items])
         added = group.env() if callable(group.env) else dict(group.env)
-        env = {**added, rank_worker.VARIABLE: str(folder)}
+        env = {**compiled_before(), **added, rank_worker.VARIABLE: str(folder)}
         command = rank_worker.command(config, sorted({item.path for item in items}))
         job = Job(group.np, command, folder, env).start()
         try:

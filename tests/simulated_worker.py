@@ -13,11 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 from simulated_call import Call, Generation, Key, Violation
 
-from ringjax.enlistment import Enlistment
-from ringjax.orders import Dismissed, Fenced, Members, Revoke, Stopped, Update, Welcome
+from ringjax.membership.enlistment import Enlistment
+from ringjax.membership.orders import (
+    Dismissed,
+    Fenced,
+    Members,
+    Revoke,
+    Stopped,
+    Update,
+    Welcome,
+)
 
 if TYPE_CHECKING:
     from simulation import Simulation
+
+
+class Connection:
+    """Between a worker and the coordinator: two orderly streams."""
+
+    __slots__ = ("down", "hub", "up", "worker")
+
+    def __init__(self, worker: int, hub: int) -> None:
+        self.worker, self.hub = worker, hub
+        self.up = self.down = 0.0
 
 
 class Line:

@@ -27,24 +27,14 @@ from typing import Any
 
 import wrong_rules
 from simulated_call import Call, Generation, Violation
-from simulated_worker import Worker
+from simulated_worker import Connection, Worker
 from wrong_rules import WRONG
 
-from ringjax.assembly import Rules
-from ringjax.membership import Membership
+from ringjax.membership.assembly import Rules
+from ringjax.membership.membership import Membership
 
 SILENCE = 5.0  # seconds until a heartbeat is missed
 MOST_EVENTS = 20000
-
-
-class Connection:
-    """Between a worker and the coordinator: two orderly streams."""
-
-    __slots__ = ("down", "hub", "up", "worker")
-
-    def __init__(self, worker: int, hub: int) -> None:
-        self.worker, self.hub = worker, hub
-        self.up = self.down = 0.0
 
 
 class Simulation:
@@ -386,6 +376,14 @@ class Simulation:
             for worker in self.workers.values()
             if worker.state not in ("dead", "end") and not worker.frozen
         ]
+        if text.startswith("every rank has left"):
+            # Newcomers do not count then; members only if nobody asked them to leave.
+            epoch = self.membership.epoch
+            stayed = set(epoch.order) - self.membership._post.out.keys()
+            stayed -= {w.number for w in self.workers.values() if w.leaving}
+            if stayed:
+                raise Violation(f"I3: stopped ({text}), but not {sorted(stayed)}")
+            return
         if len(healthy) >= self.min_np and not self.crashes:
             raise Violation(f"I3: stopped ({text}) with {healthy} alive")
 

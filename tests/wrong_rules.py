@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from ringjax import epochs, membership
-from ringjax.tenure import Tenure
-from ringjax.verdicts import Report
+from ringjax.membership import epochs, membership
+from ringjax.membership.tenure import Tenure
+from ringjax.membership.verdicts import Report
 
 WRONG = ("naive", "no barrier", "silent leave", "majority", "hasty")
 

@@ -12,6 +12,7 @@
 
 #include <utility>
 
+#include "base/failpoint.h"
 #include "engine/communicator.h"
 #include "engine/heartbeat.h"
 #include "ffi/handlers.h"
@@ -111,29 +112,46 @@ nb::dict FfiTargets() {
   return targets;
 }
 
+// Of an eventfd that stays the caller's; null for none.
+std::unique_ptr<Doorbell> CopyOf(int eventfd) {
+  if (eventfd < 0) return nullptr;
+  const int copy = fcntl(eventfd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return std::make_unique<Doorbell>(copy);
+}
+
 std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
                                          const std::vector<std::pair<int, int>>& peers,
-                                         double interval, double timeout, int notify) {
+                                         double interval, double timeout, int notify,
+                                         int inquire,
+                                         const std::vector<std::string>& hosts) {
   std::vector<Heartbeat::Peer> all;
   std::vector<int> fds;
   for (const auto& [peer, fd] : peers) {
-    all.push_back({peer, fd});
+    const auto at = static_cast<size_t>(peer);
+    all.push_back({peer, fd, at < hosts.size() ? Printable(hosts[at], 64) : ""});
     fds.push_back(fd);
   }
   Descriptors ours(std::move(fds));
   auto bell = NewBell();
-  std::unique_ptr<Doorbell> told;
-  if (notify >= 0) {
-    const int copy = fcntl(notify, F_DUPFD_CLOEXEC, 0);
-    if (copy < 0) {
-      PyErr_SetFromErrno(PyExc_OSError);
-      throw nb::python_error();
-    }
-    told = std::make_unique<Doorbell>(copy);
-  }
+  auto told = CopyOf(notify), asks = CopyOf(inquire);
   ours.Release();
   return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
-                                     std::move(bell), std::move(told));
+                                     std::move(bell), std::move(told), std::move(asks));
+}
+
+nb::tuple AskedOf(Heartbeat& self) {
+  Heartbeat::Asked asked;
+  {
+    nb::gil_scoped_release release;
+    asked = self.asked();
+  }
+  nb::list stalls;
+  for (const std::string& stall : asked.stalls) stalls.append(ToText(stall));
+  return nb::make_tuple(asked.newest, stalls);
 }
 
 nb::list Lost(const Heartbeat& self) {
@@ -151,7 +169,8 @@ void BindHeartbeat(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Heartbeat>(m, "Heartbeat")
       .def(nb::new_(&MakeHeartbeat), "rank"_a, "peers"_a, nb::kw_only(), "interval"_a,
-           "timeout"_a, "notify"_a = -1)
+           "timeout"_a, "notify"_a = -1, "inquire"_a = -1,
+           "hosts"_a = std::vector<std::string>())
       // Its lock is held while it writes to peers: nobody else should wait for that.
       .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
       .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())
@@ -161,6 +180,8 @@ void BindHeartbeat(nb::module_& m) {
       .def("leave", &Heartbeat::Leave, Unlocked())
       .def("lost", &Lost)
       .def("left", &Heartbeat::left, Unlocked())
+      .def("asked", &AskedOf)
+      .def("answer", &Heartbeat::Answer, "newest"_a, "place"_a, Unlocked())
       .def("close", &Heartbeat::Stop, Unlocked());
 }
 
@@ -192,6 +213,14 @@ NB_MODULE(_native, m) {
         });
       },
       "f"_a.none());
+  m.def("failpoints", [] {
+    return std::vector<std::string>(std::begin(kFailpoints), std::end(kFailpoints));
+  });
+  m.def(
+      "arm_failpoint",
+      [](const std::string& point, const std::string& action, double number,
+         uint64_t passage) { Raise(ArmFailpoint(point, action, number, passage)); },
+      "point"_a, "action"_a, "number"_a, "passage"_a);
   m.def("version", [] { return std::string(RINGJAX_VERSION); });
   nb::dict collectives, reduce_ops, dtypes;
   for (int i = 0; i < kCollectiveCount; ++i)

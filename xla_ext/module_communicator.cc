@@ -242,9 +242,15 @@ void Install(Succession& self, const std::shared_ptr<Communicator>& next,
     status = self.Install(next, {finished, repeats, ranks, reason});
     if (status.ok() && next) {
       // A device half was perhaps there first; one of an epoch that failed is not kept.
-      auto device = Find(next->id()).device;
-      if (device && !device->Check().ok()) device = nullptr;
-      Register(next->id(), {next, std::make_shared<Overlap>(next), std::move(device)});
+      Registered now = Find(next->id());
+      if (now.device && !now.device->Check().ok()) now.device = nullptr;
+      // A step that is under way goes on with the one that began it.
+      if (now.communicator && now.communicator->succession() == next->succession())
+        now.overlap->Follow(next);
+      else
+        now.overlap = std::make_shared<Overlap>(next);
+      now.communicator = next;
+      Register(next->id(), std::move(now));
     }
   }
   Raise(status);

@@ -265,6 +265,8 @@ void BindCommunicator(nb::module_& m) {
             Unlocked([&] { return c.Synchronize(AsStream(stream)); });
           },
           "stream"_a = 0)
+      .def("confirm",
+           [](CudaCommunicator& c) { Unlocked([&] { return c.Confirm(); }); })
       .def("check", [](const CudaCommunicator& c) { Raise(c.Check()); })
       .def(
           "abort",

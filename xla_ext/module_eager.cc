@@ -119,8 +119,10 @@ void ReadInput(PyObject* item, EagerRequest* request) {
 BoundTicket Submit(const std::shared_ptr<BoundLane>& self, int op, std::string name,
                    nb::handle ins, nb::handle outs, int reduce_op, int root,
                    double prescale, double postscale, nb::handle splits,
-                   nb::handle keep, bool cuda, uint64_t stream, bool alone) {
+                   nb::handle keep, bool cuda, uint64_t stream, bool alone,
+                   double timeout) {
   EagerRequest request;
+  request.timeout = timeout;
   Submission& what = request.what;
   Call kinds;
   Raise(kinds.SetKinds(op, reduce_op, -1));
@@ -266,7 +268,8 @@ void BindEager(nb::module_& m) {
       .def("submit", &Submit, "op"_a, "name"_a, "ins"_a, "outs"_a, nb::kw_only(),
            "reduce_op"_a = static_cast<int>(ReduceOp::kSum), "root"_a = 0,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "splits"_a = nb::tuple(),
-           "keep"_a = nb::none(), "cuda"_a = false, "stream"_a = 0, "alone"_a = false)
+           "keep"_a = nb::none(), "cuda"_a = false, "stream"_a = 0, "alone"_a = false,
+           "timeout"_a = -1.0)
       .def(
           "set_timeline",
           [](BoundLane& b, std::shared_ptr<Timeline> timeline) {
@@ -294,6 +297,21 @@ void BindEager(nb::module_& m) {
              b.LetGo();
            })
       .def_prop_ro("takes_cuda", [](const BoundLane& b) { return b.cuda() != nullptr; })
+      .def_prop_ro("joined",
+                   [](const BoundLane& b) {
+                     const auto cuda = b.cuda();
+                     return cuda && cuda->joined();
+                   })
+      .def("confirm",
+           [](const BoundLane& b) {
+             Status status;
+             {
+               nb::gil_scoped_release release;
+               const auto cuda = b.cuda();
+               if (cuda) status = cuda->Confirm();
+             }
+             Raise(status);
+           })
       .def("stats", &Stats)
       .def("cuda_stats", [](const BoundLane& b) {
         const auto cuda = b.cuda();

@@ -78,7 +78,12 @@ def _allgather(
     if not leaves.arrays:
         return tree
     own = [array.shape[0] for array in leaves.arrays]
-    size, call = communicator.size, {"comm": communicator.id, "name": name or ""}
+    size = communicator.size
+    call = {
+        "comm": communicator.id,
+        "timeout": process_set.limit(),
+        "name": name or "",
+    }
     if size > 1 and _jax.is_eager(leaves.arrays):
         counts = exchange_rows(own, size, call)
     else:

@@ -139,6 +139,7 @@ def _allreduce(
     leaves = arguments.flatten(what, tree)
     params: dict[str, Any] = {
         "comm": communicator.id,
+        "timeout": process_set.limit(),
         **arguments.reduction(
             what,
             leaves,
@@ -220,7 +221,7 @@ def _product_tangents(
     size = params["ranks"]
     before, after = params["prescale"], params["postscale"]
     gather = {
-        **{k: params[k] for k in ("comm", "name", "names")},
+        **{k: params[k] for k in ("comm", "timeout", "name", "names")},
         "size": size,
         "counts": ((1,) * size,) * len(xs),
     }

@@ -90,7 +90,11 @@ def _alltoall(
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.with_rows(what, arguments.flatten(what, tree))
-    call = {"comm": communicator.id, "name": name or ""}
+    call = {
+        "comm": communicator.id,
+        "timeout": process_set.limit(),
+        "name": name or "",
+    }
     if splits is None:
         if received_splits is not None:
             raise ValueError(

@@ -36,7 +36,13 @@ def barrier(
       >>> ringjax.barrier()
     """
     communicator = runtime.communicator(process_set, "barrier")
-    primitive.bind("barrier", [], comm=communicator.id, name=name or "")
+    primitive.bind(
+        "barrier",
+        [],
+        comm=communicator.id,
+        timeout=process_set.limit(),
+        name=name or "",
+    )
     if _jax.is_eager([]):
         jax.effects_barrier()
 

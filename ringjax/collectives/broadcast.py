@@ -87,6 +87,7 @@ def _broadcast(
             "broadcast",
             leaves.arrays,
             comm=communicator.id,
+            timeout=process_set.limit(),
             name=name or "",
             names=leaves.names,
             root=root,
@@ -105,7 +106,7 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
     compiled program may serve another rank.
     """
     del avals
-    call = {k: params[k] for k in ("comm", "name")}
+    call = {k: params[k] for k in ("comm", "timeout", "name")}
     size = params["ranks"]
     (rank,) = primitive.bind(
         "reducescatter",

@@ -115,6 +115,7 @@ def _reducescatter(
     counts = tuple(split_rows(array.shape[0], size) for array in leaves.arrays)
     params = {
         "comm": communicator.id,
+        "timeout": process_set.limit(),
         **arguments.reduction(
             what, leaves, op, prescale, postscale, compression=compression, name=name
         ),
@@ -185,7 +186,7 @@ def _product_tangents(
     size, rows = params["size"], params["rows"]
     before, after = params["prescale"], params["postscale"]
     exchange = {
-        **{k: params[k] for k in ("comm", "name", "names", "size")},
+        **{k: params[k] for k in ("comm", "timeout", "name", "names", "size")},
         "counts": tuple(
             (*sent, *(own,) * size)
             for sent, own in zip(params["counts"], rows, strict=True)
@@ -219,7 +220,8 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
 
 def _without_rows(params: dict[str, Any], *, counts: bool = True) -> dict[str, Any]:
     """The parameters for a collective that moves the same rows and reduces nothing."""
-    kept = ("comm", "name", "names", *(("size", "counts") if counts else ()))
+    kept: tuple[str, ...] = ("comm", "timeout", "name", "names")
+    kept += ("size", "counts") if counts else ()
     return {k: params[k] for k in kept}
 
 

@@ -148,7 +148,14 @@ def submit(
     try:
         alone = len(ins) > 1 and not runtime.config().group_fusion
         ticket = lane.submit(
-            _COLLECTIVES[op], name, ins, outs, keep=keep, alone=alone, **call
+            _COLLECTIVES[op],
+            name,
+            ins,
+            outs,
+            keep=keep,
+            alone=alone,
+            timeout=process_set.limit(),
+            **call,
         )
     except _native.StatusError as error:
         raise errors.from_status(error) from None

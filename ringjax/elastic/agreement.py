@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringjax import eager, errors, runtime
+from ringjax import eager, errors, failpoints, runtime
 from ringjax.elastic.transfer import Audience
 
 
@@ -76,6 +76,7 @@ def agree(having: Having) -> Agreement:
     """
     global _latest
     _, epoch = runtime.check_updates()
+    failpoints.passing("agreement.halfway")
     mine = np.array([[own_number(), having]], np.int32)
     rows = np.asarray(eager.allgather(mine, name="elastic.agreement"))
     workers = tuple(int(number) for number in rows[:, 0])

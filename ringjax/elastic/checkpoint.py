@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ringjax import runtime
+from ringjax import failpoints, runtime
 from ringjax.elastic.report import say
 
 _ABOUT = "about.json"
@@ -230,12 +230,15 @@ class Checkpointer:
         try:
             self._remove_unfinished()
             unfinished.mkdir(parents=True)
+            failpoints.passing("checkpoint.begun")
             files.write(unfinished, prepared)
             with synced(unfinished / _ABOUT) as file:
                 file.write(json.dumps({"format": 1, "number": number}).encode())
             _force_to_disk(unfinished)
+            failpoints.passing("checkpoint.written")
             unfinished.rename(self.directory / str(number))
             _force_to_disk(self.directory)
+            failpoints.passing("checkpoint.named")
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             left = self.numbers()

@@ -11,14 +11,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from ringjax import errors, runtime
+from ringjax import runtime
 from ringjax.elastic import agreement, failures, transfer, values
 from ringjax.elastic.agreement import Having
 from ringjax.elastic.checkpoint import Checkpointer
 from ringjax.elastic.departure import leaving_on_sigterm
 from ringjax.elastic.notifications import notification_manager
 from ringjax.elastic.state import State
-from ringjax.errors import HostsUpdatedInterrupt, RingjaxError
+from ringjax.errors import HostsUpdatedInterrupt, PeerLost, RingjaxError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -121,7 +121,7 @@ class _Elastic:
             self._state._cut()
         if agreed.audience.receivers:
             if runtime.generation().epoch != agreed.epoch:
-                raise RingjaxError("a rank was lost just before the state was sent")
+                raise PeerLost("a rank was lost just before the state was sent")
             with transfer.addressed(agreed.audience):
                 self._state.sync()
         self._having = Having.CURRENT
@@ -146,6 +146,7 @@ class _Elastic:
     def finish(self) -> None:
         # All come to the end, or all start again: who goes before the others have done
         # their last step could not do it again with them.
+        self._state._wait()
         runtime.check_updates()
 
     def failed(self, failure: RingjaxError) -> None:
@@ -160,9 +161,7 @@ class _Elastic:
         self._state.restore()
 
     def _count(self, failure: RingjaxError) -> None:
-        if self._commits != self._state._commits or isinstance(
-            failure, errors.PeerLost
-        ):
+        if self._commits != self._state._commits or isinstance(failure, PeerLost):
             self._vain = 0
         self._commits = self._state._commits
         self._vain += 1

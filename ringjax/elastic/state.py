@@ -9,7 +9,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from ringjax import eager, runtime
+from ringjax import eager, failpoints, runtime
 from ringjax.elastic import agreement, handlers, transfer, values
 from ringjax.elastic.array_files import ArrayFiles
 from ringjax.elastic.checkpoint import Files
@@ -108,6 +108,7 @@ class State:
             return
         self.save()
         self._commits += 1
+        failpoints.passing("commit.saved")
         if self._after_save is not None:
             self._after_save()
         self.check_host_updates()
@@ -147,10 +148,11 @@ class State:
         """Keeps the attributes, once all that is being computed of them is there.
 
         Raises:
-            JaxRuntimeError: computing one of them has failed. What was kept before
-                stays.
+            JaxRuntimeError, PeerLost: computing one of them has failed, or came to
+                nothing because a rank was lost. What was kept before stays.
         """
         self._wait()
+        runtime.confirm()
         for handler in self._handlers.values():
             handler.save()
         present = self._current()
@@ -264,6 +266,7 @@ class State:
     def _check_membership(self) -> None:
         if runtime.is_newcomer():  # rehearses alone
             return
+        self._wait()
         self._change, epoch = runtime.check_updates()
         agreed = agreement.latest()
         if self._change:

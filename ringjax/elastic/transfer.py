@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringjax import _native, dtypes, errors, objects, runtime
+from ringjax import _native, dtypes, errors, failpoints, objects, runtime
 from ringjax.eager import lane
 from ringjax.elastic import leaves
 from ringjax.elastic.description import Described, restored
@@ -103,8 +103,10 @@ def _send(
         raise type(error)(text) if type(error) in _ARGUMENTS else error from error
     plan = {"state": described.structure, "leaves": [*map(list, described.leaves)]}
     _announce(plan, carrier, rank, is_source=True)
+    failpoints.passing("state.described")
     for pieces in _pieces(described.memory):
         carrier.move(pieces)
+        failpoints.passing("state.chunk")
     carrier.finish()
 
 
@@ -118,8 +120,10 @@ def _receive(
     if "error" in plan:
         raise ValueError(plan["error"])
     state = restored(plan["state"], plan["leaves"], values, allow_pickle=allow_pickle)
+    failpoints.passing("state.described")
     for pieces in _pieces(state.memory):
         carrier.move(pieces)
+        failpoints.passing("state.chunk")
     carrier.finish()
     leaves.forget_room()
     return state.values()

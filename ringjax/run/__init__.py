@@ -107,6 +107,7 @@ def run(
         command=[executable or sys.executable, "-m", "ringjax.run.task"],
         env=environ.for_ranks(base, {**changes, "PYTHONPATH": environ.task_path(base)}),
         start_timeout=config.start_timeout,
+        tls=config.tls,
         payload=cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))),
         interfaces=[name for name in interfaces if name],
         ssh_port=ssh_port,

@@ -1,6 +1,7 @@
 """What a launcher needs of the coordinator of its elastic job.
 
-The real one is ringjax/coordinator.py; see coordinator_process.py for how it is run.
+The real one is ringjax/membership/coordinator.py; how it is run is in
+coordinator_process.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ class Authority(Protocol):
     def clear(self) -> None:
         """Makes `wakeup` unreadable."""
 
-    def lost(self, worker: int, text: str) -> None:
-        """A worker's process has ended."""
+    def tick(self, now: float) -> None:
+        """Looks whether it is still there; after `clear`."""
+
+    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
+        """A worker's process has ended; newcomers may begin afresh as its `heirs`."""
 
     def expected(self, worker: int) -> None:
         """A worker's process was started."""

@@ -72,6 +72,7 @@ def launch(args: argparse.Namespace) -> int:
         command=args.command,
         env=environ.for_ranks(base, changes),
         start_timeout=config.start_timeout,
+        tls=config.tls,
         interfaces=[name for name in config.network_interfaces.split(",") if name],
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,

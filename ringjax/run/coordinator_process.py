@@ -1,5 +1,6 @@
 """The coordinator of an elastic job in a process of its own, started again if it dies.
 
+One that is there and does not answer any more is ended, which comes to the same.
 ringrun keeps the listening sockets, so workers that lost the coordinator find the next
 one under the same address; what it has to know they bring along (enlistment.py), and
 which processes run ringrun tells it. The secret travels through a pipe, never in argv.
@@ -21,14 +22,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringjax import addresses as address
+from ringjax import failpoints
+from ringjax.config import Config
 from ringjax.errors import StartupError
 from ringjax.run import environ
 from ringjax.run.channel import Channel, Message
+from ringjax.run.pulse import Pulse
+from ringjax.tls import offer
 
 _RESTARTS = 5  # so many within _WITHIN seconds are too many
 _WITHIN = 10.0
 _REMEMBERED = 1024  # ended workers that a new coordinator is told of
 _GRACE = 2.0  # seconds for it to end when it is told to
+_PATIENCE = 5.0  # the least seconds without an answer until it counts as hung
 
 
 class CoordinatorProcess:
@@ -42,7 +48,7 @@ class CoordinatorProcess:
         numbers: the other arguments of `Coordinator`.
 
     Raises:
-        StartupError: it is not possible to listen there.
+        StartupError: it is not possible to listen there, or to encrypt as required.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class CoordinatorProcess:
         note: Callable[[str], None],
         **numbers: Any,
     ) -> None:
+        offer(str(numbers.get("tls", "auto")))  # before there is a process to fail
         self._note = note
         self._listeners = _listen(hosts)
         self._orders: Message = {
@@ -67,9 +74,12 @@ class CoordinatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._expected: set[int] = set()
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, Message] = {}
         self._finished: list[int] = []
         self._begun = False
+        silence = float(numbers.get("failure_timeout", _PATIENCE))
+        self._patience = max(silence, _PATIENCE)
+        self._pulse = Pulse(self._patience)
         self._starts: list[float] = []
         self._closing = False
         self.addresses = [address.show(*s.getsockname()[:2]) for s in self._listeners]
@@ -80,6 +90,7 @@ class CoordinatorProcess:
         """Starts the process."""
         now = time.monotonic()
         self._starts = [then for then in self._starts if now - then < _WITHIN] + [now]
+        self._pulse = Pulse(self._patience)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ringjax.run.coordinator_process"],
             stdin=subprocess.PIPE,
@@ -103,11 +114,14 @@ class CoordinatorProcess:
             self._channel.send({"do": "finished", "worker": worker})
         for worker in sorted(self._expected):
             self._channel.send({"do": "expected", "worker": worker})
-        for worker, text in self._lost.items():
-            self._channel.send({"do": "lost", "worker": worker, "text": text})
+        for lost in self._lost.values():
+            self._channel.send(lost)
 
     def _heard(self, message: Message) -> None:
         event, *details = message["event"]
+        if event == "pulse":
+            self._pulse.answered(time.monotonic())
+            return
         if event == "members":
             details[2] = {int(worker): rank for worker, rank in details[2].items()}
             self._begun = True
@@ -146,18 +160,33 @@ class CoordinatorProcess:
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
+    def tick(self, now: float) -> None:
+        """Asks whether it still answers; ends it if it has not for too long.
+
+        Call it after `clear`, so that no answer is overlooked.
+        """
+        if self._pulse.asks(now):
+            self._tell({"do": "pulse"})
+        elif self._pulse.hung and self._process is not None:
+            silence = f"has not answered for {self._patience:g} s"
+            self._note(f"the coordinator {silence}; it is ended")
+            self._pulse = Pulse(self._patience)
+            self._process.kill()  # `_ended` follows
+
     def expected(self, worker: int) -> None:
         """A worker's process was started."""
         self._expected.add(worker)
         self._tell({"do": "expected", "worker": worker})
 
-    def lost(self, worker: int, text: str) -> None:
+    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
         """A worker's process has ended."""
         self._expected.discard(worker)
-        self._lost[worker] = text
+        lost: Message = {"do": "lost", "worker": worker, "text": text}
+        lost["heirs"] = heirs
+        self._lost[worker] = lost
         while len(self._lost) > _REMEMBERED:
             del self._lost[next(iter(self._lost))]
-        self._tell({"do": "lost", "worker": worker, "text": text})
+        self._tell(lost)
 
     def _tell(self, message: Message) -> None:
         if self._channel is not None:
@@ -191,7 +220,7 @@ class _Served:
     """The process: one loop between its pipes and its coordinator's events."""
 
     def __init__(self, reader: int, writer: int) -> None:
-        from ringjax.coordinator import Coordinator
+        from ringjax.membership.coordinator import Coordinator
 
         self._make = Coordinator
         self._coordinator: Coordinator | None = None
@@ -218,10 +247,14 @@ class _Served:
                 coordinator.expected(message["worker"])
             case "finished" if coordinator is not None:
                 coordinator.finished(message["worker"])
+            case "pulse" if coordinator is not None:
+                coordinator.pulse()
             case "lost" if coordinator is not None:
-                coordinator.lost(message["worker"], message["text"])
+                coordinator.lost(message["worker"], message["text"], message["heirs"])
 
     def _serve(self, message: Message) -> None:
+        if not message["resume"]:  # else one after the other would die there
+            failpoints.arm(Config.from_env().failpoints, None)
         listeners = [socket.socket(fileno=number) for number in message["listeners"]]
         for sock in listeners:
             sock.set_inheritable(False)

@@ -169,6 +169,7 @@ class ElasticJob:
             start_timeout=spec.start_timeout,
             elastic_timeout=self._timeout,
             failure_timeout=self._failure_timeout,
+            tls=spec.tls,
             note=self.console.note,
         )
         self._coordinator.start()
@@ -181,6 +182,7 @@ class ElasticJob:
             "RINGJAX_SECRET": secret.hex(),
             "RINGJAX_JOB": job,
             "RINGJAX_ELASTIC": "1",
+            "RINGJAX_SPREAD": str(int(len(names) > 1)),
         }
         if spec.verbose:
             self.console.note(
@@ -229,6 +231,8 @@ class ElasticJob:
         self._keeper.silent = self._ending.begun
         self._keeper.tick(now)
         if not self._ending.begun:
+            if self._coordinator is not None:
+                self._coordinator.tick(now)
             self._discover(now)
             self._start_workers(now)
             self._check_number(now)
@@ -256,10 +260,14 @@ class ElasticJob:
         workers = self._roster.workers
         match event, *details:
             case "members", _, kind, members:
-                # When the last member is lost, so is what the job has learned. That
-                # newcomers would start it afresh is for the user to decide.
-                if kind != "start" or not self._roster.members:
-                    self._entered(members)
+                if kind == "start" and self._roster.members:
+                    self.console.note(
+                        "the last rank is lost: newcomers begin afresh, or from a "
+                        "checkpoint if the program keeps one"
+                    )
+                self._entered(members)
+            case "ready", number:
+                workers[number].ready = True
             case "fenced", number, why:
                 self._keeper.fence(workers[number], why, time.monotonic())
             case "failure", number, text:
@@ -350,6 +358,7 @@ class ElasticJob:
     def host_lost(self, names: Sequence[int], text: str) -> None:
         """Notes that the workers of a host are lost."""
         for name in names:
+            self._roster.workers[name].certain = False
             self.exited(name, 255, text)
 
     # The end.
@@ -370,6 +379,9 @@ class ElasticJob:
         blobs = {number: bytes(data) for number, data in self._results.items()}
         if self._ending.signalled is not None:
             return interrupted(self._ending.signalled, blobs)
+        if roster.all_left():  # as if ringrun itself had been asked to
+            why = "every rank has left, as it was asked to"
+            return Outcome(128 + signal.SIGTERM, reason=why)
         if self._stop:
             return Outcome(1, reason=self._stop)
         if roster.success():
@@ -378,6 +390,6 @@ class ElasticJob:
             return Outcome(0, results=results)
         blame = roster.blame(place=roster.several_hosts())
         if blame is None:
-            return Outcome(1, reason="every rank has left, as it was asked to")
+            return Outcome(1, reason="the ranks ended without having finished")
         results = {blame.rank: blobs.get(blame.worker, b"")}
         return Outcome(blame.exit_code, blame.rank, blame.reason, results)

@@ -37,7 +37,7 @@ _DEFAULTS = {
 # Each job makes its own; a job inside a job must not tell the outer one's.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
 # Nor is it elastic because the outer one is.
-_OUTER = ("RINGJAX_ELASTIC", "RINGJAX_WORKER")
+_OUTER = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER")
 
 
 def inherited() -> dict[str, str]:

@@ -216,13 +216,12 @@ class Fleet:
         """Signal the groups of these processes, or of all; or they `alone`."""
         message: Message = {"do": "signal", "signal": int(number), "alone": alone}
         for agent in (self._local, *self._remote.values()):
-            if names is None:
-                self._tell(agent, message)
-                continue
+            # Never the ssh clients: what they still have to carry would be lost, and
+            # their agents would believe that we are gone.
             known = set(agent.names)
             if agent is self._local:
                 known.update(self._errands)
-            if ids := sorted(known.intersection(names)):
+            if ids := sorted(known if names is None else known.intersection(names)):
                 self._tell(agent, {**message, "ids": ids})
 
     def _tell(self, agent: _Agent, message: Message) -> None:

@@ -103,6 +103,7 @@ class Job:
             self.size,
             hosts=own_addresses(remote, spec.interfaces),
             start_timeout=spec.start_timeout,
+            tls=spec.tls,
         )
         self._server.start()
         shared = {

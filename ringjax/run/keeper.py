@@ -66,7 +66,7 @@ class Keeper:
         """Whether all that matter have ended."""
         roster = self._roster
         if roster.members:
-            return roster.over()
+            return roster.over() and not roster.heirs()
         if self._crew.closed:
             return all(worker.settled for worker in roster.workers)
         return self._crew.all_failed()
@@ -84,7 +84,8 @@ class Keeper:
     def _tell(self, worker: Worker) -> None:
         if self.authority is not None:
             why = self._roster.fate(worker).lstrip(": ") if worker.exit_code else ""
-            self.authority.lost(worker.number, why or "ended without an error")
+            why = why or "ended without an error"
+            self.authority.lost(worker.number, why, worker.may_have_heirs)
 
     def fence(self, worker: Worker, why: str, now: float) -> None:
         """It was declared lost."""
@@ -113,9 +114,8 @@ class Keeper:
                 worker.killed = True
                 self._signaller.signal(signal.SIGKILL, [worker.number])
         for worker in list(self._fenced):
-            if not worker.runs:
-                self._fenced.remove(worker)
-            elif now > (worker.fenced or 0.0) + _LAST_WORDS:
+            # Of one that has ended meanwhile the better line is said when it settles.
+            if worker.runs and now > (worker.fenced or 0.0) + _LAST_WORDS:
                 self._fenced.remove(worker)
                 self._say(worker, f" was declared lost: {worker.why}")
         while self._gone and self._gone[0][0] <= now:
@@ -133,6 +133,7 @@ class Keeper:
             self._crew.closed = True
         else:
             spoken = worker.fenced is not None and worker not in self._fenced
+            self._fenced = [other for other in self._fenced if other is not worker]
             member_for = None if worker.rank is None else worker.ended - worker.joined
             pause = self._crew.failed(
                 worker.seat,

@@ -21,6 +21,7 @@ class Spec:
     command: Sequence[str]
     env: Mapping[str, str]
     start_timeout: float
+    tls: str = "auto"
     slots: Sequence[Slot] = ()
     payload: bytes | None = None
     interfaces: Sequence[str] = ()

@@ -29,6 +29,8 @@ class Worker:
         finished: it said that it is through.
         dismissed: it left in good order while the others go on.
         report: what it said before it went down.
+        ready: it could be a member.
+        certain: its end was seen, it did not only get out of reach with its host.
     """
 
     number: int
@@ -48,6 +50,8 @@ class Worker:
     finished: bool = False
     dismissed: bool = False
     report: str = ""
+    ready: bool = False
+    certain: bool = True
 
     @property
     def runs(self) -> bool:
@@ -58,6 +62,17 @@ class Worker:
     def counts(self) -> bool:
         """Whether it works for the job, or will."""
         return self.runs and self.fenced is None and self.told is None
+
+    @property
+    def may_have_heirs(self) -> bool:
+        """Whether it was killed or declared lost, and has ended for certain.
+
+        An error of the program would come again, and who is only out of reach may go on
+        there: nobody may begin the job afresh beside it.
+        """
+        by_others = self.fenced is not None or (self.exit_code or 0) > 128
+        own_way = self.report or self.finished or self.dismissed
+        return not self.runs and self.certain and by_others and not own_way
 
 
 class Roster:
@@ -150,6 +165,14 @@ class Roster:
             return all(self.workers[n].settled for n in self.members)
         return all(worker.settled for worker in self.workers)
 
+    def heirs(self) -> int:
+        """Newcomers that may begin the job afresh once its last member has ended."""
+        last = [self.workers[n] for n in self.members]
+        if not all(worker.may_have_heirs for worker in last):
+            return 0
+        count = sum(w.counts and w.ready and w not in last for w in self.workers)
+        return count if count >= self._min_np else 0
+
     def succeeded(self) -> list[Worker]:
         """Who has done the job's work to its end, by rank."""
         done = [w for w in self.workers if w.exit_code == 0 and _is_through(w)]
@@ -164,6 +187,11 @@ class Roster:
         ended = [self.workers[n] for n in self.members]
         stayed = [worker for worker in ended if not worker.dismissed]
         return bool(stayed) and all(worker.exit_code == 0 for worker in stayed)
+
+    def all_left(self) -> bool:
+        """Whether the last members have all left, as they were asked to."""
+        ended = [self.workers[n] for n in self.members]
+        return bool(ended) and all(worker.dismissed for worker in ended)
 
     def blame(self, *, place: bool) -> Blame | None:
         """The worker that failed first: of the last members, or of all."""

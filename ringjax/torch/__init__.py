@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ringjax.limits import collective_timeout as collective_timeout
 from ringjax.torch.compression import Compression as Compression
 from ringjax.torch.functions import allgather_object as allgather_object
 from ringjax.torch.functions import broadcast_object as broadcast_object

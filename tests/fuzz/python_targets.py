@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from ringjax import addresses, cost_file, launch, meeting, membership, objects, parsers
-from ringjax.assembly import Rules
+from ringjax import addresses, cost_file, launch, meeting, objects, parsers
 from ringjax.config import Config
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.handshake import Introduction, Keys, Opener, Purpose, Sealer, answer, call
+from ringjax.handshake import Introduction, Purpose, answer, call
+from ringjax.membership import membership
+from ringjax.membership.assembly import Rules
 from ringjax.rendezvous import Server
 from ringjax.run import hosts
+from ringjax.sealing import Keys, Opener, Sealer
 from ringjax.service import Seat
 
 from .damage import Target, strange

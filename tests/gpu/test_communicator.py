@@ -207,6 +207,7 @@ def test_after_an_abort_nothing_is_sent(device) -> None:
     assert communicator.aborted
     for call in (
         communicator.check,
+        communicator.confirm,
         lambda: communicator.synchronize(device.stream),
         lambda: communicator.execute(
             OPS["barrier"], REDUCE["Sum"], [], [], stream=device.stream
@@ -217,3 +218,24 @@ def test_after_an_abort_nothing_is_sent(device) -> None:
     communicator.close()
     communicator.close()
     connect().close()  # another epoch works
+
+
+def test_one_epoch_after_the_other_as_in_an_elastic_job(device) -> None:
+    """Each ends by an abort with work on its way, and the next one is right."""
+    tensors = Tensors(device, [np.ones(n, np.float32) for n in (5, 7, 1 << 20)])
+    call = OPS["allreduce"], REDUCE["Sum"], tensors.ins("f32"), tensors.outs()
+    for _ in range(3):
+        communicator = connect("pack")
+        for value in (2.0, 3.0):
+            for pointer, array in zip(tensors.pointers, tensors.arrays, strict=True):
+                array[...] = value
+                device.upload(pointer, array)
+            communicator.execute(*call, stream=device.stream)
+            communicator.confirm()
+            same(tensors.read(), tensors.arrays)
+        communicator.execute(*call, stream=device.stream)
+        communicator.abort("rank 1 was lost", 1)
+        with pytest.raises(_native.StatusError, match="rank 1 was lost"):
+            communicator.confirm()
+        communicator.close()
+    tensors.close()

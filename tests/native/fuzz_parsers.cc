@@ -76,7 +76,7 @@ std::vector<std::string> NewsSeeds() {
   NewsWriter writer;
   for (uint64_t number : {7, 8, 9, 3, 300}) writer.Reference(number);
   writer.Join();
-  writer.Expiry(Sum("late"), 1.5);
+  writer.Expiry(Sum("late"), 1.5, "rank 1: it is at train.py:41");
   const std::string sealed = writer.Seal(0, 0);
   return {"\2" + Items({Sum("a"), Splitting(), Rooted()}), "\2" + sealed,
           "\2" + sealed.substr(0, sealed.size() - 4),
@@ -210,7 +210,9 @@ void Beats(std::string_view input) {
   const auto [quiet, other] = UnixPair();
   {
     auto heartbeat = std::make_shared<Heartbeat>(
-        0, std::vector<Heartbeat::Peer>{{1, here}, {2, quiet}}, 10.0, 30.0, MakeBell());
+        0, std::vector<Heartbeat::Peer>{{1, here}, {2, quiet}}, 10.0, 30.0, MakeBell(),
+        nullptr, MakeBell());
+    heartbeat->Ask({0, 7, false, {1, 2}, "allreduce 'x'"});
     [[maybe_unused]] const ssize_t sent = send(there, input.data(), input.size(), 0);
     shutdown(there, SHUT_WR);
     char buffer[4096];
@@ -220,6 +222,12 @@ void Beats(std::string_view input) {
       ALWAYS(rank >= 0 && rank < 3);  // one that there is
       ALWAYS(why.size() < 2048);
     }
+    for (const Sighting& sighting : heartbeat->Sightings(0, {1, 2})) {
+      ALWAYS(sighting.text.size() <= kMostSighting);
+      for (const char c : sighting.text) ALWAYS(static_cast<unsigned char>(c) >= 0x20);
+    }
+    for (const std::string& stall : heartbeat->asked().stalls)
+      ALWAYS(stall.size() < 2048);
     heartbeat->Stop();
   }
   close(there);
@@ -229,12 +237,13 @@ void Beats(std::string_view input) {
 // As the heartbeat of an honest rank writes them.
 std::vector<std::string> BeatsSeeds() {
   std::vector<std::string> seeds;
-  for (int what = 0; what < 3; ++what) {
+  for (int what = 0; what < 4; ++what) {
     const auto [here, there] = UnixPair();
     auto heartbeat = std::make_shared<Heartbeat>(
         1, std::vector<Heartbeat::Peer>{{0, here}}, 10.0, 30.0, MakeBell());
     if (what == 1) heartbeat->Fail("rank 2 went away", 2);
     if (what == 2) heartbeat->Leave();
+    if (what == 3) heartbeat->Ask({0, 7, false, {0}, "allreduce 'x' (f32[8], SUM)"});
     heartbeat->Stop();
     std::string& bytes = seeds.emplace_back();
     char buffer[4096];
@@ -242,6 +251,12 @@ std::vector<std::string> BeatsSeeds() {
       bytes.append(buffer, static_cast<size_t>(n));
     close(there);
   }
+  // The answer to the question that the target asks: a beat's head, a token, a text.
+  std::string answer = seeds[0].substr(0, 32);
+  answer[4] = 5;
+  answer[12] = 8 + 11;
+  answer += std::string("\1\0\0\0\1\0\0\0", 8) + "it is here\n";
+  seeds.push_back(answer + seeds[3]);
   seeds.push_back(seeds[0] + seeds[1] + seeds[2]);
   return seeds;
 }

@@ -72,6 +72,13 @@ class Job {
     lost_ = victim->number;
   }
 
+  // As if its process had been frozen: the others go on without it, and nothing has
+  // told it so.
+  void Fence(Worker* victim) {
+    std::erase(members_, victim);
+    lost_ = victim->number;
+  }
+
   // Everybody stops and says how far it came. The verdict is for all, and is applied in
   // the next Install.
   void Revoke() {

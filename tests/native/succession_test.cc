@@ -3,6 +3,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <optional>
+#include <random>
+
 #include "engine/heartbeat.h"
 #include "generations.h"
 
@@ -65,7 +68,7 @@ void AwaitBegun(const Worker& w, uint64_t calls) {
   while (w.communicator->progress()->begun() < calls) std::this_thread::yield();
 }
 
-TEST(ANoteThatOthersFinishedIsFinishedFromTheBoard) {
+TEST(ANoteThatSomebodyHasGivenUpOnIsRunAgain) {
   Job job(3, 4096);
   Caller late(job.worker(1), kSum, 5);
   AwaitBegun(job.worker(1), 1);
@@ -74,19 +77,44 @@ TEST(ANoteThatOthersFinishedIsFinishedFromTheBoard) {
   job.worker(1).communicator->Abort(Status(Code::kUnavailable, "stop"));
   Standing standing;
   CHECK(job.worker(1).communicator->Quiesce(5, &standing).ok());
-  CHECK_EQ(standing.returned, 0u);
+  CHECK_EQ(standing.done, 0u);
   Caller zero(job.worker(0), kSum, 5), two(job.worker(2), kSum, 5);
-  zero.Check(7, 0);
-  two.Check(7, 0);
+  AwaitBegun(job.worker(0), 1);
   job.Kill(&job.worker(2));
   job.Revoke();
-  CHECK_EQ(job.verdict().finished, 1u);
+  CHECK_EQ(job.verdict().finished, 0u);
   job.Join();
   for (Worker* w : job.members()) job.Install(w);
-  late.Check(7, 0);
-  Caller a(job.worker(0), kSum, 5), b(job.worker(1), kSum, 5);
-  a.Check(3, 1);
-  b.Check(3, 1);
+  late.Check(3, 1);
+  zero.Check(3, 1);
+}
+
+// A rank whose process was frozen goes on, for a moment, as if nothing had happened.
+TEST(AFencedRankReturnsFromNoCallThatTheOthersRunAgain) {
+  std::minstd_rand random(7);
+  for (int turn = 0; turn < 200; ++turn) {
+    const size_t n = turn % 2 ? 5 : 900;  // a note, or a tile
+    const bool late = turn % 4 < 2;
+    Job job(3, 4096);
+    Worker& frozen = job.worker(2);
+    Caller zero(job.worker(0), kSum, n), one(job.worker(1), kSum, n);
+    std::optional<Caller> two;
+    if (!late) two.emplace(frozen, kSum, n);
+    Pause(static_cast<int>(random() % 150));
+    job.Fence(&frozen);
+    job.Revoke();
+    if (late) two.emplace(frozen, kSum, n);
+    const bool finished = job.verdict().finished == 1;
+    job.Join();
+    for (Worker* w : job.members()) job.Install(w);
+    zero.Check(finished ? 7 : 3, finished ? 0 : 1);
+    one.Check(finished ? 7 : 3, finished ? 0 : 1);
+    Pause(1000);
+    frozen.succession->End(Status(Code::kUnavailable, "fenced"));
+    frozen.communicator->Abort(Status(Code::kUnavailable, "fenced"));
+    if (two->Ended().ok()) CHECK(finished);
+    CHECK(!(late && finished));
+  }
 }
 
 TEST(ACallWithAllItsResultsOnlyWaitsForTheOthers) {

@@ -301,3 +301,34 @@ def test_bad_arguments(world) -> None:
         eager.alltoall(np.ones(world.size + 1), [1] * world.size)
     with raises(ValueError, "alltoall"):
         eager.alltoall(np.ones(world.size), [-1] * world.size)
+
+
+def test_any_framework_that_speaks_dlpack(world) -> None:
+    """As MXNet's arrays do; docs/from-horovod.md."""
+
+    class Foreign:
+        """An array of a framework that ringjax has never heard of."""
+
+        def __init__(self, values: Any) -> None:
+            self.values = np.ascontiguousarray(values)
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.values.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.values.__dlpack_device__()
+
+        def __setitem__(self, place: Any, values: Any) -> None:
+            self.values[place] = values
+
+    gradients = {name: Foreign(mine(world.rank)) for name in ("weight", "bias")}
+    handles = [
+        eager.allreduce_async(gradient, ringjax.Average, name=f"dlpack.{name}")
+        for name, gradient in gradients.items()
+    ]
+    for gradient, handle in zip(gradients.values(), handles, strict=True):
+        gradient[:] = eager.synchronize(handle)
+    for gradient in gradients.values():
+        np.testing.assert_allclose(gradient.values, total(world.size) / world.size)
+    sent = eager.broadcast(Foreign(mine(world.rank)), 0, name="dlpack.parameter")
+    np.testing.assert_array_equal(sent, mine(0))

@@ -1,4 +1,4 @@
-"""Chaos: workers die, freeze and leave, and training goes on without losing a step.
+"""Chaos: workers die, freeze, leave, and training goes on without losing a step.
 
 After every story, all steps are computed again in one process, see chaos.py. What
 `make soak` does for hours.
@@ -6,13 +6,21 @@ After every story, all steps are computed again in one process, see chaos.py. Wh
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import re
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import leaks
 import pytest
-from chaos import SILENCE, Chaos
+from chaos import EAGER, SILENCE, Chaos
 from launch import StartJob
+
+from ringjax.elastic import Checkpointer
 
 SEED = 20  # of the moments; what happens at them is up to the machine
 
@@ -80,10 +88,7 @@ def test_a_long_freeze_is_a_loss_and_the_frozen_one_must_not_go_on(
     chaos.do("fence", frozen, training[frozen], chance)
     assert time.monotonic() - before > SILENCE
     chaos.wait_for_steps(50)
-    deadline = time.monotonic() + 20
-    while frozen in chaos.pids():
-        assert time.monotonic() < deadline, chaos.logs()
-        time.sleep(0.05)
+    chaos.wait_for_end_of(frozen, 20)
     assert chaos.end().smallest == 2  # and it contributed to nothing afterwards
 
 
@@ -94,9 +99,127 @@ def test_a_worker_that_is_asked_to_leave_costs_nothing(
     chaos, chance = Chaos(start_job, tmp_path, np=3), random.Random(SEED)
     training = chaos.wait_for(3)
     chaos.do("term", max(training), training[max(training)], chance)
-    deadline = time.monotonic() + 30
-    while max(training) in chaos.pids():
-        assert time.monotonic() < deadline, chaos.logs()
-        time.sleep(0.05)
+    chaos.wait_for_end_of(max(training), 30)
     chaos.wait_for_steps(50)
     assert chaos.end().smallest == 2
+
+
+@pytest.mark.timeout(150)
+def test_slow_peers_and_strangers_are_no_loss(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    chaos, chance = Chaos(start_job, tmp_path, np=2), random.Random(SEED)
+    training = chaos.wait_for(2)
+    for what in ("slow", "garbage"):
+        chaos.do(what, max(training), training[max(training)], chance)
+        chaos.wait_for_steps(20)
+    assert chaos.end().smallest == 2
+    assert "refused a connection" in chaos.job.launcher_output()
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_without_memory_is_lost_and_replaced(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    # And there is no shared memory for anybody, so that all of it goes over TCP.
+    env = {"RINGJAX_FAILPOINTS": "memory.make=enospc"}
+    chaos = Chaos(start_job, tmp_path, np=3, env=env, program=EAGER)
+    training, chance = chaos.wait_for(3), random.Random(SEED)
+    chaos.do("memory", 1, training[1], chance)
+    deadline = time.monotonic() + 40
+    while "MemoryError" not in chaos.job.launcher_output():
+        assert time.monotonic() < deadline, chaos.logs()
+        time.sleep(0.05)
+    chaos.wait_for(3)
+    assert chaos.end().smallest == 2
+    text = chaos.job.launcher_output()
+    assert "No space left on device" in text
+    assert re.search(r"^ringrun: .*worker 1, .*MemoryError", text, re.MULTILINE)
+
+
+def _group_of(root: str, limit: str) -> Path | None:
+    folder = Path(root, f"ringjax-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(32 << 20))
+    except OSError:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return None
+    return folder
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """The processes of a control group, which may have 32 MiB more together."""
+    folder = _group_of("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+    folder = folder or _group_of("/sys/fs/cgroup", "memory.max")
+    if folder is None:
+        pytest.skip("needs a control group")
+    processes = folder / "cgroup.procs"
+    yield processes
+    leaks.settle(lambda: processes.read_text().split())
+    folder.rmdir()
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_that_the_kernel_kills_for_its_memory_is_replaced(
+    start_job: StartJob, tmp_path: Path, small_group: Path
+) -> None:
+    chaos = Chaos(start_job, tmp_path, np=3, program=EAGER)
+    training, chance = chaos.wait_for(3), random.Random(SEED)
+    small_group.write_text(str(training[1]))
+    chaos.do("memory", 1, training[1], chance)
+    chaos.wait_for_end_of(1, 40)
+    chaos.wait_for(3)
+    assert chaos.end().smallest == 2
+    text = chaos.job.launcher_output()
+    assert re.search(r"^ringrun: .*worker 1, .* killed by signal 9", text, re.MULTILINE)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("needs to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
+
+
+@pytest.mark.timeout(150)
+def test_a_full_disk_costs_checkpoints_and_nothing_else(
+    start_job: StartJob, tmp_path: Path, small_disk: Path
+) -> None:
+    traces, filling = tmp_path / "traces", small_disk / "filling"
+    traces.mkdir()
+    filling.write_bytes(bytes(980 << 10))
+    chaos = Chaos(*(start_job, traces, 2), program=EAGER, arguments=[str(small_disk)])
+    chaos.wait_for_steps(50)
+    deadline = time.monotonic() + 40
+    while "could not be written" not in chaos.job.launcher_output():
+        assert time.monotonic() < deadline, chaos.logs()
+        time.sleep(0.05)
+    assert Checkpointer(small_disk).numbers() == []
+    filling.unlink()
+    while not Checkpointer(small_disk).numbers():
+        assert time.monotonic() < deadline, chaos.logs()
+        time.sleep(0.05)
+    assert chaos.end().smallest == 2
+    assert "No space left on device" in chaos.job.launcher_output()
+
+
+@pytest.mark.timeout(240)
+def test_a_minute_of_everything_at_random(start_job: StartJob, tmp_path: Path) -> None:
+    chaos = Chaos(start_job, tmp_path, np=3, program=EAGER, seats=100)
+    chaos.wait_for(3)
+    chaos.rage(random.Random(SEED), seconds=40, every=0.5)
+    chaos.wait_for(3)
+    chaos.wait_for_steps(20)
+    verdict = chaos.end()
+    assert chaos.counts()["kill"] >= 2
+    assert chaos.failures() >= 2
+    assert verdict.steps > 20
+    assert (verdict.smallest, verdict.largest) == (1, 3)

@@ -66,8 +66,20 @@ def leave(*_):
     runtime.leave_at_next_pause()
 
 signal.signal(signal.SIGTERM, leave)
+
+def again(error):
+    say("failed", error)
+    runtime.restart(str(error))
+    state[0] = state[0] // 10 * 10
+    sync(range(runtime.size()))
+    say("again", state[0], runtime.generation().kind)
+
 while not os.path.exists(sys.argv[0] + ".stop"):
-    number, epoch = runtime.check_updates()
+    try:
+        number, epoch = runtime.check_updates()
+    except errors.RingjaxError as error:  # another rank was a call further, and failed
+        again(error)
+        continue
     if number:
         if not runtime.pause(number):
             say("left")
@@ -83,19 +95,8 @@ while not os.path.exists(sys.argv[0] + ".stop"):
             raise errors.RingjaxError("told to")
         total = add_all()
         eager.allreduce(np.ones(5), op=ringjax.Sum)
-    except errors.RingjaxError as error:
-        say("failed", error)
-        runtime.restart(str(error))
-        state[0] = state[0] // 10 * 10
-        sync(range(runtime.size()))
-        say("again", state[0], runtime.generation().kind)
-        continue
-    except _native.StatusError as error:
-        say("failed", error)
-        runtime.restart(str(error))
-        state[0] = state[0] // 10 * 10
-        sync(range(runtime.size()))
-        say("again", state[0], runtime.generation().kind)
+    except (errors.RingjaxError, _native.StatusError) as error:
+        again(error)
         continue
     state[0] += 1
     say("state", state[0], total, ringjax.size(), runtime.last_contributors())
@@ -129,7 +130,8 @@ def test_workers_come_and_leave_and_start_again(start: Start) -> None:
     # One may see the sign to stop a step before the other.
     ends = [int(job.lines(worker, "end")[0][0]) for worker in (2, 3)]
     assert abs(ends[0] - ends[1]) <= 1, job.story()
-    assert (job.lines(2, "end")[0][1], job.lines(3, "end")[0][1]) == ("0", "1")
+    assert job.lines(2, "end")[0][1] == "0"
+    assert job.lines(3, "end")[0][1] in ("0", "1")  # 0: worker 2 had ended before
     by_state: dict[str, set[str]] = {}
     for worker in (0, 2, 3):
         for number, *rest in job.lines(worker, "state"):

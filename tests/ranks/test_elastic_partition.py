@@ -96,13 +96,6 @@ def _chaos(start_job: StartJob, hosts: Hosts, folder: Path, first: int) -> Chaos
     return chaos
 
 
-def _gone(chaos: Chaos, worker: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while worker in chaos.pids():
-        assert time.monotonic() < deadline, chaos.logs()
-        time.sleep(0.05)
-
-
 def test_a_host_that_is_cut_off_is_lost_and_does_not_go_on(
     start_job: StartJob, hosts: Hosts, tmp_path: Path
 ) -> None:
@@ -111,7 +104,7 @@ def test_a_host_that_is_cut_off_is_lost_and_does_not_go_on(
     hosts.cut()
     chaos.wait_for_steps(50, seconds=SILENCE + 20)
     hosts.cut(up=True)
-    _gone(chaos, 2, 30)  # as soon as it can hear that it was declared lost
+    chaos.wait_for_end_of(2, 30)  # as soon as it can hear that it was declared lost
     verdict = chaos.end()
     assert verdict.smallest == 2
     traces = {int(p.stem): lines(p) for p in chaos.folder.glob("*.jsonl")}

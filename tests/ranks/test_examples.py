@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, environment
+from launch import ROOT, compiled_before, environment
 
 EXAMPLES = ROOT / "examples"
 SHORT = {
@@ -18,6 +18,14 @@ SHORT = {
         r"step     4: train \d\.\d+  test \d\.\d+ bits/char",
     ),
     "torch_digits.py": (
+        ["--epochs", "2"],
+        r"epoch  2: loss .*images/s\n(.*\n)?.*result: \d+\.\d+% of 360 unseen digits",
+    ),
+    "tensorflow_digits.py": (
+        ["--epochs", "2"],
+        r"epoch  2: loss .*images/s\n(.*\n)?.*result: \d+\.\d+% of 360 unseen digits",
+    ),
+    "keras_digits.py": (
         ["--epochs", "2"],
         r"epoch  2: loss .*images/s\n(.*\n)?.*result: \d+\.\d+% of 360 unseen digits",
     ),
@@ -55,7 +63,7 @@ LIMIT = 120
 
 
 def run(command: list[str]) -> str:
-    env = environment("", {})
+    env = environment("", compiled_before())
     env = {k: v for k, v in env.items() if not k.startswith(("RINGJAX_", "HOROVOD_"))}
     # PyTorch's threads spin at barriers, which is slow where others work as well.
     env["OMP_NUM_THREADS"] = "1"
@@ -80,6 +88,7 @@ def test_every_example_is_tested() -> None:
         ("jax_char_lm.py", 1),
         ("jax_char_lm.py", 2),
         ("torch_digits.py", 2),  # one rank: below
+        ("tensorflow_digits.py", 2),
         ("torch_synthetic_benchmark.py", 1),
         ("torch_synthetic_benchmark.py", 2),
         ("jax_elastic.py", 1),
@@ -100,6 +109,17 @@ def test_runs(name: str, ranks: int) -> None:
     if name == "jax_digits.py":
         assert "MB of gradients in" in out and "algorithm: " in out
         assert "transport: 1 × shm" in out
+
+
+@pytest.mark.timeout(LIMIT + 10)
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_keras_runs_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    options, expected = SHORT["keras_digits.py"]
+    words = [sys.executable, "-m", "ringjax.run", "-np", "2", sys.executable]
+    out = run([*words, str(EXAMPLES / "keras_digits.py"), *options])
+    assert re.search(expected, out), out
+    assert f"2 rank(s), 48 images a step, 85,066 parameters, {backend}" in out
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -212,7 +212,7 @@ def test_a_rank_that_never_calls_is_named(start_job: StartJob) -> None:
     for rank in (0, 1):
         one.wait_for(rank, "caught at ")
         when, text = caught(one, rank)
-        assert when - started < 10
+        assert when - started < 20
         assert "rank 2" in text, one.logs()
         assert "grads" in text
         assert "for 2 s" in text
@@ -236,10 +236,10 @@ def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
         NCCL_STUB_STALL_SECONDS=30,
     )
     started = time.time()
-    assert one.wait(20) == 0, one.logs()
+    assert one.wait(40) == 0, one.logs()
     for rank in range(2):
         when, text = caught(one, rank)
-        assert when - started < 10
+        assert when - started < 20
         assert "allreduce 'grads'" in text
         assert "does not end though every rank has called it" in text
 
@@ -334,7 +334,7 @@ def test_the_init_of_nccl_ends_in_time(start_job: StartJob) -> None:
             begin()
         except ringjax.errors.StartupError as error:
             tell(error)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 12
         quickly_down()
         """,
         {"RINGJAX_START_TIMEOUT": "2"},

@@ -19,7 +19,8 @@ SECRET = "ab" * 32
 def test_defaults_are_a_job_without_places() -> None:
     settings = Config.from_env({})
     assert settings.rank is settings.size is settings.local_rank is None
-    assert (settings.start_timeout, settings.stall_warning) == (120.0, 30.0)
+    assert (settings.start_timeout, settings.stall_warning) == (120.0, 10.0)
+    assert settings.collective_timeout == 60.0
     assert (settings.failure_timeout, settings.heartbeat) == (5.0, 1.0)
     assert (settings.ring_bytes, settings.tcp_streams) == (1 << 20, 2)
     assert (settings.shm, settings.bucket_bytes) == (True, 25 << 20)

@@ -18,11 +18,20 @@ from typing import Any
 import pytest
 
 from ringjax import addresses, errors
-from ringjax.coordinator import Coordinator
-from ringjax.enlistment import Enlistment, join
 from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
-from ringjax.handshake import Introduction, Purpose, Sealer, introduce
-from ringjax.orders import Dismissed, Fenced, Members, Revoke, Stopped, Update, Welcome
+from ringjax.handshake import Introduction, Purpose, introduce
+from ringjax.membership.coordinator import Coordinator
+from ringjax.membership.enlistment import Enlistment, join
+from ringjax.membership.orders import (
+    Dismissed,
+    Fenced,
+    Members,
+    Revoke,
+    Stopped,
+    Update,
+    Welcome,
+)
+from ringjax.sealing import Sealer
 from ringjax.session import SERVER_RANK
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -186,7 +195,7 @@ def test_restart_and_suspicion(town: Callable[..., Town]) -> None:
     for worker in workers[:2]:
         hear(worker, Revoke)
         worker.report(1, {})
-    assert hear(workers[2], Fenced).text == "rank 0 says: silent for 5 s"
+    assert hear(workers[2], Fenced).text == "silent for 5 s (says rank 0)"
     assert hear(workers[0], Members).previous == (0, 1)
 
 
@@ -300,7 +309,7 @@ def raw(here: Town, worker: int) -> tuple[socket.socket, Sealer]:
     """A worker that knows the secret and nothing else."""
     sock = socket.create_connection(addresses.parse(here.where)[0], timeout=10)
     hello = Introduction(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
-    return sock, Sealer(introduce(sock, SECRET, hello).send)
+    return sock, introduce(sock, SECRET, hello).sealer()
 
 
 @pytest.mark.parametrize(

@@ -376,3 +376,22 @@ def test_a_loss_before_the_state_is_sent_starts_again(
     assert train_with(job)(State(step=0)) == 4
     assert job.pages[0].startswith("restart: a rank was lost just before")
     assert job.pages[1:] == ["share", "train 0"]
+
+
+def test_newcomers_that_are_lost_again_and_again_use_up_no_attempts(
+    job: Runtime,
+) -> None:
+    late = 5
+
+    def agree(having: Having) -> Agreement:
+        nonlocal late
+        agreed = job.agree(having)
+        if having and late:  # a loss follows before the state is sent
+            late -= 1
+            job.epoch += 1
+        return agreed
+
+    job.patch.setattr(agreement, "agree", agree)
+    assert train_with(job)(State(step=0)) == 4
+    assert job.pages[-2:] == ["share", "train 0"]
+    assert sum(page.startswith("restart") for page in job.pages) == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,17 @@ def test_in_python_they_have_names_of_python() -> None:
         run(print, np=2, min_np=3)
 
 
-def test_run_of_an_elastic_job() -> None:
+def test_run_of_an_elastic_job(tmp_path: Path) -> None:
+    replaced = tmp_path / "replaced"
+
     def work() -> str:
         worker = os.environ["RINGJAX_WORKER"]
         if worker == "1":
             os.kill(os.getpid(), 9)
+        if worker == "3":
+            replaced.touch()
+        while not replaced.exists():  # nobody is replaced once one has finished
+            time.sleep(0.01)
         return worker
 
     assert run(work, np=3, min_np=2, reset_limit=9) == ["0", "3", "2"]

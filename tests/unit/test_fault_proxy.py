@@ -1,6 +1,7 @@
 """A rank joins its rendezvous through a bad network: it joins, or says why not; soon.
 
-Nothing that was damaged is ever believed, and the server serves on.
+Nothing that was damaged is ever believed, and the server serves on. All of it in the
+clear and, where Python can, in TLS.
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from ringjax import addresses
 from ringjax.errors import AuthenticationError, StartupError
 from ringjax.rendezvous import Server
 from ringjax.session import Session, join
+from ringjax.tls import supported
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 # From the caller: introduction, proof; then sealed messages.
-HANDSHAKE_UP, HANDSHAKE_DOWN = 100, 96
+HANDSHAKE_UP, HANDSHAKE_DOWN = 100, 97
+# The hello of TLS and what ends it; the other end's hello.
+TLS_UP, TLS_DOWN = 343, 225
+
+needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server(SECRET, JOB, 1, start_timeout=20.0, log=lambda text: None)
+@pytest.fixture(params=["off", pytest.param("required", marks=needs_tls)])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(
+        SECRET, JOB, 1, start_timeout=20.0, log=lambda text: None, tls=request.param
+    )
     server.start()
     yield server
     server.close()
@@ -52,9 +60,14 @@ def test_a_slow_network_is_no_failure(server: Server, fault: Fault) -> None:
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 @pytest.mark.timeout(120)
-def test_no_damage_is_believed(server: Server, direction: str) -> None:
+def test_no_damage_is_believed(
+    server: Server, direction: str, request: pytest.FixtureRequest
+) -> None:
     size = HANDSHAKE_UP if direction == "up" else HANDSHAKE_DOWN
-    faults = [f for at, f in enumerate(every_fault(size + 60)) if at % 7 == 0]
+    step = 7
+    if request.node.callspec.params["server"] == "required":
+        size, step = size + (TLS_UP if direction == "up" else TLS_DOWN), 29
+    faults = [f for at, f in enumerate(every_fault(size + 60)) if at % step == 0]
     for what, fault in faults:
         where = {direction: fault}
         with FaultProxy(_target(server), **where) as proxy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringjax.generation import Generation, Step, numbers, reason, steps
 from ringjax.lanes import LANE
-from ringjax.orders import Members
+from ringjax.membership.orders import Members
 from ringjax.session import Member
 
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from ringjax import addresses, handshake
 from ringjax.errors import AuthenticationError
-from ringjax.handshake import Door, Introduction, Keys, Opener, Purpose, Sealer
+from ringjax.handshake import Door, Introduction, Purpose
+from ringjax.sealing import Keys, Opener, Sealer
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 HELLO = Introduction(JOB, Purpose.DATA, caller=3, callee=1, epoch=2, comm=5, stream=1)
@@ -62,7 +63,7 @@ def test_both_learn_the_introduction_and_fitting_keys() -> None:
     assert mine == theirs == HELLO
     assert (keys.send, keys.receive) == (other.receive, other.send)
     assert keys.send != keys.receive
-    assert [len(message) for message in transcript] == [68, 64, 32, 32]
+    assert [len(message) for message in transcript] == [68, 65, 32, 32]
     assert SECRET not in b"".join(transcript)
 
 
@@ -180,7 +181,7 @@ def test_replayed_lost_and_swapped_messages_are_noticed(order: tuple[int, ...]) 
 def test_a_message_of_the_other_direction_is_noticed() -> None:
     (_, keys), _, _ = converse(handshake.call(SECRET, HELLO), answer())
     with pytest.raises(AuthenticationError, match="altered or replayed"):
-        Opener(keys.receive).feed(Sealer(keys.send).seal({}))
+        keys.opener().feed(keys.sealer().seal({}))
 
 
 def test_an_announced_length_is_not_believed() -> None:

@@ -144,6 +144,26 @@ def test_what_is_on_its_way_fits_the_memory(monkeypatch, memory, kinds) -> None:
     assert all(f"in_flight = {most} :" in call.rest for call in found)
 
 
+@pytest.mark.parametrize(
+    ("memory", "kinds"),
+    [(512, "start start start done done done"), (511, "run")],  # twice 256 bytes
+)
+def test_in_an_elastic_job_a_step_is_on_its_way_as_a_whole(
+    monkeypatch, memory, kinds
+) -> None:
+    config = dataclasses.replace(
+        runtime.config(), overlap_memory=64, elastic_overlap_memory=memory
+    )
+    monkeypatch.setattr(runtime, "config", lambda: config)
+    monkeypatch.setattr(runtime, "elastic", lambda: True)
+
+    def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
+        return chained([a, b, c], seq, cuts=((0,), (1,), (2,)))
+
+    found = calls(program, jnp.ones(2), jnp.ones(16), jnp.ones(17), SEQ)
+    assert [c.target.removeprefix("ringjax_") for c in found] == kinds.split()
+
+
 def test_the_chain_has_no_effect_and_keeps_fast_dispatch() -> None:
     jaxpr = jax.make_jaxpr(lambda x, s: chained([x], s))(jnp.ones(3), SEQ)
     assert not jaxpr.effects

@@ -5,73 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from ringjax.assembly import Rules
-from ringjax.membership import Membership
-
-
-class Job:
-    """A membership with a clock, and what it said to whom."""
-
-    def __init__(self, np: int, min_np: int = 1, max_np: int = 0, **more: Any) -> None:
-        self.rules = Rules(np, min_np, max_np or np)
-        self.membership = Membership(self.rules, **more)
-        self.now = 0.0
-        self.mail: dict[int, list[dict[str, Any]]] = {}
-        self.news: list[tuple[Any, ...]] = []
-
-    def take(self) -> None:
-        mail, news = self.membership.take()
-        for worker, message, _ in mail:
-            self.mail.setdefault(worker, []).append(message)
-        self.news += news
-
-    def hello(self, *workers: int, rejoin: Any = None, **hello: Any) -> Job:
-        for worker in workers:
-            self.membership.hello(worker, "h", hello, rejoin, self.now)
-        self.take()
-        return self
-
-    def say(self, worker: int, kind: str, **more: Any) -> None:
-        message = {"type": kind, "epoch": self.epoch} | more
-        self.membership.said(worker, message, self.now)
-        self.take()
-
-    def report(self, *workers: int, line: tuple[int, int, bool] = (0, 0, True)) -> None:
-        for worker in workers:
-            self.say(worker, "report", lines={"0": line})
-
-    def lose(self, worker: int, why: str = "EOF") -> None:
-        self.membership.closed(worker, why, self.now)
-        self.take()
-
-    def wait(self, seconds: float) -> None:
-        """Lets time pass as the coordinator does: from one deadline to the next."""
-        end = self.now + seconds
-        for _ in range(100):
-            due = self.membership.deadline()
-            if due is None or due > end:
-                self.now = end
-                return
-            self.now = max(due, self.now)
-            self.membership.tick(self.now)
-            self.take()
-        pytest.fail("it ticks for ever")
-
-    @property
-    def epoch(self) -> int:
-        return self.membership.epoch.number
-
-    def last(self, worker: int, kind: str = "") -> dict[str, Any]:
-        found = [m for m in self.mail[worker] if not kind or m["type"] == kind]
-        return found[-1]
-
-    def order(self) -> list[int]:
-        return self.membership.epoch.order
-
-
-def started(np: int, *args: int) -> Job:
-    return Job(np, *args).hello(*range(np))
+from membership_job import Job, started
 
 
 def test_ranks_are_in_the_order_of_worker_numbers() -> None:
@@ -171,7 +105,7 @@ def test_the_silent_are_lost_soon_if_somebody_accuses_them() -> None:
     assert job.epoch == 0
     job.wait(0.2)
     assert job.order() == [1, 2, 3]
-    assert job.last(0)["text"] == "rank 1 says: silent for 5 s"
+    assert job.last(0)["text"] == "silent for 5 s (says rank 1)"
 
 
 def test_of_two_that_do_not_reach_each_other_one_stays() -> None:
@@ -226,6 +160,33 @@ def test_newcomers_and_leavers_change_at_a_pause() -> None:
     assert job.last(0)["type"] == "members"
 
 
+@pytest.mark.parametrize("min_np", [1, 3])
+def test_when_all_leave_the_job_ends_at_once(min_np: int) -> None:
+    job = started(3, min_np, 3).hello(7)
+    for worker in (0, 1, 2):
+        job.say(worker, "leaving")
+    for worker in (0, 1, 2):
+        number = job.last(worker, "update")["number"]
+        job.say(worker, "pause", number=number)
+    assert {job.last(worker)["type"] for worker in (0, 1, 2)} == {"dismissed"}
+    assert job.membership.phase == "stopped"
+    assert job.news[-1] == ("stop", "every rank has left, as it was asked to")
+    assert job.last(7)["type"] == "stopped"  # nobody waits for a newcomer
+
+
+def test_one_may_hear_first_that_all_are_to_leave() -> None:
+    job = started(3, 3, 3)
+    job.say(1, "leaving")
+    for worker in (0, 1, 2):
+        job.say(worker, "pause", number=1)
+    assert job.membership.phase == "waiting"
+    job.say(2, "leaving")
+    assert job.membership.phase == "waiting"
+    job.say(0, "leaving")
+    assert {job.last(worker)["type"] for worker in (0, 1, 2)} == {"dismissed"}
+    assert job.news[-1] == ("stop", "every rank has left, as it was asked to")
+
+
 def test_a_loss_voids_pauses() -> None:
     job = started(3, 1, 4).hello(5)
     job.say(5, "ready")
@@ -266,11 +227,29 @@ def test_they_do_not_wait_for_ever() -> None:
 
 def test_when_all_are_lost_newcomers_start_anew() -> None:
     job = started(2, 2).hello(4, 5)
-    job.lose(0)
-    job.lose(1)
+    for worker in (0, 1):
+        job.lose(worker)
+        job.membership.lost(worker, "it ended", job.now)
     job.say(4, "ready")
     job.say(5, "ready")
+    assert [n for n in job.news if n[0] == "ready"] == [("ready", 4), ("ready", 5)]
     assert (job.order(), job.last(5)["kind"]) == ([4, 5], "start")
+
+
+def test_not_while_those_who_are_lost_may_go_on_elsewhere() -> None:
+    job = started(2, 1).hello(4)
+    job.say(4, "ready")
+    job.lose(0)
+    job.membership.lost(0, "it ended", job.now)
+    job.report(1)
+    assert (job.order(), job.epoch) == ([1], 1)
+    job.lose(1)
+    job.membership.lost(1, "lost its host", job.now, heirs=False)
+    job.take()
+    assert (job.membership.phase, job.epoch) == ("waiting", 1)
+    job.membership.lost(1, "it ended", job.now)  # its host is back and says so
+    job.take()
+    assert (job.order(), job.last(4)["kind"]) == ([4], "start")
 
 
 def test_a_newcomer_that_does_not_fit() -> None:
@@ -345,75 +324,6 @@ def test_a_fenced_worker_stays_out() -> None:
     for rejoin in (memory, None):
         job.hello(1, rejoin=rejoin)
         assert job.last(1)["type"] == "fenced"
-
-
-def memory_of(job: Job, worker: int) -> dict[str, Any]:
-    members = job.last(worker, "members")
-    return {"term": members["term"], "epoch": members["epoch"], "members": members}
-
-
-def test_members_come_back_to_a_new_coordinator() -> None:
-    old = started(3)
-    job = Job(3).hello(2, rejoin=memory_of(old, 2)).hello(9)
-    job.hello(0, rejoin=memory_of(old, 0))
-    assert job.membership.phase == "assembly"
-    job.hello(1, rejoin=memory_of(old, 1))
-    assert (job.epoch, job.order()) == (0, [0, 1, 2])
-    assert job.last(1) == {"type": "resumed", "epoch": 0, "term": 1}
-    assert job.last(9)["type"] == "welcome"
-
-
-def test_those_that_do_not_come_back_are_lost() -> None:
-    old = started(5)
-    job = Job(5).hello(2, rejoin=memory_of(old, 2))
-    job.wait(3)
-    job.hello(0, rejoin=memory_of(old, 0))
-    assert job.membership.phase == "assembly"  # two of five may not go on alone
-    job.hello(4, rejoin=memory_of(old, 4))
-    job.report(0, 2, 4)
-    assert (job.epoch, job.order()) == (1, [0, 2, 4])
-    job.hello(1, rejoin=memory_of(old, 1))
-    assert job.last(1)["type"] == "fenced"
-
-
-def test_a_second_new_coordinator() -> None:
-    old = started(2)
-    memories = [memory_of(old, 0) | {"term": 1}, memory_of(old, 1)]  # one heard of it
-    job = Job(2)
-    for worker, memory in enumerate(memories):
-        job.hello(worker, rejoin=memory)
-    for worker in (0, 1):
-        assert job.mail[worker] == [{"type": "resumed", "epoch": 0, "term": 2}]
-
-
-def test_who_missed_the_newest_epoch_is_told() -> None:
-    old = started(3)
-    before = memory_of(old, 1)
-    old.lose(0)
-    old.report(1, 2)
-    job = Job(3).hello(1, rejoin=before).hello(2, rejoin=memory_of(old, 2))
-    assert [m["type"] for m in job.mail[1]] == ["members", "resumed"]
-    assert [m["type"] for m in job.mail[2]] == ["resumed"]
-    assert job.order() == [1, 2]
-
-
-def test_a_new_coordinator_that_knows_of_the_job_starts_no_other() -> None:
-    job = Job(2, resume=True).hello(7, 8)
-    job.wait(599)
-    assert job.epoch == -1
-    job.wait(5)
-    assert job.news[0][0] == "stop"
-
-
-def test_who_had_finished_is_not_waited_for() -> None:
-    old = started(3)
-    old.say(0, "leave", lines={"0": (4, 4, True)})
-    memory = memory_of(old, 1) | {"finished": {"0": {"0": (4, 4, True)}}}
-    job = Job(3, 3).hello(1, rejoin=memory).hello(2, rejoin=memory)
-    assert job.membership.phase == "run"
-    job.lose(2)
-    job.report(1, line=(3, 3, True))
-    assert job.last(1)["verdicts"] == {"0": (4, True)}
 
 
 @pytest.mark.parametrize(

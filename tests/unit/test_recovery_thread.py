@@ -13,7 +13,7 @@ import pytest
 
 from ringjax import errors
 from ringjax.errors import PeerLost, RingjaxError, Unreachable
-from ringjax.orders import (
+from ringjax.membership.orders import (
     Dismissed,
     Fenced,
     Members,

@@ -19,7 +19,7 @@ import pytest
 
 from ringjax import addresses
 from ringjax.errors import AuthenticationError, RingjaxError, Stalled, StartupError
-from ringjax.handshake import Introduction, Opener, Purpose, Sealer, introduce
+from ringjax.handshake import Introduction, Purpose, introduce
 from ringjax.rendezvous import Failure, Server, Session, join
 from ringjax.session import SERVER_RANK, ranks_text
 
@@ -175,7 +175,7 @@ def test_a_rank_may_die_and_come_again_while_the_others_wait(
         with socket.create_connection(where) as sock:
             hello = Introduction(JOB, Purpose.RENDEZVOUS, 1, SERVER_RANK)
             keys = introduce(sock, SECRET, hello)
-            sock.sendall(Sealer(keys.send).seal({"type": "hello", "size": 2}))
+            sock.sendall(keys.sealer().seal({"type": "hello", "size": 2}))
             until(lambda: 1 in here.server.joined)
         dead.set()
 
@@ -349,7 +349,7 @@ def test_odd_messages_of_a_member_do_no_harm(
     with socket.create_connection(addresses.parse(here.where)[0], timeout=5) as sock:
         hello = Introduction(JOB, Purpose.RENDEZVOUS, 0, SERVER_RANK)
         keys = introduce(sock, SECRET, hello)
-        sealer, opener = Sealer(keys.send), Opener(keys.receive)
+        sealer, opener = keys.sealer(), keys.opener()
         sock.sendall(sealer.seal(json.loads(text)))
         sock.sendall(sealer.seal({"type": "hello", "size": 1, "hello": [1]}))
         (message,) = opener.feed(sock.recv(4096))

@@ -29,7 +29,7 @@ MEMBER = """
 import os, signal, sys, time
 from pathlib import Path
 from ringjax.config import Config
-from ringjax.enlistment import *
+from ringjax.membership.enlistment import *
 
 config = Config.from_env()
 folder = Path(os.environ["FOLDER"])
@@ -55,6 +55,7 @@ def follow(job):
                 case Welcome():
                     say("welcome")
                     job.ready()
+                    (folder / f"ready {worker}").touch()
                 case Members():
                     epoch = order.epoch
                     place = f"{order.rank}/{len(order.members)}"
@@ -148,6 +149,24 @@ def test_sigterm_makes_a_rank_leave(start: StartJob, folder: Path) -> None:
     wait_for(job, "has left")
     assert finish(job, folder) == 0
     assert said(job) == ["rank 2 (worker 2) has left; 2 ranks go on"]
+
+
+@pytest.mark.parametrize("least", ["1", "3"])
+def test_sigterm_to_all_ends_the_job(start: StartJob, least: str) -> None:
+    job = start(3, RUN, "--min-np", least)
+    for rank in range(3):
+        job.wait_for(rank, "epoch 0 start")
+    pids = [job.rank_pid(rank) for rank in range(3)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # so that none can leave before all were asked to
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    begin = time.monotonic()
+    assert job.wait(20) == 143
+    assert time.monotonic() - begin < 10
+    assert said(job)[-1] == "every rank has left, as it was asked to"
 
 
 def test_an_exception_is_said_and_the_rank_replaced(
@@ -290,12 +309,18 @@ def _parent(pid: int) -> int:
 
 
 def _coordinator(job: Job) -> int:
-    [pid] = [
-        pid
-        for pid, text in leaks.processes(job.id).items()
-        if "ringjax.run.coordinator_process" in text
-    ]
-    return pid
+    """Its process; one that was just started may not yet be there."""
+    deadline = time.monotonic() + 20
+    while True:
+        pids = [
+            pid
+            for pid, text in leaks.processes(job.id).items()
+            if "ringjax.run.coordinator_process" in text
+        ]
+        if len(pids) == 1:
+            return pids[0]
+        assert time.monotonic() < deadline, (pids, job.logs())
+        time.sleep(0.02)
 
 
 def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
@@ -312,6 +337,22 @@ def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
     assert lines == [
         "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on",
         "worker 3 joined as rank 2; 3 ranks",
+    ]
+
+
+def test_a_coordinator_that_stands_still(start: StartJob, folder: Path) -> None:
+    job = start(2, RUN)
+    job.wait_for(1, "epoch 0 start")
+    os.kill(_coordinator(job), signal.SIGSTOP)
+    wait_for(job, "the coordinator has not answered for 5 s; it is ended")
+    wait_for(job, "the coordinator ended (killed by signal 9 (SIGKILL))")
+    # All are members as before, and the new one does its work.
+    job.kill(1)
+    wait_for(job, "worker 2 joined as rank 1; 2 ranks")
+    assert finish(job, folder) == 0
+    assert [line for line in said(job) if "coordinator" not in line] == [
+        "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 1 rank goes on",
+        "worker 2 joined as rank 1; 2 ranks",
     ]
 
 
@@ -342,6 +383,46 @@ def wait_for_times(job: Job, text: str, times: int) -> None:
         return [] if job.launcher_output().count(text) >= times else ["not yet"]
 
     assert not leaks.settle(missing, 20)
+
+
+# The first two never come to a commit, so nobody can join them.
+NEVER_COMMIT = (
+    MEMBER.replace("case Update():", "case Update() if worker > 1:")
+    + """
+job = enlist()
+signal.signal(signal.SIGUSR1, lambda *_: (job.report_failure("boom"), sys.exit(5)))
+follow(job)
+"""
+)
+
+
+def last_member(start: StartJob, folder: Path) -> tuple[Job, int]:
+    """A job with one member left, its process, and a newcomer that is ready."""
+    job = start(2, NEVER_COMMIT)
+    job.wait_for(1, "epoch 0 start")
+    first = job.rank_pid(0)
+    job.kill(1)
+    wait_for(job, "1 rank goes on")
+    assert not leaks.settle(lambda: [] if (folder / "ready 2").exists() else ["no"])
+    return job, first
+
+
+def test_newcomers_go_on_without_the_last_member(start: StartJob, folder: Path) -> None:
+    job, last = last_member(start, folder)
+    os.kill(last, signal.SIGKILL)
+    wait_for(job, "the last rank is lost: newcomers begin afresh")
+    wait_for(job, "start: 0/1")
+    wait_for(job, "worker 3 joined as rank 1; 2 ranks")
+    assert finish(job, folder) == 0
+
+
+def test_an_error_of_the_last_member_ends_the_job(
+    start: StartJob, folder: Path
+) -> None:
+    job, last = last_member(start, folder)
+    os.kill(last, signal.SIGUSR1)
+    assert job.wait() == 5, job.launcher_output()
+    assert said(job)[-1] == "rank 0 (worker 0) failed: boom (exit code 5)"
 
 
 def test_the_job_ends_with_its_last_member(start: StartJob) -> None:

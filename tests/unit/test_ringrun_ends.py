@@ -295,6 +295,26 @@ def test_control_c_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
     assert seconds < 2
 
 
+def test_control_c_is_sigint_on_other_hosts_too(
+    start: Start, ssh: dict[str, str], tmp_path: Path
+) -> None:
+    # As the real one, it carries all that is said, and dies of a SIGINT of its own.
+    client = SSH.replace("exec env -u RINGJAX_SECRET", "cat | setsid") + "| cat\n"
+    (tmp_path / "bin" / "ssh").write_text(client.replace('"$*"\n', '"$*" '))
+    log = tmp_path / "signals"
+    script = f"""
+    trap 'echo SIGINT >> {log}; exit 130' INT
+    trap 'echo SIGTERM >> {log}; exit 143' TERM
+    echo ready
+    while :; do sleep 0.05; done
+    """
+    job = start("-H", "localhost:1,n1:1,n2:1", "sh", "-c", script, env=ssh)
+    job.read_until("ready", 3)
+    job.process.send_signal(signal.SIGINT)
+    assert job.end()[0] == 130
+    assert log.read_text() == "SIGINT\n" * 3
+
+
 def test_the_secret_is_in_no_command_line(start: Start, ssh: dict[str, str]) -> None:
     script = "echo secret $RINGJAX_SECRET; sleep 1000"
     job = start("-H", "localhost:1,n1:1", "sh", "-c", script, env=ssh)

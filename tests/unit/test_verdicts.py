@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax.verdicts import Report, all_sets, culprit, decide
+from ringjax.membership.verdicts import Report, all_sets, culprit, decide
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,9 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
 
   // Waits until everything enqueued on both streams is done; tells if it is void.
   Status Synchronize(cuda::Stream stream);
+  // The same for every call until now, on whichever streams. If it is ok, all of them
+  // have the results they should, and all ranks have called the same.
+  Status Confirm();
 
   void Abort(const Status& status);
   void Close();  // in good order if it is not condemned; bounded in time
@@ -129,6 +132,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status OpenDevice();
   Status JoinNccl(const nccl::UniqueId& unique_id);
   Status AwaitPeers(nccl::Comm joining, const std::atomic<bool>& interrupted);
+  Status Settled(double seconds);  // nothing is on its way any more, in this time
   bool Finish();  // NCCL, in good order; false if that was not possible in time
   void ReleaseDevice();
 

@@ -10,14 +10,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr double kGoodbye = 5;  // seconds for what others may still need from us
+constexpr double kForever = 1e9;
 
 // Polls `done` until it says yes, at most so long.
 bool Eventually(double seconds, const std::function<bool()>& done) {
   const auto start = Clock::now();
   while (!done()) {
-    if (std::chrono::duration<double>(Clock::now() - start).count() > seconds)
-      return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const double waited = std::chrono::duration<double>(Clock::now() - start).count();
+    if (waited > seconds) return false;
+    // A commit waits here for what is about to end.
+    std::this_thread::sleep_for(std::chrono::microseconds(waited < 1e-3 ? 50 : 1000));
   }
   return true;
 }
@@ -156,17 +158,39 @@ Status CudaCommunicator::AwaitPeers(nccl::Comm joining,
   return nccl_.Check(state, "ncclCommInitRankConfig");
 }
 
+Status CudaCommunicator::Settled(double seconds) {
+  bool idle = false, interrupted = false;
+  const bool settled = Eventually(seconds, [&] {
+    InterruptCheck check = interrupt_check.load();
+    interrupted = check != nullptr && check();
+    std::lock_guard turn(turn_mutex_);
+    // Without flights the device has been let go.
+    idle = !flights_ || ((!auditor_ || auditor_->Drain(0)) && flights_->empty());
+    return condemned() || interrupted || idle;
+  });
+  RJ_TRY(Verdict());
+  if (idle) return OkStatus();
+  if (interrupted) return Status(Code::kCancelled, control_->Prefix() + "interrupted");
+  return Status(settled ? Code::kInternal : Code::kDeadlineExceeded,
+                control_->Prefix() + "what is enqueued on the device does not end");
+}
+
+// The watchdog sees to it that what does not end is given up, if there is a limit.
+Status CudaCommunicator::Confirm() {
+  const Bound bound(driver_, context_);
+  RJ_TRY(Settled(kForever));
+  // Work that has ended is not yet work that was done, see Synchronize.
+  std::lock_guard turn(turn_mutex_);
+  if (flights_ && !condemned()) LookAround();
+  return Verdict();
+}
+
 // What was enqueued is finished first, however long that takes: peers may be late. Then
 // what they may still need goes out: bytes that NCCL's proxy threads hold after the
 // kernels that handed them over have ended.
 bool CudaCommunicator::Finish() {
   const double limit = control_->options().collective_timeout;
-  const bool idle = Eventually(limit > 0 ? limit : 1e9, [this] {
-    InterruptCheck check = interrupt_check.load();
-    return condemned() || (check != nullptr && check()) ||
-           ((!auditor_ || auditor_->Drain(0)) && flights_->empty());
-  });
-  if (!idle || condemned() || !flights_->empty()) return false;
+  if (!Settled(limit > 0 ? limit : kForever).ok() || condemned()) return false;
   nccl::Outcome outcome = nccl::kSuccess, state = nccl::kSuccess;
   {
     std::lock_guard lock(nccl_mutex_);

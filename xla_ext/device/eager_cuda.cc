@@ -349,6 +349,11 @@ std::shared_ptr<cuda::Ground> EagerCuda::ground() const {
   return ground_;
 }
 
+Status EagerCuda::Confirm() const {
+  const auto device = joined() ? communicator() : nullptr;
+  return device ? device->Confirm() : OkStatus();
+}
+
 int EagerCuda::device() const {
   const auto on = ground();
   return on ? on->device() : -1;

@@ -49,6 +49,10 @@ class EagerCuda : public EagerBackend {
   void Close() override;
 
   int device() const;  // -1 until it is known
+  // Whether NCCL joins the ranks, so that results may be on their way on the device.
+  bool joined() const { return open_.load(std::memory_order_acquire); }
+  // As CudaCommunicator::Confirm; ok before NCCL has joined the ranks.
+  Status Confirm() const;
   std::map<std::string, CudaStats> stats() const;
 
  private:

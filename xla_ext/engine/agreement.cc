@@ -98,22 +98,29 @@ Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
                 peer);
 }
 
-// All ranks show their frames and read those of all others: one wait.
-Status AgreeOnBoard(Frame mine, const Lane& lane, Waiter* waiter, bool* agreed) {
+// The frames that all have shown on the board, against our own.
+Status CompareOnBoard(uint64_t turn, const Lane& lane, bool* agreed) {
   Board& board = *lane.board;
-  const uint64_t turn = board.mine(Board::kAgreed) + 1;
-  std::memcpy(board.Note(turn, board.rank()), &mine, sizeof mine);
-  board.Publish(Board::kAgreed, turn);
-  RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
+  Frame mine, theirs;
+  std::memcpy(&mine, board.Note(turn, board.rank()), sizeof mine);
   *agreed = mine.agreed == 1;
   for (int peer = 0; peer < board.size(); ++peer) {
-    Frame theirs;
     std::memcpy(&theirs, board.Note(turn, peer), sizeof theirs);
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind)
       return OutOfStep(theirs, mine, peer);
     if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) *agreed = false;
   }
   return OkStatus();
+}
+
+// All ranks show their frames and read those of all others: one wait.
+Status AgreeOnBoard(const Frame& mine, const Lane& lane, Waiter* waiter, bool* agreed) {
+  Board& board = *lane.board;
+  const uint64_t turn = board.mine(Board::kAgreed) + 1;
+  std::memcpy(board.Note(turn, board.rank()), &mine, sizeof mine);
+  board.Publish(Board::kAgreed, turn);
+  RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
+  return CompareOnBoard(turn, lane, agreed);
 }
 
 // What a rank gives all others at once where there is no board.
@@ -214,6 +221,14 @@ Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
   }
   *agreed = mine.agreed == 1;
   return OkStatus();
+}
+
+bool HaveAgreed(uint64_t turn, const Lane& lane) {
+  const Board& board = *lane.board;
+  bool agreed = board.mine(Board::kAgreed) >= turn;
+  for (int peer = 0; peer < board.size() && agreed; ++peer)
+    agreed = board.Look(Board::kAgreed, peer) >= turn;
+  return agreed && CompareOnBoard(turn, lane, &agreed).ok() && agreed;
 }
 
 Status AwaitEnd(const Frame& frame, const Lane& lane, bool fetched, Waiter* waiter) {

@@ -19,6 +19,10 @@ namespace ringjax {
 Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
              bool* agreed);
 
+// Whether all ranks have shown in this turn of the board that they agree, as far as can
+// be seen without waiting.
+bool HaveAgreed(uint64_t turn, const Lane& lane);
+
 // After the data: returns once all ranks have come here, so that whoever goes on knows
 // that all have their results. `fetched`: the last of the data were tiles on the board,
 // whose counters tell that by themselves.

@@ -2,7 +2,6 @@
 // communicator.h.
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <thread>
 
 #include "engine/communicator.h"
@@ -60,7 +59,10 @@ void Communicator::End(const Status& blame) {
 
 void Communicator::GiveUp(Code code, const std::string& what, int culprit) {
   const int world = culprit < 0 ? options_.members[rank()] : culprit;
-  if (!aborted()) End(Status(code, what, world));
+  if (!aborted()) return End(Status(code, what, world));
+  // Others go on in the next generation; this rank must not.
+  if (succession_ && culprit < 0)
+    succession_->End(Status(code, "rank " + std::to_string(world) + " " + what, world));
 }
 
 // As it is shown: with the mark, the operation and what went wrong.
@@ -77,45 +79,25 @@ Status Communicator::Blame(const Call& call, const Status& cause) const {
   std::string what = cause.message();
   if (cause.code() == Code::kCancelled) what = "was " + what;
   if (cause.code() == Code::kDeadlineExceeded) {
-    char seconds[32];
-    std::snprintf(seconds, sizeof seconds, " for %g s", options_.collective_timeout);
-    std::vector<int> late;
-    if (laggards_) late = laggards_(entered());
+    const std::vector<int> late = Late();
     if (!late.empty()) {
       world = late.front();
       what = "has not called " + Where(call);
     }
-    what += seconds;
+    what += " for " + Digits(lane_.timeout) + " s";
     for (size_t i = 1; i < late.size(); ++i)
       what += (i == 1 ? ", nor has rank " : ", rank ") + std::to_string(late[i]);
+    const std::vector<Sighting> sightings =
+        Sightings(late.empty() ? std::vector{world} : late);
+    for (size_t i = 0; i < std::min(sightings.size(), kMostTold); ++i) {
+      const std::string tale = Tale(sightings[i]);
+      if (i == 0 && !sightings[i].host.empty())
+        what = "on " + sightings[i].host + " " + what;
+      if (!tale.empty())
+        what += (i == 0 ? "; " : "; " + Title(sightings[i]) + ": ") + tale;
+    }
   }
   return Status(cause.code(), what, world);
-}
-
-// "rank 2, rank 3": who has not even entered this call if the heartbeat knows, else the
-// peers whose links are waited for.
-std::string Communicator::Waited(const std::vector<int>& peers) const {
-  std::vector<int> world;
-  if (laggards_) world = laggards_(entered());
-  if (world.empty())
-    for (int peer : peers) world.push_back(options_.members[peer]);
-  std::string text;
-  for (int r : world) text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
-  return text.empty() ? "its peers" : text;
-}
-
-Status Communicator::OnStall(const Call& call, double seconds,
-                             const std::vector<int>& peers) {
-  RJ_TRY(CheckLeft());
-  if (options_.stall_warning <= 0 || seconds < options_.stall_warning ||
-      seconds < warned_ * 2)
-    return OkStatus();
-  warned_ = seconds;
-  std::fprintf(stderr,
-               "[ringjax %d/%d e%u] %s has waited %.0f s for %s; still waiting\n",
-               options_.members[rank()], size(), options_.epoch, Where(call).c_str(),
-               seconds, Waited(peers).c_str());
-  return OkStatus();
 }
 
 void Communicator::PeerLeft(int world_rank) {

@@ -1,6 +1,6 @@
 // One call from the turnstile to the finished buffers. See communicator.h; what the
-// call is split into is in requests.cc, what goes wrong in blame.cc, what a generation
-// is in generation.cc.
+// call is split into is in requests.cc, what goes wrong in blame.cc, waiting for long
+// in stall.cc, what a generation is in generation.cc.
 #include "engine/communicator.h"
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <exception>
 #include <thread>
 
+#include "base/failpoint.h"
 #include "engine/agreement.h"
 #include "engine/succession.h"
 #include "engine/tiles.h"
@@ -41,6 +42,11 @@ std::string Communicator::Prefix() const {
          "]: ";
 }
 
+Status Communicator::RunLast(uint64_t ticket, std::vector<Piece>* pieces) {
+  if (Continues()) return succession_->RunLast(*this, ticket, pieces);
+  return RunInTurn(ticket, *pieces->back().call, &pieces->back().epoch);
+}
+
 uint64_t Communicator::TakeTicket() {
   return Continues() ? succession_->TakeTicket() : turnstile_.Take();
 }
@@ -65,6 +71,7 @@ Status Communicator::Compare(const Call& call, const Status& fits, bool* refused
     Agreement agreement;
     RJ_TRY(Enter(call, fits, &frame, &waiter, &agreement));
     *refused = agreement.refused;
+    Remember(call);
     return agreement.outcome;
   });
 }
@@ -99,9 +106,13 @@ Status Communicator::Begin(const Call& call, Frame* frame) {
   // Counted and voted on even if it is not valid, so that all ranks stay in step.
   entered_.fetch_add(1, std::memory_order_relaxed);
   if (progress_) progress_->Begun(entered());
-  warned_ = 0;
-  lane_.on_stall = [this, &call](double seconds, const std::vector<int>& peers) {
-    return OnStall(call, seconds, peers);
+  patience_ = {};
+  noted_ = false;
+  lane_.timeout = call.timeout >= 0 ? call.timeout : options_.collective_timeout;
+  lane_.look = lane_.timeout > 0 ? std::min(1.0, lane_.timeout / 4) : 1.0;
+  lane_.on_stall = [this, &call](double seconds, const std::vector<int>& peers,
+                                 bool* end) {
+    return OnStall(call, seconds, peers, end);
   };
   frame->job = options_.job;
   frame->epoch = options_.epoch;
@@ -119,6 +130,12 @@ Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
 
 Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
                                   const Status* fits) {
+  const Status status = Perform(call, attempt, fits);
+  if (progress_ && !attempt->complete) Seal(attempt);
+  return status;
+}
+
+Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* fits) {
   const auto start = Clock::now();
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
@@ -129,10 +146,17 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
   const bool note = IsNote(requests);
   if (note) attempt->rest = Attempt::Rest::kNote;
   if (valid.ok() && requests.empty()) attempt->rest = Attempt::Rest::kNothing;
+  // (The ranks of an alltoall may agree twice.)
+  if (lane_.board && attempt->rest != Attempt::Rest::kLost &&
+      call.op != Collective::kAlltoall)
+    attempt->turn = lane_.board->mine(Board::kAgreed) + 1;
   if (note) PutNote(requests[0].in, requests[0].arithmetic, lane_);
   RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
-  if (!agreement.outcome.ok())
+  if (!agreement.outcome.ok()) {
+    Remember(call);
     return Close(call, agreement.outcome, Barrier::kFrames, frame, &waiter, attempt);
+  }
+  if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
   if (note) {
     ReduceNotes(requests[0].out, requests[0].arithmetic, lane_);
     Count(requests[0], kShared, requests[0].wire_bytes());
@@ -156,11 +180,28 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
   // What the board has, or nothing, needs no rank to wait for the others' results.
   if (attempt->rest != Attempt::Rest::kLost) barrier = Barrier::kNone;
   RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
+  const auto end = Clock::now();
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(call.op)];
   ++stats.calls;
-  stats.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+  stats.seconds += std::chrono::duration<double>(end - start).count();
+  Note(call, end);
   return OkStatus();
+}
+
+void Communicator::Remember(const Call& call) {
+  const auto end = Clock::now();
+  std::lock_guard lock(mutex_);
+  Note(call, end);
+}
+
+void Communicator::Note(const Call& call, Clock::time_point end) {
+  constexpr size_t kMostName = 128;
+  last_.op = call.op;
+  last_.name.assign(call.name.substr(0, kMostName));  // no allocation after some calls
+  last_.sequence = entered();
+  last_.end = end;
+  if (!waiting_.empty()) waiting_.clear();
 }
 
 Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame& frame,

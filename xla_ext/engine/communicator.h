@@ -21,6 +21,7 @@
 #include "collective/table.h"
 #include "engine/descriptor.h"
 #include "engine/executor.h"
+#include "engine/inquiry.h"
 #include "engine/progress.h"
 #include "engine/turnstile.h"
 
@@ -58,7 +59,17 @@ struct Attempt {
   Status outcome;         // of one that is complete
   // What else can finish it, if it counts as finished.
   enum class Rest { kNothing, kNote, kTiles, kLost } rest = Rest::kLost;
-  uint64_t summed = 0;  // kTiles: when all sums are on the board, its counters say this
+  // On a board, what its counters say once nobody needs the others any more:
+  uint64_t turn = 0;    // kNote and, unless 0, kNothing: all have called
+  uint64_t summed = 0;  // kTiles: all sums are there
+};
+
+// What a rank tells of itself when another one asks where it is.
+struct Trace {
+  bool any = false;    // there is something to tell
+  bool waits = false;  // in a call, for other ranks
+  Clock::time_point when;
+  std::string text;  // "its last call was allgather 'x' (seq 6)"
 };
 
 class Succession;
@@ -90,6 +101,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The same in two halves for callers that already hold a place in the order.
   uint64_t TakeTicket();
   Status RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch = nullptr);
+  // Calls of which all are to have one membership: those before the last one have run.
+  // Runs that one, and if it is in another epoch than they are, in the same turn them
+  // once more. Not ok: they are of no use, on all ranks alike.
+  struct Piece {
+    const Call* call;
+    uint32_t epoch = 0;  // where it ran
+  };
+  Status RunLast(uint64_t ticket, std::vector<Piece>* pieces);
   // In this generation only. If that ends under the call, this parks until it is known
   // whether the call counts as finished, and is kUnavailable if not. `fits` is what the
   // caller thinks of the call; who repeats it is the caller, so inputs are its matter.
@@ -150,6 +169,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void set_laggards(std::function<std::vector<int>(uint64_t)> f) {
     laggards_ = std::move(f);
   }
+  // Whom to ask where late ranks are. Set before first use.
+  void set_inquiry(std::weak_ptr<Inquiry> inquiry) { inquiry_ = std::move(inquiry); }
+  // Asks members, named by their world ranks, about an operation that runs its own
+  // protocol here; and what is known of them since.
+  void AskAbout(uint64_t operation, const std::vector<int>& ranks,
+                const std::string& what);
+  std::vector<Sighting> Sightings(const std::vector<int>& ranks) const;
+  Trace trace() const;  // from any thread
 
   // From now on: what algorithms are chosen by, alike on all ranks. `algorithm` as in
   // CommunicatorOptions. Between two calls; forgets plans and statistics.
@@ -196,6 +223,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool Continues() const { return generation() > 0; }
   // `fits`: of RunOnce, else null.
   Status RunExclusive(const Call& call, Attempt* attempt, const Status* fits = nullptr);
+  Status Perform(const Call& call, Attempt* attempt, const Status* fits);
+  // A call whose rest is on the board has no barrier at its end. So whoever stops says
+  // so there and then looks once more, and whoever has all looks for who has stopped: a
+  // rank that was frozen, say, returns from no call that the others run again.
+  void Seal(Attempt* attempt);
+  int Sealed(const Attempt& attempt) const;  // who has stopped; -1: nobody
+  bool Shown(const Attempt& attempt) const;  // all that its rest needs
   // What tells that the others have their results as well.
   enum class Barrier { kNone, kFetched, kFrames };
   // The end of a call: its results are complete here, and its outcome the same on all.
@@ -240,7 +274,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status Fail(const Call& call, const Status& cause);
   Status Blame(const Call& call, const Status& cause) const;
   void End(const Status& blame);  // aborts and tells the peers
-  Status OnStall(const Call& call, double seconds, const std::vector<int>& peers);
+  Status OnStall(const Call& call, double seconds, const std::vector<int>& peers,
+                 bool* end);
+  // World ranks that are known, or most likely, not to have made this call.
+  std::vector<int> Late() const;
+  std::vector<int> Others() const;  // world ranks, without this one; not too many
+  void NoteWaiting(const Call& call, const std::vector<int>& peers);
+  void AskWhereTheyAre(const Call& call, const std::vector<int>& peers);
+  void StoppedWaiting();
+  void Remember(const Call& call);                     // the one that has ended
+  void Note(const Call& call, Clock::time_point end);  // with mutex_ held
   Status CheckLeft() const;
   std::string Waited(const std::vector<int>& peers) const;
   // "allreduce 'x' (f32[4], SUM, seq 7)".
@@ -255,7 +298,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<uint64_t> generation_{0};
   const std::shared_ptr<Progress> progress_;  // null without a succession
   std::atomic<uint64_t> entered_{0};  // sequence number of the call being served
-  double warned_ = 0;
+  Patience patience_;                 // of that call
+  bool noted_ = false;                // that it waits for long: in waiting_
   std::map<std::vector<uint64_t>, Planned> plans_;
   std::vector<std::byte> scratch_;
 
@@ -265,12 +309,20 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   std::atomic<bool> aborted_{false};
   std::atomic<int> left_{-1};  // world rank of the first member that left
-  mutable std::mutex mutex_;   // guards the two below
+  mutable std::mutex mutex_;   // guards all below
   Status abort_status_;
+  struct Last {  // the call that ended last
+    Collective op = Collective::kBarrier;
+    std::string name;
+    uint64_t sequence = 0;  // 0: none has
+    Clock::time_point end;
+  } last_;
+  std::string waiting_;  // the call that has been waiting for long, and for whom
   std::array<OpStats, kCollectiveCount> stats_;  // by collective
 
   std::function<void(const Status&)> on_failure_;
   std::function<std::vector<int>(uint64_t)> laggards_;
+  std::weak_ptr<Inquiry> inquiry_;
 };
 
 }  // namespace ringjax

@@ -33,8 +33,11 @@ struct Call {
   int wire = -1;  // DType number, or -1: as it is
   double prescale = 1.0, postscale = 1.0;
   int root = 0;
-  int64_t step = -1;       // the caller's sequence number (optimizer state), -1 if none
-  int64_t bucket = 0;      // which one of a step's calls
+  int64_t step = -1;   // the caller's sequence number (optimizer state), -1 if none
+  int64_t bucket = 0;  // which one of a step's calls
+  // Seconds of waiting for other ranks until an error, 0: never; negative: what the
+  // communicator has. Of this rank alone: nobody compares it.
+  double timeout = -1;
   std::string_view name;   // of the operation: "grads"
   std::string_view names;  // of the tensors, joined by newlines; may be empty
   std::vector<Tensor> tensors;

@@ -168,7 +168,10 @@ void EagerLane::TakeIn() {
     joins = std::exchange(joins_, false);
     if (succession_) HoldBack(&joins);
   }
-  for (const TaskPtr& task : taken_) negotiation_->Submit(task);
+  for (const TaskPtr& task : taken_) {
+    hurries_ |= task->timeout > 0;
+    negotiation_->Submit(task);
+  }
   taken_.clear();
   if (joins) negotiation_->Join();
 }
@@ -206,8 +209,9 @@ Status EagerLane::Round() {
   }
   sealed_ = false;
   for (const Decision& decision : decisions) RJ_TRY(Carry(decision));
-  if (negotiation_->pending() > 0 && next_look_ == Clock::time_point::max())
-    next_look_ = Clock::now();
+  const bool looks = hurries_ || next_look_ == Clock::time_point::max();
+  if (negotiation_->pending() > 0 && looks) next_look_ = Clock::now();
+  hurries_ = false;
   return OkStatus();
 }
 

@@ -46,6 +46,8 @@ struct EagerRequest {
   std::vector<void*> ins, outs;
   uint64_t stream = 0;   // of the device, if the tensors are there
   void* keep = nullptr;  // handed back by TakeEnded
+  // Seconds of waiting for other ranks until an error, 0: never; negative: the lane's.
+  double timeout = -1;
 };
 
 // Runs calls on tensors of a device. Mark, Abort and Close come from any thread, the
@@ -129,6 +131,7 @@ class EagerLane {
     std::shared_ptr<Ticket> ticket;
     uint64_t order = 0;       // among this rank's submissions
     uint64_t generation = 0;  // number of the one whose ranks `root` means
+    double timeout = -1;      // of EagerRequest
   };
   using TaskPtr = std::shared_ptr<Task>;
   static constexpr char kJoin[] = "join";
@@ -141,7 +144,7 @@ class EagerLane {
   // What a rank waits for, and what has been said about it.
   struct Watched {
     Clock::time_point since;
-    double warned = 0;  // seconds
+    Patience patience = {};
     bool expired = false;
   };
 
@@ -197,6 +200,11 @@ class EagerLane {
     double seconds;
   };
   void Warn(const std::vector<Late>& late) const;
+  bool LookAt(const Negotiation::Waiting& waiting, double seconds, Watched* w,
+              std::vector<Late>* late);
+  double LimitOf(const Negotiation::Waiting& waiting) const;
+  std::vector<int> World(const std::vector<int>& ranks) const;
+  std::string Tales(const std::vector<int>& ranks) const;
 
   // Ends tasks: all have the same status. `outputs` by task, or empty.
   // `end`: where a device comes to the end of them, or null.
@@ -225,6 +233,7 @@ class EagerLane {
   Scratch scratch_;             // for results in place
   bool sealed_ = false;         // all ranks are known to have heard this round
   std::vector<TaskPtr> taken_;  // from incoming_
+  bool hurries_ = false;        // some that was taken has a limit of its own
   std::unordered_map<uint64_t, Watched> watched_;  // by Negotiation::Waiting::id
   Clock::time_point next_look_ = Clock::time_point::max();
 

@@ -57,6 +57,7 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
   task->ins = std::move(request.ins);
   task->outs = std::move(request.outs);
   task->mark = std::move(mark.value());
+  task->timeout = request.timeout;
   task->generation = succession_ ? present->generation() : 0;
   // Kept here: once the lane has the task, it may end it and forget the ticket.
   const auto ticket = std::make_shared<Ticket>(gate_);

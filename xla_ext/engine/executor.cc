@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <string>
 
+#include "base/failpoint.h"
+
 namespace ringjax {
 namespace {
 
@@ -97,6 +99,7 @@ class Run {
       flushed_[peer] = flushed.value();
       if (!flushed_[peer]) *left = true;
     }
+    if (*moved) RJ_FAILPOINT(kMoving);
     if (const auto& q = plan_.receives[peer]; !Advance(q, &next_receive_[peer])) {
       RJ_TRY(Receive(link, q[next_receive_[peer]], moved));
       if (!Advance(q, &next_receive_[peer])) *left = true;

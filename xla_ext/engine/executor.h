@@ -24,24 +24,27 @@ struct Lane {
   std::unique_ptr<Board> board;              // null unless all ranks share a host
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
-  // Asked whenever the thread wakes and nothing has moved for a second, with the
-  // seconds so far and the peers waited for; not ok ends the call.
-  std::function<Status(double, const std::vector<int>&)> on_stall;
+  double look = 1;     // seconds without progress until anybody is asked
+  // Asked whenever the thread wakes and nothing has moved for `look`, with the seconds
+  // so far and the peers waited for. Not ok ends the call; `*end`: whether the time is
+  // up, which is the timeout if nobody is asked.
+  std::function<Status(double, const std::vector<int>&, bool* end)> on_stall;
 };
 
 inline constexpr char kNotMoved[] = "has not moved any data";
 
-// After each turn of waiting: once nothing has moved for a second, asks `on_stall`, and
-// past the timeout blames the first of `peers()`, the ranks that are waited for, for
-// what it has not done.
+// After each turn of waiting: once nothing has moved for a while, asks `on_stall`, and
+// at the end of the time blames the first of `peers()`, the ranks that are waited for,
+// for what it has not done.
 template <typename Peers>
 Status CheckStall(const Lane& lane, const Waiter& waiter, Peers&& peers,
                   const char* what) {
   const double idle = waiter.IdleSeconds();
-  if (idle < 1.0) return OkStatus();
+  if (idle < lane.look) return OkStatus();
   const std::vector<int> waited = peers();
-  if (lane.on_stall) RJ_TRY(lane.on_stall(idle, waited));
-  if (lane.timeout > 0 && idle > lane.timeout)
+  bool end = lane.timeout > 0 && idle > lane.timeout;
+  if (lane.on_stall) RJ_TRY(lane.on_stall(idle, waited, &end));
+  if (end)
     return Status(Code::kDeadlineExceeded, what, waited.empty() ? -1 : waited.front());
   return OkStatus();
 }

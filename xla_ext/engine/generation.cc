@@ -1,5 +1,6 @@
 // A communicator as one generation of a succession: one call that may be cut off, what
 // is left of it, and what this rank reports when the generation has ended.
+#include "base/failpoint.h"
 #include "engine/agreement.h"
 #include "engine/communicator.h"
 #include "engine/succession.h"
@@ -37,15 +38,38 @@ Status Communicator::Close(const Call& call, const Status& outcome, Barrier barr
   attempt->complete = true;
   if (progress_) {
     progress_->Done(entered());
+    if (Status s = AtFailpoint(Failpoint::kComplete); !s.ok()) return Fail(call, s);
+    if (const int peer = Sealed(*attempt); peer >= 0)
+      return Fail(call, Status(Code::kUnavailable, "has stopped", peer));
     if (barrier != Barrier::kNone && size() > 1) {
       const bool fetched = barrier == Barrier::kFetched;
       if (Status s = AwaitEnd(frame, lane_, fetched, waiter); !s.ok())
         return Fail(call, s);
     }
+    if (Status s = AtFailpoint(Failpoint::kClosed); !s.ok()) return Fail(call, s);
     progress_->Returned(entered());
   }
   attempt->over = true;
   return outcome;
+}
+
+void Communicator::Seal(Attempt* attempt) {
+  if (!lane_.board || attempt->rest == Attempt::Rest::kLost) return;
+  lane_.board->Stop();
+  if (Shown(*attempt)) progress_->Done(entered());
+}
+
+int Communicator::Sealed(const Attempt& attempt) const {
+  const bool barrier = attempt.turn == 0 && attempt.summed == 0;
+  return barrier || !progress_ || !lane_.board ? -1 : lane_.board->Stopped();
+}
+
+bool Communicator::Shown(const Attempt& attempt) const {
+  if (attempt.turn > 0) return HaveAgreed(attempt.turn, lane_);
+  bool shown = attempt.summed > 0;
+  for (int rank = 0; rank < size() && shown; ++rank)
+    shown = lane_.board->Look(Board::kSummed, rank) >= attempt.summed;
+  return shown;
 }
 
 Status Communicator::Complete(const Call& call, const Attempt& attempt) {
@@ -55,12 +79,7 @@ Status Communicator::Complete(const Call& call, const Attempt& attempt) {
   // can have begun to overwrite it, which takes a call that this rank agrees to.
   std::vector<Request> requests = Split(call);
   const bool note = attempt.rest == Attempt::Rest::kNote;
-  bool whole = attempt.rest != Attempt::Rest::kLost;
-  for (int peer = 0; peer < size() && whole; ++peer)
-    whole = note ? lane_.board->Look(Board::kAgreed, peer) >=
-                       lane_.board->mine(Board::kAgreed)
-                 : lane_.board->Look(Board::kSummed, peer) >= attempt.summed;
-  if (!whole)
+  if (!Shown(attempt))
     return Named(call, {Code::kInternal,
                         "counts as finished, but its results are not here: the ranks "
                         "do not agree about what was done"});

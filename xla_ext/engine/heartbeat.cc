@@ -1,4 +1,4 @@
-// The heartbeat thread. See heartbeat.h.
+// The heartbeat thread. See heartbeat.h; questions are in heartbeat_questions.cc.
 #include "engine/heartbeat.h"
 
 #include <fcntl.h>
@@ -45,12 +45,14 @@ bool WriteAll(int fd, const std::string& text, int limit_ms) {
 }  // namespace
 
 Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
-                     std::unique_ptr<Doorbell> wakeup, std::unique_ptr<Doorbell> notify)
+                     std::unique_ptr<Doorbell> wakeup, std::unique_ptr<Doorbell> notify,
+                     std::unique_ptr<Doorbell> inquire)
     : rank_(rank),
       interval_(interval),
       timeout_(timeout),
       wakeup_(std::move(wakeup)),
-      notify_(std::move(notify)) {
+      notify_(std::move(notify)),
+      inquire_(std::move(inquire)) {
   for (const Peer& peer : peers) {
     fcntl(peer.fd, F_SETFL, fcntl(peer.fd, F_GETFL) | O_NONBLOCK);
     State& state = states_.emplace_back();
@@ -117,11 +119,13 @@ void Heartbeat::Work() {
         index.push_back(i);
       }
     }
-    const double wait = std::clamp(next_beat - Now(), 0.0, interval_);
+    const double next = std::min(next_beat, NextAnswer());
+    const double wait = std::clamp(next - Now(), 0.0, interval_);
     poll(fds.data(), fds.size(), static_cast<int>(wait * 1000) + 1);
     if (fds[0].revents) wakeup_->Drain();
     for (size_t i = 0; i < index.size(); ++i)
       if (fds[i + 1].revents) ReadFrom(&states_[index[i]]);
+    AnswerWhatIsDue();
     if (Now() >= next_beat) {
       Beat();
       CheckSilence();
@@ -132,18 +136,26 @@ void Heartbeat::Work() {
 
 void Heartbeat::Beat() { Tell(Type::kBeat, -1, ""); }
 
-void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
-  const std::string_view sent = Cut(text, kMostText);
+// With mutex_ held.
+std::string Heartbeat::Bytes(Type type, int culprit, std::string_view text) const {
   Message message;
   message.type = type;
   message.culprit = culprit;
-  message.length = static_cast<uint32_t>(sent.size());
-  std::lock_guard lock(mutex_);
+  message.length = static_cast<uint32_t>(text.size());
   for (const auto& weak : watched_)
     if (auto c = weak.lock(); c && PlaneOf(*c) >= 0)
       message.entered[PlaneOf(*c)] = c->entered();
   std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
-  bytes.append(sent);
+  return bytes.append(text);
+}
+
+void Heartbeat::Send(State* state, Type type, std::string_view text) {
+  if (state->open) WriteAll(state->peer.fd, Bytes(type, -1, text), 0);
+}
+
+void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
+  std::lock_guard lock(mutex_);
+  const std::string bytes = Bytes(type, culprit, Cut(text, kMostText));
   for (State& state : states_)
     if (state.open) WriteAll(state.peer.fd, bytes, type == Type::kBeat ? 0 : 100);
 }
@@ -182,7 +194,9 @@ bool Heartbeat::Sensible(const Message& message) const {
         return state.peer.rank == message.culprit;
       });
   return known && message.magic == Message().magic && message.length <= kMostText &&
-         message.type >= Type::kBeat && message.type <= Type::kLeave;
+         message.type >= Type::kBeat && message.type <= Type::kAnswer &&
+         (message.type != Type::kAsk || message.length >= sizeof(AskHead)) &&
+         (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead));
 }
 
 // Takes one message off the input; false if there is none yet.
@@ -200,9 +214,12 @@ bool Heartbeat::Parse(State* state) {
     return false;
   }
   if (state->input.size() < sizeof message + message.length) return false;
-  const std::string text = state->input.substr(sizeof message, message.length);
+  std::string text = state->input.substr(sizeof message, message.length);
   state->input.erase(0, sizeof message + message.length);
+  if (message.type == Type::kAsk) OnAsk(state, text);
+  if (message.type == Type::kAnswer) OnAnswer(state, text);
   if (message.type == Type::kFail) {
+    text = Printable(text, kMostText);
     const bool itself = message.culprit < 0 || message.culprit == rank;
     if (!itself)
       Lose(message.culprit, text);
@@ -287,6 +304,7 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
       auto heartbeat = self.lock();
       return heartbeat ? heartbeat->Laggards(plane, sequence) : std::vector<int>{};
     });
+  communicator->set_inquiry(self);
   std::vector<std::pair<int, std::string>> lost_before;
   std::vector<int> left_before;
   {

@@ -48,6 +48,7 @@ struct Negotiation::State {
   struct Expired {
     SubmissionPtr key;
     double seconds;
+    std::string text;
     uint64_t id;  // of the key when it was said
   };
   void Expire(const Expired& expired, Batches* batches);
@@ -198,7 +199,7 @@ Status Negotiation::State::HearJoin(int rank, Batches* batches) {
 void Negotiation::State::HearExpiry(const NewsItem& item, int rank) {
   const Key* key = Find(KeyView{item.submission->op, item.submission->name});
   if (key && key->any && key->by_rank[static_cast<size_t>(rank)])
-    expired.push_back({item.submission, item.seconds, key->id});
+    expired.push_back({item.submission, item.seconds, item.text, key->id});
 }
 
 void Negotiation::State::Expire(const Expired& e, Batches* batches) {
@@ -207,7 +208,8 @@ void Negotiation::State::Expire(const Expired& e, Batches* batches) {
   if (found == keys.end() || !found->second.any || found->second.id != e.id) return;
   const Waiting waiting = Describe(found->second);
   Status status(Code::kDeadlineExceeded,
-                MissingText(waiting, options.members, e.seconds),
+                MissingText(waiting, options.members, e.seconds) +
+                    (e.text.empty() ? "" : "; " + e.text),
                 WorldRank(waiting.missing[0]));
   Fail(Take(found->second), std::move(status), batches);
   Forget(*e.key);
@@ -269,6 +271,7 @@ Negotiation::Waiting Negotiation::State::Describe(const Key& key) const {
   Waiting waiting;
   waiting.id = key.id;
   waiting.any = key.any;
+  waiting.own = key.by_rank[static_cast<size_t>(options.rank)];
   for (int r = 0; r < options.size; ++r) {
     const auto i = static_cast<size_t>(r);
     if (key.by_rank[i])
@@ -304,11 +307,13 @@ void Negotiation::Join() {
   state_->fresh.push_back({NewsItem::Kind::kJoin, 0, 0, 0, nullptr});
 }
 
-void Negotiation::Expire(Collective op, const std::string& name, double seconds) {
+void Negotiation::Expire(Collective op, const std::string& name, double seconds,
+                         std::string text) {
   auto key = std::make_shared<Submission>();
   key->op = op;
   key->name = name;
-  state_->fresh.push_back({NewsItem::Kind::kExpiry, 0, 0, seconds, std::move(key)});
+  state_->fresh.push_back(
+      {NewsItem::Kind::kExpiry, 0, 0, seconds, std::move(key), std::move(text)});
 }
 
 bool Negotiation::HasNews() const { return !state_->fresh.empty(); }
@@ -323,7 +328,7 @@ std::string Negotiation::TakeNews() {
     if (item.kind == NewsItem::Kind::kJoin) {
       writer.Join();
     } else if (item.kind == NewsItem::Kind::kExpiry) {
-      writer.Expiry(*item.submission, item.seconds);
+      writer.Expiry(*item.submission, item.seconds, item.text);
     } else {
       const uint32_t number = s.numbering.Find(*item.submission);
       if (number == Numbering::kNone)

@@ -66,7 +66,9 @@ class Negotiation {
   void Join();
   // What waits for others fails on all ranks that have submitted it, unless it becomes
   // ready in the same round. Without effect if it is not under way on this rank.
-  void Expire(Collective op, const std::string& name, double seconds);
+  // `text`: what is known of those that are waited for, for the error of all ranks.
+  void Expire(Collective op, const std::string& name, double seconds,
+              std::string text = {});
   bool HasNews() const;
 
   // This rank's message for the next round; empty: nothing new. Once for each Receive.
@@ -83,6 +85,7 @@ class Negotiation {
     uint64_t id = 0;  // grows in the order in which keys were first heard of
     SubmissionPtr any;
     std::vector<int> submitted, missing;  // ranks in the set; joined ones in neither
+    SubmissionPtr own;                    // as it was given to Submit; null: it was not
     // Of missing ranks that have the name under another op, or empty:
     // "rank 1 has submitted allgather 'x'".
     std::string hint;

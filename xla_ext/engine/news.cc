@@ -6,7 +6,9 @@
 #include <memory>
 #include <utility>
 
+#include "engine/descriptor.h"
 #include "engine/hash.h"
+#include "engine/inquiry.h"
 
 namespace ringjax {
 namespace {
@@ -112,12 +114,13 @@ void NewsWriter::Join() {
   Head(kJoin, kOther);
 }
 
-void NewsWriter::Expiry(const Submission& key, double seconds) {
+void NewsWriter::Expiry(const Submission& key, double seconds, std::string_view text) {
   Flush();
   Head(kExpiry, kOther);
   bytes_ += static_cast<char>(key.op);
   Text(key.name);
   Real(seconds);
+  Text(Cut(text, kMostExpiryText));
 }
 
 std::string NewsWriter::Seal(uint64_t round, int rank) {
@@ -271,6 +274,9 @@ Status NewsReader::Next(NewsItem* item) {
   if (!Text(&key->name)) return Damaged("a name ends early");
   if (!Real(&item->seconds) || !std::isfinite(item->seconds) || item->seconds < 0)
     return Damaged("no such time");
+  if (!Text(&item->text) || item->text.size() > kMostExpiryText)
+    return Damaged("a text ends early");
+  item->text = Printable(item->text, kMostExpiryText);
   key->op = static_cast<Collective>(op);
   item->kind = NewsItem::Kind::kExpiry;
   item->submission = std::move(key);

@@ -15,17 +15,21 @@
 
 namespace ringjax {
 
+inline constexpr size_t kMostExpiryText = 1024;  // bytes
+
 struct NewsItem {
   enum class Kind : uint8_t {
     kReferences,   // submissions that all ranks know by number: first .. first+count-1
     kDescription,  // a submission in full
     kJoin,
-    kExpiry,  // no longer waits for submission->op and ->name, after `seconds`
+    kExpiry,  // no longer waits for submission->op and ->name, after `seconds`; `text`
+              // says where those are that are waited for
   };
   Kind kind = Kind::kDescription;
   uint64_t first = 0, count = 0;
   double seconds = 0;
   SubmissionPtr submission;
+  std::string text = {};
 };
 
 class NewsWriter {
@@ -33,7 +37,8 @@ class NewsWriter {
   void Reference(uint64_t number);
   void Description(const Submission& submission);
   void Join();
-  void Expiry(const Submission& key, double seconds);
+  // At most kMostExpiryText bytes of `text`.
+  void Expiry(const Submission& key, double seconds, std::string_view text = {});
 
   size_t size() const { return bytes_.size(); }  // so far, about
   // The message, for the round and the rank that the reader has to name.

@@ -5,6 +5,11 @@
 // fails between the two, its runtime skips DONE and frees its buffers while bytes are
 // still moving. How much of it a program needs at once is decided when it is compiled;
 // that much is kept and reused, step after step.
+//
+// In a job that goes on without the ranks it loses, all that a step of a chain sends
+// has one membership. So there the engine keeps the tensors beside their sums, buckets
+// run again if a later one found fewer ranks, and DONE waits for the whole step; the
+// program has all STARTs of a chain before its DONEs.
 #pragma once
 
 #include <condition_variable>
@@ -12,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,9 +38,12 @@ class Overlap {
   explicit Overlap(std::shared_ptr<Communicator> communicator);
   ~Overlap();
 
+  // The communicator of the next generation in the same succession.
+  void Follow(std::shared_ptr<Communicator> next);
+
   // A step of `site`'s chain begins. Whatever a previous step of the chain started and
   // never collected means that the step failed half way on this rank only, which ends
-  // the communicator.
+  // the communicator; unless a call of that step has failed on all ranks alike.
   void Begin(int64_t site);
 
   // Queues an allreduce of `call` under the number `site`: of a chain (ChainOf) and of
@@ -55,7 +64,9 @@ class Overlap {
     std::string name, names;
     std::byte* block = nullptr;           // of the arena
     std::unique_ptr<std::byte[]> beyond;  // or, if that had no room
+    int64_t chain = 0;
     uint64_t ticket = 0;
+    uint32_t epoch = 0;  // where it ran
     // Guarded by mutex_: started and not collected; served by the engine thread; packed
     // or unpacked just now, without the lock.
     bool pending = false, finished = false, copied = false;
@@ -63,16 +74,25 @@ class Overlap {
   };
 
   void Work();
+  void RunNext(std::unique_lock<std::mutex>* lock);
+  bool elastic() const { return communicator_->succession() != nullptr; }
+  // What has to be finished before the results of `job` are.
+  bool Ready(const Job& job) const;
+  Status Wait(Job* job, std::unique_lock<std::mutex>* lock);
   // Ends the communicator if a job that `stale` picks is under way.
   template <typename Stale>
   void GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock);
+  // Waits until nothing uses the memory of those that `old` picks, and gives it back.
+  template <typename Old>
+  void Settle(Old&& old, std::unique_lock<std::mutex>* lock);
   void Describe(const Call& call, uint64_t in_flight, Job* job);
   void Release(Job* job);
   Status Unfit(const Call& call, int64_t site) const;
 
-  const std::shared_ptr<Communicator> communicator_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
+  std::shared_ptr<Communicator> communicator_;
+  std::set<int64_t> failed_;  // chains: a bucket of the step failed on all ranks
   double exposed_ = 0;
   Arena arena_;
   std::map<int64_t, std::unique_ptr<Job>> jobs_;  // by site

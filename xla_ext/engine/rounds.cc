@@ -38,6 +38,7 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
       progress_->Done(entered());
       progress_->Returned(entered());
     }
+    if (noted_) StoppedWaiting();
     return OkStatus();
   });
 }

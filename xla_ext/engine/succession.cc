@@ -5,6 +5,8 @@
 #include <chrono>
 #include <utility>
 
+#include "base/failpoint.h"
+
 namespace ringjax {
 namespace {
 
@@ -25,6 +27,7 @@ bool Interrupted() {
 // -- generations ---------------------------------------------------------------------
 
 Status Succession::Install(std::shared_ptr<Communicator> next, Verdict verdict) {
+  RJ_FAILPOINT(kInstall);
   Status end;
   std::shared_ptr<Communicator> last;  // dies without the lock, if it does
   {
@@ -111,16 +114,38 @@ Status Succession::Stop() const {
   return OkStatus();
 }
 
+Status Succession::AwaitTurn(const Communicator& caller, uint64_t ticket,
+                             const Call& call) {
+  const Status turn = turnstile_.Wait(ticket, [this] { return Stop(); });
+  if (turn.ok()) return turn;
+  if (turn.code() == Code::kCancelled) Interrupt(caller, turn.message());
+  return caller.Named(call, end_status());
+}
+
 Status Succession::Run(const Communicator& caller, uint64_t ticket, const Call& call,
                        uint32_t* epoch) {
   const uint64_t called_in = generation();
-  if (const Status turn = turnstile_.Wait(ticket, [this] { return Stop(); });
-      !turn.ok()) {
-    if (turn.code() == Code::kCancelled) Interrupt(caller, turn.message());
-    return caller.Named(call, end_status());
-  }
+  RJ_TRY(AwaitTurn(caller, ticket, call));
   const Turn here(&turnstile_);
   return Loop(caller, call, called_in, epoch);
+}
+
+// All ranks find the same epochs, since a call ends in the same one everywhere, and so
+// repeat the same calls in the same order.
+Status Succession::RunLast(const Communicator& caller, uint64_t ticket,
+                           std::vector<Communicator::Piece>* pieces) {
+  const uint64_t called_in = generation();
+  RJ_TRY(AwaitTurn(caller, ticket, *pieces->back().call));
+  const Turn here(&turnstile_);
+  auto next = pieces->end() - 1;
+  uint32_t newest = 0;
+  while (next != pieces->end()) {
+    RJ_TRY(Loop(caller, *next->call, called_in, &next->epoch));
+    newest = std::max(newest, next->epoch);
+    next = std::find_if(pieces->begin(), pieces->end(),
+                        [&](const auto& piece) { return piece.epoch != newest; });
+  }
+  return OkStatus();
 }
 
 // A turn was lost, or the call that has it: nothing can follow on this rank.

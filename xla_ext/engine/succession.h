@@ -68,6 +68,9 @@ class Succession : public std::enable_shared_from_this<Succession> {
   // `caller` is the generation that the caller holds, `*epoch` where it ran.
   Status Run(const Communicator& caller, uint64_t ticket, const Call& call,
              uint32_t* epoch = nullptr);
+  // The same for Communicator::RunLast.
+  Status RunLast(const Communicator& caller, uint64_t ticket,
+                 std::vector<Communicator::Piece>* pieces);
   // Runs `body` between two calls; not after the end.
   void Between(const std::function<void()>& body);
 
@@ -117,6 +120,8 @@ class Succession : public std::enable_shared_from_this<Succession> {
     Status end;  // not ok: no call can run, or this one must fail
   };
   Present Look();
+  // Waits for the turn. Not ok: it never comes; the caller's result.
+  Status AwaitTurn(const Communicator& caller, uint64_t ticket, const Call& call);
   Status Loop(const Communicator& caller, const Call& call, uint64_t called_in,
               uint32_t* epoch);
   // Before a call made in generation `from` runs in `to`.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/failpoint.h"
 #include "transport/board.h"
 #include "transport/copy.h"
 
@@ -86,6 +87,7 @@ class Run {
         }
       }
       if (ready) {
+        RJ_FAILPOINT(kMoving);
         waiter_->Progressed();
         continue;
       }

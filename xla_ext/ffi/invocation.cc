@@ -14,6 +14,9 @@ std::mutex& registry_mutex = *new std::mutex;
 auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
+// Of a call without a timeout of its own: see attributes() in primitive.py.
+constexpr size_t kUsualAttributes = 15;
+
 Status BadCall(const std::string& what) {
   return Status(Code::kInvalidArgument, "RINGJAX[?]: " + what);
 }
@@ -136,6 +139,10 @@ Status Invocation::Load() {
                       " now: trace it again");
   if (auto counts = attrs_.get<ffi::Span<const int64_t>>("counts"); counts.has_value())
     call.rows.assign(counts->begin(), counts->end());
+  // Most calls have none, which costs no look into the dictionary.
+  if (attrs_.size() > kUsualAttributes)
+    if (auto timeout = attrs_.get<double>("timeout"); timeout.has_value())
+      call.timeout = *timeout;
   if (failed_) return BadCall("an attribute is missing");
   return LoadBuffers();
 }

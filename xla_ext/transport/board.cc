@@ -83,6 +83,14 @@ Status Board::Follow(Counter counter, int rank, uint64_t value, uint64_t most,
   return OkStatus();
 }
 
+void Board::Stop() { StoreShared(words_[rank_].stopped, uint32_t{1}); }
+
+int Board::Stopped() const {
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && LoadShared(words_[r].stopped) != 0) return r;
+  return -1;
+}
+
 bool Board::Arm(bool, bool, std::vector<pollfd>*) {
   StoreShared(words_[rank_].asleep, uint32_t{1});
   bool news = false;

@@ -52,6 +52,13 @@ class Board : public Waitable {
   Status Follow(Counter counter, int rank, uint64_t value, uint64_t most,
                 uint64_t* known) const;
 
+  // Shows the others, for good, that this rank publishes no more. In one order with
+  // their counters: who is not seen to have published by a Look after this will find it
+  // when it asks Stopped after publishing.
+  void Stop();
+  // A peer that has stopped; -1: none.
+  int Stopped() const;
+
   // Woken when any counter of a peer advances. Asks to be looked at once more whenever
   // one has since the last time, whichever the caller waits for.
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
@@ -67,7 +74,7 @@ class Board : public Waitable {
   struct Words {  // of one rank; written by it alone, except `asleep`
     alignas(kLineBytes) uint64_t counters[kCounters];
     alignas(kLineBytes) uint32_t asleep;
-    uint32_t closed;
+    uint32_t closed, stopped;
   };
 
   virtual void RingPeer(int rank) = 0;

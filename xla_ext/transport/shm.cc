@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/failpoint.h"
 #include "transport/board.h"
 #include "transport/ring_link.h"
 
@@ -77,6 +78,7 @@ Status CheckMemfd(int memfd, size_t bytes) {
 Result<std::byte*> Map(int memfd, size_t bytes) {
   const Descriptor file(memfd);
   RJ_TRY(CheckMemfd(file.get(), bytes));
+  RJ_FAILPOINT(kMap);
   void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
   if (block == MAP_FAILED) return Refused("shared memory: mmap");
   // Kindnesses that may fail: fewer page faults, and those now and not during the first

@@ -1,0 +1,66 @@
+"""Horovod's Keras API: `import ringjax.keras as hvd`, for Keras 3 on three backends.
+
+TensorFlow, JAX or PyTorch: the one that Keras uses (KERAS_BACKEND); no other framework
+is imported. On JAX the gradients are reduced inside the train step that Keras compiles.
+`init`, `rank` and the like are ringjax's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringjax.basics import ccl_built as ccl_built
+from ringjax.basics import cuda_built as cuda_built
+from ringjax.basics import ddl_built as ddl_built
+from ringjax.basics import gloo_built as gloo_built
+from ringjax.basics import gloo_enabled as gloo_enabled
+from ringjax.basics import mpi_built as mpi_built
+from ringjax.basics import mpi_enabled as mpi_enabled
+from ringjax.basics import mpi_threads_supported as mpi_threads_supported
+from ringjax.basics import nccl_built as nccl_built
+from ringjax.basics import rocm_built as rocm_built
+from ringjax.errors import HorovodInternalError as HorovodInternalError
+from ringjax.keras import callbacks as callbacks
+from ringjax.keras import elastic as elastic
+from ringjax.keras.backends import backend
+from ringjax.keras.optimizer import DistributedOptimizer as DistributedOptimizer
+from ringjax.keras.optimizer import (
+    PartialDistributedOptimizer as PartialDistributedOptimizer,
+)
+from ringjax.keras.saving import load_model as load_model
+from ringjax.keras.values import allgather as allgather
+from ringjax.keras.values import allreduce as allreduce
+from ringjax.keras.values import broadcast as broadcast
+from ringjax.keras.values import (
+    broadcast_global_variables as broadcast_global_variables,
+)
+from ringjax.keras.values import reducescatter as reducescatter
+from ringjax.limits import collective_timeout as collective_timeout
+from ringjax.ops import Adasum as Adasum
+from ringjax.ops import Average as Average
+from ringjax.ops import Max as Max
+from ringjax.ops import Min as Min
+from ringjax.ops import Product as Product
+from ringjax.ops import Sum as Sum
+from ringjax.runtime import ProcessSet as ProcessSet
+from ringjax.runtime import add_process_set as add_process_set
+from ringjax.runtime import cross_rank as cross_rank
+from ringjax.runtime import cross_size as cross_size
+from ringjax.runtime import global_process_set as global_process_set
+from ringjax.runtime import init as init
+from ringjax.runtime import is_homogeneous as is_homogeneous
+from ringjax.runtime import is_initialized as is_initialized
+from ringjax.runtime import local_rank as local_rank
+from ringjax.runtime import local_size as local_size
+from ringjax.runtime import rank as rank
+from ringjax.runtime import remove_process_set as remove_process_set
+from ringjax.runtime import shutdown as shutdown
+from ringjax.runtime import size as size
+from ringjax.timeline import start_timeline as start_timeline
+from ringjax.timeline import stop_timeline as stop_timeline
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Compression":  # that of the backend
+        return backend().compression
+    raise AttributeError(f"module 'ringjax.keras' has no attribute {name!r}")

@@ -1,0 +1,102 @@
+"""Keras on JAX: the reduction is a part of the train step that Keras compiles.
+
+The primitive is that of `ringjax.allreduce_grads`. Its sequence number is always 0:
+Keras' optimizers have no place for another variable that plain Keras could read, and
+the steps of one program are in order because each needs the weights of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from ringjax.compression import Compression
+from ringjax.keras.backends.base import Backend, Reduction, wire_of
+from ringjax.ops import Average, Min
+from ringjax.optim import AllreduceState, allreduce_grads
+from ringjax.runtime import ProcessSet
+
+
+class JaxBackend(Backend):
+    """Reductions as XLA calls, in compiled steps and outside of them."""
+
+    name = "jax"
+
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        places: Sequence[int],
+        groups: Sequence[Sequence[int]],
+        how: Reduction,
+    ) -> list[Any]:
+        """See the base class. All are one call, or travel in buckets, not in groups."""
+        del groups
+        wire = wire_of(how.compression)
+        packed, contexts = list(gradients), [None] * len(gradients)
+        if wire is None:  # a program's own class
+            both = [how.compression.compress(gradient) for gradient in gradients]
+            packed, contexts = [p for p, _ in both], [c for _, c in both]
+        reduce = allreduce_grads(
+            how.op,
+            process_set=how.process_set,
+            gradient_predivide_factor=how.predivide if how.op == Average else 1.0,
+            name=how.name,
+            compression=wire or Compression.none,
+        )
+        named = {f"{place:05d}": g for place, g in zip(places, packed, strict=True)}
+        updates, _ = reduce.update(named, _first())
+        out = list(updates.values())
+        if wire is None:
+            pairs = zip(out, contexts, strict=True)
+            out = [how.compression.decompress(g, context) for g, context in pairs]
+        return out
+
+    def everywhere(self, flag: Any, process_set: ProcessSet) -> Any:
+        """See the base class."""
+        reduce = allreduce_grads(Min, process_set=process_set, name="finite")
+        votes = {"finite": jnp.asarray(flag, jnp.float32)}
+        return reduce.update(votes, _first())[0]["finite"] > 0
+
+    def choose(
+        self,
+        condition: Any,
+        yes: Callable[[], None],
+        no: Callable[[], None],
+        variables: Sequence[Any],
+    ) -> None:
+        """See the base class; what changes goes through the branches as values."""
+
+        def pure(change: Callable[[], None]) -> Callable[[list[Any]], list[Any]]:
+            def run(values: list[Any]) -> list[Any]:
+                mapping = list(zip(variables, values, strict=True))
+                with keras.StatelessScope(state_mapping=mapping):
+                    change()
+                    return [variable.value for variable in variables]
+
+            return run
+
+        before = [variable.value for variable in variables]
+        after = jax.lax.cond(condition, pure(yes), pure(no), before)
+        for variable, value in zip(variables, after, strict=True):
+            variable.assign(value)
+
+    def at_update(
+        self,
+        condition: Any,
+        change: Callable[[list[Any]], list[Any]],
+        values: list[Any],
+    ) -> list[Any]:
+        """See the base class; here Keras computes every update, and drops some."""
+        out: list[Any] = jax.lax.cond(condition, change, list, values)
+        return out
+
+
+def _first() -> AllreduceState:
+    return AllreduceState(jnp.zeros((1,), jnp.uint32))
+
+
+BACKEND = JaxBackend()

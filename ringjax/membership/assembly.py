@@ -1,0 +1,255 @@
+"""How a job comes together: for the first time, or again under a new coordinator.
+
+The coordinator keeps nothing on disk. If it was started anew, every member tells the
+newest membership that it was sent, and the job goes on as that. Pure bookkeeping; what
+follows from it is decided in membership.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringjax.membership import verdicts
+from ringjax.membership.verdicts import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The numbers of a job; those without a word here are explained in `Coordinator`.
+
+    Attributes:
+        silence: seconds for an accused member to report; a live one needs milliseconds.
+        doubt: seconds from an accusation until accusers and accused that are all alive
+            are weighed: what two ends notice can be a heartbeat apart.
+        gathering: seconds for the members to come back to a new coordinator.
+        moment: seconds for a connection to end whose process has ended.
+    """
+
+    np: int
+    min_np: int
+    max_np: int
+    start_timeout: float = 120.0
+    elastic_timeout: float = 600.0
+    failure_timeout: float = 5.0
+    silence: float = 0.5
+    doubt: float = 1.0
+    gathering: float = 2.0
+    moment: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a worker knows that has been greeted before.
+
+    Attributes:
+        term: how often the coordinator had been started anew, as far as it knows.
+        decided: the same, when the newest membership was decided that it was sent.
+        epoch: the newest it was sent, -1 for a newcomer.
+        members: the message that said so, {} for a newcomer.
+        order: the workers of that epoch by rank.
+        finished: those who have finished since -> their last report.
+    """
+
+    term: int
+    decided: int
+    epoch: int
+    members: Mapping[str, Any]
+    order: tuple[int, ...]
+    finished: Mapping[int, Report]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Grows with every decision, also over restarts of the coordinator."""
+        return self.decided, self.epoch
+
+
+def read(message: Mapping[str, Any]) -> Memory:
+    """Takes it from the `rejoin` of a hello.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        members = message.get("members") or {}
+        order = tuple(int(m["worker"]) for m in members.get("members", ()))
+        finished = {
+            order[int(rank)]: verdicts.read({"lines": lines})
+            for rank, lines in (message.get("finished") or {}).items()
+        }
+        term, epoch = int(message.get("term", 0)), int(message["epoch"])
+        decided = int(members.get("term", 0))
+        memory = Memory(term, decided, epoch, members, order, finished)
+    except (TypeError, ValueError, OverflowError, LookupError, AttributeError) as error:
+        raise ValueError(f"sent no memory of an epoch: {error!r}") from None
+    if memory.epoch >= 0 and not order:
+        raise ValueError("sent an epoch without members")
+    return memory
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The job begins with these workers."""
+
+    workers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The job goes on as an epoch that its members know.
+
+    Attributes:
+        term: greater than that of any coordinator before.
+        know: members that were sent it, by rank.
+        missed: members that were not.
+        others: workers that are not in it, though they were in an older one.
+        finished: members that have finished -> their last report.
+    """
+
+    memory: Memory
+    term: int
+    know: list[int]
+    missed: list[int]
+    others: list[int]
+    finished: dict[int, Report]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job does not come together."""
+
+    text: str
+
+
+class Assembly:
+    """Who has come so far.
+
+    Args:
+        rules: the numbers of the job.
+        resuming: the job had begun under an earlier coordinator; if it is not known
+            beforehand, whoever knows an older epoch tells.
+
+    Attributes:
+        deadline: when `outcome` may change by itself.
+
+    Example:
+        >>> assembly = Assembly(Rules(np=3, min_np=2, max_np=3))
+        >>> for worker in (4, 2):
+        ...     assembly.arrive(worker, None, now=0.0)
+        >>> assembly.outcome(now=1.0)
+        >>> assembly.outcome(now=120.0)
+        Start(workers=[2, 4])
+    """
+
+    def __init__(self, rules: Rules, resuming: bool = False) -> None:
+        self._rules, self._resuming = rules, resuming
+        self.deadline: float | None = None
+        self._expected: set[int] = set()  # processes that have not said hello
+        self._new: set[int] = set()
+        self._known: dict[int, Memory] = {}
+        self._never: set[int] = set()  # workers that cannot come (back)
+        self._patient = False  # the time for all to come back is over
+
+    def expect(self, worker: int) -> None:
+        """A process was started as this worker."""
+        self._expected.add(worker)
+
+    def arrive(self, worker: int, memory: Memory | None, now: float) -> None:
+        """A worker has said hello."""
+        self._expected.discard(worker)
+        if memory is None or memory.epoch < 0:
+            self._new.add(worker)
+        else:
+            self._known[worker] = memory
+        if memory is not None and not self._resuming:
+            self._resuming, self.deadline = True, None
+        if self.deadline is None:
+            rules = self._rules
+            wait = rules.gathering if self._resuming else rules.start_timeout
+            self.deadline = now + wait
+
+    def leave(self, worker: int) -> None:
+        """It is gone again, if it was here."""
+        self._expected.discard(worker)
+        self._new.discard(worker)
+        self._known.pop(worker, None)
+        if not self._new and not self._resuming:
+            self.deadline = None  # time runs only while somebody waits
+
+    def never(self, worker: int) -> None:
+        """It will not come any more."""
+        self._never.add(worker)
+        self.leave(worker)
+
+    def outcome(self, now: float) -> Start | Resume | Fail | None:
+        """What has come of it; None if it is to be waited for."""
+        late = self.deadline is not None and now >= self.deadline
+        return self._resume(now, late) if self._resuming else self._start(late)
+
+    def _start(self, late: bool) -> Start | Fail | None:
+        here, rules = len(self._new), self._rules
+        if here >= rules.np or (late and here >= rules.min_np):
+            return Start(sorted(self._new))
+        if not late:
+            return None
+        absent = f" (not yet here: {names(self._expected)})" if self._expected else ""
+        return Fail(
+            f"{here} of at least {rules.min_np} ranks came within "
+            f"{rules.start_timeout:g} s{absent}"
+        )
+
+    def _resume(self, now: float, late: bool) -> Resume | Fail | None:
+        newest = max(self._known.values(), key=lambda known: known.age, default=None)
+        order = newest.order if newest else ()
+        here = [worker for worker in order if worker in self._known]
+        finished: dict[int, Report] = {}
+        for memory in self._known.values():
+            if newest is not None and memory.age == newest.age:
+                finished |= memory.finished
+        absent = self._never | finished.keys()
+        missing = len(order) - len(here) - len(absent.intersection(order))
+        # With fewer than most the others could be together elsewhere, or come later.
+        enough = bool(here) and (not missing or (self._patient and len(here) > missing))
+        if late and not enough:
+            limit = self._rules.elastic_timeout
+            if self._patient:
+                return Fail(
+                    f"most members did not come back to the coordinator in {limit:g} s"
+                )
+            self._patient, self.deadline = True, now + limit
+            enough = len(here) > missing
+        if newest is None or not enough:
+            return None
+        know = [w for w in here if self._known[w].age == newest.age]
+        missed = [w for w in here if self._known[w].age != newest.age]
+        others = sorted(self._known.keys() - set(order))
+        term = 1 + max(memory.term for memory in self._known.values())
+        return Resume(newest, term, know, missed, others, finished)
+
+
+def misfit(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:
+    """Why a newcomer cannot become a member, from what both said in their hello.
+
+    Example:
+        >>> misfit({"version": "1.0"}, {"version": "1.1"})
+        "its version is '1.0', that of the members '1.1'"
+    """
+    if not member:
+        return ""
+    for name in ("version", "settings"):
+        mine, theirs = newcomer.get(name), member.get(name)
+        if mine != theirs:
+            return f"its {name} is {mine!r}, that of the members {theirs!r}"
+    return ""
+
+
+def names(workers: Iterable[int]) -> str:
+    """Workers for a sentence.
+
+    Example:
+        >>> names([4, 2])
+        'workers 2, 4'
+    """
+    found = sorted(workers)
+    return f"worker{'s' * (len(found) != 1)} {', '.join(map(str, found))}"

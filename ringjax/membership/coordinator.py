@@ -1,0 +1,289 @@
+"""The coordinator of an elastic job: sockets around `Membership`, in one thread.
+
+It runs in ringrun. Every connection is authenticated first (handshake.py), the workers'
+end is enlistment.py, and what is decided is decided in membership.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringjax import failpoints
+from ringjax.errors import AuthenticationError
+from ringjax.exchanges import Exchanges, Replies
+from ringjax.membership.assembly import Rules
+from ringjax.membership.membership import Membership
+from ringjax.membership.post import News
+from ringjax.sealing import MOST_BYTES
+from ringjax.service import Seat, Service
+from ringjax.session import watch
+
+
+class Coordinator(Service):
+    """Decides who belongs to an elastic job.
+
+    Args:
+        secret: the job's secret.
+        job: its id, 16 hexadecimal digits.
+        np: how many workers start it.
+        min_np: with fewer members the job waits for newcomers.
+        max_np: the most members; `np` if it is None.
+        hosts: the addresses to listen on.
+        port: the same port on each of them; 0 takes a free one for each.
+        start_timeout: seconds from the first worker's appearance to the last one's;
+            then the job starts with those who are there if they are `min_np`.
+        elastic_timeout: seconds to wait for newcomers when there are too few members.
+        failure_timeout: seconds for a member to report after an epoch was revoked.
+        resume: the job had begun under an earlier coordinator, which is gone: the
+            members come back. Tell it then who has `finished`.
+        log: takes sentences about refused connections.
+        listeners: sockets that listen already, instead of `hosts`; the launcher keeps
+            them, so that another coordinator can take the place of one that died.
+        tls: whether sessions are encrypted, as in RINGJAX_TLS.
+
+    Attributes:
+        addresses: where it listens, "host:port" each.
+        events: what happened, as tuples:
+            ("members", epoch, kind, {worker: rank})  an epoch begins
+            ("fenced", worker, text)     a member was declared lost; end its process
+            ("failure", worker, text)    what a worker said before it went down; it is
+                                         fenced too, if it was a member
+            ("dismissed", worker, text)  it left, as it had asked for, or is not needed
+            ("ready", worker)            a newcomer could be a member now
+            ("finished", worker)         a member left because it has finished
+            ("waiting", text)            too few members: newcomers are needed
+            ("stop", text)               the job ends without success
+            ("pulse",)                   the answer to `pulse`
+        wakeup: a descriptor that is readable while there may be events; it is not to be
+            read, `clear` does that.
+
+    Raises:
+        StartupError: it cannot listen there, or it must encrypt and cannot.
+
+    Example:
+        >>> coordinator = Coordinator(bytes(32), "0123456789abcdef", np=2, min_np=1)
+        >>> coordinator.start()
+        >>> coordinator.close()
+    """
+
+    name = "coordinator"
+    most_from_peer = MOST_BYTES  # who comes back sends what it was sent
+
+    def __init__(
+        self,
+        secret: bytes,
+        job: str,
+        *,
+        np: int,
+        min_np: int = 1,
+        max_np: int | None = None,
+        hosts: Sequence[str] = ("127.0.0.1",),
+        port: int = 0,
+        start_timeout: float = 120.0,
+        elastic_timeout: float = 600.0,
+        failure_timeout: float = 5.0,
+        resume: bool = False,
+        log: Callable[[str], None] | None = None,
+        listeners: Sequence[socket.socket] = (),
+        tls: str = "auto",
+    ) -> None:
+        most = np if max_np is None else max_np
+        self._membership = Membership(
+            Rules(np, min_np, most, start_timeout, elastic_timeout, failure_timeout),
+            resume,
+        )
+        self._failure_timeout = failure_timeout
+        self._present: dict[int, Seat] = {}  # who has said hello, by worker
+        self._broken: deque[tuple[Seat, str]] = deque()
+        self._exchanges = Exchanges(0)
+        self._asked: deque[Callable[[float], None]] = deque()  # by other threads
+        self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
+        super().__init__(
+            secret,
+            job,
+            hosts=() if listeners else hosts,
+            port=port,
+            log=log,
+            listeners=listeners,
+            tls=tls,
+        )
+        self.wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()  # of `wakeup`
+
+    # --- the launcher's side ---
+
+    def clear(self) -> None:
+        """Makes `wakeup` unreadable; call it before taking events from the queue."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self.wakeup >= 0:
+                os.eventfd_read(self.wakeup)
+
+    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
+        """A worker's process has ended. It is no loss if the worker had finished.
+
+        `heirs`: if it was the last one, newcomers may begin the job afresh.
+        """
+        self._ask(lambda now: self._membership.lost(worker, text, now, heirs=heirs))
+
+    def finished(self, worker: int) -> None:
+        """For a coordinator that was started anew: an earlier one heard so."""
+        self._ask(lambda now: self._membership.finished(worker, now))
+
+    def expected(self, worker: int) -> None:
+        """A process was started as this worker; it has not said anything yet."""
+        self._ask(lambda now: self._membership.expected(worker))
+
+    def admission(self, max_np: int) -> None:
+        """Changes the most members there may be; nobody is sent away for it."""
+        self._ask(lambda now: self._membership.admission(max_np, now))
+
+    def pulse(self) -> None:
+        """Has the thread say that it is not hung."""
+        self._ask(lambda now: self._publish(("pulse",)))
+
+    def _ask(self, what: Callable[[float], None]) -> None:
+        self._asked.append(what)
+        self.wake()
+
+    def release(self) -> None:
+        """Closes all sockets without the thread, which a forked child does not have."""
+        super().release()
+        with self._lock:
+            if self.wakeup >= 0:
+                os.close(self.wakeup)
+                self.wakeup = -1
+
+    # --- the workers' side ---
+
+    def refuses(self, caller: int) -> str:
+        """Numbers that no launcher gives."""
+        return "" if caller >= 0 else f"claims to be worker {caller}"
+
+    def take(self, seat: Seat) -> None:
+        """Watches the connection, so that a host which has gone is noticed."""
+        watch(seat.sock, self._failure_timeout)
+
+    def on_message(self, seat: Seat, message: dict[str, Any]) -> None:
+        """Serves one genuine message of a worker."""
+        now, worker = time.monotonic(), seat.caller
+        failpoints.passing("coordinator.heard")
+        try:
+            if message.get("type") == "hello":
+                self._hello(seat, message, now)
+            elif self._present.get(worker) is not seat:
+                return
+            elif message.get("type") == "exchange":
+                self._exchange(worker, message, now)
+            else:
+                self._membership.said(worker, message, now)
+        except ValueError as error:
+            raise AuthenticationError(str(error)) from None
+        finally:
+            self._deliver()
+
+    def _hello(self, seat: Seat, message: dict[str, Any], now: float) -> None:
+        hello, rejoin = message.get("hello"), message.get("rejoin")
+        if not isinstance(hello, dict) or not isinstance(rejoin, dict | None):
+            raise ValueError("sent no hello")
+        before = self._present.get(seat.caller)
+        if before is seat:
+            raise ValueError("said hello twice")
+        if before is not None:
+            self.drop(before, "it connected again")
+        self._present[seat.caller] = seat
+        self._membership.hello(seat.caller, seat.seen, hello, rejoin, now)
+
+    def _exchange(self, worker: int, message: dict[str, Any], now: float) -> None:
+        rank = self._membership.rank_of(worker)
+        if rank >= 0 and message.get("epoch") == self._membership.epoch.number:
+            self._reply(self._exchanges.put(rank, message, now))
+
+    def _reply(self, replies: Replies) -> None:
+        epoch = self._membership.epoch
+        for ranks, message in replies:
+            for rank in ranks:
+                self._send(epoch.order[rank], message | {"epoch": epoch.number}, False)
+
+    def on_lost(self, seat: Seat, why: str) -> None:
+        """A worker's connection has ended."""
+        if self._present.get(seat.caller) is seat:
+            del self._present[seat.caller]
+            self._membership.closed(seat.caller, why, time.monotonic())
+            self._deliver()
+
+    def on_turn(self) -> None:
+        """Does what other threads asked for, and what time has come for."""
+        now = time.monotonic()
+        while self._asked:
+            self._asked.popleft()(now)
+        deadline = self._membership.deadline()
+        if deadline is not None and now >= deadline:
+            self._membership.tick(now)
+        self._reply(self._exchanges.sweep(now))
+        self._deliver()
+        while self._broken:
+            self.drop(*self._broken.popleft())
+
+    def rest(self) -> float:
+        """Until the membership has something to do by itself."""
+        deadline = self._membership.deadline()
+        if self._asked or self._broken:
+            return 0.0
+        if deadline is None:
+            return 0.25
+        return min(max(deadline - time.monotonic(), 0.0), 0.25)
+
+    def _deliver(self) -> None:
+        """Sends and tells what the membership has decided."""
+        mail, news = self._membership.take()
+        formed = any(event[0] == "members" for event in news)
+        if formed:
+            failpoints.passing("coordinator.formed")
+        for worker, message, last in mail:
+            self._send(worker, message, last)
+        if formed:
+            failpoints.passing("coordinator.told")
+        for event in news:
+            self._note(event)
+            self._publish(event)
+
+    def _publish(self, event: News) -> None:
+        self.events.put(event)
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self.wakeup >= 0:
+                os.eventfd_write(self.wakeup, 1)
+
+    def on_crash(self, error: Exception) -> None:
+        """Without a coordinator the job cannot go on, and the launcher must know."""
+        super().on_crash(error)
+        self._publish(("stop", f"the coordinator failed: {error!r}"))
+
+    def _note(self, event: News) -> None:
+        """Keeps the exchanges with the epoch."""
+        epoch = self._membership.epoch
+        if event[0] == "members" and event[1] == epoch.number:
+            self._exchanges = Exchanges(len(epoch.order))
+        elif event[0] in ("finished", "dismissed") and event[1] in epoch.order:
+            rank = epoch.order.index(event[1])
+            if rank in epoch.lost:
+                self._reply(self._exchanges.gone(rank, epoch.lost[rank]))
+
+    def _send(self, worker: int, message: dict[str, Any], last: bool) -> None:
+        seat = self._present.get(worker)
+        if seat is None:
+            return
+        try:
+            seat.send(message, last=last)
+        except OSError as error:
+            # Not dropped here: whoever sends is in the middle of something.
+            self._broken.append((seat, str(error)))
+        if last:
+            del self._present[worker]

@@ -1,0 +1,285 @@
+"""How one epoch of an elastic job follows another: losses, changes, the end.
+
+The half of the coordinator's rules that acts; what it acts upon is in membership.py,
+the other half. Neither has a clock or I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringjax.membership.assembly import Rules
+from ringjax.membership.post import Post
+from ringjax.membership.tenure import Tenure
+from ringjax.membership.verdicts import Report
+
+FINISHED = "has finished and left the job"
+
+
+@dataclass(slots=True)
+class Person:
+    """A worker as all others know it; a newcomer is `ready` to be a member, or not."""
+
+    seen: str
+    hello: dict[str, Any]
+    ready: bool = False
+
+
+class Epochs:
+    """The present epoch, and what makes the next one.
+
+    Args:
+        rules: the numbers of the job.
+
+    Attributes:
+        phase: "assembly", "run", "revoked", "waiting" or "stopped".
+        epoch: the present one.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules, self._max_np = rules, rules.max_np
+        self.phase = "assembly"
+        self.epoch = Tenure()
+        self._term = 0  # how often a coordinator was started anew
+        self._people: dict[int, Person] = {}  # the members
+        self._newcomers: dict[int, Person] = {}  # who is here and no member
+        self._left: set[int] = set()  # finished members
+        self._blank: set[int] = set()  # members that joined after others had finished
+        self._post = Post()
+        self._next_kind = "restart"  # after "waiting"
+        self._ended: set[int] = set()  # workers that may have heirs, see `lost`
+        self._failed: set[int] = set()  # workers that told of an error
+        self._number = 0  # of announced changes
+        self._deadline: float | None = None  # of the phase
+        self._end = ""  # why it was stopped
+
+    def rank_of(self, worker: int) -> int:
+        """The rank of a present member, -1 of anybody else."""
+        epoch = self.epoch
+        return epoch.order.index(worker) if worker in epoch.alive else -1
+
+    # --- losses ---
+
+    def _gone(self, worker: int, why: str, now: float) -> None:
+        """If it was a member, it is lost."""
+        if worker in self.epoch.alive and self.phase != "stopped":
+            self._lose({worker: why}, now)
+
+    def _lose(self, workers: Mapping[int, str], now: float) -> None:
+        """Members are lost, for good."""
+        for worker, why in workers.items():
+            self.epoch.remove(worker, why)
+            self._people.pop(worker, None)
+            self._post.fence(worker, why)
+            self._post.report("fenced", worker, why)
+        if self.phase in ("run", "revoked"):
+            self._revoke(now)
+            self._conclude(now)
+        elif self.phase == "waiting":
+            self._admit(now)
+
+    def _revoke(self, now: float, restart: bool = False) -> None:
+        """Has all members stop and report."""
+        epoch = self.epoch
+        epoch.restart |= restart
+        if self.phase == "run":
+            self.phase = "revoked"
+            self._deadline = now + self._rules.failure_timeout
+            epoch.pauses.clear()
+        self._post.tell(epoch.survivors(), epoch.revocation())
+
+    def _conclude(self, now: float) -> None:
+        """Forms the next epoch if all that is needed is known."""
+        epoch, rules = self.epoch, self._rules
+        if self.phase != "revoked" or epoch.unreported():
+            return
+        torn = epoch.torn(now, rules.doubt)
+        if torn is None:
+            return
+        if torn:
+            self._lose(torn, now)  # comes back here
+            return
+        restart = epoch.restart or any(r.restart for r in epoch.reports.values())
+        self._next("restart" if restart else "repair", now)
+
+    def _next(self, kind: str, now: float) -> None:
+        """The next epoch, if there are enough for it."""
+        alive = len(self.epoch.alive)
+        if self._all_done():
+            return
+        if self._left or alive >= max(self._rules.min_np, 1):
+            self._form(kind, self._ready() if kind != "repair" else [])
+        else:
+            self.phase = "waiting"
+            self._deadline = now + self._rules.elastic_timeout
+            self._next_kind = "resize" if kind == "resize" else "restart"
+            limit = self._rules.elastic_timeout
+            text = f"{self._shortage()}: waiting up to {limit:g} s"
+            self._post.report("waiting", text)
+            notice = {"type": "notice", "text": text}
+            self._post.tell(self.epoch.survivors(), notice)
+            self._admit(now)
+
+    def _shortage(self) -> str:
+        return f"{len(self.epoch.alive)} of at least {self._rules.min_np} ranks"
+
+    # --- changes that were asked for ---
+
+    def _ready(self) -> list[int]:
+        """The newcomers that may become members."""
+        if self._left:
+            return []
+        places = self._max_np - len(self.epoch.alive - self.epoch.leavers)
+        ready = sorted(w for w, person in self._newcomers.items() if person.ready)
+        return ready[: max(places, 0)]
+
+    def _admit(self, now: float) -> None:
+        """There may be somebody to admit, now or at the next pause."""
+        if self.phase == "waiting":
+            ready, alive = self._ready(), len(self.epoch.alive)
+            # Members that are only out of reach may still train, and must not have
+            # others beside them who begin the same job afresh.
+            may = alive or self._ended.issuperset(self.epoch.order)
+            enough = alive + len(ready) >= self._rules.min_np
+            if may and enough and (ready or alive):
+                self._form(self._next_kind if alive else "start", ready)
+        else:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tells the members that somebody wants to join or to leave."""
+        epoch = self.epoch
+        if self.phase != "run" or self._left:
+            return
+        change = len(self._ready()), len(epoch.leavers)
+        if change in (epoch.announced, (0, 0)):
+            return
+        epoch.announced = change
+        self._number += 1
+        message = {"type": "update", "number": self._number}
+        message |= {"joining": change[0], "leaving": change[1]}
+        self._post.tell(epoch.survivors(), message)
+
+    def _resize_if_all_paused(self, now: float) -> None:
+        epoch = self.epoch
+        if len(epoch.pauses) < len(epoch.alive):
+            return
+        if self._let_leave():
+            return
+        ready = self._ready()
+        if epoch.alive and len(epoch.alive) + len(ready) >= self._rules.min_np:
+            self._form("resize", ready)
+        else:
+            self._next("resize", now)
+
+    def _let_leave(self) -> bool:
+        """Dismisses the members that want to leave; whether nobody is left then."""
+        epoch = self.epoch
+        for worker in sorted(epoch.leavers):
+            epoch.remove(worker, "left the job")
+            self._people.pop(worker)
+            self._post.dismissed.add(worker)
+            self._post.dismiss(worker, "it leaves, as it was asked to")
+        if epoch.alive or self._left:
+            return False
+        # Whoever has all of them leave wants no others in their place.
+        self._stop("every rank has left, as it was asked to")
+        return True
+
+    def _leave_while_waiting(self) -> None:
+        """Of members that were asked to leave at once, one may hear of it first.
+
+        The others then wait for newcomers, at a pause; if they all want to leave as
+        well, that has no sense any more.
+        """
+        epoch, paused = self.epoch, self._next_kind == "resize"
+        if self.phase == "waiting" and paused and epoch.leavers >= epoch.alive:
+            self._let_leave()
+
+    def _leave(self, worker: int, last: Report | None, now: float) -> None:
+        """A member has finished; the others are about to.
+
+        Args:
+            last: how far it came in this epoch. None: it had finished before it heard
+                of this epoch. Then those who joined with it may have got no state from
+                anybody, and are not needed any more.
+        """
+        epoch, rank = self.epoch, self.rank_of(worker)
+        if last is None:
+            self._blank |= epoch.joiners
+        epoch.remove(worker, FINISHED, last)
+        self._left.add(worker)
+        self._post.send(worker, {"type": "farewell"}, last=True)
+        self._people.pop(worker, None)
+        self._post.report("finished", worker)
+        if self._all_done():
+            return
+        gone = {"type": "gone", "epoch": epoch.number, "rank": rank, "text": FINISHED}
+        self._post.tell(epoch.survivors(), gone | {"lines": last.lines if last else {}})
+        if self.phase == "run":
+            self._resize_if_all_paused(now)
+        elif self.phase == "waiting":
+            self._next(self._next_kind, now)
+        self._conclude(now)
+
+    def _all_done(self) -> bool:
+        """Whether some have finished and nobody is left who has not."""
+        alive = self.epoch.alive
+        if not self._left or alive - self._blank:
+            return False
+        self.phase, self._deadline, self._end = "stopped", None, "the job has finished"
+        for worker in (*sorted(alive), *self._newcomers):
+            self._post.dismiss(worker, "the job has finished without it")
+        alive.clear()
+        self._newcomers.clear()
+        return True
+
+    # --- what follows ---
+
+    def _form(self, kind: str, joiners: Sequence[int]) -> None:
+        """Begins the next epoch: those who are alive, then the joiners."""
+        old = self.epoch
+        stay = old.survivors()
+        kind = kind if stay else "start"
+        message = {
+            "type": "members",
+            "epoch": old.number + 1,
+            "term": self._term,
+            "kind": kind,
+            "previous": [*(old.order.index(w) for w in stay), *(-1 for _ in joiners)],
+            "lost": {str(rank): why for rank, why in old.lost.items()},
+            **old.outcome(kind),
+        }
+        for worker in joiners:
+            self._people[worker] = self._newcomers.pop(worker)
+        new = self.epoch = Tenure(old.number + 1, [*stay, *joiners], joiners)
+        new.leavers = old.leavers & new.alive
+        self.phase, self._deadline = "run", None
+        message["members"] = [
+            {"worker": w, "rank": rank, "seen": p.seen, "hello": p.hello}
+            for rank, w in enumerate(new.order)
+            for p in (self._people[w],)
+        ]
+        self._post.tell(new.order, message)
+        for worker in self._newcomers if kind == "start" else ():
+            self._welcome(worker)
+        self._tell_members(kind)
+        self._announce()
+
+    def _welcome(self, worker: int) -> None:
+        rank = len(self.epoch.alive)
+        why = f"epoch {self.epoch.number} has {rank} members"
+        welcome = {"type": "welcome", "epoch": self.epoch.number, "term": self._term}
+        self._post.send(worker, welcome | {"rank": rank, "size": rank + 1, "why": why})
+
+    def _tell_members(self, kind: str) -> None:
+        ranks = {worker: rank for rank, worker in enumerate(self.epoch.order)}
+        self._post.report("members", self.epoch.number, kind, ranks)
+
+    def _stop(self, text: str) -> None:
+        self.phase, self._deadline, self._end = "stopped", None, text
+        self._post.report("stop", text)
+        for worker in (*self._people, *self._newcomers):
+            self._post.send(worker, {"type": "stopped", "text": text}, last=True)

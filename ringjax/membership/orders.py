@@ -1,0 +1,202 @@
+"""What the coordinator of an elastic job tells a worker, as values.
+
+Made from the JSON messages that arrive; who reads them is in enlistment.py, who decides
+them in membership.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringjax.session import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """An epoch: who belongs to it, and what becomes of the calls of the one before.
+
+    It voids every `Update` that came before it; a change that still waits is announced
+    again. A worker applies the verdicts of every `Members` that it gets, also if it
+    never came to install the epoch.
+
+    Attributes:
+        epoch: its number; they only grow, but not always by one.
+        kind: "start", "repair", "restart" or "resize".
+        members: by rank; `Member.worker` is the number that is never used again.
+        rank: this worker's.
+        previous: by new rank: its rank in the epoch before, -1 for a newcomer.
+        verdicts: by number of the communicator: (finished, repeats). One that is not in
+            it has finished nothing, and repeats unless kind is "restart".
+        sets: process sets that any survivor knows, without the world: number -> ranks
+            in this epoch. The ranks of a set may all be lost: then it is empty.
+        next_set: the least number that no process set ever had.
+        lost: ranks of the epoch before that are no longer there -> why.
+    """
+
+    epoch: int
+    kind: str
+    members: tuple[Member, ...]
+    rank: int
+    previous: tuple[int, ...]
+    verdicts: Mapping[int, tuple[int, bool]]
+    sets: Mapping[int, tuple[int, ...]]
+    next_set: int
+    lost: Mapping[int, str]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """By old rank: the new one, -1 if it is lost; for `Succession.install`."""
+        size = 1 + max([*self.previous, *self.lost], default=-1)
+        found = [-1] * size
+        for new, old in enumerate(self.previous):
+            if old >= 0:
+                found[old] = new
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """To a newcomer: it is known, but no member before it says `ready`.
+
+    Attributes:
+        epoch: the present one of the members.
+        rank: provisional; so is the size.
+    """
+
+    epoch: int
+    rank: int
+    size: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """An epoch is over: stop its calls and `report`.
+
+    It comes again, with more in `lost`, when further ranks are lost before the next
+    `Members`; one report is enough (another one replaces it).
+
+    Attributes:
+        lost: ranks -> why; empty if all are alive and start again.
+        restart: all ranks go back to their last commit.
+    """
+
+    epoch: int
+    lost: Mapping[int, str]
+    restart: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A change waits: the members agree at a commit on `number` and say `pause`."""
+
+    number: int
+    joining: int
+    leaving: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """This worker belongs to the job no more, in good order: it asked for it, or the
+    job has finished without needing it.
+    """  # noqa: D205
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """This worker was declared lost, and must not go on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The whole job ends without success, and why: too few ranks, no coordinator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something a user may want to read while nothing happens."""
+
+    text: str
+
+
+Order = Members | Welcome | Revoke | Update | Dismissed | Fenced | Stopped | Notice
+
+
+def read(message: Mapping[str, Any], worker: int) -> Order | None:
+    """Takes an order from a message to `worker`.
+
+    Returns:
+        None if the message is something else.
+
+    Example:
+        >>> read({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)
+        Update(number=3, joining=1, leaving=0)
+    """
+    text = str(message.get("text", ""))
+    match message.get("type"):
+        case "members":
+            return _members(message, worker)
+        case "welcome":
+            epoch, rank, size = (
+                int(message[name]) for name in ("epoch", "rank", "size")
+            )
+            return Welcome(epoch, rank, size, str(message["why"]))
+        case "revoke":
+            lost = _by_rank(message["lost"])
+            return Revoke(int(message["epoch"]), lost, bool(message["restart"]))
+        case "update":
+            number, joining = int(message["number"]), int(message["joining"])
+            return Update(number, joining, int(message["leaving"]))
+        case "dismissed":
+            return Dismissed(text)
+        case "fenced":
+            return Fenced(text)
+        case "stopped":
+            return Stopped(text)
+        case "notice":
+            return Notice(text)
+    return None
+
+
+def _members(message: Mapping[str, Any], worker: int) -> Members:
+    members = tuple(
+        Member(int(m["rank"]), str(m["seen"]), dict(m["hello"]), int(m["worker"]))
+        for m in message["members"]
+    )
+    return Members(
+        epoch=int(message["epoch"]),
+        kind=str(message["kind"]),
+        members=members,
+        rank=[member.worker for member in members].index(worker),
+        previous=tuple(map(int, message["previous"])),
+        verdicts={
+            int(number): (int(finished), bool(repeats))
+            for number, (finished, repeats) in message["verdicts"].items()
+        },
+        sets={
+            int(number): tuple(map(int, ranks))
+            for number, ranks in message["sets"].items()
+        },
+        next_set=int(message["next_set"]),
+        lost=_by_rank(message["lost"]),
+    )
+
+
+def _by_rank(texts: Mapping[str, Any]) -> dict[int, str]:
+    return {int(rank): str(text) for rank, text in texts.items()}
+
+
+def standing_of(
+    kind: str, epoch: int, sets: Mapping[int, Sequence[int]] | None, next_set: int
+) -> dict[str, Any]:
+    """The message of a rank that has come to a stand: its process sets are in it."""
+    known = {str(number): list(ranks) for number, ranks in (sets or {}).items()}
+    return {"type": kind, "epoch": epoch, "sets": known, "next_set": next_set}

@@ -1,0 +1,283 @@
+"""TensorFlow's C interface for kernels, as a table of functions: nothing is compiled.
+
+The functions are those of tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h, which
+TensorFlow keeps for plug-ins that were built elsewhere. They are looked up in the
+library that the program's TensorFlow has loaded. What the kernels do is in kernels.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ringjax import dtypes
+
+Address = ctypes.c_void_p
+CREATE = ctypes.CFUNCTYPE(Address, Address)
+COMPUTE = ctypes.CFUNCTYPE(None, Address, Address)
+
+OK = 0
+
+
+class Text(ctypes.Structure):
+    """Characters of TensorFlow's."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    def __str__(self) -> str:
+        return ctypes.string_at(self.data, self.length).decode()
+
+
+INT32, INT64 = int(tf.int32.as_datatype_enum), int(tf.int64.as_datatype_enum)
+RESOURCE = int(tf.resource.as_datatype_enum)
+
+CORE_DTYPES = {
+    int(tf.as_dtype(name).as_datatype_enum): number
+    for name, number in dtypes.NUMBERS.items()
+}
+"""The core's number of an element type, by TensorFlow's."""
+
+_WIDTHS = {
+    int(tf.as_dtype(name).as_datatype_enum): tf.as_dtype(name).size
+    for name in dtypes.NUMBERS
+}
+
+_FOLDER = Path(tf.sysconfig.get_lib())
+library = ctypes.CDLL(str(next(_FOLDER.glob("libtensorflow_framework.*"))))
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_text, _int, _long = ctypes.c_char_p, ctypes.c_int, ctypes.c_int64
+_longs, _pointers = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(Address)
+
+new_status = _function("TF_NewStatus", Address)
+delete_status = _function("TF_DeleteStatus", None, Address)
+set_status = _function("TF_SetStatus", None, Address, _int, _text)
+get_code = _function("TF_GetCode", _int, Address)
+get_message = _function("TF_Message", _text, Address)
+
+new_op = _function("TF_NewOpDefinitionBuilder", Address, _text)
+add_attribute = _function("TF_OpDefinitionBuilderAddAttr", None, Address, _text)
+add_input = _function("TF_OpDefinitionBuilderAddInput", None, Address, _text)
+add_output = _function("TF_OpDefinitionBuilderAddOutput", None, Address, _text)
+set_stateful = _function(
+    "TF_OpDefinitionBuilderSetIsStateful", None, Address, ctypes.c_bool
+)
+set_shape_function = _function(
+    "TF_OpDefinitionBuilderSetShapeInferenceFunction", None, Address, Address
+)
+# Has the signature of a shape function, and is given as one.
+unknown_shapes = ctypes.cast(library.TF_ShapeInferenceContextSetUnknownShape, Address)
+register_op = _function("TF_RegisterOpDefinition", None, Address, Address)
+
+new_kernel = _function(
+    "TF_NewKernelBuilder", Address, _text, _text, CREATE, COMPUTE, Address
+)
+register_kernel = _function("TF_RegisterKernelBuilder", None, _text, Address, Address)
+attribute_size = _function(
+    *("TF_OpKernelConstruction_GetAttrSize", None, Address, _text),
+    *(ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int32), Address),
+)
+attribute_text = _function(
+    *("TF_OpKernelConstruction_GetAttrString", None, Address, _text, _text),
+    *(ctypes.c_size_t, Address),
+)
+node_name = _function("TF_OpKernelConstruction_GetName", Text, Address)
+fail_construction = _function("TF_OpKernelConstruction_Failure", None, Address, Address)
+fail = _function("TF_OpKernelContext_Failure", None, Address, Address)
+count_inputs = _function("TF_NumInputs", _int, Address)
+get_input = _function("TF_GetInput", None, Address, _int, _pointers, Address)
+set_output = _function("TF_SetOutput", None, Address, _int, Address, Address)
+turn_of = _function("TF_GetIterId", _long, Address)
+frame_of = _function("TF_GetFrameId", ctypes.c_uint64, Address)
+
+new_tensor = _function(
+    "TF_AllocateTensor", Address, _int, _longs, _int, ctypes.c_size_t
+)
+delete_tensor = _function("TF_DeleteTensor", None, Address)
+type_of = _function("TF_TensorType", _int, Address)
+rank_of = _function("TF_NumDims", _int, Address)
+dim_of = _function("TF_Dim", _long, Address, _int)
+bytes_of = _function("TF_TensorByteSize", ctypes.c_size_t, Address)
+data_of = _function("TF_TensorData", Address, Address)
+
+
+class Failed(Exception):
+    """A function of TensorFlow's has failed."""
+
+
+class Status:
+    """A status to hand in, and a check of what came back."""
+
+    def __init__(self) -> None:
+        self.address = new_status()
+
+    def __enter__(self) -> Address:
+        address: Address = self.address
+        return address
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        code, text = get_code(self.address), get_message(self.address)
+        delete_status(self.address)
+        if code != OK and kind is None:
+            raise Failed(text.decode(errors="replace"))
+
+
+def allocate(dtype: int, dims: Sequence[int]) -> int:
+    """A new tensor, uninitialised; give it to `delete_tensor`.
+
+    Raises:
+        MemoryError: there is no memory for it.
+    """
+    size = math.prod(dims) * _WIDTHS[dtype]
+    tensor: int | None = new_tensor(dtype, (_long * len(dims))(*dims), len(dims), size)
+    if tensor is None:
+        raise MemoryError(f"TensorFlow has no {size} bytes for a tensor")
+    return tensor
+
+
+def shape_of(tensor: int) -> tuple[int, ...]:
+    """The dimensions of a tensor."""
+    return tuple(dim_of(tensor, i) for i in range(rank_of(tensor)))
+
+
+def inputs_of(context: int, count: int) -> list[int]:
+    """The first inputs of a node; give each to `delete_tensor`."""
+    found = []
+    tensor = Address()
+    with Status() as status:
+        for i in range(count):
+            get_input(context, i, tensor, status)
+            found.append(tensor.value or 0)
+    return found
+
+
+def put(context: int, index: int, tensor: int) -> None:
+    """Makes a tensor an output of a node, and lets it go."""
+    try:
+        with Status() as status:
+            set_output(context, index, tensor, status)
+    finally:
+        delete_tensor(tensor)
+
+
+def put_number(context: int, index: int, dtype: int, number: int) -> None:
+    """A scalar as an output; `dtype` is INT32 or INT64."""
+    tensor = allocate(dtype, ())
+    kind = ctypes.c_int32 if dtype == INT32 else _long
+    kind.from_address(data_of(tensor)).value = number
+    put(context, index, tensor)
+
+
+def number_of(tensor: int) -> int:
+    """The value of an int64 scalar, which is let go."""
+    value: int = _long.from_address(data_of(tensor)).value
+    delete_tensor(tensor)
+    return value
+
+
+def put_handle(context: int, index: int, text: bytes) -> None:
+    """The handle of a resource as an output, from how TensorFlow writes it."""
+    tensor = new_tensor(RESOURCE, None, 0, len(text))
+    ctypes.memmove(data_of(tensor), text, len(text))
+    put(context, index, tensor)
+
+
+def read_text(construction: int, attribute: bytes) -> str:
+    """An attribute of the node for which a kernel is made."""
+    length, total = ctypes.c_int32(), ctypes.c_int32()
+    with Status() as status:
+        attribute_size(construction, attribute, length, total, status)
+    text = ctypes.create_string_buffer(total.value + 1)
+    with Status() as status:
+        attribute_text(construction, attribute, text, total.value + 1, status)
+    return text.value.decode()
+
+
+def _define(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    builder = new_op(name.encode())
+    specs = [*inputs, *outputs]
+    kinds = {"N": "int >= 0", "M": "int >= 0", "T": "list(type) >= 0"}
+    add_attribute(builder, b"call: string")
+    for attribute, kind in kinds.items():
+        if any(attribute in spec for spec in specs):
+            add_attribute(builder, f"{attribute}: {kind}".encode())
+    for add, ends in ((add_input, inputs), (add_output, outputs)):
+        for spec in ends:
+            add(builder, spec.encode())
+    set_stateful(builder, True)
+    set_shape_function(builder, unknown_shapes)
+    with Status() as status:
+        register_op(builder, status)
+
+
+def register(
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    create: Callable[[str, str], Any],
+    compute: Callable[[Any, int], None],
+    code_of: Callable[[BaseException], int],
+) -> None:
+    """Makes a stateful operation and its kernel for CPUs, for ever.
+
+    Args:
+        name: of the operation. It has an attribute `call`, a text.
+        inputs, outputs: as in TensorFlow's own definitions; N and M are numbers of
+            tensors, T is a list of dtypes.
+        create: makes what a node needs from its `call` and its name.
+        compute: runs a node, with that and TensorFlow's context.
+        code_of: TensorFlow's code for an exception that one of them has raised.
+
+    Raises:
+        Failed: there is one of that name, or TensorFlow does not like it.
+    """
+    made: list[Any] = []
+
+    @functools.cache
+    def number_of(text: str, node: str) -> int:
+        made.append(create(text, node))
+        return len(made) - 1
+
+    def tell(error: BaseException, where: int, fails: Any) -> None:
+        status = new_status()
+        set_status(status, code_of(error), str(error).encode())
+        fails(where, status)
+        delete_status(status)
+
+    def make(construction: int) -> int:
+        try:
+            return number_of(
+                read_text(construction, b"call"), str(node_name(construction))
+            )
+        except BaseException as error:
+            tell(error, construction, fail_construction)
+            return 0
+
+    def run(number: int | None, context: int) -> None:
+        try:
+            compute(made[number or 0], context)
+        except BaseException as error:
+            tell(error, context, fail)
+
+    callbacks = CREATE(make), COMPUTE(run)
+    _for_ever.append(callbacks)
+    _define(name, inputs, outputs)
+    # Nothing is done when a kernel goes: that may be after the interpreter's end.
+    builder = new_kernel(name.encode(), b"CPU", *callbacks, None)
+    with Status() as status:
+        register_kernel(name.encode(), builder, status)
+
+
+_for_ever: list[Any] = []

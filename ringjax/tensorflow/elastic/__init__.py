@@ -1,0 +1,17 @@
+"""Elastic training in TensorFlow: `run`, `TensorFlowState`, `TensorFlowKerasState`.
+
+Horovod's module path; the loop is `ringjax.elastic`.
+"""
+
+from __future__ import annotations
+
+from ringjax.elastic import Checkpointer, run, run_fn
+from ringjax.tensorflow.elastic.state import TensorFlowKerasState, TensorFlowState
+
+__all__ = [
+    "Checkpointer",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "run",
+    "run_fn",
+]

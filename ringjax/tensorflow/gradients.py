@@ -1,0 +1,395 @@
+"""How a step's gradients become those of all ranks, eagerly and in graphs.
+
+What `DistributedGradientTape` and all `DistributedOptimizer`s do with gradients once
+they have them: cut them into buckets, reduce each in one operation, leave local ones
+alone. Not here: where gradients come from, and how one operation runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from ringjax import buckets, runtime
+from ringjax.horovod_functions import split_list
+from ringjax.ops import Adasum, Average, Sum
+from ringjax.process_set import ProcessSet
+from ringjax.runtime import global_process_set
+from ringjax.tensorflow.as_written import as_written
+from ringjax.tensorflow.calls import number_of
+from ringjax.tensorflow.compression import Compression
+from ringjax.tensorflow.movement import process_set_included_op, size_op
+from ringjax.tensorflow.reductions import grouped_allreduce
+from ringjax.tensorflow.variables import key, shape_and_dtype
+
+_GROUPS = "groups should be a non-negative integer or a list of list of tf.Variable."
+# How often names were given in a graph: buckets that may run at the same time must
+# not have the same name, and all ranks trace the same program.
+_given: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """The arguments of Horovod's tapes and optimizers that say how gradients travel.
+
+    Attributes:
+        name: the beginning of the operations' names, alike on all ranks.
+        device_dense: where dense gradients are reduced.
+        device_sparse: where `tf.IndexedSlices` are.
+        compression: one of `Compression`.
+        sparse_as_dense: `tf.IndexedSlices` travel as dense tensors.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: gradients are divided by it before the sum, and
+            multiplied by it and divided by the size after.
+        groups: into how many operations to put all gradients, or the lists of
+            variables that are put into one each; None: by their bytes.
+        num_groups: Horovod's former name of an integer for `groups`.
+        process_set: the ranks that take part. Others keep their gradients.
+        scale_local_gradients: divide the gradients of local variables by the size.
+
+    Raises:
+        ValueError: a bad argument; the text is Horovod's where Horovod has one.
+    """
+
+    name: str
+    device_dense: str = ""
+    device_sparse: str = ""
+    compression: Any = Compression.none
+    sparse_as_dense: bool = False
+    op: int = Average
+    gradient_predivide_factor: float = 1.0
+    groups: Any = None
+    num_groups: int = 0
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        if self.op not in (Average, Sum, Adasum):
+            raise ValueError(f"op must be Average, Sum or Adasum, not {self.op!r}")
+        factor = self.gradient_predivide_factor
+        if factor != 1.0 and self.op != Average:
+            raise ValueError(
+                "gradient_predivide_factor not supported with op != Average"
+            )
+        if factor <= 0.0:
+            raise ValueError("gradient_predivide_factor must be > 0")
+        if self.num_groups != 0:
+            text = "Parameter `num_groups` has been replaced by `groups`."
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            if self.groups is None:
+                object.__setattr__(self, "groups", self.num_groups)
+        _check_groups(self.groups)
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if isinstance(groups, list):
+        if not all(isinstance(group, list | tuple) for group in groups):
+            raise ValueError(_GROUPS)
+    elif isinstance(groups, bool) or not isinstance(groups, int) or groups <= 0:
+        raise ValueError(_GROUPS)
+
+
+class Reduction:
+    """Reduces gradients as `settings` say, all but those of local variables.
+
+    Example:
+        >>> import ringjax.tensorflow as hvd, tensorflow as tf
+        >>> hvd.init()
+        >>> reduction = Reduction(Settings("example"))
+        >>> variables = [tf.Variable([1.0]), tf.Variable([2.0])]
+        >>> gradients = [tf.constant([3.0]), None]
+        >>> reduction(gradients, variables)[0].shape, reduction.settings.name
+        (TensorShape([1]), 'example')
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._local: set[Hashable] = set()
+
+    def register_local(self, variable: Any) -> None:
+        """From now on the gradients of this variable are this rank's own."""
+        self._local.add(key(variable))
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether it was registered."""
+        return bool(self._local) and key(variable) in self._local
+
+    @as_written
+    def __call__(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None = None,
+        use_generic_names: bool = True,
+    ) -> list[Any]:
+        """The gradients of all ranks, in the same order.
+
+        Args:
+            gradients: tensors, `tf.IndexedSlices` and None; None where all ranks
+                have it.
+            variables: what they are the gradients of; needed for local variables and
+                for groups of variables.
+            use_generic_names: Horovod's; names never depend on the variables' here.
+
+        Returns:
+            The reduced ones. Those of local variables are divided by the size, or as
+            they are; None stays None; all stay as they are on a rank outside of the
+            process set.
+
+        Raises:
+            ValueError: `variables` are fewer or more than the gradients, or missing.
+            NotImplementedError: Adasum of `tf.IndexedSlices`, as in Horovod.
+            RingjaxError, tf.errors.OpError: as the operations.
+        """
+        gradients = list(gradients)
+        if variables is None and (
+            self._local or isinstance(self.settings.groups, list)
+        ):
+            raise ValueError("variables are needed where some are local or in groups")
+        if variables is not None and len(variables) != len(gradients):
+            raise ValueError(
+                f"{len(gradients)} gradients of {len(variables)} variables"
+            )
+        local = [i for i, v in enumerate(variables or ()) if self.is_local(v)]
+        shared = sorted(set(range(len(gradients))) - set(local))
+        held = None if variables is None else [variables[i] for i in shared]
+        chosen = [gradients[i] for i in shared]
+        groups = indices_of(self.settings.groups, chosen, held)
+        reduced = reduce_gradients(chosen, groups, self.settings)
+        for i, gradient in zip(shared, reduced, strict=True):
+            gradients[i] = gradient
+        if local and self.settings.scale_local_gradients:
+            size = _size(self.settings.process_set)
+            for i in local:
+                gradients[i] = divided(gradients[i], size)
+        return gradients
+
+
+def _make_allreduce_grads_fn(
+    name: str,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    op: int,
+    gradient_predivide_factor: float = 1.0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> Reduction:
+    """Horovod's name for a `Reduction`, for programs that make tapes of their own."""
+    settings = Settings(
+        *(name, device_dense, device_sparse, compression, sparse_as_dense, op),
+        *(gradient_predivide_factor, groups),
+        process_set=process_set,
+    )
+    return Reduction(settings)
+
+
+@as_written
+def reduce_gradients(
+    gradients: Sequence[Any], groups: Sequence[Sequence[int]], settings: Settings
+) -> list[Any]:
+    """Reduces all of these; what is None stays None.
+
+    Args:
+        gradients: tensors, `tf.IndexedSlices` and None; None where all ranks have it.
+        groups: indices of gradients that are to be one operation each; others are put
+            together by their bytes. `settings.groups` is not looked at.
+        settings: how they travel.
+
+    Raises:
+        NotImplementedError, RingjaxError, tf.errors.OpError: as `Reduction`.
+
+    Example:
+        >>> import ringjax.tensorflow as hvd, tensorflow as tf
+        >>> hvd.init()
+        >>> len(reduce_gradients([tf.zeros(2), None], [], Settings("example")))
+        2
+    """
+    made: list[Any] = list(gradients)
+    if settings.sparse_as_dense:
+        made = [
+            tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g
+            for g in made
+        ]
+    if settings.op == Adasum and any(isinstance(g, tf.IndexedSlices) for g in made):
+        raise NotImplementedError(
+            "Adasum does not reduce tf.IndexedSlices; pass sparse_as_dense=True"
+        )
+    present = [i for i, gradient in enumerate(made) if gradient is not None]
+    process_set = settings.process_set
+    if not present or _alone(process_set):
+        return made
+
+    def reduce() -> list[Any]:
+        reduced = _reduced(made, units(made, groups), settings)
+        return [reduced[i] for i in present]
+
+    def keep() -> list[Any]:
+        return [_copy(made[i]) for i in present]
+
+    if process_set is global_process_set or not runtime.elastic():
+        found = reduce()
+    else:  # a graph outlives changes of the ranks
+        included = process_set_included_op(number_of(process_set, "allreduce"))
+        found = tf.cond(tf.equal(included, 1), reduce, keep)
+        found = list(found) if isinstance(found, list | tuple) else [found]
+    for i, gradient in zip(present, found, strict=True):
+        made[i] = gradient
+    return made
+
+
+def _alone(process_set: ProcessSet) -> bool:
+    """Whether there is nobody to reduce with, and there never will be."""
+    if runtime.elastic():
+        return False
+    return not process_set.included() or process_set.size() == 1
+
+
+def _reduced(
+    gradients: Sequence[Any], cut: Sequence[Sequence[int]], settings: Settings
+) -> dict[int, Any]:
+    factor = settings.gradient_predivide_factor
+    # The core divides by the size after the sum.
+    before, after = (1.0 / factor, factor) if settings.op == Average else (1.0, 1.0)
+    names = _names(settings.name)
+    reduced: dict[int, Any] = {}
+    with tf.name_scope(f"{settings.name}_Allreduce"):
+        for unit in cut:
+            results = grouped_allreduce(
+                [gradients[i] for i in unit],
+                device_dense=settings.device_dense,
+                device_sparse=settings.device_sparse,
+                compression=settings.compression,
+                op=settings.op,
+                prescale_factor=before,
+                postscale_factor=after,
+                process_set=settings.process_set,
+                ignore_name_scope=True,
+                name=names(),
+            )
+            reduced |= zip(unit, results, strict=True)
+    return reduced
+
+
+def units(gradients: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Which gradients are reduced in one operation.
+
+    Args:
+        gradients: tensors, `tf.IndexedSlices` and None.
+        groups: what the program wants together, as indices.
+
+    Returns:
+        Lists of indices of all that are not None. In one list all have the same dtype,
+        and all are dense or none is.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> three = [tf.zeros(3), tf.zeros(4), tf.zeros(3, tf.int32)]
+        >>> units(three, [[0, 1, 2]])
+        [[0, 1], [2]]
+    """
+    found = [unit for group in groups for unit in _alike(gradients, group)]
+    taken = {i for unit in found for i in unit}
+    free = [i for i in range(len(gradients)) if i not in taken]
+    sparse = [i for i in free if isinstance(gradients[i], tf.IndexedSlices)]
+    dense = [i for i in free if tf.is_tensor(gradients[i]) and i not in set(sparse)]
+    avals = [shape_and_dtype(gradients[i]) for i in dense]
+    cuts = buckets.plan(avals, runtime.config().bucket_bytes) if avals else ()
+    found += [[dense[i] for i in cut] for cut in cuts]
+    return found + _alike(gradients, sparse)
+
+
+def _alike(gradients: Sequence[Any], part: Iterable[int]) -> list[list[int]]:
+    """Cut so that dtypes are not mixed, nor dense and sparse ones."""
+    kinds: dict[Any, list[int]] = {}
+    for i in part:
+        gradient = gradients[i]
+        if gradient is not None:
+            kind = (isinstance(gradient, tf.IndexedSlices), gradient.dtype)
+            kinds.setdefault(kind, []).append(i)
+    return list(kinds.values())
+
+
+def indices_of(
+    groups: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+) -> list[list[int]]:
+    """The argument `groups` of Horovod as indices of gradients.
+
+    Raises:
+        ValueError: a variable is in two groups.
+
+    Example:
+        >>> indices_of(2, ["a", None, "b", "c"], None)
+        [[0, 2], [3]]
+    """
+    if groups is None:
+        return []
+    if isinstance(groups, int):
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        return [list(part) for part in split_list(present, groups)]
+    index = {key(variable): i for i, variable in enumerate(variables or ())}
+    found = [[index[k] for k in map(key, group) if k in index] for group in groups]
+    flat = [i for group in found for i in group]
+    if len(set(flat)) < len(flat):
+        raise ValueError("a variable is in groups more than once")
+    return found
+
+
+def _names(prefix: str) -> Callable[[], str]:
+    """Gives names that no other operation in this graph has; none ends in eager mode.
+
+    Eager operations have ended before the next begins, and an outermost graph runs
+    once at a time.
+    """
+    counter: Counter[str] = Counter()
+    if not tf.executing_eagerly():
+        graph = _outermost(tf.compat.v1.get_default_graph())
+        counter = _given.setdefault(graph, counter)
+
+    def name() -> str:
+        counter[prefix] += 1
+        return f"{prefix}.gradients.{counter[prefix]}"
+
+    return name
+
+
+def _outermost(graph: Any) -> Any:
+    """The function that this one is traced in, and so on, or the graph around all."""
+    outer: Any = getattr(graph, "outer_graph", None)
+    while hasattr(outer, "outer_graph"):
+        graph, outer = outer, outer.outer_graph
+    eager = tf.compat.v1.executing_eagerly_outside_functions()
+    return graph if outer is None or eager else outer
+
+
+def _size(process_set: ProcessSet) -> Any:
+    """How many ranks there are, now or when the graph runs."""
+    if runtime.elastic():
+        return size_op(number_of(process_set, "size"))
+    return process_set.size()
+
+
+def divided(gradient: Any, divisor: Any) -> Any:
+    """A gradient of any kind divided by a number; None stays None."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values / tf.cast(divisor, gradient.values.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(divisor, gradient.dtype)
+
+
+def _copy(gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        parts = (gradient.values, gradient.indices, gradient.dense_shape)
+        values, indices, shape = (None if p is None else tf.identity(p) for p in parts)
+        return tf.IndexedSlices(values, indices, shape)
+    return tf.identity(gradient)

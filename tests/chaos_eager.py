@@ -1,0 +1,41 @@
+"""chaos_eager.py FOLDER PAUSE: as chaos_program.py, with named operations on numpy.
+
+No jax is imported, so newcomers come sooner. Membership, recovery, pauses and the way
+of the state to newcomers are the same; what is repeated is an eager lane's call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chaos_numpy as model
+import numpy as np
+from chaos_loop import WORKER, Training
+
+import ringjax
+from ringjax import eager
+
+
+def main() -> None:
+    """Trains for as long as it is let."""
+    training = Training()
+    params, momentum = model.first()
+    state = ringjax.elastic.State(params=params, momentum=momentum, step=0)
+
+    def train_step(state: Any) -> list[int]:
+        grads = model.gradients(state.params, WORKER, state.step)
+        grads["who"] = model.marks(WORKER)  # with the others, as one call
+        found = eager.grouped_allreduce(list(grads.values()), name="gradients")
+        mean = dict(zip(grads, map(np.asarray, found), strict=True))
+        marks = mean.pop("who")
+        state.params, state.momentum = model.apply(state.params, state.momentum, mean)
+        return model.marked(marks)
+
+    training.run(
+        *(state, train_step),
+        lambda note: eager.allreduce(note, op=ringjax.Sum, name="note"),
+        model.digest,
+    )
+
+
+main()

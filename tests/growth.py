@@ -1,0 +1,102 @@
+"""Whether the processes of a test job grow: their own memory, and their descriptors.
+
+A process is compared with itself when it had settled; only what stays counts, so that
+the last samples are taken for one, the least of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import leaks
+import strangers
+
+SETTLED = 20.0  # seconds after which a process has what it needs
+LAST = 5  # samples
+DESCRIPTORS = 8  # more than this is a leak; a few are on their way at any time
+PEER = 6  # descriptors that a rank has for each other one
+BYTES = 24 << 20  # more than this in `HOUR`, and as much again for each further one
+HOUR = 3600.0
+
+
+@dataclass
+class Process:
+    """One process: when it was seen, and what it held."""
+
+    command: str
+    since: float
+    at: float = 0.0
+    first: tuple[int, int] | None = None  # bytes, descriptors
+    last: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=LAST))
+
+
+class Growth:
+    """Watches all processes of a test job, the launcher's too.
+
+    Args:
+        job: as `leaks.processes` knows it.
+        peers: how many other ranks a rank may have got since it was first seen.
+
+    Attributes:
+        processes: by process id, those that are gone as well.
+    """
+
+    def __init__(self, job: str, peers: int = 0) -> None:
+        self._job = job
+        self._descriptors = DESCRIPTORS + PEER * peers
+        self.processes: dict[int, Process] = {}
+
+    def look(self) -> None:
+        """Takes a sample of those that are there."""
+        now = time.monotonic()
+        with contextlib.suppress(OSError):  # one ended meanwhile: the next time
+            memory, fds = strangers.memory(self._job), strangers.descriptors(self._job)
+            for pid, command in leaks.processes(self._job).items():
+                seen = self.processes.setdefault(pid, Process(command, now))
+                if pid in memory and pid in fds and now - seen.since > SETTLED:
+                    sample = memory[pid], fds[pid]
+                    seen.first = seen.first or sample
+                    seen.last.append(sample)
+                    seen.at = now
+
+    def found(self) -> list[str]:
+        """Sentences about those that have grown."""
+        most = self._descriptors
+        return [text for p in self.processes.values() for text in _grown(p, most)]
+
+    def report(self) -> list[str]:
+        """A line for each of the launcher's processes and the oldest two others."""
+        watched = [p for p in self.processes.values() if p.first is not None]
+        ours = [p for p in watched if "ringjax.run" in p.command]
+        others = sorted(
+            (p for p in watched if p not in ours), key=lambda p: p.since - p.at
+        )
+        return [_line(p) for p in (*ours, *others[:2])]
+
+
+def _now(process: Process) -> tuple[int, int]:
+    return min(b for b, _ in process.last), min(n for _, n in process.last)
+
+
+def _line(process: Process) -> str:
+    first, last = process.first or (0, 0), _now(process)
+    words = process.command.split()
+    name = next((w for w in words if w.startswith("ringjax.run")), words[1])
+    return (
+        f"{name.rpartition('/')[2]}: {first[0] / 2**20:.1f} -> "
+        f"{last[0] / 2**20:.1f} MiB, {first[1]} -> {last[1]} descriptors in "
+        f"{process.at - process.since:.0f} s"
+    )
+
+
+def _grown(process: Process, descriptors: int) -> list[str]:
+    if process.first is None:
+        return []
+    most = BYTES * max(1.0, (process.at - process.since) / HOUR)
+    (before, fds), (after, fds_now) = process.first, _now(process)
+    if after - before > most or fds_now - fds > descriptors:
+        return [f"it has grown: {_line(process)}"]
+    return []

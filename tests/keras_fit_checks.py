@@ -1,0 +1,110 @@
+"""Tests of `model.fit` with a distributed optimizer, alike on every backend of Keras.
+
+Collected by tests/ranks/test_keras_*.py, as those of tests/keras_checks.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from keras_checks import (
+    ROWS,
+    build,
+    close,
+    fit,
+    hvd,
+    keras,
+    rows_of,
+    same_everywhere,
+    share,
+    weights,
+)
+
+__all__ = [
+    "hvd",
+    "keras",
+    "test_a_model_of_more_than_160_variables",
+    "test_all_skip_a_step_whose_gradients_are_infinite_on_one",
+    "test_fit_is_that_of_one_process_on_the_whole_batch",
+    "test_several_passes_for_one_step",
+]
+
+OPTIMIZERS = {
+    "momentum": lambda k: k.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "accumulated": lambda k: k.optimizers.SGD(
+        0.2, gradient_accumulation_steps=2, clipnorm=0.2
+    ),
+    "scaled": lambda k: k.optimizers.LossScaleOptimizer(
+        k.optimizers.Adam(0.05, weight_decay=0.01)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fit_is_that_of_one_process_on_the_whole_batch(world, keras, hvd, kind) -> None:
+    x, y = rows_of(world.size)
+    reference = build(keras, OPTIMIZERS[kind](keras))
+    fit(reference, x, y, 2 * world.size, epochs=2)
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind](keras))
+    assert isinstance(optimizer, type(OPTIMIZERS[kind](keras)))
+    model = build(keras, optimizer, seed=world.rank)  # the broadcast makes ranks alike
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    mine = share(world, x, 2), share(world, y, 2)
+    fit(model, *mine, 2, epochs=2, callbacks=callbacks)
+    close(model, reference)
+    assert same_everywhere(world, model)
+    assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
+
+
+def test_a_model_of_more_than_160_variables(world, keras, hvd) -> None:
+    x, y = rows_of(world.size)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = build(keras, optimizer, layers=81)
+    assert len(model.trainable_variables) == 164
+    before = weights(model)
+    fit(model, share(world, x, 2), share(world, y, 2), 2)
+    assert same_everywhere(world, model)
+    assert any((a != b).any() for a, b in zip(before, weights(model), strict=True))
+
+
+def test_several_passes_for_one_step(world, keras, hvd) -> None:
+    x, y = rows_of(world.size)
+    reference = build(keras, keras.optimizers.SGD(0.1))
+    fit(reference, x, y, 4 * world.size)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1),
+        backward_passes_per_step=2,
+        average_aggregated_gradients=True,
+    )
+    model = build(keras, optimizer)
+    parts = share(world, x, 2), share(world, y, 2)
+    fit(model, *parts, 2)
+    close(model, reference)
+    assert int(model.optimizer.iterations) == ROWS // 2
+    assert int(model.optimizer._agg_helper.counter) == 0
+    fit(model, *(part[:2] for part in parts), 2)  # a pass that is not used yet
+    close(model, reference)
+    assert int(model.optimizer._agg_helper.counter) == 1
+    assert int(model.optimizer.iterations) == ROWS // 2 + 1
+
+
+def test_all_skip_a_step_whose_gradients_are_infinite_on_one(world, keras, hvd) -> None:
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model = build(keras, optimizer)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    x, y = rows_of(world.size)
+    mine = share(world, x, 2), share(world, y, 2)
+    before = weights(model)
+    if world.rank == world.size - 1:
+        mine[1][:2] = 1e30  # in the first batch
+    fit(model, *(part[:2] for part in mine), 2)
+    assert all((a == b).all() for a, b in zip(before, weights(model), strict=True))
+    scale = float(model.optimizer.dynamic_scale)
+    assert scale == 2.0**14 and int(model.optimizer.iterations) == 0
+    fit(model, *(part[2:4] for part in mine), 2)
+    assert int(model.optimizer.iterations) == 1
+    assert same_everywhere(world, model)
+    assert any((a != b).any() for a, b in zip(before, weights(model), strict=True))

@@ -1,0 +1,291 @@
+// Where is everybody: questions and answers of heartbeats, and what warnings and errors
+// make of them.
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "check.h"
+#include "eager_world.h"
+#include "engine/heartbeat.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+double SecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+template <typename Condition>
+bool Until(Condition&& condition, double seconds = 5) {
+  for (const auto start = Clock::now(); SecondsSince(start) < seconds;) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return false;
+}
+
+// Heartbeats of all ranks, joined with each other. Where `bells` has an eventfd for a
+// rank, somebody there knows where the program is.
+std::vector<std::shared_ptr<Heartbeat>> Beating(
+    const std::vector<std::shared_ptr<Communicator>>& ranks,
+    const std::vector<Doorbell*>& bells = {}) {
+  const int size = static_cast<int>(ranks.size());
+  std::vector<std::vector<Heartbeat::Peer>> peers(ranks.size());
+  for (int a = 0; a < size; ++a) {
+    for (int b = a + 1; b < size; ++b) {
+      int pair[2];
+      CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+      peers[a].push_back({b, pair[0], "node-" + std::to_string(b)});
+      peers[b].push_back({a, pair[1], "node-" + std::to_string(a)});
+    }
+  }
+  std::vector<std::shared_ptr<Heartbeat>> all;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const bool knows = r < bells.size() && bells[r] != nullptr;
+    all.push_back(std::make_shared<Heartbeat>(
+        static_cast<int>(r), peers[r], 0.1, 20.0, MakeBell(), nullptr,
+        knows ? std::make_unique<Doorbell>(dup(bells[r]->fd())) : nullptr));
+    all.back()->Watch(ranks[r]);
+  }
+  return all;
+}
+
+void RunTogether(World* world, const std::string& name) {
+  world->Each([&name](Communicator& c) {
+    std::vector<float> data(4, 1.0f);
+    Call call = AllreduceOf(&data);
+    call.name = name;
+    CHECK(c.Run(call).ok());
+  });
+}
+
+Sighting AskOne(Heartbeat* zero, int rank, uint64_t sequence) {
+  zero->Ask({0, sequence, false, {rank}, "allreduce 'x'"});
+  CHECK(Until([&] { return AllAnswered(zero->Sightings(0, {rank})); }));
+  return zero->Sightings(0, {rank})[0];
+}
+
+TEST(ARankTellsItsLastCallAndWhetherItHasMadeThisOne) {
+  World world({0, 0});
+  RunTogether(&world, "before");
+  const auto beats = Beating(world.ranks);
+  const Sighting late = AskOne(beats[0].get(), 1, 2);
+  CHECK(late.asked && late.answered && !late.entered);
+  CHECK_EQ(late.text, "its last call was allreduce 'before' (seq 1)");
+  CHECK_EQ(Title(late), "rank 1 on node-1");
+  CHECK(AskOne(beats[0].get(), 1, 1).entered);
+}
+
+TEST(WhoKnowsTheProgramIsRungAndAnswers) {
+  World world({0, 0});
+  const auto bell = MakeBell();
+  const auto beats = Beating(world.ranks, {nullptr, bell.get()});
+  beats[0]->Ask({0, 1, false, {1}, "allreduce 'x'"});
+  pollfd rung{bell->fd(), POLLIN, 0};
+  CHECK_EQ(poll(&rung, 1, 5000), 1);
+  const Heartbeat::Asked asked = beats[1]->asked();
+  CHECK_EQ(asked.newest, 1u);
+  CHECK_EQ(asked.stalls.size(), 1u);
+  CHECK_EQ(asked.stalls[0], "rank 0 waits for this rank to call allreduce 'x'");
+  CHECK(beats[1]->asked().stalls.empty());  // only once
+  beats[1]->Answer(asked.newest, "it is at train.py:41 in load\nbatch");
+  CHECK(Until([&] { return beats[0]->Sightings(0, {1})[0].answered; }));
+  CHECK_EQ(Tale(beats[0]->Sightings(0, {1})[0]),
+           "it has made no call in this epoch; it is at train.py:41 in load batch");
+  CHECK_EQ(beats[1]->asked().newest, 0u);
+}
+
+TEST(ABusyInterpreterHoldsNoAnswerUp) {
+  World world({0, 0});
+  const auto bell = MakeBell();
+  const auto beats = Beating(world.ranks, {nullptr, bell.get()});
+  const auto start = Clock::now();
+  const Sighting sighting = AskOne(beats[0].get(), 1, 1);
+  CHECK(SecondsSince(start) < 3);
+  CHECK(Contains(sighting.text, "its interpreter is busy"));
+  beats[1]->Answer(1, "too late");  // harms nobody
+}
+
+TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
+  for (const size_t tile : {0, 4096}) {
+    World world({0, 0, 0}, "", 4096, 60, tile);
+    RunTogether(&world, "before");
+    const auto bell = MakeBell();
+    const auto beats = Beating(world.ranks, {nullptr, nullptr, bell.get()});
+    std::atomic<bool> stop{false};
+    std::thread interpreter([&] {
+      while (!stop) {
+        pollfd rung{bell->fd(), POLLIN, 0};
+        poll(&rung, 1, 10);
+        if (const auto asked = beats[2]->asked(); asked.newest > 0)
+          beats[2]->Answer(asked.newest, "it is at train.py:41 in load_batch");
+      }
+    });
+    std::vector<std::thread> waiting;
+    const auto start = Clock::now();
+    for (int r : {0, 1}) {
+      waiting.emplace_back([&world, r] {
+        std::vector<float> data(8, 1.0f);
+        Call call = AllreduceOf(&data);
+        call.name = "grads";
+        call.timeout = 1;  // the communicator has 60
+        const Status status = world.ranks[static_cast<size_t>(r)]->Run(call);
+        // Of two whose time is up at once, one may hear it from the other.
+        CHECK(status.code() == Code::kDeadlineExceeded ||
+              status.code() == Code::kUnavailable);
+        CHECK_EQ(status.rank(), 2);
+        CHECK(Contains(status.message(),
+                       "rank 2 on node-2 has not called allreduce 'grads' (f32[8], "
+                       "SUM, seq 2) for 1 s; its last call was allreduce 'before' "
+                       "(seq 1); it is at train.py:41 in load_batch"));
+      });
+    }
+    for (auto& thread : waiting) thread.join();
+    CHECK(SecondsSince(start) < 10);
+    stop = true;
+    interpreter.join();
+  }
+}
+
+// Rank 1 of such a set waits for rank 0 as well, and only rank 0 is late.
+TEST(InAProcessSetAnswersTellWhoIsLate) {
+  CommunicatorOptions options;
+  options.id = 7;
+  options.name = "process set 7";
+  options.collective_timeout = 60;
+  World world({0});
+  world.ranks = JoinRanks({0, 0, 0, 0}, options, 4096, 0);
+  const auto beats = Beating(world.ranks);
+  std::vector<std::thread> waiting;
+  for (size_t r : {1, 2, 3}) {
+    waiting.emplace_back([&world, r] {
+      std::vector<float> data(8, 1.0f);
+      Call call = AllreduceOf(&data);
+      call.timeout = 1;
+      const Status status = world.ranks[r]->Run(call);
+      CHECK_EQ(status.rank(), 0);
+      CHECK(
+          Contains(status.message(), "rank 0 on node-0 has not called allreduce 'x'"));
+    });
+  }
+  for (auto& thread : waiting) thread.join();
+}
+
+TEST(ACallMayWaitLongerThanItsCommunicatorDoes) {
+  World world({0, 0}, "", 4096, 0.3);
+  std::thread waiting([&] {
+    std::vector<float> data(4, 1.0f);
+    Call call = AllreduceOf(&data);
+    call.timeout = 0;
+    CHECK(world.ranks[0]->Run(call).ok());
+    call.timeout = -1;  // what the communicator has is in force again
+    const auto start = Clock::now();
+    CHECK(world.ranks[0]->Run(call).code() == Code::kDeadlineExceeded);
+    CHECK(SecondsSince(start) < 5);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  std::vector<float> data(4, 1.0f);
+  Call call = AllreduceOf(&data);
+  call.timeout = 20;
+  CHECK(world.ranks[1]->Run(call).ok());
+  waiting.join();
+}
+
+TEST(AnswersNobodyAskedForAndControlCharactersAreDropped) {
+  World world({0, 0});
+  int pair[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+  auto zero = std::make_shared<Heartbeat>(0, std::vector<Heartbeat::Peer>{{1, pair[0]}},
+                                          10.0, 20.0, MakeBell());
+  const auto answer = [&](uint32_t token, const std::string& text) {
+    struct {
+      uint32_t magic = 0x42484752;
+      uint8_t type = 5, pad[3] = {};
+      int32_t culprit = -1;
+      uint32_t length = 0;
+      uint64_t entered[2] = {};
+      uint32_t token = 0, has_entered = 0;
+    } message;
+    message.length = static_cast<uint32_t>(8 + text.size());
+    message.token = token;
+    std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
+    bytes += text;
+    CHECK_EQ(send(pair[1], bytes.data(), bytes.size(), 0),
+             static_cast<ssize_t>(bytes.size()));
+  };
+  zero->Ask({0, 1, false, {1}, "allreduce 'x'"});
+  answer(99, "a lie");
+  answer(1, "\x1b[31mit is\nhere\xc2\x9b!");
+  CHECK(Until([&] { return zero->Sightings(0, {1})[0].answered; }));
+  CHECK_EQ(zero->Sightings(0, {1})[0].text, "?[31mit is here?!");
+  answer(1, "another one");
+  zero->Stop();
+  CHECK_EQ(zero->Sightings(0, {1})[0].text, "?[31mit is here?!");
+  CHECK(zero->lost().empty());
+  close(pair[1]);
+}
+
+TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
+  Patience patience;
+  CHECK(!patience.MustAsk(9, 10, 60));
+  CHECK(patience.MustAsk(10, 10, 60));
+  CHECK(!patience.MustAsk(10.1, 10, 60));
+  CHECK(!patience.Settled(10.2, false) && patience.Settled(10.2, true));
+  CHECK(patience.Settled(10.8, false));
+  CHECK(patience.MustWarn(10.8, 10));
+  patience.Warned(10.8);
+  CHECK(!patience.MustWarn(20, 10) && patience.MustWarn(21.7, 10));
+  CHECK(!patience.MustAsk(21, 10, 60) && patience.MustAsk(21.7, 10, 60));
+  patience.Warned(22);
+  CHECK(patience.MustAsk(59, 10, 60) && !patience.MustAsk(59.5, 10, 60));
+  CHECK(patience.MustAsk(59, 10, 60));  // something has moved meanwhile
+  Patience brief;  // of a limit below a second, half of it is left for the answers
+  CHECK(!brief.MustAsk(0.1, 0, 0.4) && brief.MustAsk(0.2, 0, 0.4));
+  Patience endless;
+  CHECK(!endless.MustAsk(1e9, 0, 0) && !endless.MustWarn(1e9, 0));
+}
+
+}  // namespace
+
+namespace testing_eager {
+namespace {
+
+TEST(eager_a_submission_may_have_a_limit_of_its_own) {
+  EagerOptions options;
+  options.timeout = 60;
+  Eager lanes(2, options);
+  const auto beats = Beating(lanes.world.ranks);
+  Floats x(4, 1), y(4, 1);
+  // While another one waits without an end, and looks at what is late are far apart.
+  EagerRequest patient = Place("patient", &y, &y);
+  patient.timeout = 0;
+  const auto endless = lanes.lanes[0]->Submit(std::move(patient));
+  EagerRequest request = Place("late", &x, &x);
+  request.timeout = 0.5;
+  const auto start = Clock::now();
+  const Status status = lanes.lanes[0]->Submit(std::move(request)).value()->Wait();
+  CHECK(SecondsSince(start) < 5);
+  CHECK(status.code() == Code::kDeadlineExceeded);
+  CHECK(Contains(status.message(),
+                 "rank 1 has not submitted allreduce 'late' (f32[4], SUM) for 0.5 s; "
+                 "rank 1 on node-1: it has made no call in this epoch"));
+  CHECK(!endless.value()->done());
+  Floats z(4, 2);
+  const auto now = lanes.lanes[1]->Submit(Place("patient", &z, &z));
+  CHECK(now.value()->Wait().ok() && endless.value()->Wait().ok());
+  CHECK(y == Floats(4, 3));
+}
+
+}  // namespace
+}  // namespace testing_eager
+}  // namespace ringjax

@@ -1,0 +1,84 @@
+"""ringjax.keras on tensorflow: all of tests/keras_*checks.py, on two ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.register_assert_rewrite(
+    "keras_checks", "keras_callback_checks", "keras_fit_checks"
+)
+
+from keras_callback_checks import *  # noqa: E402, F403
+from keras_checks import *  # noqa: E402, F403
+from keras_checks import build, fit, rows_of, same_everywhere, share  # noqa: E402
+from keras_fit_checks import *  # noqa: E402, F403
+
+pytestmark = [
+    pytest.mark.usefixtures("world"),
+    pytest.mark.launch("keras-tensorflow"),
+    pytest.mark.ranks(2, env={"KERAS_BACKEND": "tensorflow"}),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_xla_compiles_the_step_where_it_can(world, keras, hvd, passes) -> None:
+    x, y = rows_of(world.size)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=passes
+    )
+    model = build(keras, optimizer, jit_compile=True)
+    mine = share(world, x, 2), share(world, y, 2)
+    if passes == 1:
+        fit(model, *mine, 2)
+    else:
+        with pytest.warns(UserWarning, match="in a branch; this model trains with"):
+            fit(model, *mine, 2)
+    assert model.jit_compile == (passes == 1)
+    assert same_everywhere(world, model)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("dense", [False, True])
+def test_sparse_gradients(world, keras, hvd, passes, dense) -> None:
+    import tensorflow as tf
+
+    variable = tf.Variable(np.ones((4, 2), "float32"))
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0),
+        sparse_as_dense=dense,
+        backward_passes_per_step=passes,
+    )
+
+    @tf.function
+    def step():
+        pairs = optimizer._compute_gradients(
+            lambda: tf.gather(variable, [world.rank]), [variable]
+        )
+        optimizer.apply_gradients(pairs, experimental_aggregate_gradients=True)
+
+    if passes > 1 and not dense:
+        with pytest.raises(ValueError, match="IndexedSlices are not supported"):
+            step()
+        return
+    for _ in range(passes):
+        step()
+    expected = np.ones((4, 2))
+    expected[: world.size] -= passes / world.size
+    np.testing.assert_allclose(variable, expected)
+    assert int(optimizer.iterations) == passes
+
+
+def test_gradients_of_a_tape(world, keras, hvd) -> None:
+    import tensorflow as tf
+
+    variable = tf.Variable(float(world.rank))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    with tf.GradientTape() as tape:
+        loss = variable * variable
+    pairs = optimizer._compute_gradients(loss, [variable], tape=tape)
+    assert float(pairs[0][0]) == world.size - 1
+    with pytest.raises(ValueError, match="`tape` is required"):
+        optimizer._compute_gradients(loss, [variable])

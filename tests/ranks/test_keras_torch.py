@@ -1,0 +1,21 @@
+"""ringjax.keras on torch: all of tests/keras_*checks.py, on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "keras_checks", "keras_callback_checks", "keras_fit_checks"
+)
+
+from keras_callback_checks import *  # noqa: E402, F403
+from keras_checks import *  # noqa: E402, F403
+from keras_fit_checks import *  # noqa: E402, F403
+
+pytestmark = [
+    pytest.mark.usefixtures("world"),
+    pytest.mark.launch("keras-torch"),
+    pytest.mark.ranks(2, env={"KERAS_BACKEND": "torch"}),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.timeout(120),
+]

@@ -1,0 +1,311 @@
+"""Elastic jobs whose collectives are NCCL's, on the stubs: no GPU tests.
+
+A loss voids what NCCL had in hand. All ranks must hear of it soon, connect their
+devices anew with those that are left, and go on from the last commit, with parameters
+that are the sum of complete steps only.
+
+JAX does not see the stub's device. So the training function calls the communicator of
+the moment as a compiled program does: by its number, in every step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from device_code import needs_kernels
+from launch import Job, StartJob
+from stub_processes import stub_job
+
+# Without kernels, void results are not marked.
+pytestmark = [needs_kernels, pytest.mark.timeout(150)]
+
+HEAD = f"""
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+import numpy as np
+import device_calls as calls
+import lane_calls
+import ringjax
+from ringjax import _native, elastic, errors, runtime
+
+WORKER = int(os.environ["RINGJAX_WORKER"])
+SIZES = (3, 5, 1 << 19)  # small ones that are packed, and a large one in place
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Stream:
+    # Waits as a program does: for the device, and not for good results.
+    def __init__(self):
+        self.stream = calls.DefaultStream()
+        self.finish = self.stream.finish
+
+def wait_for(done):
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+def total():
+    return sum(2.0**w for w in runtime.generation().workers)
+
+def train(step, ends, state=None, before=lambda state: None):
+    say("started")
+    state = state or elastic.State(
+        step=0, params=[np.zeros(n, np.float32) for n in SIZES], expected=0.0)
+
+    @elastic.run(warm_up=step)
+    def loop(state):
+        workers = runtime.generation().workers
+        say("begins", state.step, runtime.generation().kind, *workers)
+        say("at", f"{{time.time():.3f}}")
+        while not ends(state, set(runtime.generation().workers)):
+            time.sleep(0.01)  # the rest of a step, and time for those who start
+            epoch = runtime.generation().epoch
+            before(state)
+            sums = step(state)
+            void = [bool(np.isnan(x).any()) for x in sums]
+            right = [bool((x == total()).all()) for x in sums]
+            # What is neither is what nobody could tell from a result.
+            assert all(v or r for v, r in zip(void, right)), [x[:2] for x in sums]
+            if any(void):  # a long step: the ranks have come together meanwhile
+                wait_for(lambda: runtime.generation().epoch > epoch)
+                time.sleep(0.2)
+            for param, x in zip(state.params, sums):
+                param += x
+            state.expected += total()
+            state.step += 1
+            say("step", state.step, "void" if any(void) else "right")
+            if any(void): say("at", f"{{time.time():.3f}}")
+            state.commit()
+            say("committed", state.step, f"{{time.time():.3f}}")
+        return state
+
+    done = loop(state)
+    for param in done.params:
+        assert (param == done.expected).all(), (param[:3], done.expected)
+    say("finished", done.step, done.expected, ringjax.size())
+    ringjax.shutdown()
+"""
+
+DEVICE = """
+calls.open_at_init()
+ringjax.init()
+stream = calls.DefaultStream(runtime.current("test").device_share or 0)
+
+def step(state):
+    device = calls.Device()
+    sums = [np.full(n, 2.0**WORKER, np.float32) for n in SIZES]
+    try:
+        device.start(sums[2:], site=0, name="bucket")
+        device.enqueue("allreduce", sums[:2], name="grads")
+        device.done(sums[2:], site=0)
+    except _native.StatusError as error:
+        raise errors.from_status(error) from error
+    stream.finish()  # not synchronize: a program's results come without an error
+    return sums
+"""
+
+
+def start(
+    start_job: StartJob,
+    np: int,
+    script: str,
+    *,
+    head: str = HEAD + DEVICE,
+    env: dict[str, str] | None = None,
+    **stubs: str | float,
+) -> Job:
+    limits = ["--min-np", "1", "--max-np", str(np)]
+    return stub_job(head, partial(start_job, options=limits), np, script, env, **stubs)
+
+
+def told(job: Job, worker: int, word: str) -> list[list[str]]:
+    """The words after `word` of the lines that begin with it."""
+    lines = job.output(worker).splitlines()
+    return [line.split()[1:] for line in lines if line.split(" ")[0] == word]
+
+
+def check(job: Job, workers: int) -> None:
+    """Steps are committed once each, in order, and all ends are the same."""
+    ends = set()
+    for worker in range(workers):
+        steps = [int(words[0]) for words in told(job, worker, "committed")]
+        assert len(steps) == len(set(steps)), job.logs()
+        assert steps == sorted(steps), job.logs()
+        ends |= {tuple(words) for words in told(job, worker, "finished")}
+    assert len(ends) == 1, job.logs()
+
+
+def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
+    """One in the middle of a call; then rank 0, and one more while NCCL connects."""
+    job = start(
+        start_job,
+        3,
+        """
+        ringjax.add_process_set([1])  # nobody is left of it
+        connect = _native.CudaCommunicator
+
+        def may_die(**options):
+            if WORKER == 2 and runtime.generation().workers[0] == 2:
+                die()
+            return connect(**options)
+
+        if WORKER == 2:
+            _native.CudaCommunicator = may_die
+
+        def before(state):
+            workers = runtime.generation().workers
+            if WORKER == 1 and state.step == 5:
+                die()
+            if WORKER == 0 and len(workers) == 3 and workers[2] == 3:
+                die()
+
+        train(step, lambda state, workers: min(workers) > 2 and len(workers) > 1,
+              before=before)
+        """,
+    )
+    assert job.wait(120) == 0, job.logs()
+    check(job, 6)
+    kinds = [words[1:] for words in told(job, 3, "begins")]
+    assert kinds[0] == ["resize", "0", "2", "3"], job.logs()
+    assert ["restart", "3"] in kinds, job.logs()
+    # The survivors of the first loss went on from what they had committed.
+    assert told(job, 0, "begins")[1] == ["5", "restart", "0", "2"], job.logs()
+
+
+def test_a_rank_leaves_and_its_process_set_shrinks(start_job: StartJob) -> None:
+    job = start(
+        start_job,
+        3,
+        """
+        both = ringjax.add_process_set([1, 2])
+
+        def before(state):
+            world = runtime.current("test")
+            assert calls.Device().core.device == world.device_share == WORKER
+            workers = runtime.generation().workers
+            mine = [w for w in workers if w > 0]
+            if WORKER > 0 and state.step % 2:
+                x = np.full(7, 2.0**WORKER, np.float32)
+                calls.Device(both.process_set_id).enqueue("allreduce", [x])
+                stream.finish()
+                assert (x == sum(2.0**w for w in mine)).all(), x
+            if state.step == 9 and WORKER == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        train(step, lambda state, workers: 1 not in workers and state.step % 5 == 0,
+              before=before)
+        """,
+        CUDA_STUB_DEVICES=3,
+    )
+    assert job.wait(120) == 0, job.logs()
+    check(job, 3)
+    for worker in (0, 2):
+        assert ["0", "2"] in [words[2:] for words in told(job, worker, "begins")]
+        assert all(words[1] == "right" for words in told(job, worker, "step"))
+    assert not told(job, 1, "finished"), job.logs()
+
+
+def test_a_rank_that_nccl_fails_on(start_job: StartJob) -> None:
+    """One dies in `init`, while NCCL connects. Later another one's NCCL fails it."""
+    job = start(
+        start_job,
+        4,
+        """
+        def before(state):
+            if state.step == 5 and WORKER == 3:
+                die()
+
+        train(step, lambda state, workers: state.step == 30, before=before)
+        """,
+        head=HEAD
+        + """
+connect = _native.CudaCommunicator
+
+def may_die(**options):
+    if WORKER == 1:
+        die()
+    return connect(**options)
+
+_native.CudaCommunicator = may_die
+if WORKER == 2:  # after the first epoch, and the one without worker 1
+    os.environ["NCCL_STUB_FAIL"] = "ncclCommInitRankConfig:3"
+"""
+        + DEVICE,
+    )
+    assert job.wait(120) == 0, job.logs()
+    check(job, 4)
+    assert "ncclCommInitRankConfig" in job.output(2), job.logs()
+    assert told(job, 0, "finished")[0][0] == "30"
+
+
+EAGER = """
+lane_calls.without_jax()
+ringjax.init()
+del sys.modules["torch"]  # what stood for it has nothing to ask for
+stream = calls.DefaultStream()
+
+def submit():
+    end = lane_calls.End()
+    ins = [np.full(n, 2.0**WORKER, np.float32) for n in SIZES]
+    pending = [end.submit("allreduce", f"x{i}", [x]) for i, x in enumerate(ins)]
+    for one in pending:
+        one.ticket.wait(stream=0)  # until all are enqueued
+    return [one.outs[0] for one in pending]
+
+def step(state):
+    try:
+        sums = submit()
+    except _native.StatusError as error:
+        raise errors.from_status(error) from error
+    stream.finish()  # as a program that computes with the results on its stream
+    return sums
+"""
+
+
+def test_tensors_of_other_frameworks(start_job: StartJob) -> None:
+    job = start(
+        start_job,
+        3,
+        """
+        def before(state):
+            if state.step == 5 and WORKER == 1:
+                stream.hold()  # all ranks enqueue it, and this one's part never begins
+                submit()
+                die()
+
+        train(step, lambda state, workers: state.step >= 20 and 1 not in workers,
+              before=before)
+        """,
+        head=HEAD + EAGER,
+    )
+    assert job.wait(120) == 0, job.logs()
+    check(job, 4)
+    for worker in (0, 2):
+        assert told(job, worker, "begins")[1] == ["5", "restart", "0", "2"], job.logs()
+        assert ["6", "void"] in told(job, worker, "step"), job.logs()
+
+
+def test_a_rank_that_never_calls(start_job: StartJob) -> None:
+    job = start(
+        start_job,
+        3,
+        """
+        def before(state):
+            if state.step == 5 and WORKER == 1:
+                time.sleep(1000)
+
+        train(step, lambda state, workers: state.step >= 20 and 1 not in workers,
+              before=before)
+        """,
+        env={"RINGJAX_COLLECTIVE_TIMEOUT": "2"},
+    )
+    assert job.wait(120) == 0, job.logs()
+    check(job, 4)

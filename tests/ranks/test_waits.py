@@ -1,0 +1,202 @@
+"""Ranks that wait for one that does not come: how long, and what they are told of it.
+
+The culprit's host, its last operation and the line of Python that it has come to are in
+the errors of the others, for compiled programs and for named operations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from elastic_job import ElasticJob, jobs
+from elastic_steps import LOOP, begin, check_steps, progress, stop
+from launch import Job, StartJob
+
+HEAD = """
+import ctypes, os, sys, time
+import numpy as np
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+rank = ringjax.rank()
+
+def load_batch():
+    time.sleep(120)
+
+def hold_the_lock():
+    ctypes.PyDLL(None).sleep(120)
+
+def attempt(call):
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        took = time.monotonic() - began
+        sys.stdout.write(f"caught after {took:.1f} s: {error}\\n")
+        sys.stdout.flush()
+        return
+    print("nothing was wrong", flush=True)
+"""
+
+JAX = """
+import jax, jax.numpy as jnp
+
+def add(name):
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(8), op=ringjax.Sum, name=name))
+"""
+
+TORCH = """
+import torch
+import ringjax.torch as hvd
+
+def add(name):
+    hvd.allreduce(torch.ones(8), op=hvd.Sum, name=name)
+"""
+
+LATE = """
+add("before")
+if rank == 1:
+    load_batch()
+with ringjax.collective_timeout(2):
+    attempt(lambda: add("grads"))
+sys.exit(1)
+"""
+
+PLACE = r"it is at script\.py:\d+ in load_batch"
+WARNING = {"RINGJAX_STALL_WARNING": "1"}
+
+
+def _caught(job: Job, rank: int) -> list[tuple[float, str]]:
+    found = re.findall(r"caught after ([\d.]+) s: (.*)", job.output(rank))
+    return [(float(seconds), text) for seconds, text in found]
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_who_does_not_come_is_named_with_host_last_call_and_line(
+    start_job: StartJob, framework: str
+) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    operations = {"jax": JAX, "torch": TORCH}[framework]
+    job = start_job(3, HEAD + operations + LATE, env=WARNING)
+    assert job.wait(60) == 1, job.logs()
+    last = r"its last call was allreduce 'before' \(seq \d+\)[^;]*; " + PLACE
+    if framework == "jax":
+        text = r"rank 1 on \S+ has not called allreduce 'grads' \(f32\[8\], SUM, seq "
+        text += rf"\d+\) for 2 s; {last}"
+        warning = rf"for rank 1 on \S+ \({last}\); still waiting"
+    else:
+        text = r"rank 1 has not submitted allreduce 'grads' \(f32\[8\], SUM\) for 2 s; "
+        text += rf"rank 1 on \S+: {last}"
+        warning = rf"'grads' .* s; rank 1 on \S+: {last}; still waiting"
+    for rank in (0, 2):
+        ((seconds, error),) = _caught(job, rank)
+        assert seconds < 20
+        assert re.search(text, error), (error, job.logs())
+        assert re.search(warning, job.output(rank)), job.logs()
+    mine = job.output(1)
+    assert re.search(r"rank [02] waits for this rank to call allreduce 'grads'", mine)
+    assert "the main thread is at" in mine
+    assert re.search(r'script\.py", line \d+, in load_batch', mine), job.logs()
+    assert mine.count("the main thread is at") == 1
+
+
+def test_a_rank_that_holds_the_interpreters_lock_answers_that(
+    start_job: StartJob,
+) -> None:
+    script = LATE.replace("load_batch()", "hold_the_lock()")
+    job = start_job(2, HEAD + JAX + script)
+    assert job.wait(60) == 1, job.logs()
+    ((_, error),) = _caught(job, 0)
+    assert "rank 1 on " in error, job.logs()
+    assert "its last call was allreduce 'before'" in error, job.logs()
+    assert "its interpreter is busy" in error, job.logs()
+
+
+NEAREST = """
+import jax, jax.numpy as jnp
+
+pair = ringjax.add_process_set([0, 1], timeout=1.2)
+
+def named():
+    eager.allreduce(np.ones(3), name="named", process_set=pair)
+
+@jax.jit
+def compiled(x):
+    with ringjax.collective_timeout(1.5):
+        return ringjax.allreduce(x, name="compiled", process_set=pair)
+
+if rank == 1:
+    load_batch()
+attempt(named)
+with ringjax.collective_timeout(0.5):
+    attempt(named)
+attempt(lambda: jax.block_until_ready(compiled(jnp.ones(2))))
+sys.exit(1)
+"""
+
+
+def test_the_nearest_limit_counts(start_job: StartJob) -> None:
+    job = start_job(2, HEAD + NEAREST)  # the job's own limit is far away
+    assert job.wait(60) == 1, job.logs()
+    caught = _caught(job, 0)
+    limits = [1.2, 0.5, 1.5]
+    names = ["not submitted allreduce 'named'"] * 2 + ["not called allreduce 'compile"]
+    assert len(caught) == 3, job.logs()
+    for (seconds, text), limit, name in zip(caught, limits, names, strict=True):
+        assert limit <= seconds < limit + 10, job.logs()
+        assert f"for {limit:g} s; " in text
+        assert name in text
+        assert re.search(PLACE, text), (text, job.logs())
+
+
+Start = Callable[..., ElasticJob]
+
+ELASTIC = (
+    LOOP
+    + """
+import jax, jax.numpy as jnp
+
+tx = ringjax.allreduce_grads()
+grads = {"a": jnp.full(7, 2.0**WORKER), "b": jnp.full((3, 5), 2.0**WORKER)}
+
+def load_batch():
+    time.sleep(120)
+
+@jax.jit
+def update(state):
+    with ringjax.collective_timeout(1.5):
+        return tx.update(grads, state)
+
+def step(state):
+    if WORKER == 1 and os.path.exists(sys.argv[0] + ".hang"):
+        load_batch()
+    return update(state)
+
+train(step, tx.init(grads))
+"""
+)
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
+
+
+def test_an_elastic_job_loses_who_does_not_call_within_the_limit_of_a_call(
+    start: Start,
+) -> None:
+    job = start(4, ELASTIC, env={"RINGJAX_LOG_LEVEL": "info"})
+    begin(job)
+    job.kill(3)
+    progress(job, {0, 1, 2}, 20)  # in the second epoch
+    job.tell("hang")
+    job.wait_for_line(0, "step", len(job.lines(0, "step")) + 1)
+    progress(job, {0, 2}, 30)
+    stop(job)
+    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
+    check_steps(job, {0, 2})
+    text = r"rank 1 on \S+ has not called allreduce .* for 1\.5 s; its last call was "
+    assert re.search(text + rf".*; {PLACE}", job.errors(0)), job.errors(0)

@@ -1,0 +1,231 @@
+"""ringjax.data: who gets which elements, and loaders that read ahead."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringjax.data import (
+    AsyncDataLoaderMixin,
+    BaseDataLoader,
+    DistributedSampler,
+    ElasticSampler,
+    shard,
+)
+from ringjax.errors import NotInitialized
+
+
+class Stream:
+    """Something that can be iterated, again and again, and has no length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class Places:
+    """Elements at places, as map-style datasets of PyTorch have them: no slices."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> int:
+        if not isinstance(place, int):
+            raise TypeError("no slices")
+        if place >= self.count:
+            raise IndexError(place)
+        return place
+
+
+class Counted(Stream):
+    """A stream whose length is known."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+KINDS = {
+    "range": range,
+    "list": lambda n: list(range(n)),
+    "array": np.arange,
+    "places": Places,
+    "stream": Stream,
+    "counted": Counted,
+    "iterator": lambda n: iter(range(n)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 7])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("uneven", ["keep", "drop", "repeat"])
+def test_who_gets_what(kind: str, count: int, size: int, uneven: Any) -> None:
+    shards = [shard(KINDS[kind](count), size, i, uneven=uneven) for i in range(size)]
+    found = [[int(one) for one in part] for part in shards]
+    rounds, rest = divmod(count, size)
+    for i, part in enumerate(found):
+        places = range(i, (rounds + (rest > 0)) * size, size)
+        if uneven == "keep":
+            expected = [place for place in places if place < count]
+        elif uneven == "drop":
+            expected = [place for place in places if place < rounds * size]
+        else:
+            expected = [place % count for place in places] if count else []
+        assert part == expected, (i, part)
+        if kind not in ("stream", "iterator"):
+            assert len(shards[i]) == len(expected)
+        if kind != "iterator":
+            assert [int(one) for one in shards[i]] == expected  # a second time
+
+
+def test_shards_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="num_shards is 0"):
+        shard([1], 0, 0)
+    with pytest.raises(ValueError, match="index is 2, expected 0 to 1"):
+        shard([1], 2, 2)
+    with pytest.raises(ValueError, match="uneven is 'odd'"):
+        shard([1], 2, 1, uneven="odd")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a int has no shard"):
+        shard(3, 2, 1)
+    with pytest.raises(TypeError, match="a mapping has no order"):
+        shard({0: 1}, 2, 1)
+    with pytest.raises(NotInitialized):
+        shard([1, 2])
+    with pytest.raises(TypeError, match="its dataset has none"):
+        len(shard(Stream(3), 2, 1))
+
+
+def test_a_dataset_that_shards_itself() -> None:
+    class Own:
+        def shard(self, num_shards: int, index: int) -> tuple[int, int]:
+            return num_shards, index
+
+    assert shard(Own(), 3, 1) == (3, 1)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(("count", "size"), [(10, 3), (9, 3), (2, 3), (0, 2), (5, 1)])
+def test_samplers_share_out_an_epoch(count: int, size: int, drop: bool) -> None:
+    def epoch(number: int, seed: int = 1) -> list[list[int]]:
+        parts = []
+        for rank in range(size):
+            sampler = DistributedSampler(
+                range(count), size, rank, seed=seed, drop_last=drop
+            )
+            sampler.set_epoch(number)
+            parts.append(list(sampler))
+            assert len(parts[-1]) == len(sampler) == sampler.num_samples
+            assert sampler.total_size == size * len(sampler)
+        return parts
+
+    parts = epoch(0)
+    assert len({len(part) for part in parts}) == 1
+    seen = [one for part in parts for one in part]
+    if drop:
+        assert len(set(seen)) == len(seen) == count // size * size
+    else:
+        assert set(seen) == set(range(count))
+        assert len(seen) - count < size
+    assert epoch(0) == parts
+    if count > 5:
+        assert epoch(1) != parts and epoch(0, seed=2) != parts
+
+
+def test_sampler_in_order_and_bad_ones() -> None:
+    assert list(DistributedSampler(5, 2, 1, shuffle=False)) == [1, 3, 0]
+    with pytest.raises(ValueError, match="num_replicas is 0"):
+        DistributedSampler(5, 0, 0)
+    with pytest.raises(ValueError, match="rank is 2, expected 0 to 1"):
+        DistributedSampler(5, 2, 2)
+    with pytest.raises(ValueError, match="-1 samples"):
+        DistributedSampler(-1, 2, 0)
+    with pytest.raises(NotInitialized):
+        DistributedSampler(5)
+    assert ElasticSampler.__module__ == "ringjax.elastic.sampler"
+
+
+class Loader(BaseDataLoader):
+    """Batches 0, 1, 2 of epoch after epoch, and who has read them."""
+
+    def __init__(self, batches: int, fails_at: int | None = None) -> None:
+        self.batches, self.fails_at = batches, fails_at
+        self.readers: list[str] = []
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def _iterate(self) -> Iterator[int]:
+        for i in range(self.batches):
+            if i == self.fails_at:
+                raise OSError(f"batch {i} cannot be read")
+            self.readers.append(threading.current_thread().name)
+            yield i
+
+    def _process_batch(self, batch: int) -> int:
+        return 10 * batch
+
+
+class AsyncLoader(AsyncDataLoaderMixin, Loader):
+    pass
+
+
+def test_a_loader_must_say_what_its_batches_are() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        BaseDataLoader()  # type: ignore[abstract]
+    assert list(Loader(3)) == [0, 10, 20]
+
+
+@pytest.mark.parametrize("room", [1, 2, 64])
+def test_reading_ahead_gives_the_same(room: int) -> None:
+    loader = AsyncLoader(room, False, 3)
+    assert not loader.started
+    for _ in range(3):
+        assert list(loader) == [0, 10, 20]
+    assert set(loader.readers) == {"ringjax-loader"}
+    loader.close_async_loader()
+    loader.close_async_loader()
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(iter(loader))
+
+
+def test_without_room_there_is_no_thread() -> None:
+    loader = AsyncLoader(async_loader_queue_size=0, batches=3)
+    assert list(loader) == [0, 10, 20]
+    assert set(loader.readers) == {threading.current_thread().name}
+    loader.close_async_loader()
+    with pytest.raises(ValueError, match="async_loader_queue_size is -1"):
+        AsyncLoader(-1, False, 3)
+
+
+def test_batches_are_read_before_they_are_asked_for() -> None:
+    loader = AsyncLoader(2, False, 9)
+    batches = iter(loader)
+    assert next(batches) == 0
+    deadline = time.monotonic() + 20
+    while len(loader.readers) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)  # two in the queue, and one that waits for room
+    assert len(loader.readers) == 4
+    batches.close()  # type: ignore[attr-defined]
+    assert list(itertools.islice(loader, 4)) == [0, 10, 20, 30]  # begun anew
+    loader.close_async_loader()
+
+
+def test_an_error_in_the_thread_is_raised_where_batches_are_used() -> None:
+    loader = AsyncLoader(4, False, 3, fails_at=2)
+    seen = []
+    with pytest.raises(OSError, match="batch 2 cannot be read"):
+        for batch in loader:
+            seen.append(batch)
+    assert seen == [0, 10]
+    loader.close_async_loader()

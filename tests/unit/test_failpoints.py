@@ -1,0 +1,103 @@
+"""Failpoints: how they are written, and what they do; jobs with them are elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from launch import ROOT, environment
+
+from ringjax import _native, failpoints
+from ringjax.config import Config
+from ringjax.errors import RingjaxError
+from ringjax.memory import make
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("", None)
+
+
+def test_the_core_has_the_points_that_can_be_named() -> None:
+    assert tuple(_native.failpoints()) == failpoints.NATIVE
+
+
+def test_every_point_is_somewhere() -> None:
+    text = "".join(p.read_text() for p in (ROOT / "ringjax").rglob("*.py"))
+    for point in failpoints.POINTS:
+        assert text.count(f'failpoints.passing("{point}")') >= 1, point
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("join.prepared=kill", "one of recovery.halted,.*join.ready.*memory.map"),
+        ("join.ready=die", "join.ready= one of kill, exit, sleep"),
+        ("join.ready", "POINT=ACTION"),
+        ("join.ready=kill@x", "POINT=ACTION"),
+        ("join.ready=sleep(1.2.3)", "a number"),
+        ("join.ready=kill, join.admitted=kill", "POINT=ACTION"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"RINGJAX_FAILPOINTS is .*{expected}"):
+        Config.from_env({"RINGJAX_FAILPOINTS": text})
+
+
+def test_the_passage_and_the_process_that_were_meant() -> None:
+    failpoints.arm("join.ready=error@3#2; join.ready=enospc@4#1; pause.said=eof", 3)
+    failpoints.passing("join.ready")
+    with pytest.raises(RingjaxError, match=r"failpoint join\.ready"):
+        failpoints.passing("join.ready")
+    failpoints.passing("join.ready")
+    for _ in range(2):
+        with pytest.raises(ConnectionResetError):
+            failpoints.passing("pause.said")
+    failpoints.arm("", 3)
+    failpoints.passing("pause.said")
+
+
+def test_sleeping_takes_its_time() -> None:
+    failpoints.arm("join.ready=sleep(0.05)@any", None)
+    before = time.monotonic()
+    failpoints.passing("join.ready")
+    assert time.monotonic() - before >= 0.05
+
+
+def test_a_memory_that_is_full() -> None:
+    failpoints.arm("memory.make=enospc", None)
+    with pytest.raises(OSError, match="No space left") as caught:
+        make(4096)
+    assert caught.value.errno == errno.ENOSPC
+    failpoints.arm("", None)
+    os.close(make(4096))
+
+
+@pytest.mark.parametrize(("action", "code"), [("kill", -9), ("exit(7)", 7)])
+@pytest.mark.parametrize("point", ["join.ready", "call.agreed"])
+def test_a_process_ends_there(point: str, action: str, code: int) -> None:
+    script = f"""
+from ringjax import _native, failpoints
+failpoints.arm("{point}={action}#2", 0)
+[alone] = _native.local_world([0])
+for i in range(2):
+    failpoints.passing("{point}")
+    alone.execute(_native.COLLECTIVES["barrier"], _native.REDUCE_OPS["Sum"], [], [])
+    print("passed", i, flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment("failpoint", {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.split() == ["passed", "0"]
+    assert f"ringjax: failpoint {point}: {action.partition('(')[0]}" in done.stderr

@@ -1,0 +1,66 @@
+"""The check for leaks of long runs finds what grows, and nothing else."""
+
+from __future__ import annotations
+
+import growth
+import pytest
+from growth import Growth
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]:
+    now: dict[str, dict[int, int]] = {"memory": {}, "fds": {}, "time": {0: 0}}
+    commands = {7: "python -m ringjax.run -np 2", 8: "python train.py"}
+    monkeypatch.setattr(growth.leaks, "processes", lambda _: commands)
+    monkeypatch.setattr(growth.strangers, "memory", lambda _: dict(now["memory"]))
+    monkeypatch.setattr(growth.strangers, "descriptors", lambda _: dict(now["fds"]))
+    monkeypatch.setattr(growth.time, "monotonic", lambda: float(now["time"][0]))
+    return now
+
+
+def _watch(
+    clock: dict[str, dict[int, int]], samples: list[tuple[int, int]], peers: int = 0
+) -> Growth:
+    found = Growth("job", peers)
+    for memory, fds in samples:
+        clock["memory"] = {7: 20 * MIB, 8: memory * MIB}
+        clock["fds"] = {7: 30, 8: fds}
+        found.look()
+        clock["time"][0] += 30
+    return found
+
+
+def test_what_comes_and_goes_is_no_growth(
+    clock: dict[str, dict[int, int]],
+) -> None:
+    # Large while it starts, and in between.
+    samples = [(400, 90), (100, 40), (300, 80), (100, 41), (180, 60), (102, 44)]
+    watched = _watch(clock, samples)
+    assert watched.found() == []
+    assert watched.report() == [
+        "ringjax.run: 20.0 -> 20.0 MiB, 30 -> 30 descriptors in 150 s",
+        "train.py: 100.0 -> 100.0 MiB, 40 -> 40 descriptors in 150 s",
+    ]
+
+
+@pytest.mark.parametrize(("memory", "fds"), [(10, 0), (0, 3)])
+def test_what_stays_is(clock: dict[str, dict[int, int]], memory: int, fds: int) -> None:
+    samples = [(100 + memory * i, 40 + fds * i) for i in range(12)]
+    (text,) = _watch(clock, samples).found()
+    assert text.startswith("it has grown: train.py: 1")
+
+
+def test_who_has_just_come_cannot_be_judged(
+    clock: dict[str, dict[int, int]],
+) -> None:
+    assert _watch(clock, [(100, 40)]).found() == []
+
+
+@pytest.mark.parametrize(("peers", "grown"), [(0, True), (3, False)])
+def test_a_rank_that_has_got_peers_has_not_grown(
+    clock: dict[str, dict[int, int]], peers: int, grown: bool
+) -> None:
+    samples = [(100, 16)] * 3 + [(100, 34)] * 9
+    assert bool(_watch(clock, samples, peers).found()) == grown

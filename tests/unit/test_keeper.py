@@ -1,0 +1,87 @@
+"""What is said of workers that are lost: once, whatever is known first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ringjax.run.crew import Crew
+from ringjax.run.hosts import Host
+from ringjax.run.keeper import Keeper
+from ringjax.run.roster import Roster, Worker
+
+KILLED = "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on"
+LOST = "rank 1 (worker 1) was declared lost: it is silent; 2 ranks go on"
+
+
+class Nobody:
+    """Takes signals for nobody."""
+
+    def signal(
+        self, number: int, names: Sequence[int] | None = None, *, alone: bool = False
+    ) -> None:
+        pass
+
+
+class Story:
+    """Three members of a job, and what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        crew = Crew([Host("localhost", 3)], first=3, most=3, least=1, blacklist=None)
+        self.roster = Roster(1, lambda number: "")
+        for seat in crew.vacant(0, 0.0):
+            self.roster.add(seat)
+        self.roster.enter({0: 0, 1: 1, 2: 2}, 0.0)
+        self.keeper = Keeper(
+            self.roster, crew, None, Nobody(), self.said.append, lambda number: None
+        )
+
+    @property
+    def worker(self) -> Worker:
+        return self.roster.workers[1]
+
+    def fenced(self, now: float) -> None:
+        self.keeper.fence(self.worker, "it is silent", now)
+
+    def killed(self, now: float) -> None:
+        self.keeper.ended(self.worker, 128 + 9, "", now)
+
+
+@pytest.mark.parametrize("last_words", [0.0, 0.1, 1.0])
+def test_a_worker_that_others_miss_before_its_end_is_known(last_words: float) -> None:
+    # Its peers have noticed first, and what it wrote takes time to arrive.
+    story = Story()
+    story.fenced(1.0)
+    story.killed(1.01)
+    story.keeper.tick(1.02)
+    if last_words <= 0.1:
+        story.worker.streams.clear()
+    for tick in range(20):
+        story.keeper.tick(1.02 + last_words + tick * 0.1)
+    assert story.said == [KILLED]
+
+
+def test_a_worker_whose_end_is_known_first() -> None:
+    story = Story()
+    story.killed(1.0)
+    story.fenced(1.01)
+    for tick in range(20):
+        story.keeper.tick(1.1 + tick * 0.1)
+    assert story.said == [KILLED]
+
+
+def test_a_worker_that_is_silent_and_is_ended_for_it() -> None:
+    story = Story()
+    story.fenced(1.0)
+    story.keeper.tick(1.1)
+    assert story.said == []
+    story.keeper.tick(1.4)
+    assert story.said == [LOST]
+    story.keeper.tick(1.0 + 5.1)
+    assert story.worker.killed
+    story.killed(6.2)
+    for tick in range(20):
+        story.keeper.tick(6.3 + tick * 0.1)
+    assert story.said == [LOST]

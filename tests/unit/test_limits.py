@@ -1,0 +1,67 @@
+"""How long a call may wait: the nearest limit, and which limits there can be."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+import ringjax
+from ringjax import limits, primitive
+from ringjax.process_set import ProcessSet
+
+
+def test_the_nearest_limit_counts() -> None:
+    plain, own = ProcessSet([0]), ProcessSet([0], timeout=5)
+    assert (plain.limit(), own.limit()) == (limits.JOBS, 5.0)
+    with ringjax.collective_timeout(30):
+        assert (plain.limit(), own.limit()) == (30.0, 30.0)
+        with ringjax.collective_timeout(0.5):
+            assert own.limit() == 0.5
+        assert own.limit() == 30.0
+    own.timeout = 0
+    assert (plain.limit(), own.limit()) == (limits.JOBS, 0.0)
+    own.timeout = None
+    assert own.limit() == limits.JOBS
+
+
+def test_a_limit_ends_with_an_exception_and_is_of_one_thread() -> None:
+    seen = []
+    with pytest.raises(KeyError), ringjax.collective_timeout(3):
+        thread = threading.Thread(target=lambda: seen.append(limits.now(None)))
+        thread.start()
+        thread.join()
+        raise KeyError
+    assert seen == [limits.JOBS]
+    assert limits.now(None) == limits.JOBS
+
+
+@pytest.mark.parametrize("bad", [-1, -0.001, math.nan, "5", b"5", True, [1], object()])
+def test_what_is_no_limit_is_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match="number of seconds"):
+        ProcessSet([0], timeout=bad)  # type: ignore[arg-type]
+    with (
+        pytest.raises(ValueError, match="number of seconds"),
+        ringjax.collective_timeout(bad),  # type: ignore[arg-type]
+    ):
+        pass
+
+
+def test_none_is_the_jobs_for_a_set_and_nothing_for_a_call() -> None:
+    assert ProcessSet([0], timeout=None).timeout is None
+    with pytest.raises(ValueError, match="None"), ringjax.collective_timeout(None):  # type: ignore[arg-type]
+        pass
+
+
+def test_infinity_is_no_limit() -> None:
+    assert ProcessSet([0], timeout=math.inf).limit() == 0.0
+
+
+def test_only_a_limit_of_its_own_is_an_attribute_of_a_call() -> None:
+    usual = primitive.attributes("allreduce", primitive.DEFAULTS)
+    limited = primitive.attributes("allreduce", {**primitive.DEFAULTS, "timeout": 2.0})
+    # The core looks for a timeout where there are more attributes than that.
+    assert len(usual) == 15
+    assert "timeout" not in usual
+    assert limited == {**usual, "timeout": 2.0}

@@ -1,0 +1,89 @@
+"""What a program says to the coordinator while it pauses; the world is played here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ringjax.errors import PeerLost
+from ringjax.program import Program
+
+
+class World:
+    """An elastic world in epoch 5; `events` come one by one while somebody waits."""
+
+    def __init__(self, *events: Callable[[World], None]) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.generation = SimpleNamespace(epoch=5)
+        self.resizes = 0
+        self.dismissed = self.waits = False
+        self.device, self.devices = None, self  # none to connect anew
+        self.enlistment = self
+        self.said: list[tuple[int, int]] = []
+        self._events = list(events)
+
+    def pause(self, epoch: int, number: int, *_: Any) -> None:
+        self.said.append((epoch, number))
+
+    def close(self) -> None:
+        pass
+
+    def reported(self) -> tuple[dict[int, Any], int, bool]:
+        return {}, 1, False
+
+    def wait_for_another(self, before: int) -> None:
+        while not (self.dismissed or self.waits or self.generation.epoch > before):
+            self._events.pop(0)(self)
+
+
+def repair(world: World) -> None:
+    world.generation = SimpleNamespace(epoch=world.generation.epoch + 1)
+
+
+def resize(world: World) -> None:
+    repair(world)
+    world.resizes += 1
+
+
+def restart(world: World) -> None:
+    repair(world)
+    world.waits = True
+
+
+def dismiss(world: World) -> None:
+    world.dismissed = True
+
+
+def test_a_pause_is_asked_for_again_after_a_repair() -> None:
+    world = World(repair, repair, resize)
+    assert Program(world).pause(3)  # type: ignore[arg-type]
+    assert world.said == [(5, 3), (6, 3), (7, 3)]
+
+
+def test_a_pause_that_a_loss_has_followed_is_over() -> None:
+    world = World(lambda w: (resize(w), repair(w)))
+    assert Program(world).pause(3)  # type: ignore[arg-type]
+    assert world.said == [(5, 3)]
+
+
+def test_who_leaves_has_left() -> None:
+    world = World(dismiss)
+    assert not Program(world).pause(3)  # type: ignore[arg-type]
+
+
+def test_no_pause_is_asked_for_where_all_start_again() -> None:
+    # Said before this rank has started again, it would be taken for its word about
+    # the first pause of the epoch in which it does.
+    world = World()
+    restart(world)
+    with pytest.raises(PeerLost, match="starts again"):
+        Program(world).pause(3)  # type: ignore[arg-type]
+    assert world.said == []
+    world = World(lambda w: (repair(w), restart(w)))
+    with pytest.raises(PeerLost, match="starts again"):
+        Program(world).pause(3)  # type: ignore[arg-type]
+    assert world.said == [(5, 3)]

@@ -1,0 +1,328 @@
+"""TLS on control connections: who uses it, what it hides, what it does not let pass.
+
+Most needs a Python whose ssl has pre-shared keys, 3.13; what happens without is tested
+everywhere.
+"""
+
+from __future__ import annotations
+
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from fault_proxy import Fault, FaultProxy
+from launch import environment
+
+from ringjax import addresses, handshake, tls
+from ringjax.errors import AuthenticationError, StartupError
+from ringjax.handshake import Introduction, Purpose
+from ringjax.rendezvous import Server
+from ringjax.sealing import Keys
+from ringjax.session import Session, join
+from ringjax.tls import Layer, Offer, supported
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+HELLO = Introduction(JOB, Purpose.RENDEZVOUS, caller=0, callee=-1)
+TOKEN = "a sentence that nobody else may read"
+SUITES = ("TLS_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256")
+
+needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
+
+
+def converse(mine: Offer, theirs: Offer) -> tuple[Keys, Keys]:
+    """Both halves of a handshake, until both have come to their end."""
+    steps = (
+        handshake.call(SECRET, replace(HELLO, tls=mine)),
+        handshake.answer(SECRET, JOB, lambda introduction: "", theirs),
+    )
+    inbox, wants = [b"", b""], [0, 0]
+    for end in (0, 1):
+        output, wants[end] = next(steps[end])
+        inbox[1 - end] += output
+    done: dict[int, Keys] = {}
+    while len(done) < 2:
+        end = next(e for e in (0, 1) if e not in done and len(inbox[e]) >= wants[e])
+        piece, inbox[end] = inbox[end][: wants[end]], inbox[end][wants[end] :]
+        try:
+            output, wants[end] = steps[end].send(piece)
+            inbox[1 - end] += output
+        except StopIteration as finished:
+            done[end] = finished.value[1]
+    assert inbox == [b"", b""], "one end took less than the other one said"
+    return done[0], done[1]
+
+
+# Who uses it.
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [(Offer.NONE, Offer.NONE), (Offer.ABLE, Offer.NONE), (Offer.NONE, Offer.ABLE)],
+)
+def test_without_one_of_both_it_stays_in_the_clear(mine: Offer, theirs: Offer) -> None:
+    one, other = converse(mine, theirs)
+    assert one.layer is other.layer is None
+    assert other.opener().feed(one.sealer().seal({"a": 1})) == [{"a": 1}]
+
+
+@needs_tls
+@pytest.mark.parametrize("mine", [Offer.ABLE, Offer.REQUIRED])
+@pytest.mark.parametrize("theirs", [Offer.ABLE, Offer.REQUIRED])
+def test_two_that_can_do(mine: Offer, theirs: Offer) -> None:
+    one, other = converse(mine, theirs)
+    assert one.layer is not None and other.layer is not None
+    assert one.layer.cipher == other.layer.cipher
+    assert one.layer.cipher in [f"TLSv1.3 {suite}" for suite in SUITES]
+    to, back = (one.sealer(), other.opener()), (other.sealer(), one.opener())
+    for sealer, opener in (to, back):
+        message = {"text": TOKEN, "n": "x" * (1 << 20)}
+        assert opener.feed(sealer.seal(message)) == [message]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(Offer.REQUIRED, Offer.NONE), (Offer.NONE, Offer.REQUIRED)]
+)
+def test_who_requires_it_refuses_and_both_say_why(mine: Offer, theirs: Offer) -> None:
+    caller = handshake.call(SECRET, replace(HELLO, tls=mine))
+    callee = handshake.answer(SECRET, JOB, lambda introduction: "", theirs)
+    next(callee)
+    challenge, _ = callee.send(next(caller)[0])
+    proof, wants = caller.send(challenge)
+    assert not wants  # it says no more, but the callee can believe it
+    text = {
+        Offer.REQUIRED: "has no TLS, and here RINGJAX_TLS=required",
+        Offer.NONE: "requires TLS .RINGJAX_TLS=required., which this end does not have",
+    }
+    with pytest.raises(AuthenticationError, match=text[mine]):
+        caller.send(b"")
+    with pytest.raises(AuthenticationError, match=text[theirs]):
+        callee.send(proof)
+
+
+@pytest.mark.parametrize("flag", [0, 2, 3, 255])
+def test_nobody_between_them_can_talk_them_out_of_it(flag: int) -> None:
+    def callee() -> handshake._Steps:
+        steps = handshake.answer(SECRET, JOB, lambda introduction: "", Offer.ABLE)
+        next(steps)
+        return steps
+
+    said = bytearray(next(handshake.call(SECRET, replace(HELLO, tls=Offer.ABLE)))[0])
+    where = 17
+    assert said[where] == Offer.ABLE
+    said[where] = flag
+    caller = handshake.call(SECRET, replace(HELLO, tls=Offer.ABLE))
+    next(caller)
+    with pytest.raises(AuthenticationError):  # the caller, as it had said otherwise
+        caller.send(callee().send(bytes(said))[0])
+    caller = handshake.call(SECRET, replace(HELLO, tls=Offer.ABLE))
+    answer = bytearray(callee().send(next(caller)[0])[0])
+    where = 32
+    assert answer[where] == Offer.ABLE
+    answer[where] = flag
+    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        caller.send(bytes(answer))
+
+
+def test_where_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ssl, "HAS_PSK", raising=False)
+    assert (tls.offer("auto"), tls.offer("off")) == (Offer.NONE, Offer.NONE)
+    for start in (
+        lambda: tls.offer("required"),
+        lambda: Server(SECRET, JOB, 1, tls="required"),
+        lambda: join(
+            "127.0.0.1:1", SECRET, JOB, {"rank": 0, "size": 1}, 1, tls="required"
+        ),
+    ):
+        with pytest.raises(StartupError, match="RINGJAX_TLS is 'required', but this"):
+            start()
+
+
+@needs_tls
+def test_keys_that_differ() -> None:
+    client, server = Layer(b"a" * 32, server=False), Layer(b"b" * 32, server=True)
+    calling, answering = client.handshake(), server.handshake()
+    hello, _ = next(calling)
+    next(answering)
+    answering.send(hello[:5])
+    with pytest.raises(AuthenticationError, match="binder does not verify"):
+        answering.send(hello[5:])
+
+
+@needs_tls
+@pytest.mark.parametrize("head", [b"\x16\x03\x03\xff\xff", b"\x16\x03\x03\0\0"])
+def test_an_announced_length_is_not_believed(head: bytes) -> None:
+    steps = Layer(b"a" * 32, server=True).handshake()
+    next(steps)
+    with pytest.raises(AuthenticationError, match="announces a TLS record of"):
+        steps.send(head)
+
+
+@needs_tls
+def test_one_thread_may_send_while_another_receives() -> None:
+    one, other = converse(Offer.ABLE, Offer.ABLE)
+    sealer, opener, back = one.sealer(), other.opener(), other.sealer()
+    stream = b"".join(back.seal({"n": n}) for n in range(300))
+    reading, found = one.opener(), []
+
+    def receive() -> None:
+        for start in range(0, len(stream), 11):
+            found.extend(reading.feed(stream[start : start + 11]))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    sent = [m for n in range(300) for m in opener.feed(sealer.seal({"n": n}))]
+    thread.join(20)
+    assert sent == found == [{"n": n} for n in range(300)]
+
+
+# Over sockets, through somebody who listens.
+
+
+@pytest.fixture
+def town(request: pytest.FixtureRequest) -> Iterator[tuple[Server, list[str]]]:
+    log: list[str] = []
+    setting: str = request.param
+    server = Server(SECRET, JOB, 1, start_timeout=9.0, log=log.append, tls=setting)
+    server.start()
+    yield server, log
+    server.close()
+
+
+def meet(server: Server, proxy: FaultProxy, setting: str) -> Session:
+    hello = {"rank": 0, "size": 1, "name": TOKEN}
+    return join(addresses.show(*proxy.address), SECRET, JOB, hello, 2.0, tls=setting)
+
+
+def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
+    while stream:
+        kind, _, length = struct.unpack_from("!BHH", stream)
+        yield kind, stream[5 : 5 + length]
+        stream = stream[5 + length :]
+
+
+def extensions(hello: bytes, *, client: bool) -> dict[int, bytes]:
+    """Of a hello of TLS 1.3, in its handshake record."""
+    place = 4 + 2 + 32
+    place += 1 + hello[place]  # session
+    if client:
+        place += 2 + int.from_bytes(hello[place : place + 2], "big")  # suites
+        place += 1 + hello[place]  # compression
+    else:
+        place += 3
+    place += 2
+    found = {}
+    while place < len(hello):
+        kind, length = struct.unpack_from("!HH", hello, place)
+        found[kind] = hello[place + 4 : place + 4 + length]
+        place += 4 + length
+    return found
+
+
+@needs_tls
+@pytest.mark.parametrize("town", ["auto", "required"], indirect=True)
+def test_nobody_on_the_way_can_read_it(town: tuple[Server, list[str]]) -> None:
+    server, _ = town
+    with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
+        session = meet(server, proxy, "auto")
+        assert session.members[0].hello["name"] == TOKEN
+        assert session.exchange(TOKEN, 5.0, "a value") == [TOKEN]
+        session.close()
+        up, down = (bytes(side) for side in proxy.heard)
+    for side in (up, down):
+        assert TOKEN.encode() not in side
+        assert b'"type"' not in side
+    # Not with the secret either: what encrypts comes from Diffie and Hellman. The
+    # client allows nothing else (45: modes, 1 = with them), the server has taken both
+    # the key that was shared before (41) and half of a new one (51).
+    mine = extensions(next(records(up[100:]))[1], client=True)
+    assert mine[45] == b"\x01\x01"
+    theirs = extensions(next(records(down[97:]))[1], client=False)
+    assert theirs.keys() >= {41, 51, 43}
+    assert theirs[43] == b"\x03\x04"  # TLS 1.3
+    # And after the hellos everything is a record of encrypted data (23), but for the
+    # one that means nothing and is there for old routers (20).
+    for side in (up[100:], down[97:]):
+        assert {kind for kind, _ in list(records(side))[1:]} <= {20, 23}
+
+
+@pytest.mark.parametrize("town", ["off"], indirect=True)
+def test_what_can_be_read_without(town: tuple[Server, list[str]]) -> None:
+    """That the test above would notice."""
+    server, _ = town
+    with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
+        meet(server, proxy, "auto").close()
+        assert TOKEN.encode() in proxy.heard[0]
+        assert TOKEN.encode() in proxy.heard[1]
+
+
+@needs_tls
+@pytest.mark.parametrize(
+    ("town", "other"), [("required", "off"), ("off", "required")], indirect=["town"]
+)
+def test_a_server_and_a_rank_of_other_opinions(
+    town: tuple[Server, list[str]], other: str
+) -> None:
+    server, log = town
+    hello = {"rank": 0, "size": 1}
+    with pytest.raises(AuthenticationError, match="RINGJAX_TLS=required"):
+        join(server.addresses[0], SECRET, JOB, hello, 2.0, tls=other)
+    server.close()
+    assert "RINGJAX_TLS=required" in log[0]
+
+
+@needs_tls
+@pytest.mark.parametrize("town", ["auto"], indirect=True)
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_damage_after_the_handshake_ends_it(
+    town: tuple[Server, list[str]], direction: str
+) -> None:
+    server, _ = town
+    at = {"up": 100 + 343 + 30, "down": 97 + 225 + 30}[direction]
+    where = addresses.parse(server.addresses[0])[0]
+    with FaultProxy(where, **{direction: Fault(flip_at=at)}) as proxy:
+        with pytest.raises((AuthenticationError, StartupError)):
+            meet(server, proxy, "auto")
+        assert len(proxy.heard[direction == "down"]) > at
+
+
+# Whole jobs.
+
+RANK = """
+import ringjax
+ringjax.init()
+print("size", ringjax.size(), flush=True)
+ringjax.shutdown()
+"""
+KINDS = {"static": ["-np", "2"], "elastic": ["-np", "2", "--min-np", "2"]}
+
+
+def run(kind: str, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ringjax.run", *KINDS[kind], *command],
+        env=environment("tls", {"RINGJAX_TLS": "required"}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+@needs_tls
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_requires_it(kind: str) -> None:
+    done = run(kind, sys.executable, "-c", RANK)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("size 2") == 2
+
+
+@pytest.mark.skipif(supported(), reason="this Python can")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_requires_it_where_python_cannot(kind: str) -> None:
+    done = run(kind, "true")
+    assert done.returncode == 2
+    assert "RINGJAX_TLS is 'required', but this Python's ssl" in done.stderr

@@ -1,0 +1,105 @@
+"""Which line a rank tells those who wait for it, and that it does not tell it twice."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from types import FrameType
+
+from ringjax import whereabouts
+
+
+def _frame_in(path: str) -> FrameType:
+    """The innermost frame of a stack: this test, and then code of that file."""
+    found: list[FrameType] = []
+    names = {"sys": sys, "found": found}
+    code = "def installed():\n    found.append(sys._getframe())\ninstalled()"
+    exec(compile(code, path, "exec"), names)
+    return found[0]
+
+
+def test_the_innermost_line_of_the_users_is_named() -> None:
+    for folder in (
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        os.path.dirname(whereabouts.__file__),
+    ):
+        frame = _frame_in(os.path.join(folder, "somewhere", "deep.py"))
+        place = whereabouts.place(frame)
+        assert place.startswith(f"it is at {os.path.basename(__file__)}:"), place
+        assert place.endswith("in _frame_in")
+    assert whereabouts.place(_frame_in("/home/ada/train.py")) == (
+        "it is at train.py:2 in installed"
+    )
+    assert whereabouts.place(None) == "its main thread has ended"
+
+
+def test_a_stack_is_bounded() -> None:
+    def deeper(n: int) -> str:
+        return deeper(n - 1) if n else whereabouts.stack(sys._getframe())
+
+    text = deeper(300)
+    assert len(text) <= (8 << 10) + 3
+    assert "whereabouts.stack(sys._getframe())" in text  # the innermost ones
+
+
+class _Heartbeat:
+    """Is asked twice about one call."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.stalls: list[str] = []
+        self.answers: list[tuple[int, str]] = []
+        self.answered = threading.Event()
+
+    def asked(self) -> tuple[int, list[str]]:
+        stalls, self.stalls = self.stalls, []
+        return self.newest, stalls
+
+    def answer(self, newest: int, place: str) -> None:
+        self.answers.append((newest, place))
+        self.newest = 0
+        self.answered.set()
+
+
+def test_who_rings_is_answered_and_a_stall_is_printed_once() -> None:
+    lines: list[tuple[str, str]] = []
+    printed = threading.Event()
+
+    def log(level: str, text: str) -> None:
+        lines.append((level, text))
+        printed.set()
+
+    one, gone = _Heartbeat(), _Heartbeat()
+    where = whereabouts.Whereabouts(log)
+    try:
+        where.serve(one)
+        where.serve(gone)
+        where.forget(gone)
+        one.newest, one.stalls = 3, ["rank 0 waits for this rank to call x"]
+        os.eventfd_write(where.bell, 1)
+        assert one.answered.wait(20)
+        assert printed.wait(20)
+        one.answered.clear()
+        one.newest = 4
+        os.eventfd_write(where.bell, 1)
+        assert one.answered.wait(20)
+    finally:
+        where.close()
+    where.close()
+    assert where.bell == -1
+    assert [newest for newest, _ in one.answers] == [3, 4]
+    for _, place in one.answers:
+        assert place.startswith(f"it is at {os.path.basename(__file__)}:")
+        assert place.endswith(
+            "in test_who_rings_is_answered_and_a_stall_is_printed_once"
+        )
+    assert gone.answers == []
+    ((level, text),) = lines
+    assert level == "warning"
+    assert text.startswith(
+        "rank 0 waits for this rank to call x; the main thread is at"
+    )
+    assert "one.answered.wait(20)" in text or "printed.wait(20)" in text
