@@ -329,7 +329,8 @@ def test_names_and_arguments_are_those_of_horovod(world, hvd) -> None:
         cross_rank cross_size is_homogeneous start_timeline stop_timeline
         mpi_threads_supported
         mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
-        cuda_built rocm_built Average Sum Adasum Min Max Product Compression ProcessSet
+        cuda_built rocm_built sycl_built Average Sum Adasum Min Max Product Compression
+        ProcessSet
         global_process_set add_process_set remove_process_set"""
         assert not [name for name in names.split() if not hasattr(module, name)]
     assert hvd.Compression.none is not None
