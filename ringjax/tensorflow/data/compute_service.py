@@ -245,8 +245,8 @@ def _stop(server: Any) -> None:
     """Ends a server, unless trainers still read from it: then it ends with the process.
 
     TensorFlow's stop waits for every request, holds Python's lock meanwhile, and a
-    request of a round whose other consumers have gone never ends. A reader that has come
-    to its end is known here with the worker's next report.
+    request of a round whose other consumers have gone never ends. A reader that has
+    come to its end is known here with the worker's next report.
     """
     tasks = getattr(server, "_num_tasks", int)  # dispatchers have none
     end = time.monotonic() + _STOP
