@@ -70,7 +70,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
     yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_a_worker_dies_in_fit_and_another_joins_in_fit(
     start: Callable[..., ElasticJob],
 ) -> None:
@@ -80,10 +80,10 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
     def alone() -> bool:
         return [size for _, size in job.lines(0, "step")[-3:]] == ["1"] * 3
 
-    job.wait_for(alone, "steps of one", 90)
+    job.wait_for(alone, "steps of one", 150)
     assert len(job.lines(1, "step")) > 2, "it died in the training"
     job.add()
-    job.wait_for(lambda: len(job.lines(2, "epoch")) > 2, "epochs of the new one", 90)
+    job.wait_for(lambda: len(job.lines(2, "epoch")) > 2, "epochs of the new one", 150)
     job.tell("stop")
     assert [job.wait(worker, 40) for worker in (0, 2)] == [0, 0]
     steps = [int(step) for step, _ in job.lines(0, "step")]

@@ -269,15 +269,15 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
     yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_worker_dies_and_another_comes(start: Callable[..., ElasticJob]) -> None:
     job = start(2, DYING, env={"RINGJAX_FAILURE_TIMEOUT": "5"})
-    job.wait_for(lambda: len(job.lines(0, "step")) > 3, "steps of two", 90)
+    job.wait_for(lambda: len(job.lines(0, "step")) > 3, "steps of two", 150)
     job.kill(1)
     alone = lambda: any(size == "1" for _, size, _ in job.lines(0, "step"))  # noqa: E731
     job.wait_for(alone, "steps of one", 40)
     job.add()
-    job.wait_for(lambda: len(job.lines(2, "step")) > 3, "steps of the new one", 90)
+    job.wait_for(lambda: len(job.lines(2, "step")) > 3, "steps of the new one", 150)
     job.tell("stop")
     for worker in (0, 2):
         job.wait_for_line(worker, "fit", 8)
