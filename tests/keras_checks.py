@@ -267,7 +267,8 @@ def test_values(world, keras, hvd) -> None:
     total = sum(range(world.size))
     assert array(hvd.allreduce(float(world.rank), name="a")) == total / world.size
     assert array(hvd.allreduce(np.int32(world.rank), op=hvd.Sum)) == total
-    assert array(hvd.allreduce(1.0, average=False)) == world.size
+    with pytest.warns(DeprecationWarning, match="use op=Average or op=Sum"):
+        assert array(hvd.allreduce(1.0, average=False)) == world.size
     packed = hvd.allreduce([1.0, 2.0], compression=hvd.Compression.fp16)
     assert array(packed).tolist() == [1.0, 2.0]
     scaled = hvd.allreduce(1.0, prescale_factor=2.0, postscale_factor=3.0, op=hvd.Max)
