@@ -106,8 +106,8 @@ class FaultProxy:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_hand_on(reader, back, up, self.heard[0]))
                 group.create_task(_hand_on(there, writer, down, self.heard[1]))
-        except* (OSError, _Cut):
-            pass
+        except* (OSError, _Cut, asyncio.CancelledError):
+            pass  # the end, also of the proxy: asyncio would report it as an error
         finally:
             for each in writers:
                 _reset(each)
