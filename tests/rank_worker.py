@@ -117,7 +117,7 @@ class RankWorker:
         """Runs one test between its two lines and waits for the other ranks."""
         self._reports.clear()
         self._write(event="start", test=item.nodeid)
-        # Before pytest-timeout ends a rank that began earlier, so that all leave stacks.
+        # Before pytest-timeout ends a rank that began earlier: all leave stacks.
         late = max(limit(item) - 6, limit(item) / 2)
         faulthandler.dump_traceback_later(late, file=self._stacks)
         try:
