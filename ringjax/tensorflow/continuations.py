@@ -49,4 +49,5 @@ class Continuation:
         self._run(ctypes.addressof(self._words))
         if self.late:
             held = ctypes.addressof(self._words)
-            _Manager(self._words[_MANAGES])(held, held, _DESTROY)
+            destroy = _Manager(self._words[_MANAGES] or 0)
+            destroy(held, held, _DESTROY)
