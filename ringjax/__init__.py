@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ringjax.basics import mpi_threads_supported as mpi_threads_supported
     from ringjax.basics import nccl_built as nccl_built
     from ringjax.basics import rocm_built as rocm_built
+    from ringjax.basics import sycl_built as sycl_built
     from ringjax.collectives.allgather import allgather as allgather
     from ringjax.collectives.allgather import grouped_allgather as grouped_allgather
     from ringjax.collectives.allreduce import allreduce as allreduce
@@ -126,6 +127,7 @@ _NAMES = {
         "mpi_threads_supported",
         "nccl_built",
         "rocm_built",
+        "sycl_built",
     ),
 }
 _MODULES = ("eager", "elastic", "errors", "run")

@@ -410,6 +410,26 @@ class Ticket:
     def last_joined(self) -> int:
         """The rank in the set that joined last, once a join is done."""
 
+class TensorInterface:
+    """Many tensors of a TensorFlow kernel at once, through its C functions, by name.
+
+    Tensors and contexts are addresses. RuntimeError is what TensorFlow has refused.
+    """
+
+    def __init__(self, functions: dict[str, int]) -> None: ...
+    def inputs(self, context: int, count: int) -> list[int]:
+        """The first inputs of a node; give them to `delete`."""
+    def describe(
+        self, tensors: Sequence[int]
+    ) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Address of the elements, TensorFlow's number of the dtype, shape."""
+    def allocate_like(self, tensors: Sequence[int]) -> list[int]:
+        """New ones, uninitialised; give them to `delete`. MemoryError: none is made."""
+    def put(self, context: int, first: int, tensors: Sequence[int]) -> None:
+        """Makes them outputs of a node from `first` on; lets them go in any case."""
+    def delete(self, tensors: Sequence[int]) -> None:
+        """Lets them go."""
+
 def local_world(
     hosts: Sequence[int], options: Mapping[str, float | str] = ...
 ) -> list[Communicator]: ...

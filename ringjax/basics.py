@@ -24,6 +24,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rocm_built",
+    "sycl_built",
 ]
 
 
@@ -66,6 +67,11 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
+    """False."""
+    return False
+
+
+def sycl_built() -> bool:
     """False."""
     return False
 

@@ -23,6 +23,7 @@ from .membership.enlistment import Enlistment, Line
 from .membership.orders import Members, Welcome
 from .recovery import Recovery
 from .registry import Registry
+from .rehearsal import Rehearsal
 from .session import Member
 from .standing import Standing
 from .whereabouts import Whereabouts
@@ -60,6 +61,7 @@ class ElasticWorld(World):
         self.update = self.resizes = 0
         self.dismissed = self.waits = False
         self.contributors: tuple[int, ...] = ()
+        self.rehearsal = Rehearsal(self)
         self.enlistment: Enlistment | None = None
         self.recovery: Recovery | None = None
         self.privates: dict[tuple[int, ...], int] = {}  # see Program
@@ -164,6 +166,7 @@ class ElasticWorld(World):
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
+        self.rehearsal.end()
         in_order = not (self.failed or self._end or self.dismissed)
         if self.recovery is not None:
             self.recovery.close()
@@ -439,11 +442,7 @@ class ElasticWorld(World):
         if self.is_over(epoch):
             raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
 
-    def check_member(self, what: str) -> None:
-        """Raises if collectives make no sense yet."""
+    def prepare(self, what: str) -> None:
+        """Has the collectives of a newcomer run alone."""
         if self.generation is None and not self.calls.serving:
-            raise RingjaxError(
-                f"ringjax.{what}: this rank has come to a job that runs already, and "
-                "takes part when the others pause: call collectives inside the "
-                "function that ringjax.elastic.run wraps"
-            )
+            self.rehearsal.begin(what)

@@ -46,6 +46,7 @@ class HorovodBasics:
     ccl_built = staticmethod(basics.ccl_built)
     cuda_built = staticmethod(basics.cuda_built)
     rocm_built = staticmethod(basics.rocm_built)
+    sycl_built = staticmethod(basics.sycl_built)
 
     def __init__(self, pkg_path: str = "", *args: object) -> None:
         del pkg_path, args

@@ -32,6 +32,7 @@ __all__ = [
     "num_rank_is_power_2",
     "rocm_built",
     "split_list",
+    "sycl_built",
 ]
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ ddl_built = _patient(basics.ddl_built)
 ccl_built = _patient(basics.ccl_built)
 cuda_built = _patient(basics.cuda_built)
 rocm_built = _patient(basics.rocm_built)
+sycl_built = _patient(basics.sycl_built)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -323,14 +323,16 @@ def communicator(
         NotInitialized: before `init`.
         ValueError: the set is not registered, or this rank is not in it.
     """
-    return current(op).communicators[_number(process_set, op)]
+    number = _number(process_set, op)
+    return current(op).communicators[number]
 
 
 def lane(
     process_set: ProcessSet = global_process_set, op: str = "allreduce"
 ) -> EagerLane:
     """Where named operations of a process set are submitted. Raises as communicator."""
-    return current(op).lanes.lanes[_number(process_set, op)]
+    number = _number(process_set, op)  # first: it may be what makes the lanes
+    return current(op).lanes.lanes[number]
 
 
 def _number(process_set: ProcessSet, op: str) -> int:
@@ -339,7 +341,7 @@ def _number(process_set: ProcessSet, op: str) -> int:
         raise TypeError(
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
         )
-    world.check_member(op)
+    world.prepare(op)
     number = process_set.process_set_id
     if number is None or number not in _registry:
         raise ValueError(

@@ -12,15 +12,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 from . import _native, elastic_devices, failpoints
-from .elastic_devices import Alone
 from .elastic_sets import within
 from .elastic_world import ElasticWorld
-from .epoch import Epoch
 from .errors import PeerLost, RingjaxError, from_status
-from .lanes import LANE, Lanes
 from .membership.enlistment import Enlistment
-from .nccl import Devices
-from .standing import Standing
 
 _PRIVATE = 1 << 28  # the numbers of communicators for a moment begin here
 _ALLREDUCE, _MAX = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Max"]
@@ -41,7 +36,7 @@ class Program:
     def check_updates(self) -> tuple[int, int]:
         """See runtime.check_updates."""
         world = self._world
-        world.check_member("check_updates")
+        self._member("check_updates")
         mine = array.array("q", [world.update])
         most = array.array("q", [0])
         try:
@@ -87,6 +82,7 @@ class Program:
         """See runtime.admit."""
         world = self._world
         if world.generation is None:
+            world.rehearsal.end()
             failpoints.passing("join.ready")
             self._line.ready()
             world.wait_for_admission()
@@ -98,36 +94,6 @@ class Program:
         if self._world.generation is None:
             raise RingjaxError(f"ringjax.{what}: this rank was not admitted yet")
         return self._world.generation.epoch
-
-    @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """See runtime.rehearsal."""
-        world = self._world
-        if world.generation is not None:
-            raise RingjaxError(
-                "ringjax.rehearsal: this rank is a member of its job already, so its "
-                "collectives need the others"
-            )
-        alone = Epoch(world.config, Standing.of(0, ["here"]))
-        before, world.lanes = world.lanes, Lanes(world)
-        devices = world.devices
-        world.devices = Devices(Alone(world, alone), devices.counts)
-        try:
-            for number in world.sets:
-                alone.connect(number, [0], "rehearsal")
-                world.lanes.attach(
-                    number, alone.connect(number | LANE, [0], "rehearsal")
-                )
-            world.calls.serving = dict(alone.communicators)
-            if world.device is not None:
-                world.devices.open(*world.device, {n: [0] for n in world.sets})
-            yield
-        finally:
-            world.calls.serving = {}
-            world.devices.close()
-            world.lanes.close()
-            world.lanes, world.devices = before, devices
-            alone.close()
 
     @contextlib.contextmanager
     def private_communicator(

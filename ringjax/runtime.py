@@ -58,6 +58,7 @@ __all__ = [
     "elastic",
     "generation",
     "global_process_set",
+    "has_called_alone",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -103,19 +104,26 @@ def generation() -> Generation:
 def is_newcomer() -> bool:
     """Whether this process has come to a job that runs, and is no member of it yet.
 
-    Its rank and size are provisional, and its collectives raise outside of `rehearsal`.
+    Its rank and size are provisional, and its collectives run alone.
     """
     return elastic() and _world("is_newcomer").generation is None
+
+
+def has_called_alone() -> bool:
+    """Whether this process called collectives as a newcomer, without `rehearsal`."""
+    return elastic() and bool(_world("has_called_alone").rehearsal.called)
 
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
     """Inside it a newcomer's collectives run alone, so that programs can be compiled.
 
+    Without it they do so, too, but `has_called_alone` tells.
+
     Raises:
         RingjaxError: this rank is a member.
     """
-    with _program("rehearsal").rehearsal():
+    with _world("rehearsal").rehearsal.within():
         yield
 
 

@@ -262,8 +262,8 @@ class World:
         session = self._meeting.session
         return session.exchange(value, self.config.start_timeout, what)
 
-    def check_member(self, what: str) -> None:
-        """Raises if collectives make no sense yet; `what` names the caller."""
+    def prepare(self, what: str) -> None:
+        """Called before each collective; `what` names it."""
 
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""

@@ -47,13 +47,16 @@ def test_broadcast_leaves_local_variables_alone(world, keras, hvd) -> None:
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), layers=2)
     for variable in model.weights:
         variable.assign(np.full(variable.shape, float(world.rank), "float32"))
-    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(
-        root, local_variables=model.layers[0].weights
-    )
+    make = hvd.callbacks.BroadcastGlobalVariablesCallback
+    callback = make(root, local_variables=model.layers[0].weights)
     fit(model, *mine_of(world, 2), 2, callbacks=[callback])
     assert callback.broadcast_done
     for i, weight in enumerate(weights(model)):
         assert (weight == (world.rank if i < 2 else root)).all(), i
+    one = make(0, local_variables=model.weights[0])
+    assert [one._is_local(v) for v in model.weights[:2]] == [True, False]
+    with pytest.raises(ValueError, match="All local variables must be of type"):
+        make(0, local_variables=[model.weights[0], "kernel"])
 
 
 def test_broadcast_reaches_the_optimizer(world, keras, hvd, tmp_path) -> None:
@@ -232,6 +235,8 @@ def test_the_best_model_is_kept(world, keras, hvd, tmp_path) -> None:
 def test_a_state_is_kept_and_sent(world, keras, hvd) -> None:
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.Adam()), world.rank)
     state = hvd.elastic.KerasState(model, batch=20 + world.rank, epoch=world.rank)
+    with pytest.raises(ValueError, match="Model must be built first"):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]))
     state.sync()
     assert (state.batch, state.epoch) == (20, 0)
     close(model, build(keras, "sgd"), 0)
@@ -254,7 +259,7 @@ def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
     x, y = mine_of(world, 2)
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
-    resets, seen = [], []
+    resets, seen, commits = [], [], []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
     class Failing(keras.callbacks.Callback):
@@ -263,12 +268,17 @@ def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
             if len(seen) == 4:
                 raise hvd.HorovodInternalError("made up")
 
+    class Counting(hvd.elastic.CommitStateCallback):
+        def commit(self):
+            commits.append((state.epoch, state.batch))
+            super().commit()
+
     @hvd.elastic.run
     def train(state):
         callbacks = [
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.UpdateEpochStateCallback(state),
-            hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+            Counting(state, batches_per_commit=2),
             Failing(),
         ]
         first = 0 if state.epoch or state.batch == 0 else state.batch + 1
@@ -280,6 +290,7 @@ def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
     assert resets == [world.size]
     assert (state.epoch, state.batch) == (2, 0)
     steps = ROWS // 2
+    assert len(commits) == steps + 2  # every other batch, and both epochs
     assert seen[:4] == [(0, i) for i in range(4)]
     # What was committed after the fourth batch is not done again.
     assert seen[4:] == [(0, i) for i in range(steps - 4)] + [

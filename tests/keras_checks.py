@@ -267,7 +267,8 @@ def test_values(world, keras, hvd) -> None:
     total = sum(range(world.size))
     assert array(hvd.allreduce(float(world.rank), name="a")) == total / world.size
     assert array(hvd.allreduce(np.int32(world.rank), op=hvd.Sum)) == total
-    assert array(hvd.allreduce(1.0, average=False)) == world.size
+    with pytest.warns(DeprecationWarning, match="use op=Average or op=Sum"):
+        assert array(hvd.allreduce(1.0, average=False)) == world.size
     packed = hvd.allreduce([1.0, 2.0], compression=hvd.Compression.fp16)
     assert array(packed).tolist() == [1.0, 2.0]
     scaled = hvd.allreduce(1.0, prescale_factor=2.0, postscale_factor=3.0, op=hvd.Max)
@@ -328,7 +329,8 @@ def test_names_and_arguments_are_those_of_horovod(world, hvd) -> None:
         cross_rank cross_size is_homogeneous start_timeline stop_timeline
         mpi_threads_supported
         mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
-        cuda_built rocm_built Average Sum Adasum Min Max Product Compression ProcessSet
+        cuda_built rocm_built sycl_built Average Sum Adasum Min Max Product Compression
+        ProcessSet
         global_process_set add_process_set remove_process_set"""
         assert not [name for name in names.split() if not hasattr(module, name)]
     assert hvd.Compression.none is not None

@@ -39,6 +39,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fit_is_that_of_one_process_on_the_whole_batch(world, keras, hvd, kind) -> None:
     x, y = rows_of(world.size)
@@ -87,6 +88,7 @@ def test_several_passes_for_one_step(world, keras, hvd) -> None:
     assert int(model.optimizer.iterations) == ROWS // 2 + 1
 
 
+@pytest.mark.ranks(2, 3)
 def test_all_skip_a_step_whose_gradients_are_infinite_on_one(world, keras, hvd) -> None:
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:

@@ -62,17 +62,20 @@ class RankItem(pytest.Item):
     @staticmethod
     def expand(function: pytest.Function) -> list[RankItem]:
         """One item for every rank count that the function's `ranks` mark names."""
-        mark = function.get_closest_marker("ranks")
-        assert mark is not None
-        counts = mark.args
+        marks = list(function.iter_markers("ranks"))
+        counts = marks[0].args
         if not counts or not all(isinstance(n, int) and n > 0 for n in counts):
             raise pytest.UsageError(
                 f"{function.nodeid}: ranks(…) wants numbers of ranks"
             )
-        unknown = mark.kwargs.keys() - {"isolated", "env"}
+        # A test with counts of its own keeps the environment of its file.
+        options: dict[str, Any] = {}
+        for mark in reversed(marks):
+            options |= mark.kwargs
+        unknown = options.keys() - {"isolated", "env"}
         if unknown:
             raise pytest.UsageError(f"{function.nodeid}: ranks(…) has no {unknown}")
-        return [RankItem._make(function, np, **mark.kwargs) for np in counts]
+        return [RankItem._make(function, np, **options) for np in counts]
 
     @staticmethod
     def _make(

@@ -201,6 +201,7 @@ NB_MODULE(_native, m) {
   BindSchedules(m);
   BindDevice(m);
   BindEager(m);
+  BindTensorFlow(m);
   m.def("ffi_targets", &FfiTargets);
   m.def("shm_bytes", &ShmBytes, "ring_bytes"_a);
   m.def(

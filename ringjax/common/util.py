@@ -15,6 +15,7 @@ from ringjax.horovod_functions import (
     num_rank_is_power_2,
     rocm_built,
     split_list,
+    sycl_built,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "num_rank_is_power_2",
     "rocm_built",
     "split_list",
+    "sycl_built",
 ]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
 from ringjax import _native, errors, runtime
+from ringjax.ops import Average, Sum
 
 # How a finished operation becomes the caller's result.
 Finish = Callable[[Any], Any]
@@ -256,6 +258,30 @@ def splits_of(op: str, name: str | None, splits: Any) -> list[int]:
             f"{splits!r}"
         )
     return list(given)
+
+
+def op_or_average(average: bool | None, op: Any, stacklevel: int = 2) -> Any:
+    """What to reduce by, from Horovod's former argument `average` and its present one.
+
+    Args:
+        average: True is Average, False is Sum, None: not given.
+        op: None: not given; with neither it is Average.
+        stacklevel: as `warnings.warn`, seen from the caller.
+
+    Raises:
+        ValueError: both are given.
+
+    Example:
+        >>> op_or_average(None, None).name
+        'Average'
+    """
+    if average is None:
+        return Average if op is None else op
+    if op is not None:
+        raise ValueError("ringjax: `op` supersedes `average`; give only one")
+    text = "`average` has been replaced by `op`: use op=Average or op=Sum"
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
+    return Average if average else Sum
 
 
 def reduce_op(op: str, value: Any) -> int:

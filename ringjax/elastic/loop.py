@@ -92,6 +92,10 @@ class _Elastic:
         self._load = load
         self._having = Having.COMMITTED
         self._first = True
+        # What a reset callback calls together with others finds everybody: a program
+        # whose callbacks do that calls the same before `run`, where a rank that joins
+        # was alone with it.
+        self._resets = runtime.has_called_alone()
         self._change = 0
         self._vain = 0
         self._commits = -1
@@ -114,10 +118,12 @@ class _Elastic:
         if change and not runtime.pause(change):
             raise SystemExit(0)  # this rank was asked to leave, and has left
         agreed = agreement.agree(self._having)
-        if not self._first:
+        resets, self._resets = self._resets, True
+        if self._first:
+            self._begin_anew(agreed)
+        if resets:
             self._state.on_reset()
         else:
-            self._begin_anew(agreed)
             self._state._cut()
         if agreed.audience.receivers:
             if runtime.generation().epoch != agreed.epoch:
@@ -265,8 +271,9 @@ def run(
     """Decorates a training function so that it lives through the loss of ranks.
 
     The function takes a `State` first, trains from where the state is, and commits it
-    at the end of its steps. Collectives belong inside: a rank that joins calls the
-    function as its first operation, so the others must not be elsewhere.
+    at the end of its steps. Collectives belong inside. What a rank that joins calls
+    before runs on it alone; if it calls something, its first operation together with
+    the others are the state's reset callbacks, as in a program for Horovod.
 
     In an elastic job (``ringrun --min-np``) a lost rank costs nothing but its part of
     the step: the others finish it without that rank. At the next commit the function

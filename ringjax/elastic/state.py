@@ -127,7 +127,8 @@ class State:
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
         """Adds functions to call after every reset, when rank and size are known again.
 
-        Their place is what depends on the size, such as the learning rate.
+        Their place is what depends on the size, such as the learning rate. A rank that
+        joins calls them only if it has called collectives before `run`.
         """
         self._reset_callbacks.extend(callbacks)
 

@@ -19,6 +19,7 @@ from ringjax.basics import mpi_enabled as mpi_enabled
 from ringjax.basics import mpi_threads_supported as mpi_threads_supported
 from ringjax.basics import nccl_built as nccl_built
 from ringjax.basics import rocm_built as rocm_built
+from ringjax.basics import sycl_built as sycl_built
 from ringjax.errors import HorovodInternalError as HorovodInternalError
 from ringjax.keras import callbacks as callbacks
 from ringjax.keras import elastic as elastic

@@ -5,7 +5,7 @@ Those of elastic training are in elastic.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -24,7 +24,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: the rank that has the variables.
         device: accepted and ignored.
-        local_variables: variables of the model that each rank keeps.
+        local_variables: variables of the model that each rank keeps, or one.
+
+    Raises:
+        ValueError: `local_variables` has something that is no variable.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -35,14 +38,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self,
         root_rank: int,
         device: str = "",
-        local_variables: Iterable[Any] | None = None,
+        local_variables: Any = None,
     ) -> None:
         super().__init__()
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
         self._local = set[int]()
-        for variable in local_variables or ():
+        kept = [] if local_variables is None else local_variables
+        for variable in [kept] if _is_variable(kept) else kept:
+            if not _is_variable(variable):
+                raise ValueError("All local variables must be of type keras.Variable.")
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
@@ -312,6 +318,11 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
                 "BestModelCheckpoint: set its attribute `filepath` before training"
             )
         super()._save_model(*args, **kwargs)
+
+
+def _is_variable(value: Any) -> bool:
+    """Whether it is one of Keras, or what such a one holds."""
+    return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
 def _learning_rate(optimizer: Any) -> float:

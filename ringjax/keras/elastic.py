@@ -73,14 +73,15 @@ class OptimizerHandler(VariablesHandler):
 class KerasState(elastic.State):
     """The state of training a Keras model.
 
-    Build the model before (give it an Input, or call `build`), so that a rank that
-    joins has the variables to receive.
-
     Args:
-        model: a model.
+        model: a model that is built (give it an Input, or call `build`), so that a rank
+            that joins has the variables to receive.
         optimizer: its optimizer; None: the one that it was compiled with.
         **kwargs: further attributes, as for `ringjax.elastic.State`; `batch` and
             `epoch` are what the callbacks here keep current.
+
+    Raises:
+        ValueError: the model is not built.
 
     Example:
         >>> import keras, ringjax.keras as hvd
@@ -98,6 +99,10 @@ class KerasState(elastic.State):
     _allow_pickle = True
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not getattr(model, "built", True):
+            raise ValueError(
+                "Model must be built first. Run `model.build(input_shape)`."
+            )
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
         self._optimized = model
@@ -138,10 +143,14 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             self.batches_remaining = self.batches_per_commit
-            self.state.commit()
+            self.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commits."""
+        self.commit()
+
+    def commit(self) -> None:
+        """Commits the state; a subclass may do more."""
         self.state.commit()
 
 

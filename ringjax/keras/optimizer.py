@@ -343,24 +343,14 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
         >>> optimizer = keras.optimizers.SGD(0.1)
         >>> _ = hvd.PartialDistributedOptimizer(optimizer, local_layers=[layer])
     """
+    # The rest are the arguments of the other one.
+    options = {key: value for key, value in locals().items() if key != "local_layers"}
     layers = [] if local_layers is None else local_layers
     if isinstance(layers, keras.layers.Layer):
         layers = [layers]
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
         raise ValueError("All local layers must be of type keras.layers.Layer.")
-    result = DistributedOptimizer(
-        optimizer,
-        name=name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    result = DistributedOptimizer(**options)
     for layer in layers:
         for variable in layer.trainable_weights:
             result.register_local_var(variable)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringjax.eager import lane
 from ringjax.keras.backends import backend
-from ringjax.ops import Average, ReduceOp, Sum
+from ringjax.ops import Average, ReduceOp
 
 
 def allreduce(
@@ -42,11 +42,8 @@ def allreduce(
         >>> float(hvd.allreduce(2.0, name="loss"))
         2.0
     """
-    if average is not None:
-        if op is not None:
-            raise ValueError("ringjax: `op` supersedes `average`; give only one")
-        op = Average if average else Sum
-    chosen = ReduceOp(lane.reduce_op("allreduce", Average if op is None else op))
+    op = lane.op_or_average(average, op)
+    chosen = ReduceOp(lane.reduce_op("allreduce", op))
     tensors = backend()
     chosen_compression = (
         tensors.compression.none if compression is None else compression

@@ -78,6 +78,7 @@ from ringjax.tensorflow.mpi_ops import size as size
 from ringjax.tensorflow.mpi_ops import size_op as size_op
 from ringjax.tensorflow.mpi_ops import start_timeline as start_timeline
 from ringjax.tensorflow.mpi_ops import stop_timeline as stop_timeline
+from ringjax.tensorflow.mpi_ops import sycl_built as sycl_built
 from ringjax.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringjax.tensorflow.reductions import allreduce as allreduce
 from ringjax.tensorflow.reductions import grouped_allreduce as grouped_allreduce

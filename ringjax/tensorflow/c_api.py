@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import dtypes
+from ringjax import _native, dtypes
 from ringjax.tensorflow.continuations import Continuation
 
 Address = ctypes.c_void_p
@@ -61,7 +61,7 @@ def _function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 _text, _int, _long = ctypes.c_char_p, ctypes.c_int, ctypes.c_int64
-_longs, _pointers = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(Address)
+_longs = ctypes.POINTER(ctypes.c_int64)
 
 new_status = _function("TF_NewStatus", Address)
 delete_status = _function("TF_DeleteStatus", None, Address)
@@ -103,8 +103,6 @@ node_name = _function("TF_OpKernelConstruction_GetName", Text, Address)
 fail_construction = _function("TF_OpKernelConstruction_Failure", None, Address, Address)
 fail = _function("TF_OpKernelContext_Failure", None, Address, Address)
 count_inputs = _function("TF_NumInputs", _int, Address)
-get_input = _function("TF_GetInput", None, Address, _int, _pointers, Address)
-set_output = _function("TF_SetOutput", None, Address, _int, Address, Address)
 turn_of = _function("TF_GetIterId", _long, Address)
 frame_of = _function("TF_GetFrameId", ctypes.c_uint64, Address)
 
@@ -113,10 +111,20 @@ new_tensor = _function(
 )
 delete_tensor = _function("TF_DeleteTensor", None, Address)
 type_of = _function("TF_TensorType", _int, Address)
-rank_of = _function("TF_NumDims", _int, Address)
-dim_of = _function("TF_Dim", _long, Address, _int)
 bytes_of = _function("TF_TensorByteSize", ctypes.c_size_t, Address)
 data_of = _function("TF_TensorData", Address, Address)
+
+tensors = _native.TensorInterface(
+    {
+        f"TF_{name}": ctypes.cast(getattr(library, f"TF_{name}"), Address).value or 0
+        for name in (
+            *("NewStatus", "DeleteStatus", "GetCode", "Message"),
+            *("GetInput", "SetOutput", "AllocateTensor", "DeleteTensor"),
+            *("TensorType", "NumDims", "Dim", "TensorByteSize", "TensorData"),
+        )
+    }
+)
+"""What is done with all tensors of a node at once."""
 
 
 class Failed(Exception):
@@ -153,37 +161,12 @@ def allocate(dtype: int, dims: Sequence[int]) -> int:
     return tensor
 
 
-def shape_of(tensor: int) -> tuple[int, ...]:
-    """The dimensions of a tensor."""
-    return tuple(dim_of(tensor, i) for i in range(rank_of(tensor)))
-
-
-def inputs_of(context: int, count: int) -> list[int]:
-    """The first inputs of a node; give each to `delete_tensor`."""
-    found = []
-    tensor = Address()
-    with Status() as status:
-        for i in range(count):
-            get_input(context, i, tensor, status)
-            found.append(tensor.value or 0)
-    return found
-
-
-def put(context: int, index: int, tensor: int) -> None:
-    """Makes a tensor an output of a node, and lets it go."""
-    try:
-        with Status() as status:
-            set_output(context, index, tensor, status)
-    finally:
-        delete_tensor(tensor)
-
-
 def put_number(context: int, index: int, dtype: int, number: int) -> None:
     """A scalar as an output; `dtype` is INT32 or INT64."""
     tensor = allocate(dtype, ())
     kind = ctypes.c_int32 if dtype == INT32 else _long
     kind.from_address(data_of(tensor)).value = number
-    put(context, index, tensor)
+    tensors.put(context, index, [tensor])
 
 
 def number_of(tensor: int) -> int:
@@ -197,7 +180,7 @@ def put_handle(context: int, index: int, text: bytes) -> None:
     """The handle of a resource as an output, from how TensorFlow writes it."""
     tensor = new_tensor(RESOURCE, None, 0, len(text))
     ctypes.memmove(data_of(tensor), text, len(text))
-    put(context, index, tensor)
+    tensors.put(context, index, [tensor])
 
 
 def read_text(construction: int, attribute: bytes) -> str:

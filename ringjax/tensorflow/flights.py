@@ -26,9 +26,10 @@ class Held:
     def __init__(self, tensors: Sequence[int]) -> None:
         self.tensors = list(tensors)
 
-    def __del__(self, delete: Callable[[int], None] = c_api.delete_tensor) -> None:
-        for tensor in self.tensors:
-            delete(tensor)
+    def __del__(
+        self, delete: Callable[[Sequence[int]], None] = c_api.tensors.delete
+    ) -> None:
+        delete(self.tensors)
 
 
 class Flight:
@@ -63,18 +64,18 @@ class Flight:
         if call.op == "alltoall":
             *tensors, splits = tensors
             details["splits"] = _integers(splits)
-        self._pieces = [_piece(call, name, tensor) for tensor in tensors]
+        described = c_api.tensors.describe(tensors)
+        self._types = [dtype for _, dtype, _ in described]
+        self._pieces = [_piece(call, name, *each) for each in described]
         self._outs = Held([])
         if call.op in ("allreduce", "broadcast"):
-            for (_, _, shape), tensor in zip(self._pieces, tensors, strict=True):
-                out = c_api.allocate(c_api.type_of(tensor), shape)
-                self._outs.tensors.append(out)
+            self._outs.tensors = c_api.tensors.allocate_like(tensors)
         elif call.op == "reducescatter":
-            for piece, tensor in zip(self._pieces, tensors, strict=True):
+            for piece, dtype in zip(self._pieces, self._types, strict=True):
                 shape = lane.own_rows(call.op, name, piece, process_set)
-                self._outs.tensors.append(c_api.allocate(c_api.type_of(tensor), shape))
-        addresses = [c_api.data_of(out) or 0 for out in self._outs.tensors]
-        self._types = [c_api.type_of(tensor) for tensor in tensors]
+                self._outs.tensors.append(c_api.allocate(dtype, shape))
+        made = c_api.tensors.describe(self._outs.tensors)
+        addresses = [address for address, _, _ in made]
         arguments = (call.op, name, self._pieces, addresses, _itself, process_set)
         keep = (given, self._outs)
         if call.timeout == limits.JOBS:
@@ -131,16 +132,16 @@ def _itself(ticket: Any) -> Any:
     return ticket
 
 
-def _piece(call: Call, name: str, tensor: int) -> lane.Piece:
-    dtype = c_api.type_of(tensor)
-    shape = c_api.shape_of(tensor)
+def _piece(
+    call: Call, name: str, address: int, dtype: int, shape: tuple[int, ...]
+) -> lane.Piece:
     number = c_api.CORE_DTYPES.get(dtype)
     if number is None:
         raise TypeError(
             f"{lane.title(call.op, name)}: TensorFlow's dtype number {dtype} cannot be "
             f"sent (shape {list(shape)})"
         )
-    piece = (c_api.data_of(tensor) or 0, number, shape)
+    piece = (address, number, shape)
     if call.op in ("allgather", "alltoall"):
         lane.with_rows(call.op, name, piece)
     return piece

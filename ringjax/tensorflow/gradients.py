@@ -8,9 +8,7 @@ alone. Not here: where gradients come from, and how one operation runs.
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +22,12 @@ from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.calls import number_of
 from ringjax.tensorflow.compression import Compression
+from ringjax.tensorflow.gradient_names import names
 from ringjax.tensorflow.movement import process_set_included_op, size_op
 from ringjax.tensorflow.reductions import grouped_allreduce
 from ringjax.tensorflow.variables import key, shape_and_dtype
 
 _GROUPS = "groups should be a non-negative integer or a list of list of tf.Variable."
-# How often names were given in a graph: buckets that may run at the same time must
-# not have the same name, and all ranks trace the same program.
-_given: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +255,7 @@ def _reduced(
     factor = settings.gradient_predivide_factor
     # The core divides by the size after the sum.
     before, after = (1.0 / factor, factor) if settings.op == Average else (1.0, 1.0)
-    names = _names(settings.name)
+    name = names(settings.name)
     reduced: dict[int, Any] = {}
     with tf.name_scope(f"{settings.name}_Allreduce"):
         for unit in cut:
@@ -273,7 +269,7 @@ def _reduced(
                 postscale_factor=after,
                 process_set=settings.process_set,
                 ignore_name_scope=True,
-                name=names(),
+                name=name(),
             )
             reduced |= zip(unit, results, strict=True)
     return reduced
@@ -341,33 +337,6 @@ def indices_of(
     if len(set(flat)) < len(flat):
         raise ValueError("a variable is in groups more than once")
     return found
-
-
-def _names(prefix: str) -> Callable[[], str]:
-    """Gives names that no other operation in this graph has; none ends in eager mode.
-
-    Eager operations have ended before the next begins, and an outermost graph runs
-    once at a time.
-    """
-    counter: Counter[str] = Counter()
-    if not tf.executing_eagerly():
-        graph = _outermost(tf.compat.v1.get_default_graph())
-        counter = _given.setdefault(graph, counter)
-
-    def name() -> str:
-        counter[prefix] += 1
-        return f"{prefix}.gradients.{counter[prefix]}"
-
-    return name
-
-
-def _outermost(graph: Any) -> Any:
-    """The function that this one is traced in, and so on, or the graph around all."""
-    outer: Any = getattr(graph, "outer_graph", None)
-    while hasattr(outer, "outer_graph"):
-        graph, outer = outer, outer.outer_graph
-    eager = tf.compat.v1.executing_eagerly_outside_functions()
-    return graph if outer is None or eager else outer
 
 
 def _size(process_set: ProcessSet) -> Any:

@@ -36,7 +36,7 @@ _numbers = itertools.count(1)
 def _start(call: Call, context: int) -> None:
     # The graph of a function has an anchor and waits with a signal, others do not.
     anchors = 0 if call.waits else 1
-    tensors = c_api.inputs_of(context, c_api.count_inputs(context) - anchors)
+    tensors = c_api.tensors.inputs(context, c_api.count_inputs(context) - anchors)
     name = call.name
     if c_api.frame_of(context):  # in a loop
         name = f"{name}@{c_api.turn_of(context) % _OVERLAP}"
@@ -56,23 +56,21 @@ def _start(call: Call, context: int) -> None:
 
 
 def _finish(_: Call, context: int) -> None:
-    number, *others = c_api.inputs_of(context, c_api.count_inputs(context))
-    for tensor in others:
-        c_api.delete_tensor(tensor)
+    count = c_api.count_inputs(context)
+    number, *others = c_api.tensors.inputs(context, count)
+    c_api.tensors.delete(others)
     flight = _flights.pop(c_api.number_of(number))
     if flight.signal is not None:
         flight.signal.reuse()
-    for i, tensor in enumerate(flight.results()):
-        c_api.put(context, i, tensor)
+    c_api.tensors.put(context, 0, flight.results())
 
 
 def _wait(_: Call, node: c_api.Node) -> None:
-    (number,) = c_api.inputs_of(node.context, 1)
+    (number,) = c_api.tensors.inputs(node.context, 1)
     flight = _flights.pop(c_api.number_of(number))
 
     def put() -> None:
-        for i, tensor in enumerate(flight.results()):
-            c_api.put(node.context, i, tensor)
+        c_api.tensors.put(node.context, 0, flight.results())
 
     flight.then = functools.partial(node.end, put)
     if flight.done() or not node.late:

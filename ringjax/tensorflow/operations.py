@@ -8,7 +8,6 @@ takes as long as the whole operation.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringjax.eager import lane
-from ringjax.ops import Average, Sum
+from ringjax.ops import Sum
 from ringjax.runtime import ProcessSet
 from ringjax.tensorflow import eager_calls, graph_calls, nodes, world, xla_calls
 from ringjax.tensorflow.calls import Call, number_of
@@ -60,14 +59,9 @@ def reduction(
     Raises:
         TypeError, ValueError: there is no such reduction, or both ways to name one.
     """
-    if average is not None:
-        if reduce_op is not None:
-            raise ValueError("ringjax: `op` supersedes `average`; give only one")
-        text = "`average` has been replaced by `op`: use op=Average or op=Sum"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-        reduce_op = Average if average else Sum
+    reduce_op = lane.op_or_average(average, reduce_op, stacklevel=3)
     return {
-        "reduce_op": lane.reduce_op(op, Average if reduce_op is None else reduce_op),
+        "reduce_op": lane.reduce_op(op, reduce_op),
         "prescale": lane.as_float(op, "prescale_factor", prescale),
         "postscale": lane.as_float(op, "postscale_factor", postscale),
     }

@@ -70,7 +70,7 @@ def _text_of(handle: Any) -> bytes:
 
 
 def _read_handle(_: None, context: int) -> None:
-    (tensor,) = c_api.inputs_of(context, 1)
+    (tensor,) = c_api.tensors.inputs(context, 1)
     _read.append(ctypes.string_at(c_api.data_of(tensor), c_api.bytes_of(tensor)))
     c_api.delete_tensor(tensor)
 

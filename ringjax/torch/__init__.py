@@ -79,6 +79,7 @@ from ringjax.torch.mpi_ops import size as size
 from ringjax.torch.mpi_ops import sparse_allreduce_async as sparse_allreduce_async
 from ringjax.torch.mpi_ops import start_timeline as start_timeline
 from ringjax.torch.mpi_ops import stop_timeline as stop_timeline
+from ringjax.torch.mpi_ops import sycl_built as sycl_built
 from ringjax.torch.mpi_ops import synchronize as synchronize
 from ringjax.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringjax.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -7,7 +7,6 @@ are here.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,14 +31,7 @@ def reduction(
     average: bool | None, op: int | None, prescale: float, postscale: float
 ) -> lane.Call:
     """What a reduction says of itself."""
-    if average is not None:
-        if op is not None:
-            raise ValueError("ringjax: `op` supersedes `average`; give only one")
-        text = "`average` has been replaced by `op`: use op=Average or op=Sum"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-        op = Average if average else Sum
-    elif op is None:
-        op = Average
+    op = lane.op_or_average(average, op, stacklevel=3)
     if type(prescale) is not float or type(postscale) is not float:
         prescale = lane.as_float("allreduce", "prescale_factor", prescale)
         postscale = lane.as_float("allreduce", "postscale_factor", postscale)

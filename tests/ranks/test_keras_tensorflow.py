@@ -1,4 +1,4 @@
-"""ringjax.keras on tensorflow: all of tests/keras_*checks.py, on two ranks."""
+"""ringjax.keras on tensorflow: tests/keras_*checks.py, on two ranks, some on three."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ringjax.keras on torch: all of tests/keras_*checks.py, on two ranks."""
+"""ringjax.keras on torch: tests/keras_*checks.py, on two ranks, some on three."""
 
 from __future__ import annotations
 

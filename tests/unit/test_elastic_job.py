@@ -43,6 +43,7 @@ class Runtime:
         self.lost = False
         for name in (
             *("elastic", "is_newcomer", "rehearsal", "admit", "check_updates"),
+            "has_called_alone",
             *("pause", "restart", "generation", "leave_at_next_pause"),
         ):
             patch.setattr(runtime, name, getattr(self, name), raising=False)
@@ -58,6 +59,9 @@ class Runtime:
 
     def is_newcomer(self) -> bool:
         return self.newcomer
+
+    def has_called_alone(self) -> bool:
+        return self.newcomer and "called alone" in self.pages
 
     @contextlib.contextmanager
     def rehearsal(self):
@@ -260,6 +264,18 @@ def test_a_newcomer_rehearses_and_keeps_nothing_of_it(job: Runtime) -> None:
     assert job.pages == ["rehearse", "warm up", "make room", "admit", "share"]
     assert job.having == [Having.NOTHING]
     assert state.step == 0
+
+
+@pytest.mark.parametrize("called", [[], ["called alone"]])
+def test_a_newcomer_that_has_called_collectives_calls_the_callbacks_with_the_others(
+    job: Runtime, called: list[str]
+) -> None:
+    state = State(step=0)
+    state.register_reset_callbacks([lambda: job.pages.append("callback")])
+    job.newcomer, job.pages = True, [*called]
+    train_with(job)(state)
+    after = ["make room", "admit", *["callback"] * len(called), "share", "train 0"]
+    assert job.pages == [*called, *after]
 
 
 def test_run_fn_needs_no_reset_in_an_elastic_job(job: Runtime) -> None:

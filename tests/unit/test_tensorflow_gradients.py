@@ -73,6 +73,46 @@ def test_buckets_of_unknown_shapes(tf: Any) -> None:
     assert found == [[[1, 0]]]
 
 
+def test_names_do_not_tell_how_often_a_function_was_traced(tf: Any) -> None:
+    """One that makes variables is traced twice, on ranks where they are not there."""
+    from ringjax.tensorflow.gradient_names import names
+
+    def program(made: list[Any]) -> list[str]:
+        last: dict[str, str] = {}
+
+        @tf.function
+        def inner(x: Any) -> Any:
+            if not made:
+                made.append(tf.Variable(1.0))
+            name = names("step")
+            last["inner"] = f"{name()} {name()}"
+            return x + made[0]
+
+        @tf.function
+        def other(x: Any) -> Any:
+            last["other"] = names("step")()
+            return x + 1.0
+
+        @tf.function
+        def outer(x: Any) -> Any:
+            last["outer"] = names("step")()
+            inner.get_concrete_function(x)
+            y = other(inner(x)) + tf.cond(x > 0, lambda: inner(x), lambda: x)
+            last["end"] = names("step")()
+            return y
+
+        assert float(outer(tf.constant(1.0))) == 5.0
+        return list(last.items())
+
+    assert program([]) == program([tf.Variable(1.0)])
+    assert program([]) == [
+        ("outer", "step.gradients.1"),
+        ("inner", "step.gradients.2 step.gradients.3"),
+        ("other", "step.gradients.4"),
+        ("end", "step.gradients.5"),
+    ]
+
+
 def test_groups_are_found_by_their_variables(tf: Any) -> None:
     import keras
 

@@ -75,7 +75,7 @@ def test_every_name_is_there() -> None:
     gloo_enabled handle_average_backwards_compatibility check_num_rank_power_of_2 init
     is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled
     mpi_threads_supported nccl_built rank remove_process_set rocm_built shutdown size
-    start_timeline stop_timeline"""
+    start_timeline stop_timeline sycl_built"""
     assert not [name for name in names.split() if not hasattr(hvd, name)]
     assert mpi_ops._normalize_name("a/b:0") == "a_b_0"
     assert hvd.handle_average_backwards_compatibility(hvd.Max, None) == hvd.Max

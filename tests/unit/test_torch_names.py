@@ -70,7 +70,7 @@ def test_every_name_is_there() -> None:
     ddl_built elastic global_process_set gloo_built gloo_enabled init is_homogeneous
     is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
     nccl_built poll rank remove_process_set rocm_built shutdown size start_timeline
-    stop_timeline synchronize HorovodInternalError"""
+    stop_timeline sycl_built synchronize HorovodInternalError"""
     assert not [name for name in names.split() if not hasattr(hvd, name)]
     with pytest.raises(AttributeError, match="no attribute 'allreduceee'"):
         hvd.allreduceee  # noqa: B018

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +26,8 @@ from ringjax.tensorflow.data.directory import ComputeClient, Places
 from ringjax.tensorflow.reductions import allreduce
 
 _service = tf.data.experimental.service
-_STOP = 5.0  # seconds for a server to end
+_STOP = 3.0  # seconds for a worker's readers to end; it reports every second
+_still_read: list[Any] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,15 +242,18 @@ def _host() -> str:
 
 
 def _stop(server: Any) -> None:
-    """Ends a server. One that a trainer still reads from in turns never ends by itself.
+    """Ends a server, unless trainers still read from it: then it ends with the process.
 
-    Then it ends with this process.
+    TensorFlow's stop waits for every request, holds Python's lock meanwhile, and a
+    request of a round whose other consumers have gone never ends. A reader that has
+    come to its end is known here with the worker's next report.
     """
-
-    def stop() -> None:
-        server._stop()  # there is no public way
-        server.join()
-
-    thread = threading.Thread(target=stop, name="ringjax-data-stop", daemon=True)
-    thread.start()
-    thread.join(_STOP)
+    tasks = getattr(server, "_num_tasks", int)  # dispatchers have none
+    end = time.monotonic() + _STOP
+    while tasks() and time.monotonic() < end:
+        time.sleep(0.1)
+    if tasks():
+        _still_read.append(server)  # its destructor would stop it, too
+        return
+    server._stop()  # there is no public way
+    server.join()

@@ -51,6 +51,7 @@ from ringjax.keras import shutdown as shutdown
 from ringjax.keras import size as size
 from ringjax.keras import start_timeline as start_timeline
 from ringjax.keras import stop_timeline as stop_timeline
+from ringjax.keras import sycl_built as sycl_built
 from ringjax.tensorflow.keras import callbacks as callbacks
 from ringjax.tensorflow.keras import elastic as elastic
 

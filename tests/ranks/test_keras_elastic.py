@@ -1,0 +1,98 @@
+"""A job of Keras, written as Horovod's example is: a rank is lost in fit, one joins.
+
+On TensorFlow that is in test_tensorflow_elastic.py; resets without a loss are in
+tests/keras_callback_checks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from elastic_job import ElasticJob, jobs
+
+# `fit` before `run` makes the optimizer's variables, and the callback does the same, so
+# that ranks that join and ranks that are there make the same calls.
+FIT = """
+os.environ["KERAS_BACKEND"] = "jax"
+import keras
+import ringjax.keras as hvd
+
+rows = np.random.default_rng(WORKER).normal(size=(24, 2)).astype("float32")
+data = rows, rows[:, :1]
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+
+def say_step():
+    model.jax_state_sync()  # within fit the optimizer's variables are old ones
+    say("step", int(model.optimizer.iterations), hvd.size())
+
+def one_step():
+    model.fit(*data, batch_size=4, steps_per_epoch=1, verbose=0)
+    say_step()
+
+one_step()
+state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+state.register_reset_callbacks([one_step])
+
+class Report(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        say_step()
+
+    def on_epoch_end(self, epoch, logs=None):
+        told = float(os.path.exists(sys.argv[0] + ".stop"))
+        over = hvd.allreduce(told, op=hvd.Max, name="over")
+        model.stop_training = bool(over)
+        say("epoch", state.epoch, self.params["steps"])
+
+callbacks = [
+    Report(),
+    hvd.elastic.UpdateEpochStateCallback(state),
+    hvd.elastic.UpdateBatchStateCallback(state),
+    hvd.elastic.CommitStateCallback(state),
+]
+
+@hvd.elastic.run
+def train(state):
+    say("begin", hvd.rank(), hvd.size(), int(model.optimizer.iterations), state.epoch)
+    model.fit(
+        *data, batch_size=4, epochs=10**6 - state.epoch, callbacks=callbacks, verbose=0
+    )
+
+train(state)
+everything = [*model.weights, *model.optimizer.variables]
+say("end", state.epoch, *(np.asarray(one).tobytes().hex() for one in everything))
+"""
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
+    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_dies_in_fit_and_another_joins_in_fit(
+    start: Callable[..., ElasticJob],
+) -> None:
+    dies = "call.complete=kill@1#60"  # in the middle of a batch
+    job = start(2, FIT, env={"RINGJAX_FAILPOINTS": dies})
+
+    def alone() -> bool:
+        return [size for _, size in job.lines(0, "step")[-3:]] == ["1"] * 3
+
+    job.wait_for(alone, "steps of one", 90)
+    assert len(job.lines(1, "step")) > 2, "it died in the training"
+    job.add()
+    job.wait_for(lambda: len(job.lines(2, "epoch")) > 2, "epochs of the new one", 90)
+    job.tell("stop")
+    assert [job.wait(worker, 40) for worker in (0, 2)] == [0, 0]
+    steps = [int(step) for step, _ in job.lines(0, "step")]
+    assert steps == list(range(1, len(steps) + 1)), "steps are neither lost nor undone"
+    epochs = [int(epoch) for epoch, _ in job.lines(0, "epoch")]
+    assert epochs == list(range(len(epochs)))
+    [[_, size, *began]] = job.lines(2, "begin")
+    assert size == "2" and began == job.lines(0, "begin")[-1][2:]
+    # One step of its own, one with the others before it got the state, and then theirs.
+    mine = [int(step) for step, _ in job.lines(2, "step")]
+    assert mine == [1, 2, *range(int(began[0]) + 1, len(steps) + 1)]
+    assert job.lines(0, "end") == job.lines(2, "end") != []
