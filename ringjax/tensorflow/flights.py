@@ -43,7 +43,7 @@ class Flight:
 
     Attributes:
         signal: as given.
-        ended: when.
+        ended: when, as far as it was seen.
         then: called when it has ended.
 
     Raises: as `lane.submit`.
@@ -92,6 +92,11 @@ class Flight:
         then, self.then = self.then, None
         if then is not None:
             then()
+
+    def look(self) -> None:
+        """Notes the end of an operation that nobody waits for yet: a session's."""
+        if self.signal is None and self.ended == math.inf and self.done():
+            self.ended = time.monotonic()
 
     def done(self) -> bool:
         """Whether the operation has ended."""

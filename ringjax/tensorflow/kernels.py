@@ -130,6 +130,7 @@ def forget() -> None:
     """Lets go of what graphs have not taken, because something else in them failed."""
     late = time.monotonic() - _FORGET_AFTER
     for number, flight in list(_flights.items()):
+        flight.look()
         if flight.ended < late:
             _flights.pop(number, None)
 

@@ -325,6 +325,10 @@ def test_what_no_graph_takes_is_forgotten(world, monkeypatch) -> None:
         time.sleep(0.5)  # the others' graphs end before theirs has the result
     with pytest.raises(tf.errors.InvalidArgumentError, match="falls"):
         falls(mine(world))
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
+        hvd.allreduce(mine(world), name="not.taken")
+        session.run([n for n in graph.get_operations() if n.type == "RingjaxStart"])
+    assert kernels.under_way() > 0
     monkeypatch.setattr(kernels, "_FORGET_AFTER", -1.0)
     deadline = time.monotonic() + 20
     while kernels.under_way() and time.monotonic() < deadline:
