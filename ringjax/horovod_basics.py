@@ -50,3 +50,7 @@ class HorovodBasics:
 
     def __init__(self, pkg_path: str = "", *args: object) -> None:
         del pkg_path, args
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        sets = runtime.current("_get_process_set_ids_and_ranks").sets
+        return {number: list(ranks) for number, ranks in sets.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .elastic_devices import Alone
 from .epoch import Epoch
@@ -17,21 +17,18 @@ from .lanes import LANE, Lanes
 from .nccl import Devices
 from .standing import Standing
 
-if TYPE_CHECKING:
-    from .elastic_world import ElasticWorld
-
 
 class Rehearsal:
     """The time in which collectives of one newcomer find nobody else.
 
     Args:
-        world: the newcomer's.
+        world: the newcomer's, an `ElasticWorld`.
 
     Attributes:
         called: what the program has called outside of `within`, first; "": nothing.
     """
 
-    def __init__(self, world: ElasticWorld) -> None:
+    def __init__(self, world: Any) -> None:
         self.called = ""
         self._world = world
         self._lock = threading.Lock()
@@ -68,7 +65,7 @@ class Rehearsal:
 
 
 @contextlib.contextmanager
-def _alone(world: ElasticWorld) -> Iterator[None]:
+def _alone(world: Any) -> Iterator[None]:
     alone = Epoch(world.config, Standing.of(0, ["here"]))
     before, world.lanes = world.lanes, Lanes(world)
     devices = world.devices

@@ -71,6 +71,8 @@ class FaultProxy:
         self._target, self._faults, self._times = target, (up, down), times
         self.connections = 0
         self.heard = bytearray(), bytearray()
+        # asyncio does not keep what waits for nothing, as a stalled connection does.
+        self._open: set[asyncio.Task[None] | None] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
@@ -97,6 +99,7 @@ class FaultProxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.connections += 1
+        self._open.add(asyncio.current_task())
         sound = 0 <= self._times < self.connections
         up, down = (Fault(), Fault()) if sound else self._faults
         writers = [writer]
@@ -106,11 +109,12 @@ class FaultProxy:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_hand_on(reader, back, up, self.heard[0]))
                 group.create_task(_hand_on(there, writer, down, self.heard[1]))
-        except* (OSError, _Cut):
-            pass
+        except* (OSError, _Cut, asyncio.CancelledError):
+            pass  # the end, also of the proxy: asyncio would report it as an error
         finally:
             for each in writers:
                 _reset(each)
+            self._open.discard(asyncio.current_task())
 
 
 async def _end() -> None:

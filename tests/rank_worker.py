@@ -117,8 +117,9 @@ class RankWorker:
         """Runs one test between its two lines and waits for the other ranks."""
         self._reports.clear()
         self._write(event="start", test=item.nodeid)
-        # A little before pytest-timeout ends this rank, so that all ranks leave stacks.
-        faulthandler.dump_traceback_later(0.9 * limit(item), file=self._stacks)
+        # Before pytest-timeout ends a rank that began earlier: all leave stacks.
+        late = max(limit(item) - 6, limit(item) / 2)
+        faulthandler.dump_traceback_later(late, file=self._stacks)
         try:
             result = yield
         finally:

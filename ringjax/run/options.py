@@ -86,6 +86,8 @@ def build_parser(version: str) -> argparse.ArgumentParser:
         usage="ringrun -np N [options] command [arguments]",
         description="Run a command as the N ranks of one ringjax job.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+        # Else argparse takes a word of the command, such as --log, for one of ours.
+        allow_abbrev=False,
     )
     parser.set_defaults(ignored=[])
     parser.add_argument("-v", "--version", action="version", version=version)

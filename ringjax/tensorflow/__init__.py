@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ringjax.horovod_functions import gpu_available as gpu_available
 from ringjax.limits import collective_timeout as collective_timeout
 from ringjax.tensorflow.compression import Compression as Compression
 from ringjax.tensorflow.functions import allgather_object as allgather_object

@@ -17,10 +17,12 @@ from typing import Any
 import tensorflow as tf
 
 from ringjax import _native, dtypes
+from ringjax.tensorflow.continuations import Continuation
 
 Address = ctypes.c_void_p
 CREATE = ctypes.CFUNCTYPE(Address, Address)
 COMPUTE = ctypes.CFUNCTYPE(None, Address, Address)
+COMPUTE_LATER = ctypes.CFUNCTYPE(None, Address, Address, Address)
 
 OK = 0
 
@@ -84,6 +86,10 @@ register_op = _function("TF_RegisterOpDefinition", None, Address, Address)
 new_kernel = _function(
     "TF_NewKernelBuilder", Address, _text, _text, CREATE, COMPUTE, Address
 )
+new_later_kernel = _function(
+    "TF_NewAsyncKernelBuilder", Address, _text, _text, CREATE, COMPUTE_LATER, Address
+)
+run_done = _function("TF_RunAsyncOpKernelDoneCallback", None, Address)
 register_kernel = _function("TF_RegisterKernelBuilder", None, _text, Address, Address)
 attribute_size = _function(
     *("TF_OpKernelConstruction_GetAttrSize", None, Address, _text),
@@ -205,13 +211,46 @@ def _define(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         register_op(builder, status)
 
 
+class Node:
+    """One execution of a node that ends later than its kernel returns.
+
+    Args:
+        context: TensorFlow's.
+        tell: makes it fail with an exception.
+        go_on: tells TensorFlow that it has ended.
+
+    Attributes:
+        context: as given.
+        late: `end` may be called after the kernel has returned.
+    """
+
+    def __init__(
+        self,
+        context: int,
+        tell: Callable[[BaseException], None],
+        go_on: Continuation,
+    ) -> None:
+        self.context = context
+        self.late = go_on.late
+        self._tell, self._go_on = tell, go_on
+
+    def end(self, put: Callable[[], None]) -> None:
+        """Calls `put`, which sets the outputs or raises; to be called once."""
+        try:
+            put()
+        except BaseException as error:
+            self._tell(error)
+        self._go_on()
+
+
 def register(
     name: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
     create: Callable[[str, str], Any],
-    compute: Callable[[Any, int], None],
+    compute: Callable[[Any, Any], None],
     code_of: Callable[[BaseException], int],
+    later: bool = False,
 ) -> None:
     """Makes a stateful operation and its kernel for CPUs, for ever.
 
@@ -220,8 +259,10 @@ def register(
         inputs, outputs: as in TensorFlow's own definitions; N and M are numbers of
             tensors, T is a list of dtypes.
         create: makes what a node needs from its `call` and its name.
-        compute: runs a node, with that and TensorFlow's context.
+        compute: runs a node, with that and TensorFlow's context, or if `later` with a
+            `Node`, whose `end` it sees to; if it raises, nobody calls `end`.
         code_of: TensorFlow's code for an exception that one of them has raised.
+        later: nodes occupy no thread until they end.
 
     Raises:
         Failed: there is one of that name, or TensorFlow does not like it.
@@ -254,13 +295,29 @@ def register(
         except BaseException as error:
             tell(error, context, fail)
 
-    callbacks = CREATE(make), COMPUTE(run)
-    _for_ever.append(callbacks)
+    def run_later(number: int | None, context: int, done: int) -> None:
+        def fails(error: BaseException) -> None:
+            tell(error, context, fail)
+
+        node = Node(context, fails, Continuation(done, run_done))
+        try:
+            compute(made[number or 0], node)
+        except BaseException as error:
+            node.end(functools.partial(_raise, error))
+
     _define(name, inputs, outputs)
+    create_, label = CREATE(make), name.encode()
+    runs: Any = COMPUTE_LATER(run_later) if later else COMPUTE(run)
+    _for_ever.append((create_, runs))
     # Nothing is done when a kernel goes: that may be after the interpreter's end.
-    builder = new_kernel(name.encode(), b"CPU", *callbacks, None)
+    new = new_later_kernel if later else new_kernel
+    builder = new(label, b"CPU", create_, runs, None)
     with Status() as status:
-        register_kernel(name.encode(), builder, status)
+        register_kernel(label, builder, status)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 _for_ever: list[Any] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from ringjax import limits
+from ringjax import limits, runtime
 from ringjax.eager import lane
 from ringjax.ops import Sum
 from ringjax.runtime import ProcessSet, global_process_set
@@ -29,7 +29,7 @@ class Call:
         postscale: multiplies the result.
         root: the sender's rank in the world.
         timeout: seconds as `ringjax.collective_timeout` has them here, -1: not given.
-        waits: the node that takes the results waits for them, occupying a thread.
+        waits: the node that takes the results waits for them, and no queue does.
         bare: in a graph the name is as it is, without a scope.
     """
 
@@ -98,5 +98,7 @@ def number_of(process_set: ProcessSet, op: str) -> int:
             f"ringjax.{op}: process_set {process_set} is not registered; call "
             "ringjax.add_process_set first"
         )
+    if number not in runtime.current(op).sets:
+        raise ValueError(f"ringjax.{op}: there is no process set {number}")
     _sets[number] = process_set
     return number

@@ -39,7 +39,12 @@ class Flight:
         call: what it is.
         name: what it is called on all ranks.
         tensors: the arguments, for alltoall the splits behind them; taken over.
-        signal: what its graph waits with; None: it calls `settle`.
+        signal: what its graph waits with; None: it sets `then`.
+
+    Attributes:
+        signal: as given.
+        ended: when.
+        then: called when it has ended.
 
     Raises: as `lane.submit`.
     """
@@ -48,7 +53,8 @@ class Flight:
         self, call: Call, name: str, tensors: Sequence[int], signal: Signal | None
     ) -> None:
         self.signal = signal
-        self.ended = math.inf  # when
+        self.ended = math.inf
+        self.then: Callable[[], None] | None = None
         self._call, self._name = call, name
         self._ticket: Any = None
         self._error: RingjaxError | None = None
@@ -83,6 +89,9 @@ class Flight:
         self.ended = time.monotonic()
         if self.signal is not None:
             self.signal.send()
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
     def done(self) -> bool:
         """Whether the operation has ended."""

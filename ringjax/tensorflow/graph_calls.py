@@ -1,9 +1,7 @@
 """Collectives in graphs: the nodes of kernels.py, a few for each operation.
 
 In the graph of a `tf.function` nobody waits but a queue. In other graphs, those of
-TensorFlow 1, whose sessions do not share queues with us, the last node waits itself and
-occupies a thread of the session: what is reduced there should be few operations, groups
-for example, or many that follow each other.
+TensorFlow 1, whose sessions do not share queues with us, an asynchronous kernel does.
 """
 
 from __future__ import annotations
@@ -135,12 +133,10 @@ def _in_session(call: Call, inputs: list[Any], dtypes: list[Any]) -> list[Any]:
         M=0,
         call=replace(call, waits=True).text(),
     )
-    finish = nodes.add(
-        *("RingjaxFinish", "RingjaxFinish"),
+    wait = nodes.add(
+        *("RingjaxWait", "RingjaxWait"),
         number=start.outputs[0],
-        token=[],
-        signals=[],
         T=dtypes,
         call=call.text(),
     )
-    return list(finish.outputs)
+    return list(wait.outputs)

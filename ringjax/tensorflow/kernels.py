@@ -2,8 +2,9 @@
 
 RingjaxStart submits an operation and returns at once: a number, and the queue to wait
 with. A reader of TensorFlow's own takes the token from that queue, which occupies no
-thread. RingjaxFinish then finds the results under the number. RingjaxNumber reads rank,
-size and the like.
+thread. RingjaxFinish then finds the results under the number. In sessions, which do not
+see that queue, RingjaxWait takes the place of both. RingjaxNumber reads rank, size and
+the like.
 
 TensorFlow gives an order to stateful nodes without a resource: each would wait for the
 one before. So RingjaxStart has one of its own, the *anchor*, that nobody else uses.
@@ -16,6 +17,7 @@ import itertools
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 from ringjax.tensorflow import c_api, failures, signals, world
 from ringjax.tensorflow.calls import Call
@@ -32,7 +34,7 @@ _numbers = itertools.count(1)
 
 
 def _start(call: Call, context: int) -> None:
-    # The graph of a function has an anchor and waits with a signal, others wait here.
+    # The graph of a function has an anchor and waits with a signal, others do not.
     anchors = 0 if call.waits else 1
     tensors = c_api.tensors.inputs(context, c_api.count_inputs(context) - anchors)
     name = call.name
@@ -61,6 +63,21 @@ def _finish(_: Call, context: int) -> None:
     if flight.signal is not None:
         flight.signal.reuse()
     c_api.tensors.put(context, 0, flight.results())
+
+
+def _wait(_: Call, node: c_api.Node) -> None:
+    (number,) = c_api.tensors.inputs(node.context, 1)
+    flight = _flights.pop(c_api.number_of(number))
+
+    def put() -> None:
+        c_api.tensors.put(node.context, 0, flight.results())
+
+    flight.then = functools.partial(node.end, put)
+    if flight.done() or not node.late:
+        flight.settle()
+        flight.tell()
+    else:
+        _completions.add(flight)
 
 
 def _number(call: Call, context: int) -> None:
@@ -128,7 +145,7 @@ def ensure_registered() -> None:
     signals.ensure_registered()
     number, tokens = "number: int64", "token: N * int64"
     of_queue = "signals: M * resource"
-    for name, inputs, outputs, compute in (
+    kinds: tuple[tuple[str, list[str], list[str], Any], ...] = (
         (
             "RingjaxStart",
             ["tensors: T", "anchors: N * resource"],
@@ -136,6 +153,9 @@ def ensure_registered() -> None:
             _start,
         ),
         ("RingjaxFinish", [number, tokens, of_queue], ["results: T"], _finish),
+        ("RingjaxWait", [number], ["results: T"], _wait),
         ("RingjaxNumber", [], ["number: int32"], _number),
-    ):
-        c_api.register(name, inputs, outputs, _read, compute, failures.code_of)
+    )
+    for name, inputs, outputs, compute in kinds:
+        later = compute is _wait
+        c_api.register(name, inputs, outputs, _read, compute, failures.code_of, later)

@@ -25,6 +25,7 @@ from ringjax.tensorflow.operations import (
     refused,
     run,
 )
+from ringjax.tensorflow.variables import listed
 
 
 @as_written
@@ -132,7 +133,7 @@ def broadcast_(
 
     Raises: as `broadcast`.
     """
-    variables = list(variables)
+    variables = listed(variables)
     if not variables:
         return []
     values = broadcast_together(
@@ -141,9 +142,13 @@ def broadcast_(
         name,
         process_set=process_set,
     )
-    for variable, value in zip(variables, values, strict=True):
+    written = [
         variable.assign(value)
-    return [tf.convert_to_tensor(variable) for variable in variables]
+        for variable, value in zip(variables, values, strict=True)
+    ]
+    # In a graph of TensorFlow 1 a value that is read says when: after this.
+    with tf.control_dependencies([] if nodes.executing_eagerly() else written):
+        return [variable.read_value() for variable in variables]
 
 
 @as_written

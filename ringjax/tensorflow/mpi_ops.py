@@ -18,6 +18,7 @@ from ringjax.basics import nccl_built as nccl_built
 from ringjax.basics import rocm_built as rocm_built
 from ringjax.basics import sycl_built as sycl_built
 from ringjax.errors import HorovodInternalError as HorovodInternalError
+from ringjax.horovod_basics import HorovodBasics
 from ringjax.horovod_functions import num_rank_is_power_2
 from ringjax.ops import Adasum as Adasum
 from ringjax.ops import Average as Average
@@ -64,5 +65,6 @@ from ringjax.tensorflow.sums import (
 from ringjax.timeline import start_timeline as start_timeline
 from ringjax.timeline import stop_timeline as stop_timeline
 
+_basics = HorovodBasics()
 _normalize_name = normalized
 check_num_rank_power_of_2 = num_rank_is_power_2

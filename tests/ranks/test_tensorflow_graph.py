@@ -278,6 +278,38 @@ def test_graphs_and_sessions_of_tensorflow_1(world) -> None:
                 session.run(wrong, {x: np.ones(1 + world.rank)})
 
 
+def test_sessions_do_not_wait_for_one_operation_on_all_threads(world) -> None:
+    order = list(range(40))
+    random.Random(world.rank).shuffle(order)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        outs: dict[int, Any] = {}
+        for i in order:
+            call = hvd.allgather if i % 4 == 0 else hvd.broadcast
+            more = {"root_rank": i % 2} if i % 4 else {}
+            outs[i] = call(mine(world, (1,)) * i, name=f"session.{i}", **more)
+        wrong = hvd.allreduce(tf.ones(1 + world.rank), name="wrong.too")
+        for _ in range(3):
+            for i, out in session.run(outs).items():
+                all_of = i * (np.arange(world.size) + 1.0)
+                same(out, all_of[i % 2 : i % 2 + 1] if i % 4 else all_of)
+            with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched"):
+                session.run([wrong, outs[1]])
+
+
+@pytest.mark.parametrize("use_resource", [False, True])
+def test_variables_of_sessions_are_written_where_they_are(world, use_resource) -> None:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variables = [
+            tf.compat.v1.Variable(mine(world, (n,)), use_resource=use_resource)
+            for n in (1, 2)
+        ]
+        values = hvd.broadcast_(variables, root_rank=1)
+        session.run(tf.compat.v1.global_variables_initializer())
+        for found in (session.run(values), session.run(variables)):
+            for value in found:
+                same(value, np.full_like(value, 2.0))
+
+
 def test_what_no_graph_takes_is_forgotten(world, monkeypatch) -> None:
     @tf.function(autograph=False)
     def falls(x: Any) -> Any:

@@ -315,6 +315,8 @@ def test_process_sets(world, run: Run) -> None:
     pair = hvd.add_process_set(hvd.ProcessSet([0, 2]))
     x = tf.fill((2,), float(world.rank))
     try:
+        sets = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+        assert sets == {0: [0, 1, 2], pair.process_set_id: [0, 2]}
         included = run(lambda: hvd.process_set_included_op(pair.process_set_id))
         assert int(included) == (world.rank != 1)
         assert int(run(lambda: hvd.size_op(pair.process_set_id))) == 2
@@ -338,6 +340,9 @@ def test_process_sets(world, run: Run) -> None:
     finally:
         hvd.remove_process_set(pair)
     with raises((tf.errors.InvalidArgumentError, ValueError), "not registered"):
+        run(lambda x: hvd.allreduce(x, process_set=pair), x)
+    pair.process_set_id = 77
+    with raises(ValueError, "process set"):
         run(lambda x: hvd.allreduce(x, process_set=pair), x)
 
 

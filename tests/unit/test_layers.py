@@ -33,7 +33,7 @@ LEVELS = {
         *("calibration", "standing", "lanes", "timeline"),
         *("lifecycle", "epoch", "generation", "elastic_world", "recovery", "program"),
         *("registry", "hello", "elastic_sets", "elastic_devices", "ends", "forming"),
-        *("calls", "whereabouts"),
+        *("calls", "whereabouts", "rehearsal"),
         *("horovod_basics", "horovod_functions"),
     },
     2: {"_jax", "_tokens", "_backward", "placement", "eager"},

@@ -185,8 +185,9 @@ def test_stdin_is_empty() -> None:
 
 
 def test_everything_after_the_command_is_its_own() -> None:
-    done = ringrun("-np", "1", "echo", "-np", "7", "--verbose", "-H", "x:1", "--")
-    assert done.stdout == "[0]<stdout>:-np 7 --verbose -H x:1 --\n"
+    line = "-np 7 --verbose -H x:1 --log begins --several options --"
+    done = ringrun("-np", "1", "echo", *line.split())
+    assert done.stdout == f"[0]<stdout>:{line}\n"
     assert ringrun("-np", "1", "--", "echo", "a").stdout == "[0]<stdout>:a\n"
 
 

@@ -80,3 +80,4 @@ def test_every_name_is_there() -> None:
     assert mpi_ops._normalize_name("a/b:0") == "a_b_0"
     assert hvd.handle_average_backwards_compatibility(hvd.Max, None) == hvd.Max
     assert hvd.check_num_rank_power_of_2(4)
+    assert not hvd.gpu_available("tensorflow") or hvd.cuda_built()

@@ -5,11 +5,12 @@ Horovod's module path; the loop is `ringjax.elastic`.
 
 from __future__ import annotations
 
-from ringjax.elastic import Checkpointer, run, run_fn
+from ringjax.elastic import Checkpointer, ObjectState, run, run_fn
 from ringjax.tensorflow.elastic.state import TensorFlowKerasState, TensorFlowState
 
 __all__ = [
     "Checkpointer",
+    "ObjectState",
     "TensorFlowKerasState",
     "TensorFlowState",
     "run",

@@ -1,0 +1,33 @@
+"""What TensorFlow hands to an asynchronous kernel is moved away, or left as it is."""
+
+from __future__ import annotations
+
+import ctypes
+
+from ringjax.tensorflow.continuations import Continuation
+
+Words = ctypes.c_void_p * 4
+
+
+def test_it_is_moved_away_and_called_from_there() -> None:
+    code = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
+    theirs, called = Words(5, 6, code, code), []
+
+    def run(address: int) -> None:
+        called.append(list(Words.from_address(address)))
+
+    then = Continuation(ctypes.addressof(theirs), run)
+    assert then.late
+    assert theirs[2] is None  # so its owner destroys nothing
+    theirs[0] = 0
+    then()
+    assert called == [[5, 6, code, code]]
+
+
+def test_unknown_words_are_left_as_they_are() -> None:
+    theirs, called = Words(1, 2, 3, 4), []
+    then = Continuation(ctypes.addressof(theirs), called.append)
+    assert not then.late
+    then()
+    assert called == [ctypes.addressof(theirs)]
+    assert list(theirs) == [1, 2, 3, 4]
