@@ -1,6 +1,6 @@
 """Horovod's small functions that programs import from horovod.common.util.
 
-For those programs only: nothing in ringjax uses them.
+For those programs; ringjax itself uses `split_list` only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from . import basics, nccl
+from . import basics, launch, nccl
+from .config import Config
 from .errors import HorovodVersionMismatchError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ddl_built",
     "env",
     "extension_available",
+    "get_env_rank_and_size",
     "get_version_mismatch_message",
     "gloo_built",
     "gpu_available",
@@ -85,6 +87,21 @@ def check_extension(ext_name: str, *args: object) -> None:
     """
     if importlib.util.find_spec("ringjax._native") is None:
         raise ImportError(f"{ext_name} needs ringjax._native, which was not built")
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """This process's rank and how many there are, as its launcher said; before `init`.
+
+    Raises:
+        StartupError: the launcher's variables hold something that is not a number.
+
+    Example:
+        >>> rank, size = get_env_rank_and_size()
+        >>> 0 <= rank < size
+        True
+    """
+    place = launch.find(Config.from_env())
+    return place.rank, place.size
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:

@@ -51,6 +51,15 @@ def test_split_list(items: list[int], parts: int, expected: list[list[int]]) -> 
     assert util.split_list(items, parts) == expected
 
 
+def test_rank_and_size_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringjax.runner.common.util.env import get_env_rank_and_size
+
+    assert get_env_rank_and_size() == (0, 1)
+    monkeypatch.setenv("HOROVOD_RANK", "2")
+    monkeypatch.setenv("HOROVOD_SIZE", "3")
+    assert get_env_rank_and_size() == (2, 3)
+
+
 def test_powers_of_two() -> None:
     found = [n for n in range(-2, 20) if util.num_rank_is_power_2(n)]
     assert found == [1, 2, 4, 8, 16]

@@ -1,0 +1,1 @@
+"""Horovod's place for what its launcher and its workers share."""

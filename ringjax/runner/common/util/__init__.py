@@ -1,0 +1,1 @@
+"""Horovod's place for small functions of its launcher."""
