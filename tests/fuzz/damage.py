@@ -126,14 +126,16 @@ def _run(target: Target, data: bytes, *, measured: bool) -> None:
     if measured:
         tracemalloc.start()
     try:
-        target.run(data)
+        try:
+            target.run(data)
+        finally:  # here, too, the alarm may go off
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except target.raises:
         pass
     except BaseException as error:
         text = f"{target.name}: {type(error).__name__}: {error}; the input: {data!r}"
         raise Broken(text) from error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         peak = tracemalloc.get_traced_memory()[1] if measured else 0
         if measured:
