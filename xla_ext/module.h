@@ -17,9 +17,9 @@
 namespace ringjax {
 
 void BindHostCommunicator(nanobind::module_& m);
-void BindSchedules(nanobind::module_& m);  // algorithms, schedule, verify
-void BindDevice(nanobind::module_& m);     // CUDA and NCCL
-void BindEager(nanobind::module_& m);      // operations by name
+void BindSchedules(nanobind::module_& m);   // algorithms, schedule, verify
+void BindDevice(nanobind::module_& m);      // CUDA and NCCL
+void BindEager(nanobind::module_& m);       // operations by name
 void BindTensorFlow(nanobind::module_& m);  // its tensors, within kernels
 
 // Descriptors that are closed unless somebody releases them.
