@@ -80,6 +80,17 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     ]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """For `--durations`: the launch is the first test's setup, the rest is its own."""
+    report = yield
+    if isinstance(item, RankItem) and call.when == "call":
+        report.duration = item.verdict.seconds
+    return report
+
+
 @pytest.fixture
 def world() -> World:
     """An initialised ringjax; the test must be marked with `ranks`."""

@@ -49,6 +49,7 @@ class Verdict:
 
     outcome: str  # one of: passed, failed, skipped, xfailed
     text: str = ""
+    seconds: float = 0.0  # on the slowest rank, without the launch
 
 
 class RankItem(pytest.Item):
@@ -58,6 +59,7 @@ class RankItem(pytest.Item):
     test: str
     limit: float
     line: int | None
+    verdict: Verdict
 
     @staticmethod
     def expand(function: pytest.Function) -> list[RankItem]:
@@ -103,9 +105,13 @@ class RankItem(pytest.Item):
         )
         return item
 
-    def runtest(self) -> None:
+    def setup(self) -> None:
         """Fetches the verdict, launching the ranks when it is not there yet."""
-        verdict = self.config.stash[RUNS].verdict(self)
+        self.verdict = self.config.stash[RUNS].verdict(self)
+
+    def runtest(self) -> None:
+        """Says what the ranks came to."""
+        verdict = self.verdict
         if verdict.outcome == "failed":
             raise RankFailure(verdict.text)
         if verdict.outcome == "skipped":
@@ -172,7 +178,7 @@ class Launch:
         outcomes = {(e["outcome"], e["text"]) for e in ends.values()}
         if len(outcomes) > 1:
             return Verdict("failed", f"the ranks disagree: {sorted(outcomes)}")
-        return Verdict(*outcomes.pop())
+        return Verdict(*outcomes.pop(), max(e["seconds"] for e in ends.values()))
 
     def end(self) -> str:
         """How the launch ended, with the logs."""

@@ -163,7 +163,11 @@ def _summary(reports: Sequence[pytest.TestReport]) -> dict[str, Any]:
         expected = getattr(skipped[0], "wasxfail", None)
         outcome = "skipped" if expected is None else "xfailed"
         text = _reason(skipped[0]) if expected is None else expected
-    return {"outcome": outcome, "text": text, "crash": crash, "sections": sections}
+    seconds = sum(r.duration for r in reports)
+    return {
+        "outcome": outcome, "text": text, "crash": crash, "sections": sections,
+        "seconds": seconds,
+    }  # fmt: skip
 
 
 def _crash(report: pytest.TestReport) -> str:
