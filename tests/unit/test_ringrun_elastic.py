@@ -431,6 +431,7 @@ def test_the_job_ends_with_its_last_member(start: StartJob) -> None:
     job.wait_for(1, "epoch 0 start")
     job.kill(1)
     wait_for(job, "1 rank goes on")
+    job.wait_for(0, ": 0/1")  # before, both would be members of what has failed
     job.kill(0)
     assert job.wait() == 137
     assert said(job)[-1] == "rank 0 (worker 0) was killed by signal 9 (SIGKILL)"
