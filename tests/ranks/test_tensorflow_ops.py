@@ -41,9 +41,14 @@ def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "eager":
         return lambda function, *tensors: function(*tensors)
 
+    traced: dict[Any, Any] = {}  # tracing is dear; loops are test_tensorflow_graph.py's
+
     def in_graph(function: Callable[..., Any], *tensors: Any) -> Any:
         specs = [tf.TensorSpec(None, tensor.dtype) for tensor in tensors]
-        return tf.function(function, input_signature=specs)(*tensors)
+        key = (function, *specs)
+        if key not in traced:
+            traced[key] = tf.function(function, specs, autograph=False)
+        return traced[key](*tensors)
 
     return in_graph
 
