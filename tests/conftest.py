@@ -51,7 +51,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish() -> None:
-    """Collects what the tests have left, and leaves pytest's ten times nothing to do."""
+    """Collects what tests have left, so that pytest, which does it ten times, has little."""
     gc.collect()
     gc.freeze()
 

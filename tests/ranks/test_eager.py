@@ -176,7 +176,6 @@ def test_alltoall(world) -> None:
     )
 
 
-@pytest.mark.ranks(1, 2, 3, 5)
 def test_any_order_and_any_thread(world) -> None:
     names = [f"order {i}" for i in range(40)]
     order = np.random.default_rng(100 + world.rank).permutation(len(names))

@@ -66,7 +66,7 @@ def total(value: float, **options: Any) -> float:
     return float(out[0])
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, 5)
 def test_orders_that_differ() -> None:
     ringjax.init()
     rank, size = ringjax.rank(), ringjax.size()
@@ -78,7 +78,7 @@ def test_orders_that_differ() -> None:
             assert (out == size * (size - 1) / 2 + size * i).all()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, 5)
 def test_threads_submit_and_wait() -> None:
     ringjax.init()
     size, failed = ringjax.size(), []
