@@ -35,9 +35,9 @@ help:  ## list the targets
 demo: $(VENV)/installed-examples  ## train on handwritten digits with 2 ranks
 	$(BIN)/ringrun -np 2 $(BIN)/python examples/jax_digits.py
 
-# JOBS=2 runs two tests at a time, in little more than half the time. On a machine with
-# nothing to spare, tests that are about time may then fail.
-JOBS ?= 1
+# Two at a time: most wait for something half of the time. JOBS=1 for one after the other,
+# as plain `pytest` does.
+JOBS ?= 2
 test: $(VENV)/installed-test  ## all tests: plain pytest, which launches ranks itself
 	$(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(TESTS)
 

@@ -1,4 +1,4 @@
-"""Elastic jobs in simulated time: a hundred thousand seeds, and rules that are wrong.
+"""Elastic jobs in simulated time: fifty thousand seeds, and rules that are wrong.
 
 The simulation is tests/simulation.py; run it by hand for more seeds.
 """
@@ -10,7 +10,7 @@ import simulation
 from simulated_call import Violation
 from wrong_rules import WRONG
 
-SEEDS, SLICES = 100_000, 20
+SEEDS, SLICES = 50_000, 10
 
 
 @pytest.mark.timeout(120)
