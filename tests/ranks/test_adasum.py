@@ -13,12 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from launch import CHEAP_CODE
 from stacked import FLOATS, equal, raises
 
 import ringjax
 from ringjax import Adasum, allreduce
 
-pytestmark = [pytest.mark.ranks(2, 4), pytest.mark.launch("collectives")]
+pytestmark = [
+    pytest.mark.ranks(4, env=CHEAP_CODE),
+    pytest.mark.launch("collectives"),
+]
 
 TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-13}
 
@@ -54,10 +58,10 @@ def close(actual: Any, xs: Sequence[np.ndarray]) -> None:
 
 def same_bits(tree: Any) -> None:
     """Every rank has these values, bit for bit."""
-    for leaf in jax.tree.leaves(tree):
-        raw = np.frombuffer(np.asarray(leaf).tobytes(), np.uint8)
-        rows = np.asarray(ringjax.allgather(raw[None]))
-        np.testing.assert_array_equal(rows, np.broadcast_to(raw, rows.shape))
+    leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+    raw = np.frombuffer(b"".join(leaves), np.uint8)
+    rows = np.asarray(ringjax.allgather(raw[None]))
+    np.testing.assert_array_equal(rows, np.broadcast_to(raw, rows.shape))
 
 
 def calls() -> int:
@@ -76,7 +80,7 @@ def test_every_dtype_and_shape(world) -> None:
         for dtype in FLOATS
         for seed, shape in enumerate(shapes)
     ]
-    mine = [xs[world.rank] for xs in stacks]
+    mine = [jax.device_put(xs[world.rank]) for xs in stacks]
     before = calls()
     for f in (allreduce, jax.jit(allreduce, static_argnums=1)):
         out = f(mine, Adasum)
@@ -90,6 +94,7 @@ def test_every_dtype_and_shape(world) -> None:
         close(value, xs)
 
 
+@pytest.mark.ranks(2, 4)
 def test_long_tensors_and_scaling(world) -> None:
     xs = draw(world.size, (700_001,), "float32")
     close(allreduce(xs[world.rank], Adasum), xs)
@@ -99,6 +104,7 @@ def test_long_tensors_and_scaling(world) -> None:
     close(out / 4, xs)
 
 
+@pytest.mark.ranks(2, 4)
 def test_properties(world) -> None:
     v = jnp.arange(1.0, 9.0)
     equal(allreduce(v, Adasum), np.arange(1.0, 9.0))
@@ -138,6 +144,7 @@ def test_in_a_loop(world) -> None:
         close(rows[i], [x[i] for x in xs])
 
 
+@pytest.mark.ranks(2)
 def test_derivatives_and_vmap_are_refused(world) -> None:
     x = jnp.ones(3)
     f = lambda x: jnp.sum(allreduce(x, Adasum))  # noqa: E731
@@ -160,6 +167,7 @@ def test_derivatives_and_vmap_are_refused(world) -> None:
     equal(both, 2 * np.ones(3))
 
 
+@pytest.mark.ranks(2)
 def test_what_is_refused(world) -> None:
     for dtype in ("int32", "bool", "complex64"):
         with raises(TypeError, "ringjax.allreduce: op=Adasum is not defined", dtype):

@@ -11,13 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, StartJob, environment
+from launch import CHEAP_CODE, ROOT, StartJob, environment
 from rank_worker import World
 
+pytestmark = pytest.mark.launch("collectives")
+THREE = pytest.mark.ranks(3, env=CHEAP_CODE)
 QUICK = ["-n", "2", "-w", "1"]
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 3, env=CHEAP_CODE)
 @pytest.mark.parametrize("mode", ["--jit", "--eager"])
 @pytest.mark.parametrize(
     "collective",
@@ -38,7 +40,7 @@ def test_every_collective_is_checked_and_timed(
     assert row["busbw"] == pytest.approx(row["algbw"] * factor)
 
 
-@pytest.mark.ranks(2)
+@THREE
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "i32", "u8"])
 @pytest.mark.parametrize("op", ["Average", "Product", "Min"])
 def test_reductions_of_other_types(world: World, dtype: str, op: str) -> None:
@@ -48,7 +50,7 @@ def test_reductions_of_other_types(world: World, dtype: str, op: str) -> None:
     assert bench.Bench(bench.parse(words)).row(1000)["dtype"] == dtype
 
 
-@pytest.mark.ranks(2)
+@THREE
 def test_a_wrong_result_ends_the_benchmark(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from launch import StartJob
 import ringjax
 from ringjax import _native, calibration, cost_file, runtime
 
+pytestmark = pytest.mark.launch("core")
 DEFAULTS = _native.local_world([0])[0].cost
 MARK = dict.fromkeys(cost_file.NAMES, 3e-6)
+
+
+@pytest.fixture(autouse=True)
+def _other_hosts_afterwards() -> Iterator[None]:
+    yield
+    if "RINGJAX_RANK" in os.environ:  # other files share the launch
+        ringjax.shutdown()
 
 
 @pytest.fixture

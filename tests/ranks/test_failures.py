@@ -19,14 +19,16 @@ import jax.numpy as jnp
 import leaks
 import numpy as np
 import pytest
-from launch import Job, StartJob
+from launch import CHEAP_CODE, Job, StartJob
 from rank_worker import World
 
 import ringjax
 
+pytestmark = pytest.mark.launch("collectives")
+
 HEAD = """
 import os, sys, time
-import jax, jax.numpy as jnp, optax
+import jax, jax.numpy as jnp, numpy as np, optax
 import ringjax
 
 ringjax.init()
@@ -41,7 +43,7 @@ TRAIN = (
     HEAD
     + """
 tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.1))
-params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64)}
+params = {"w": np.ones((64, 64), "f4"), "b": np.zeros(64, "f4")}
 state = tx.init(params)
 
 @jax.jit
@@ -53,7 +55,7 @@ def step(params, state, x):
 def train(steps):
     global params, state
     for _ in range(steps):
-        params, state = step(params, state, jnp.full((8, 64), rank + 1.0))
+        params, state = step(params, state, np.full((8, 64), rank + 1.0, "f4"))
         jax.block_until_ready(params)
 
 train(10)
@@ -222,7 +224,7 @@ DISAGREEMENTS: dict[str, tuple[list[str], Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, env=CHEAP_CODE)
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_every_rank_gets_one_clear_error_when_ranks_disagree(
     world: World, what: str
@@ -237,7 +239,7 @@ def test_every_rank_gets_one_clear_error_when_ranks_disagree(
     _still_usable(world, text)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, env=CHEAP_CODE)
 def test_every_rank_gets_one_clear_error_when_roots_differ(world: World) -> None:
     root = 1 if world.rank == 1 else 0
     text = _mismatch(
@@ -248,7 +250,7 @@ def test_every_rank_gets_one_clear_error_when_roots_differ(world: World) -> None
     _still_usable(world, text)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, env=CHEAP_CODE)
 def test_every_rank_gets_one_clear_error_when_operations_differ(world: World) -> None:
     call = ringjax.allgather if world.rank == 1 else ringjax.allreduce
     text = _mismatch(lambda: call(jnp.ones(3), name="x"))

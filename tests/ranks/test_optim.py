@@ -12,12 +12,16 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from launch import CHEAP_CODE
 
 import ringjax
 from ringjax.optim import AllreduceState
 
-pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("collectives")]
-RANKS = pytest.mark.ranks(1, 2, 3)
+pytestmark = [
+    pytest.mark.ranks(1, 3, env=CHEAP_CODE),
+    pytest.mark.launch("collectives"),
+    pytest.mark.usefixtures("world"),
+]
 
 
 def grads_of(rank: int, step: int):
@@ -109,14 +113,12 @@ COMPOSITIONS = {
 }
 
 
-@RANKS
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions(world, name) -> None:
     build, expected = COMPOSITIONS[name]
     assert check_against_plain(world, build) == expected
 
 
-@RANKS
 def test_masked_leaves_stay_local(world) -> None:
     tx = optax.masked(ringjax.allreduce_grads(), {"a": True, "own": False})
     grads = {"a": jnp.full(3, float(world.rank)), "own": jnp.full(2, float(world.rank))}
@@ -125,7 +127,6 @@ def test_masked_leaves_stay_local(world) -> None:
     np.testing.assert_array_equal(updates["own"], world.rank)
 
 
-@RANKS
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("op", "oracle"),
@@ -144,7 +145,6 @@ def test_ops(world, op, oracle, overlap) -> None:
     close(updates, jax.tree.map(lambda *x: oracle(np.stack(x), axis=0), *everyone))
 
 
-@RANKS
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("wire", "rtol"), [("bf16", 2e-2), ("fp16", 2e-3)])
 def test_compression(world, wire, rtol, overlap) -> None:
@@ -163,7 +163,6 @@ def test_compression(world, wire, rtol, overlap) -> None:
     assert (everyone == everyone[0]).all()  # bit for bit the same on all ranks
 
 
-@RANKS
 @pytest.mark.parametrize("overlap", [False, True, "auto"])
 def test_a_linen_model_trains_alike(world, overlap) -> None:
     class Net(linen.Module):
@@ -175,7 +174,7 @@ def test_a_linen_model_trains_alike(world, overlap) -> None:
 
     net = Net()
     params = ringjax.broadcast_parameters(
-        net.init(jax.random.key(world.rank), DATA[:1])
+        jax.jit(net.init)(jax.random.key(world.rank), DATA[:1])
     )
     tx = optax.chain(
         ringjax.allreduce_grads(overlap=overlap, bucket_bytes=256), optax.adam(1e-2)
@@ -213,7 +212,6 @@ def train(world, loss_fn, params, tx, steps: int = 10):
     return params
 
 
-@RANKS
 def test_an_nnx_model_trains_alike(world) -> None:
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -241,7 +239,6 @@ def test_an_nnx_model_trains_alike(world) -> None:
     close(trained(tx, *mine), trained(optax.adam(1e-2), DATA, TARGET), rtol=1e-3)
 
 
-@RANKS
 def test_ensembles_move_together(world) -> None:
     tx = ringjax.allreduce_grads()
     grads = jnp.arange(6.0).reshape(3, 2) * (world.rank + 1)
@@ -252,7 +249,6 @@ def test_ensembles_move_together(world) -> None:
     assert states.seq.shape == (3, 1) and (np.asarray(states.seq) == 1).all()
 
 
-@RANKS
 def test_steps_in_a_scan(world) -> None:
     tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.1))
 
@@ -268,7 +264,6 @@ def test_steps_in_a_scan(world) -> None:
     assert seqs(state) == [4]
 
 
-@RANKS
 def test_a_metric_of_another_program_waits_for_the_step(world) -> None:
     """Eager collectives behind steps that still run keep one order on all ranks."""
     tx = ringjax.allreduce_grads(overlap=True, bucket_bytes=1 << 16)

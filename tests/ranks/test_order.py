@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launch import CHEAP_CODE
 from stacked import equal, raises
 
 import ringjax
 from ringjax import _jax, primitive, runtime
 
+pytestmark = pytest.mark.launch("collectives")
 TOWERS = 8
 STEPS = 25
 ONE_WORKER = {"NPROC": "1"}
@@ -102,7 +104,7 @@ def test_tied_with_one_worker(world, overlapped) -> None:
     check_equal_on_all_ranks(run(world, overlapped))
 
 
-@pytest.mark.ranks(2, 3, env=WORKERS)
+@pytest.mark.ranks(2, env=WORKERS)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_tied_with_many_workers(world, overlapped) -> None:
     check_equal_on_all_ranks(run(world, overlapped))
@@ -120,7 +122,7 @@ def test_control_without_the_tie_disagrees(world) -> None:
         run(world, overlapped=False)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=CHEAP_CODE)
 def test_inner_jit_beside_a_call_never_hangs(world) -> None:
     """An inner jit is a block of its own: the tie does not reach it (a sharp bit).
 
@@ -146,7 +148,7 @@ def test_inner_jit_beside_a_call_never_hangs(world) -> None:
     assert len(set(outcomes.tolist())) == 1
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, env=CHEAP_CODE)
 def test_steps_in_flight_stay_in_order(world) -> None:
     """Chains order whole programs: a step's number is the result of the one before."""
 
@@ -164,10 +166,10 @@ def test_steps_in_flight_stay_in_order(world) -> None:
 
 EXIT = """
 import time
-import jax, jax.numpy as jnp, optax, ringjax
+import jax, numpy as np, ringjax
 ringjax.init()
 tx = ringjax.allreduce_grads()
-grads = jnp.full(100_000, float(ringjax.rank()))
+grads = np.full(100_000, ringjax.rank(), "f4")
 state = tx.init(grads)
 step = jax.jit(tx.update)
 for _ in range(20):
@@ -185,7 +187,7 @@ def test_exit_waits_for_what_was_dispatched(start_job) -> None:
         assert "Error" not in job.output(rank), job.logs()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=CHEAP_CODE)
 def test_ranks_at_different_steps_raise(world) -> None:
     step = jax.jit(lambda x, seq: chained(x, seq, False, "grads"))
     with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "grads"):

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launch import CHEAP_CODE
 from stacked import check_derivatives, draw, draw_all, equal, properties, raises
 
 import ringjax
 from ringjax import Average, Compression, Max, Min, Product, Sum, reducescatter
 
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.launch("collectives")]
+# Two ranks do nothing that three do not; some tests prove it with counts of their own.
+pytestmark = [
+    pytest.mark.ranks(1, 3, env=CHEAP_CODE),
+    pytest.mark.launch("collectives"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +35,7 @@ def rows(total: int, rank: int, size: int) -> slice:
     return slice(int(bounds[rank]), int(bounds[rank + 1]))
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_every_dtype(world) -> None:
     stacks = draw_all(world.size, (7, 3))
     mine = rows(7, world.rank, world.size)
@@ -49,7 +55,7 @@ def test_average_is_the_default(world) -> None:
     equal(reducescatter(whole[world.rank]), expected)
 
 
-@pytest.mark.ranks(1, 2, 3, 5)
+@pytest.mark.ranks(2, 3, 5)
 @properties
 @given(
     total=st.integers(0, 11),
@@ -61,7 +67,8 @@ def test_any_shape(world, total, rest, op, seed) -> None:
     xs = draw(world.size, (total, *rest), "float64", seed)
     mine = rows(total, world.rank, world.size)
     reduce = {Sum: np.sum, Min: np.min, Max: np.max, Product: np.prod}[op]
-    equal(reducescatter(xs[world.rank], op), reduce(np.stack(xs), axis=0)[mine])
+    x = jax.device_put(xs[world.rank])  # numpy's would need a program for each shape
+    equal(reducescatter(x, op), reduce(np.stack(xs), axis=0)[mine])
 
 
 def test_tree_scaling_and_compression(world) -> None:

@@ -12,6 +12,7 @@ import ringjax
 from ringjax import _native, runtime
 from ringjax.errors import Mismatch, NotInitialized, RingjaxError
 
+pytestmark = pytest.mark.launch("core")
 SUM = _native.REDUCE_OPS["Sum"]
 ALLREDUCE = _native.COLLECTIVES["allreduce"]
 
@@ -72,8 +73,9 @@ def test_hooks() -> None:
     assert calls == ["init 2", "late", "second", "first True"]
 
 
-@pytest.mark.ranks(1, isolated=True)
+@pytest.mark.ranks(1)
 def test_other_settings_need_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    ringjax.shutdown()
     ringjax.init()
     monkeypatch.setenv("RINGJAX_STALL_WARNING", "17")
     with pytest.raises(ValueError, match="already initialised with other settings"):
@@ -81,6 +83,7 @@ def test_other_settings_need_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None
     ringjax.shutdown()
     ringjax.init()
     assert runtime.config().stall_warning == 17
+    ringjax.shutdown()  # the next test has other settings
 
 
 @pytest.mark.ranks(2)
@@ -96,7 +99,7 @@ def test_arguments_of_init() -> None:
         ringjax.init(process_sets=[[0]])  # type: ignore[list-item]
 
 
-@pytest.mark.ranks(1, isolated=True)
+@pytest.mark.ranks(1)
 def test_before_init() -> None:
     ringjax.shutdown()
     for function in (
@@ -187,7 +190,7 @@ def test_ranks_that_disagree_about_a_set_all_hear_it() -> None:
     assert ringjax.remove_process_set(both)
 
 
-@pytest.mark.ranks(3, isolated=True)
+@pytest.mark.ranks(3)
 def test_static_sets() -> None:
     ringjax.shutdown()
     for _ in range(2):

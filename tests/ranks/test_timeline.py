@@ -12,7 +12,9 @@ import pytest
 from rank_worker import World
 
 import ringjax
-from ringjax import eager, timeline
+from ringjax import eager, runtime, timeline
+
+pytestmark = pytest.mark.launch("core")
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -31,7 +33,8 @@ def rows(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def shared_path(world: World, folder: Path) -> Path:
     """Rank 0's folder, on all ranks."""
-    return Path(ringjax.broadcast_object(str(folder / "trace.json"), root_rank=0))
+    everyone = runtime.current("test").exchange(str(folder / "trace.json"), "a path")
+    return Path(everyone[0])
 
 
 @pytest.mark.ranks(1, 2, 3)
