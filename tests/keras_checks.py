@@ -59,9 +59,9 @@ def share(world, array, batch: int):
     return parts[:, world.rank].reshape(-1, array.shape[-1])
 
 
-def build(keras, optimizer, seed: int = 0, layers: int = 1, **options):
+def build(keras, optimizer, seed: int = 0, layers=(), **options):
     keras.utils.set_random_seed(seed)
-    hidden = [keras.layers.Dense(3, activation="tanh") for _ in range(layers)]
+    hidden = [keras.layers.Dense(3, activation="tanh"), *layers]
     model = keras.Sequential([keras.Input((IN,)), *hidden, keras.layers.Dense(OUT)])
     model.compile(optimizer, keras.losses.MeanSquaredError(), **options)
     return model
