@@ -8,6 +8,7 @@ collective in one test cannot disturb the next. Reading the lines: tests/rank_it
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import mmap
 import os
@@ -129,6 +130,18 @@ class RankWorker:
         self._progress.finish(failed=end["outcome"] == "failed")
         if not self._progress.all_in_step():
             item.session.shouldstop = "a rank failed: the next test needs a new launch"
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        """Lets garbage be collected once the first test's fixtures have loaded theirs.
+
+        Before that it is off: pytest_collection of conftest.py.
+        """
+        result = yield
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
