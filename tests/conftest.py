@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import leaks
 import pytest
+import rank_worker
 from launch import Job, StartJob
 from rank_items import RUNS, RankItem, Runs, share
 from rank_worker import VARIABLE, RankWorker, World
 
-# Every rank must draw the same examples; a time limit would make them differ.
-hypothesis.settings.register_profile(
-    "ranks", derandomize=True, database=None, deadline=None, print_blob=False,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)  # fmt: skip
-hypothesis.settings.load_profile("ranks")
-
 
 def _in_rank() -> bool:
     return VARIABLE in os.environ
+
+
+if rank_worker.WITHOUT_HYPOTHESIS not in sys.argv:
+    import hypothesis
+
+    # Every rank must draw the same examples; a time limit would make them differ.
+    hypothesis.settings.register_profile(
+        "ranks", derandomize=True, database=None, deadline=None, print_blob=False,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )  # fmt: skip
+    hypothesis.settings.load_profile("ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:

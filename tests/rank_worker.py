@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 VARIABLE = "RINGJAX_TEST_RANK_DIR"
+WITHOUT_HYPOTHESIS = "no:hypothesispytest"  # for pytest's option -p
 DEFAULT_LIMIT = 60.0
 _WAIT = 120.0  # seconds to wait for a slower rank; its own timeout ends it before
 
@@ -55,6 +56,8 @@ def command(config: pytest.Config, paths: Sequence[Path]) -> list[str]:
     words = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header"]
     words += ["-p", "no:cacheprovider", "--timeout-method=thread"]
     words += ["--rootdir", str(config.rootpath), "-c", str(config.inipath)]
+    if not any("hypothesis" in path.read_text() for path in paths):
+        words += ["-p", WITHOUT_HYPOTHESIS]  # a third of what such a rank imports
     return [*words, *map(str, paths)]
 
 
