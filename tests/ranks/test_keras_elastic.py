@@ -15,6 +15,7 @@ from elastic_job import ElasticJob, jobs
 # that ranks that join and ranks that are there make the same calls.
 FIT = """
 os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["sklearn"] = None  # Keras would load it, which takes long
 import keras
 import ringjax.keras as hvd
 
