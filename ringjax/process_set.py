@@ -39,6 +39,7 @@ class ProcessSet:
         process_set_id: its number while it is registered, else None.
         timeout: as given; may be set. Compiled programs keep what it was when they were
             traced.
+        mpi_comm: None, as in Horovod for a set that is not made of an MPI communicator.
 
     Raises:
         ValueError: a rank is negative or given twice, or `timeout` is negative or not a
@@ -51,6 +52,8 @@ class ProcessSet:
         >>> ProcessSet([0, 1], timeout=5).timeout
         5.0
     """
+
+    mpi_comm: None = None
 
     def __init__(self, ranks: Iterable[int], timeout: float | None = None) -> None:
         self.process_set_id: int | None = None
@@ -93,6 +96,10 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def __str__(self) -> str:
+        """Horovod's words, which its suites compare."""
+        return f"{repr(self)[:-1]}, mpi_comm={self.mpi_comm})"
 
 
 def _checked(ranks: Iterable[int]) -> list[int]:

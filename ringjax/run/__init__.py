@@ -1,11 +1,13 @@
 """Starting jobs: `ringrun` on the command line, `ringjax.run(fn, np=4)` in Python.
 
 The package itself can be called, so that `ringjax.run(...)` means the function whether
-or not a module below was imported first. Imports no jax; see job.py for the work.
+or not a module below was imported first; horovod.py takes the arguments that only
+Horovod has. Imports no jax; see job.py for the work.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -157,7 +159,11 @@ class _Callable(types.ModuleType):
     """A module that is called like the function of its name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return run(*args, **kwargs)
+        if kwargs.keys() <= inspect.signature(run).parameters.keys():
+            return run(*args, **kwargs)
+        from ringjax.run import horovod  # has more arguments, use_gloo among them
+
+        return horovod.run(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -130,7 +130,10 @@ def test_run_takes_horovods_arguments() -> None:
         task, (5,), {"step": 2}, 2, use_gloo=True, disable_cache=True, verbose=0
     )
     assert found == [5, 7]
-    assert run(lambda: 1, hosts="localhost:2", network_interfaces=["lo"]) == [1, 1]
+    options = {"hosts": "localhost:2", "network_interfaces": ["lo"], "use_mpi": False}
+    assert ringjax.run(lambda: 1, **options) == [1, 1]
+    with pytest.raises(TypeError, match="use_fire"):
+        ringjax.run(lambda: 1, use_fire=True)
 
 
 def test_run_of_an_elastic_job() -> None:

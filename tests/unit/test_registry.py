@@ -34,6 +34,12 @@ def everybody() -> ProcessSet:
     return found
 
 
+def test_the_text_of_a_set_is_horovods() -> None:
+    text = "ProcessSet(process_set_id=None, ranks=[0, 2], mpi_comm=None)"
+    assert str(ProcessSet([2, 0])) == text
+    assert repr(ProcessSet([2, 0])) == "ProcessSet(process_set_id=None, ranks=[0, 2])"
+
+
 def test_equal_sets_share_a_number(everybody: ProcessSet) -> None:
     registry, world = Registry(everybody), World()
     registry.begin(3)

@@ -26,7 +26,7 @@ from ringjax.tensorflow.data.directory import ComputeClient, Places
 from ringjax.tensorflow.reductions import allreduce
 
 _service = tf.data.experimental.service
-_STOP = 3.0  # seconds for a worker's readers to end; it reports every second
+_STOP = 1.5  # seconds for a worker's readers to end; it reports every second
 _still_read: list[Any] = []
 
 
