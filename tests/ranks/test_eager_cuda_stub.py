@@ -300,8 +300,10 @@ def test_nothing_is_left_in_the_driver(end: End) -> None:
         some(step)
     gc.collect()
     now = alive()
-    assert now[0] <= events + 25  # fewer or more submissions wait at once
-    assert now[1:] == (streams, memory)
+    # Fewer or more submissions wait at once; if some do, they are fused in scratch.
+    assert now[0] <= events + 25
+    assert now[1] == streams
+    assert now[2] <= memory + 1
     ringjax.shutdown()
     assert alive() == (0, 0, 0)
     ringjax.init()
