@@ -295,13 +295,14 @@ def test_nothing_is_left_in_the_driver(end: End) -> None:
 
     some(0)
     gc.collect()
-    events, streams, memory = alive()
-    for step in range(1, 6):
+    _, streams, memory = alive()
+    for step in range(1, 50):
         some(step)
     gc.collect()
     now = alive()
-    # Fewer or more submissions wait at once; if some do, they are fused in scratch.
-    assert now[0] <= events + 25
+    # Fourteen events, used again, for each submission of a step if all wait at once;
+    # one kept for each of the thousand would be more. Those that wait share scratch.
+    assert now[0] < 500
     assert now[1] == streams
     assert now[2] <= memory + 1
     ringjax.shutdown()
