@@ -6,6 +6,7 @@
 #include <optional>
 #include <random>
 
+#include "base/failpoint.h"
 #include "engine/heartbeat.h"
 #include "generations.h"
 
@@ -115,6 +116,23 @@ TEST(AFencedRankReturnsFromNoCallThatTheOthersRunAgain) {
     if (two->Ended().ok()) CHECK(finished);
     CHECK(!(late && finished));
   }
+}
+
+// News may take long on a busy machine, and who has stopped may only start again.
+TEST(WhoHasStoppedIsNotBlamedBeforeTheNewsCome) {
+  Job job(2, 4096);
+  CHECK(ArmFailpoint("call.agreed", "stop", 0, 1).ok());
+  CHECK(ArmFailpoint("call.complete", "sleep", 0.1, 1).ok());  // only the other one
+  Caller zero(job.worker(0), kSum, 5), one(job.worker(1), kSum, 5);
+  const auto stopped = [&](int w) { return job.worker(w).communicator->aborted(); };
+  while (!stopped(0) && !stopped(1)) std::this_thread::yield();
+  const int first = stopped(0) ? 0 : 1;
+  Pause(500'000);
+  CHECK(!stopped(1 - first));
+  job.Kill(&job.worker(first));
+  job.Continue();
+  CHECK((first ? zero : one).Ended().ok());
+  CHECK(!(first ? one : zero).Ended().ok());
 }
 
 TEST(ACallWithAllItsResultsOnlyWaitsForTheOthers) {

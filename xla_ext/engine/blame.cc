@@ -24,13 +24,16 @@ Status Communicator::abort_status() const {
   return abort_status_;
 }
 
+void Communicator::AwaitAbort(std::chrono::milliseconds patience) const {
+  const auto limit = std::chrono::steady_clock::now() + patience;
+  while (!aborted() && std::chrono::steady_clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+}
+
 // A link tells that a peer is gone; the heartbeat tells why, a moment later. So it may
 // of one that left in good order: because another was lost before.
 Status Communicator::Fail(const Call& call, const Status& cause) {
-  if (cause.code() == Code::kUnavailable) {
-    for (int i = 0; i < 100 && !aborted(); ++i)
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
+  if (cause.code() == Code::kUnavailable) AwaitAbort(std::chrono::milliseconds(200));
   const Status blame = Blame(call, cause);
   if (!aborted()) {
     End(blame);

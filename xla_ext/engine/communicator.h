@@ -9,6 +9,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -272,6 +273,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status LookForCall(bool* called);
   std::vector<Waiter::Interest> Callers() const;
   Status Fail(const Call& call, const Status& cause);
+  void AwaitAbort(std::chrono::milliseconds patience) const;  // whoever finds out why
   Status Blame(const Call& call, const Status& cause) const;
   void End(const Status& blame);  // aborts and tells the peers
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers,

@@ -1,5 +1,7 @@
 // A communicator as one generation of a succession: one call that may be cut off, what
 // is left of it, and what this rank reports when the generation has ended.
+#include <chrono>
+
 #include "base/failpoint.h"
 #include "engine/agreement.h"
 #include "engine/communicator.h"
@@ -39,8 +41,12 @@ Status Communicator::Close(const Call& call, const Status& outcome, Barrier barr
   if (progress_) {
     progress_->Done(entered());
     if (Status s = AtFailpoint(Failpoint::kComplete); !s.ok()) return Fail(call, s);
-    if (const int peer = Sealed(*attempt); peer >= 0)
+    if (const int peer = Sealed(*attempt); peer >= 0) {
+      // It is there, and tells the coordinator, who tells this rank. To be blamed at
+      // once would end a rank that only starts again, where news take long.
+      AwaitAbort(std::chrono::seconds(5));
       return Fail(call, Status(Code::kUnavailable, "has stopped", peer));
+    }
     if (barrier != Barrier::kNone && size() > 1) {
       const bool fetched = barrier == Barrier::kFetched;
       if (Status s = AwaitEnd(frame, lane_, fetched, waiter); !s.ok())
