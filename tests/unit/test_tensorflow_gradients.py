@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,13 @@ from ringjax.elastic.failures import failure
 
 
 @pytest.fixture(scope="module")
-def tf() -> Any:
+def tf() -> Iterator[Any]:
     """Imported when a test of this file runs."""
     import tensorflow
 
     ringjax.init()
-    return tensorflow
+    yield tensorflow
+    ringjax.shutdown()
 
 
 @pytest.fixture
