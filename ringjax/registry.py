@@ -1,9 +1,10 @@
 """The process sets that a program has registered: objects by number.
 
-Equal sets share a number, as in Horovod. The ranks behind a number are the world's
-matter; here are the objects that programs hold, which must always show the same. In a
-job whose ranks come and go, a set of the job that this program has not asked for yet
-waits until it does: a newcomer runs the same program, so its first set is the first.
+Equal sets share a number; Horovod refuses the second. The ranks behind a number are the
+world's matter; here are the objects that programs hold, which must always show the
+same. In a job whose ranks come and go, a set of the job that this program has not asked
+for yet waits until it does: a newcomer runs the same program, so its first set is the
+first.
 """
 
 from __future__ import annotations

@@ -95,7 +95,6 @@ def check_derivatives(
 
     The model's derivatives are under jit, as one program compiles sooner than dozens.
 
-
     `op` is this rank's program; ``model([x of each rank]) -> [y of each rank]`` is the
     same for all ranks at once, whose derivatives jax takes from ordinary arithmetic.
     """
