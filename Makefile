@@ -38,7 +38,7 @@ demo: $(VENV)/installed-examples  ## train on handwritten digits with 2 ranks
 # Two at a time: most wait for something half of the time. JOBS=1 for one after the other,
 # as plain `pytest` does.
 JOBS ?= 2
-test: $(VENV)/installed-test  ## all tests: plain pytest, which launches ranks itself
+test: $(VENV)/torch $(VENV)/installed-test  ## all tests: plain pytest, which launches ranks itself
 	$(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(TESTS)
 
 lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format, codespell
@@ -125,6 +125,21 @@ $(VENV)/installed-%: pyproject.toml | $(VENV)/installed
 	  print(*extras["$*"], sep="\n")' > $(VENV)/$*.txt
 	$(PIP) install --requirement $(VENV)/$*.txt
 	@touch $@
+
+# PyTorch's CPU build where pip finds one: the other brings CUDA's libraries along.
+$(VENV)/torch: pyproject.toml | $(VENV)/made
+	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml); \
+	if $(PIP) index versions torch 2>/dev/null | grep -qF "$$torch+cpu"; then \
+	  torch=$$torch+cpu; \
+	  echo "The tests need JAX, TensorFlow and PyTorch's CPU build: CPU_SIZES."; \
+	else \
+	  echo "The tests need JAX, TensorFlow and PyTorch's CUDA build: CUDA_SIZES."; \
+	  echo 'With PIP_EXTRA_INDEX_URL naming the index of its CPU builds it is a fifth.'; \
+	fi; \
+	set -x; $(PIP) install "torch==$$torch"
+	@touch $@
+
+$(VENV)/installed-test: | $(VENV)/torch
 
 $(VENV)/installed-cmake: | $(VENV)/made
 	$(PIP) install 'cmake>=3.20' ninja

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import frameworks
 import leaks
 import pytest
 import rank_worker
@@ -150,6 +151,14 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartJob]:
     yield start
     left = [text for job in jobs for text in job.close()]
     assert not left, "\n".join(left)
+
+
+@pytest.fixture(autouse=True)
+def frameworks_apart() -> Iterator[None]:
+    """Fails a test with which a process comes to hold TensorFlow and PyTorch."""
+    before = frameworks.together()
+    yield
+    assert before or not frameworks.together(), "see tests/frameworks.py"
 
 
 @pytest.fixture(autouse=True)

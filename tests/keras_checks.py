@@ -36,13 +36,18 @@ def hvd(keras):
     return importlib.import_module("ringjax.keras")
 
 
-def with_tensorflow():
-    """`ringjax.tensorflow.keras`, for which TensorFlow is installed again."""
+def of_tensorflow():
+    """`ringjax.tensorflow.keras`, for which TensorFlow is installed again.
+
+    Nothing on PyTorch, which is not for one process with TensorFlow.
+    """
+    if os.environ["KERAS_BACKEND"] == "torch":
+        return []
     if sys.modules.get("tensorflow") is None:
         sys.modules.pop("tensorflow", None)
     module = importlib.import_module("ringjax.tensorflow.keras")
     gc.freeze()  # as RankWorker does with what was loaded before
-    return module
+    return [module]
 
 
 def rows_of(size: int):
@@ -307,7 +312,7 @@ def test_names_and_arguments_are_those_of_horovod(world, hvd) -> None:
     import inspect
 
     # On one rank, as loading TensorFlow takes longer than this test.
-    modules = [hvd, with_tensorflow()] if world.rank == 0 else [hvd]
+    modules = [hvd, *(of_tensorflow() if world.rank == 0 else [])]
     optimizer = """optimizer name device_dense device_sparse compression sparse_as_dense
     gradient_predivide_factor op backward_passes_per_step average_aggregated_gradients
     """

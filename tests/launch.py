@@ -7,6 +7,7 @@ and what counts as a leak (tests/leaks.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -249,12 +250,31 @@ def compiled_before() -> dict[str, str]:
     }
 
 
-# For ranks that compile hundreds of small programs and run each a few times: XLA
-# rewrites and schedules them as always, but the code for them is made in half the time.
-CHEAP_CODE = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-    "--xla_cpu_use_fusion_emitters=false"
-}
+@functools.cache
+def cheap_code() -> dict[str, str]:
+    """For ranks that compile hundreds of small programs and run each a few times.
+
+    XLA rewrites and schedules them as always, but the code for them is made in half the
+    time. XLA aborts a process at a flag it does not know, and forgets flags from one
+    version to the next, so the installed one is asked.
+    """
+    level = "--xla_backend_optimization_level=0"
+    for flags in (f"{level} --xla_cpu_use_fusion_emitters=false", level):
+        if _xla_knows(flags):
+            return {"XLA_FLAGS": flags}
+    return {}
+
+
+def _xla_knows(flags: str) -> bool:
+    """Whether a process with these flags survives its first look at its devices."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import jax; jax.devices()"],
+        env=environment("flags", {"XLA_FLAGS": flags}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=50,
+    )
+    return done.returncode == 0
 
 
 def _signal(pid: int, sig: signal.Signals) -> None:

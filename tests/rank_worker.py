@@ -55,6 +55,8 @@ def command(config: pytest.Config, paths: Sequence[Path]) -> list[str]:
     # -P: the package under test is the installed one, not the checkout in the way.
     words = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header"]
     words += ["-p", "no:cacheprovider", "--timeout-method=thread"]
+    # Not what C++ writes: with pytest's capture it is lost when the process is aborted.
+    words += ["--capture=tee-sys"]
     words += ["--rootdir", str(config.rootpath), "-c", str(config.inipath)]
     if not any("hypothesis" in path.read_text() for path in paths):
         words += ["-p", WITHOUT_HYPOTHESIS]  # a third of what such a rank imports

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launch import CHEAP_CODE
+from launch import cheap_code
 from stacked import FLOATS, equal, raises
 
 import ringjax
 from ringjax import Adasum, allreduce
 
 pytestmark = [
-    pytest.mark.ranks(4, env=CHEAP_CODE),
+    pytest.mark.ranks(4, env=cheap_code),
     pytest.mark.launch("collectives"),
 ]
 

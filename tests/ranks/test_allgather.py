@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch import CHEAP_CODE
+from launch import cheap_code
 from stacked import check_derivatives, draw, draw_all, equal, properties, raises
 
 import ringjax
@@ -18,7 +18,7 @@ from ringjax import allgather
 
 # Two ranks do nothing that three do not; some tests prove it with counts of their own.
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=CHEAP_CODE),
+    pytest.mark.ranks(1, 3, env=cheap_code),
     pytest.mark.launch("collectives"),
 ]
 

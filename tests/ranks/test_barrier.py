@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import CHEAP_CODE
+from launch import cheap_code
 from stacked import equal, raises
 
 import ringjax
 
 # Two ranks do nothing that three do not; some tests prove it with counts of their own.
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=CHEAP_CODE),
+    pytest.mark.ranks(1, 3, env=cheap_code),
     pytest.mark.launch("collectives"),
 ]
 

@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import CHEAP_CODE, ROOT, StartJob, environment
+from launch import cheap_code, ROOT, StartJob, environment
 from rank_worker import World
 
 pytestmark = pytest.mark.launch("collectives")
-THREE = pytest.mark.ranks(3, env=CHEAP_CODE)
+THREE = pytest.mark.ranks(3, env=cheap_code)
 QUICK = ["-n", "2", "-w", "1"]
 
 
-@pytest.mark.ranks(1, 3, env=CHEAP_CODE)
+@pytest.mark.ranks(1, 3, env=cheap_code)
 @pytest.mark.parametrize("mode", ["--jit", "--eager"])
 @pytest.mark.parametrize(
     "collective",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from elastic_job import ElasticJob, jobs
 from elastic_steps import LOOP, begin, stop
-from launch import CHEAP_CODE, StartJob
+from launch import cheap_code, StartJob
 
 Start = Callable[..., ElasticJob]
 
@@ -282,7 +282,7 @@ print("all sizes", ringjax.size())
 def test_every_size_without_a_loss(start_job: StartJob, np: int, shm: str) -> None:
     # PyTorch takes long to import: each transport and each number of ranks once.
     torch = "1" if (np, shm) in ((3, "1"), (2, "0")) else "0"
-    env = {"RINGJAX_SHM": shm, "WITH_TORCH": torch, **CHEAP_CODE}
+    env = {"RINGJAX_SHM": shm, "WITH_TORCH": torch, **cheap_code()}
     job = start_job(np, SIZES, env, ["--min-np", "1"])
     assert job.wait(110) == 0, job.logs()
     for rank in range(np):

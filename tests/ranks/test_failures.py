@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import leaks
 import numpy as np
 import pytest
-from launch import CHEAP_CODE, Job, StartJob
+from launch import cheap_code, Job, StartJob
 from rank_worker import World
 
 import ringjax
@@ -224,7 +224,7 @@ DISAGREEMENTS: dict[str, tuple[list[str], Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.ranks(2, 3, env=CHEAP_CODE)
+@pytest.mark.ranks(2, 3, env=cheap_code)
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_every_rank_gets_one_clear_error_when_ranks_disagree(
     world: World, what: str
@@ -239,7 +239,7 @@ def test_every_rank_gets_one_clear_error_when_ranks_disagree(
     _still_usable(world, text)
 
 
-@pytest.mark.ranks(2, 3, env=CHEAP_CODE)
+@pytest.mark.ranks(2, 3, env=cheap_code)
 def test_every_rank_gets_one_clear_error_when_roots_differ(world: World) -> None:
     root = 1 if world.rank == 1 else 0
     text = _mismatch(
@@ -250,7 +250,7 @@ def test_every_rank_gets_one_clear_error_when_roots_differ(world: World) -> None
     _still_usable(world, text)
 
 
-@pytest.mark.ranks(2, 3, env=CHEAP_CODE)
+@pytest.mark.ranks(2, 3, env=cheap_code)
 def test_every_rank_gets_one_clear_error_when_operations_differ(world: World) -> None:
     call = ringjax.allgather if world.rank == 1 else ringjax.allreduce
     text = _mismatch(lambda: call(jnp.ones(3), name="x"))

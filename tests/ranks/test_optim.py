@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from launch import CHEAP_CODE
+from launch import cheap_code
 
 import ringjax
 from ringjax.optim import AllreduceState
 
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=CHEAP_CODE),
+    pytest.mark.ranks(1, 3, env=cheap_code),
     pytest.mark.launch("collectives"),
     pytest.mark.usefixtures("world"),
 ]

@@ -14,16 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launch import CHEAP_CODE
+from launch import cheap_code
 
 import ringjax
 
 STEPS, BATCH, FEATURES = 50, 24, 6
-# For all tests of the file, so that they share launches.
-ENV = {"JAX_ENABLE_X64": "1", **CHEAP_CODE}
+
+
+def in_both_widths() -> dict[str, str]:
+    """For all tests of the file, so that they share launches; asked when ranks start."""
+    return {"JAX_ENABLE_X64": "1", **cheap_code()}
+
+
 # Three ranks have every optimizer, other counts one of each kind of call.
-RANKS = pytest.mark.ranks(3, env=ENV)
-SOME_RANKS = pytest.mark.ranks(2, 3, 4, env=ENV)
+RANKS = pytest.mark.ranks(3, env=in_both_widths)
+SOME_RANKS = pytest.mark.ranks(2, 3, 4, env=in_both_widths)
 
 
 def batches(dtype):
@@ -115,20 +120,20 @@ def test_float64_to_twelve_digits(world, name, overlap) -> None:
     check(world, name, np.float64, 1e-12, overlap=overlap, bucket_bytes=600)
 
 
-@pytest.mark.ranks(2, 3, env=ENV)
+@pytest.mark.ranks(2, 3, env=in_both_widths)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_float32_to_rounding(world, overlap) -> None:
     # 50 steps add up rounding of 2^-24 a step; sgd does not amplify it much.
     check(world, "sgd", np.float32, 2e-5, overlap=overlap, bucket_bytes=300)
 
 
-@pytest.mark.ranks(2, 4, env=ENV)
+@pytest.mark.ranks(2, 4, env=in_both_widths)
 def test_bfloat16_on_the_wire_stays_near(world) -> None:
     bf16 = ringjax.Compression.bf16
     check(world, "sgd", np.float32, 3e-2, compression=bf16)
 
 
-@pytest.mark.ranks(2, env=ENV)
+@pytest.mark.ranks(2, env=in_both_widths)
 def test_the_bound_would_notice_a_missing_allreduce(world) -> None:
     """The control: without it the ranks train apart."""
     mine = slice(world.rank, None, world.size)

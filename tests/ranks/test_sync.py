@@ -12,12 +12,12 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from launch import CHEAP_CODE
+from launch import cheap_code
 
 import ringjax
 
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=CHEAP_CODE),
+    pytest.mark.ranks(1, 3, env=cheap_code),
     pytest.mark.launch("collectives"),
 ]
 SEVERAL = pytest.mark.ranks(2, 3)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
+from frameworks import in_ranks
 
-import ringjax.tensorflow as hvd
 from ringjax.elastic import failures
-from ringjax.tensorflow import kernels
+
+tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
+kernels = in_ranks("ringjax.tensorflow.kernels")
 
 if "RINGJAX_RANK" in os.environ:
     # TensorFlow reads it when its first operation runs: two threads for all graphs.

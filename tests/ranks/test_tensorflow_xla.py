@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
+from frameworks import in_ranks
 
-import ringjax.tensorflow as hvd
+tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.launch("tensorflow")]
 

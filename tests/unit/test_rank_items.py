@@ -118,6 +118,26 @@ def test_a_rank_that_dies_fails_the_test_with_its_log(inner: Inner) -> None:
     assert "1 failed, 1 passed" in out
     assert "rank 1 of 2 has no result" in out
     assert "exit code 7" in out
+    assert "last words" in out
+
+
+@pytest.mark.parametrize("when", ["collected", "imported"])
+def test_a_rank_that_ends_before_its_first_test_shows_its_last_words(
+    inner: Inner, when: str
+) -> None:
+    """As XLA does at a flag that it does not know."""
+    dies = "if RANK: os.write(2, b'Unknown flag: --tea'); print('so I end'); os._exit(1)"
+    source = f"""
+        {dies if when == "imported" else ""}
+        @pytest.mark.ranks(2)
+        def test_one(begin): pass
+        @pytest.fixture
+        def begin():
+            {dies}
+    """
+    out = inner(source)
+    assert "1 failed" in out
+    assert "Unknown flag: --tea" in out and "so I end" in out
 
 
 def test_a_rank_that_hangs_is_ended_and_every_rank_shows_its_stack(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-from ringjax.tensorflow.continuations import Continuation
+import pytest
+from frameworks import in_ranks
 
+continuations = in_ranks("ringjax.tensorflow.continuations")
+pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
 Words = ctypes.c_void_p * 4
 
 
@@ -16,7 +19,7 @@ def test_it_is_moved_away_and_called_from_there() -> None:
     def run(address: int) -> None:
         called.append(list(Words.from_address(address)))
 
-    then = Continuation(ctypes.addressof(theirs), run)
+    then = continuations.Continuation(ctypes.addressof(theirs), run)
     assert then.late
     assert theirs[2] is None  # so its owner destroys nothing
     theirs[0] = 0
@@ -26,7 +29,7 @@ def test_it_is_moved_away_and_called_from_there() -> None:
 
 def test_unknown_words_are_left_as_they_are() -> None:
     theirs, called = Words(1, 2, 3, 4), []
-    then = Continuation(ctypes.addressof(theirs), called.append)
+    then = continuations.Continuation(ctypes.addressof(theirs), called.append)
     assert not then.late
     then()
     assert called == [ctypes.addressof(theirs)]

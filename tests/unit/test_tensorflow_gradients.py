@@ -13,6 +13,8 @@ import ringjax
 from ringjax import errors
 from ringjax.elastic.failures import failure
 
+pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
+
 
 @pytest.fixture(scope="module")
 def tf() -> Iterator[Any]:

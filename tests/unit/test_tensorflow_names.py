@@ -5,9 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
+from frameworks import in_ranks
+
 import ringjax
-import ringjax.tensorflow as hvd
-from ringjax.tensorflow import mpi_ops
+
+hvd = in_ranks("ringjax.tensorflow")
+mpi_ops = in_ranks("ringjax.tensorflow.mpi_ops")
+pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
 
 
 def _default(value: Any) -> str:
