@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import cheap_code, ROOT, StartJob, environment
+from launch import ROOT, StartJob, cheap_code, environment
 from rank_worker import World
 
 pytestmark = pytest.mark.launch("collectives")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from elastic_job import ElasticJob, jobs
 from elastic_steps import LOOP, begin, stop
-from launch import cheap_code, StartJob
+from launch import StartJob, cheap_code
 
 Start = Callable[..., ElasticJob]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import leaks
 import numpy as np
 import pytest
-from launch import cheap_code, Job, StartJob
+from launch import Job, StartJob, cheap_code
 from rank_worker import World
 
 import ringjax

@@ -22,7 +22,7 @@ STEPS, BATCH, FEATURES = 50, 24, 6
 
 
 def in_both_widths() -> dict[str, str]:
-    """For all tests of the file, so that they share launches; asked when ranks start."""
+    """For all tests here, so that they share launches; asked when ranks start."""
     return {"JAX_ENABLE_X64": "1", **cheap_code()}
 
 

@@ -1,4 +1,4 @@
-"""TensorFlow beside PyTorch in one process: ringjax serves both where they live at all."""
+"""TensorFlow beside PyTorch in one process: ringjax serves both where they live."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_both_in_one_process() -> None:
     ended = run(BOTH + REDUCED)
     if ended.returncode < 0 and run(BOTH).returncode < 0:
-        pytest.skip(f"they end a process without ringjax, too: signal {-ended.returncode}")
+        signal = -ended.returncode
+        pytest.skip(f"they end a process without ringjax, too: signal {signal}")
     assert ended.returncode == 0, ended.stderr
     assert "both reduced" in ended.stdout

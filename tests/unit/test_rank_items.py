@@ -126,7 +126,7 @@ def test_a_rank_that_ends_before_its_first_test_shows_its_last_words(
     inner: Inner, when: str
 ) -> None:
     """As XLA does at a flag that it does not know."""
-    dies = "if RANK: os.write(2, b'Unknown flag: --tea'); print('so I end'); os._exit(1)"
+    dies = "if RANK: os.write(2, b'Unknown flag: --t'); print('so I end'); os._exit(1)"
     source = f"""
         {dies if when == "imported" else ""}
         @pytest.mark.ranks(2)
@@ -137,7 +137,7 @@ def test_a_rank_that_ends_before_its_first_test_shows_its_last_words(
     """
     out = inner(source)
     assert "1 failed" in out
-    assert "Unknown flag: --tea" in out and "so I end" in out
+    assert "Unknown flag: --t" in out and "so I end" in out
 
 
 def test_a_rank_that_hangs_is_ended_and_every_rank_shows_its_stack(
