@@ -7,26 +7,12 @@ framework, and the launcher never does. What a name means is told where it is de
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringjax import eager as eager
     from ringjax import elastic as elastic
     from ringjax import errors as errors
-    from ringjax.basics import build_info as build_info
-    from ringjax.basics import ccl_built as ccl_built
-    from ringjax.basics import cuda_built as cuda_built
-    from ringjax.basics import ddl_built as ddl_built
-    from ringjax.basics import gloo_built as gloo_built
-    from ringjax.basics import gloo_enabled as gloo_enabled
-    from ringjax.basics import mpi_built as mpi_built
-    from ringjax.basics import mpi_enabled as mpi_enabled
-    from ringjax.basics import mpi_threads_supported as mpi_threads_supported
-    from ringjax.basics import nccl_built as nccl_built
-    from ringjax.basics import rocm_built as rocm_built
-    from ringjax.basics import sycl_built as sycl_built
     from ringjax.collectives.allgather import allgather as allgather
     from ringjax.collectives.allgather import grouped_allgather as grouped_allgather
     from ringjax.collectives.allreduce import allreduce as allreduce
@@ -41,7 +27,6 @@ if TYPE_CHECKING:
     )
     from ringjax.collectives.reducescatter import reducescatter as reducescatter
     from ringjax.compression import Compression as Compression
-    from ringjax.limits import collective_timeout as collective_timeout
     from ringjax.ops import Adasum as Adasum
     from ringjax.ops import Average as Average
     from ringjax.ops import Max as Max
@@ -64,12 +49,25 @@ if TYPE_CHECKING:
     from ringjax.runtime import remove_process_set as remove_process_set
     from ringjax.runtime import shutdown as shutdown
     from ringjax.runtime import size as size
+    from ringjax.runtime.build import build_info as build_info
+    from ringjax.runtime.build import ccl_built as ccl_built
+    from ringjax.runtime.build import cuda_built as cuda_built
+    from ringjax.runtime.build import ddl_built as ddl_built
+    from ringjax.runtime.build import gloo_built as gloo_built
+    from ringjax.runtime.build import gloo_enabled as gloo_enabled
+    from ringjax.runtime.build import mpi_built as mpi_built
+    from ringjax.runtime.build import mpi_enabled as mpi_enabled
+    from ringjax.runtime.build import mpi_threads_supported as mpi_threads_supported
+    from ringjax.runtime.build import nccl_built as nccl_built
+    from ringjax.runtime.build import rocm_built as rocm_built
+    from ringjax.runtime.build import sycl_built as sycl_built
     from ringjax.sync import allgather_object as allgather_object
     from ringjax.sync import allreduce_metrics as allreduce_metrics
     from ringjax.sync import broadcast_object as broadcast_object
     from ringjax.sync import broadcast_parameters as broadcast_parameters
     from ringjax.timeline import start_timeline as start_timeline
     from ringjax.timeline import stop_timeline as stop_timeline
+    from ringjax.world.timeouts import collective_timeout as collective_timeout
 
     __version__: str
 
@@ -105,7 +103,7 @@ _NAMES = {
         "reducescatter",
     ),
     "compression": ("Compression",),
-    "limits": ("collective_timeout",),
+    "world.timeouts": ("collective_timeout",),
     "optim": ("allreduce_grads",),
     "sync": (
         "allgather_object",
@@ -115,7 +113,7 @@ _NAMES = {
     ),
     "timeline": ("start_timeline", "stop_timeline"),
     "ops": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
-    "basics": (
+    "runtime.build": (
         "build_info",
         "ccl_built",
         "cuda_built",
@@ -138,7 +136,7 @@ __all__ = sorted([*_HOME, *_MODULES])
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = _version()
+        value: Any = importlib.import_module("ringjax.settings.version").version()
     elif name in _MODULES:
         return importlib.import_module(f"ringjax.{name}")
     elif name in _HOME:
@@ -152,24 +150,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})
-
-
-def _load_jax() -> None:
-    """Where CUDA devices are, JAX must be asked for its own before it is used.
-
-    Not where the program uses PyTorch and, so far, no JAX: the question alone makes JAX
-    take most of the device's memory.
-    """
-    if "torch" in sys.modules and "jax" not in sys.modules:
-        return
-    if importlib.util.find_spec("jax") is not None:
-        importlib.import_module("ringjax._jax")
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("ringjax")
-    except metadata.PackageNotFoundError:
-        return "0.0.0+checkout"

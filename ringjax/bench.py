@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import ringjax
-from ringjax import runtime
+from ringjax import collectives, ops, runtime
+from ringjax.settings.version import version
 
 REDUCING, IN_PLACE = ("allreduce", "reducescatter"), ("allreduce", "broadcast")
 COLLECTIVES = (*REDUCING, "allgather", "broadcast", "alltoall", "barrier")
@@ -113,10 +113,10 @@ class Bench:
         self.options = options
         self.collective, self.barrier = options.collective, options.barrier
         self.dtype = jnp.dtype(DTYPES[options.dtype])
-        self.rank, self.ranks = ringjax.rank(), ringjax.size()
-        function = getattr(ringjax, self.collective)
+        self.rank, self.ranks = runtime.rank(), runtime.size()
+        function = getattr(collectives, self.collective)
         takes: dict[str, Any] = {"broadcast": {"root_rank": 0}}
-        takes |= {name: {"op": getattr(ringjax, options.op)} for name in REDUCING}
+        takes |= {name: {"op": getattr(ops, options.op)} for name in REDUCING}
         arguments = takes.get(self.collective, {})
 
         def call(x: Any) -> Any:
@@ -167,14 +167,14 @@ class Bench:
         """
         mine = []
         for batch in range(-self.options.warmup, self.options.batches):
-            ringjax.barrier()
+            collectives.barrier()
             start = time.perf_counter()
             for _ in range(calls):
                 out = self._step(x)
                 x = out if self.options.mode == "donated" else x
             if batch >= 0:
                 mine.append((time.perf_counter() - start) / calls)
-        slowest = ringjax.allreduce(jnp.asarray(mine, jnp.float32), ringjax.Max)
+        slowest = collectives.allreduce(jnp.asarray(mine, jnp.float32), ops.Max)
         return [float(t) for t in slowest]
 
     def _algorithms(self) -> dict[str, int]:
@@ -221,14 +221,14 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     if DTYPES[options.dtype].endswith("64"):
         jax.config.update("jax_enable_x64", True)
-    ringjax.init()
-    talks = ringjax.rank() == 0
+    runtime.init()
+    talks = runtime.rank() == 0
     bench = Bench(options)
     about: dict[str, Any] = {
-        "ringjax": ringjax.__version__,
+        "ringjax": version(),
         "jax": jax.__version__,
-        "ranks": ringjax.size(),
-        "hosts": ringjax.cross_size(),
+        "ranks": runtime.size(),
+        "hosts": runtime.cross_size(),
         **{k: getattr(options, k) for k in ("collective", "op", "mode")},
     }
     if talks:
@@ -242,7 +242,7 @@ def main(words: Sequence[str] | None = None) -> None:
             print(line(rows[-1]), flush=True)
     if talks and options.json:
         options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    ringjax.shutdown()
+    runtime.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Every setting of ringjax: one frozen dataclass, one table of environment variables.
 
 The only reader of RINGJAX_* and HOROVOD_*. `python -m ringjax.config` prints the table.
-Not for what engines (Open MPI, Slurm, ...) put into the environment: see launch.py.
+Not for what engines (Open MPI, Slurm, ...) put into the environment: see
+control/launch_environment.py.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ringjax.settings import parsers
+from ringjax.settings.parsers import LOG_LEVELS as LOG_LEVELS
+from ringjax.settings.parsers import Parser
+
 from . import failpoints as fail
-from . import parsers
-from .parsers import LOG_LEVELS as LOG_LEVELS
-from .parsers import Parser
 
 # Shorter secrets could be guessed; ringrun makes 32 bytes.
 MIN_SECRET_BYTES = 16

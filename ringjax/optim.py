@@ -1,7 +1,7 @@
 """The one line that makes an optimizer data-parallel: `allreduce_grads` for optax.
 
 Decides at trace time what travels when (readiness, buckets, in place or overlapped).
-The call itself is `primitive.bucketed_allreduce`, the plan of buckets `buckets.py`.
+The call itself is `primitive.bucketed_allreduce`, the plan of buckets `xla/buckets.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ringjax import _jax, buckets, primitive, runtime
+from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
+from ringjax.xla import buckets, jax_private, primitive
 
 _WHAT = "allreduce_grads"
 
@@ -148,7 +149,7 @@ def readiness(values: Sequence[Any]) -> list[int] | None:
     Plain flatten order is no guide: flax sorts ``layer_10`` before ``layer_2``.
     """
     try:
-        produced = _jax.producers(values)
+        produced = jax_private.producers(values)
     except (AttributeError, TypeError):  # another jax, or values that are not traced
         return None
     if len(set(produced)) < 2:

@@ -1,8 +1,8 @@
 """Values that must be alike or be known on all ranks: parameters, objects, metrics.
 
 Built from the stand-alone collectives, on their lane; how objects become bytes is in
-`objects.py`. Not for gradients. All functions but `broadcast_parameters` run outside of
-jit only, and all must be called by every rank of the process set.
+`control/objects.py`. Not for gradients. All functions but `broadcast_parameters` run
+outside of jit only, and all must be called by every rank of the process set.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import _jax, errors, objects, runtime
+from ringjax import errors, runtime
 from ringjax.collectives import allgather, arguments, broadcast
+from ringjax.control import objects
 from ringjax.ops import ReduceOp
+from ringjax.xla import jax_private
 
 _global = runtime.global_process_set
 _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
@@ -69,7 +71,9 @@ def broadcast_parameters(
     arguments.root(what, root_rank, process_set)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
-    eager = _jax.is_eager([leaf for _, leaf in pairs if isinstance(leaf, jax.Array)])
+    eager = jax_private.is_eager(
+        [leaf for _, leaf in pairs if isinstance(leaf, jax.Array)]
+    )
     packed = [
         _pack(what, path, leaf, eager)
         for path, (_, leaf) in zip(paths, pairs, strict=True)
@@ -364,7 +368,7 @@ def _reduce(op: ReduceOp, column: Sequence[Any], weights: np.ndarray[Any, Any]) 
 
 def _eager_communicator(what: str, process_set: runtime.ProcessSet) -> Any:
     communicator = runtime.communicator(process_set, what)
-    if not _jax.is_eager(()):
+    if not jax_private.is_eager(()):
         raise TypeError(f"ringjax.{what} runs outside of jit only, and this is inside")
     return communicator
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from . import _native, runtime
+from ringjax import _native, runtime
 
 __all__ = ["start_timeline", "stop_timeline"]
 

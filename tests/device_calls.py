@@ -68,7 +68,7 @@ def open_at_init() -> None:
 
     JAX, if something has imported it, would say that there is none: it must come later.
     """
-    assert "ringjax._jax" not in sys.modules
+    assert "ringjax.xla.jax_private" not in sys.modules
 
     def take() -> None:
         world = runtime.current("test")

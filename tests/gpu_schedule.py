@@ -22,7 +22,7 @@ from hlo import Program
 from jax.experimental import topologies
 
 import ringjax
-from ringjax import _jax
+from ringjax.xla import jax_private
 
 H200 = """
 platform_name: "CUDA"
@@ -91,7 +91,7 @@ def compiled(request: pytest.FixtureRequest, device: Any) -> Callable[..., Progr
         f: Any, *args: Any, donate: tuple[int, ...] = (), xla: Any = ()
     ) -> Program:
         args = jax.tree.map(lambda x: Shape(x.shape, x.dtype, sharding=device), args)
-        with _jax.lowering_only():
+        with jax_private.lowering_only():
             lowered = jax.jit(f, donate_argnums=donate).lower(*args)
         program = Program(
             lowered.compile(

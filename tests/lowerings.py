@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 import ringjax
-from ringjax import primitive, runtime
+from ringjax import runtime
+from ringjax.xla import primitive
 
 
 def chained(leaves: list[Any], seq: Any, cuts: Any = None, **options: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ringjax.config import Config
-from ringjax.mesh import Fabric, Mesh
-from ringjax.reception import Reception
-from ringjax.rendezvous import Server, join
+from ringjax.control.listener import Reception
+from ringjax.control.rendezvous import Server, join
+from ringjax.links.mesh import Fabric, Mesh
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 RING = 1 << 14

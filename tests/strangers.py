@@ -15,8 +15,8 @@ from pathlib import Path
 
 import leaks
 
+from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.errors import AuthenticationError
-from ringjax.handshake import Introduction, Purpose, introduce
 
 Door = tuple[str, int] | str
 """Where a job listens: an address, or the name of an abstract unix socket."""

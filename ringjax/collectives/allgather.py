@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ringjax import _jax, primitive, runtime
+from ringjax import runtime
 from ringjax.collectives import arguments
+from ringjax.xla import jax_private, primitive
 
 
 def allgather(
@@ -84,7 +85,7 @@ def _allgather(
         "timeout": process_set.limit(),
         "name": name or "",
     }
-    if size > 1 and _jax.is_eager(leaves.arrays):
+    if size > 1 and jax_private.is_eager(leaves.arrays):
         counts = exchange_rows(own, size, call)
     else:
         counts = tuple((rows,) * size for rows in own)
@@ -121,7 +122,7 @@ def exchange_rows(
 
 def _shape(avals: Sequence[Any], *, counts: Any, **params: Any) -> list[Any]:
     return [
-        _jax.with_rows(aval, sum(rows))
+        jax_private.with_rows(aval, sum(rows))
         for aval, rows in zip(avals, counts, strict=True)
     ]
 

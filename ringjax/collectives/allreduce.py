@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ringjax import _native, primitive, runtime
+from ringjax import _native, runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
+from ringjax.xla import primitive
 
 _WIRES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
 

@@ -11,9 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import _jax, primitive, runtime
+from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.collectives.allgather import exchange_rows
+from ringjax.xla import jax_private, primitive
 
 _UNKNOWN = 2**62
 
@@ -107,7 +108,7 @@ def _alltoall(
         )
         received = None
     else:
-        eager = _jax.is_eager(leaves.arrays)
+        eager = jax_private.is_eager(leaves.arrays)
         sent, rows = _splits(
             what, leaves.arrays, splits, received_splits, communicator, eager
         )
@@ -208,7 +209,7 @@ def _received(
 
 def _shape(avals: Sequence[Any], *, counts: Any, **params: Any) -> list[Any]:
     return [
-        _jax.with_rows(aval, sum(rows[len(rows) // 2 :]))
+        jax_private.with_rows(aval, sum(rows[len(rows) // 2 :]))
         for aval, rows in zip(avals, counts, strict=True)
     ]
 

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import _jax, _native, dtypes, runtime
+from ringjax import _native, runtime
 from ringjax.compression import WireDtype
+from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
+from ringjax.xla import jax_private
 
 
 class Leaves(NamedTuple):
@@ -59,7 +61,7 @@ def _array(what: str, leaf: Any, name: str) -> Any:
             f"ringjax.{what}: {label} has dtype {array.dtype.name}, expected one of "
             f"{', '.join(dtypes.NUMBERS)}{hint}"
         )
-    devices = _jax.device_count(array)
+    devices = jax_private.device_count(array)
     if devices > 1:
         raise ValueError(
             f"ringjax.{what}: {label} is sharded over {devices} local devices, "

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from ringjax import _jax, primitive, runtime
+from ringjax import runtime
+from ringjax.xla import jax_private, primitive
 
 
 def barrier(
@@ -43,7 +44,7 @@ def barrier(
         timeout=process_set.limit(),
         name=name or "",
     )
-    if _jax.is_eager([]):
+    if jax_private.is_eager([]):
         jax.effects_barrier()
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import primitive, runtime
+from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.ops import ReduceOp
+from ringjax.xla import primitive
 
 
 def broadcast(

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ringjax import _jax, primitive, runtime
+from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
+from ringjax.xla import jax_private, primitive
 
 
 def reducescatter(
@@ -138,7 +139,9 @@ def split_rows(rows: int, size: int) -> tuple[int, ...]:
 
 
 def _shape(avals: Sequence[Any], *, rows: Any, **params: Any) -> list[Any]:
-    return [_jax.with_rows(aval, own) for aval, own in zip(avals, rows, strict=True)]
+    return [
+        jax_private.with_rows(aval, own) for aval, own in zip(avals, rows, strict=True)
+    ]
 
 
 def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:

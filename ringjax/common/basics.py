@@ -1,5 +1,5 @@
 """Horovod's place for its basics; only hands them on."""
 
-from ringjax.horovod_basics import HorovodBasics
+from ringjax.horovod.basics import HorovodBasics
 
 __all__ = ["HorovodBasics"]

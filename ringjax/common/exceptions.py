@@ -5,7 +5,7 @@ from ringjax.errors import (
     HorovodVersionMismatchError,
     HostsUpdatedInterrupt,
 )
-from ringjax.horovod_functions import get_version_mismatch_message
+from ringjax.horovod.functions import get_version_mismatch_message
 
 __all__ = [
     "HorovodInternalError",

@@ -1,6 +1,6 @@
 """Horovod's place for its small functions; only hands them on."""
 
-from ringjax.horovod_functions import (
+from ringjax.horovod.functions import (
     ccl_built,
     check_extension,
     cuda_built,

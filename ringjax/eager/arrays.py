@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringjax.dtypes import NUMBERS
+from ringjax.eager.dtypes import NUMBERS
 from ringjax.eager.lane import Piece, title
 
 Array = np.ndarray[Any, Any]

@@ -1,14 +1,15 @@
 """Python objects from rank to rank over the eager lane.
 
-How they become bytes, and why not as pickles, is in `ringjax.objects`. The functions of
-the same names in `ringjax.sync` mean the same and use JAX's lane.
+How they become bytes, and why not as pickles, is in `ringjax.control.objects`. The
+functions of the same names in `ringjax.sync` mean the same and use JAX's lane.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ringjax import objects, runtime
+from ringjax import runtime
+from ringjax.control import objects
 from ringjax.eager import lane
 from ringjax.eager.movement import allgather, broadcast
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax import objects
+from ringjax.control import objects
 from ringjax.elastic import leaves, values
 from ringjax.elastic.checkpoint import synced
 

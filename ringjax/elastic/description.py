@@ -1,9 +1,10 @@
 """A state as plain data: its structure with numbers in the place of arrays.
 
-The structure is what `ringjax.objects` can encode. A node is one of ``["value", x]``,
-``["leaf", number]``, ``["list" | "tuple", [node, …]]``, ``["dict", [[key, node], …]]``,
-``["node", type, [name, …], [node, …]]`` for what JAX has registered (rebuilt with what
-the receiver has in that place), and ``["pickle", bytes]`` where both ends allow it.
+The structure is what `ringjax.control.objects` can encode. A node is one of ``["value",
+x]``, ``["leaf", number]``, ``["list" | "tuple", [node, …]]``, ``["dict", [[key, node],
+…]]``, ``["node", type, [name, …], [node, …]]`` for what JAX has registered (rebuilt
+with what the receiver has in that place), and ``["pickle", bytes]`` where both ends
+allow it.
 """
 
 from __future__ import annotations

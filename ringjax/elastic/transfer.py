@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringjax import _native, dtypes, errors, failpoints, objects, runtime
-from ringjax.eager import lane
+from ringjax import _native, errors, failpoints, runtime
+from ringjax.control import objects
+from ringjax.eager import dtypes, lane
 from ringjax.elastic import leaves
 from ringjax.elastic.description import Described, restored
 from ringjax.elastic.leaves import Array

@@ -1,8 +1,8 @@
 """What a state may hold, taken apart and put together: containers, nodes, leaves.
 
 Lists, tuples and dicts are known here; what JAX has registered (optax's named tuples,
-flax's dataclasses) is asked of `ringjax.pytrees`, if the program uses JAX. Everything
-else is a leaf. Not what leaves look like as bytes (`leaves.py`).
+flax's dataclasses) is asked of `ringjax.elastic.jax_leaves`, if the program uses JAX.
+Everything else is a leaf. Not what leaves look like as bytes (`leaves.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _SCALARS = str | bytes | int | float | complex
 
 
 def jax_part() -> Any:
-    """`ringjax.pytrees`, or None where no JAX has been imported."""
+    """`ringjax.elastic.jax_leaves`, or None where no JAX has been imported."""
     if "jax" not in sys.modules:
         return None
-    return importlib.import_module("ringjax.pytrees")
+    return importlib.import_module("ringjax.elastic.jax_leaves")
 
 
 def is_jax(value: Any) -> bool:
@@ -30,7 +30,7 @@ def is_jax(value: Any) -> bool:
 
 
 def node(value: Any) -> Any:
-    """A `pytrees.Node` if JAX can take the value apart and this module cannot."""
+    """A `jax_leaves.Node` if JAX can take the value apart and this module cannot."""
     if value is None or isinstance(value, _SCALARS):
         return None
     part = jax_part()

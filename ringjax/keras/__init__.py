@@ -9,17 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringjax.basics import ccl_built as ccl_built
-from ringjax.basics import cuda_built as cuda_built
-from ringjax.basics import ddl_built as ddl_built
-from ringjax.basics import gloo_built as gloo_built
-from ringjax.basics import gloo_enabled as gloo_enabled
-from ringjax.basics import mpi_built as mpi_built
-from ringjax.basics import mpi_enabled as mpi_enabled
-from ringjax.basics import mpi_threads_supported as mpi_threads_supported
-from ringjax.basics import nccl_built as nccl_built
-from ringjax.basics import rocm_built as rocm_built
-from ringjax.basics import sycl_built as sycl_built
 from ringjax.errors import HorovodInternalError as HorovodInternalError
 from ringjax.keras import callbacks as callbacks
 from ringjax.keras import elastic as elastic
@@ -36,7 +25,6 @@ from ringjax.keras.values import (
     broadcast_global_variables as broadcast_global_variables,
 )
 from ringjax.keras.values import reducescatter as reducescatter
-from ringjax.limits import collective_timeout as collective_timeout
 from ringjax.ops import Adasum as Adasum
 from ringjax.ops import Average as Average
 from ringjax.ops import Max as Max
@@ -57,8 +45,20 @@ from ringjax.runtime import rank as rank
 from ringjax.runtime import remove_process_set as remove_process_set
 from ringjax.runtime import shutdown as shutdown
 from ringjax.runtime import size as size
+from ringjax.runtime.build import ccl_built as ccl_built
+from ringjax.runtime.build import cuda_built as cuda_built
+from ringjax.runtime.build import ddl_built as ddl_built
+from ringjax.runtime.build import gloo_built as gloo_built
+from ringjax.runtime.build import gloo_enabled as gloo_enabled
+from ringjax.runtime.build import mpi_built as mpi_built
+from ringjax.runtime.build import mpi_enabled as mpi_enabled
+from ringjax.runtime.build import mpi_threads_supported as mpi_threads_supported
+from ringjax.runtime.build import nccl_built as nccl_built
+from ringjax.runtime.build import rocm_built as rocm_built
+from ringjax.runtime.build import sycl_built as sycl_built
 from ringjax.timeline import start_timeline as start_timeline
 from ringjax.timeline import stop_timeline as stop_timeline
+from ringjax.world.timeouts import collective_timeout as collective_timeout
 
 
 def __getattr__(name: str) -> Any:

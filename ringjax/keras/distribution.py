@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import keras
 
 from ringjax import runtime
-from ringjax.horovod_functions import split_list
+from ringjax.horovod.functions import split_list
 from ringjax.keras.backends import Reduction, backend
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
-from ringjax.process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet
 
 Groups = Sequence[Sequence[Any]] | int | None
 

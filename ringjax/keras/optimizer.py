@@ -16,8 +16,8 @@ from ringjax.keras import adjustments
 from ringjax.keras.backends import backend
 from ringjax.keras.distribution import Distribution, Groups, Settings, checked
 from ringjax.ops import Average
-from ringjax.process_set import ProcessSet
 from ringjax.runtime import global_process_set
+from ringjax.world.process_set import ProcessSet
 
 
 class Counted:

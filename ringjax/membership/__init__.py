@@ -13,5 +13,6 @@ Around them:
     orders       what a worker is told
     lifeline     the connection between the two, which outlives the server
 
-How a rank follows an epoch is in recovery.py and elastic_world.py, one level up.
+How a rank follows an epoch is in recovery/thread.py and recovery/elastic_world.py, one
+level up.
 """

@@ -1,7 +1,7 @@
 """The coordinator of an elastic job: sockets around `Membership`, in one thread.
 
-It runs in ringrun. Every connection is authenticated first (handshake.py), the workers'
-end is enlistment.py, and what is decided is decided in membership.py.
+It runs in ringrun. Every connection is authenticated first (control/handshake.py), the
+workers' end is enlistment.py, and what is decided is decided in membership.py.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringjax import failpoints
+from ringjax.control.exchanges import Exchanges, Replies
+from ringjax.control.sealing import MOST_BYTES
+from ringjax.control.server import Seat, Service
+from ringjax.control.session import watch
 from ringjax.errors import AuthenticationError
-from ringjax.exchanges import Exchanges, Replies
 from ringjax.membership.assembly import Rules
 from ringjax.membership.membership import Membership
 from ringjax.membership.post import News
-from ringjax.sealing import MOST_BYTES
-from ringjax.service import Seat, Service
-from ringjax.session import watch
 
 
 class Coordinator(Service):

@@ -15,8 +15,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from ringjax import errors
+from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.session import GRACE, SERVER_RANK, Member
+from ringjax.control.tls import offer
 from ringjax.errors import PeerLost, Stalled, StartupError
-from ringjax.handshake import Introduction, Purpose
 from ringjax.membership import orders
 from ringjax.membership.lifeline import Lifeline
 from ringjax.membership.orders import (
@@ -30,8 +32,6 @@ from ringjax.membership.orders import (
     Update,
     Welcome,
 )
-from ringjax.session import GRACE, SERVER_RANK, Member
-from ringjax.tls import offer
 
 __all__ = ["Dismissed", "Enlistment", "Fenced", "Line", "Member", "Members", "Notice"]
 __all__ += ["Order", "Revoke", "Stopped", "Update", "Welcome", "join"]

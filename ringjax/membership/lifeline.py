@@ -14,10 +14,10 @@ import threading
 import time
 from typing import Any, Protocol
 
+from ringjax.control.handshake import LIMIT, Introduction
+from ringjax.control.sealing import Keys
+from ringjax.control.session import reach, watch
 from ringjax.errors import AuthenticationError
-from ringjax.handshake import LIMIT, Introduction
-from ringjax.sealing import Keys
-from ringjax.session import reach, watch
 
 PAUSE = 0.5  # seconds between two attempts to reach the server, at most
 

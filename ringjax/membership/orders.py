@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringjax.session import Member
+from ringjax.control.session import Member
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,9 +161,11 @@ class _Callable(types.ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         if kwargs.keys() <= inspect.signature(run).parameters.keys():
             return run(*args, **kwargs)
-        from ringjax.run import horovod  # has more arguments, use_gloo among them
+        from ringjax.run import (
+            horovod_arguments,  # has more arguments, use_gloo among them
+        )
 
-        return horovod.run(*args, **kwargs)
+        return horovod_arguments.run(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -14,6 +14,7 @@ from importlib import metadata, util
 from typing import Any
 
 from ringjax.run import environ
+from ringjax.settings.version import version
 
 
 def _version(distribution: str) -> str | None:
@@ -89,14 +90,12 @@ def _devices(cuda: dict[str, Any]) -> str:
 
 def report() -> str:
     """The text that --check-build prints."""
-    import ringjax
-
     nccl = _library("libnccl.so*", "nvidia/nccl/lib")
     driver = _library("libcuda.so*", "")
     core = _found("ringjax._native")
     memfd = hasattr(os, "memfd_create")
     return (
-        f"ringjax v{ringjax.__version__}:\n\n"
+        f"ringjax v{version()}:\n\n"
         "Available Frameworks:\n"
         + _package("jax", "jax", "JAX")
         + _package("jaxlib", "jaxlib", "jaxlib")

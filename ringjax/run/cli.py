@@ -20,6 +20,7 @@ from ringjax.run import environ, options
 from ringjax.run.job import Job
 from ringjax.run.order import Spec
 from ringjax.run.start import job_of
+from ringjax.settings import version as package
 
 if TYPE_CHECKING:
     from ringjax.run.elastic_job import ElasticJob
@@ -110,9 +111,7 @@ def launch(args: argparse.Namespace) -> int:
 
 def version() -> str:
     """ringjax's version, as --version prints it."""
-    import ringjax
-
-    return f"ringrun {ringjax.__version__}"
+    return f"ringrun {package.version()}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

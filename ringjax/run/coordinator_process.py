@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringjax import addresses as address
 from ringjax import failpoints
 from ringjax.config import Config
+from ringjax.control import addresses as address
+from ringjax.control.tls import offer
 from ringjax.errors import StartupError
 from ringjax.run import environ
 from ringjax.run.channel import Channel, Message
 from ringjax.run.pulse import Pulse
-from ringjax.tls import offer
 
 _RESTARTS = 5  # so many within _WITHIN seconds are too many
 _WITHIN = 10.0

@@ -259,28 +259,28 @@ class ElasticJob:
     def _decided(self, event: str, *details: Any) -> None:
         workers = self._roster.workers
         match event, *details:
-            case "members", _, kind, members:
+            case ["members", _, kind, members]:
                 if kind == "start" and self._roster.members:
                     self.console.note(
                         "the last rank is lost: newcomers begin afresh, or from a "
                         "checkpoint if the program keeps one"
                     )
                 self._entered(members)
-            case "ready", number:
+            case ["ready", number]:
                 workers[number].ready = True
-            case "fenced", number, why:
+            case ["fenced", number, why]:
                 self._keeper.fence(workers[number], why, time.monotonic())
-            case "failure", number, text:
+            case ["failure", number, text]:
                 workers[number].report = workers[number].report or text
-            case "finished", number:
+            case ["finished", number]:
                 workers[number].finished = True
                 self._crew.closed = True
-            case "dismissed", number, _:
+            case ["dismissed", number, _]:
                 workers[number].dismissed = True
-            case "waiting", text:
+            case ["waiting", text]:
                 if self._roster.present():
                     self.console.note(text)
-            case "stop", text:
+            case ["stop", text]:
                 self._give_up(text)
 
     def _entered(self, members: dict[int, int]) -> None:

@@ -10,6 +10,9 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
+
+from ringjax import config
 
 # What describes the first host and would mislead a program on another one.
 _HOST_BOUND = frozenset(
@@ -64,10 +67,8 @@ def portable(env: Mapping[str, str]) -> dict[str, str]:
 
 def agent_path() -> str:
     """PYTHONPATH with which an agent finds this ringjax, here or on a like host."""
-    import ringjax
-
-    root = os.path.dirname(os.path.dirname(os.path.abspath(ringjax.__file__)))
-    return _join([root, *_paths(os.environ)])
+    root = Path(config.__file__).resolve().parent.parent
+    return _join([str(root), *_paths(os.environ)])
 
 
 def task_path(base: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from ringjax.run.output import Console, OutputClosed
 from ringjax.run.verdict import Verdict
 
 if TYPE_CHECKING:
-    from ringjax.rendezvous import Server
+    from ringjax.control.rendezvous import Server
 
 _TICK = 0.1  # seconds between two looks at the rendezvous server
 
@@ -90,7 +90,7 @@ class Job:
     # Starting.
 
     def _start_ranks(self) -> None:
-        from ringjax import rendezvous
+        from ringjax.control import rendezvous
 
         spec, fleet = self._spec, self._fleet
         secret = secrets.token_bytes(32)

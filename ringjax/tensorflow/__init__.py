@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ringjax.horovod_functions import gpu_available as gpu_available
-from ringjax.limits import collective_timeout as collective_timeout
+from ringjax.horovod.functions import gpu_available as gpu_available
 from ringjax.tensorflow.compression import Compression as Compression
 from ringjax.tensorflow.functions import allgather_object as allgather_object
 from ringjax.tensorflow.functions import broadcast_object as broadcast_object
@@ -88,6 +87,7 @@ from ringjax.tensorflow.tape import DistributedGradientTape as DistributedGradie
 from ringjax.tensorflow.tape import (
     PartialDistributedGradientTape as PartialDistributedGradientTape,
 )
+from ringjax.world.timeouts import collective_timeout as collective_timeout
 
 if TYPE_CHECKING:
     from ringjax.tensorflow import elastic as elastic

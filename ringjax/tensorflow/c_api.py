@@ -16,7 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import _native, dtypes
+from ringjax import _native
+from ringjax.eager import dtypes
 from ringjax.tensorflow.continuations import Continuation
 
 Address = ctypes.c_void_p

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from ringjax import limits, runtime
+from ringjax import runtime
 from ringjax.eager import lane
 from ringjax.ops import Sum
 from ringjax.runtime import ProcessSet, global_process_set
+from ringjax.world import timeouts
 
 _sets: dict[int, ProcessSet] = {}
 
@@ -40,7 +41,7 @@ class Call:
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
-    timeout: float = limits.JOBS
+    timeout: float = timeouts.JOBS
     waits: bool = False
     bare: bool = False
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringjax import limits
 from ringjax.eager import lane
 from ringjax.errors import RingjaxError
 from ringjax.tensorflow import tensors as memory
 from ringjax.tensorflow.calls import Call
 from ringjax.tensorflow.failures import as_tensorflow
+from ringjax.world import timeouts
 
 # Results, and for each the rows that came from every rank, where those may differ.
 Results = tuple[list[Any], list[list[int]]]
@@ -23,9 +23,9 @@ def run(call: Call, tensors: Sequence[Any], splits: Sequence[int] = ()) -> Resul
         Exception: of ringjax and of TensorFlow in one, see failures.py.
     """
     try:
-        if call.timeout == limits.JOBS:
+        if call.timeout == timeouts.JOBS:
             return _run(call, tensors, splits)
-        with limits.collective_timeout(call.timeout):
+        with timeouts.collective_timeout(call.timeout):
             return _run(call, tensors, splits)
     except (RingjaxError, ValueError, TypeError) as error:
         raise as_tensorflow(error) from None

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringjax import limits
 from ringjax.eager import lane
 from ringjax.errors import RingjaxError
 from ringjax.tensorflow import c_api
 from ringjax.tensorflow.calls import Call
 from ringjax.tensorflow.signals import Signal
+from ringjax.world import timeouts
 
 
 class Held:
@@ -78,10 +78,10 @@ class Flight:
         addresses = [address for address, _, _ in made]
         arguments = (call.op, name, self._pieces, addresses, _itself, process_set)
         keep = (given, self._outs)
-        if call.timeout == limits.JOBS:
+        if call.timeout == timeouts.JOBS:
             self._handle = lane.submit(*arguments, keep, **details)
         else:
-            with limits.collective_timeout(call.timeout):
+            with timeouts.collective_timeout(call.timeout):
                 self._handle = lane.submit(*arguments, keep, **details)
 
     def tell(self) -> None:

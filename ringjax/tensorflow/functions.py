@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from ringjax import runtime
 from ringjax.eager import objects
-from ringjax.process_set import ProcessSet
 from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.movement import broadcast_together
 from ringjax.tensorflow.variables import listed
+from ringjax.world.process_set import ProcessSet
 
 
 @as_written

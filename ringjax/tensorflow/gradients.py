@@ -14,10 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import buckets, runtime
-from ringjax.horovod_functions import split_list
+from ringjax import runtime
+from ringjax.horovod.functions import split_list
 from ringjax.ops import Adasum, Average, Sum
-from ringjax.process_set import ProcessSet
 from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.calls import number_of
@@ -26,6 +25,8 @@ from ringjax.tensorflow.gradient_names import names
 from ringjax.tensorflow.movement import process_set_included_op, size_op
 from ringjax.tensorflow.reductions import grouped_allreduce
 from ringjax.tensorflow.variables import key, shape_and_dtype
+from ringjax.world.process_set import ProcessSet
+from ringjax.xla import buckets
 
 _GROUPS = "groups should be a non-negative integer or a list of list of tf.Variable."
 

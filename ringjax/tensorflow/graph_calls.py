@@ -15,9 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import limits
 from ringjax.tensorflow import kernels, nodes
 from ringjax.tensorflow.calls import Call
+from ringjax.world import timeouts
 
 _anchors = itertools.count()
 
@@ -53,7 +53,7 @@ def run(
         their rows came from each rank.
     """
     kernels.ensure_registered()
-    call = replace(call, timeout=limits.now(None))
+    call = replace(call, timeout=timeouts.now(None))
     graph = tf.compat.v1.get_default_graph()
     dtypes = [tensor.dtype for tensor in tensors]
     if call.op in ("allgather", "alltoall"):

@@ -11,11 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from ringjax.ops import Average
-from ringjax.process_set import ProcessSet
 from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.compression import Compression
 from ringjax.tensorflow.gradients import Reduction, Settings
+from ringjax.world.process_set import ProcessSet
 
 _NAME = "DistributedGradientTape"
 # Variables and what is the gradient of each.

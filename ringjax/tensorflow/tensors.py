@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringjax import dtypes
-from ringjax.eager import lane
+from ringjax.eager import dtypes, lane
 from ringjax.tensorflow import nodes
 from ringjax.tensorflow.c_api import CORE_DTYPES
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import _native, limits, runtime
+from ringjax import _native, runtime
 from ringjax.eager import lane
 from ringjax.tensorflow import nodes, xla_handlers
 from ringjax.tensorflow.calls import Call
+from ringjax.world import timeouts
 
 _RAGGED = ("allgather", "alltoall")
 _VERSION = 10  # of XlaCallModule
@@ -113,7 +114,7 @@ def _shape_of_result(
 
 def _attributes(call: Call, native: Any, members: Any, rows: list[list[int]]) -> str:
     """What the handler wants to know, as StableHLO writes it."""
-    limit = limits.now(members.timeout)
+    limit = timeouts.now(members.timeout)
     found: dict[str, Any] = {
         "op": _native.COLLECTIVES[call.op],
         "comm": native.id,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ringjax.limits import collective_timeout as collective_timeout
 from ringjax.torch.compression import Compression as Compression
 from ringjax.torch.functions import allgather_object as allgather_object
 from ringjax.torch.functions import broadcast_object as broadcast_object
@@ -83,6 +82,7 @@ from ringjax.torch.mpi_ops import sycl_built as sycl_built
 from ringjax.torch.mpi_ops import synchronize as synchronize
 from ringjax.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringjax.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from ringjax.world.timeouts import collective_timeout as collective_timeout
 
 if TYPE_CHECKING:
     from ringjax.torch import elastic as elastic

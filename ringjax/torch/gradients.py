@@ -20,10 +20,10 @@ from torch import Tensor
 from ringjax import runtime
 from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp
-from ringjax.process_set import ProcessSet
 from ringjax.torch import mpi_ops
 from ringjax.torch.functions import broadcast_object
 from ringjax.torch.parameters import Unit, names_of, units_of
+from ringjax.world.process_set import ProcessSet
 
 # The first bucket of a step is no larger, so that communication begins early.
 _FIRST_BUCKET = 1 << 20

@@ -5,17 +5,6 @@ The operations are in reductions.py and movement.py, the rest is ringjax's own.
 
 from __future__ import annotations
 
-from ringjax.basics import ccl_built as ccl_built
-from ringjax.basics import cuda_built as cuda_built
-from ringjax.basics import ddl_built as ddl_built
-from ringjax.basics import gloo_built as gloo_built
-from ringjax.basics import gloo_enabled as gloo_enabled
-from ringjax.basics import mpi_built as mpi_built
-from ringjax.basics import mpi_enabled as mpi_enabled
-from ringjax.basics import mpi_threads_supported as mpi_threads_supported
-from ringjax.basics import nccl_built as nccl_built
-from ringjax.basics import rocm_built as rocm_built
-from ringjax.basics import sycl_built as sycl_built
 from ringjax.eager.lane import poll as poll
 from ringjax.eager.lane import synchronize as synchronize
 from ringjax.errors import HorovodInternalError as HorovodInternalError
@@ -39,6 +28,17 @@ from ringjax.runtime import rank as rank
 from ringjax.runtime import remove_process_set as remove_process_set
 from ringjax.runtime import shutdown as shutdown
 from ringjax.runtime import size as size
+from ringjax.runtime.build import ccl_built as ccl_built
+from ringjax.runtime.build import cuda_built as cuda_built
+from ringjax.runtime.build import ddl_built as ddl_built
+from ringjax.runtime.build import gloo_built as gloo_built
+from ringjax.runtime.build import gloo_enabled as gloo_enabled
+from ringjax.runtime.build import mpi_built as mpi_built
+from ringjax.runtime.build import mpi_enabled as mpi_enabled
+from ringjax.runtime.build import mpi_threads_supported as mpi_threads_supported
+from ringjax.runtime.build import nccl_built as nccl_built
+from ringjax.runtime.build import rocm_built as rocm_built
+from ringjax.runtime.build import sycl_built as sycl_built
 from ringjax.timeline import start_timeline as start_timeline
 from ringjax.timeline import stop_timeline as stop_timeline
 from ringjax.torch.movement import allgather as allgather

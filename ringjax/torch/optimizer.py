@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
-from ringjax.process_set import ProcessSet
 from ringjax.runtime import global_process_set
 from ringjax.torch import mpi_ops
 from ringjax.torch.compression import Compression
 from ringjax.torch.gradients import Gradients, Settings
 from ringjax.torch.parameters import Unit
+from ringjax.world.process_set import ProcessSet
 
 _PASSES = "backward_passes_per_step must be > 0"
 _ZEROED = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringjax.horovod_functions import split_list
+from ringjax.horovod.functions import split_list
 
 # Parameters whose gradients are one operation: one, or a group.
 Unit = tuple[Tensor, ...]

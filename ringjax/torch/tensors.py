@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from ringjax import _native, dtypes, errors
-from ringjax.eager import lane
+from ringjax import _native, errors
+from ringjax.eager import dtypes, lane
 
 # Not all versions of PyTorch have all of them.
 _NUMBERS = {

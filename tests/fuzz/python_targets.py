@@ -19,16 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from ringjax import addresses, cost_file, launch, meeting, objects, parsers
 from ringjax.config import Config
+from ringjax.control import addresses, launch_environment, objects, rendezvous_lookup
+from ringjax.control.handshake import Introduction, Purpose, answer, call
+from ringjax.control.rendezvous import Server
+from ringjax.control.sealing import Keys, Opener, Sealer
+from ringjax.control.server import Seat
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.handshake import Introduction, Purpose, answer, call
+from ringjax.links import cost_file
 from ringjax.membership import membership
 from ringjax.membership.assembly import Rules
-from ringjax.rendezvous import Server
 from ringjax.run import hosts
-from ringjax.sealing import Keys, Opener, Sealer
-from ringjax.service import Seat
+from ringjax.settings import parsers
 
 from .damage import Target, strange
 
@@ -137,10 +139,10 @@ def _cost_seed() -> bytes:
 
 
 def _notice(data: bytes) -> None:
-    notice = object.__new__(meeting._Notice)
+    notice = object.__new__(rendezvous_lookup._Notice)
     notice.path = _written(data, "notice")
     found = notice.read()
-    assert found is None or isinstance(found, meeting.Ticket)
+    assert found is None or isinstance(found, rendezvous_lookup.Ticket)
 
 
 # -- words of people, launchers and scripts --------------------------------------------
@@ -189,7 +191,7 @@ def _environment(data: bytes) -> dict[str, str]:
 
 def _place(data: bytes) -> None:
     environ = _environment(data)
-    launch.find(Config.from_env(environ), environ)
+    launch_environment.find(Config.from_env(environ), environ)
 
 
 def _slurm(data: bytes) -> None:
@@ -384,7 +386,7 @@ def targets() -> list[Target]:
         ),
         Target(
             "nodes",
-            partial(_of_text, launch.hosts_of),
+            partial(_of_text, launch_environment.hosts_of),
             [b"gpu[08-10,12]-ib,login"],
             (StartupError,),
         ),

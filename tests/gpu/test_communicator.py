@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringjax import _native, nccl
+from ringjax import _native
+from ringjax.world import devices
 
 NUMPY = {
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
@@ -26,7 +27,7 @@ SHAPES = [(), (3,), (0,), (17, 5), (400_003,)]  # the last is reduced in place
 
 def connect(fusion: str = "hybrid", comm_stream: int = 1) -> Any:
     """A world of one rank; its number is one that nobody else has."""
-    nccl.open_library("")
+    devices.open_library("")
     (control,) = _native.local_world([0])
     return _native.CudaCommunicator(
         id=1 << 20,

@@ -13,7 +13,8 @@ import pytest
 from launch import StartJob
 
 import ringjax
-from ringjax import _native, calibration, cost_file, runtime
+from ringjax import _native, runtime
+from ringjax.links import calibration, cost_file
 
 pytestmark = pytest.mark.launch("core")
 DEFAULTS = _native.local_world([0])[0].cost

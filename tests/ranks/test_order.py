@@ -19,7 +19,8 @@ from launch import cheap_code
 from stacked import equal, raises
 
 import ringjax
-from ringjax import _jax, primitive, runtime
+from ringjax import runtime
+from ringjax.xla import jax_private, primitive
 
 pytestmark = pytest.mark.launch("collectives")
 TOWERS = 8
@@ -118,7 +119,7 @@ def test_control_without_the_tie_disagrees(world) -> None:
     time limit ends that.
     """
     text = r"(?s)RINGJAX\[.*(ranks disagree|has not called)"
-    with _jax.untied(), pytest.raises(jax.errors.JaxRuntimeError, match=text):
+    with jax_private.untied(), pytest.raises(jax.errors.JaxRuntimeError, match=text):
         run(world, overlapped=False)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax import buckets
+from ringjax.xla import buckets
 
 DTYPES = ("float32", "float64", "int8", "float16")
 AVALS = st.lists(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax import _native, calibration
-from ringjax.cost_file import NAMES
-from ringjax.session import Member
+from ringjax import _native
+from ringjax.control.session import Member
+from ringjax.links import calibration
+from ringjax.links.cost_file import NAMES
 
 HOSTS = [[0, 1], [0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 1], [0, 1, 0, 1]]
 

@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 
-from ringjax import addresses, errors
+from ringjax import errors
+from ringjax.control import addresses
+from ringjax.control.handshake import Introduction, Purpose, introduce
+from ringjax.control.sealing import Sealer
+from ringjax.control.session import SERVER_RANK
 from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
-from ringjax.handshake import Introduction, Purpose, introduce
 from ringjax.membership.coordinator import Coordinator
 from ringjax.membership.enlistment import Enlistment, join
 from ringjax.membership.orders import (
@@ -31,8 +34,6 @@ from ringjax.membership.orders import (
     Update,
     Welcome,
 )
-from ringjax.sealing import Sealer
-from ringjax.session import SERVER_RANK
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ringjax import cost_file
+from ringjax.links import cost_file
 
 NETWORK = {"names": ["a", "b"], "ranks": [0, 0, 1]}
 COST: dict[str, Any] = dict.fromkeys(cost_file.NAMES, 1e-5)

@@ -13,12 +13,13 @@ import threading
 
 import pytest
 
-from ringjax import errors, pytrees, runtime
+from ringjax import errors, runtime
 from ringjax.elastic import (
     Checkpointer,
     ElasticSampler,
     State,
     agreement,
+    jax_leaves,
     loop,
     run,
     transfer,
@@ -220,7 +221,7 @@ def test_programs_for_another_number_of_ranks_are_traced_again(
         )
 
     forgotten = []
-    monkeypatch.setattr(pytrees, "forget_programs", lambda: forgotten.append(1))
+    monkeypatch.setattr(jax_leaves, "forget_programs", lambda: forgotten.append(1))
     assert train_with(job, fail)(State(step=0)) == 4
     assert forgotten == [1]
 

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import ringjax
-from ringjax import elastic, objects
+from ringjax import elastic
+from ringjax.control import objects
 from ringjax.elastic import values
 from ringjax.elastic.description import Described, restored
 from ringjax.elastic.donation import Donation

@@ -15,7 +15,7 @@ from launch import ROOT, environment
 from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
-from ringjax.memory import make
+from ringjax.links.shared_memory import make
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 from fault_proxy import Fault, FaultProxy, every_fault
 
-from ringjax import addresses
+from ringjax.control import addresses
+from ringjax.control.rendezvous import Server
+from ringjax.control.session import Session, join
+from ringjax.control.tls import supported
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.rendezvous import Server
-from ringjax.session import Session, join
-from ringjax.tls import supported
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 # From the caller: introduction, proof; then sealed messages.

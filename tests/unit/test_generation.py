@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ringjax.generation import Generation, Step, numbers, reason, steps
-from ringjax.lanes import LANE
+from ringjax.control.session import Member
 from ringjax.membership.orders import Members
-from ringjax.session import Member
+from ringjax.recovery.generation import Generation, Step, numbers, reason, steps
+from ringjax.world.lanes import LANE
 
 
 def members(

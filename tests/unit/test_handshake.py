@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax import addresses, handshake
+from ringjax.control import addresses, handshake
+from ringjax.control.handshake import Door, Introduction, Purpose
+from ringjax.control.sealing import Keys, Opener, Sealer
 from ringjax.errors import AuthenticationError
-from ringjax.handshake import Door, Introduction, Purpose
-from ringjax.sealing import Keys, Opener, Sealer
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 HELLO = Introduction(JOB, Purpose.DATA, caller=3, callee=1, epoch=2, comm=5, stream=1)

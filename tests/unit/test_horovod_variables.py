@@ -9,8 +9,9 @@ import sys
 import pytest
 from launch import ROOT, environment
 
-from ringjax import config, horovod_variables
+from ringjax import config
 from ringjax.config import Config
+from ringjax.settings import horovod_variables
 
 # Every variable that Horovod 0.28.1 reads, at run time and when it is built.
 KNOWN = """

@@ -24,7 +24,7 @@ from benchmarks import hosts, namespaces
 from benchmarks.layouts import Layout, parse_rate, parse_size
 from benchmarks.namespaces import Namespaces
 from ringjax.config import Config
-from ringjax.launch import find
+from ringjax.control.launch_environment import find
 
 MIB = 1 << 20
 

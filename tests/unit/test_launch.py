@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax import launch
 from ringjax.config import Config
+from ringjax.control import launch_environment
+from ringjax.control.launch_environment import Place, hosts_of
 from ringjax.errors import StartupError
-from ringjax.launch import Place, hosts_of
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -36,7 +36,7 @@ SLURM = {
 
 
 def find(environ: dict[str, str]) -> Place:
-    return launch.find(Config.from_env(environ), environ)
+    return launch_environment.find(Config.from_env(environ), environ)
 
 
 def test_alone() -> None:

@@ -1,6 +1,6 @@
 """The layers of the house: who may import or include whom, and how files are named.
 
-The picture is in docs/architecture.md. A new module needs a line in `LEVELS`.
+What each package is: docs/architecture.md. A new package needs a place in `FLOORS`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,29 @@ from launch import ROOT, environment
 PACKAGE = ROOT / "ringjax"
 NATIVE = ROOT / "xla_ext"
 
-# A module imports its own level or lower ones, and there are no cycles.
-LEVELS = {
-    0: {
-        *("errors", "config", "parsers", "ops", "dtypes", "_native"),
-        *("addresses", "handshake", "session", "rendezvous", "reception", "memory"),
-        *("launch", "meeting", "objects", "cost_file", "horovod_variables"),
-        *("service", "exchanges", "membership", "failpoints", "limits", "tls"),
-        "sealing",
-    },
-    1: {
-        *("runtime", "world", "process_set", "mesh", "nccl", "buckets", "basics"),
-        *("calibration", "standing", "lanes", "timeline"),
-        *("lifecycle", "epoch", "generation", "elastic_world", "recovery", "program"),
-        *("registry", "hello", "elastic_sets", "elastic_devices", "ends", "forming"),
-        *("calls", "whereabouts", "rehearsal"),
-        *("horovod_basics", "horovod_functions"),
-    },
-    2: {"_jax", "_tokens", "_backward", "placement", "eager"},
-    3: {"primitive"},
-    4: {"collectives", "compression"},
-    5: {"optim", "sync", "pytrees"},
-    6: {"bench", "elastic"},
-    7: {"torch", "tensorflow", "keras", "data"},
-}
-LEVEL = {name: level for level, names in LEVELS.items() for name in names}
-LEVEL["run"] = 0  # the launcher starts before any framework is there
+# Packages and lone modules, the top floor first: imports go down, or stay on a floor.
+FLOORS = (
+    {"torch", "tensorflow", "keras", "data", "horovod", "bench"},
+    {"optim", "sync", "elastic"},
+    {"collectives", "compression"},
+    {"xla", "eager"},
+    {"runtime", "timeline", "recovery", "world"},
+    {"run", "membership", "links"},
+    {"control"},
+    {"config", "settings", "errors", "ops", "failpoints", "_native"},
+)
+FLOOR = {name: -number for number, names in enumerate(FLOORS) for name in names}
 # Horovod's module paths. They hand names on and hold nothing, so that they may have
 # names that say nothing; nobody here imports them.
 HANDING_ON = ("common", "runner")
-LEVEL |= dict.fromkeys(HANDING_ON, 9)
+FLOOR |= dict.fromkeys(HANDING_ON, 1)
 HOROVODS_NAMES = (*HANDING_ON, "tensorflow/util.py")
+MOST_AT_THE_TOP = 16
 
-JAX_FROM = 2  # the lowest level that may import jax or optax
 JAX = {"jax", "jaxlib", "optax"}
-NO_JAX = {"eager", "elastic", "torch", "tensorflow"}  # for users of other frameworks
+JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
+JAX_MODULES = {"ringjax.elastic.jax_leaves"}  # loaded where the program has loaded JAX
+JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
 # Adapters of more than one framework: Keras is part of TensorFlow, and has backends.
 MORE = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
@@ -61,8 +49,9 @@ MORE = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
 # the traces of another launcher, the system's folder for sockets, what NCCL and JAX
 # read when they start.
 ENVIRONMENT_READERS = {
-    *("config.py", "launch.py", "meeting.py", "nccl.py", "run/environ.py"),
-    "horovod_functions.py",  # changes it for a while, if a program asks for that
+    *("config.py", "run/environ.py", "world/devices.py"),
+    *("control/launch_environment.py", "control/rendezvous_lookup.py"),
+    "horovod/functions.py",  # changes it for a while, if a program asks for that
 }
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
@@ -124,32 +113,43 @@ def _layer(name: str) -> str | None:
     return parts[1] if parts[0] == "ringjax" and len(parts) > 1 else None
 
 
-def test_every_module_has_a_level() -> None:
+def test_every_package_has_a_floor() -> None:
     names = {_layer(_name(path)) for path in _modules()} - {None}
-    assert names <= LEVEL.keys(), f"give them a level: {names - LEVEL.keys()}"
+    assert names <= FLOOR.keys(), f"give them a floor: {names - FLOOR.keys()}"
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_AT_THE_TOP
 
 
 # Not the package's door, which loads names lazily: test_import_is_light watches that.
 @pytest.mark.parametrize("path", [p for p in _modules() if _layer(_name(p))], ids=_name)
 def test_imports_point_downwards(path: Path) -> None:
-    mine = _layer(_name(path))
+    mine, module = _layer(_name(path)), _name(path)
     assert mine is not None
     for name in _imports(path):
-        top = name.split(".")[0]
-        theirs = _layer(name)
-        if theirs in LEVEL:
-            assert LEVEL[theirs] <= LEVEL[mine], f"{mine} must not import {name}"
+        top, theirs = name.split(".")[0], _layer(name)
+        if theirs in FLOOR:
+            assert FLOOR[theirs] <= FLOOR[mine], f"{mine} must not import {name}"
             if theirs == "run":
                 users = ("run", "runner")
                 assert mine in users, f"{mine} must not import the launcher"
         if top in JAX:
-            allowed = LEVEL[mine] >= JAX_FROM and mine not in NO_JAX
+            allowed = mine in JAX_USERS or module in JAX_MODULES
             assert allowed, f"{mine} must not import {top}"
         elif top in FRAMEWORKS:
             assert top in {mine, *MORE.get(mine, ())}, f"{mine} must not import {top}"
         if name.startswith("jax._src"):
-            private = {"_jax", "_tokens"}
-            assert mine in private, f"{name}: only {private} may name it"
+            assert module in JAX_PRIVATE, f"{name}: only {JAX_PRIVATE} may name it"
+
+
+def test_nobody_goes_through_the_door() -> None:
+    """`import ringjax` in a module would tie it to all that the package hands out."""
+    modules = {_name(path) for path in _modules()} | {"ringjax._native"}
+    for path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert "ringjax" not in [alias.name for alias in node.names], path
+            elif isinstance(node, ast.ImportFrom) and node.module == "ringjax":
+                names = {f"ringjax.{alias.name}" for alias in node.names}
+                assert names <= modules, path
 
 
 @pytest.mark.parametrize(

@@ -8,33 +8,34 @@ import threading
 import pytest
 
 import ringjax
-from ringjax import limits, primitive
-from ringjax.process_set import ProcessSet
+from ringjax.world import timeouts
+from ringjax.world.process_set import ProcessSet
+from ringjax.xla import primitive
 
 
 def test_the_nearest_limit_counts() -> None:
     plain, own = ProcessSet([0]), ProcessSet([0], timeout=5)
-    assert (plain.limit(), own.limit()) == (limits.JOBS, 5.0)
+    assert (plain.limit(), own.limit()) == (timeouts.JOBS, 5.0)
     with ringjax.collective_timeout(30):
         assert (plain.limit(), own.limit()) == (30.0, 30.0)
         with ringjax.collective_timeout(0.5):
             assert own.limit() == 0.5
         assert own.limit() == 30.0
     own.timeout = 0
-    assert (plain.limit(), own.limit()) == (limits.JOBS, 0.0)
+    assert (plain.limit(), own.limit()) == (timeouts.JOBS, 0.0)
     own.timeout = None
-    assert own.limit() == limits.JOBS
+    assert own.limit() == timeouts.JOBS
 
 
 def test_a_limit_ends_with_an_exception_and_is_of_one_thread() -> None:
     seen = []
     with pytest.raises(KeyError), ringjax.collective_timeout(3):
-        thread = threading.Thread(target=lambda: seen.append(limits.now(None)))
+        thread = threading.Thread(target=lambda: seen.append(timeouts.now(None)))
         thread.start()
         thread.join()
         raise KeyError
-    assert seen == [limits.JOBS]
-    assert limits.now(None) == limits.JOBS
+    assert seen == [timeouts.JOBS]
+    assert timeouts.now(None) == timeouts.JOBS
 
 
 @pytest.mark.parametrize("bad", [-1, -0.001, math.nan, "5", b"5", True, [1], object()])

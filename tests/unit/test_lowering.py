@@ -24,7 +24,8 @@ from lowerings import SEQ, calls, chained, equations
 from stacked import raises
 
 import ringjax
-from ringjax import _jax, _native, runtime
+from ringjax import _native, runtime
+from ringjax.xla import jax_private
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +87,7 @@ def test_without_the_tie_the_control_has_none() -> None:
         return ringjax.allreduce(x), chained([x + 1], SEQ)
 
     assert [len(call.operands) for call in calls(program, jnp.ones(3))] == [2, 3]
-    with _jax.untied():
+    with jax_private.untied():
         assert [len(call.operands) for call in calls(program, jnp.ones(4))] == [2, 2]
 
 

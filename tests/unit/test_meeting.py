@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ringjax import addresses, meeting
 from ringjax.config import Config
+from ringjax.control import addresses, rendezvous_lookup
+from ringjax.control.launch_environment import Place
+from ringjax.control.rendezvous_lookup import Meeting, attend
 from ringjax.errors import StartupError
-from ringjax.launch import Place
-from ringjax.meeting import Meeting, attend
 
 SECRET = "5e" * 32
 
@@ -69,13 +69,13 @@ QUICK = Config(start_timeout=5.0)
 def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
     (late,) = start([here(1)], QUICK)
     time.sleep(0.1)  # it looks for the notice before there is one
-    ticket, server = meeting.issue(here(0), QUICK) or pytest.fail("no server")
+    ticket, server = rendezvous_lookup.issue(here(0), QUICK) or pytest.fail("no server")
     (notice,) = folder.iterdir()
     assert stat.S_IMODE(notice.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert ticket.secret.hex() in notice.read_text()
     assert ticket.addresses.startswith("127.0.0.1:")
-    first = meeting.join(
+    first = rendezvous_lookup.join(
         ticket.addresses, ticket.secret, ticket.job, {"rank": 0, "size": 2}, 5
     )
     late.result().close()
@@ -102,7 +102,7 @@ def test_the_notice_is_gone_when_all_have_met(folder: Path) -> None:
 def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
     with addresses.listen("127.0.0.1") as dead:
         port = dead.getsockname()[1]
-    notice = Path(meeting._Notice(here(0)).path)
+    notice = Path(rendezvous_lookup._Notice(here(0)).path)
     notice.write_text(text % (port, SECRET) if "%d" in text else text)
     notice.chmod(0o600)
     (late,) = start([here(1)], QUICK)
@@ -111,8 +111,8 @@ def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
 
 
 def test_a_notice_that_others_could_write_is_not_believed(folder: Path) -> None:
-    ticket = meeting.Ticket("127.0.0.1:1", bytes(32), "0123456789abcdef")
-    notice = meeting._Notice(here(0))
+    ticket = rendezvous_lookup.Ticket("127.0.0.1:1", bytes(32), "0123456789abcdef")
+    notice = rendezvous_lookup._Notice(here(0))
     notice.write(ticket)
     assert notice.read() == ticket
     os.chmod(notice.path, 0o622)
@@ -126,11 +126,11 @@ def test_a_notice_that_others_could_write_is_not_believed(folder: Path) -> None:
 def test_a_folder_that_others_can_use_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        meeting.issue(here(0), QUICK)
+        rendezvous_lookup.issue(here(0), QUICK)
     folder.rmdir()
     folder.symlink_to(folder.parent)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        meeting.issue(here(0), QUICK)
+        rendezvous_lookup.issue(here(0), QUICK)
 
 
 def test_rank_0_never_appears(folder: Path) -> None:
@@ -171,20 +171,20 @@ def settings(**more: Any) -> Config:
 def test_ranks_of_several_hosts_compute_the_port() -> None:
     found = check(start([there(rank, 3) for rank in (1, 0, 2)], settings()))
     assert found[0].secret == bytes.fromhex(SECRET)
-    assert found[0].job == meeting.job_of("test 2", 3)
+    assert found[0].job == rendezvous_lookup.job_of("test 2", 3)
 
 
 def test_a_taken_port_is_passed_over() -> None:
     places = [there(rank, identity="taken") for rank in (0, 1)]
-    port = meeting._ports(places[0])[0]
+    port = rendezvous_lookup._ports(places[0])[0]
     with addresses.listen("127.0.0.1", port):
         check(start(places, settings()))
 
 
 def test_the_engines_port_comes_first() -> None:
-    assert meeting._ports(there(0, ports=(4000,))) == [4000, 4001, 4002, 4003]
-    assert meeting._ports(there(0, ports=(65535,))) == [65535]
-    assert all(61000 <= port < 65536 for port in meeting._ports(there(0)))
+    assert rendezvous_lookup._ports(there(0, ports=(4000,))) == [4000, 4001, 4002, 4003]
+    assert rendezvous_lookup._ports(there(0, ports=(65535,))) == [65535]
+    assert all(61000 <= port < 65536 for port in rendezvous_lookup._ports(there(0)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -23,12 +23,13 @@ from typing import Any
 import pytest
 from mesh_ranks import JOB, RING, SECRET, SIZE, Ranks, world
 
-from ringjax import handshake, memory
+from ringjax.control import handshake
+from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.listener import Key
+from ringjax.control.rendezvous import Server
 from ringjax.errors import AuthenticationError, PeerLost, StartupError
-from ringjax.handshake import Introduction, Purpose
-from ringjax.mesh import Fabric, Mesh
-from ringjax.reception import Key
-from ringjax.rendezvous import Server
+from ringjax.links import shared_memory
+from ringjax.links.mesh import Fabric, Mesh
 
 __all__ = ["world"]  # a fixture
 
@@ -131,7 +132,7 @@ def test_without_memory_there_is_one_warning_and_tcp(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0, 0))
-    make, made = memory.make, []
+    make, made = shared_memory.make, []
 
     def scarce(size: int) -> int:
         if made:
@@ -139,7 +140,7 @@ def test_without_memory_there_is_one_warning_and_tcp(
         made.append(size)
         return make(size)
 
-    monkeypatch.setattr(memory, "make", scarce)
+    monkeypatch.setattr(shared_memory, "make", scarce)
     meshes = ranks.build()
     kinds = [sorted(link[0] for link in mesh.links) for mesh in meshes]
     # Rank 0 or rank 1 got the only piece; rank 0 with two peers gives it back.
@@ -165,7 +166,7 @@ def test_memory_that_a_peer_could_shrink_is_refused(
         return fd
 
     ranks = world((0, 0))
-    monkeypatch.setattr(memory, "make", unsealed)
+    monkeypatch.setattr(shared_memory, "make", unsealed)
     low, high = ranks.start(0, [0, 1], [0, 1], control=True)
     with pytest.raises(StartupError, match="memory of another size, or unsealed"):
         high.result()
@@ -174,10 +175,10 @@ def test_memory_that_a_peer_could_shrink_is_refused(
 
 
 def test_sealed_memory() -> None:
-    fd = memory.make(SIZE)
+    fd = shared_memory.make(SIZE)
     try:
-        assert memory.is_sound(fd, SIZE)
-        assert not memory.is_sound(fd, SIZE + 1)
+        assert shared_memory.is_sound(fd, SIZE)
+        assert not shared_memory.is_sound(fd, SIZE + 1)
         assert os.fstat(fd).st_blocks * 512 >= SIZE  # the pages are there
         for size in (0, 2 * SIZE):
             with pytest.raises(PermissionError):
@@ -187,12 +188,12 @@ def test_sealed_memory() -> None:
 
 
 def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < memory.available() < 1 << 62
+    assert 0 < shared_memory.available() < 1 << 62
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        memory.make(1 << 60)
-    monkeypatch.setattr(memory, "available", lambda: 2 * SIZE - 1)
+        shared_memory.make(1 << 60)
+    monkeypatch.setattr(shared_memory, "available", lambda: 2 * SIZE - 1)
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        memory.make(SIZE)
+        shared_memory.make(SIZE)
 
 
 def test_who_could_not_be_reached_is_named(world: Callable[..., Ranks]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from mesh_ranks import Ranks, world
 
-from ringjax import memory
-from ringjax.mesh import Mesh
+from ringjax.links import shared_memory
+from ringjax.links.mesh import Mesh
 
 __all__ = ["world"]  # a fixture
 
@@ -35,7 +35,7 @@ def test_ranks_of_one_host_map_one_board(
     assert len({inode(memory) for memory, _, _ in boards(meshes)}) == 1
     for rank, (fd, tile, bells) in enumerate(boards(meshes)):
         assert (tile, len(bells), bells[rank]) == (8192, size, -1)
-        assert memory.is_sound(fd, size * 8192)
+        assert shared_memory.is_sound(fd, size * 8192)
         for peer in range(size):
             if peer != rank:  # written there, read here
                 os.eventfd_write(bells[peer], rank + 1)
@@ -64,14 +64,14 @@ def test_without_memory_for_a_board_there_is_one_warning(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0, 0), tile_bytes=8192)
-    make = memory.make
+    make = shared_memory.make
 
     def scarce(size: int) -> int:
         if size == 3 * 8192:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return make(size)
 
-    monkeypatch.setattr(memory, "make", scarce)
+    monkeypatch.setattr(shared_memory, "make", scarce)
     meshes = ranks.build()
     assert [mesh.board for mesh in meshes] == [None] * 3
     assert {link[0] for mesh in meshes for link in mesh.links} == {"shm"}
@@ -84,7 +84,7 @@ def test_without_memory_for_a_board_there_is_one_warning(
 def test_many_ranks_get_smaller_rings_and_tiles(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.mesh._MOST", 1 << 20)
+    monkeypatch.setattr("ringjax.links.mesh._MOST", 1 << 20)
     meshes = world((0,) * 5, ring_bytes=1 << 18, tile_bytes=1 << 19).build()
     for mesh, (_, tile, _) in zip(meshes, boards(meshes), strict=True):
         assert {link[4] for link in mesh.links} == {1 << 17}  # 8 of them

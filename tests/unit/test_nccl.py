@@ -15,9 +15,11 @@ from typing import Any, cast
 import pytest
 
 import ringjax
-from ringjax import _native, lanes, nccl, placement, runtime
+from ringjax import _native, runtime
 from ringjax.config import Config
 from ringjax.errors import Mismatch, RingjaxError, StartupError
+from ringjax.world import devices, lanes
+from ringjax.xla import placement
 
 VERSION = 22809
 
@@ -94,8 +96,8 @@ class Home:
         self.lines.append(f"{level}: {text}")
 
 
-def devices(home: Home, counts: Sequence[int] = (1, 1)) -> nccl.Devices:
-    return nccl.Devices(cast(nccl.Home, home), counts)
+def devices_of(home: Home, counts: Sequence[int] = (1, 1)) -> devices.Devices:
+    return devices.Devices(cast(devices.Home, home), counts)
 
 
 @pytest.fixture
@@ -104,7 +106,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     monkeypatch.setattr(_native, "open_nccl", fake.open_nccl)
     monkeypatch.setattr(_native, "nccl_unique_id", fake.nccl_unique_id)
     monkeypatch.setattr(_native, "CudaCommunicator", fake.communicator)
-    monkeypatch.setattr(nccl, "wheel_library", lambda: None)
+    monkeypatch.setattr(devices, "wheel_library", lambda: None)
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
     return fake
 
@@ -114,9 +116,9 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
 
 def test_the_setting_is_the_only_file_tried(core: Core) -> None:
     core.files["/opt/libnccl.so.2"] = "/opt/libnccl.so.2"
-    assert nccl.open_library("/opt/libnccl.so.2") == (VERSION, "/opt/libnccl.so.2")
+    assert devices.open_library("/opt/libnccl.so.2") == (VERSION, "/opt/libnccl.so.2")
     with pytest.raises(RingjaxError, match=r"no NCCL: /gone/libnccl\.so\.2: cannot"):
-        nccl.open_library("/gone/libnccl.so.2")
+        devices.open_library("/gone/libnccl.so.2")
     asked = [("open", "/opt/libnccl.so.2"), ("open", "/gone/libnccl.so.2")]
     assert core.calls == asked
 
@@ -124,14 +126,14 @@ def test_the_setting_is_the_only_file_tried(core: Core) -> None:
 def test_the_wheels_file_comes_before_the_systems(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "wheel_library", lambda: "/wheel/libnccl.so.2")
-    assert nccl.open_library("")[1] == "/usr/lib/libnccl.so.2"
+    monkeypatch.setattr(devices, "wheel_library", lambda: "/wheel/libnccl.so.2")
+    assert devices.open_library("")[1] == "/usr/lib/libnccl.so.2"
     assert core.calls == [("open", "/wheel/libnccl.so.2"), ("open", "")]
     core.files["/wheel/libnccl.so.2"] = "/wheel/libnccl.so.2"
-    assert nccl.open_library("")[1] == "/wheel/libnccl.so.2"
+    assert devices.open_library("")[1] == "/wheel/libnccl.so.2"
     core.files.clear()
     with pytest.raises(RingjaxError, match="/wheel/"):  # the one that was there
-        nccl.open_library("")
+        devices.open_library("")
 
 
 def test_the_wheel_is_a_namespace_package(
@@ -141,9 +143,9 @@ def test_the_wheel_is_a_namespace_package(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
-    assert nccl.wheel_library() != str(tmp_path / "nvidia/nccl/lib/libnccl.so.2")
+    assert devices.wheel_library() != str(tmp_path / "nvidia/nccl/lib/libnccl.so.2")
     (tmp_path / "nvidia/nccl/lib/libnccl.so.2").touch()
-    assert nccl.wheel_library() == str(tmp_path / "nvidia/nccl/lib/libnccl.so.2")
+    assert devices.wheel_library() == str(tmp_path / "nvidia/nccl/lib/libnccl.so.2")
     monkeypatch.undo()
     sys.modules.pop("nvidia", None)
 
@@ -151,16 +153,16 @@ def test_the_wheel_is_a_namespace_package(
 def test_launch_order_is_asked_for_unless_somebody_has_decided(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nccl.open_library("")
+    devices.open_library("")
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-    nccl.open_library("")
+    devices.open_library("")
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 def test_versions_as_people_write_them() -> None:
-    assert nccl.version_text(VERSION) == "2.28.9"
-    assert nccl.version_text(22304) == "2.23.4"
+    assert devices.version_text(VERSION) == "2.28.9"
+    assert devices.version_text(22304) == "2.23.4"
 
 
 # -- coming together -------------------------------------------------------------------
@@ -168,14 +170,14 @@ def test_versions_as_people_write_them() -> None:
 
 def test_all_process_sets_get_one(core: Core) -> None:
     home = Home(core, fusion="pack", fusion_small=7, comm_stream=False)
-    both = devices(home)
+    both = devices_of(home)
     assert both.problem(0) == "it was not built"
     both.open(3, "", {0: [0, 1], 2: [1], 1: [0]})
     made = [call for call in core.calls if call[0] in ("connect", "make")]
     assert made == [
-        ("connect", 0 | nccl.CONTROL, [0, 1], "world (device)"),
+        ("connect", 0 | devices.CONTROL, [0, 1], "world (device)"),
         ("make", 0),
-        ("connect", 1 | nccl.CONTROL, [0], "process set 1 (device)"),
+        ("connect", 1 | devices.CONTROL, [0], "process set 1 (device)"),
         ("make", 1),
     ]
     assert core.calls.count(("id",)) == 2  # set 2's comes from rank 1
@@ -194,12 +196,12 @@ def test_all_process_sets_get_one(core: Core) -> None:
 
 
 def test_the_end_in_good_order(core: Core) -> None:
-    both = devices(Home(core))
+    both = devices_of(Home(core))
     both.open(0, "", {0: [0, 1], 1: [0]})
     core.calls.clear()
     both.remove(1)
     both.remove(1)
-    assert core.calls == [("close", 1), ("disconnect", 1 | nccl.CONTROL)]
+    assert core.calls == [("close", 1), ("disconnect", 1 | devices.CONTROL)]
     both.stop("rank 0 fails", 0)
     both.close()
     assert core.calls[2:] == [("abort", 0, "rank 0 fails", 0), ("close", 0)]
@@ -210,7 +212,7 @@ def test_ranks_with_different_nccls_refuse_each_other(core: Core) -> None:
     home = Home(core, size=4)
     odd = {"nccl": 22703, "path": "/other/libnccl.so.2"}
     home.others = lambda rank, value: value | (odd if rank in (1, 3) else {})
-    four = devices(home, [1] * 4)
+    four = devices_of(home, [1] * 4)
     with pytest.raises(StartupError) as error:
         four.open(0, "", {0: [0, 1, 2, 3]})
     assert "ranks 0, 2: 2.28.9 (/usr/lib/libnccl.so.2)" in str(error.value)
@@ -227,21 +229,21 @@ def test_ranks_with_different_fusion_refuse_each_other(
         value | {"settings": value["settings"] | {setting: 5}}
     )
     with pytest.raises(StartupError, match=f"RINGJAX_{setting.upper()} must be alike"):
-        devices(home).open(0, "", {0: [0, 1]})
+        devices_of(home).open(0, "", {0: [0, 1]})
 
 
 def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> None:
     home = Home(core, 3)
-    mine = nccl.information()["device_code"] != "none"
+    mine = devices.information()["device_code"] != "none"
     home.others = lambda rank, value: value | {"packs": mine != (rank == 2)}
     with pytest.raises(StartupError, match="same build of ringjax, but rank"):
-        devices(home).open(0, "", {0: [0, 1, 2]})
+        devices_of(home).open(0, "", {0: [0, 1, 2]})
 
 
 def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
     home = Home(core)
     home.others = lambda rank, value: value | {"device": "JAX computes on cpu"}
-    both = devices(home)
+    both = devices_of(home)
     both.open(0, "", {0: [0, 1]})
     assert both.problem(0) == "rank 1 has no CUDA device: JAX computes on cpu"
     assert both.communicators == {}
@@ -250,7 +252,7 @@ def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
 
 
 def test_a_rank_without_a_device_says_so_and_opens_no_nccl(core: Core) -> None:
-    both = devices(Home(core))
+    both = devices_of(Home(core))
     both.open(-1, "RINGJAX_GPU is 0", {0: [0, 1]})
     assert both.problem(0) == "rank 0 has no CUDA device: RINGJAX_GPU is 0"
     assert core.calls == []
@@ -258,7 +260,7 @@ def test_a_rank_without_a_device_says_so_and_opens_no_nccl(core: Core) -> None:
 
 def test_without_nccl_there_are_no_device_communicators(core: Core) -> None:
     core.files.clear()
-    both = devices(Home(core))
+    both = devices_of(Home(core))
     both.open(0, "", {0: [0, 1]})
     assert "libnccl.so.2: cannot open" in both.problem(0)
 
@@ -266,27 +268,27 @@ def test_without_nccl_there_are_no_device_communicators(core: Core) -> None:
 def test_no_device_anywhere(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"devices": [], "driver_error": "libcuda.so.1: cannot open"}
     monkeypatch.setattr(_native, "cuda_info", lambda: found)
-    none = devices(Home(core), [0, 0])
+    none = devices_of(Home(core), [0, 0])
     assert not none.possible
     expected = "no rank has a CUDA device: libcuda.so.1: cannot open"
     assert none.problem(0) == expected
-    assert nccl.count(Config()) == 0
+    assert devices.count(Config()) == 0
     found["devices"] = [{"name": "H200"}]
-    assert (nccl.count(Config()), nccl.absence(Config())) == (1, "")
-    assert nccl.count(Config(gpu=False)) == 0
-    assert nccl.absence(Config(gpu=False)) == "RINGJAX_GPU is 0"
+    assert (devices.count(Config()), devices.absence(Config())) == (1, "")
+    assert devices.count(Config(gpu=False)) == 0
+    assert devices.absence(Config(gpu=False)) == "RINGJAX_GPU is 0"
 
 
 def test_nccls_words_and_who_is_gone(core: Core) -> None:
     home = Home(core)
     home.lost, core.failing = {1: "was killed", 7: "left"}, "ncclCommInitRank: broken"
-    both = devices(home)
+    both = devices_of(home)
     with pytest.raises(StartupError) as error:
         both.open(2, "", {0: [0, 1]})
     text = str(error.value)
     assert "rank 0, device 2: ncclCommInitRank: broken; rank 1 was killed" in text
     assert "rank 7" not in text
-    assert ("disconnect", nccl.CONTROL) in core.calls
+    assert ("disconnect", devices.CONTROL) in core.calls
     assert both.problem(0) == text
 
 
@@ -298,20 +300,20 @@ def test_the_first_rank_of_a_set_may_fail(core: Core) -> None:
     with pytest.raises(
         StartupError, match="process set 1 has no .*rank 1: no interface"
     ):
-        devices(home).open(0, "", {1: [1]})
+        devices_of(home).open(0, "", {1: [1]})
 
 
 def test_another_call_on_another_rank_is_a_mismatch(core: Core) -> None:
     home = Home(core)
     home.others = lambda rank, value: "add_process_set 1 [0] 0123"
     with pytest.raises(Mismatch, match="rank 1 calls add_process_set 1"):
-        devices(home).open(0, "", {0: [0, 1]})
+        devices_of(home).open(0, "", {0: [0, 1]})
 
 
 def test_a_library_that_is_not_used_is_told(core: Core) -> None:
     core.files["/mine/libnccl.so.2"] = "/jax/libnccl.so.2"  # was mapped already
     home = Home(core, nccl="/mine/libnccl.so.2")
-    devices(home).open(0, "", {0: [0, 1]})
+    devices_of(home).open(0, "", {0: [0, 1]})
     assert any("RINGJAX_NCCL is not used: /jax/" in line for line in home.lines)
 
 
@@ -325,7 +327,7 @@ def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         ringjax.init()
         try:
-            expected = {0, lanes.LANE, nccl.CONTROL}
+            expected = {0, lanes.LANE, devices.CONTROL}
             assert set(runtime.current("test").communicators) == expected
             two = ringjax.add_process_set([0])  # equal to the world: nothing new
             assert two.process_set_id == 0

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringjax import objects
+from ringjax.control import objects
 
 ARRAYS = hnp.arrays(
     st.sampled_from(

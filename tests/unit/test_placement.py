@@ -14,14 +14,16 @@ import pytest
 from launch import environment
 
 import ringjax
-from ringjax import nccl, placement, runtime
+from ringjax import runtime
 from ringjax.config import Config
+from ringjax.world import devices
+from ringjax.xla import placement
 
 
 def test_who_shares_what() -> None:
-    assert [nccl.share(rank, 6, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
-    assert nccl.share(0, 1, 8) is None  # alone: JAX's choice
-    assert nccl.share(1, 2, 1) is None  # there is no choice
+    assert [devices.share(rank, 6, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert devices.share(0, 1, 8) is None  # alone: JAX's choice
+    assert devices.share(1, 2, 1) is None  # there is no choice
 
 
 @pytest.fixture
@@ -131,7 +133,7 @@ print("jax" in sys.modules)
 ringjax.shutdown()
 found["devices"] = [{"name": "of the test"}]
 ringjax.init()
-print("ringjax._jax" in sys.modules)
+print("ringjax.xla.jax_private" in sys.modules)
 import jax._src.xla_bridge as bridge
 print(bridge.backends_are_initialized())
 """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ringjax.errors import PeerLost
-from ringjax.program import Program
+from ringjax.runtime.elastic_requests import Program
 
 
 class World:

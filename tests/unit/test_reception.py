@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringjax import addresses, handshake
+from ringjax.control import addresses, handshake
+from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.listener import Key, Reception
 from ringjax.errors import AuthenticationError
-from ringjax.handshake import Introduction, Purpose
-from ringjax.reception import Key, Reception
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ringjax import errors
+from ringjax.control.session import Member
 from ringjax.errors import PeerLost, RingjaxError, Unreachable
 from ringjax.membership.orders import (
     Dismissed,
@@ -22,9 +23,8 @@ from ringjax.membership.orders import (
     Stopped,
     Update,
 )
-from ringjax.recovery import Recovery
-from ringjax.session import Member
-from ringjax.standing import Standing
+from ringjax.recovery.thread import Recovery
+from ringjax.world.coordinates import Standing
 
 
 def until(check: Callable[[], bool]) -> None:
@@ -181,7 +181,7 @@ def test_an_epoch_that_is_revoked_while_it_forms_is_given_up(stage: Stage) -> No
 
     def linking(watch: Any) -> None:
         began.set()
-        while True:  # as mesh.py does
+        while True:  # as links/mesh.py does
             watch.gone()
             time.sleep(0.002)
 

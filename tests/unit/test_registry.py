@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ringjax.process_set import ProcessSet
-from ringjax.registry import Registry
+from ringjax.world.process_set import ProcessSet
+from ringjax.world.registry import Registry
 
 
 class World:

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from ringjax import addresses
+from ringjax.control import addresses
+from ringjax.control.handshake import Introduction, Purpose, introduce
+from ringjax.control.rendezvous import Failure, Server, Session, join
+from ringjax.control.session import SERVER_RANK, ranks_text
 from ringjax.errors import AuthenticationError, RingjaxError, Stalled, StartupError
-from ringjax.handshake import Introduction, Purpose, introduce
-from ringjax.rendezvous import Failure, Server, Session, join
-from ringjax.session import SERVER_RANK, ranks_text
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 START_TIMEOUT = 5.0

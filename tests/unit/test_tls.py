@@ -18,13 +18,13 @@ import pytest
 from fault_proxy import Fault, FaultProxy
 from launch import environment
 
-from ringjax import addresses, handshake, tls
+from ringjax.control import addresses, handshake, tls
+from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.rendezvous import Server
+from ringjax.control.sealing import Keys
+from ringjax.control.session import Session, join
+from ringjax.control.tls import Layer, Offer, supported
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.handshake import Introduction, Purpose
-from ringjax.rendezvous import Server
-from ringjax.sealing import Keys
-from ringjax.session import Session, join
-from ringjax.tls import Layer, Offer, supported
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 HELLO = Introduction(JOB, Purpose.RENDEZVOUS, caller=0, callee=-1)

@@ -1,6 +1,6 @@
 """The token that orders stand-alone calls: placed once, waited for, and never lost.
 
-One process, a job of one. What _tokens.py changes in JAX is a shortcut: these tests
+One process, a job of one. What xla/tokens.py changes in JAX is a shortcut: these tests
 hold it against JAX's own way.
 """
 
@@ -16,9 +16,9 @@ import pytest
 from jax.experimental import io_callback
 
 import ringjax
-from ringjax import _tokens
+from ringjax.xla import tokens
 
-JAX: Any = _tokens  # with the private names of jax, which only that file imports
+JAX: Any = tokens  # with the private names of jax, which only that file imports
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +51,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def token() -> Any:
-    return JAX._dispatch.runtime_tokens.current_tokens.get(_tokens.RING)
+    return JAX._dispatch.runtime_tokens.current_tokens.get(tokens.RING)
 
 
 @jax.jit
@@ -100,21 +100,21 @@ class _Array:
 
 def test_a_program_waits_for_the_one_before() -> None:
     array = _Array(set())
-    JAX._dispatch.runtime_tokens.current_tokens[_tokens.RING] = JAX._core.Token(array)
+    JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = JAX._core.Token(array)
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert array.waits
 
 
 def test_a_token_elsewhere_is_placed(placed: list[Any]) -> None:
     elsewhere = JAX._core.Token(_Array({"another device"}))
-    JAX._dispatch.runtime_tokens.current_tokens[_tokens.RING] = elsewhere
+    JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = elsewhere
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert elsewhere in placed
 
 
 def test_the_error_of_the_program_before_is_raised() -> None:
     failed = _Array(set(jax.devices()), ValueError("of the program before"))
-    JAX._dispatch.runtime_tokens.current_tokens[_tokens.RING] = JAX._core.Token(failed)
+    JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = JAX._core.Token(failed)
     with pytest.raises(ValueError, match="of the program before"):
         reduced(jnp.ones(3))
     JAX._dispatch.runtime_tokens.clear()

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ringjax.ops import Adasum, Average, Max, Sum
-from ringjax.process_set import ProcessSet
 from ringjax.runtime import global_process_set
 from ringjax.torch.optimizer import DistributedOptimizer
+from ringjax.world.process_set import ProcessSet
 
 
 def build(seed: int = 0) -> torch.nn.Module:

@@ -8,7 +8,7 @@ import sysconfig
 import threading
 from types import FrameType
 
-from ringjax import whereabouts
+from ringjax.world import whereabouts
 
 
 def _frame_in(path: str) -> FrameType:

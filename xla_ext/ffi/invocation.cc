@@ -14,7 +14,7 @@ std::mutex& registry_mutex = *new std::mutex;
 auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
-// Of a call without a timeout of its own: see attributes() in primitive.py.
+// Of a call without a timeout of its own: see attributes() in xla/primitive.py.
 constexpr size_t kUsualAttributes = 15;
 
 Status BadCall(const std::string& what) {

@@ -14,12 +14,12 @@ from ringjax import runtime
 from ringjax.compression import WireDtype
 from ringjax.keras.backends.base import Backend, Reduction
 from ringjax.ops import Min, ReduceOp
-from ringjax.process_set import ProcessSet
 from ringjax.tensorflow import global_variables, movement, reductions
 from ringjax.tensorflow.compression import Compression
 from ringjax.tensorflow.gradients import Settings, reduce_gradients
 from ringjax.tensorflow.mpi_ops import size_op
 from ringjax.tensorflow.variables import unwrapped
+from ringjax.world.process_set import ProcessSet
 
 
 class TensorFlowBackend(Backend):

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 import ringjax.torch as hvd
-from ringjax import buckets, runtime
+from ringjax import runtime
 from ringjax.compression import WireDtype
 from ringjax.keras.backends.base import Backend, Reduction
 from ringjax.runtime import ProcessSet
+from ringjax.xla import buckets
 
 
 class TorchBackend(Backend):

@@ -19,8 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import addresses as address
 from ringjax import elastic, runtime
+from ringjax.control import addresses as address
 from ringjax.ops import Min
 from ringjax.tensorflow.data.directory import ComputeClient, Places
 from ringjax.tensorflow.reductions import allreduce

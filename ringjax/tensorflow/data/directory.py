@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringjax import addresses as address
+from ringjax.control import addresses as address
+from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.server import Seat, Service
+from ringjax.control.session import SERVER_RANK, reach
+from ringjax.control.tls import offer
 from ringjax.errors import StartupError
-from ringjax.handshake import Introduction, Purpose
-from ringjax.service import Seat, Service
-from ringjax.session import SERVER_RANK, reach
-from ringjax.tls import offer
 
 Places = Mapping[str, Sequence[tuple[str, int]]]
 

@@ -1,0 +1,332 @@
+"""How ranks find their rendezvous when ringrun has not told them where it is.
+
+Rank 0 runs the server itself. On one host it leaves the address and a fresh secret in a
+file that only this user can read; between hosts it takes a port that every rank can
+compute, and the secret must be given. What happens at the server: rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ringjax.config import Config
+from ringjax.errors import AuthenticationError, StartupError
+
+from . import addresses as address
+from .launch_environment import Place
+from .rendezvous import Server
+from .session import Session, join, knock
+
+_FIRST_PORT, _PORTS = 61000, 4500  # above what Linux gives away by itself
+# Takes the secret and the job's id, returns what others must know about this rank.
+OpenDoors = Callable[[bytes, str], dict[str, Any]]
+
+_ATTEMPTS = 4  # neighbouring ports, in case another job sits on the first
+
+
+@dataclass
+class Meeting:
+    """A job that has come together.
+
+    Attributes:
+        server: the rendezvous itself, if it runs in this process.
+    """
+
+    session: Session
+    secret: bytes
+    job: str
+    server: Server | None = None
+
+    def release(self) -> None:
+        """In a forked child: closes the copies of the parent's sockets."""
+        self.session.close()
+        if self.server is not None:
+            self.server.release()
+
+    def close(self) -> None:
+        """Closes the session, and the server if it is here."""
+        self.session.close()
+        if self.server is not None:
+            self.server.close()
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a rank must know to join: where, with which secret, which job."""
+
+    addresses: str
+    secret: bytes
+    job: str
+
+
+def job_of(identity: str, size: int) -> str:
+    """The id of a job from what its engine calls it."""
+    text = f"ringjax {os.geteuid()} {size} {identity}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
+    """Rank 0's part when there is no ringrun: starts the server.
+
+    Returns:
+        The ticket and the server; None if ringrun has a server, or on other ranks.
+
+    Raises:
+        StartupError: it cannot be started, or a secret must be set first.
+    """
+    if config.rendezvous or place.rank != 0:
+        return None
+    if place.one_host:
+        secret, job = secrets.token_bytes(32), secrets.token_hex(8)
+        hosts, ports = ["127.0.0.1"], [0]
+    else:
+        secret, job = _given_secret(place, config), _job(place, config)
+        hosts = address.of_interfaces(config.network_interfaces)
+        ports = _ports(place)
+    failure: StartupError | None = None
+    for port in ports:
+        try:
+            server = Server(
+                secret,
+                job,
+                place.size,
+                hosts=hosts,
+                port=port,
+                start_timeout=config.start_timeout,
+                tls=config.tls,
+            )
+        except StartupError as error:
+            failure = error
+            continue
+        ticket = Ticket(",".join(server.addresses), secret, job)
+        try:
+            if place.one_host:
+                _Notice(place).write(ticket)
+        except BaseException:
+            server.close()
+            raise
+        server.start()
+        return ticket, server
+    assert failure is not None
+    raise failure
+
+
+def attend(
+    place: Place, config: Config, hello: dict[str, Any], open_doors: OpenDoors
+) -> Meeting:
+    """Joins the job, wherever its rendezvous is, and waits for all ranks.
+
+    Args:
+        hello: what the others shall know about this rank.
+        open_doors: called with the secret and the job before this rank joins; what it
+            returns is added to the hello.
+
+    Raises:
+        StartupError: the job did not come together; the text says who is missing, or
+            what to set.
+    """
+    if place.one_host and place.rank != 0 and not config.rendezvous:
+        return _follow(place, config, hello, open_doors)
+    issued = issue(place, config)
+    ticket, server = issued or (known_ticket(place, config), None)
+    try:
+        session = join(
+            ticket.addresses,
+            ticket.secret,
+            ticket.job,
+            hello | open_doors(ticket.secret, ticket.job),
+            config.start_timeout,
+            patient=not config.rendezvous,
+            tls=config.tls,
+        )
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    finally:
+        if server is not None and place.one_host:
+            _Notice(place).remove()
+    return Meeting(session, ticket.secret, ticket.job, server)
+
+
+def _follow(
+    place: Place, config: Config, hello: dict[str, Any], open_doors: OpenDoors
+) -> Meeting:
+    """Joins the server that rank 0's notice names, and looks again until it works."""
+    deadline = time.monotonic() + config.start_timeout
+    notice, opened = _Notice(place), None
+    why, pause = "rank 0 has not appeared", 0.01
+    while time.monotonic() < deadline:
+        ticket = notice.read()
+        if ticket is not None:
+            if ticket != opened:
+                more, opened = open_doors(ticket.secret, ticket.job), ticket
+            try:
+                session = knock(
+                    ticket.addresses,
+                    ticket.secret,
+                    ticket.job,
+                    hello | more,
+                    deadline,
+                    config.tls,
+                )
+            except (AuthenticationError, OSError) as error:
+                why = str(error)  # what a dead job left behind, or it just ended
+            else:
+                return Meeting(session, ticket.secret, ticket.job)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.25)
+    raise StartupError(
+        f"rank {place.rank} of {place.size} ({place.source}) could not find the "
+        f"rendezvous of its job within {config.start_timeout:g} s: {why}{notice.hint}"
+    )
+
+
+def _given_secret(place: Place, config: Config) -> bytes:
+    try:
+        secret = config.secret_bytes()
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    if secret is None:
+        raise StartupError(
+            f"the job has {place.size} ranks ({place.source}) but no secret: set "
+            f"RINGJAX_SECRET_FILE to a file that all of them can read and only you "
+            f"(openssl rand -hex 32 > FILE; chmod 600 FILE), or RINGJAX_SECRET to what "
+            f"is in it"
+        )
+    return secret
+
+
+def known_ticket(place: Place, config: Config) -> Ticket:
+    """What the settings tell, or what every rank of the job computes alike.
+
+    Raises:
+        StartupError: they do not tell enough.
+    """
+    secret = _given_secret(place, config)
+    if config.rendezvous:
+        if not config.job:
+            raise StartupError("RINGJAX_RENDEZVOUS is set but RINGJAX_JOB is not")
+        return Ticket(config.rendezvous, secret, config.job)
+    if not place.first_host:
+        raise StartupError(
+            f"{place.source} started {place.size} ranks on several hosts and does not "
+            f"tell where rank 0 is: set MASTER_ADDR to the name of its host"
+        )
+    found = ",".join(address.show(place.first_host, port) for port in _ports(place))
+    return Ticket(found, secret, _job(place, config))
+
+
+def _job(place: Place, config: Config) -> str:
+    return config.job or job_of(place.identity or place.first_host, place.size)
+
+
+def _ports(place: Place) -> list[int]:
+    first = place.ports[0] if place.ports else 0
+    if not first:
+        number = int(job_of(place.identity, place.size), 16)
+        first = _FIRST_PORT + number % _PORTS
+    return list(range(first, min(first + _ATTEMPTS, 65536)))
+
+
+class _Notice:
+    """The file by which rank 0 tells the other ranks of this host where it listens."""
+
+    def __init__(self, place: Place) -> None:
+        # Without an identity from the engine: ranks of one job have one parent.
+        identity = place.identity or f"parent {_parent()}"
+        self.hint = (
+            ""
+            if place.identity
+            else "; ranks started by different parents need the same RINGJAX_JOB"
+        )
+        self.folder = _private_folder()
+        self.path = f"{self.folder}/{job_of(identity, place.size)}.json"
+
+    def write(self, ticket: Ticket) -> None:
+        """Appears at once or not at all, readable by this user only."""
+        temporary = f"{self.path}.{os.getpid()}.{secrets.token_hex(4)}"
+        text = json.dumps(
+            {
+                "addresses": ticket.addresses,
+                "secret": ticket.secret.hex(),
+                "job": ticket.job,
+            }
+        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            with open(os.open(temporary, flags, 0o600), "w") as file:
+                file.write(text)
+            os.rename(temporary, self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise StartupError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def read(self) -> Ticket | None:
+        """None if there is none, or it is not to be trusted."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            fd = os.open(self.path, flags)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(fd)
+            ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            text = os.read(fd, 4096) if ours and stat.S_ISREG(status.st_mode) else b""
+        finally:
+            os.close(fd)
+        try:
+            found = json.loads(text)
+            secret, job = bytes.fromhex(found["secret"]), str(found["job"])
+            bytes.fromhex(job)
+            address.parse(found["addresses"])
+            return Ticket(found["addresses"], secret, job)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def remove(self) -> None:
+        """Afterwards nobody can mistake it for a later job's."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+
+def _private_folder() -> str:
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    path = os.path.join(base, f"ringjax-{os.geteuid()}")
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise StartupError(f"cannot make {path}: {error.strerror}") from error
+    status = os.lstat(path)
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & 0o077
+    ):
+        raise StartupError(f"{path} must be a folder that only this user can use")
+    return path
+
+
+def _parent() -> str:
+    """The parent process, so that its number in another life is another one."""
+    pid = os.getppid()
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command in brackets may hold anything: look behind the last bracket.
+            started = file.read().rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        started = ""
+    return f"{pid} {started}"

@@ -1,0 +1,97 @@
+"""JSON messages sealed with an HMAC and a counter, inside TLS where there is some.
+
+What flows on control connections after the handshake (handshake.py), which gives out
+the keys. The seal alone keeps anything altered, lost, replayed or made up from being
+believed; TLS (tls.py) keeps it from being read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ringjax.errors import AuthenticationError
+
+from .tls import Layer
+
+MOST_BYTES = 16 << 20  # of one sealed message
+_MAC = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys for sealed messages after a handshake, one per direction.
+
+    Attributes:
+        layer: this end of TLS, if both ends have it.
+    """
+
+    send: bytes = b""
+    receive: bytes = b""
+    layer: Layer | None = None
+
+    def sealer(self) -> Sealer:
+        """For what is sent from now on; there must be one only."""
+        return Sealer(self.send, self.layer)
+
+    def opener(self, most: int = MOST_BYTES) -> Opener:
+        """For what is received from now on; there must be one only."""
+        return Opener(self.receive, most, self.layer)
+
+
+class Sealer:
+    """Packs JSON messages so that the other end notices any change, loss or replay."""
+
+    def __init__(self, key: bytes, layer: Layer | None = None) -> None:
+        self._key, self._count, self._layer = key, 0, layer
+
+    def seal(self, message: dict[str, Any]) -> bytes:
+        """Length (4 bytes), HMAC(key, counter, length, text), text; all that in TLS."""
+        text = json.dumps(message, separators=(",", ":")).encode()
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"message of {len(text)} bytes, at most {MOST_BYTES}")
+        head = struct.pack("!QI", self._count, len(text))
+        self._count += 1
+        sealed = head[8:] + hmac.digest(self._key, head + text, "sha256") + text
+        return sealed if self._layer is None else self._layer.protect(sealed)
+
+
+class Opener:
+    """Takes bytes as they come, returns the messages that are complete and genuine."""
+
+    def __init__(
+        self, key: bytes, most: int = MOST_BYTES, layer: Layer | None = None
+    ) -> None:
+        self._key, self._count, self._most, self._layer = key, 0, most, layer
+        self._buffer = bytearray()
+
+    def feed(self, piece: bytes) -> list[dict[str, Any]]:
+        """Raises AuthenticationError on the first message that is not genuine."""
+        self._buffer += piece if self._layer is None else self._layer.expose(piece)
+        messages = []
+        while len(self._buffer) >= 4 + _MAC:
+            length = int.from_bytes(self._buffer[:4], "big")
+            if length > self._most:
+                raise AuthenticationError(f"announces a message of {length} bytes")
+            if len(self._buffer) < 4 + _MAC + length:
+                break
+            head = struct.pack("!QI", self._count, length)
+            mac = bytes(self._buffer[4 : 4 + _MAC])
+            text = bytes(self._buffer[4 + _MAC : 4 + _MAC + length])
+            del self._buffer[: 4 + _MAC + length]
+            if not hmac.compare_digest(
+                mac, hmac.digest(self._key, head + text, "sha256")
+            ):
+                raise AuthenticationError("sent a message that was altered or replayed")
+            self._count += 1
+            try:
+                message = json.loads(text)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                raise AuthenticationError("sent something other than a JSON object")
+            messages.append(message)
+        return messages

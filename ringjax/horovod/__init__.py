@@ -1,0 +1,1 @@
+"""What Horovod has beside its operations, for `ringjax.common` and `ringjax.runner`."""

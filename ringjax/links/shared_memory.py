@@ -1,0 +1,118 @@
+"""Memory shared by two ranks of a host, and how its descriptors travel between them.
+
+A memfd has no name and lives as long as somebody holds it, so nothing is left behind
+after any death, and the size of /dev/shm does not matter. Not the rings inside: those
+are the native core's.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+from pathlib import Path
+
+from ringjax import failpoints
+from ringjax.control.handshake import LIMIT
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MESSAGE = struct.Struct("!Q")  # the size of the memory, 0: there is none
+
+
+def make(size: int) -> int:
+    """A sealed memfd whose pages exist.
+
+    Raises:
+        OSError: the system has no memory for it, or no memfd.
+    """
+    failpoints.passing("memory.make")
+    # A memfd has no limit of its own: asking for too much would not fail but make the
+    # kernel kill processes.
+    if size > available() // 2:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    fd = os.memfd_create("ringjax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        # Without this a lack of memory would show as SIGBUS on first touch.
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def available() -> int:
+    """Bytes that this process could still use: of the machine, and of its cgroup."""
+    limits = [1 << 62]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as table:
+        limits += [
+            int(line.split()[1]) << 10
+            for line in table
+            if line.startswith("MemAvailable:")
+        ]
+    # As a container sees its own cgroup; outside of one there is no such file.
+    with contextlib.suppress(OSError, ValueError):
+        used, most = (
+            int(Path("/sys/fs/cgroup", name).read_text())
+            for name in ("memory.current", "memory.max")
+        )
+        limits.append(most - used)
+    return max(0, min(limits))
+
+
+def is_sound(fd: int, size: int) -> bool:
+    """Whether a descriptor is memory of that size which nobody can shrink under us."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # not a memfd
+        return False
+    return os.fstat(fd).st_size == size and seals & _SEALS == _SEALS
+
+
+def send(sock: socket.socket, size: int, fds: list[int]) -> None:
+    """Sends descriptors over a unix socket, with the size of the memory."""
+    sock.settimeout(LIMIT)
+    socket.send_fds(sock, [_MESSAGE.pack(size)], fds)
+
+
+def receive(
+    sock: socket.socket, most: int, seconds: float
+) -> tuple[int, list[int]] | None:
+    """What `send` sent: the size and at most `most` descriptors; None if nothing yet.
+
+    Raises:
+        OSError: the other end is gone.
+    """
+    message, fds = b"", array.array("i")
+    room = socket.CMSG_LEN(most * fds.itemsize)
+    try:
+        sock.settimeout(seconds)
+        while len(message) < _MESSAGE.size:
+            try:
+                # Not socket.recv_fds: it takes flags but does not use them.
+                piece, items, _, _ = sock.recvmsg(
+                    _MESSAGE.size - len(message), room, socket.MSG_CMSG_CLOEXEC
+                )
+            except TimeoutError:
+                if not message:
+                    return None
+                raise
+            for level, kind, data in items:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+            if not piece:
+                raise ConnectionResetError("it closed the connection")
+            message += piece
+            sock.settimeout(LIMIT)
+        if len(fds) > most:
+            raise OSError(f"it sent {len(fds)} descriptors")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return _MESSAGE.unpack(message)[0], fds.tolist()

@@ -1,0 +1,453 @@
+"""A world whose ranks come and go: one epoch follows the other in the same process.
+
+Each communicator has a succession in the native core, which lasts as long as its number
+does; an epoch puts a new communicator into each. When epochs form is the matter of
+thread.py and the coordinator, what a program may ask for that of
+runtime/elastic_requests.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringjax import _native
+from ringjax.config import Config
+from ringjax.control import launch_environment
+from ringjax.control.session import Member
+from ringjax.errors import PeerLost, RingjaxError
+from ringjax.membership.enlistment import Enlistment, Line
+from ringjax.membership.orders import Members, Welcome
+from ringjax.world import devices
+from ringjax.world.coordinates import Standing
+from ringjax.world.epoch import Epoch
+from ringjax.world.introduction import check_agreement, hello
+from ringjax.world.lanes import LANE
+from ringjax.world.registry import Registry
+from ringjax.world.whereabouts import Whereabouts
+from ringjax.world.world import World
+
+from . import elastic_devices, elastic_sets, forming
+from .carried_calls import Calls
+from .generation import Generation, Step, numbers, reason, steps
+from .rehearsal import Rehearsal
+from .thread import Recovery
+
+_CLOSED = "ringjax.shutdown() was called on this rank"
+
+
+class ElasticWorld(World):
+    """All ranks of an elastic job, as this one is connected with them now.
+
+    Args:
+        registry: the process sets of the program; they follow the epochs.
+
+    Raises:
+        StartupError, PeerLost: the job could not be brought together.
+
+    Attributes:
+        generation: the membership in force; None: this rank is a newcomer.
+        changed: guards what the recovery and the program share; tells of new epochs.
+        update: the number of the change that waits, 0: none.
+        resizes: how many pauses have come to their end.
+        dismissed: this rank has left in good order.
+        waits: an epoch is there in which all start again, once the program does.
+        calls: what goes on from epoch to epoch.
+        device: the number of this rank's CUDA device, or -1 and why it has none; None
+            until that is known.
+    """
+
+    elastic = True
+
+    def __init__(self, config: Config, registry: Registry) -> None:
+        self.generation: Generation | None = None
+        self.changed = threading.Condition(threading.RLock())
+        self.update = self.resizes = 0
+        self.dismissed = self.waits = False
+        self.contributors: tuple[int, ...] = ()
+        self.rehearsal = Rehearsal(self)
+        self.enlistment: Enlistment | None = None
+        self.recovery: Recovery | None = None
+        self.privates: dict[tuple[int, ...], int] = {}  # see Program
+        self._registry = registry
+        self._members: tuple[Member, ...] = ()
+        self._former: forming.Former | None = None
+        self.device: tuple[int, str] | None = None
+        self._share: int | None = None
+        self._end: tuple[type[RingjaxError], str] | None = None
+        self._removed: set[int] = set()
+        self._over = -1  # the newest epoch that was stopped
+        self._joined = -1  # the newest one that the program takes part in
+        super().__init__(config)
+
+    # -- beginning and end -------------------------------------------------------------
+
+    def _begin(self, place: launch_environment.Place) -> None:
+        self.calls = Calls(self.lanes)
+        self.standing = Standing.provisional(place.rank, place.size, self.config)
+        ticket = forming.ticket(place, self.config)
+        self._reception = forming.reception(
+            ticket, self.config, lambda text: self.log("warning", text)
+        )
+        described = hello(place.rank, place.size, self.config)
+        described |= self._reception.described()
+        self.enlistment = forming.enlist(ticket, self.config, described)
+        self._registry.begin(0)
+        self.recovery = Recovery(self, self.enlistment)
+        self._whereabouts = Whereabouts(self.log)
+        self._former = forming.Former(
+            self.config,
+            ticket,
+            self._reception,
+            self.recovery.bell,
+            self._whereabouts,
+            self.log,
+        )
+        first = self.enlistment.first
+        if isinstance(first, Members):
+            check_agreement(first.members)
+        if not isinstance(first, Welcome):
+            self.recovery.start(first)
+            self.wait_for_admission()
+            return
+        size = first.size
+        self.standing = Standing.provisional(first.rank, size, self.config)
+        self._prefix = f"ringjax worker {self.config.worker}"
+        self._registry.renew(size, {}, 0)
+        self.sets = {0: list(range(size))}
+        self.devices = devices.Devices(self, [devices.count(self.config)] * size)
+        self.recovery.start(None)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Waits for something that the recovery does.
+
+        Raises:
+            Fenced, RingjaxError: it will never happen.
+        """
+        with self.changed:
+            while not done():
+                self.check_end()
+                self.changed.wait()
+
+    def wait_for_admission(self) -> None:
+        """Waits until this rank is a member.
+
+        Raises:
+            SystemExit: the job ends, in good order, without it.
+        """
+        self.wait(lambda: self.generation is not None or self.dismissed)
+        if self.generation is None:
+            raise SystemExit(0)
+        self.lanes.open_timeline()
+
+    def wait_for_another(self, before: int) -> None:
+        """Waits for another epoch than that one, or for what comes instead."""
+        self.wait(lambda: self.dismissed or self.waits or self.number > before)
+
+    @property
+    def number(self) -> int:
+        """The epoch's; -1: none is in force."""
+        return -1 if self.generation is None else self.generation.epoch
+
+    def check_end(self) -> None:
+        """Raises why this rank cannot go on, if that is so."""
+        if self._end is not None:
+            kind, text = self._end
+            raise kind(f"ringjax: {text}")
+
+    def fail(self, text: str) -> None:
+        """Tells everybody that this rank goes down, and why."""
+        failed = self.failed
+        super().fail(text)
+        if not failed and self.enlistment is not None:
+            self.enlistment.report_failure(text)
+
+    def stop(self) -> None:
+        """Fails what is pending, and what comes."""
+        text = self.failed or (self._end[1] if self._end else _CLOSED)
+        super().stop()
+        self.calls.end(dict(self.calls.successions), text)
+
+    def close(self) -> None:
+        """Leaves the job. Bounded in time; may be called on half of a world."""
+        self.rehearsal.end()
+        in_order = not (self.failed or self._end or self.dismissed)
+        if self.recovery is not None:
+            self.recovery.close()
+        epoch = self._epoch
+        self.devices.close()
+        if epoch is not None and in_order:
+            epoch.leave()
+        if self.enlistment is not None and in_order and epoch is not None:
+            lines = {} if self.waits else self._last_lines()
+            self.enlistment.leave(lines, self._joined)
+        self.stop()
+        self.lanes.close()
+        self.calls.clear()
+        if epoch is not None:
+            epoch.close()
+        if self._whereabouts is not None:
+            self._whereabouts.close()
+        if self._reception is not None:
+            self._reception.close()
+        if self.enlistment is not None:
+            self.enlistment.close()
+            self._registry.end()
+            forming.leave(self.config)
+        self._epoch = self._reception = self.enlistment = self.recovery = None
+
+    def _last_lines(self) -> dict[int, Line]:
+        try:
+            return self.halt(_CLOSED, -1)
+        except _native.StatusError as error:  # somebody is still in a call
+            self.log("info", f"leaving in the middle of a call: {error}")
+            return {}
+
+    def abandon(self) -> None:
+        """In a forked child: as in every world."""
+        super().abandon()
+        if self.enlistment is not None:
+            self.enlistment.release()
+        if self.recovery is not None:
+            self.recovery.release()
+
+    # -- for the recovery --------------------------------------------------------------
+
+    @property
+    def present(self) -> Epoch | None:
+        """The epoch that is in force, or waits for the program to start again."""
+        return None if self.generation is None else self._epoch
+
+    def announce(self, update: int) -> None:
+        """A change of the members waits; 0: none."""
+        self.update = update
+
+    def dismiss(self, text: str) -> None:
+        """This rank belongs to the job no more, in good order."""
+        self.log("info", f"leaves the job: {text}")
+        with self.changed:
+            self.dismissed = True
+            if self._end is None:
+                self._end = RingjaxError, f"this rank has left the job: {text}"
+            self.changed.notify_all()
+        self.stop()
+
+    def end(self, kind: type[RingjaxError], text: str) -> None:
+        """Nothing follows: everything that waits fails with this."""
+        with self.changed:
+            if self._end is None:
+                self._end = kind, text
+            self.changed.notify_all()
+        self.stop()
+
+    def halt(self, text: str, rank: int) -> dict[int, Line]:
+        """Stops all calls of the present epoch and says how far they came."""
+        with self.changed:
+            epoch = self.epoch
+            self._over = epoch.number
+            self.changed.notify_all()
+            running = dict(epoch.communicators)
+        self.devices.stop(text, rank)
+        for communicator in running.values():
+            communicator.abort(text, rank)
+        seconds = self.config.failure_timeout
+        return {
+            number: communicator.quiesce(seconds)
+            for number, communicator in running.items()
+            if number in epoch.successions
+        }
+
+    def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
+        """The process sets, the next number for one, whether only a restart helps."""
+        with self.changed:
+            if self.generation is None:
+                return {}, 0, False
+            known = self.sets.items()
+            sets = {n: ranks for n, ranks in known if n and n not in self._removed}
+            # What NCCL had in hand is void, perhaps on some ranks only.
+            lanes = list(self.lanes.lanes.values())
+            restart = bool(self.devices.communicators) or any(x.joined for x in lanes)
+            return dict(sets), self._registry.next_id, restart
+
+    def link(self, heard: Sequence[Members], watch: Any) -> Epoch:
+        """Connects the members of the last of `heard`; raises as `mesh.Fabric.build`.
+
+        After a loss only the world's communicator, which most calls wait for; but a
+        newcomer has no calls, and nothing that they could wait in.
+        """
+        assert self._former is not None
+        members = heard[-1]
+        again = self.waits or any(m.kind == "restart" for m in heard)
+        epoch = self._former.form(members, watch, self._epoch)
+        wanted = list(numbers(members))
+        newcomer = self.generation is None
+        if members.kind == "repair" and not again and not newcomer:
+            wanted = wanted[:1]
+        known = {} if again else self.calls.successions
+        try:
+            self._former.connect(epoch, members, wanted, known)
+        except BaseException:
+            epoch.close()
+            raise
+        return epoch
+
+    def install(self, epoch: Epoch, heard: Sequence[Members]) -> None:
+        """Puts it in force; `heard` are all memberships since the present one."""
+        members, before = heard[-1], self._epoch
+        wanted = {number for number, _, _ in numbers(members)}
+        again = any(m.kind == "restart" for m in heard)
+        with self.changed:
+            waits = self.waits or (again and self.generation is not None)
+            self.contributors = self.last_contributors(heard[0])
+            verdicts = {}
+            if not waits:
+                known = wanted & self.calls.successions.keys()
+                verdicts = {number: steps(number, self.sets, heard) for number in known}
+            ended = self.calls.keep(verdicts)
+            self._remember(epoch, members)
+            # A loss may follow before the program wakes up, which has paused then.
+            self.resizes += sum(each.kind == "resize" for each in heard)
+            self.waits = waits
+            if not waits:
+                self._joined = epoch.number
+                self.calls.open(epoch, verdicts)
+            self.changed.notify_all()
+        self.calls.end(ended, reason(members), lanes_too=not waits)
+        if before is not None:
+            before.leave()
+            before.close()
+        if self._reception is not None:
+            self._reception.retire(epoch.number)
+        if members.lost and members.rank == 0:
+            size = epoch.standing.size
+            self.log("info", f"going on with {size} ranks: {reason(members)}")
+
+    def complete(self, members: Members) -> None:
+        """Connects what `link` has left; raises as it does."""
+        assert self._former is not None
+        epoch = self.epoch
+        rest = [each for each in numbers(members) if each[0] not in epoch.successions]
+        self._former.connect(epoch, members, rest, self.calls.successions)
+        with self.changed:
+            if self.is_over(epoch):
+                raise PeerLost(f"epoch {epoch.number} is over")
+            for number, ranks, _ in rest:
+                self.calls.put(epoch, number, Step.nothing(len(ranks)))
+            self.changed.notify_all()
+
+    def _remember(self, epoch: Epoch, members: Members) -> None:
+        self._epoch, self.standing = epoch, epoch.standing
+        self.generation = Generation.of(members)
+        self._members = members.members
+        size = self.standing.size
+        self._registry.renew(size, members.sets, members.next_set)
+        sets = {number: list(ranks) for number, ranks in members.sets.items()}
+        self.sets = {0: list(range(size)), **sets}
+        self._prefix = f"ringjax {self.rank}/{size} e{epoch.number}"
+        self.devices.counts = self._count_devices()
+
+    def acknowledge(self) -> None:
+        """The program starts again: its calls belong to the present epoch."""
+        with self.changed:
+            if self.waits:
+                self.waits = False
+                self._joined = self.epoch.number
+                self.calls.open(self.epoch, {})
+
+    def last_contributors(self, following: Members | None = None) -> tuple[int, ...]:
+        """Numbers of the processes whose values are in the last call of all ranks.
+
+        Args:
+            following: says what became of the calls of this epoch, if it is over.
+        """
+        if self._epoch is None or self.generation is None:
+            return self.contributors
+        finished = sum(map(self._epoch.calls, (0, LANE)))
+        if following is not None:
+            verdicts = [following.verdicts.get(n, (0, True)) for n in (0, LANE)]
+            finished += sum(calls for calls, _ in verdicts)
+        return self.generation.workers if finished else self.contributors
+
+    @property
+    def device_share(self) -> int | None:
+        """As in every world; a rank stays on it, whatever its number becomes."""
+        if self._share is None:
+            self._share = super().device_share
+        return self._share
+
+    def open_devices(self, device: int, why_not: str = "") -> None:
+        """As in every world; a newcomer does it when it is a member."""
+        if self.device is not None:
+            return
+        self.device = device, why_not
+        if self.generation is not None and not elastic_devices.renew(self):
+            elastic_devices.start_again(self, elastic_devices.LOST)
+
+    # -- for the program ---------------------------------------------------------------
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All ranks, as they know each other."""
+        return self._members
+
+    @property
+    def communicators(self) -> dict[int, _native.Communicator]:
+        """Those that calls of the program get, by number."""
+        return self.calls.serving
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Gives every rank the values of all ranks; `what` names it in errors."""
+        assert self.enlistment is not None
+        seconds = self.config.start_timeout
+        return self.enlistment.exchange(value, seconds, what, self.epoch.number)
+
+    def gone(self) -> dict[int, str]:
+        """The ranks that are known to have gone, and why."""
+        return {} if self.enlistment is None else self.enlistment.gone()
+
+    def add(self, number: int, ranks: Sequence[int], what: str) -> None:
+        """Registers a process set; collective over the world."""
+        elastic_sets.add(self, number, ranks, what)
+        mine = self.generation is not None and self.rank in self.sets[number]
+        # Where another rank had come to the end, the recovery connects it here.
+        self.wait(lambda: number in self.calls.serving or not mine)
+
+    def adopt(self, epoch: Epoch, number: int, ranks: Sequence[int]) -> None:
+        """Takes a process set that was connected in an epoch, if that is in force."""
+        with self.changed:
+            self.check_epoch(epoch)
+            if self.rank in ranks and self._former is not None:
+                for each in (number, number | LANE):
+                    succession = self._former.new_succession()
+                    epoch.open(each, ranks, f"process set {number}", succession)
+                    self.calls.put(epoch, each, [Step()])
+            self.sets[number] = list(ranks)
+
+    def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
+        """Ends a process set on this rank.
+
+        What it holds ends with the epoch: here nobody can say whether the other ranks
+        have come as far.
+        """
+        with self.changed:
+            self._removed.add(number)
+            self.devices.remove(number)
+
+    def is_over(self, epoch: Epoch, seconds: float = 0.0) -> bool:
+        """Whether an epoch has ended, or will be within so much time."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: self._over >= epoch.number or self._epoch is not epoch, seconds
+            )
+
+    def check_epoch(self, epoch: Epoch) -> None:
+        """Raises PeerLost if it is over."""
+        self.check_end()
+        if self.is_over(epoch):
+            raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
+
+    def prepare(self, what: str) -> None:
+        """Has the collectives of a newcomer run alone."""
+        if self.generation is None and not self.calls.serving:
+            self.rehearsal.begin(what)

@@ -1,0 +1,183 @@
+"""How a rank enlists in an elastic job, and how its members become an epoch.
+
+What the epoch before has left is in elastic_world.py, which puts the new one in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ringjax import _native
+from ringjax.config import Config
+from ringjax.control import addresses as address
+from ringjax.control import rendezvous_lookup
+from ringjax.control.launch_environment import Place
+from ringjax.control.listener import Reception
+from ringjax.errors import StartupError
+from ringjax.links import calibration
+from ringjax.links.mesh import Fabric, Watch
+from ringjax.membership import enlistment
+from ringjax.membership.orders import Members
+from ringjax.world.coordinates import Standing
+from ringjax.world.epoch import Epoch
+from ringjax.world.introduction import host_names, listening_hosts
+from ringjax.world.whereabouts import Whereabouts
+
+from .generation import Wanted
+
+# Jobs and workers that this process has been and is no more.
+_left: set[tuple[str, int]] = set()
+
+
+def ticket(place: Place, config: Config) -> rendezvous_lookup.Ticket:
+    """Where the coordinator of an elastic job is.
+
+    Raises:
+        StartupError: the environment does not say enough, or this process has left.
+    """
+    if not config.rendezvous or config.worker is None:
+        raise StartupError(
+            "RINGJAX_ELASTIC is set, but RINGJAX_RENDEZVOUS or RINGJAX_WORKER is not: "
+            "start elastic jobs by ringrun --min-np"
+        )
+    if (config.job, config.worker) in _left:
+        raise StartupError(
+            "this process has left its elastic job by ringjax.shutdown(), and cannot "
+            "come back: another process would have to"
+        )
+    return rendezvous_lookup.known_ticket(place, config)
+
+
+def leave(config: Config) -> None:
+    """This process must not come back to its job."""
+    if config.worker is not None:
+        _left.add((config.job, config.worker))
+
+
+def reception(
+    known: rendezvous_lookup.Ticket, config: Config, log: Callable[[str], None]
+) -> Reception:
+    """Opens the doors for the other ranks, for all epochs."""
+    found = address.parse(known.addresses)
+    one_host = all(address.is_loopback(host) for host, _ in found)
+    hosts = listening_hosts(config, one_host=one_host)
+    return Reception(known.secret, known.job, rank=-1, hosts=hosts, log=log)
+
+
+def enlist(
+    known: rendezvous_lookup.Ticket, config: Config, hello: dict[str, Any]
+) -> enlistment.Enlistment:
+    """Joins the job; raises as `enlistment.join`."""
+    assert config.worker is not None
+    return enlistment.join(
+        known.addresses,
+        known.secret,
+        known.job,
+        config.worker,
+        hello,
+        config.start_timeout,
+        elastic_timeout=config.elastic_timeout,
+        failure_timeout=config.failure_timeout,
+        tls=config.tls,
+    )
+
+
+class Former:
+    """Forms the epochs of one rank.
+
+    Args:
+        ticket: the job and its secret.
+        reception: where other ranks call, in all epochs.
+        bell: an eventfd for the heartbeats to ring.
+        whereabouts: answers what the heartbeats are asked.
+        log: takes a level and a sentence.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ticket: rendezvous_lookup.Ticket,
+        reception: Reception,
+        bell: int,
+        whereabouts: Whereabouts,
+        log: Callable[[str, str], None],
+    ) -> None:
+        self._config, self._ticket, self._reception = config, ticket, reception
+        self._bell, self._log = bell, log
+        self._whereabouts = whereabouts
+
+    def form(self, members: Members, watch: Watch, before: Epoch | None) -> Epoch:
+        """An epoch without any communicator.
+
+        Args:
+            watch: raises when it is not worth while to go on.
+            before: the epoch before, if this rank had one.
+        """
+        standing = Standing.of(members.rank, host_names(members.members))
+        fabric = Fabric(
+            rank=members.rank,
+            members=members.members,
+            hosts=standing.hosts,
+            epoch=members.epoch,
+            job=self._ticket.job,
+            secret=self._ticket.secret,
+            config=self._patient(members.kind),
+            reception=self._reception,
+            session=watch,
+            shm_bytes=_native.shm_bytes,
+            board_bytes=_native.board_bytes,
+            log=self._log,
+        )
+        epoch = Epoch(self._config, standing, fabric, self._bell, self._whereabouts)
+        epoch.cost = {} if before is None else before.cost
+        return epoch
+
+    def connect(
+        self,
+        epoch: Epoch,
+        members: Members,
+        wanted: Sequence[Wanted],
+        known: Mapping[int, _native.Succession],
+    ) -> None:
+        """Connects the members, and makes communicators that are not in force yet.
+
+        Args:
+            wanted: which.
+            known: the successions that go on, by number.
+
+        Raises:
+            Unreachable, PeerLost, StartupError: some could not be reached.
+        """
+        for number, ranks, name in wanted:
+            epoch.link(number, ranks, name)
+        for number, ranks, name in wanted:
+            epoch.open(number, ranks, name, known.get(number) or self.new_succession())
+            if number == 0:
+                self._calibrate(epoch, members)
+
+    def new_succession(self) -> _native.Succession:
+        """For a communicator that begins."""
+        # The coordinator knows sooner when to give up; this is for when it is lost.
+        config = self._config
+        return _native.Succession(config.elastic_timeout + config.start_timeout)
+
+    def _patient(self, kind: str) -> Config:
+        """Who is there already does not take long, and others may wait for it."""
+        config = self._config
+        if kind == "start":
+            return config
+        limit = min(config.start_timeout, 2 * config.failure_timeout + 5)
+        return replace(config, start_timeout=limit)
+
+    def _calibrate(self, epoch: Epoch, members: Members) -> None:
+        """All ranks need the same constants, and newcomers have none."""
+        if self._config.calibrate == "off" or -1 not in members.previous:
+            return
+        network = calibration.describe(members.members, epoch.standing.hosts)
+        if network is not None:
+            communicator = epoch.communicators[0]
+            epoch.cost, _ = calibration.calibrate(
+                communicator, self._config, network, epoch.cost
+            )

@@ -1,0 +1,310 @@
+"""The thread that keeps an elastic job going: from a loss to the next epoch.
+
+It hears the heartbeat and the coordinator, stops an epoch that is over, reports how far
+this rank came, connects the members of the next one and puts it in force. Calls that
+are under way wait meanwhile, in the native core. What an epoch is made of is in
+elastic_world.py, who decides about members in membership.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ringjax import errors, failpoints
+from ringjax.errors import PeerLost, RingjaxError, StartupError, Unreachable
+from ringjax.membership.enlistment import Enlistment, Line
+from ringjax.membership.orders import (
+    Dismissed,
+    Fenced,
+    Members,
+    Notice,
+    Order,
+    Revoke,
+    Stopped,
+    Update,
+)
+from ringjax.world.epoch import Epoch
+
+_DOUBT = 0.5  # seconds in which the coordinator may know better who is lost
+
+
+class Revoked(PeerLost):
+    """The epoch that is being formed is over already."""
+
+
+class Home(Protocol):
+    """What the recovery needs of its world."""
+
+    @property
+    def present(self) -> Epoch | None:
+        """The epoch that is in force, or waits for the program to start again."""
+
+    def halt(self, text: str, rank: int) -> dict[int, Line]:
+        """Stops all calls of the present epoch and says how far they came."""
+
+    def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
+        """The process sets, the next number for one, whether only a restart helps."""
+
+    def link(self, heard: Sequence[Members], watch: Any) -> Epoch:
+        """Connects the members of an epoch; raises as `mesh.Fabric.build`.
+
+        Args:
+            heard: all memberships since the present epoch; the last one counts.
+        """
+
+    def install(self, epoch: Epoch, heard: Sequence[Members]) -> None:
+        """Puts it in force; `heard` are all memberships since the present one."""
+
+    def complete(self, members: Members) -> None:
+        """Connects what does not have to be there at once; raises as `link`."""
+
+    def announce(self, update: int) -> None:
+        """A change of the members waits; 0: none."""
+
+    def dismiss(self, text: str) -> None:
+        """This rank belongs to the job no more, in good order."""
+
+    def end(self, kind: type[RingjaxError], text: str) -> None:
+        """Nothing follows: everything that waits fails with this."""
+
+    def log(self, level: str, text: str) -> None:
+        """Prints a line, if the level is wanted."""
+
+
+class Recovery:
+    """Forms epochs in a thread of its own.
+
+    Args:
+        home: the world.
+        enlistment: this rank's line to the coordinator; only this thread polls it.
+
+    Attributes:
+        bell: an eventfd for heartbeats to ring.
+    """
+
+    def __init__(self, home: Home, enlistment: Enlistment) -> None:
+        self._home, self._enlistment = home, enlistment
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = self._leaving = False
+        self._reported = -1  # the newest epoch that was reported
+        self._forming = -1  # the epoch whose links are being made
+        self._heard: list[Members] = []  # since the epoch that is in force
+        self._next: Members | None = None  # the newest of them, unless revoked
+        self._times = _Times()
+        self._thread = threading.Thread(
+            target=self._run, name="ringjax-recovery", daemon=True
+        )
+
+    def start(self, first: Order | None) -> None:
+        """Begins, with what this rank was told first."""
+        if first is not None:
+            self._hear(first)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Asks to leave at the next pause. For signal handlers: takes no lock."""
+        self._leaving = True
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Ends the thread, whatever it does. May be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wakeup, 1)
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        self.release()
+
+    def release(self) -> None:
+        """Closes its descriptors, also in a forked child, which has no such thread."""
+        for fd in (self.bell, self._wakeup):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.bell = self._wakeup = -1
+
+    def _run(self) -> None:
+        try:
+            poll = select.poll()
+            for fd in (self._enlistment.fileno(), self.bell, self._wakeup):
+                poll.register(fd, select.POLLIN)
+            while not self._closing:
+                if self._next is None:
+                    poll.poll()
+                self._serve()
+        except Exception as error:  # nobody else could say what is wrong
+            text = f"{type(error).__name__}: {error}"
+            self._home.end(RingjaxError, f"the recovery of this rank failed: {text}")
+            self._enlistment.report_failure(f"the recovery failed: {text}")
+
+    def _serve(self) -> None:
+        for fd in (self.bell, self._wakeup):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(fd)
+        if self._leaving:
+            self._leaving = False
+            self._enlistment.leaving()
+        self._listen()
+        self._look_for_losses()
+        if self._next is not None and not self._closing:
+            self._form(self._next)
+
+    # -- hearing -----------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        for message in self._enlistment.poll():
+            self._hear(message)
+
+    def _hear(self, message: Order) -> None:
+        home = self._home
+        match message:
+            case Members():
+                self._times.mark("members")
+                home.announce(0)
+                self._heard.append(message)
+                self._next = message
+            case Revoke():
+                self._on_revoke(message)
+            case Update(number=number):
+                home.announce(number)
+            case Dismissed(text=text):
+                home.dismiss(text)
+            case Fenced(text=text):
+                home.end(
+                    errors.Fenced, f"this rank {errors.FENCED}: the others say: {text}"
+                )
+            case Stopped(text=text):
+                home.end(RingjaxError, f"the job was stopped: {text}")
+            case Notice(text=text):
+                home.log("warning", text)
+
+    def _on_revoke(self, revoke: Revoke) -> None:
+        if self._next is not None and self._next.epoch <= revoke.epoch:
+            self._next = None
+        if revoke.epoch <= self._reported:
+            return
+        rank, text = -1, "another rank asked to start again"
+        if revoke.lost:
+            rank, why = next(iter(revoke.lost.items()))
+            text = f"rank {rank} {why}"
+        self._stop(revoke.epoch, text, rank)
+
+    def _look_for_losses(self) -> None:
+        """Tells the coordinator whom the heartbeat has lost, and stops the epoch."""
+        epoch = self._home.present
+        if epoch is None or epoch.number <= self._reported:
+            return
+        if self._heard and self._heard[-1].epoch > epoch.number:
+            return  # the others are on their way to the next one as well
+        lost = epoch.lost()
+        if not lost:
+            return
+        for rank, why in lost:
+            if rank != epoch.standing.rank:  # else others accuse this one
+                self._enlistment.suspect(epoch.number, rank, why)
+        self._stop(epoch.number, f"rank {lost[0][0]} {lost[0][1]}", lost[0][0])
+
+    def _stop(self, number: int, text: str, rank: int) -> None:
+        """Ends what runs in an epoch, and reports how far that came."""
+        self._times.start()
+        lines: Mapping[int, Line] = {}
+        epoch = self._home.present
+        if epoch is not None and epoch.number == number:
+            lines = self._home.halt(text, rank)
+        self._times.mark("quiesce")
+        failpoints.passing("recovery.halted")
+        sets, next_set, restart = self._home.reported()
+        self._enlistment.report(
+            number, lines, sets, next_set, restart=restart, text=text
+        )
+        self._reported = number
+        failpoints.passing("recovery.reported")
+        self._times.mark("report")
+
+    # -- forming -----------------------------------------------------------------------
+
+    def _form(self, members: Members) -> None:
+        self._forming = members.epoch
+        try:
+            epoch = self._home.link(tuple(self._heard), self)
+            self._times.mark("links")
+            failpoints.passing("recovery.linked")
+            self._home.install(epoch, tuple(self._heard))
+            self._heard.clear()
+            self._next = None
+            self._times.mark("install")
+            failpoints.passing("recovery.installed")
+            self._home.log("debug", f"epoch {members.epoch} {self._times.end()}")
+            self._home.complete(members)
+            failpoints.passing("recovery.completed")
+        except Revoked:
+            pass
+        except (PeerLost, StartupError) as error:
+            # A link that breaks says less than the coordinator, who is about to.
+            self._accuse(members, error)
+        finally:
+            self._forming = -1
+        os.eventfd_write(self.bell, 1)  # what was lost while it formed
+
+    def gone(self) -> dict[int, str]:
+        """For the links of an epoch: raises if it is over already."""
+        self._listen()
+        self._look_for_losses()
+        if self._closing:
+            raise Revoked("ringjax is shut down")
+        newest = self._heard[-1].epoch if self._heard else -1
+        if self._reported >= self._forming or newest > self._forming:
+            raise Revoked(f"epoch {self._forming} is over")
+        return {}
+
+    def _accuse(self, members: Members, error: PeerLost | StartupError) -> None:
+        """A member cannot be reached: without it, then, unless the others see it."""
+        ranks = error.ranks if isinstance(error, Unreachable) else []
+        ranks = [error.rank] if isinstance(error, PeerLost) else ranks
+        with contextlib.suppress(Revoked):
+            deadline = time.monotonic() + _DOUBT
+            while time.monotonic() < deadline:
+                self.gone()
+                left = max(0.0, deadline - time.monotonic())
+                select.select([self._enlistment], [], [], left)
+            for rank in ranks:
+                if rank >= 0:
+                    self._enlistment.suspect(members.epoch, rank, str(error))
+            self._next = None
+            self._stop(members.epoch, str(error), -1)
+
+
+class _Times:
+    """How long the parts of a recovery took, for the log."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._last = clock()
+        self._parts: dict[str, float] = {}
+        self._running = False
+
+    def start(self) -> None:
+        """A loss begins one."""
+        if not self._running:
+            self._began = self._last = self._clock()
+            self._parts, self._running = {}, True
+
+    def mark(self, part: str) -> None:
+        """Everything since the last mark belongs to this part."""
+        self.start()
+        now = self._clock()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def end(self) -> str:
+        """The whole story."""
+        self._running = False
+        parts = ", ".join(f"{k} {1000 * v:.0f}" for k, v in self._parts.items())
+        return f"in {1000 * (self._last - self._began):.0f} ms: {parts}"

@@ -1,0 +1,127 @@
+"""What becomes of every HOROVOD_* variable: which setting it is, or why it is none.
+
+One table for the log, the tests and docs/from-horovod.md, which holds what `python -m
+ringjax.settings.horovod_variables` prints. Reads nothing: config.py does, and its
+fields say which variables they listen to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from ringjax import config
+
+# Why the variables after it have no effect here.
+_WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
+    (
+        "ringjax has one way of its own to meet, RINGJAX_RENDEZVOUS and "
+        "RINGJAX_SECRET; ringrun sets them",
+        "GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
+    ),
+    ("MPI, Gloo and oneCCL are not used; there is nothing to choose", "CONTROLLER"),
+    (
+        "the transports are ringjax's own: shared memory in a host, TCP between hosts",
+        "CPU_OPERATIONS",
+    ),
+    (
+        "a cost model chooses hierarchical algorithms where they are faster; "
+        "RINGJAX_ALGORITHM forces one",
+        "HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE",
+    ),
+    (
+        "on CUDA devices RINGJAX_FUSION says which tensors are copied together",
+        "BATCH_D2D_MEMCOPIES",
+    ),
+    (
+        "communication has one CUDA stream; RINGJAX_COMM_STREAM=0 takes the program's",
+        "NUM_NCCL_STREAMS",
+    ),
+    (
+        "always so: on CUDA devices the stream waits, not the host",
+        "ENABLE_ASYNC_COMPLETION",
+    ),
+    ("always so: inside jit every collective is an XLA call", "ENABLE_XLA_OPS"),
+    ("process sets may be added and removed at any time", "DYNAMIC_PROCESS_SETS"),
+    (
+        "ringrun makes a job elastic: --min-np, or --host-discovery-script",
+        "ELASTIC",
+    ),
+    (
+        "links are measured when a job starts (RINGJAX_CALIBRATE); nothing is tuned "
+        "while it runs",
+        "AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE "
+        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+    ),
+    (
+        "threads are not bound to cores; bind the process (taskset, --cpu-bind)",
+        "THREAD_AFFINITY",
+    ),
+    ("MPI is not used", "MPI_THREADS_DISABLE ADASUM_MPI_CHUNK_SIZE"),
+    ("oneCCL is not used", "CCL_CACHE"),
+    ("there are no NVTX ranges", "DISABLE_NVTX_RANGES"),
+    ("log lines have no time; ringrun -prefix-timestamp adds it", "LOG_HIDE_TIME"),
+    (
+        "there is no Spark",
+        "SPARK_START_TIMEOUT SPARK_WORK_DIR SPARK_PYTHONPATH "
+        "SPARK_USE_LOCAL_RANK_GPU_INDEX",
+    ),
+    (
+        "for building Horovod; ringjax is built without frameworks, CUDA and NCCL",
+        "WITH_TENSORFLOW WITHOUT_TENSORFLOW WITH_PYTORCH WITHOUT_PYTORCH WITH_MXNET "
+        "WITHOUT_MXNET WITH_MPI WITHOUT_MPI WITH_GLOO WITHOUT_GLOO WITH_NVTX "
+        "WITHOUT_NVTX GPU_OPERATIONS GPU_ALLREDUCE GPU_ALLGATHER GPU_BROADCAST "
+        "GPU_ALLTOALL GPU_REDUCESCATTER ALLOW_MIXED_GPU_IMPL GPU CUDA_HOME NCCL_HOME "
+        "NCCL_INCLUDE NCCL_LIB NCCL_LINK ROCM_HOME NVTX_INCLUDE BUILD_ARCH_FLAGS "
+        "BUILD_CUDA_CC_LIST CMAKE DEBUG SKIP_COMPILE LOCAL_VERSION",
+    ),
+    ("for Horovod's own tests", "TEST_GPU MIXED_INSTALL"),
+)
+WITHOUT_EFFECT = {
+    f"HOROVOD_{name}": why for why, names in _WITHOUT_EFFECT for name in names.split()
+}
+# Of the honoured ones, those whose value is read in another way than ours.
+_IN_OTHER_WORDS = {
+    "HOROVOD_STALL_CHECK_DISABLE": "if 1: {}=0",
+    "HOROVOD_DISABLE_GROUP_FUSION": "if 1: {}=0",
+}
+
+
+def honoured() -> dict[str, list[str]]:
+    """The variables that have an effect, and our names for the same.
+
+    Example:
+        >>> honoured()["HOROVOD_GLOO_IFACE"]
+        ['RINGJAX_NETWORK_INTERFACES']
+    """
+    found: dict[str, list[str]] = {}
+    for field in dataclasses.fields(config.Config):
+        ours, *horovods = config.variables(field)
+        for name in horovods:
+            found.setdefault(name, []).append(ours)
+    return found
+
+
+def notes(names: Iterable[str]) -> Iterator[str]:
+    """A line for each of these variables that has no effect, for the log."""
+    known = honoured()
+    for name in names:
+        if name not in known:
+            why = WITHOUT_EFFECT.get(name, "ringjax does not know it")
+            yield f"{name} has no effect: {why}"
+
+
+def table() -> str:
+    """All variables and their fates, as markdown."""
+    rows = [("variable", "here"), ("---", "---")]
+    for name, ours in honoured().items():
+        text = _IN_OTHER_WORDS.get(name, "{}")
+        rows.append((f"`{name}`", ", ".join(f"`{text.format(x)}`" for x in ours)))
+    for why, names in _WITHOUT_EFFECT:
+        words = (f"`HOROVOD_{name}`" for name in names.split())
+        rows.append((", ".join(words), f"no effect: {why}"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table())

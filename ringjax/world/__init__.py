@@ -1,0 +1,1 @@
+"""The live state of one `init`: epoch, communicators, process sets, lanes, devices."""

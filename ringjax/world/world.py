@@ -1,0 +1,351 @@
+"""The live state of one `init`: membership, links, heartbeat, communicators.
+
+It is formed from the settings and the environment, adds and removes communicators of
+process sets, and ends in good order, with a failure, or by being forgotten in a forked
+child. What users call is in runtime/; who finds whom is in
+control/rendezvous_lookup.py; a world whose ranks come and go is in
+recovery/elastic_world.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ringjax import _native
+from ringjax.config import LOG_LEVELS, Config, horovod_names
+from ringjax.control import launch_environment
+from ringjax.control.listener import Reception
+from ringjax.control.rendezvous_lookup import Meeting, attend
+from ringjax.control.session import Member
+from ringjax.errors import Mismatch, from_status
+from ringjax.links import calibration
+from ringjax.links.mesh import Fabric
+from ringjax.settings import horovod_variables
+
+from . import devices, lanes
+from .coordinates import Standing
+from .epoch import Epoch
+from .introduction import check_agreement, hello, host_names, listening_hosts
+from .whereabouts import Whereabouts
+
+_CLOSED = "ringjax.shutdown() was called on this rank"
+
+
+class World:
+    """All ranks of the job, as this one is connected with them.
+
+    Raises:
+        StartupError, PeerLost: the job could not be brought together.
+
+    Attributes:
+        standing: this rank's coordinates.
+        sets: the process sets and their ranks, also those without this rank.
+        failed: why this rank fails, once it does.
+    """
+
+    elastic = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.failed = ""
+        self.sets: dict[int, list[int]] = {}
+        self._epoch: Epoch | None = None
+        self._reception: Reception | None = None
+        self._meeting: Meeting | None = None
+        self._whereabouts: Whereabouts | None = None
+        self.devices = devices.Devices(self, [0])
+        self.lanes = lanes.Lanes(self)
+        place = launch_environment.find(config)
+        self._prefix = f"ringjax {place.rank}/{place.size}"
+        if place.rank == 0:
+            for note in horovod_variables.notes(horovod_names()):
+                self.log("info", note)
+        try:
+            self._begin(place)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, place: launch_environment.Place) -> None:
+        """Brings the job together."""
+        fabric = None
+        if place.size == 1:
+            self.standing = Standing.of(0, ["here"], self.config)
+        else:
+            fabric = self._come_together(place)
+            self._whereabouts = Whereabouts(self.log)
+        self._epoch = Epoch(
+            self.config, self.standing, fabric, whereabouts=self._whereabouts
+        )
+        self._calibrate(self.connect(0, range(place.size), "world"))
+        self.sets[0] = list(range(place.size))
+        self.devices = devices.Devices(self, self._count_devices())
+        self.lanes.add(0, self.sets[0], "world")
+        self.lanes.open_timeline()
+
+    def _come_together(self, place: launch_environment.Place) -> Fabric:
+        config = self.config
+        hosts = listening_hosts(config, one_host=place.one_host)
+
+        def open_doors(secret: bytes, job: str) -> dict[str, Any]:
+            """For the other ranks, before they can know about them."""
+            if self._reception is not None:
+                self._reception.close()
+            self._reception = Reception(
+                secret,
+                job,
+                rank=place.rank,
+                size=place.size,
+                hosts=hosts,
+                log=lambda text: self.log("warning", text),
+            )
+            return self._reception.described()
+
+        self._meeting = attend(
+            place, config, hello(place.rank, place.size, config), open_doors
+        )
+        session = self._meeting.session
+        check_agreement(session.members)
+        self.standing = Standing.of(place.rank, host_names(session.members), config)
+        self._prefix += f" e{session.epoch}"
+        assert self._reception is not None
+        return Fabric(
+            rank=place.rank,
+            members=session.members,
+            hosts=self.standing.hosts,
+            epoch=session.epoch,
+            job=self._meeting.job,
+            secret=self._meeting.secret,
+            config=config,
+            reception=self._reception,
+            session=session,
+            shm_bytes=_native.shm_bytes,
+            board_bytes=_native.board_bytes,
+            log=self.log,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.standing.rank
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All ranks, as they know each other; none in a job of one."""
+        return [] if self._meeting is None else self._meeting.session.members
+
+    @property
+    def communicators(self) -> dict[int, _native.Communicator]:
+        """Those that this rank has now, by number."""
+        return {} if self._epoch is None else self._epoch.communicators
+
+    @property
+    def epoch(self) -> Epoch:
+        """The present one."""
+        assert self._epoch is not None
+        return self._epoch
+
+    def connect(
+        self, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Communicator:
+        """Builds a communicator; all of `ranks` do it, and this is one of them."""
+        return self.epoch.connect(number, ranks, name)
+
+    def connect_control(
+        self, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Communicator:
+        """A communicator for messages of a few bytes, beside a device communicator."""
+        return self.epoch.connect_small(number, ranks, name)
+
+    def disconnect(self, number: int) -> None:
+        """Ends a communicator, if there is one."""
+        if self._epoch is not None:
+            self._epoch.disconnect(number)
+
+    def _calibrate(self, world: _native.Communicator) -> None:
+        if not self.members or self.config.calibrate == "off":
+            return
+        network = calibration.describe(self.members, self.standing.hosts)
+        if network is None:
+            return
+        cost, how = calibration.calibrate(world, self.config, network)
+        self.epoch.cost = cost
+        costs = ", ".join(f"{name} {value:.3g}" for name, value in cost.items())
+        self.log("debug", f"the links, {how}: {costs}")
+
+    def _count_devices(self) -> list[int]:
+        """Of each rank; all alike know whether there is anything to talk about."""
+        members = self.members
+        counts = [int(m.hello.get("cuda", 0)) for m in members]
+        counts = counts or [devices.count(self.config)]
+        mine, local = counts[self.rank], self.standing.local_size
+        if mine and local > mine:
+            self.log(
+                "info",
+                f"{local} ranks of this host share {mine} CUDA device(s): let JAX take "
+                "a part of the memory only (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+            )
+        return counts
+
+    @property
+    def cuda_absence(self) -> str:
+        """Why this rank has no CUDA device; nothing if its driver shows one."""
+        return "" if self.devices.counts[self.rank] else devices.absence(self.config)
+
+    @property
+    def cuda_for_lanes(self) -> dict[str, Any] | None:
+        """What a lane needs to take CUDA tensors; None where no rank has a device."""
+        if not self.devices.possible:
+            return None
+        have = self.devices.counts[self.rank]
+        return devices.lane_options(self.config, self.device_share or 0 if have else -1)
+
+    @property
+    def device_share(self) -> int | None:
+        """The CUDA device that falls to this rank, None if there is no choice."""
+        standing, counts = self.standing, self.devices.counts
+        return devices.share(
+            standing.local_rank, standing.local_size, counts[self.rank]
+        )
+
+    def open_devices(self, device: int, why_not: str = "") -> None:
+        """Builds the device communicators, once; collective over the world.
+
+        Args:
+            device: the number of the CUDA device that this rank computes on, -1 if it
+                computes on none, because of `why_not`.
+
+        Raises:
+            StartupError: the ranks do not fit together, or NCCL failed.
+        """
+        self.devices.open(device, why_not, self.sets)
+
+    def confirm(self) -> None:
+        """Waits until all calls on devices have ended.
+
+        Raises:
+            PeerLost, RingjaxError: they have failed, and their results are void.
+        """
+        try:
+            for communicator in list(self.devices.communicators.values()):
+                communicator.confirm()
+            for lane in list(self.lanes.lanes.values()):
+                lane.confirm()
+        except _native.StatusError as error:
+            raise from_status(error) from error
+
+    def add(self, number: int, ranks: Sequence[int], what: str) -> None:
+        """Registers a process set; collective over the world.
+
+        Raises:
+            Mismatch: ranks disagree about the set. Nothing was registered.
+        """
+        self.agree(f"{what} {number}", ranks)
+        try:
+            if self.rank in ranks:
+                for build in (self.connect, self.lanes.add):
+                    build(number, ranks, f"process set {number}")
+            self.devices.add(number, ranks)
+        except BaseException:
+            self.lanes.remove(number)
+            self.disconnect(number)
+            raise
+        self.sets[number] = list(ranks)
+
+    def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
+        """Ends a process set; collective over the world."""
+        self.agree(f"{what} {number}", ranks)
+        self.sets.pop(number, None)
+        self.devices.remove(number)
+        self.lanes.remove(number)
+        self.disconnect(number)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Gives every rank the values of all ranks; `what` names it in errors."""
+        if self._meeting is None:
+            return [value]
+        session = self._meeting.session
+        return session.exchange(value, self.config.start_timeout, what)
+
+    def prepare(self, what: str) -> None:
+        """Called before each collective; `what` names it."""
+
+    def gone(self) -> dict[int, str]:
+        """The ranks that are known to have gone, and why."""
+        return {} if self._meeting is None else self._meeting.session.gone()
+
+    def agree(self, what: str, ranks: Sequence[int]) -> None:
+        """All ranks say the same; raises Mismatch if one does not."""
+        text = str(list(ranks[:32])) + ("..." if len(ranks) > 32 else "")
+        digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
+        mine = f"{what} {text} {digest}"
+        for rank, other in enumerate(self.exchange(mine, f"ringjax.{what}")):
+            if other != mine:
+                raise Mismatch(
+                    f"ringjax.{what} of ranks {text}: rank {rank} calls "
+                    f"{str(other)[:-17]}"
+                )
+
+    def fail(self, text: str) -> None:
+        """Tells everybody that this rank goes down, and why."""
+        if self.failed:
+            return
+        self.failed = text
+        if self._epoch is not None:
+            self._epoch.fail(text)
+        if self._meeting is not None:
+            self._meeting.session.report_failure(text)
+
+    def stop(self) -> None:
+        """Fails what is pending, so that nothing waits for it."""
+        text = self.failed or _CLOSED
+        self.devices.stop(text, self.rank)
+        if self._epoch is not None:
+            self._epoch.abort(text, self.rank)
+
+    def close(self) -> None:
+        """Leaves the job. Bounded in time; may be called on half of a world."""
+        epoch, meeting = self._epoch, self._meeting
+        self.devices.close()  # first: what the devices still do needs all ranks
+        self.lanes.close()
+        if not self.failed:
+            if epoch is not None:
+                epoch.leave()
+            if meeting is not None:
+                meeting.session.leave()
+        if epoch is not None:
+            epoch.close()
+        if self._whereabouts is not None:
+            self._whereabouts.close()
+        if self._reception is not None:
+            self._reception.close()
+        if meeting is not None:
+            meeting.close()
+        self._epoch = self._reception = self._meeting = None
+
+    def abandon(self) -> None:
+        """In a forked child: lets go of the sockets and of nothing else.
+
+        Copies of them here would hide the parent's death from its peers. The threads of
+        the core do not exist in the child, so its objects must never be closed.
+        """
+        _abandoned.append(self)
+        if self._epoch is not None:
+            self._epoch.abandon()
+        if self._whereabouts is not None:
+            self._whereabouts.release()
+        if self._reception is not None:
+            self._reception.release()
+        if self._meeting is not None:
+            self._meeting.release()
+
+    def log(self, level: str, text: str) -> None:
+        """One line on standard error, if the level is wanted."""
+        if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
+            print(f"[{self._prefix}] {level}: {text}", file=sys.stderr, flush=True)
+
+
+_abandoned: list[object] = []

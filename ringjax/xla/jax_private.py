@@ -1,0 +1,384 @@
+"""What touches JAX's private or moving names: primitives, tracers, custom calls.
+
+No other file but ``tokens.py`` may import ``jax._src``; the tests run both on the
+oldest and the newest supported JAX. It knows how a call is emitted and ordered, and
+nothing about what a collective means: that is ``primitive.py`` and ``collectives/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import xla_bridge as _bridge
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import ad, batching, mlir
+
+from ringjax import _native, runtime
+from ringjax.xla import placement, tokens
+
+Zero = ad.Zero
+Primitive = jax.extend.core.Primitive
+
+
+# -- primitives and tracers ------------------------------------------------------------
+
+
+def new_primitive(name: str) -> Any:
+    """A primitive with several results that also works outside of jit."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    _dispatch.simple_impl(primitive)
+    return primitive
+
+
+def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
+    """Installs ``rule(*avals, **params) -> avals``; `ordered` adds the effects."""
+    if ordered:
+        primitive.def_effectful_abstract_eval(
+            lambda *avals, **params: (rule(*avals, **params), set(tokens.EFFECTS))
+        )
+    else:
+        primitive.def_abstract_eval(rule)
+
+
+def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
+    """Installs the rules of `vmap` and of derivatives; None for what it has not."""
+    if batch is not None:
+        batching.primitive_batchers[primitive] = batch
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+
+
+def with_rows(aval: Any, rows: int) -> Any:
+    """`aval` with another first dimension; its dtype and mesh axes stay."""
+    return aval.update(shape=(rows, *aval.shape[1:]), weak_type=False)
+
+
+def zero_tangent(value: Any) -> Any:
+    """The symbolic zero tangent of `value`."""
+    return Zero(jax.typeof(value).to_tangent_aval())
+
+
+def zero_cotangent(linear: Any) -> Any:
+    """The symbolic zero cotangent of an undefined primal."""
+    return Zero(linear.aval)
+
+
+def is_linear(value: Any) -> bool:
+    """Whether a transpose rule is asked for the cotangent of this operand."""
+    return bool(ad.is_undefined_primal(value))
+
+
+def is_eager(values: Sequence[Any]) -> bool:
+    """True if a collective bound now runs now, on exactly these values."""
+    concrete = all(_core.is_concrete(v) for v in values)
+    return concrete and not _core.unsafe_am_i_under_a_jit()
+
+
+def device_count(value: Any) -> int:
+    """The number of devices that hold `value`; 1 if that is not known yet."""
+    concrete = _core.to_concrete_value(value)
+    if isinstance(concrete, jax.Array) and not isinstance(concrete, _core.Tracer):
+        return len(concrete.sharding.device_set)
+    return 1
+
+
+def producers(values: Sequence[Any]) -> list[int]:
+    """The place of the equation that produces each traced value; -1 for an input.
+
+    Raises:
+      AttributeError, TypeError: the values are not traced together, or this jax keeps
+        its equations elsewhere.
+    """
+    if len({id(v._trace) for v in values}) != 1:
+        raise TypeError("values of several traces, or of none")
+    equations = values[0]._trace.frame.tracing_eqns
+    entries = [e() if callable(e) else e for e in equations]  # weak references or not
+    places = {id(e): place for place, e in enumerate(entries) if e is not None}
+    return [places.get(id(v.parent), -1) for v in values]
+
+
+# -- lowering --------------------------------------------------------------------------
+
+
+def register_lowering(primitive: Any, rule: Any) -> None:
+    """Lowers `primitive` by ``rule(ctx, platform, *operands, **params)``.
+
+    The platform is "cpu" or "cuda"; the others are refused.
+
+    ``cacheable=False`` is essential: by default JAX lowers every equation into a
+    function of its own, no two calls would share a block, and the tie would silently
+    do nothing.
+    """
+
+    def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        _check_devices(ctx, primitive.name)
+        _register_handlers("cpu")
+        return rule(ctx, "cpu", *operands, **params)
+
+    def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+        _check_devices(ctx, primitive.name)
+        if not _lowering.only:
+            _check_communicator(primitive.name, params["comm"])
+        _register_handlers("cuda")
+        return rule(ctx, "cuda", *operands, **params)
+
+    def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Any:
+        platforms = "/".join(ctx.module_context.platforms)
+        raise ValueError(
+            f"ringjax.{primitive.name}: `tensor` is on a {platforms} device, but the "
+            "JAX collectives run on CPU and CUDA devices only; set JAX_PLATFORMS=cpu"
+        )
+
+    mlir.register_lowering(primitive, on_cpu, platform="cpu", cacheable=False)
+    mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=False)
+    mlir.register_lowering(primitive, elsewhere, cacheable=False)
+
+
+def _check_devices(ctx: Any, name: str) -> None:
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    count = mesh.size if mesh is not None else getattr(axes, "num_devices", 1)
+    if count is not None and count > 1:
+        raise ValueError(
+            f"ringjax.{name}: this program runs on {count} devices of this process, "
+            "but a program with ringjax in it runs on one: start one process per "
+            "device, and keep `tensor` on a single device"
+        )
+
+
+def _check_communicator(name: str, number: int) -> None:
+    problem = runtime.current(name).devices.problem(number)
+    if problem:
+        raise ValueError(
+            f"ringjax.{name}: `tensor` is on a CUDA device, but there is no device "
+            f"communicator: {problem}; for collectives on the CPU set "
+            "JAX_PLATFORMS=cpu or move the tensors to a CPU device"
+        )
+
+
+class _Lowering(threading.local):
+    only = False
+
+
+_lowering = _Lowering()
+
+
+@contextlib.contextmanager
+def lowering_only() -> Iterator[None]:
+    """Lowers for CUDA devices that are not there: to look at a program, not to run it.
+
+    For compilation ahead of time against the description of a device, as the test of
+    XLA's schedules does. A program that ran after all would end in an error.
+    """
+    before, _lowering.only = _lowering.only, True
+    try:
+        yield
+    finally:
+        _lowering.only = before
+
+
+_registration = threading.Lock()
+_registered: set[str] = set()
+
+
+def _register_handlers(platform: str) -> None:
+    # Not at import: a handler registered before the backend exists is checked only when
+    # the backend starts, and takes all of it down if it is refused.
+    with _registration:
+        if platform in _registered:
+            return
+        on_cuda = platform == "cuda"
+        targets = _native.cuda_ffi_targets() if on_cuda else _native.ffi_targets()
+        for name, handler in targets.items():
+            jax.ffi.register_ffi_target(
+                name, handler, platform="CUDA" if on_cuda else platform
+            )
+        _native.set_failure_hook(tokens.forget_failed)
+        _registered.add(platform)
+
+
+class _LastCalls(threading.local):
+    """The last ringjax value of every block of the module being lowered."""
+
+    module: Any = None
+    values: dict[Any, tuple[Any, Any]]
+    chains = 0
+    enabled = True
+
+    def of(self, module: Any) -> dict[Any, tuple[Any, Any]]:
+        # Holding the module keeps its blocks alive: no address is reused meanwhile.
+        if self.module is not module:
+            self.module, self.values, self.chains = module, {}, 0
+        return self.values
+
+
+_last_calls = _LastCalls()
+
+
+def chain_number(ctx: Any) -> int:
+    """A number for a chain of overlapped calls: another one for each in a module."""
+    _last_calls.of(ctx.module_context.module)
+    number, _last_calls.chains = _last_calls.chains, _last_calls.chains + 1
+    return number
+
+
+def last_value(ctx: Any) -> list[Any]:
+    """The order value that the next call of this block will be tied to, if any."""
+    last = _last_calls.of(ctx.module_context.module)
+    block = mlir.ir.InsertionPoint.current.block
+    return [last[block][0]] if _last_calls.enabled and block in last else []
+
+
+@contextlib.contextmanager
+def untied() -> Iterator[None]:
+    """Lowers without the tie. For the control experiment of the order tests only."""
+    _last_calls.enabled = False
+    try:
+        yield
+    finally:
+        _last_calls.enabled = True
+
+
+def emit(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    *,
+    aliases: Mapping[int, int],
+    attributes: Mapping[str, Any],
+    tie: bool = True,
+) -> list[Any]:
+    """Emits one custom call whose last operand and last result are its order value.
+
+    The tie: XLA runs calls that share no value in any order, and ranks would disagree.
+    So the order value of the previous call in the same block, whichever kind it has,
+    becomes an extra operand that the handler ignores.
+
+    Of `aliases`, operand to result, those stay out that would cost a copy, and in an
+    elastic job all: a call that the loss of a rank breaks off is repeated.
+    """
+    elastic = runtime.elastic()
+    kept = [i for i in aliases if elastic or _is_kept(operands[i])]
+    last = _last_calls.of(ctx.module_context.module)
+    block = mlir.ir.InsertionPoint.current.block
+    operands, avals_in = list(operands), list(avals_in)
+    if tie and _last_calls.enabled and block in last:
+        value, aval = last[block]
+        operands.append(value)
+        avals_in.append(aval)
+    rule = jax.ffi.ffi_lowering(
+        target,
+        has_side_effect=True,
+        operand_output_aliases={i: o for i, o in aliases.items() if i not in kept},
+        backend_config={k: _attribute(v) for k, v in attributes.items()},
+    )
+    local = ctx.replace(avals_in=avals_in, avals_out=list(avals_out))
+    results: list[Any] = list(rule(local, *operands))
+    last[block] = (results[-1], avals_out[-1])
+    return results
+
+
+def _is_kept(value: Any) -> bool:
+    """True for an argument of the whole program that its caller keeps.
+
+    XLA must not write to one that is not donated: a result that aliased it would first
+    be a copy of it, one more pass over memory. Of arguments of an inner jit, of a loop
+    and of the like, nobody knows here; in a training step, gradients are temporaries.
+    """
+    while isinstance(value.owner, stablehlo.ReshapeOp):  # the same memory
+        value = value.owner.operands[0]
+    block = value.owner
+    if not isinstance(block, mlir.ir.Block):
+        return False
+    attributes: Any = block.owner.attributes
+    if "sym_visibility" not in attributes:
+        return False
+    if attributes["sym_visibility"].value != "public":
+        return False
+    if "arg_attrs" not in attributes:
+        return True
+    marks = attributes["arg_attrs"][value.arg_number]
+    return "tf.aliasing_output" not in marks and "jax.buffer_donor" not in marks
+
+
+def emit_ordered(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    *,
+    aliases: Mapping[int, int],
+    attributes: Mapping[str, Any],
+) -> list[Any]:
+    """`emit` with JAX's token of the `Ring` effect as the order value."""
+    *results, token = emit(
+        ctx,
+        target,
+        [*operands, ctx.tokens_in.get(tokens.RING)],
+        [*ctx.avals_in, tokens.ABSTRACT],
+        [*ctx.avals_out, tokens.ABSTRACT],
+        aliases=aliases,
+        attributes=attributes,
+    )
+    ctx.set_tokens_out(mlir.TokenSet({tokens.RING: token}))
+    return results
+
+
+def plus_one(value: Any, aval: Any) -> Any:
+    """Emits the addition of 1 to an integer array that is being lowered."""
+    return stablehlo.add(value, mlir.ir_constant(np.ones(aval.shape, aval.dtype)))
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return mlir.ir.DenseI64ArrayAttr.get(list(value))
+    if isinstance(value, bool | int):
+        return mlir.ir_attribute(np.int64(value))
+    if isinstance(value, float):
+        return mlir.ir_attribute(np.float64(value))
+    return mlir.ir_attribute(value)
+
+
+# -- failure and exit ------------------------------------------------------------------
+
+
+def _drain() -> None:
+    """Lets dispatched programs finish before the links under them are closed."""
+    _last_calls.module = None
+    if not _bridge.backends_are_initialized():
+        return  # nothing ever ran, or JAX's own exit came first
+    waits = [jax.effects_barrier, *(a.block_until_ready for a in jax.live_arrays())]
+    for wait in waits:
+        # A failure is reported where the result is used, if anywhere.
+        with contextlib.suppress(Exception):
+            wait()
+
+
+_place: tuple[int, int] | None = None
+
+
+def _forget_programs() -> None:
+    """After a restart in another place: shapes that hold rank or size are stale."""
+    global _place
+    place = (runtime.rank(), runtime.size())
+    if _place not in (None, place):
+        jax.clear_caches()
+    _place = place
+
+
+runtime.on_init(_forget_programs)
+runtime.on_shutdown(_drain)
+# Last: it may raise.
+runtime.on_init(lambda: placement.open_devices(_bridge.backends_are_initialized()))

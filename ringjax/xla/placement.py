@@ -1,0 +1,74 @@
+"""Which CUDA device JAX computes on, asked once ringjax knows its ranks.
+
+Ranks of a host share out its devices, unless somebody has chosen already. The device
+communicators are built in `world/devices.py`, which knows no framework. Not for CPU
+devices: there is nothing to build for them. Uses what is public of JAX only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ringjax import runtime
+
+_VISIBLE = "jax_cuda_visible_devices"
+
+
+def open_devices(started: bool) -> None:
+    """Builds the device communicators if any rank can have one; at every init.
+
+    Asking JAX for its device starts its backends, so where no rank has a CUDA driver it
+    is not asked. NCCL is opened afterwards: then JAX has mapped its copy.
+
+    Args:
+        started: whether JAX's backends have been started already.
+    """
+    world = runtime.current("init")
+    if not world.devices.possible:
+        return
+    why_not = world.cuda_absence
+    number = -1
+    if not why_not:
+        if world.device_share is not None:
+            pin(world.device_share, started, world.log)
+        number, why_not = cuda_device()
+    world.open_devices(number, why_not)
+
+
+def pin(device: int, started: bool, log: Callable[[str, str], None]) -> None:
+    """Lets JAX see this rank's device only, unless somebody has chosen already."""
+    settings: Any = jax.config
+    if settings.values.get(_VISIBLE, "all") not in ("", "all"):
+        return
+    if not started:
+        jax.config.update(_VISIBLE, str(device))
+    elif jax.default_backend() == "gpu" and jax.local_device_count() > 1:
+        log(
+            "warning",
+            f"JAX was used before ringjax.init() and holds all "
+            f"{jax.local_device_count()} devices of this host; call ringjax.init() "
+            f"first, or set CUDA_VISIBLE_DEVICES={device} for this rank",
+        )
+
+
+def cuda_device() -> tuple[int, str]:
+    """The number of the CUDA device that JAX computes on; else -1 and why it does not.
+
+    Numbers are the driver's, whatever JAX was told to see.
+    """
+    settings: Any = jax.config
+    platforms = settings.jax_platforms
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return -1, f"JAX_PLATFORMS is {platforms}"
+    chosen: Any = settings.jax_default_device
+    if chosen is None:
+        chosen = jax.default_backend()
+    if isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    version = str(getattr(chosen.client, "platform_version", ""))
+    if chosen.platform not in ("gpu", "cuda") or "rocm" in version.lower():
+        return -1, f"JAX computes on {chosen.platform}"
+    return int(chosen.local_hardware_id), ""

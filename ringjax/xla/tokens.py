@@ -1,0 +1,113 @@
+"""JAX's effects and tokens, which order the collectives that carry no seq.
+
+Like ``jax_private.py`` it touches what is private to JAX, and nothing but tokens: the
+two effects of a stand-alone collective, a shortcut for the token between two programs,
+and what becomes of tokens after a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import effects as _effects
+
+ABSTRACT = _core.abstract_token
+
+
+class _Effect(_effects.Effect):
+    """Equal and hashed by type: the singletons below end up in JAX's cache keys."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self).__name__)
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class Ring(_Effect):
+    """Ordered: JAX threads a token through all calls that carry it."""
+
+
+class RingIO(_Effect):
+    """Unordered: keeps programs compiled ahead of time on the path with tokens."""
+
+
+RING, RING_IO = Ring(), RingIO()
+EFFECTS = frozenset({RING, RING_IO})
+
+for _type in (Ring, RingIO):
+    for _allowed in (
+        _effects.lowerable_effects,
+        _effects.control_flow_allowed_effects,
+        _effects.custom_derivatives_allowed_effects,
+        _effects.remat_allowed_effects,
+    ):
+        _allowed.add_type(_type)
+_effects.ordered_effects.add_type(Ring)
+# Or JAX refuses a program over several devices before _check_devices can say why.
+_effects.shardable_ordered_effects.add_type(Ring)
+
+
+def _leave_tokens_in_place() -> None:
+    """Takes the longest piece off the dispatch of a program with an ordered call.
+
+    JAX places the token of the program before on the devices of the next one, also if
+    it is there already: 100 us of 170, whatever the call does. Only the placement is
+    left out; to wait for the token, and to raise its error, stays as it is.
+    """
+    store: Any = _dispatch.RuntimeTokenSet
+    place = getattr(store, "get_token_input", None)
+    if place is None:
+        return  # a jax that does it otherwise
+
+    def get_token_input(tokens: Any, effect: Any, devices: Any) -> Any:
+        token = tokens.current_tokens.get(effect)
+        if effect == RING and isinstance(token, _core.Token) and len(devices) == 1:
+            # A failed token too is for JAX to handle.
+            with contextlib.suppress(Exception):
+                token.block_until_ready()
+                if token._buf.devices() == set(devices):
+                    return token
+        return place(tokens, effect, devices)
+
+    store.get_token_input = get_token_input
+
+
+_leave_tokens_in_place()
+
+
+def forget_failed() -> None:
+    """Drops the tokens of a failed program, or every later program fails with them.
+
+    Runs on the main thread as soon as a handler failed. A small program runs inside its
+    own dispatch, and then JAX stores its failed token only after this returns; a second
+    look from a thread of its own finds that one.
+    """
+    tokens = _dispatch.runtime_tokens
+    stores = (tokens.current_tokens, tokens.output_runtime_tokens)
+    for store in stores:
+        store.clear()
+    threading.Thread(
+        target=_sweep, args=(stores,), name="ringjax-sweep", daemon=True
+    ).start()
+
+
+def _sweep(stores: Sequence[dict[Any, Any]]) -> None:
+    for pause in (0.01, 0.1):
+        time.sleep(pause)
+        for store in stores:
+            for key, token in list(store.items()):
+                try:
+                    token.block_until_ready()
+                except Exception:
+                    if store.get(key) is token:
+                        store.pop(key, None)
