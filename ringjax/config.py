@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ringjax import failpoints as fail
 from ringjax.settings import parsers
 from ringjax.settings.parsers import LOG_LEVELS as LOG_LEVELS
 from ringjax.settings.parsers import Parser
-
-from . import failpoints as fail
 
 # Shorter secrets could be guessed; ringrun makes 32 bytes.
 MIN_SECRET_BYTES = 16

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .errors import RingjaxError
+from ringjax.errors import RingjaxError
 
 POINTS = {
     "recovery.halted": "all calls of an epoch were stopped, and nobody knows how far",
@@ -168,7 +168,7 @@ def arm(text: str, who: int | None) -> None:
         if entry.who not in (None, who):
             continue
         if entry.point in NATIVE:
-            from . import _native
+            from ringjax import _native
 
             _native.arm_failpoint(
                 entry.point, entry.action, entry.number, entry.passage

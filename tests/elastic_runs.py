@@ -17,12 +17,12 @@ from typing import Any
 import leaks
 from launch import environment
 
-from ringjax.run.elastic_job import ElasticJob
-from ringjax.run.elasticity import Elastic
-from ringjax.run.job import Outcome
-from ringjax.run.order import Spec
+from ringjax.run.elastic.bounds import Elastic
+from ringjax.run.elastic.job import ElasticJob
+from ringjax.run.elastic.workers import Worker
+from ringjax.run.hosts.host_command import Spec
 from ringjax.run.output import Console
-from ringjax.run.roster import Worker
+from ringjax.run.static_job import Outcome
 
 
 class StandIn:

@@ -26,10 +26,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
+from ringjax.control.sealing import Keys
+from ringjax.control.tls import Layer, Offer, agree
 from ringjax.errors import AuthenticationError
-
-from .sealing import Keys
-from .tls import Layer, Offer, agree
 
 LIMIT = 5.0  # seconds for a whole handshake
 MOST_PENDING = 64  # connections in a handshake at once; the oldest gives way

@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from . import addresses as address
-from .handshake import Door, Introduction, Purpose, answer, turn
-from .sealing import Keys
+from ringjax.control import addresses as address
+from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
+from ringjax.control.sealing import Keys
 
 _MOST_WAITING = 1 << 16  # connections; only members can cause them
 

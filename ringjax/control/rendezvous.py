@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .exchanges import Exchanges, Replies
-from .server import Seat, Service
-from .session import SERVER_RANK, Member, Session, join, ranks_text
+from ringjax.control.exchanges import Exchanges, Replies
+from ringjax.control.server import Seat, Service
+from ringjax.control.session import SERVER_RANK, Member, Session, join, ranks_text
 
 __all__ = ["Failure", "Member", "Server", "Session", "join"]
 

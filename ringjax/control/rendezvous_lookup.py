@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringjax.config import Config
+from ringjax.control import addresses as address
+from ringjax.control.launch_environment import Place
+from ringjax.control.rendezvous import Server
+from ringjax.control.session import Session, join, knock
 from ringjax.errors import AuthenticationError, StartupError
-
-from . import addresses as address
-from .launch_environment import Place
-from .rendezvous import Server
-from .session import Session, join, knock
 
 _FIRST_PORT, _PORTS = 61000, 4500  # above what Linux gives away by itself
 # Takes the secret and the job's id, returns what others must know about this rank.

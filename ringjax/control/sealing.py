@@ -13,9 +13,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from ringjax.control.tls import Layer
 from ringjax.errors import AuthenticationError
-
-from .tls import Layer
 
 MOST_BYTES = 16 << 20  # of one sealed message
 _MAC = 32

@@ -18,12 +18,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringjax.control import addresses as address
+from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
+from ringjax.control.sealing import MOST_BYTES, Keys
+from ringjax.control.tls import offer
 from ringjax.errors import AuthenticationError, StartupError
-
-from . import addresses as address
-from .handshake import Door, Introduction, Purpose, answer, turn
-from .sealing import MOST_BYTES, Keys
-from .tls import offer
 
 MOST_UNREAD = 4 * MOST_BYTES  # bytes that wait for one peer before it is given up
 

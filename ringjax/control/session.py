@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringjax.control import addresses as address
+from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce
+from ringjax.control.sealing import Keys
+from ringjax.control.tls import offer
 from ringjax.errors import AuthenticationError, RingjaxError, Stalled, StartupError
-
-from . import addresses as address
-from .handshake import LIMIT, Introduction, Purpose, introduce
-from .sealing import Keys
-from .tls import offer
 
 SERVER_RANK = -1
 GRACE = 2.0  # seconds to wait longer than the server, which can say who is missing

@@ -20,9 +20,8 @@ from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.session import Member
 from ringjax.errors import PeerLost, StartupError
-
-from . import cost_file
-from .cost_file import LIMITS, NAMES, Cost
+from ringjax.links import cost_file
+from ringjax.links.cost_file import LIMITS, NAMES, Cost
 
 # Together they tell all constants apart: a few long chains, one short one with many
 # messages, and one that crosses hosts as seldom as it can.

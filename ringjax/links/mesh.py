@@ -24,9 +24,8 @@ from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce, p
 from ringjax.control.listener import Key, Reception
 from ringjax.control.session import Member, ranks_text
 from ringjax.errors import AuthenticationError, PeerLost, Unreachable
-
-from . import shared_memory
-from .descriptors import Mesh as Mesh
+from ringjax.links import shared_memory
+from ringjax.links.descriptors import Mesh as Mesh
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
 _MOST = 32 << 20  # bytes of rings, and of a board, that a rank maps: else smaller ones

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 
 from ringjax import _native
+from ringjax.recovery.generation import Step
 from ringjax.world.epoch import Epoch
 from ringjax.world.lanes import LANE, Lanes
-
-from .generation import Step
 
 
 class Calls:

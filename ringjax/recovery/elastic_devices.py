@@ -16,10 +16,9 @@ from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
 from ringjax.membership.enlistment import Enlistment
+from ringjax.recovery.elastic_sets import within
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
-
-from .elastic_sets import within
 
 LOST = "a rank was lost while the ranks connected their devices"
 _NEWS = 1.0  # seconds until the coordinator has said who is lost

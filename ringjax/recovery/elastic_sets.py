@@ -12,11 +12,10 @@ from typing import Protocol
 
 from ringjax.errors import Mismatch, PeerLost, RingjaxError
 from ringjax.links.mesh import Fabric
+from ringjax.recovery.generation import Generation
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
 from ringjax.world.lanes import LANE
-
-from .generation import Generation
 
 _NEWS = 1.0  # seconds until the coordinator has said why an agreement broke off
 

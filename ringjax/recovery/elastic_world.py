@@ -2,8 +2,7 @@
 
 Each communicator has a succession in the native core, which lasts as long as its number
 does; an epoch puts a new communicator into each. When epochs form is the matter of
-thread.py and the coordinator, what a program may ask for that of
-runtime/elastic_requests.py.
+thread.py and the coordinator, what a program may ask is in runtime/elastic_requests.py.
 """
 
 from __future__ import annotations
@@ -19,6 +18,11 @@ from ringjax.control.session import Member
 from ringjax.errors import PeerLost, RingjaxError
 from ringjax.membership.enlistment import Enlistment, Line
 from ringjax.membership.orders import Members, Welcome
+from ringjax.recovery import elastic_devices, elastic_sets, forming
+from ringjax.recovery.carried_calls import Calls
+from ringjax.recovery.generation import Generation, Step, numbers, reason, steps
+from ringjax.recovery.rehearsal import Rehearsal
+from ringjax.recovery.thread import Recovery
 from ringjax.world import devices
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
@@ -27,12 +31,6 @@ from ringjax.world.lanes import LANE
 from ringjax.world.registry import Registry
 from ringjax.world.whereabouts import Whereabouts
 from ringjax.world.world import World
-
-from . import elastic_devices, elastic_sets, forming
-from .carried_calls import Calls
-from .generation import Generation, Step, numbers, reason, steps
-from .rehearsal import Rehearsal
-from .thread import Recovery
 
 _CLOSED = "ringjax.shutdown() was called on this rank"
 

@@ -20,12 +20,11 @@ from ringjax.links import calibration
 from ringjax.links.mesh import Fabric, Watch
 from ringjax.membership import enlistment
 from ringjax.membership.orders import Members
+from ringjax.recovery.generation import Wanted
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.introduction import host_names, listening_hosts
 from ringjax.world.whereabouts import Whereabouts
-
-from .generation import Wanted
 
 # Jobs and workers that this process has been and is no more.
 _left: set[tuple[str, int]] = set()

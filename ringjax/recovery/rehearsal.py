@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringjax.errors import RingjaxError
+from ringjax.recovery.elastic_devices import Alone
 from ringjax.world.coordinates import Standing
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
 from ringjax.world.lanes import LANE, Lanes
-
-from .elastic_devices import Alone
 
 
 class Rehearsal:

@@ -2,7 +2,7 @@
 
 The package itself can be called, so that `ringjax.run(...)` means the function whether
 or not a module below was imported first; horovod.py takes the arguments that only
-Horovod has. Imports no jax; see job.py for the work.
+Horovod has. Imports no jax; see static_job.py for the work.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run(
     from ringjax.config import Config
     from ringjax.errors import LaunchError
     from ringjax.run import environ, task
-    from ringjax.run.order import Spec
+    from ringjax.run.hosts.host_command import Spec
     from ringjax.run.start import job_of
 
     if np is not None and num_proc is not None and np != num_proc:

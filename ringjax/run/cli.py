@@ -1,7 +1,7 @@
 """`ringrun`: start the ranks of a job, show their output, end with their exit code.
 
-Turns a command line into a job and signals into its end; the work is in job.py. Imports
-no jax, so that it starts in a moment.
+Turns a command line into a job and signals into its end; the work is in static_job.py.
+Imports no jax, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, options
-from ringjax.run.job import Job
-from ringjax.run.order import Spec
+from ringjax.run.hosts.host_command import Spec
 from ringjax.run.start import job_of
+from ringjax.run.static_job import Job
 from ringjax.settings import version as package
 
 if TYPE_CHECKING:
-    from ringjax.run.elastic_job import ElasticJob
+    from ringjax.run.elastic.job import ElasticJob
 
 _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
 _LIMIT = 1.9  # seconds from the first signal to the end, whatever happens
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = options.parse(arguments, version() if wants_version else "")
         if args.check_build:
-            from ringjax.run.check import report
+            from ringjax.run.check_build import report
 
             print(report(), end="")
             return 0

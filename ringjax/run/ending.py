@@ -1,6 +1,7 @@
 """How a job is brought to its end: a signal, some patience, a harder signal.
 
-Only the timetable; who sends the signals to whom is in job.py and elastic_job.py.
+Only the timetable; who sends the signals to whom is in static_job.py and
+elastic/job.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A job from what somebody asked for, on the command line or in Python.
 
-Which hosts, how many ranks, elastic or not: decided here, run by job.py and
-elastic_job.py.
+Which hosts, how many ranks, elastic or not: decided here, run by static_job.py and
+elastic/job.py.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ringjax.config import Config
-from ringjax.run import elasticity
-from ringjax.run import hosts as places
-from ringjax.run.job import Job
-from ringjax.run.order import Spec
+from ringjax.run.elastic import bounds
+from ringjax.run.hosts import slots as places
+from ringjax.run.hosts.host_command import Spec
 from ringjax.run.output import Console
+from ringjax.run.static_job import Job
 
 if TYPE_CHECKING:
-    from ringjax.run.elastic_job import ElasticJob
+    from ringjax.run.elastic.job import ElasticJob
 
 # What the arguments are called in Python.
 _NAMES = {
-    **{key: key for key in ("np", "min_np", "max_np", *elasticity.ONLY_ELASTIC)},
+    **{key: key for key in ("np", "min_np", "max_np", *bounds.ONLY_ELASTIC)},
     "script": "host_discovery_script",
 }
 
@@ -97,18 +97,18 @@ def job_of(
     """
     waits = elastic.pop("elastic_timeout", None)
     if min_np is None and script is None:
-        elasticity.refuse_without({**elastic, "elastic_timeout": waits}, names)
+        bounds.refuse_without({**elastic, "elastic_timeout": waits}, names)
         slots = find_hosts(np, hosts, hostfile, variables or {})
         console = Console(
             len(slots), directory=directory, timestamps=timestamps, python=python
         )
         return Job(dataclasses.replace(spec, slots=slots), console)
-    from ringjax.run.elastic_job import ElasticJob  # costs others nothing
+    from ringjax.run.elastic.job import ElasticJob  # costs others nothing
 
     given = None
     if script is None or hosts is not None or hostfile is not None:
         given = named_hosts(hosts, hostfile, variables or {})
-    change = elasticity.settle(
+    change = bounds.settle(
         np=np, min_np=min_np, hosts=given, script=script, names=names, **elastic
     )
     console = Console(

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from ringjax.errors import RingjaxError
 from ringjax.recovery.elastic_world import ElasticWorld
 from ringjax.recovery.generation import Generation
-
-from . import lifecycle
-from .elastic_requests import Program
-from .lifecycle import (
+from ringjax.runtime import lifecycle
+from ringjax.runtime.elastic_requests import Program
+from ringjax.runtime.lifecycle import (
     ProcessSet,
     add_process_set,
     communicator,

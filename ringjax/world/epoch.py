@@ -15,9 +15,8 @@ from ringjax import _native
 from ringjax.config import Config
 from ringjax.links.descriptors import Mesh
 from ringjax.links.mesh import Fabric
-
-from .coordinates import Standing
-from .whereabouts import Whereabouts
+from ringjax.world.coordinates import Standing
+from ringjax.world.whereabouts import Whereabouts
 
 SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
 

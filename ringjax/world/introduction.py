@@ -12,8 +12,7 @@ from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.session import Member
 from ringjax.errors import StartupError
-
-from . import devices
+from ringjax.world import devices
 
 # What ranks must agree about for their links and algorithms to fit together.
 _AGREED = ["ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate"]

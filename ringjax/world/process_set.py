@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 
-from . import timeouts
+from ringjax.world import timeouts
 
 
 class Identity:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from .process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet
 
 
 class Home(Protocol):

@@ -24,12 +24,16 @@ from ringjax.errors import Mismatch, from_status
 from ringjax.links import calibration
 from ringjax.links.mesh import Fabric
 from ringjax.settings import horovod_variables
-
-from . import devices, lanes
-from .coordinates import Standing
-from .epoch import Epoch
-from .introduction import check_agreement, hello, host_names, listening_hosts
-from .whereabouts import Whereabouts
+from ringjax.world import devices, lanes
+from ringjax.world.coordinates import Standing
+from ringjax.world.epoch import Epoch
+from ringjax.world.introduction import (
+    check_agreement,
+    hello,
+    host_names,
+    listening_hosts,
+)
+from ringjax.world.whereabouts import Whereabouts
 
 _CLOSED = "ringjax.shutdown() was called on this rank"
 

@@ -29,7 +29,7 @@ from ringjax.errors import AuthenticationError, StartupError
 from ringjax.links import cost_file
 from ringjax.membership import membership
 from ringjax.membership.assembly import Rules
-from ringjax.run import hosts
+from ringjax.run.hosts import slots
 from ringjax.settings import parsers
 
 from .damage import Target, strange
@@ -165,7 +165,7 @@ def _setting(data: bytes) -> None:
 
 
 def _hostfile(data: bytes) -> None:
-    hosts.parse_hostfile(_written(data, "hosts"))
+    slots.parse_hostfile(_written(data, "hosts"))
 
 
 _ENVIRONMENT_WORDS = (
@@ -195,7 +195,7 @@ def _place(data: bytes) -> None:
 
 
 def _slurm(data: bytes) -> None:
-    hosts.slurm_hosts(_environment(data))
+    slots.slurm_hosts(_environment(data))
 
 
 _PLACES = [
@@ -373,14 +373,14 @@ def targets() -> list[Target]:
         ),
         Target(
             "hosts",
-            partial(_of_text, hosts.parse_hosts),
+            partial(_of_text, slots.parse_hosts),
             [b"a:2,b:1,[::1]:3,u@c"],
             value,
         ),
         Target("hostfile", _hostfile, [b"a slots=2\nb:3 # c\n\nd\n"], value),
         Target(
             "discovered",
-            lambda data: hosts.parse_discovered(_text(data), 2),
+            lambda data: slots.parse_discovered(_text(data), 2),
             [b"a:2\nb\n[::1]:4\n"],
             value,
         ),

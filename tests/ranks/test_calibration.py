@@ -151,7 +151,7 @@ import os, sys, time
 os.environ["RINGJAX_HOSTNAME"] = "host" + os.environ["RINGJAX_RANK"]
 import ringjax
 from ringjax.errors import RingjaxError
-from ringjax import calibration
+from ringjax.links import calibration
 
 def strike(probe):
     {strike}

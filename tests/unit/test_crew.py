@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.blacklist import Blacklist
-from ringjax.run.crew import LONGEST_PAUSE, Crew, Seat
-from ringjax.run.hosts import Host, assign
+from ringjax.run.elastic.seats import LONGEST_PAUSE, Crew, Seat
+from ringjax.run.hosts.blacklist import Blacklist
+from ringjax.run.hosts.slots import Host, assign
 
 HOSTS = [Host("a", 2), Host("b", 3)]
 

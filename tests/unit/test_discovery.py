@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ringjax.run.discovery import LIMIT, PERIOD, Discovery
-from ringjax.run.hosts import Host, parse_discovered
+from ringjax.run.hosts.discovery import LIMIT, PERIOD, Discovery
+from ringjax.run.hosts.slots import Host, parse_discovered
 
 
 class Shell:

@@ -14,12 +14,12 @@ from launch import environment
 
 from ringjax.config import Config
 from ringjax.run import options, run
-from ringjax.run.elastic_job import ElasticJob
-from ringjax.run.elasticity import UNBOUNDED, Elastic
-from ringjax.run.hosts import Host
-from ringjax.run.job import Job
-from ringjax.run.order import Spec
+from ringjax.run.elastic.bounds import UNBOUNDED, Elastic
+from ringjax.run.elastic.job import ElasticJob
+from ringjax.run.hosts.host_command import Spec
+from ringjax.run.hosts.slots import Host
 from ringjax.run.start import job_of
+from ringjax.run.static_job import Job
 
 
 def parsed(*words: str) -> Job | ElasticJob:

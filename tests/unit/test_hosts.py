@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.hosts import (
+from ringjax.run.hosts.slots import (
     Host,
     assign,
     is_local,

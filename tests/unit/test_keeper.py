@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from ringjax.run.crew import Crew
-from ringjax.run.hosts import Host
-from ringjax.run.keeper import Keeper
-from ringjax.run.roster import Roster, Worker
+from ringjax.run.elastic.replacement import Keeper
+from ringjax.run.elastic.seats import Crew
+from ringjax.run.elastic.workers import Roster, Worker
+from ringjax.run.hosts.slots import Host
 
 KILLED = "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on"
 LOST = "rank 1 (worker 1) was declared lost: it is silent; 2 ranks go on"

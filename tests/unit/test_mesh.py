@@ -290,9 +290,9 @@ def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
 WORKER = """
 import sys, time
 from ringjax.config import Config
-from ringjax.mesh import Fabric
-from ringjax.reception import Reception
-from ringjax.rendezvous import join
+from ringjax.links.mesh import Fabric
+from ringjax.control.listener import Reception
+from ringjax.control.rendezvous import join
 rank, where = int(sys.argv[1]), sys.argv[2]
 secret, job = b"s" * 32, sys.argv[4]
 reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print)

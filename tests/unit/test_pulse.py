@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringjax.run.pulse import Pulse
+from ringjax.run.elastic.liveness import Pulse
 
 
 def looks(pulse: Pulse, start: float, seconds: float, pause: float = 0.1) -> float:

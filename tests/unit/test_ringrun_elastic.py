@@ -242,7 +242,7 @@ def test_kill_9_of_the_agent_ends_the_job(start: StartJob) -> None:
     [agent] = [
         pid
         for pid, text in leaks.processes(job.id).items()
-        if "ringjax.run.agent" in text
+        if "ringjax.run.hosts.agent" in text
     ]
     os.kill(agent, signal.SIGKILL)
     assert job.wait() == 255
@@ -288,7 +288,7 @@ def test_another_host_is_lost_and_connected_again(
     agents = {
         pid: _parent(pid)
         for pid, text in leaks.processes(job.id).items()
-        if "ringjax.run.agent" in text
+        if "ringjax.run.hosts.agent" in text
     }
     remote = [pid for pid, parent in agents.items() if parent in agents]
     os.kill(remote[0], signal.SIGKILL)
@@ -315,7 +315,7 @@ def _coordinator(job: Job) -> int:
         pids = [
             pid
             for pid, text in leaks.processes(job.id).items()
-            if "ringjax.run.coordinator_process" in text
+            if "ringjax.run.elastic.coordinator_process" in text
         ]
         if len(pids) == 1:
             return pids[0]

@@ -217,7 +217,9 @@ def test_kill_9_of_the_agent_leaves_nothing(start: Start) -> None:
     job = start("-np", "2", "sh", "-c", STUBBORN)
     job.read_until("ready", 2)
     [agent] = [
-        pid for pid, text in job.processes().items() if "ringjax.run.agent" in text
+        pid
+        for pid, text in job.processes().items()
+        if "ringjax.run.hosts.agent" in text
     ]
     os.kill(agent, signal.SIGKILL)
     code, text, _ = job.end()

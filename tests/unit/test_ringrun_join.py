@@ -14,7 +14,7 @@ StartJob = Callable[..., Job]
 JOIN = """
 import os, signal, sys, time
 from ringjax.config import Config
-from ringjax.rendezvous import join
+from ringjax.control.rendezvous import join
 
 config = Config.from_env()
 rank = config.rank

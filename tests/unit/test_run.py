@@ -108,7 +108,7 @@ def test_from_a_thread() -> None:
 
 
 def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringjax.run.job import Job
+    from ringjax.run.static_job import Job
 
     def interrupted(self: Job, name: int, pid: int) -> None:
         raise KeyboardInterrupt

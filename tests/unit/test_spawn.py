@@ -14,8 +14,8 @@ from launch import environment
 
 
 def starter(code: str, job: str) -> subprocess.Popen[str]:
-    """A process of its own that runs `code` with ringjax.run.spawn at hand."""
-    head = "import os, sys, time\nfrom ringjax.run import spawn\n"
+    """A process of its own that runs `code` with `run.hosts.processes` at hand."""
+    head = "import os, sys, time\nfrom ringjax.run.hosts import processes\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code],
         env=environment(job, {}),
@@ -32,7 +32,7 @@ def line(process: subprocess.Popen[str]) -> str:
 def test_children_die_with_their_starter() -> None:
     job = uuid.uuid4().hex
     code = """
-child = spawn.start(["sleep", "1000"], os.environ)
+child = processes.start(["sleep", "1000"], os.environ)
 print(child.pid, flush=True)
 time.sleep(1000)
 """
@@ -46,13 +46,13 @@ time.sleep(1000)
 def test_sweep_finds_what_left_its_group() -> None:
     job = uuid.uuid4().hex
     code = """
-spawn.adopt_orphans()
+processes.adopt_orphans()
 words = "setsid sh -c 'echo up; sleep 1000 & (setsid sleep 1000 &); wait' & wait"
-child = spawn.start(["sh", "-c", words], os.environ)
+child = processes.start(["sh", "-c", words], os.environ)
 os.read(child.pipes["stdout"], 3)
-ended = spawn.sweep(limit=5.0)
+ended = processes.sweep(limit=5.0)
 assert (child.pid, 137) in ended, ended
-print(spawn.childless(), flush=True)
+print(processes.childless(), flush=True)
 """
     with starter(code, job) as process:
         assert line(process) == "True"
@@ -65,7 +65,7 @@ def test_ranks_do_not_inherit_ignored_signals(ignored: signal.Signals) -> None:
     code = f"""
 import signal
 signal.signal({int(ignored)}, signal.SIG_IGN)
-child = spawn.start(["sh", "-c", "kill -{int(ignored)} $$; echo alive"], os.environ)
+child = processes.start(["sh", "-c", "kill -{int(ignored)} $$; echo alive"], os.environ)
 child.process.wait()
 print(child.process.returncode, flush=True)
 """
@@ -74,9 +74,9 @@ print(child.process.returncode, flush=True)
 
 
 def test_a_failed_start_leaves_no_descriptor() -> None:
-    from ringjax.run import spawn
+    from ringjax.run.hosts import processes
 
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        spawn.start(["no-such-command"], {}, payload=b"task")
+        processes.start(["no-such-command"], {}, payload=b"task")
     assert os.listdir("/proc/self/fd") == before

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ringjax.run.blacklist import Blacklist
-from ringjax.run.hosts import Host, Slot
+from ringjax.run.hosts.blacklist import Blacklist
+from ringjax.run.hosts.slots import Host, Slot
 
 SOON = 3.0  # a member for less than these seconds has failed soon
 LONGEST_PAUSE = 30.0

@@ -1,8 +1,9 @@
 """One job whose ranks come and go: what dies is replaced, the others go on.
 
 Its coordinator (coordinator.py) decides who is a member; here processes are started and
-ended, seats are filled (crew.py), hosts are found (discovery.py), and sentences are
-said (roster.py). The loop is the same as of a job of fixed size, see job.py.
+ended, seats are filled (seats.py), hosts are found (hosts/discovery.py), and sentences
+are said (workers.py). The loop is the same as of a job of fixed size, see
+static_job.py.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringjax.run.authority import Authority, coordinator
-from ringjax.run.blacklist import Blacklist
-from ringjax.run.crew import Crew, Seat
-from ringjax.run.discovery import Discovery
-from ringjax.run.elasticity import Elastic
+from ringjax.run.elastic.authority import Authority, coordinator
+from ringjax.run.elastic.bounds import Elastic
+from ringjax.run.elastic.replacement import Keeper
+from ringjax.run.elastic.seats import Crew, Seat
+from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
-from ringjax.run.fleet import Fleet
-from ringjax.run.hosts import ANY, Host, own_addresses
-from ringjax.run.job import Outcome, interrupted
-from ringjax.run.keeper import Keeper
-from ringjax.run.order import Spec
+from ringjax.run.hosts.blacklist import Blacklist
+from ringjax.run.hosts.discovery import Discovery
+from ringjax.run.hosts.fleet import Fleet
+from ringjax.run.hosts.host_command import Spec
+from ringjax.run.hosts.slots import ANY, Host, own_addresses
 from ringjax.run.output import Console, OutputClosed
-from ringjax.run.roster import Roster, Worker
+from ringjax.run.static_job import Outcome, interrupted
 
 _TICK = 0.1  # seconds between two looks at the clock
 

@@ -4,7 +4,7 @@ One that is there and does not answer any more is ended, which comes to the same
 ringrun keeps the listening sockets, so workers that lost the coordinator find the next
 one under the same address; what it has to know they bring along (enlistment.py), and
 which processes run ringrun tells it. The secret travels through a pipe, never in argv.
-`python -m ringjax.run.coordinator_process` runs it.
+`python -m ringjax.run.elastic.coordinator_process` runs it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ringjax.control import addresses as address
 from ringjax.control.tls import offer
 from ringjax.errors import StartupError
 from ringjax.run import environ
-from ringjax.run.channel import Channel, Message
-from ringjax.run.pulse import Pulse
+from ringjax.run.elastic.liveness import Pulse
+from ringjax.run.hosts.channel import Channel, Message
 
 _RESTARTS = 5  # so many within _WITHIN seconds are too many
 _WITHIN = 10.0
@@ -92,7 +92,7 @@ class CoordinatorProcess:
         self._starts = [then for then in self._starts if now - then < _WITHIN] + [now]
         self._pulse = Pulse(self._patience)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ringjax.run.coordinator_process"],
+            [sys.executable, "-P", "-m", "ringjax.run.elastic.coordinator_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},

@@ -1,4 +1,4 @@
-"""The program on each host that owns its ranks: `python -m ringjax.run.agent`.
+"""The program on each host that owns its ranks: `python -m ringjax.run.hosts.agent`.
 
 ringrun starts one on its own machine and one over ssh on every other; all of them get
 everything (environment with the secret, command, directory) on standard input and
@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from ringjax.run import spawn
-from ringjax.run.channel import Channel, Message
+from ringjax.run.hosts import processes
+from ringjax.run.hosts.channel import Channel, Message
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20  # bytes not yet taken by ringrun before we stop reading the ranks
@@ -38,7 +38,7 @@ class Agent:
         self._channel = Channel(
             self._selector, reader, writer, self._obey, lambda: self._abandon()
         )
-        self._children: dict[int, spawn.Child] = {}
+        self._children: dict[int, processes.Child] = {}
         self._ids: dict[int, int] = {}
         self._gifts: socket.socket | None = None
         self._descriptors: deque[int] = deque()  # that ringrun has sent, in its order
@@ -60,7 +60,7 @@ class Agent:
 
     def run(self) -> NoReturn:
         """Serve until the job is over; never returns."""
-        spawn.adopt_orphans()
+        processes.adopt_orphans()
         self._channel.send({"is": "hello", "pid": os.getpid()})
         while True:
             for key, _ in self._selector.select(self._timeout()):
@@ -90,7 +90,7 @@ class Agent:
                     if name in self._children:
                         self._children[name].signal(message["signal"], alone=alone)
             case "end":
-                self._report(spawn.sweep(limit=1.0))
+                self._report(processes.sweep(limit=1.0))
                 self._ending = time.monotonic() + 0.5
 
     def _spawn(self, message: Message) -> None:
@@ -107,7 +107,7 @@ class Agent:
         argv = order["argv"]
         stdin, stdout = self._take() if order.get("descriptors") else (None, None)
         try:
-            child = spawn.start(
+            child = processes.start(
                 argv,
                 env,
                 payload=task if stdin is None else None,
@@ -197,7 +197,7 @@ class Agent:
 
     def _signalled(self) -> None:
         numbers = os.read(self._wakeup, 256)
-        self._report(spawn.reap(self._leaders()))
+        self._report(processes.reap(self._leaders()))
         if any(number != signal.SIGCHLD for number in numbers):
             self._abandon()
 
@@ -233,11 +233,11 @@ class Agent:
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
-        spawn.reap()
-        while not spawn.childless() and time.monotonic() < deadline:
+        processes.reap()
+        while not processes.childless() and time.monotonic() < deadline:
             time.sleep(0.01)
-            spawn.reap()
-        spawn.sweep(limit=2.0)
+            processes.reap()
+        processes.sweep(limit=2.0)
         os._exit(1)
 
 
@@ -253,5 +253,5 @@ def main() -> NoReturn:
 
 if __name__ == "__main__":
     if sys.platform != "linux":
-        raise SystemExit("ringjax.run.agent needs Linux")
+        raise SystemExit("ringjax.run.hosts.agent needs Linux")
     main()

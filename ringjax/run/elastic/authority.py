@@ -38,6 +38,6 @@ class Authority(Protocol):
 
 def coordinator(*args: Any, **kwargs: Any) -> Authority:
     """Makes the real one, in a process of its own."""
-    from ringjax.run.coordinator_process import CoordinatorProcess
+    from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 
     return CoordinatorProcess(*args, **kwargs)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringjax.run.hosts import Host
+from ringjax.run.hosts.slots import Host
 
 UNBOUNDED = 1 << 16  # as many as the hosts have slots
 # What an elastic job alone understands, by the names of Python's arguments.

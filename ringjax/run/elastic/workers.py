@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ringjax.run.crew import Seat
+from ringjax.run.elastic.seats import Seat
 from ringjax.run.verdict import Blame, blames_others, fate
 
 

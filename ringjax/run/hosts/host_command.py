@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ringjax.run import environ
-from ringjax.run.hosts import Slot
+from ringjax.run.hosts.slots import Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Spec:
 
 def agent_command() -> list[str]:
     """The agent's command. -P: no file of the user's directory may shadow a module."""
-    return [sys.executable, "-P", "-m", "ringjax.run.agent"]
+    return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
 def ssh_command(host: str, spec: Spec) -> list[str]:

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringjax.run.hosts import Host, parse_discovered
+from ringjax.run.hosts.slots import Host, parse_discovered
 
 PERIOD = 1.0  # seconds from the end of one run to the next, as in Horovod
 LIMIT = 30.0  # seconds for one run

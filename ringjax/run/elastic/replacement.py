@@ -11,10 +11,10 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringjax.run.authority import Authority
-from ringjax.run.blacklist import Blacklist
-from ringjax.run.crew import Crew
-from ringjax.run.roster import Roster, Worker
+from ringjax.run.elastic.authority import Authority
+from ringjax.run.elastic.seats import Crew
+from ringjax.run.elastic.workers import Roster, Worker
+from ringjax.run.hosts.blacklist import Blacklist
 
 _LAST_WORDS = 0.3  # seconds to wait for what a process wrote before it ended
 _NEWS = 0.5  # seconds for a worker's own word that it is through to arrive
@@ -23,7 +23,7 @@ _TOLD = 30.0  # seconds for a worker that is asked to leave
 
 
 class Signaller(Protocol):
-    """What sends signals to workers; fleet.py does."""
+    """What sends signals to workers; hosts/fleet.py does."""
 
     def signal(
         self, number: int, names: Sequence[int] | None = None, *, alone: bool = False

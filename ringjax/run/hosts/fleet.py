@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ringjax.run import environ
-from ringjax.run.channel import Channel, Message
-from ringjax.run.hosts import is_local
-from ringjax.run.order import Spec, agent_command, ssh_command
+from ringjax.run.hosts.channel import Channel, Message
+from ringjax.run.hosts.host_command import Spec, agent_command, ssh_command
+from ringjax.run.hosts.slots import is_local
 from ringjax.run.output import Console, OutputClosed
 
 

@@ -2,7 +2,7 @@
 
 A single loop reads what the agents report and decides when the job is over. When a rank
 fails the others are given a second to fail with a clear error of their own, then
-SIGTERM, then SIGKILL. Starts no rank itself: that is agent.py, one on each host.
+SIGTERM, then SIGKILL. Starts no rank itself: that is hosts/agent.py, one on each host.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
-from ringjax.run.fleet import Fleet
-from ringjax.run.hosts import own_addresses
-from ringjax.run.order import Spec
+from ringjax.run.hosts.fleet import Fleet
+from ringjax.run.hosts.host_command import Spec
+from ringjax.run.hosts.slots import own_addresses
 from ringjax.run.output import Console, OutputClosed
 from ringjax.run.verdict import Verdict
 
