@@ -1,8 +1,7 @@
 """A world whose ranks come and go: one epoch follows the other in the same process.
 
 Each communicator has a succession in the native core, which lasts as long as its number
-does; an epoch puts a new communicator into each. When epochs form is the matter of
-thread.py and the coordinator, what a program may ask is in runtime/elastic_requests.py.
+does; an epoch puts a new communicator into each. When that is: thread.py.
 """
 
 from __future__ import annotations
