@@ -22,8 +22,8 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-SOURCES := $(wildcard $(foreach d,xla_ext xla_ext/* tests/native tests/fuzz tests/cuda_stub, \
-  $(d)/*.h $(d)/*.cc $(d)/*.cu))
+SOURCES := $(shell find xla_ext tests/native tests/fuzz tests/cuda_stub \
+  -name '*.h' -o -name '*.cc' -o -name '*.cu')
 NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES)) $(wildcard xla_ext/cuda/*)
 TESTS ?=
 

@@ -12,7 +12,7 @@
 
 #include "check.h"
 #include "eager_world.h"
-#include "engine/succession.h"
+#include "engine/communicator/succession.h"
 
 namespace ringjax::testing_eager {
 

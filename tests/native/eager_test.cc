@@ -1,13 +1,12 @@
 // The eager lane with threads as ranks: orders, operations, joins, what goes wrong and
 // what must still work afterwards. Also run under sanitizers.
-#include "engine/eager.h"
-
 #include <cstring>
 #include <numeric>
 #include <random>
 
 #include "check.h"
 #include "eager_world.h"
+#include "engine/eager/lane.h"
 
 namespace ringjax {
 namespace {

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/eager.h"
+#include "engine/eager/lane.h"
 #include "local_world.h"
 
 namespace ringjax::testing_eager {

@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "check.h"
-#include "engine/heartbeat.h"
-#include "engine/overlap.h"
+#include "engine/communicator/overlap.h"
+#include "engine/heartbeat/heartbeat.h"
 #include "local_world.h"
 
 namespace ringjax {

@@ -7,10 +7,10 @@
 #include <memory>
 #include <utility>
 
-#include "engine/descriptor.h"
-#include "engine/heartbeat.h"
-#include "engine/negotiation.h"
-#include "engine/news.h"
+#include "engine/call/descriptor.h"
+#include "engine/eager/negotiation.h"
+#include "engine/eager/news.h"
+#include "engine/heartbeat/heartbeat.h"
 #include "fuzz_targets.h"
 #include "link_ends.h"
 #include "local_world.h"

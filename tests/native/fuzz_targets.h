@@ -14,7 +14,7 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/frame.h"
+#include "engine/call/frame.h"
 
 namespace ringjax::fuzz {
 

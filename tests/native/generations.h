@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/succession.h"
+#include "engine/communicator/succession.h"
 #include "local_world.h"
 
 namespace ringjax::testing_generations {

@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace ringjax {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <random>
 
-#include "engine/negotiation.h"
+#include "engine/eager/negotiation.h"
 #include "negotiation_ranks.h"
 
 namespace ringjax {

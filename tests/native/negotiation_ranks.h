@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/negotiation.h"
+#include "engine/eager/negotiation.h"
 
 namespace ringjax {
 

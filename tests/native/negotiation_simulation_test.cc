@@ -8,7 +8,7 @@
 #include <set>
 #include <tuple>
 
-#include "engine/negotiation.h"
+#include "engine/eager/negotiation.h"
 #include "negotiation_ranks.h"
 
 namespace ringjax {

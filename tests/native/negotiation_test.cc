@@ -1,11 +1,11 @@
 // Negotiation, case by case: what is decided, in which order and with which words. What
 // travels is in negotiation_cache_test.cc, random programs are in
 // negotiation_simulation_test.cc.
-#include "engine/negotiation.h"
+#include "engine/eager/negotiation.h"
 
 #include <functional>
 
-#include "engine/disagreement.h"
+#include "engine/eager/disagreement.h"
 #include "negotiation_ranks.h"
 
 namespace ringjax {

@@ -1,6 +1,6 @@
 // News as bytes: what is written is read; what is damaged, cut off, made up or of
 // another round is a Status that names the rank, whatever else it is.
-#include "engine/news.h"
+#include "engine/eager/news.h"
 
 #include <limits>
 #include <random>

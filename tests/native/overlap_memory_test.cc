@@ -5,8 +5,8 @@
 #include <random>
 
 #include "check.h"
-#include "engine/arena.h"
-#include "engine/overlap.h"
+#include "engine/communicator/arena.h"
+#include "engine/communicator/overlap.h"
 #include "local_world.h"
 
 namespace ringjax {

@@ -3,7 +3,7 @@
 #include <map>
 #include <random>
 
-#include "engine/overlap.h"
+#include "engine/communicator/overlap.h"
 #include "generations.h"
 
 namespace ringjax::testing_generations {

@@ -11,7 +11,7 @@
 
 #include "check.h"
 #include "eager_world.h"
-#include "engine/heartbeat.h"
+#include "engine/heartbeat/heartbeat.h"
 #include "local_world.h"
 
 namespace ringjax {

@@ -1,6 +1,6 @@
 // Spans: pieces of memory that are addressed as one, in whatever order they are asked
 // for.
-#include "engine/spans.h"
+#include "engine/call/spans.h"
 
 #include "check.h"
 

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "base/failpoint.h"
-#include "engine/heartbeat.h"
+#include "engine/heartbeat/heartbeat.h"
 #include "generations.h"
 
 namespace ringjax::testing_generations {

@@ -1,5 +1,5 @@
 // Dot products of two vectors, and their weighted sum: what an adaptive summation needs
-// beside base/reduce.h. No algorithm here: that is engine/adasum.h.
+// beside base/reduce.h. No algorithm here: that is engine/call/adasum.h.
 //
 // Floats only. Products and their sums are double (exact products for all but f64),
 // added in an order that depends on nothing but `n`, so that a CPU of another

@@ -1,4 +1,4 @@
-// Allreduce through memory that all ranks of one host map (engine/tiles.cc).
+// Allreduce through memory that all ranks of one host map (engine/call/tiles.cc).
 //
 // The schedule is the direct one, and says who adds up what and who needs the sum. On a
 // board nobody runs it message by message: what it sends to P - 1 peers is written

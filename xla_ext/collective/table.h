@@ -24,7 +24,7 @@ struct CostModel {
   double remote_byte = 1.0 / 1.1e9;
 };
 
-// The one that needs a board: engine/tiles.h runs it, and not the executor.
+// The one that needs a board: engine/call/tiles.h runs it, and not the executor.
 inline constexpr std::string_view kShared = "shared";
 
 struct Algorithm {

@@ -15,7 +15,7 @@
 #include <string>
 #include <thread>
 
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace ringjax {
 

@@ -28,8 +28,8 @@
 #include "device/fusion.h"
 #include "device/kernels.h"
 #include "device/nccl.h"
-#include "engine/communicator.h"
-#include "engine/overlap.h"
+#include "engine/communicator/communicator.h"
+#include "engine/communicator/overlap.h"
 
 namespace ringjax {
 

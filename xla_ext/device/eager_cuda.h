@@ -21,7 +21,7 @@
 
 #include "device/cuda_communicator.h"
 #include "device/milestone.h"
-#include "engine/eager.h"
+#include "engine/eager/lane.h"
 
 namespace ringjax {
 

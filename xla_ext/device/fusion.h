@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/descriptor.h"
+#include "engine/call/descriptor.h"
 
 namespace ringjax {
 

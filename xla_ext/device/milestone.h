@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "device/driver.h"
-#include "engine/owner.h"
+#include "engine/call/owner.h"
 
 namespace ringjax::cuda {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/nccl.h"
-#include "engine/descriptor.h"
+#include "engine/call/descriptor.h"
 
 namespace ringjax {
 

@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "device/cuda_communicator.h"
-#include "engine/communicator.h"
-#include "engine/overlap.h"
+#include "engine/communicator/communicator.h"
+#include "engine/communicator/overlap.h"
 
 namespace ringjax {
 

@@ -3,8 +3,9 @@
 // A link is for two; what one rank writes for all others goes here once instead of into
 // every link. The board holds, for each rank, counters that only it advances, notes
 // (small messages) and areas (for large ones), and knows no collective: what a
-// counter means is engine/agreement.h's and engine/tiles.h's matter. One thread uses a
-// board at a time. Values that peers wrote are checked by whoever uses them.
+// counter means is engine/call/agreement.h's and engine/call/tiles.h's matter. One
+// thread uses a board at a time. Values that peers wrote are checked by whoever uses
+// them.
 #pragma once
 
 #include <memory>

@@ -1,0 +1,241 @@
+// ringjax._native: the binding. It only binds; nothing here knows how a byte moves.
+#include "binding/module.h"
+
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "base/failpoint.h"
+#include "engine/communicator/communicator.h"
+#include "engine/heartbeat/heartbeat.h"
+#include "ffi/handlers.h"
+#include "ffi/registry.h"
+#include "transport/ring_link.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ringjax {
+namespace {
+
+constexpr std::string_view kCodeNames[] = {
+    "OK",        "INVALID_ARGUMENT",  "FAILED_PRECONDITION",
+    "MISMATCH",  "DEADLINE_EXCEEDED", "UNAVAILABLE",
+    "CANCELLED", "INTERNAL"};
+
+PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
+// These two are guarded by the GIL.
+PyObject* failure_callback = nullptr;
+nb::python_error* put_off = nullptr;  // what a signal handler raised within the core
+
+int RaisePutOff(void*) {
+  nb::python_error* error = std::exchange(put_off, nullptr);
+  if (error == nullptr) return 0;
+  error->restore();
+  delete error;
+  return -1;
+}
+
+}  // namespace
+
+nb::object ToText(const std::string& s) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace");
+  if (text == nullptr) throw nb::python_error();
+  return nb::steal(text);
+}
+
+void Raise(const Status& status) {
+  if (status.ok()) return;
+  // What a signal handler raised says more than that it interrupted the core.
+  if (status.code() == Code::kCancelled && RaisePutOff(nullptr) != 0)
+    throw nb::python_error();
+  nb::object error = nb::handle(status_error)(ToText(status.message()));
+  error.attr("code") =
+      nb::str(std::string(kCodeNames[static_cast<int>(status.code())]).c_str());
+  error.attr("rank") = status.rank();
+  PyErr_SetObject(status_error, error.ptr());
+  throw nb::python_error();
+}
+
+namespace {
+
+// On the main thread: runs Python's signal handlers; true if one of them raised. What
+// it raised is put off until the core has let go and the interpreter runs again.
+bool MainThreadInterrupted() {
+  if (gettid() != getpid() || !Py_IsInitialized()) return false;
+  nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return false;
+  auto* raised = new nb::python_error;  // takes it
+  delete std::exchange(put_off, raised);
+  if (Py_AddPendingCall(&RaisePutOff, nullptr) != 0) PyErr_SetInterrupt();
+  return true;
+}
+
+int CallFailureCallback(void*) {
+  if (failure_callback == nullptr) return 0;
+  PyObject* result = PyObject_CallNoArgs(failure_callback);
+  // It would come up in whatever the main thread does just then.
+  if (result == nullptr) PyErr_WriteUnraisable(failure_callback);
+  Py_XDECREF(result);
+  return 0;
+}
+
+}  // namespace
+
+double Number(const nb::dict& options, const char* key, double otherwise) {
+  return options.contains(key) ? nb::cast<double>(options[key]) : otherwise;
+}
+
+std::unique_ptr<Doorbell> NewBell() {
+  const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (fd < 0) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return std::make_unique<Doorbell>(fd);
+}
+
+namespace {
+
+nb::dict FfiTargets() {
+  nb::dict targets;
+  for (const auto& [name, handler] : HostHandlers())
+    targets[name.c_str()] = nb::capsule(handler, "xla._CUSTOM_CALL_TARGET");
+  return targets;
+}
+
+// Of an eventfd that stays the caller's; null for none.
+std::unique_ptr<Doorbell> CopyOf(int eventfd) {
+  if (eventfd < 0) return nullptr;
+  const int copy = fcntl(eventfd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return std::make_unique<Doorbell>(copy);
+}
+
+std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
+                                         const std::vector<std::pair<int, int>>& peers,
+                                         double interval, double timeout, int notify,
+                                         int inquire,
+                                         const std::vector<std::string>& hosts) {
+  std::vector<Heartbeat::Peer> all;
+  std::vector<int> fds;
+  for (const auto& [peer, fd] : peers) {
+    const auto at = static_cast<size_t>(peer);
+    all.push_back({peer, fd, at < hosts.size() ? Printable(hosts[at], 64) : ""});
+    fds.push_back(fd);
+  }
+  Descriptors ours(std::move(fds));
+  auto bell = NewBell();
+  auto told = CopyOf(notify), asks = CopyOf(inquire);
+  ours.Release();
+  return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
+                                     std::move(bell), std::move(told), std::move(asks));
+}
+
+nb::tuple AskedOf(Heartbeat& self) {
+  Heartbeat::Asked asked;
+  {
+    nb::gil_scoped_release release;
+    asked = self.asked();
+  }
+  nb::list stalls;
+  for (const std::string& stall : asked.stalls) stalls.append(ToText(stall));
+  return nb::make_tuple(asked.newest, stalls);
+}
+
+nb::list Lost(const Heartbeat& self) {
+  std::vector<std::pair<int, std::string>> lost;
+  {
+    nb::gil_scoped_release release;
+    lost = self.lost();
+  }
+  nb::list all;
+  for (const auto& [rank, why] : lost) all.append(nb::make_tuple(rank, ToText(why)));
+  return all;
+}
+
+void BindHeartbeat(nb::module_& m) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Heartbeat>(m, "Heartbeat")
+      .def(nb::new_(&MakeHeartbeat), "rank"_a, "peers"_a, nb::kw_only(), "interval"_a,
+           "timeout"_a, "notify"_a = -1, "inquire"_a = -1,
+           "hosts"_a = std::vector<std::string>())
+      // Its lock is held while it writes to peers: nobody else should wait for that.
+      .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
+      .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())
+      .def(
+          "fail", [](Heartbeat& h, const std::string& message) { h.Fail(message); },
+          "message"_a, Unlocked())
+      .def("leave", &Heartbeat::Leave, Unlocked())
+      .def("lost", &Lost)
+      .def("left", &Heartbeat::left, Unlocked())
+      .def("asked", &AskedOf)
+      .def("answer", &Heartbeat::Answer, "newest"_a, "place"_a, Unlocked())
+      .def("close", &Heartbeat::Stop, Unlocked());
+}
+
+}  // namespace
+}  // namespace ringjax
+
+NB_MODULE(_native, m) {
+  using namespace ringjax;
+  nb::set_leak_warnings(false);
+  status_error = PyErr_NewExceptionWithDoc(
+      "ringjax._native.StatusError",
+      "A failed call of the core; `code` names the kind, `rank` the culprit or -1.",
+      PyExc_RuntimeError, nullptr);
+  m.attr("StatusError") = nb::handle(status_error);
+  BindHostCommunicator(m);
+  BindHeartbeat(m);
+  BindSchedules(m);
+  BindDevice(m);
+  BindEager(m);
+  BindTensorFlow(m);
+  m.def("ffi_targets", &FfiTargets);
+  m.def("shm_bytes", &ShmBytes, "ring_bytes"_a);
+  m.def(
+      "set_failure_hook",
+      [](nb::object f) {
+        Py_XDECREF(failure_callback);
+        failure_callback = f.is_none() ? nullptr : f.release().ptr();
+        SetFailureHook(failure_callback == nullptr ? nullptr : +[] {
+          Py_AddPendingCall(&CallFailureCallback, nullptr);
+        });
+      },
+      "f"_a.none());
+  m.def("failpoints", [] {
+    return std::vector<std::string>(std::begin(kFailpoints), std::end(kFailpoints));
+  });
+  m.def(
+      "arm_failpoint",
+      [](const std::string& point, const std::string& action, double number,
+         uint64_t passage) { Raise(ArmFailpoint(point, action, number, passage)); },
+      "point"_a, "action"_a, "number"_a, "passage"_a);
+  m.def("version", [] { return std::string(RINGJAX_VERSION); });
+  nb::dict collectives, reduce_ops, dtypes;
+  for (int i = 0; i < kCollectiveCount; ++i)
+    collectives[std::string(kCollectiveNames[i]).c_str()] = i;
+  for (const auto& [name, number] : {std::pair("Average", 0),
+                                     {"Sum", 1},
+                                     {"Adasum", 2},
+                                     {"Min", 3},
+                                     {"Max", 4},
+                                     {"Product", 5}})
+    reduce_ops[name] = number;
+  for (int i = 0; i < kDTypeCount; ++i) dtypes[std::string(kDTypeNames[i]).c_str()] = i;
+  m.attr("COLLECTIVES") = collectives;
+  m.attr("REDUCE_OPS") = reduce_ops;
+  m.attr("DTYPES") = dtypes;
+  interrupt_check.store(&MainThreadInterrupted);
+}

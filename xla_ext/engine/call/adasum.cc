@@ -1,0 +1,240 @@
+// The levels of halving and doubling, and the way back. See adasum.h.
+#include "engine/call/adasum.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/moments.h"
+
+namespace ringjax {
+namespace {
+
+// Bytes that are exchanged at a time: what has arrived, or goes out, is in the cache.
+constexpr uint64_t kTileBytes = 1 << 20;
+
+struct Range {
+  uint64_t offset = 0, count = 0;  // elements
+
+  uint64_t end() const { return offset + count; }
+  // At most `most` elements from the `done`th on.
+  Range From(uint64_t done, uint64_t most) const {
+    const uint64_t skip = std::min(done, count);
+    return {offset + skip, std::min(most, count - skip)};
+  }
+};
+
+// What one rank does at one level with its piece of the vector.
+struct Level {
+  int peer;
+  bool lower;        // this rank's vector is a, the peer's b
+  Range keep, give;  // the two halves
+
+  Level(int rank, int distance, Range piece)
+      : peer(rank ^ distance), lower((rank & distance) == 0) {
+    keep = {piece.offset, (piece.count + 1) / 2};
+    give = {keep.end(), piece.count - keep.count};
+    if (!lower) std::swap(keep, give);
+  }
+};
+
+// 1 - a.b / 2|a|^2. A vector without a length takes nothing from the other.
+double Weight(double dot, double square) {
+  if (square < std::numeric_limits<double>::min()) return 1;
+  return 1 - dot / (2 * square);
+}
+
+class Run {
+ public:
+  Run(const Memory& memory, const std::vector<uint64_t>& sizes,
+      const Arithmetic& arithmetic, const Frame& frame, const Lane& lane,
+      Waiter* waiter, uint64_t* sent_bytes)
+      : memory_(memory),
+        a_(arithmetic),
+        frame_(frame),
+        lane_(lane),
+        waiter_(waiter),
+        sent_bytes_(sent_bytes),
+        size_(static_cast<int>(lane.links.size())),
+        width_(Width(arithmetic.dtype)),
+        own_(memory.in),
+        moments_(sizes.size()) {
+    ends_.reserve(sizes.size());
+    uint64_t end = 0;
+    for (uint64_t n : sizes) ends_.push_back(end += n);
+    moving_.dtype = moving_.wire = arithmetic.dtype;
+    adding_.dtype = adding_.wire = DType::kF64;
+  }
+
+  Status Loop() {
+    Range piece{0, ends_.empty() ? 0 : ends_.back()};
+    if (size_ == 1 || a_.scales_first()) {
+      Scale(piece, true, size_ == 1);
+      own_ = memory_.out;
+    }
+    std::vector<Level> levels;
+    for (int distance = 1; distance < size_; distance *= 2) {
+      const Level& level = levels.emplace_back(lane_.rank, distance, piece);
+      RJ_TRY(Exchange(level));
+      RJ_TRY(SumMoments(distance));
+      if (2 * distance == size_)
+        RJ_TRY(Turn(level));
+      else
+        Combine(level, level.keep);
+      own_ = memory_.out;
+      piece = level.keep;
+    }
+    return Gather(levels);
+  }
+
+ private:
+  // Calls visit(tensor, part) for what of each tensor lies in `range`. A part is one
+  // piece of memory in all spans.
+  template <typename Visit>
+  void ForTensors(Range range, Visit visit) const {
+    auto tensor = std::upper_bound(ends_.begin(), ends_.end(), range.offset);
+    for (uint64_t at = range.offset; at < range.end(); ++tensor) {
+      const uint64_t end = std::min(*tensor, range.end());
+      visit(static_cast<size_t>(tensor - ends_.begin()), Range{at, end - at});
+      at = end;
+    }
+  }
+
+  std::byte* At(const Spans& spans, Range part) const {
+    return spans.At(part.offset * width_, part.count * width_).data;
+  }
+  // What has come from the peer of `part`, which lies in the half that is kept.
+  const std::byte* Arrived(const Level& level, Range part) const {
+    return At(memory_.scratch, {part.offset - level.keep.offset, part.count});
+  }
+
+  void Scale(Range range, bool first, bool last) {
+    ForTensors(range, [&](size_t, Range part) {
+      CopyScaled(At(*memory_.out, part), At(*own_, part), part.count, a_, first, last);
+    });
+  }
+
+  Status Move(const Schedule& schedule, const Memory& memory, const Arithmetic& a) {
+    const Plan plan = Compile(schedule, size_, true);
+    *sent_bytes_ += plan.sent * Width(a.wire);
+    return Execute(plan, memory, a, frame_, lane_, waiter_);
+  }
+
+  // Sends `give` of `from` to the peer and receives `take` into place, from `to` on,
+  // tile by tile: before(tile) is called for what is to be sent, after(tile) for what
+  // has come.
+  template <typename Before, typename After>
+  Status Swap(int peer, Range give, const Spans* from, Range take, Slice to,
+              Before before, After after) {
+    const uint64_t tile = kTileBytes / width_, most = std::max(give.count, take.count);
+    Memory memory = memory_;
+    memory.in = from;
+    for (uint64_t done = 0; done < most; done += tile) {
+      const Range out = give.From(done, tile), in = take.From(done, tile);
+      const Slice source{Region::kIn, out.offset, out.count};
+      const Slice target{to.region, to.offset + done, in.count};
+      before(out);
+      Schedule both;
+      if (out.count > 0) both.steps.push_back({StepKind::kSend, peer, {}, source});
+      if (in.count > 0) both.steps.push_back({StepKind::kRecv, peer, target, {}});
+      RJ_TRY(Move(both, memory, moving_));
+      after(in);
+    }
+    return OkStatus();
+  }
+
+  // The peer's values of the half that is kept into the scratch memory, and the moments
+  // of these and ours.
+  Status Exchange(const Level& level) {
+    std::fill(moments_.begin(), moments_.end(), Moments{});
+    auto add = [&](Range tile) {
+      ForTensors(tile, [&](size_t t, Range part) {
+        const std::byte *a = At(*own_, part), *b = Arrived(level, part);
+        if (!level.lower) std::swap(a, b);
+        AddMoments(a, b, part.count, a_.dtype, &moments_[t]);
+      });
+    };
+    const Slice scratch{Region::kScratch, 0, level.keep.count};
+    return Swap(level.peer, level.give, own_, level.keep, scratch, [](Range) {}, add);
+  }
+
+  // Recursive doubling: at every step two ranks add the same two numbers, so all end
+  // with the same bits.
+  Status SumMoments(int distance) {
+    static_assert(sizeof(Moments) == 3 * sizeof(double));
+    Spans numbers;
+    numbers.Add(moments_.data(), moments_.size() * sizeof(Moments));
+    const Slice all{Region::kOut, 0, 3 * moments_.size()};
+    Schedule doubling;
+    for (int reach = 1; reach <= distance; reach *= 2) {
+      const int peer = lane_.rank ^ reach;
+      doubling.steps.push_back({StepKind::kSend, peer, {}, all});
+      doubling.steps.push_back({StepKind::kRecvReduce, peer, all, all});
+    }
+    return Move(doubling, Memory{&numbers, &numbers, {}}, adding_);
+  }
+
+  void Combine(const Level& level, Range range) {
+    ForTensors(range, [&](size_t t, Range part) {
+      const Moments& m = moments_[t];
+      const std::byte *a = At(*own_, part), *b = Arrived(level, part);
+      if (!level.lower) std::swap(a, b);
+      AddWeighted(At(*memory_.out, part), a, Weight(m.ab, m.aa), b, Weight(m.ab, m.bb),
+                  part.count, a_.dtype);
+    });
+  }
+
+  // The last level's results, and with the same peer the first step of the way back:
+  // tiles go out when they are finished.
+  Status Turn(const Level& level) {
+    auto finish = [&](Range tile) {
+      Combine(level, tile);
+      if (!a_.scales_last()) return;
+      ForTensors(tile, [&](size_t, Range part) {
+        std::byte* out = At(*memory_.out, part);
+        CopyScaled(out, out, part.count, a_, false, true);
+      });
+    };
+    const Slice back{Region::kOut, level.give.offset, level.give.count};
+    return Swap(level.peer, level.keep, memory_.out, level.give, back, finish,
+                [](Range) {});
+  }
+
+  // The other levels backwards: what was given away comes back from who has it now.
+  Status Gather(const std::vector<Level>& levels) {
+    Schedule gather;
+    for (size_t i = levels.size(); i-- > 1;) {
+      const Level& level = levels[i - 1];
+      const Slice have{Region::kOut, level.keep.offset, level.keep.count};
+      const Slice back{Region::kOut, level.give.offset, level.give.count};
+      auto& steps = gather.steps;
+      if (have.count > 0) steps.push_back({StepKind::kSend, level.peer, {}, have});
+      if (back.count > 0) steps.push_back({StepKind::kRecv, level.peer, back, {}});
+    }
+    Memory memory = memory_;
+    memory.in = memory_.out;
+    return Move(gather, memory, moving_);
+  }
+
+  const Memory& memory_;
+  const Arithmetic& a_;
+  const Frame& frame_;
+  const Lane& lane_;
+  Waiter* waiter_;
+  uint64_t* sent_bytes_;
+  const int size_;
+  const uint64_t width_;
+  const Spans* own_;  // where this rank's values are: in, later out
+  Arithmetic moving_, adding_;
+  std::vector<uint64_t> ends_;    // of the tensors, in elements
+  std::vector<Moments> moments_;  // of each tensor, at this level
+};
+
+}  // namespace
+
+Status AllreduceAdasum(const Memory& memory, const std::vector<uint64_t>& sizes,
+                       const Arithmetic& arithmetic, const Frame& frame,
+                       const Lane& lane, Waiter* waiter, uint64_t* sent_bytes) {
+  return Run(memory, sizes, arithmetic, frame, lane, waiter, sent_bytes).Loop();
+}
+
+}  // namespace ringjax

@@ -1,0 +1,42 @@
+// Allreduce over a board: long messages tile by tile, short ones in a note.
+//
+// What the direct algorithm (collective/direct.cc) does over links, for ranks that all
+// map the same memory: a rank writes once what P - 1 others read. Each of P ranks adds
+// up its part of every tile:
+//
+//   post    this rank's values of the other parts -> its slot
+//   sum     its own part, with that of every other slot -> result, and the common slot
+//   fetch   the other sums, from the common slot -> result
+//
+// so that a rank writes (P-1)/P n + n/P elements to shared memory and reads 2 (P-1)/P
+// n, and no rank reads another's private memory. Sets of slots take turns, so that
+// ranks may be at different tiles. After Graham and Shipman, "MPI support for
+// multi-core architectures: optimized shared memory collectives", EuroPVM/MPI 2008.
+#pragma once
+
+#include "engine/call/executor.h"
+
+namespace ringjax {
+
+// All `count` elements of memory.in, reduced, to memory.out, which may be the same.
+// Errors as Execute.
+Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
+                        const Lane& lane, Waiter* waiter);
+
+// Where the ranks are on the board when all have added up their parts, if such a
+// message begins now and its sums stay on the board until the next call; else 0. From
+// then on every rank can finish it by itself.
+uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board);
+// Of a message that was cut off after that: its results.
+void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
+                const Lane& lane);
+
+// Whether a request of so many bytes on the wire fits a note.
+bool FitsNote(uint64_t wire_bytes);
+// Before the ranks agree: this rank's values into the note of the coming turn.
+void PutNote(const Spans& in, const Arithmetic& a, const Lane& lane);
+// After they did: reduces the notes of all ranks, which are those of one call. Ranks
+// add up the same numbers in the same order, so they end with the same bits.
+void ReduceNotes(const Spans& out, const Arithmetic& a, const Lane& lane);
+
+}  // namespace ringjax

@@ -1,0 +1,241 @@
+// START, DONE and the thread between them. See overlap.h.
+#include "engine/communicator/overlap.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+
+namespace ringjax {
+namespace {
+
+uint64_t RoundUp(uint64_t bytes) {
+  return (bytes + Overlap::kAlign - 1) / Overlap::kAlign * Overlap::kAlign;
+}
+
+}  // namespace
+
+Overlap::Overlap(std::shared_ptr<Communicator> communicator)
+    : communicator_(std::move(communicator)) {}
+
+Overlap::~Overlap() {
+  communicator_->Abort(Status(Code::kUnavailable, "the communicator was shut down"));
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (worker_.joinable()) worker_.join();
+}
+
+template <typename Stale>
+void Overlap::GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock) {
+  const bool found = std::any_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
+    return (entry.second->pending || entry.second->copied) && stale(entry.first);
+  });
+  if (!found) return;
+  // Our peers applied that step and this rank did not: going on would diverge.
+  const auto communicator = communicator_;
+  lock->unlock();
+  communicator->GiveUp(Code::kUnavailable,
+                       "started a step and never collected the results of the one "
+                       "before, which failed between START and DONE");
+  lock->lock();
+  Settle([](int64_t) { return true; }, lock);
+}
+
+template <typename Old>
+void Overlap::Settle(Old&& old, std::unique_lock<std::mutex>* lock) {
+  // All, then all: one that runs may run those before it again.
+  changed_.wait(*lock, [&] {
+    return std::all_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
+      const Job& job = *entry.second;
+      return !old(entry.first) || (!job.copied && (!job.pending || job.finished));
+    });
+  });
+  for (auto& [site, job] : jobs_)
+    if (old(site)) Release(job.get());
+}
+
+void Overlap::Follow(std::shared_ptr<Communicator> next) {
+  std::lock_guard lock(mutex_);
+  std::swap(communicator_, next);
+}
+
+void Overlap::Begin(int64_t site) {
+  std::unique_lock lock(mutex_);
+  const auto old = [site](int64_t other) { return ChainOf(other) == ChainOf(site); };
+  if (elastic() && failed_.erase(ChainOf(site)) > 0) Settle(old, &lock);
+  GiveUpIf(old, &lock);
+}
+
+Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
+  for (const Tensor& t : call.tensors)
+    if (t.room != t.bytes()) return Unfit(call, site);
+  std::unique_lock lock(mutex_);
+  GiveUpIf([site](int64_t other) { return other == site; }, &lock);
+  std::unique_ptr<Job>& slot = jobs_[site];
+  if (!slot) slot = std::make_unique<Job>();
+  Job* job = slot.get();
+  Describe(call, in_flight, job);
+  job->chain = ChainOf(site);
+  job->epoch = 0;
+  if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
+  job->copied = true;
+  lock.unlock();
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const Tensor& from = call.tensors[i];
+    if (from.bytes() > 0) std::memcpy(job->call.tensors[i].in, from.in, from.bytes());
+  }
+  lock.lock();
+  job->copied = job->finished = false;
+  queue_.push_back(job);
+  // The ticket comes last: nothing may fail between taking it and serving it.
+  job->pending = true;
+  job->ticket = communicator_->TakeTicket();
+  lock.unlock();
+  changed_.notify_all();
+  return OkStatus();
+}
+
+// The call as the engine thread makes it, on memory of the engine's own.
+void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
+  uint64_t bytes = 0;
+  for (const Tensor& t : call.tensors) bytes += RoundUp(t.bytes());
+  const uint64_t copies = elastic() ? 2 : 1;  // what comes in is kept
+  job->name = call.name;
+  job->names = call.names;
+  job->call = call;
+  job->call.name = job->name;
+  job->call.names = job->names;
+  Release(job);  // of a START that failed
+  arena_.Grow(copies * in_flight);
+  job->block = arena_.Take(copies * bytes);
+  // Two programs at once, or no pages for the arena. Not make_unique: that writes
+  // zeros.
+  if (!job->block) job->beyond.reset(new std::byte[copies * bytes]);
+  std::byte* at = job->block ? job->block : job->beyond.get();
+  for (Tensor& t : job->call.tensors) {
+    t.in = at;
+    t.out = at + (copies - 1) * bytes;
+    t.room = t.bytes();
+    at += RoundUp(t.bytes());
+  }
+}
+
+double Overlap::exposed() const {
+  std::lock_guard lock(mutex_);
+  return exposed_;
+}
+
+void Overlap::Release(Job* job) {
+  if (job->block) arena_.Give(job->block);
+  job->block = nullptr;
+  job->beyond.reset();
+  job->pending = false;
+}
+
+Status Overlap::Done(const Call& call, int64_t site) {
+  std::unique_lock lock(mutex_);
+  auto found = jobs_.find(site);
+  if (found == jobs_.end() || !found->second->pending)
+    return Status(Code::kFailedPrecondition,
+                  communicator_->Prefix() + "DONE of bucket " + std::to_string(site) +
+                      " of '" + std::string(call.name) + "' without its START");
+  Job* job = found->second.get();
+  Status status = Wait(job, &lock);
+  bool fits = call.tensors.size() == job->call.tensors.size();
+  for (size_t i = 0; fits && i < call.tensors.size(); ++i)
+    fits = call.tensors[i].room == job->call.tensors[i].room &&
+           call.tensors[i].bytes() == job->call.tensors[i].room;
+  if (status.ok() && !fits) status = Unfit(call, site);
+  if (status.ok()) {
+    // Without the lock: the engine thread needs it to go on with the next bucket.
+    job->copied = true;
+    lock.unlock();
+    for (size_t i = 0; i < call.tensors.size(); ++i) {
+      const Tensor& to = call.tensors[i];
+      if (to.bytes() > 0) std::memcpy(to.out, job->call.tensors[i].out, to.bytes());
+    }
+    lock.lock();
+    job->copied = false;
+    changed_.notify_all();
+  }
+  Release(job);
+  return status;
+}
+
+bool Overlap::Ready(const Job& job) const {
+  if (!elastic()) return job.finished;
+  return std::all_of(jobs_.begin(), jobs_.end(), [&job](const auto& entry) {
+    const Job& other = *entry.second;
+    return other.chain != job.chain || !other.pending || other.finished;
+  });
+}
+
+// Until its results are there for good. Not ok: there are none.
+Status Overlap::Wait(Job* job, std::unique_lock<std::mutex>* lock) {
+  const auto start = Clock::now();
+  while (!Ready(*job)) {
+    changed_.wait_for(*lock, std::chrono::milliseconds(100));
+    InterruptCheck check = interrupt_check.load();
+    if (!Ready(*job) && check != nullptr) {
+      const auto communicator = communicator_;
+      lock->unlock();
+      if (check())
+        communicator->GiveUp(Code::kCancelled,
+                             "was interrupted between START and DONE");
+      lock->lock();
+    }
+  }
+  exposed_ += std::chrono::duration<double>(Clock::now() - start).count();
+  if (!job->status.ok()) failed_.insert(job->chain);
+  return job->status;
+}
+
+Status Overlap::Unfit(const Call& call, int64_t site) const {
+  return Status(Code::kInvalidArgument,
+                communicator_->Prefix() + "bucket " + std::to_string(site) + " of '" +
+                    std::string(call.name) + "': results and tensors differ in size");
+}
+
+void Overlap::Work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    RunNext(&lock);
+  }
+}
+
+void Overlap::RunNext(std::unique_lock<std::mutex>* lock) {
+  Job* const job = queue_.front();
+  queue_.pop_front();
+  const auto communicator = communicator_;
+  std::vector<Job*> step;  // of its chain: those before it, then itself
+  std::vector<Communicator::Piece> pieces;
+  if (elastic()) {
+    for (const auto& [site, other] : jobs_)
+      if (other->chain == job->chain && other->pending && other->finished)
+        step.push_back(other.get());
+  }
+  step.push_back(job);
+  for (const Job* each : step) pieces.push_back({&each->call, each->epoch});
+  lock->unlock();
+  Status status;
+  try {
+    status = communicator->RunLast(job->ticket, &pieces);
+  } catch (const std::exception& e) {
+    status = Status(Code::kInternal, communicator->Prefix() + e.what());
+  }
+  lock->lock();
+  job->status = OkStatus();
+  job->finished = true;
+  for (size_t i = 0; i < step.size(); ++i) {
+    step[i]->epoch = pieces[i].epoch;
+    if (!status.ok()) step[i]->status = status;
+  }
+  changed_.notify_all();
+}
+
+}  // namespace ringjax

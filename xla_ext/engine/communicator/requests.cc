@@ -1,0 +1,259 @@
+// From a call to requests: validation, grouping by element type, blocks per rank.
+//
+// Allreduce fuses all tensors of one type into one request, broadcast all tensors into
+// one stream of bytes; the others have one block per rank and tensor, so each tensor is
+// a request of its own. Nothing is copied: requests are spans.
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "engine/call/adasum.h"
+#include "engine/call/agreement.h"
+#include "engine/communicator/communicator.h"
+
+namespace ringjax {
+namespace {
+
+uint64_t RowElements(const Tensor& t) {
+  uint64_t n = 1;
+  for (size_t d = 1; d < t.dims.size(); ++d) n *= static_cast<uint64_t>(t.dims[d]);
+  return n;
+}
+
+Status Invalid(const std::string& what) { return {Code::kInvalidArgument, what}; }
+
+// Rows of tensor `i` in call.rows.
+std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
+  return std::span(call.rows).subspan(i * per_tensor, per_tensor);
+}
+
+uint64_t Total(std::span<const int64_t> rows) {
+  return std::accumulate(rows.begin(), rows.end(), uint64_t{0});
+}
+
+// The tensor's own rows, and those that its `out` receives.
+struct Rows {
+  uint64_t in = 0, out = 0;
+};
+
+Rows OwnRows(Collective op, std::span<const int64_t> rows, size_t rank, size_t size) {
+  switch (op) {
+    case Collective::kAllgather:
+      return {static_cast<uint64_t>(rows[rank]), Total(rows)};
+    case Collective::kReducescatter:
+      return {Total(rows), static_cast<uint64_t>(rows[rank])};
+    default:
+      return {Total(rows.first(size)), Total(rows.last(size))};
+  }
+}
+
+Status CheckRows(const Call& call, const Tensor& t, std::span<const int64_t> rows,
+                 size_t rank, size_t size) {
+  if (t.dims.empty()) return Invalid("a tensor without dimensions has no rows");
+  constexpr int64_t kMost = int64_t{1} << 40;  // so that no sum can overflow
+  if (std::any_of(rows.begin(), rows.end(),
+                  [](int64_t n) { return n < 0 || n > kMost; }))
+    return Invalid("a row count is negative or beyond any memory");
+  const Rows own = OwnRows(call.op, rows, rank, size);
+  if (own.in != static_cast<uint64_t>(t.dims[0]))
+    return Invalid("row counts say " + std::to_string(own.in) +
+                   " rows, the tensor is " + Describe(t));
+  uint64_t bytes = 0;
+  if (__builtin_mul_overflow(own.out, RowElements(t) * Width(t.dtype), &bytes) ||
+      bytes != t.room)
+    return Invalid(std::to_string(own.out) + " rows like those of " + Describe(t) +
+                   " do not fit a result of " + std::to_string(t.room) + " bytes");
+  return OkStatus();
+}
+
+// "tensor 3 'layer/kernel': ", or nothing if there is only one.
+std::string Label(const Call& call, size_t i) {
+  if (call.tensors.size() == 1) return "";
+  std::string text = "tensor " + std::to_string(i);
+  if (const auto name = call.TensorName(i); !name.empty())
+    text += " '" + std::string(name) + "'";
+  return text + ": ";
+}
+
+}  // namespace
+
+Status Communicator::Validate(const Call& call) const {
+  const bool reduces =
+      call.op == Collective::kAllreduce || call.op == Collective::kReducescatter;
+  const size_t p = static_cast<size_t>(size());
+  size_t per_tensor = 0;
+  if (call.op == Collective::kAllgather || call.op == Collective::kReducescatter)
+    per_tensor = p;
+  if (call.op == Collective::kAlltoall) per_tensor = 2 * p;
+  if (call.rows.size() != per_tensor * call.tensors.size())
+    return Status(Code::kFailedPrecondition,
+                  "compiled for another number of ranks (" +
+                      std::to_string(call.rows.size()) + " row counts, " +
+                      std::to_string(size()) + " ranks now): trace it again");
+  if (call.op == Collective::kBroadcast && (call.root < 0 || call.root >= size()))
+    return Invalid("root_rank=" + std::to_string(call.root) + " is not in 0.." +
+                   std::to_string(size() - 1));
+  if (reduces && call.reduce_op == ReduceOp::kAdasum && call.wire >= 0)
+    return Invalid("op=ADASUM takes tensors as they are: no compression on the wire");
+  if (const auto forced = ForcedAlgorithm(call.op); !forced.empty())
+    RJ_TRY(Choose(call.op, forced, 0, options_.topology, options_.cost).status());
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const Tensor& t = call.tensors[i];
+    Status fits;
+    if (reduces) fits = CheckReduction(call.op, call.reduce_op, t.dtype, size());
+    if (fits.ok() && per_tensor > 0)
+      fits = CheckRows(call, t, RowsOf(call, i, per_tensor), rank(), p);
+    else if (fits.ok() && t.room != t.bytes())
+      fits = Invalid("the result of " + Describe(t) + " has " + std::to_string(t.room) +
+                     " bytes");
+    if (!fits.ok()) return Status(fits.code(), Label(call, i) + fits.message());
+  }
+  return OkStatus();
+}
+
+std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
+  std::vector<Request> requests;
+  auto add = [&](DType dtype, const Tensor* one) -> Request& {
+    Request& r = requests.emplace_back();
+    r.problem.op = call.op;
+    r.problem.root = call.root;
+    r.arithmetic.dtype = r.arithmetic.wire = dtype;
+    if (one) {
+      r.in.Add(one->in, one->bytes());
+      r.bytes = one->bytes();
+    }
+    return r;
+  };
+  auto reduce = [&](Request* r) {
+    Arithmetic& a = r->arithmetic;
+    a.op = call.reduce_op == ReduceOp::kAverage ? ReduceOp::kSum : call.reduce_op;
+    a.prescale = call.prescale;
+    a.postscale = call.postscale;
+    a.divisor = call.reduce_op == ReduceOp::kAverage ? size() : 1;
+    if (call.wire >= 0 && (a.dtype == DType::kF32 || a.dtype == DType::kF64))
+      a.wire = static_cast<DType>(call.wire);
+  };
+  auto fuse = [&](Request* r, const Tensor& t) {
+    r->in.Add(t.in, t.bytes());
+    r->out.Add(t.out, t.bytes());
+    r->bytes += t.bytes();
+    if (r->arithmetic.op == ReduceOp::kAdasum) r->sizes.push_back(t.elements());
+  };
+  auto blocks = [&](Request* r, std::span<const int64_t> rows, uint64_t row) {
+    for (int64_t n : rows) r->problem.counts.push_back(static_cast<uint64_t>(n) * row);
+  };
+  const size_t p = static_cast<size_t>(size());
+  switch (call.op) {
+    case Collective::kBarrier:
+      break;
+    case Collective::kAllreduce: {
+      std::array<size_t, kDTypeCount> pieces{}, place{};
+      for (const Tensor& t : call.tensors)
+        if (t.bytes() > 0) ++pieces[static_cast<size_t>(t.dtype)];
+      for (size_t d = 0; d < pieces.size(); ++d) {
+        if (pieces[d] == 0) continue;
+        place[d] = requests.size();
+        Request& r = add(static_cast<DType>(d), nullptr);
+        reduce(&r);
+        r.in.Reserve(pieces[d]);
+        r.out.Reserve(pieces[d]);
+      }
+      for (const Tensor& t : call.tensors)
+        if (t.bytes() > 0) fuse(&requests[place[static_cast<size_t>(t.dtype)]], t);
+      for (Request& r : requests)
+        r.problem.counts = {r.bytes / Width(r.arithmetic.dtype)};
+      break;
+    }
+    case Collective::kBroadcast: {
+      Request& r = add(DType::kU8, nullptr);
+      for (const Tensor& t : call.tensors) fuse(&r, t);
+      r.problem.counts = {r.bytes};
+      if (r.bytes == 0) requests.clear();
+      break;
+    }
+    case Collective::kAllgather:
+      for (size_t i = 0; i < call.tensors.size(); ++i) {
+        const Tensor& t = call.tensors[i];
+        const uint64_t row = RowElements(t) * Width(t.dtype);
+        const auto rows = RowsOf(call, i, p);
+        Request& r = add(DType::kU8, &t);
+        blocks(&r, rows, row);
+        r.bytes = Total(rows) * row;
+        r.out.Add(t.out, r.bytes);
+      }
+      break;
+    case Collective::kReducescatter:
+      for (size_t i = 0; i < call.tensors.size(); ++i) {
+        const Tensor& t = call.tensors[i];
+        const auto rows = RowsOf(call, i, p);
+        Request& r = add(t.dtype, &t);
+        reduce(&r);
+        blocks(&r, rows, RowElements(t));
+        r.out.Add(t.out, r.problem.counts[rank()] * Width(t.dtype));
+      }
+      break;
+    case Collective::kAlltoall:
+      for (size_t i = 0; i < call.tensors.size(); ++i) {
+        const Tensor& t = call.tensors[i];
+        const uint64_t row = RowElements(t) * Width(t.dtype);
+        const auto rows = RowsOf(call, i, 2 * p);
+        Request& r = add(DType::kU8, &t);
+        blocks(&r, rows, row);
+        r.out.Add(t.out, Total(rows.last(p)) * row);
+      }
+      break;
+  }
+  std::erase_if(requests, [&](const Request& r) {
+    return call.op == Collective::kAllgather && r.bytes == 0;
+  });
+  return requests;
+}
+
+void Communicator::AddScratch(Request* request, uint64_t bytes) {
+  if (scratch_.size() < bytes) scratch_.resize(bytes);
+  request->memory.scratch.Add(scratch_.data(), bytes);
+}
+
+Status Communicator::RunAdasum(Request* request, const Frame& frame, Waiter* waiter) {
+  const Arithmetic& a = request->arithmetic;
+  const uint64_t elements = size() > 1 ? AdasumScratch(request->problem.counts[0]) : 0;
+  AddScratch(request, elements * Width(a.dtype));
+  uint64_t sent = 0;
+  const Status status =
+      AllreduceAdasum(request->memory, request->sizes, a, frame, lane_, waiter, &sent);
+  Count(*request, kAdasum, sent);
+  return status;
+}
+
+// Tells every peer how many rows it is sent and hears how many come, before any row
+// does: `*fit` is false if some peer sends another number than this rank expects.
+Status Communicator::CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
+                                 bool* fit) const {
+  const size_t p = static_cast<size_t>(size()), n = call.tensors.size();
+  std::vector<int64_t> sent(p * n), coming(p * n), expected(p * n);
+  for (size_t i = 0; i < n; ++i) {
+    const auto rows = RowsOf(call, i, 2 * p);
+    for (size_t r = 0; r < p; ++r) {
+      sent[r * n + i] = rows[r];
+      expected[r * n + i] = rows[p + r];
+    }
+  }
+  RJ_TRY(ExchangeWords(frame, sent, lane_, waiter, &coming));
+  *fit = coming == expected;
+  return OkStatus();
+}
+
+std::string_view Communicator::ForcedAlgorithm(Collective op) const {
+  std::string_view rest = options_.algorithm;
+  if (rest.find(':') == rest.npos) return op == Collective::kAllreduce ? rest : "";
+  while (!rest.empty()) {
+    const std::string_view entry = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), entry.size() + 1));
+    const size_t colon = entry.find(':');
+    if (colon != entry.npos && entry.substr(0, colon) == Name(op))
+      return entry.substr(colon + 1);
+  }
+  return "";
+}
+
+}  // namespace ringjax

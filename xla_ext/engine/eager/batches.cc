@@ -1,0 +1,93 @@
+// First fit into a bounded number of open Calls of each kind. See batches.h.
+#include "engine/eager/batches.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "engine/call/hash.h"
+
+namespace ringjax {
+namespace {
+
+// How many Calls of a kind something small may still join: bounded, so that thousands
+// of large tensors do not make every later one look at thousands of full Calls.
+constexpr size_t kOpen = 8;
+
+uint64_t BytesOf(const Submission& submission) {
+  uint64_t bytes = 0;
+  for (const Submission::Piece& piece : submission.tensors) bytes += piece.bytes();
+  return bytes;
+}
+
+// What a Call moves for it: its result on all ranks together where each has a part.
+uint64_t BytesOf(const Ready& ready) {
+  if (ready.any->op != Collective::kAllgather) return BytesOf(*ready.any);
+  uint64_t bytes = 0;
+  for (const SubmissionPtr& submission : ready.by_rank)
+    if (submission) bytes += BytesOf(*submission);
+  return bytes;
+}
+
+bool Fuses(const Ready& ready) {
+  if (ready.any->op == Collective::kAlltoall || ready.any->op == Collective::kBarrier)
+    return false;
+  return std::none_of(ready.by_rank.begin(), ready.by_rank.end(),
+                      [](const SubmissionPtr& s) { return s && s->alone; });
+}
+
+Decision Run(Ready ready) {
+  Decision decision;
+  decision.fused.push_back(std::move(ready));
+  return decision;
+}
+
+}  // namespace
+
+bool Batches::Kind::operator==(const Kind& other) const {
+  return kinds == other.kinds &&
+         std::bit_cast<uint64_t>(prescale) == std::bit_cast<uint64_t>(other.prescale) &&
+         std::bit_cast<uint64_t>(postscale) == std::bit_cast<uint64_t>(other.postscale);
+}
+
+size_t Batches::KindHash::operator()(const Kind& kind) const {
+  Hash hash;
+  hash.Add(kind.kinds);
+  hash.Add(kind.prescale);
+  hash.Add(kind.postscale);
+  return hash.value();
+}
+
+Batches::Kind Batches::KindOf(const Submission& s) {
+  Kind kind;
+  kind.kinds = static_cast<uint64_t>(s.op) | static_cast<uint64_t>(s.cuda) << 8;
+  if (s.op == Collective::kBroadcast)
+    kind.kinds |= static_cast<uint64_t>(static_cast<uint32_t>(s.root)) << 32;
+  if (s.Reduces()) {
+    kind.kinds |= static_cast<uint64_t>(s.reduce_op) << 16;
+    kind.prescale = s.prescale;
+    kind.postscale = s.postscale;
+  }
+  return kind;
+}
+
+void Batches::Add(Ready ready) {
+  const uint64_t bytes = BytesOf(ready);
+  if (threshold_ == 0 || bytes > threshold_ || !Fuses(ready))
+    return Append(Run(std::move(ready)));
+  std::vector<Bin>& bins = open_[KindOf(*ready.any)];
+  for (Bin& bin : bins) {
+    if (bytes > threshold_ - bin.bytes) continue;
+    bin.bytes += bytes;
+    (*decisions_)[bin.decision].fused.push_back(std::move(ready));
+    return;
+  }
+  if (bins.size() == kOpen)
+    bins.erase(
+        std::max_element(bins.begin(), bins.end(),
+                         [](const Bin& a, const Bin& b) { return a.bytes < b.bytes; }));
+  bins.push_back({decisions_->size(), bytes});
+  Append(Run(std::move(ready)));
+}
+
+}  // namespace ringjax

@@ -1,0 +1,196 @@
+// What differs first, and who sent what. See disagreement.h.
+#include "engine/eager/disagreement.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "engine/call/descriptor.h"
+
+namespace ringjax {
+namespace {
+
+// In the order in which they are compared; dtype and shape tensor by tensor.
+enum class Aspect {
+  kDevices,
+  kNumbers,
+  kDTypes,
+  kShapes,
+  kReduceOps,
+  kRoots,
+  kFactors
+};
+
+struct Difference {
+  Aspect aspect;
+  size_t tensor = 0;
+  auto Order() const {
+    const bool after = aspect >= Aspect::kReduceOps;
+    const bool before = aspect <= Aspect::kNumbers;
+    return std::tuple(before ? 0 : after ? 2 : 1, tensor, aspect);
+  }
+};
+
+// All NaN are one, since they read alike.
+bool Equal(double a, double b) { return a == b || (a != a && b != b); }
+
+bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
+               bool ragged) {
+  if (a.size() != b.size()) return false;
+  const auto skip = ragged && !a.empty() ? 1 : 0;
+  return std::equal(a.begin() + skip, a.end(), b.begin() + skip);
+}
+
+// False: they fit together.
+bool Differ(const Submission& a, const Submission& b, Difference* difference) {
+  auto in = [&](Aspect aspect, size_t tensor = 0) {
+    *difference = {aspect, tensor};
+    return true;
+  };
+  if (a.cuda != b.cuda) return in(Aspect::kDevices);
+  if (a.tensors.size() != b.tensors.size()) return in(Aspect::kNumbers);
+  for (size_t i = 0; i < a.tensors.size(); ++i) {
+    if (a.tensors[i].dtype != b.tensors[i].dtype) return in(Aspect::kDTypes, i);
+    if (!EqualDims(a.tensors[i].dims, b.tensors[i].dims, RaggedRows(a.op)))
+      return in(Aspect::kShapes, i);
+  }
+  if (a.Reduces()) {
+    if (a.reduce_op != b.reduce_op) return in(Aspect::kReduceOps);
+    if (!Equal(a.prescale, b.prescale) || !Equal(a.postscale, b.postscale))
+      return in(Aspect::kFactors);
+  }
+  if (a.op == Collective::kBroadcast && a.root != b.root) return in(Aspect::kRoots);
+  return false;
+}
+
+std::string_view Plural(Aspect aspect) {
+  switch (aspect) {
+    case Aspect::kDevices:
+      return "devices";
+    case Aspect::kNumbers:
+      return "numbers of tensors";
+    case Aspect::kDTypes:
+      return "dtypes";
+    case Aspect::kShapes:
+      return "shapes";
+    case Aspect::kReduceOps:
+      return "reduce ops";
+    case Aspect::kRoots:
+      return "root ranks";
+    case Aspect::kFactors:
+      break;
+  }
+  return "factors";
+}
+
+// What a submission says about the aspect. Equal exactly if it does not differ there.
+std::string Say(const Submission& s, const Difference& d,
+                const std::vector<int>& members) {
+  switch (d.aspect) {
+    case Aspect::kDevices:
+      return s.cuda ? "CUDA tensors" : "host tensors";
+    case Aspect::kNumbers:
+      return std::to_string(s.tensors.size()) +
+             (s.tensors.size() == 1 ? " tensor" : " tensors");
+    case Aspect::kDTypes:
+      return std::string(Name(s.tensors[d.tensor].dtype));
+    case Aspect::kShapes:
+      return Describe(s.tensors[d.tensor], RaggedRows(s.op));
+    case Aspect::kReduceOps:
+      return "op=" + std::string(Name(s.reduce_op));
+    case Aspect::kRoots:
+      return "root_rank=" + std::to_string(members[static_cast<size_t>(s.root)]);
+    case Aspect::kFactors:
+      break;
+  }
+  return "prescale_factor=" + Digits(s.prescale) +
+         " postscale_factor=" + Digits(s.postscale);
+}
+
+// Ranks that say the same, the largest part first, so that the odd one out comes last.
+struct Part {
+  std::string said;
+  std::vector<int> ranks;
+};
+
+std::vector<Part> Parts(const std::vector<SubmissionPtr>& by_rank, const Difference& d,
+                        const std::vector<int>& members) {
+  std::vector<Part> parts;
+  for (size_t r = 0; r < by_rank.size(); ++r) {
+    if (!by_rank[r]) continue;
+    std::string said = Say(*by_rank[r], d, members);
+    const auto part = std::find_if(parts.begin(), parts.end(),
+                                   [&](const Part& p) { return p.said == said; });
+    if (part == parts.end())
+      parts.push_back({std::move(said), {static_cast<int>(r)}});
+    else
+      part->ranks.push_back(static_cast<int>(r));
+  }
+  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
+    return a.ranks.size() > b.ranks.size();
+  });
+  return parts;
+}
+
+constexpr size_t kMostParts = 4;   // in one sentence
+constexpr size_t kMostRanges = 8;  // in one list of ranks
+
+}  // namespace
+
+Status Compare(const std::vector<SubmissionPtr>& by_rank,
+               const std::vector<int>& members) {
+  const Submission* first = nullptr;
+  Difference difference{}, earliest{};
+  bool differ = false;
+  for (const SubmissionPtr& s : by_rank) {
+    if (!s) continue;
+    if (!first) first = s.get();
+    if (s.get() == first || !Differ(*first, *s, &difference)) continue;
+    if (!differ || difference.Order() < earliest.Order()) earliest = difference;
+    differ = true;
+  }
+  if (!differ) return OkStatus();
+  const auto parts = Parts(by_rank, earliest, members);
+  std::string text =
+      "Mismatched " + std::string(Plural(earliest.aspect)) + " of " + first->Title();
+  const bool of_tensor =
+      earliest.aspect == Aspect::kDTypes || earliest.aspect == Aspect::kShapes;
+  if (of_tensor && first->tensors.size() > 1)
+    text += ", tensor " + std::to_string(earliest.tensor);
+  for (size_t i = 0; i < std::min(parts.size(), kMostParts); ++i)
+    text += (i == 0 ? ": " : ", ") + RankList(parts[i].ranks, members) + " sent " +
+            parts[i].said;
+  if (parts.size() > kMostParts) text += ", others sent others";
+  return Status(Code::kMismatch, std::move(text),
+                members[static_cast<size_t>(parts[1].ranks[0])]);
+}
+
+std::string RankList(const std::vector<int>& ranks, const std::vector<int>& members) {
+  std::vector<int> world;
+  for (int r : ranks) world.push_back(members[static_cast<size_t>(r)]);
+  std::sort(world.begin(), world.end());
+  std::string text = world.size() == 1 ? "rank " : "ranks ";
+  size_t ranges = 0;
+  for (size_t i = 0, end = 0; i < world.size(); i = end, ++ranges) {
+    if (ranges == kMostRanges)
+      return text + " and " + std::to_string(world.size() - i) + " more";
+    for (end = i + 1; end < world.size() && world[end] == world[end - 1] + 1;) ++end;
+    if (end == i + 2) --end;  // "0, 1" rather than "0-1"
+    if (ranges > 0) text += ", ";
+    text += std::to_string(world[i]);
+    if (end > i + 1) text += "-" + std::to_string(world[end - 1]);
+  }
+  return text;
+}
+
+std::string MissingText(const Negotiation::Waiting& waiting,
+                        const std::vector<int>& members, double seconds) {
+  std::string text = RankList(waiting.missing, members);
+  text += waiting.missing.size() == 1 ? " has" : " have";
+  text +=
+      " not submitted " + waiting.any->Describe() + " for " + Digits(seconds) + " s";
+  if (!waiting.hint.empty()) text += "; " + waiting.hint;
+  return text;
+}
+
+}  // namespace ringjax

@@ -1,0 +1,385 @@
+// From a decision to one call: places of this rank's tensors, memory for results that
+// only all ranks together have sized, and for a rank that has joined neutral elements
+// and places for what it drops. Nothing is copied, but for results in place in a job
+// that goes on without ranks it loses.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+#include "base/reduce.h"
+#include "engine/eager/lane.h"
+
+namespace ringjax {
+
+struct EagerLane::Batch {
+  Call call;
+  std::string name;
+  std::vector<TaskPtr> tasks;  // those of this rank
+  std::vector<std::vector<Output>> outputs;
+  std::vector<std::shared_ptr<void>> borrowed;
+  // Results in place that are made elsewhere first: tensor in `call`, where it belongs.
+  std::vector<std::pair<size_t, void*>> aside;
+  std::vector<std::shared_ptr<DevicePoint>> marks;
+  std::shared_ptr<DevicePoint> end;
+};
+
+namespace {
+
+constexpr size_t kAlign = 64;
+constexpr int64_t kMostRows = int64_t{1} << 40;  // of one rank: no sum overflows then
+
+template <typename T>
+void Put(std::vector<std::byte>* pattern, T value) {
+  pattern->resize(sizeof value);
+  std::memcpy(pattern->data(), &value, sizeof value);
+}
+
+template <typename T>
+void PutExtreme(std::vector<std::byte>* pattern, bool highest) {
+  using Limits = std::numeric_limits<T>;
+  if (Limits::has_infinity)
+    Put<T>(pattern, highest ? Limits::infinity() : -Limits::infinity());
+  else
+    Put<T>(pattern, highest ? Limits::max() : Limits::lowest());
+}
+
+// The least or greatest value of a type, as bytes. Halves by their bits.
+void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
+  switch (dtype) {
+    case DType::kBool:
+      return Put<uint8_t>(pattern, highest ? 1 : 0);
+    case DType::kI8:
+      return PutExtreme<int8_t>(pattern, highest);
+    case DType::kI16:
+      return PutExtreme<int16_t>(pattern, highest);
+    case DType::kI32:
+      return PutExtreme<int32_t>(pattern, highest);
+    case DType::kI64:
+      return PutExtreme<int64_t>(pattern, highest);
+    case DType::kU8:
+      return PutExtreme<uint8_t>(pattern, highest);
+    case DType::kU16:
+      return PutExtreme<uint16_t>(pattern, highest);
+    case DType::kU32:
+      return PutExtreme<uint32_t>(pattern, highest);
+    case DType::kU64:
+      return PutExtreme<uint64_t>(pattern, highest);
+    case DType::kF16:
+      return Put<uint16_t>(pattern, highest ? 0x7c00 : 0xfc00);
+    case DType::kBF16:
+      return Put<uint16_t>(pattern, highest ? 0x7f80 : 0xff80);
+    case DType::kF32:
+      return PutExtreme<float>(pattern, highest);
+    case DType::kF64:
+      return PutExtreme<double>(pattern, highest);
+    case DType::kC64:
+    case DType::kC128:
+      pattern->assign(Width(dtype), std::byte{0});  // without order: refused before
+  }
+}
+
+// 1 / scale, in the lowest bytes of a pattern that is zero otherwise.
+Status One(DType dtype, double scale, std::vector<std::byte>* pattern) {
+  if (!IsFloat(dtype) && !IsComplex(dtype)) {
+    if (scale != 1)
+      return Status(Code::kInvalidArgument,
+                    "a rank has joined, and a product of scaled integers has no "
+                    "neutral element");
+    pattern->assign(Width(dtype), std::byte{0});
+    (*pattern)[0] = std::byte{1};
+    return OkStatus();
+  }
+  const double value = 1 / scale;
+  if (dtype == DType::kC64) {
+    Put<float>(pattern, static_cast<float>(value));
+  } else if (dtype == DType::kC128 || dtype == DType::kF64) {
+    Put<double>(pattern, value);
+  } else if (dtype == DType::kF32) {
+    Put<float>(pattern, static_cast<float>(value));
+  } else {
+    Arithmetic narrow;
+    narrow.dtype = DType::kF64;
+    narrow.wire = dtype;
+    pattern->resize(Width(dtype));
+    Encode(pattern->data(), &value, 1, narrow, false);
+  }
+  pattern->resize(Width(dtype), std::byte{0});
+  return OkStatus();
+}
+
+// What changes no result if a rank contributes it; empty: zeros will do.
+Status Neutral(const Submission& s, DType dtype, std::vector<std::byte>* pattern) {
+  pattern->assign(1, std::byte{0});
+  // Scaled like all contributions: by a negative factor, the order turns round.
+  const bool turned = s.prescale < 0;
+  if (s.prescale == 0) return OkStatus();
+  switch (s.reduce_op) {
+    case ReduceOp::kMin:
+      Extreme(dtype, !turned, pattern);
+      break;
+    case ReduceOp::kMax:
+      Extreme(dtype, turned, pattern);
+      break;
+    case ReduceOp::kProduct:
+      return One(dtype, s.prescale, pattern);
+    case ReduceOp::kSum:
+    case ReduceOp::kAverage:
+    case ReduceOp::kAdasum:
+      break;
+  }
+  return OkStatus();
+}
+
+void Fill(std::byte* to, uint64_t bytes, std::span<const std::byte> pattern) {
+  if (pattern.empty() || bytes == 0) return;
+  if (pattern.size() == 1) {
+    std::memset(to, static_cast<int>(pattern[0]), bytes);
+    return;
+  }
+  uint64_t done = std::min<uint64_t>(bytes, pattern.size());
+  std::memcpy(to, pattern.data(), done);
+  for (uint64_t n; done < bytes; done += n) {
+    n = std::min(done, bytes - done);
+    std::memcpy(to + done, to, n);
+  }
+}
+
+// Rows of tensor `i` that a rank with this submission has for rank `to` (alltoall) or
+// for all (allgather). A rank that has joined has none.
+int64_t RowsFor(const SubmissionPtr& s, size_t i, size_t to, size_t size) {
+  if (!s) return 0;
+  const int64_t rows = s->tensors[i].dims[0];
+  if (s->op == Collective::kAllgather) return rows;
+  if (s->splits.empty()) return rows / static_cast<int64_t>(size);
+  return s->splits[i * size + to];
+}
+
+}  // namespace
+
+Result<std::shared_ptr<void>> EagerLane::Allocate(
+    const Submission& s, uint64_t bytes, std::span<const std::byte> pattern) const {
+  if (s.cuda) {
+    if (!cuda_)
+      return Status(Code::kFailedPrecondition, "this rank has no CUDA device");
+    return cuda_->Allocate(bytes, pattern);
+  }
+  void* memory = nullptr;
+  const uint64_t room = (bytes + kAlign - 1) / kAlign * kAlign;
+  if (room < bytes || posix_memalign(&memory, kAlign, std::max(room, kAlign)) != 0)
+    return Status(Code::kInternal,
+                  "no memory for a result of " + std::to_string(bytes) + " bytes");
+  Fill(static_cast<std::byte*>(memory), bytes, pattern);
+  return std::shared_ptr<void>(memory, [](void* p) { std::free(p); });
+}
+
+// One tensor whose result has a known size: where it is, or a place for what a joined
+// rank takes part in.
+Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
+  const Submission& s = *ready.any;
+  const auto& piece = s.tensors[i];
+  Tensor& t = batch->call.tensors.emplace_back();
+  t.dtype = piece.dtype;
+  t.dims = piece.dims;
+  t.room = piece.bytes();
+  if (s.op == Collective::kReducescatter) {
+    const int64_t rows = piece.dims[0], size = communicator_->size();
+    const int64_t rank = communicator_->rank();
+    for (int64_t r = 0; r < size; ++r)
+      batch->call.rows.push_back(rows / size + (r < rows % size ? 1 : 0));
+    const uint64_t row = rows > 0 ? t.room / static_cast<uint64_t>(rows) : 0;
+    t.room = row * static_cast<uint64_t>(rows / size + (rank < rows % size ? 1 : 0));
+  }
+  if (const TaskPtr task = Mine(ready)) {
+    t.in = task->ins[i];
+    t.out = task->outs[i];
+    if (succession_ && s.op == Collective::kAllreduce && t.in == t.out &&
+        communicator_->size() > 1)
+      batch->aside.emplace_back(batch->call.tensors.size() - 1, t.out);
+    return OkStatus();
+  }
+  std::vector<std::byte> pattern;
+  if (s.Reduces()) RJ_TRY(Neutral(s, piece.dtype, &pattern));
+  auto in = Allocate(s, piece.bytes(), pattern);
+  if (!in.ok()) return in.status();
+  t.in = t.out = batch->borrowed.emplace_back(std::move(in.value())).get();
+  if (s.op != Collective::kReducescatter) return OkStatus();
+  auto out = Allocate(s, t.room, {});
+  if (!out.ok()) return out.status();
+  t.out = batch->borrowed.emplace_back(std::move(out.value())).get();
+  return OkStatus();
+}
+
+// One tensor whose result is as long as the ranks make it, in memory of ours.
+Status EagerLane::AddRagged(const Ready& ready, size_t i, std::vector<Output>* outputs,
+                            Batch* batch) const {
+  const TaskPtr task = Mine(ready);
+  const Submission& s = task ? *task : *ready.any;
+  const auto size = static_cast<size_t>(communicator_->size());
+  const auto rank = static_cast<size_t>(communicator_->rank());
+  Output output;
+  output.dtype = s.tensors[i].dtype;
+  output.dims = s.tensors[i].dims;
+  uint64_t row = Width(output.dtype);
+  for (size_t d = 1; d < output.dims.size(); ++d)
+    if (__builtin_mul_overflow(row, static_cast<uint64_t>(output.dims[d]), &row))
+      return Status(Code::kInvalidArgument, "rows are larger than any memory");
+  int64_t total = 0;
+  for (size_t r = 0; r < size; ++r) {
+    const int64_t rows = RowsFor(ready.by_rank[r], i, rank, size);
+    if (rows < 0 || rows > kMostRows)
+      return Status(Code::kInvalidArgument, "a row count is beyond any memory");
+    output.received.push_back(rows);
+    total += rows;
+  }
+  uint64_t room = 0;
+  if (__builtin_mul_overflow(row, static_cast<uint64_t>(total), &room))
+    return Status(Code::kInvalidArgument, "the result is larger than any memory");
+  auto memory = Allocate(s, room, {});
+  if (!memory.ok()) return memory.status();
+  Tensor& t = batch->call.tensors.emplace_back();
+  if (!task) output.dims[0] = 0;
+  t.dtype = output.dtype;
+  t.dims = output.dims;
+  t.in = task ? task->ins[i] : nullptr;
+  t.out = memory.value().get();
+  t.room = room;
+  std::vector<int64_t>& rows = batch->call.rows;
+  if (s.op == Collective::kAlltoall)
+    for (size_t r = 0; r < size; ++r)
+      rows.push_back(RowsFor(ready.by_rank[rank], i, r, size));
+  rows.insert(rows.end(), output.received.begin(), output.received.end());
+  output.dims[0] = total;
+  output.memory = std::move(memory.value());
+  if (task)
+    outputs->push_back(std::move(output));
+  else
+    batch->borrowed.push_back(std::move(output.memory));
+  return OkStatus();
+}
+
+Status EagerLane::Build(const Decision& decision, Batch* batch) const {
+  const Submission& first = *decision.fused[0].any;
+  Call& call = batch->call;
+  call.op = first.op;
+  call.reduce_op = first.reduce_op;
+  call.prescale = first.prescale;
+  call.postscale = first.postscale;
+  call.root = first.root;
+  call.rows_known = true;  // of submissions that all ranks have heard
+  batch->name = first.name;
+  if (const size_t more = decision.fused.size() - 1; more > 0)
+    batch->name += " (and " + std::to_string(more) + " more)";
+  call.name = batch->name;
+  size_t tensors = 0;
+  for (const Ready& ready : decision.fused) tensors += ready.any->tensors.size();
+  call.tensors.reserve(tensors);
+  const bool ragged =
+      call.op == Collective::kAllgather || call.op == Collective::kAlltoall;
+  size_t next = 0;
+  for (const Ready& ready : decision.fused) {
+    std::vector<Output>* outputs = Mine(ready) ? &batch->outputs[next++] : nullptr;
+    for (size_t i = 0; i < ready.any->tensors.size(); ++i)
+      RJ_TRY(ragged ? AddRagged(ready, i, outputs, batch) : AddFixed(ready, i, batch));
+  }
+  return OkStatus();
+}
+
+// A call that the loss of a rank interrupts is run again, from inputs that must be as
+// they were. So in a job that survives that, what is reduced in place is reduced into
+// memory of the lane's and copied when all ranks have it. That costs a pass over the
+// result, and memory as large as the largest batch so far, which the lane keeps: fresh
+// pages would cost more than the copy. A broadcast needs none of that: who has
+// something to send writes nothing.
+Status EagerLane::MoveAside(Batch* batch) {
+  std::vector<Tensor>& tensors = batch->call.tensors;
+  const auto room = [](const Tensor& t) {
+    return (t.room + kAlign - 1) / kAlign * kAlign;
+  };
+  uint64_t bytes = 0;
+  for (const auto& [i, out] : batch->aside) bytes += room(tensors[i]);
+  if (bytes > scratch_.size) {
+    void* memory = nullptr;
+    scratch_ = {};  // first, so that there are never two
+    if (posix_memalign(&memory, kAlign, bytes) != 0)
+      return Status(Code::kInternal, "no memory to reduce " + std::to_string(bytes) +
+                                         " bytes in place in an elastic job");
+    scratch_ = {{static_cast<std::byte*>(memory), std::free}, bytes};
+  }
+  std::byte* next = scratch_.memory.get();
+  for (const auto& [i, out] : batch->aside) {
+    tensors[i].out = next;
+    next += room(tensors[i]);
+  }
+  return OkStatus();
+}
+
+Status EagerLane::OpenDevice(const Submission& first) {
+  const Status status =
+      cuda_ ? cuda_->Open() : Status(Code::kFailedPrecondition, "no CUDA device");
+  if (status.ok() || status.message().starts_with("RINGJAX[")) return status;
+  return Named(first.Title(), status);
+}
+
+// Whether a call came to nothing because this generation has ended. Otherwise it has an
+// end, the same on all ranks, even if this has been aborted since.
+bool EagerLane::IsLost(const Status& status) const {
+  if (status.ok() || !communicator_->aborted()) return false;
+  return !succession_ || status.code() == Code::kUnavailable ||
+         status.code() == Code::kCancelled;
+}
+
+// It will be submitted again, or fail with all else.
+Status EagerLane::Lost(const Decision& decision, const Status& status) const {
+  if (succession_) RecordEnd(decision, status);
+  return status;
+}
+
+Status EagerLane::Run(const Decision& decision) {
+  Batch batch;
+  for (const Ready& ready : decision.fused) {
+    TaskPtr task = Mine(ready);
+    if (!task) continue;
+    batch.marks.push_back(task->mark);
+    batch.tasks.push_back(std::move(task));
+  }
+  batch.outputs.resize(batch.tasks.size());
+  const Submission& first = *decision.fused[0].any;
+  Status status;
+  RecordRun(decision);
+  // That all ranks are ready is all that a barrier is.
+  const bool runs = first.op != Collective::kBarrier;
+  if (runs && first.cuda) status = OpenDevice(first);
+  if (runs && status.ok()) {
+    Status built = Build(decision, &batch);
+    if (built.ok() && !batch.aside.empty()) built = MoveAside(&batch);
+    bool refused = false;
+    if (first.cuda || (!succession_ && !built.ok())) {
+      // The others must know that this rank cannot, and go on.
+      status = communicator_->Compare(batch.call, built, &refused);
+      if (status.ok()) status = cuda_->Run(batch.call, batch.marks, &batch.end);
+    } else if (!succession_) {
+      status = communicator_->Run(batch.call);
+    } else {
+      status = communicator_->RunOnce(batch.call, built);
+    }
+    if (IsLost(status)) return Lost(decision, status);
+    // All ranks have heard the round, and what this came to. Calls on a device have no
+    // such verdict and need none: the loss of a rank makes all that is there fail.
+    sealed_ = true;
+  }
+  if (Status sealed = Seal(); !sealed.ok()) return Lost(decision, sealed);
+  for (const auto& [i, out] : batch.aside)
+    if (status.ok())
+      std::memcpy(out, batch.call.tensors[i].out, batch.call.tensors[i].room);
+  RecordEnd(decision, status);
+  {
+    std::lock_guard lock(mutex_);
+    ++stats_.calls;
+    stats_.fused += batch.tasks.size();
+  }
+  Finish(batch.tasks, status, status.ok() ? &batch.outputs : nullptr, batch.end);
+  return OkStatus();
+}
+
+}  // namespace ringjax

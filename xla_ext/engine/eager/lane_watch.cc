@@ -1,0 +1,118 @@
+// Who is late: warnings about what some ranks have submitted and others have not, and
+// the end of waiting for it. By this rank's clock; what is decided because of it, all
+// ranks decide (Negotiation::Expire).
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "engine/eager/disagreement.h"
+#include "engine/eager/lane.h"
+
+namespace ringjax {
+
+void EagerLane::Watch() {
+  const auto now = Clock::now();
+  const std::vector<Negotiation::Waiting> all = negotiation_->waiting();
+  // Each look costs as much as is pending, so looks are far apart; none if nothing is.
+  constexpr double kLongest = 1, kShortest = 0.01, kForAnswers = 0.05;
+  double pause = kLongest;
+  const auto before = [&](double limit) {
+    if (limit > 0) pause = std::min(pause, std::max(limit / 8, kShortest));
+  };
+  before(options_.stall_warning);
+  before(options_.timeout);
+  std::unordered_map<uint64_t, Watched> watched;
+  std::vector<Late> late;
+  for (const Negotiation::Waiting& waiting : all) {
+    const auto known = watched_.find(waiting.id);
+    Watched& w = watched[waiting.id];
+    w = known != watched_.end() ? known->second : Watched{now};
+    const double seconds = std::chrono::duration<double>(now - w.since).count();
+    before(LimitOf(waiting));
+    if (!LookAt(waiting, seconds, &w, &late)) pause = std::min(pause, kForAnswers);
+  }
+  watched_.swap(watched);
+  Warn(late);
+  next_look_ = all.empty() ? Clock::time_point::max()
+                           : now + std::chrono::duration_cast<Clock::duration>(
+                                       std::chrono::duration<double>(pause));
+}
+
+// Of this rank's submission; 0: it never gives up.
+double EagerLane::LimitOf(const Negotiation::Waiting& waiting) const {
+  if (!waiting.own) return 0;
+  const double own = static_cast<const Task&>(*waiting.own).timeout;
+  return own >= 0 ? own : options_.timeout;
+}
+
+// False: answers are on their way, look again soon.
+bool EagerLane::LookAt(const Negotiation::Waiting& waiting, double seconds, Watched* w,
+                       std::vector<Late>* late) {
+  const double warning = options_.stall_warning;
+  const double limit = w->expired ? 0 : LimitOf(waiting);
+  const bool speaks = waiting.own || communicator_->rank() == 0;
+  if (speaks && w->patience.MustAsk(seconds, warning, limit))
+    communicator_->AskAbout(waiting.id, World(waiting.missing),
+                            waiting.any->Describe());
+  const bool warns = w->patience.MustWarn(seconds, warning);
+  const bool ends = limit > 0 && seconds >= limit;
+  if (!warns && !ends) return true;
+  const std::vector<int> missing = World(waiting.missing);
+  if (!w->patience.Settled(seconds, AllAnswered(communicator_->Sightings(missing))))
+    return false;
+  if (warns) {
+    w->patience.Warned(seconds);
+    if (speaks) late->push_back({&waiting, seconds});
+  }
+  if (ends) {
+    w->expired = true;
+    negotiation_->Expire(waiting.any->op, waiting.any->name, limit, Tales(missing));
+  }
+  return true;
+}
+
+std::vector<int> EagerLane::World(const std::vector<int>& ranks) const {
+  const std::vector<int>& members = communicator_->options().members;
+  std::vector<int> world;
+  for (int r : ranks) world.push_back(members[static_cast<size_t>(r)]);
+  return world;
+}
+
+// "rank 3 on node-b: its last call was ...; it is at train.py:41 in load_batch".
+std::string EagerLane::Tales(const std::vector<int>& ranks) const {
+  std::string text;
+  size_t told = 0;
+  for (const Sighting& sighting : communicator_->Sightings(ranks)) {
+    const std::string tale = Tale(sighting);
+    if (tale.empty()) continue;
+    text += (told > 0 ? "; " : "") + Title(sighting) + ": " + tale;
+    if (++told == kMostTold) break;
+  }
+  return text;
+}
+
+// Some names tell enough: a rank that does not come lacks all tensors of a model.
+void EagerLane::Warn(const std::vector<Late>& late) const {
+  constexpr size_t kMostNamed = 5;
+  const CommunicatorOptions& o = communicator_->options();
+  std::string text;
+  std::vector<int> missing;
+  for (size_t i = 0; i < std::min(late.size(), kMostNamed); ++i) {
+    const double seconds = late[i].seconds;
+    const double shown =
+        seconds < 10 ? std::round(seconds * 10) / 10 : std::round(seconds);
+    text += (i > 0 ? "; " : "") + MissingText(*late[i].waiting, o.members, shown);
+    for (int r : World(late[i].waiting->missing))
+      if (std::find(missing.begin(), missing.end(), r) == missing.end())
+        missing.push_back(r);
+  }
+  if (late.empty()) return;
+  if (late.size() > kMostNamed)
+    text += "; and " + std::to_string(late.size() - kMostNamed) + " more operations";
+  if (const std::string tales = Tales(missing); !tales.empty()) text += "; " + tales;
+  std::fprintf(stderr, "[ringjax rank %d] %s%s; still waiting\n",
+               o.members[communicator_->rank()], communicator_->Prefix().c_str(),
+               text.c_str());
+}
+
+}  // namespace ringjax

@@ -1,0 +1,380 @@
+// Keys, readiness, joins and expiries. See negotiation.h.
+//
+// A key is known while somebody waits for it or while a numbered description is of it,
+// so that a reference costs a look into a table and nothing else.
+#include "engine/eager/negotiation.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "engine/eager/batches.h"
+#include "engine/eager/disagreement.h"
+#include "engine/eager/keys.h"
+#include "engine/eager/news.h"
+#include "engine/eager/numbering.h"
+
+namespace ringjax {
+namespace {
+
+// Bytes after which the rest waits for the next round: messages must stay far below
+// what an exchange carries.
+constexpr size_t kMostNews = size_t{1} << 20;
+
+}  // namespace
+
+struct Negotiation::State {
+  explicit State(NegotiationOptions o)
+      : options(std::move(o)), numbering(options.cache_capacity) {
+    RJ_CHECK(static_cast<int>(options.members.size()) == options.size,
+             "a world rank for each member");
+    joined.resize(options.members.size());
+  }
+
+  const Key* Find(KeyView key) const;
+  Key& KeyOf(const Submission& submission);
+  void Forget(const Submission& submission);  // its key, if nothing needs it
+
+  // Everything that follows from what one rank says.
+  Status Read(const std::string& message, int rank, Batches* batches);
+  Status Hear(const NewsItem& item, int rank, Batches* batches);
+  Status Hear(Key& key, const SubmissionPtr& submission, int rank, Batches* batches);
+  Status HearJoin(int rank, Batches* batches);
+  void HearExpiry(const NewsItem& item, int rank);
+
+  bool IsReady(const Key& key) const {
+    return key.submitted + joins - key.submitted_and_joined == options.size;
+  }
+  struct Expired {
+    SubmissionPtr key;
+    double seconds;
+    std::string text;
+    uint64_t id;  // of the key when it was said
+  };
+  void Expire(const Expired& expired, Batches* batches);
+  Ready Take(Key& key);  // is not pending any more
+  void Decide(Key& key, Batches* batches);
+  void Fail(Ready ready, Status status, Batches* batches);
+  void Number(SubmissionPtr submission);
+
+  Waiting Describe(const Key& key) const;
+  Status Damaged(int rank, const std::string& what) const;
+  int WorldRank(int rank) const { return options.members[static_cast<size_t>(rank)]; }
+
+  NegotiationOptions options;
+  uint64_t round = 0, next_id = 0, hits = 0;
+  std::vector<NewsItem> fresh;      // for this rank's next message
+  std::vector<SubmissionPtr> sent;  // in the message that has been taken
+  size_t sent_heard = 0;            // of them, in the own message as it came back
+
+  Keys keys;
+  Key *oldest = nullptr, *newest = nullptr;
+  size_t pending = 0;
+
+  Numbering numbering;
+  std::vector<Key*> numbered;            // the key of each number
+  std::vector<SubmissionPtr> described;  // in this round
+  std::vector<Expired> expired;          // in this round
+
+  std::vector<bool> joined;
+  int joins = 0;
+};
+
+const Key* Negotiation::State::Find(KeyView key) const {
+  const auto found = keys.find(key);
+  return found == keys.end() ? nullptr : &found->second;
+}
+
+Key& Negotiation::State::KeyOf(const Submission& s) {
+  const auto found = keys.find(KeyView{s.op, s.name});
+  if (found != keys.end()) return found->second;
+  return keys.try_emplace(KeyName{s.op, s.name}).first->second;
+}
+
+void Negotiation::State::Forget(const Submission& s) {
+  const auto found = keys.find(KeyView{s.op, s.name});
+  if (found != keys.end() && found->second.numbers == 0 && !found->second.any)
+    keys.erase(found);
+}
+
+Status Negotiation::State::Damaged(int rank, const std::string& what) const {
+  return Status(Code::kInternal,
+                options.prefix + "rank " + std::to_string(WorldRank(rank)) +
+                    " broke the protocol of eager operations in round " +
+                    std::to_string(round) + ": " + what,
+                WorldRank(rank));
+}
+
+Status Negotiation::State::Read(const std::string& message, int rank,
+                                Batches* batches) {
+  if (message.empty()) return OkStatus();
+  NewsReader reader(message, options.size);
+  if (!reader.Open(round, rank)) return Damaged(rank, "its message is damaged");
+  NewsItem item;
+  while (!reader.done()) {
+    if (const Status read = reader.Next(&item); !read.ok())
+      return Damaged(rank, read.message());
+    RJ_TRY(Hear(item, rank, batches));
+  }
+  return OkStatus();
+}
+
+Status Negotiation::State::Hear(const NewsItem& item, int rank, Batches* batches) {
+  switch (item.kind) {
+    case NewsItem::Kind::kReferences: {
+      const uint64_t known = numbering.size();
+      if (item.first >= known || item.count > known - item.first)
+        return Damaged(rank, "there is no description of that number");
+      const auto first = static_cast<uint32_t>(item.first);
+      const auto end = static_cast<uint32_t>(item.first + item.count);
+      for (uint32_t number = first; number < end; ++number) {
+        numbering.Touch(number);
+        RJ_TRY(Hear(*numbered[number], numbering[number], rank, batches));
+      }
+      return OkStatus();
+    }
+    case NewsItem::Kind::kDescription:
+      if (options.cache_capacity > 0) described.push_back(item.submission);
+      return Hear(KeyOf(*item.submission), item.submission, rank, batches);
+    case NewsItem::Kind::kJoin:
+      return HearJoin(rank, batches);
+    case NewsItem::Kind::kExpiry:
+      HearExpiry(item, rank);
+      break;
+  }
+  return OkStatus();
+}
+
+Status Negotiation::State::Hear(Key& key, const SubmissionPtr& submission, int rank,
+                                Batches* batches) {
+  const auto r = static_cast<size_t>(rank);
+  if (!key.any) {
+    key.any = submission;
+    key.by_rank.resize(static_cast<size_t>(options.size));
+    key.id = next_id++;
+    key.older = newest;
+    (newest ? newest->newer : oldest) = &key;
+    newest = &key;
+    ++pending;
+  }
+  if (options.on_submission) options.on_submission(*submission, rank);
+  if (key.by_rank[r])
+    return Damaged(rank, "it has submitted " + submission->Title() + " twice");
+  key.alike = key.alike && submission == key.any;
+  if (rank != options.rank) {
+    key.by_rank[r] = submission;
+  } else {
+    if (sent_heard == sent.size())
+      return Damaged(rank, "its own message is not the one that was taken");
+    key.by_rank[r] = std::move(sent[sent_heard++]);
+  }
+  ++key.submitted;
+  if (joined[r]) ++key.submitted_and_joined;
+  if (IsReady(key)) Decide(key, batches);
+  return OkStatus();
+}
+
+Status Negotiation::State::HearJoin(int rank, Batches* batches) {
+  const auto r = static_cast<size_t>(rank);
+  if (joined[r]) return Damaged(rank, "it has joined twice");
+  joined[r] = true;
+  ++joins;
+  for (Key *key = oldest, *next = nullptr; key; key = next) {
+    next = key->newer;
+    if (key->by_rank[r]) ++key->submitted_and_joined;
+    if (IsReady(*key)) Decide(*key, batches);
+  }
+  if (joins < options.size) return OkStatus();
+  joined.assign(joined.size(), false);
+  joins = 0;
+  Decision all;
+  all.kind = Decision::Kind::kJoined;
+  all.last_joined = rank;
+  batches->Close();
+  batches->Append(std::move(all));
+  return OkStatus();
+}
+
+// Of what this rank waits for now, not of what it may submit under that name later.
+void Negotiation::State::HearExpiry(const NewsItem& item, int rank) {
+  const Key* key = Find(KeyView{item.submission->op, item.submission->name});
+  if (key && key->any && key->by_rank[static_cast<size_t>(rank)])
+    expired.push_back({item.submission, item.seconds, item.text, key->id});
+}
+
+void Negotiation::State::Expire(const Expired& e, Batches* batches) {
+  const auto found = keys.find(KeyView{e.key->op, e.key->name});
+  // It may have become ready in this very round, or another rank has said the same.
+  if (found == keys.end() || !found->second.any || found->second.id != e.id) return;
+  const Waiting waiting = Describe(found->second);
+  Status status(Code::kDeadlineExceeded,
+                MissingText(waiting, options.members, e.seconds) +
+                    (e.text.empty() ? "" : "; " + e.text),
+                WorldRank(waiting.missing[0]));
+  Fail(Take(found->second), std::move(status), batches);
+  Forget(*e.key);
+}
+
+Ready Negotiation::State::Take(Key& key) {
+  (key.older ? key.older->newer : oldest) = key.newer;
+  (key.newer ? key.newer->older : newest) = key.older;
+  key.older = key.newer = nullptr;
+  --pending;
+  key.submitted = key.submitted_and_joined = 0;
+  key.alike = true;
+  return {std::exchange(key.any, nullptr), std::exchange(key.by_rank, {})};
+}
+
+void Negotiation::State::Decide(Key& key, Batches* batches) {
+  const bool alike = key.alike;
+  Ready ready = Take(key);
+  const SubmissionPtr any = ready.any;
+  Status fits = alike ? OkStatus() : Compare(ready.by_rank, options.members);
+  if (fits.ok() && any->op == Collective::kBroadcast &&
+      !ready.by_rank[static_cast<size_t>(any->root)]) {
+    const int root = WorldRank(any->root);
+    fits = Status(
+        Code::kMismatch,
+        "root rank " + std::to_string(root) + " of " + any->Title() + " has joined",
+        root);
+  }
+  if (fits.ok())
+    batches->Add(std::move(ready));
+  else
+    Fail(std::move(ready), std::move(fits), batches);
+  if (key.numbers == 0) Forget(*any);
+}
+
+void Negotiation::State::Fail(Ready ready, Status status, Batches* batches) {
+  Decision decision;
+  decision.kind = Decision::Kind::kFail;
+  decision.status =
+      Status(status.code(), options.prefix + status.message(), status.rank());
+  decision.fused.push_back(std::move(ready));
+  batches->Append(std::move(decision));
+}
+
+void Negotiation::State::Number(SubmissionPtr submission) {
+  const Submission& form = *submission;  // stays, in the table
+  const Numbering::Place place = numbering.Insert(std::move(submission));
+  if (!place.is_new) return;
+  if (place.number == numbered.size()) numbered.push_back(nullptr);
+  Key& key = KeyOf(form);
+  ++key.numbers;
+  Key* const before = std::exchange(numbered[place.number], &key);
+  if (!place.forgotten) return;
+  --before->numbers;
+  Forget(*place.forgotten);
+}
+
+Negotiation::Waiting Negotiation::State::Describe(const Key& key) const {
+  Waiting waiting;
+  waiting.id = key.id;
+  waiting.any = key.any;
+  waiting.own = key.by_rank[static_cast<size_t>(options.rank)];
+  for (int r = 0; r < options.size; ++r) {
+    const auto i = static_cast<size_t>(r);
+    if (key.by_rank[i])
+      waiting.submitted.push_back(r);
+    else if (!joined[i])
+      waiting.missing.push_back(r);
+  }
+  for (int other = 0; other < kCollectiveCount; ++other) {
+    const Key* same = Find(KeyView{static_cast<Collective>(other), key.any->name});
+    if (!same || same == &key || !same->any) continue;
+    std::vector<int> there;
+    for (int r : waiting.missing)
+      if (same->by_rank[static_cast<size_t>(r)]) there.push_back(r);
+    if (there.empty()) continue;
+    waiting.hint = RankList(there, options.members) +
+                   (there.size() == 1 ? " has" : " have") + " submitted " +
+                   same->any->Title();
+    break;
+  }
+  return waiting;
+}
+
+Negotiation::Negotiation(NegotiationOptions options)
+    : state_(std::make_unique<State>(std::move(options))) {}
+Negotiation::~Negotiation() = default;
+
+void Negotiation::Submit(SubmissionPtr submission) {
+  state_->fresh.push_back(
+      {NewsItem::Kind::kDescription, 0, 0, 0, std::move(submission)});
+}
+
+void Negotiation::Join() {
+  state_->fresh.push_back({NewsItem::Kind::kJoin, 0, 0, 0, nullptr});
+}
+
+void Negotiation::Expire(Collective op, const std::string& name, double seconds,
+                         std::string text) {
+  auto key = std::make_shared<Submission>();
+  key->op = op;
+  key->name = name;
+  state_->fresh.push_back(
+      {NewsItem::Kind::kExpiry, 0, 0, seconds, std::move(key), std::move(text)});
+}
+
+bool Negotiation::HasNews() const { return !state_->fresh.empty(); }
+
+std::string Negotiation::TakeNews() {
+  State& s = *state_;
+  if (s.fresh.empty()) return "";
+  NewsWriter writer;
+  auto next = s.fresh.begin();
+  for (; next != s.fresh.end() && writer.size() < kMostNews; ++next) {
+    NewsItem& item = *next;
+    if (item.kind == NewsItem::Kind::kJoin) {
+      writer.Join();
+    } else if (item.kind == NewsItem::Kind::kExpiry) {
+      writer.Expiry(*item.submission, item.seconds, item.text);
+    } else {
+      const uint32_t number = s.numbering.Find(*item.submission);
+      if (number == Numbering::kNone)
+        writer.Description(*item.submission);
+      else
+        writer.Reference(number), ++s.hits;
+      s.sent.push_back(std::move(item.submission));
+    }
+  }
+  s.fresh.erase(s.fresh.begin(), next);
+  return writer.Seal(s.round, s.options.rank);
+}
+
+Status Negotiation::Receive(const std::vector<std::string>& messages,
+                            std::vector<Decision>* decisions) {
+  State& s = *state_;
+  RJ_CHECK(messages.size() == s.joined.size(), "a message of each rank");
+  std::vector<Decision> made;
+  Batches batches(s.options.fusion_threshold, &made);
+  for (int r = 0; r < s.options.size; ++r)
+    RJ_TRY(s.Read(messages[static_cast<size_t>(r)], r, &batches));
+  if (s.sent_heard != s.sent.size())
+    return s.Damaged(s.options.rank, "its own message is not the one that was taken");
+  for (const State::Expired& expired : s.expired) s.Expire(expired, &batches);
+  // Only now, since all references of the round are to the numbers before it.
+  for (SubmissionPtr& submission : s.described) s.Number(std::move(submission));
+  s.described.clear();
+  s.expired.clear();
+  s.sent.clear();
+  s.sent_heard = 0;
+  ++s.round;
+  std::move(made.begin(), made.end(), std::back_inserter(*decisions));
+  return OkStatus();
+}
+
+std::vector<Negotiation::Waiting> Negotiation::waiting() const {
+  std::vector<Waiting> all;
+  all.reserve(state_->pending);
+  for (const Key* key = state_->oldest; key; key = key->newer)
+    all.push_back(state_->Describe(*key));
+  return all;
+}
+
+size_t Negotiation::pending() const { return state_->pending; }
+uint64_t Negotiation::next_id() const { return state_->next_id; }
+size_t Negotiation::known() const { return state_->keys.size(); }
+uint64_t Negotiation::hits() const { return state_->hits; }
+
+}  // namespace ringjax

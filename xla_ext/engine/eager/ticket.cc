@@ -1,0 +1,36 @@
+// Waiting for a ticket. See ticket.h.
+#include "engine/eager/ticket.h"
+
+#include <sched.h>
+
+#include <chrono>
+
+#include "engine/call/waiter.h"
+
+namespace ringjax {
+
+Status Ticket::Wait() {
+  constexpr auto kSlice = std::chrono::milliseconds(100);
+  // Sleeping and being woken takes longer than most short operations.
+  const auto until = Clock::now() + std::chrono::duration<double>(gate_->spin_seconds);
+  while (!done() && Clock::now() < until) sched_yield();
+  while (!done()) {
+    {
+      std::unique_lock lock(gate_->mutex);
+      gate_->ended.wait_for(lock, kSlice, [this] { return done(); });
+    }
+    if (done()) break;
+    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
+      return Status(Code::kCancelled, "interrupted while waiting");
+  }
+  return status_;
+}
+
+Status Ticket::Follow(uint64_t stream) {
+  if (!status_.ok() || !end_) return status_;
+  RJ_TRY(end_->Delay(stream));
+  if (stream == stream_) followed_.store(true, std::memory_order_release);
+  return OkStatus();
+}
+
+}  // namespace ringjax

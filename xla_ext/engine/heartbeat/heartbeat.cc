@@ -1,0 +1,370 @@
+// The heartbeat thread. See heartbeat.h; questions are in questions.cc.
+#include "engine/heartbeat/heartbeat.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <tuple>
+
+namespace ringjax {
+namespace {
+
+// Which of the world's counters a communicator has: tensors on hosts or on devices.
+int PlaneOf(const Communicator& c) {
+  return c.id() == 0 ? 0 : c.id() == kWorldControl ? 1 : -1;
+}
+
+// Writes all of `text`, waiting a little for a slow reader: these messages are rare and
+// a peer that cannot take 1 KiB within the limit is about to be lost anyway.
+bool WriteAll(int fd, const std::string& text, int limit_ms) {
+  size_t sent = 0;
+  while (sent < text.size()) {
+    const ssize_t n =
+        send(fd, text.data() + sent, text.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n > 0) {
+      sent += static_cast<size_t>(n);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      pollfd p{fd, POLLOUT, 0};
+      // Half a message would garble the stream: then it is worth waiting.
+      const int wait = sent > 0 ? 1000 : limit_ms;
+      if (wait <= 0 || poll(&p, 1, wait) <= 0) return false;
+    } else if (errno != EINTR) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
+                     std::unique_ptr<Doorbell> wakeup, std::unique_ptr<Doorbell> notify,
+                     std::unique_ptr<Doorbell> inquire)
+    : rank_(rank),
+      interval_(interval),
+      timeout_(timeout),
+      wakeup_(std::move(wakeup)),
+      notify_(std::move(notify)),
+      inquire_(std::move(inquire)) {
+  for (const Peer& peer : peers) {
+    fcntl(peer.fd, F_SETFL, fcntl(peer.fd, F_GETFL) | O_NONBLOCK);
+    State& state = states_.emplace_back();
+    state.peer = peer;
+    state.heard = Now();
+  }
+  last_look_ = Now();
+  try {
+    worker_ = std::thread([this] { WorkOn(); });
+  } catch (...) {
+    for (State& state : states_) Close(&state);
+    throw;
+  }
+}
+
+Heartbeat::~Heartbeat() {
+  if (owner_.IsHere()) {
+    Stop();
+  } else {  // a forked child: the thread is not here, and its handle cannot be let go
+    [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
+  }
+}
+
+void Heartbeat::Stop() {
+  {
+    std::lock_guard lock(mutex_);
+    if (stopping_) return;
+    stopping_ = true;
+  }
+  wakeup_->Ring();
+  worker_.join();
+  std::lock_guard lock(mutex_);
+  for (State& state : states_) Close(&state);
+}
+
+double Heartbeat::Now() const {
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+// Out of memory is no reason to stop watching, nor to end the process.
+void Heartbeat::WorkOn() {
+  while (true) {
+    try {
+      return Work();
+    } catch (const std::exception&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+}
+
+void Heartbeat::Work() {
+  double next_beat = Now();
+  std::vector<pollfd> fds;
+  std::vector<size_t> index;
+  while (true) {
+    fds.assign(1, {wakeup_->fd(), POLLIN, 0});
+    index.clear();
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) return;
+      for (size_t i = 0; i < states_.size(); ++i) {
+        if (!states_[i].open) continue;
+        fds.push_back({states_[i].peer.fd, POLLIN, 0});
+        index.push_back(i);
+      }
+    }
+    const double next = std::min(next_beat, NextAnswer());
+    const double wait = std::clamp(next - Now(), 0.0, interval_);
+    poll(fds.data(), fds.size(), static_cast<int>(wait * 1000) + 1);
+    if (fds[0].revents) wakeup_->Drain();
+    for (size_t i = 0; i < index.size(); ++i)
+      if (fds[i + 1].revents) ReadFrom(&states_[index[i]]);
+    AnswerWhatIsDue();
+    if (Now() >= next_beat) {
+      Beat();
+      CheckSilence();
+      next_beat = Now() + interval_;
+    }
+  }
+}
+
+void Heartbeat::Beat() { Tell(Type::kBeat, -1, ""); }
+
+// With mutex_ held.
+std::string Heartbeat::Bytes(Type type, int culprit, std::string_view text) const {
+  Message message;
+  message.type = type;
+  message.culprit = culprit;
+  message.length = static_cast<uint32_t>(text.size());
+  for (const auto& weak : watched_)
+    if (auto c = weak.lock(); c && PlaneOf(*c) >= 0)
+      message.entered[PlaneOf(*c)] = c->entered();
+  std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
+  return bytes.append(text);
+}
+
+void Heartbeat::Send(State* state, Type type, std::string_view text) {
+  if (state->open) WriteAll(state->peer.fd, Bytes(type, -1, text), 0);
+}
+
+void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
+  std::lock_guard lock(mutex_);
+  const std::string bytes = Bytes(type, culprit, Cut(text, kMostText));
+  for (State& state : states_)
+    if (state.open) WriteAll(state.peer.fd, bytes, type == Type::kBeat ? 0 : 100);
+}
+
+void Heartbeat::ReadFrom(State* state) {
+  char buffer[4096];
+  const ssize_t n = recv(state->peer.fd, buffer, sizeof buffer, MSG_DONTWAIT);
+  if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+  const int rank = state->peer.rank;
+  if (n <= 0) {
+    const std::string why =
+        n == 0 ? "closed its connection (the process ended)" : std::strerror(errno);
+    bool left;
+    {
+      std::lock_guard lock(mutex_);
+      left = state->left;
+      Close(state);
+    }
+    if (!left) Lose(rank, why);
+    return;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    state->heard = Now();
+  }
+  state->input.append(buffer, static_cast<size_t>(n));
+  while (state->open && Parse(state)) {
+  }
+}
+
+// A rank that does not exist cannot be lost, nor a peer say more than it can.
+bool Heartbeat::Sensible(const Message& message) const {
+  const bool known =
+      message.culprit == -1 || message.culprit == rank_ ||
+      std::any_of(states_.begin(), states_.end(), [&message](const State& state) {
+        return state.peer.rank == message.culprit;
+      });
+  return known && message.magic == Message().magic && message.length <= kMostText &&
+         message.type >= Type::kBeat && message.type <= Type::kAnswer &&
+         (message.type != Type::kAsk || message.length >= sizeof(AskHead)) &&
+         (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead));
+}
+
+// Takes one message off the input; false if there is none yet.
+bool Heartbeat::Parse(State* state) {
+  Message message;
+  if (state->input.size() < sizeof message) return false;
+  std::memcpy(&message, state->input.data(), sizeof message);
+  const int rank = state->peer.rank;
+  if (!Sensible(message)) {
+    {
+      std::lock_guard lock(mutex_);
+      Close(state);
+    }
+    Lose(rank, "sent garbage on its control connection");
+    return false;
+  }
+  if (state->input.size() < sizeof message + message.length) return false;
+  std::string text = state->input.substr(sizeof message, message.length);
+  state->input.erase(0, sizeof message + message.length);
+  if (message.type == Type::kAsk) OnAsk(state, text);
+  if (message.type == Type::kAnswer) OnAnswer(state, text);
+  if (message.type == Type::kFail) {
+    text = Printable(text, kMostText);
+    const bool itself = message.culprit < 0 || message.culprit == rank;
+    if (!itself)
+      Lose(message.culprit, text);
+    else
+      Lose(rank, message.culprit == rank ? text : "failed: " + text);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    for (int i : {0, 1})
+      state->entered[i] = std::max(state->entered[i], message.entered[i]);
+    if (message.type == Type::kLeave) state->left = true;
+  }
+  if (message.type == Type::kLeave) Left(rank);
+  return true;
+}
+
+void Heartbeat::CheckSilence() {
+  std::vector<std::pair<int, double>> silent;
+  {
+    std::lock_guard lock(mutex_);
+    const double now = Now();
+    // If this process itself stood still, its peers are not to blame.
+    const bool stood_still = now - last_look_ > interval_ + timeout_ / 2;
+    last_look_ = now;
+    for (State& state : states_) {
+      if (stood_still) state.heard = now;
+      if (!state.open || state.left || now - state.heard < timeout_) continue;
+      silent.push_back({state.peer.rank, now - state.heard});
+      Close(&state);
+    }
+  }
+  for (const auto& [rank, seconds] : silent)
+    Lose(rank, "has been silent for " + std::to_string(static_cast<int>(seconds)) +
+                   " s (stopped, or the network is cut)");
+}
+
+void Heartbeat::Lose(int rank, const std::string& why) {
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [known, reason] : lost_)
+      if (known == rank) return;
+    lost_.push_back({rank, why});
+  }
+  const Status status(Code::kUnavailable, "rank " + std::to_string(rank) + " " + why,
+                      rank);
+  for (const auto& c : WatchedWith(rank)) c->Abort(status);
+  if (notify_) notify_->Ring();
+}
+
+void Heartbeat::Left(int rank) {
+  for (const auto& c : WatchedWith(rank)) c->PeerLeft(rank);
+  if (notify_) notify_->Ring();
+}
+
+std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) const {
+  std::vector<std::shared_ptr<Communicator>> all;
+  std::lock_guard lock(mutex_);
+  for (const auto& weak : watched_) {
+    auto c = weak.lock();
+    if (!c) continue;
+    const auto& members = c->options().members;
+    if (std::find(members.begin(), members.end(), rank) != members.end())
+      all.push_back(std::move(c));
+  }
+  return all;
+}
+
+void Heartbeat::Close(State* state) {
+  if (!state->open) return;
+  state->open = false;
+  close(state->peer.fd);
+}
+
+void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
+  // Weak: a communicator may outlive the heartbeat that watched it.
+  std::weak_ptr<Heartbeat> self = weak_from_this();
+  communicator->set_on_failure([self](const Status& status) {
+    if (auto heartbeat = self.lock()) heartbeat->Fail(status.message(), status.rank());
+  });
+  if (const int plane = PlaneOf(*communicator); plane >= 0)
+    communicator->set_laggards([self, plane](uint64_t sequence) {
+      auto heartbeat = self.lock();
+      return heartbeat ? heartbeat->Laggards(plane, sequence) : std::vector<int>{};
+    });
+  communicator->set_inquiry(self);
+  std::vector<std::pair<int, std::string>> lost_before;
+  std::vector<int> left_before;
+  {
+    std::lock_guard lock(mutex_);
+    watched_.push_back(communicator);
+    lost_before = lost_;
+    for (const State& state : states_)
+      if (state.left) left_before.push_back(state.peer.rank);
+  }
+  const auto& members = communicator->options().members;
+  auto member = [&](int rank) {
+    return std::find(members.begin(), members.end(), rank) != members.end();
+  };
+  for (const auto& [rank, why] : lost_before)
+    if (member(rank))
+      communicator->Abort(
+          Status(Code::kUnavailable, "rank " + std::to_string(rank) + " " + why, rank));
+  for (int rank : left_before)
+    if (member(rank)) communicator->PeerLeft(rank);
+}
+
+void Heartbeat::Forget(const Communicator* communicator) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(watched_, [&](const std::weak_ptr<Communicator>& weak) {
+    auto c = weak.lock();
+    return !c || c.get() == communicator;
+  });
+}
+
+void Heartbeat::Fail(const std::string& message, int culprit) {
+  std::string what = message;
+  if (culprit < 0) {
+    std::lock_guard lock(mutex_);
+    if (!lost_.empty()) std::tie(culprit, what) = lost_.front();
+  }
+  Tell(Type::kFail, culprit, what);
+  if (notify_ && culprit >= 0 && culprit != rank_) Lose(culprit, what);
+}
+
+void Heartbeat::Leave() { Tell(Type::kLeave, -1, ""); }
+
+std::vector<std::pair<int, std::string>> Heartbeat::lost() const {
+  std::lock_guard lock(mutex_);
+  return lost_;
+}
+
+std::vector<int> Heartbeat::left() const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (const State& state : states_)
+    if (state.left) ranks.push_back(state.peer.rank);
+  return ranks;
+}
+
+std::vector<int> Heartbeat::Laggards(int plane, uint64_t sequence) const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (const State& state : states_)
+    if (state.entered[plane] < sequence) ranks.push_back(state.peer.rank);
+  return ranks;
+}
+
+}  // namespace ringjax

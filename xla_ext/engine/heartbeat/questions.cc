@@ -1,0 +1,205 @@
+// Where is everybody: questions and answers over the control connections. See
+// heartbeat.h.
+//
+// Who is asked looks first whether it has made the call: then that is the answer. If
+// not, it rings for the interpreter, and answers when that has, or when a moment has
+// passed, in which case the interpreter is busy: something holds its lock, or nothing
+// of it runs.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "engine/heartbeat/heartbeat.h"
+
+namespace ringjax {
+namespace {
+
+constexpr double kForInterpreter = 0.5;  // seconds
+constexpr double kRecently = 0.5;        // since a rank was asked
+constexpr size_t kMostOpen = 16;         // questions of a peer at once
+constexpr size_t kMostStalls = 16;       // that are remembered as told
+
+template <typename Head>
+std::string WithHead(const Head& head, std::string_view text) {
+  std::string bytes(reinterpret_cast<const char*>(&head), sizeof head);
+  return bytes.append(text);
+}
+
+}  // namespace
+
+// -- asking --------------------------------------------------------------------------
+
+void Heartbeat::Ask(const Question& question) {
+  const double now = Now();
+  std::lock_guard lock(mutex_);
+  if (stopping_) return;
+  for (State& state : states_) {
+    if (!question.operation) state.inquired.erase(question.communicator);
+    const auto& ranks = question.ranks;
+    if (std::find(ranks.begin(), ranks.end(), state.peer.rank) == ranks.end()) continue;
+    Inquired& asked = state.inquired[question.communicator];
+    if (asked.token > 0 && now - asked.when < kRecently) continue;
+    asked = {};
+    asked.token = ++token_;
+    asked.when = now;
+    AskHead head;
+    head.sequence = question.sequence;
+    head.communicator = question.communicator;
+    head.token = asked.token;
+    head.operation = question.operation ? 1 : 0;
+    Send(&state, Type::kAsk,
+         WithHead(head, Cut(question.what, kMostText - sizeof head)));
+  }
+}
+
+std::vector<Sighting> Heartbeat::Sightings(int communicator,
+                                           const std::vector<int>& ranks) const {
+  std::vector<Sighting> sightings;
+  std::lock_guard lock(mutex_);
+  for (const int rank : ranks) {
+    Sighting& sighting = sightings.emplace_back();
+    sighting.rank = rank;
+    for (const State& state : states_) {
+      if (state.peer.rank != rank) continue;
+      sighting.host = state.peer.host;
+      const auto found = state.inquired.find(communicator);
+      if (found == state.inquired.end()) continue;
+      sighting.asked = true;
+      sighting.answered = found->second.answered;
+      sighting.entered = found->second.entered;
+      sighting.text = found->second.text;
+    }
+  }
+  return sightings;
+}
+
+void Heartbeat::OnAnswer(State* state, const std::string& text) {
+  AnswerHead head;
+  std::memcpy(&head, text.data(), sizeof head);
+  std::lock_guard lock(mutex_);
+  for (auto& [id, asked] : state->inquired) {
+    if (asked.token != head.token || asked.answered) continue;
+    asked.answered = true;
+    asked.entered = head.entered != 0;
+    asked.text = Printable(std::string_view(text).substr(sizeof head), kMostSighting);
+  }
+}
+
+// -- answering -----------------------------------------------------------------------
+
+void Heartbeat::OnAsk(State* state, const std::string& text) {
+  Open question;
+  std::memcpy(&question.head, text.data(), sizeof question.head);
+  const auto here = Watched(question.head.communicator);
+  const bool entered =
+      !question.head.operation && here && here->entered() >= question.head.sequence;
+  if (entered || !inquire_) return Reply(state, question.head, "");
+  question.what =
+      Printable(std::string_view(text).substr(sizeof question.head), kMostText);
+  question.until = Now() + kForInterpreter;
+  {
+    std::lock_guard lock(mutex_);
+    if (state->questions.size() >= kMostOpen)
+      state->questions.erase(state->questions.begin());
+    question.number = ++question_;
+    state->questions.push_back(std::move(question));
+  }
+  inquire_->Ring();
+}
+
+std::shared_ptr<Communicator> Heartbeat::Watched(int id) const {
+  std::lock_guard lock(mutex_);
+  for (const auto& weak : watched_)
+    if (auto c = weak.lock(); c && c->id() == id) return c;
+  return nullptr;
+}
+
+// What this rank waits for, else what it did last, in any communicator.
+std::string Heartbeat::OwnTrace() const {
+  std::vector<std::shared_ptr<Communicator>> all;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& weak : watched_)
+      if (auto c = weak.lock()) all.push_back(std::move(c));
+  }
+  Trace best;
+  for (const auto& c : all) {
+    Trace trace = c->trace();
+    if (!trace.any) continue;
+    const bool better = !best.any || (trace.waits && !best.waits) ||
+                        (trace.waits == best.waits && trace.when > best.when);
+    if (better) best = std::move(trace);
+  }
+  return best.any ? best.text : "it has made no call in this epoch";
+}
+
+double Heartbeat::NextAnswer() const {
+  double next = std::numeric_limits<double>::infinity();
+  std::lock_guard lock(mutex_);
+  for (const State& state : states_)
+    for (const Open& question : state.questions) next = std::min(next, question.until);
+  return next;
+}
+
+void Heartbeat::AnswerWhatIsDue() {
+  const double now = Now();
+  for (State& state : states_) {
+    std::vector<std::pair<AskHead, std::string>> due;
+    {
+      std::lock_guard lock(mutex_);
+      std::erase_if(state.questions, [&](const Open& question) {
+        const bool known = question.number <= placed_;
+        if (!known && now < question.until) return false;
+        due.emplace_back(question.head, known ? place_ : "its interpreter is busy");
+        return true;
+      });
+    }
+    for (const auto& [head, place] : due) Reply(&state, head, place);
+  }
+}
+
+void Heartbeat::Reply(State* state, const AskHead& asked, const std::string& place) {
+  const auto here = Watched(asked.communicator);
+  AnswerHead head;
+  head.token = asked.token;
+  head.entered = !asked.operation && here && here->entered() >= asked.sequence ? 1 : 0;
+  std::string text = OwnTrace();
+  if (!place.empty()) {
+    text = Cut(text, kMostSighting / 2);
+    text += "; " + place;
+  }
+  std::lock_guard lock(mutex_);
+  Send(state, Type::kAnswer, WithHead(head, Cut(text, kMostSighting)));
+}
+
+// -- for who knows where the program is ----------------------------------------------
+
+Heartbeat::Asked Heartbeat::asked() {
+  Asked asked;
+  std::lock_guard lock(mutex_);
+  for (const State& state : states_) {
+    for (const Open& question : state.questions) {
+      if (question.number <= placed_) continue;
+      asked.newest = std::max(asked.newest, question.number);
+      const std::pair stall(question.head.communicator, question.head.sequence);
+      if (std::find(told_.begin(), told_.end(), stall) != told_.end()) continue;
+      if (told_.size() >= kMostStalls) told_.erase(told_.begin());
+      told_.push_back(stall);
+      asked.stalls.push_back("rank " + std::to_string(state.peer.rank) +
+                             " waits for this rank to call " + question.what);
+    }
+  }
+  return asked;
+}
+
+void Heartbeat::Answer(uint64_t newest, const std::string& place) {
+  {
+    std::lock_guard lock(mutex_);
+    placed_ = std::max(placed_, newest);
+    place_ = Printable(place, kMostSighting / 2);
+  }
+  wakeup_->Ring();
+}
+
+}  // namespace ringjax
