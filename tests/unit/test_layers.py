@@ -69,7 +69,7 @@ INCLUDES = {
     "engine/heartbeat": {"base", "transport", "engine/call", "engine/communicator"},
     "engine/eager": {"base", "collective", "engine/call", "engine/communicator"},
     "cuda": set(),  # also read by compilers that know no other folder
-    "cuda/cuda_on_cpu.h": {"base"},  # what the device would bring
+    "cuda/cuda_on_cpu.h": {"base", "cuda"},  # what the device would bring
     "device": {"base", "collective", "cuda", *ENGINE},
     "ffi": {"base", "device", *ENGINE},
     "binding": {"base", "transport", "collective", "cuda", "device", "ffi", *ENGINE},
