@@ -2,9 +2,9 @@
 
 Workers of an elastic job are killed, frozen, slowed and sent away at random moments
 while it trains, and strangers come to its doors. At the end all steps are computed
-again in one process (tests/chaos.py), and no process may have grown (tests/growth.py);
-for that, one worker at a time is left in peace for some minutes. Prints a line a minute
-and, at the end, how long recoveries took.
+again in one process (tests/chaos/deeds.py), and no process may have grown
+(tests/support/growth.py); for that, one worker at a time is left in peace for some
+minutes. Prints a line a minute and, at the end, how long recoveries took.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
-from chaos import EAGER, PROGRAM, Chaos, Verdict, quantile  # noqa: E402
-from growth import Growth  # noqa: E402
-from launch import Job, StartJob  # noqa: E402
+from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict, quantile  # noqa: E402
+from support.growth import Growth  # noqa: E402
+from support.launch import Job, StartJob  # noqa: E402
 
 SEATS = 2000  # a worker that leaves gives up its seat
 PEACE = 300.0  # seconds that one worker is left alone

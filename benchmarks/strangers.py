@@ -1,8 +1,8 @@
 """What a siege costs a job: `python -m benchmarks.strangers`.
 
 Strangers visit every door of a static job, which trains on, in turns with times of
-peace; see tests/strangers.py for what they do. They run on this machine, at the lowest
-priority; what they take of its cores is in the numbers all the same.
+peace; see tests/support/strangers.py for what they do. They run on this machine, at the
+lowest priority; what they take of its cores is in the numbers all the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ with open(sys.argv[1] + f"/{ringjax.rank()}", "w", buffering=1) as file:
         file.write(f"{time.monotonic()}\\n")
 """
 SIEGE = """
-import sys, strangers
+import sys
+from support import strangers
 print(strangers.besiege(*sys.argv[1:3], *map(float, sys.argv[3:])))
 """
 

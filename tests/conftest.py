@@ -1,7 +1,8 @@
 """What every test has: the `ranks` mark, a world, jobs to start, a check for leaks.
 
 `@pytest.mark.ranks(1, 2, 3)` runs a test under ringrun on so many ranks, once for each
-number, from plain `pytest`. The mechanism is in rank_items.py and rank_worker.py.
+number, from plain `pytest`. The mechanism is in support/rank_items.py and
+rank_worker.py.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import frameworks
-import leaks
 import pytest
-import rank_worker
-from launch import Job, StartJob
-from rank_items import RUNS, RankItem, Runs, share
-from rank_worker import VARIABLE, RankWorker, World
+from support import frameworks, leaks, rank_worker
+from support.launch import Job, StartJob
+from support.rank_items import RUNS, RankItem, Runs, share
+from support.rank_worker import VARIABLE, RankWorker, World
 
 
 def _in_rank() -> bool:
@@ -158,7 +157,7 @@ def frameworks_apart() -> Iterator[None]:
     """Fails a test with which a process comes to hold TensorFlow and PyTorch."""
     before = frameworks.together()
     yield
-    assert before or not frameworks.together(), "see tests/frameworks.py"
+    assert before or not frameworks.together(), "see tests/support/frameworks.py"
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Protocol
 
+from ringjax import config
+
 _MOST_FRAMES, _MOST_BYTES = 40, 8 << 10  # of a stack that is printed
 # Not the user's code: this package, and whatever is installed or comes with Python.
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.abspath(config.__file__)) + os.sep  # all of ringjax
 _INSTALLED = tuple(
     path + os.sep
     for name in ("stdlib", "platstdlib", "purelib", "platlib")

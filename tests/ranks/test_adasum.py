@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launch import cheap_code
-from stacked import FLOATS, equal, raises
+from support.launch import cheap_code
+from support.stacked import FLOATS, equal, raises
 
 import ringjax
 from ringjax import Adasum, allreduce

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch import cheap_code
-from stacked import (
+from support.launch import cheap_code
+from support.stacked import (
     COMPLEX,
     DTYPES,
     check_derivatives,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch import cheap_code
-from stacked import check_derivatives, draw, draw_all, equal, properties, raises
+from support.launch import cheap_code
+from support.stacked import check_derivatives, draw, draw_all, equal, properties, raises
 
 import ringjax
 from ringjax import alltoall

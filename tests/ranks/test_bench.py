@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, StartJob, cheap_code, environment
-from rank_worker import World
+from support.launch import ROOT, StartJob, cheap_code, environment
+from support.rank_worker import World
 
 pytestmark = pytest.mark.launch("collectives")
 THREE = pytest.mark.ranks(3, env=cheap_code)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import cheap_code
-from stacked import check_derivatives, draw, draw_all, equal, raises
+from support.launch import cheap_code
+from support.stacked import check_derivatives, draw, draw_all, equal, raises
 
 import ringjax
 from ringjax import broadcast

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from stacked import raises
+from support.stacked import raises
 
 import ringjax
 from ringjax import eager

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from device_code import needs_kernels
-from launch import Job, StartJob
-from stub_processes import stub_job
+from support.device_code import needs_kernels
+from support.launch import Job, StartJob
+from support.stub_processes import stub_job
 
 HEAD = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 import numpy as np
-from device_calls import DefaultStream
-from lane_calls import End, alive, without_jax
+from support.device_calls import DefaultStream
+from support.lane_calls import End, alive, without_jax
 import ringjax
 from ringjax import _native
 

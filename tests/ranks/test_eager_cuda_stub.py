@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_calls import (
+from support.device_calls import (
     COMPLEX,
     FLOATS,
     INTEGERS,
@@ -29,10 +29,10 @@ from device_calls import (
     equal,
     reduced,
 )
-from device_code import HAS_KERNELS, needs_kernels
-from lane_calls import End, Foreign, alive, without_jax
-from rank_worker import VARIABLE, World
-from stubs import stub_environment
+from support.device_code import HAS_KERNELS, needs_kernels
+from support.lane_calls import End, Foreign, alive, without_jax
+from support.rank_worker import VARIABLE, World
+from support.stubs import stub_environment
 
 import ringjax
 from ringjax import _native, runtime

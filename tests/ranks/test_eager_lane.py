@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import StartJob
+from support.launch import StartJob
 
 import ringjax
 from ringjax import _native, runtime

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import leaks
 import pytest
-from chaos import EAGER, SILENCE, Chaos
-from launch import StartJob
+from chaos.deeds import EAGER, SILENCE, Chaos
+from support import leaks
+from support.launch import StartJob
 
 from ringjax.elastic import Checkpointer
 

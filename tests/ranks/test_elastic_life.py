@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from elastic_job import ElasticJob, jobs
-from elastic_steps import LOOP, begin, stop
-from launch import StartJob, cheap_code
+from support.elastic_job import ElasticJob, jobs
+from support.elastic_steps import LOOP, begin, stop
+from support.launch import StartJob, cheap_code
 
 Start = Callable[..., ElasticJob]
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos import SILENCE, Chaos, Deed, lines, recoveries
-from launch import ROOT, StartJob
+from chaos.deeds import SILENCE, Chaos, Deed, lines, recoveries
+from support.launch import ROOT, StartJob
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))

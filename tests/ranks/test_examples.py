@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, compiled_before, environment
+from support.launch import ROOT, compiled_before, environment
 
 EXAMPLES = ROOT / "examples"
 SHORT = {

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from chaos import EAGER, PROGRAM, Chaos, Verdict
-from launch import StartJob
+from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict
+from support.launch import StartJob
 
 from ringjax.elastic import Checkpointer
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import leaks
 import numpy as np
 import pytest
-from launch import Job, StartJob, cheap_code
-from rank_worker import World
+from support import leaks
+from support.launch import Job, StartJob, cheap_code
+from support.rank_worker import World
 
 import ringjax
 

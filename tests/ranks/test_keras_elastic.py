@@ -1,7 +1,7 @@
 """A job of Keras, written as Horovod's example is: a rank is lost in fit, one joins.
 
 On TensorFlow that is in test_tensorflow_elastic.py; resets without a loss are in
-tests/keras_callback_checks.py.
+tests/support/keras_callback_checks.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from elastic_job import ElasticJob, jobs
+from support.elastic_job import ElasticJob, jobs
 
 # `fit` before `run` makes the optimizer's variables, and the callback does the same, so
 # that ranks that join and ranks that are there make the same calls.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "keras_checks", "keras_callback_checks", "keras_fit_checks"
+    "support.keras_checks",
+    "support.keras_callback_checks",
+    "support.keras_fit_checks",
 )
 
-from keras_callback_checks import *  # noqa: E402, F403
-from keras_checks import *  # noqa: E402, F403
-from keras_fit_checks import *  # noqa: E402, F403
+from support.keras_callback_checks import *  # noqa: E402, F403
+from support.keras_checks import *  # noqa: E402, F403
+from support.keras_fit_checks import *  # noqa: E402, F403
 
 pytestmark = [
     pytest.mark.usefixtures("world"),

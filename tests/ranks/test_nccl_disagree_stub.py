@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_calls import Device, open_at_init, reopen, wire
-from device_code import HAS_KERNELS
-from rank_worker import VARIABLE, World
-from stubs import stub_environment
+from support.device_calls import Device, open_at_init, reopen, wire
+from support.device_code import HAS_KERNELS
+from support.rank_worker import VARIABLE, World
+from support.stubs import stub_environment
 
 import ringjax
 from ringjax import _native, runtime

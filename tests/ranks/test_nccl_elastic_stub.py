@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from device_code import needs_kernels
-from launch import Job, StartJob
-from stub_processes import stub_job
+from support.device_code import needs_kernels
+from support.launch import Job, StartJob
+from support.stub_processes import stub_job
 
 # Without kernels, void results are not marked.
 pytestmark = [needs_kernels, pytest.mark.timeout(150)]
@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 import numpy as np
 import device_calls as calls
-import lane_calls
+from support import lane_calls
 import ringjax
 from ringjax import _native, elastic, errors, runtime
 

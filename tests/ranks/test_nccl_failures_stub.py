@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from device_code import needs_kernels
-from launch import Job, StartJob
-from stub_processes import stub_job
+from support.device_code import needs_kernels
+from support.launch import Job, StartJob
+from support.stub_processes import stub_job
 
 HEAD = f"""
 import os, signal, sys, time

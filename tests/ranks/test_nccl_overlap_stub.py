@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_calls import (
+from support.device_calls import (
     DefaultStream,
     Device,
     draw,
@@ -24,9 +24,9 @@ from device_calls import (
     reduced,
     reopen,
 )
-from device_code import needs_kernels
-from rank_worker import VARIABLE, World
-from stubs import stub_environment
+from support.device_code import needs_kernels
+from support.rank_worker import VARIABLE, World
+from support.stubs import stub_environment
 
 from ringjax import _native, runtime
 

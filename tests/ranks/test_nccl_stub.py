@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_calls import (
+from support.device_calls import (
     COMPLEX,
     DTYPES,
     FLOATS,
@@ -29,9 +29,9 @@ from device_calls import (
     reopen,
     wire,
 )
-from device_code import HAS_KERNELS, needs_kernels
-from rank_worker import VARIABLE, World
-from stubs import stub_environment
+from support.device_code import HAS_KERNELS, needs_kernels
+from support.rank_worker import VARIABLE, World
+from support.stubs import stub_environment
 
 import ringjax
 from ringjax import runtime

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from launch import cheap_code
+from support.launch import cheap_code
 
 import ringjax
 from ringjax.optim import AllreduceState

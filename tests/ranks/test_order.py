@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import cheap_code
-from stacked import equal, raises
+from support.launch import cheap_code
+from support.stacked import equal, raises
 
 import ringjax
 from ringjax import runtime

@@ -10,7 +10,7 @@ import signal
 from textwrap import dedent
 
 import pytest
-from launch import Job, StartJob, cheap_code
+from support.launch import Job, StartJob, cheap_code
 
 pytestmark = pytest.mark.timeout(150)
 KIB, MIB = 1 << 10, 1 << 20

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launch import cheap_code
+from support.launch import cheap_code
 
 import ringjax
 

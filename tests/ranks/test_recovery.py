@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from elastic_job import ElasticJob, jobs
-from elastic_steps import LOOP, begin, check_steps, progress, stop
+from support.elastic_job import ElasticJob, jobs
+from support.elastic_steps import LOOP, begin, check_steps, progress, stop
 
 Start = Callable[..., ElasticJob]
 

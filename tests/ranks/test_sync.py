@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from launch import cheap_code
+from support.launch import cheap_code
 
 import ringjax
 

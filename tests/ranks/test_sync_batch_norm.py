@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacked import raises
+from support.stacked import raises
 
 import ringjax.torch as hvd
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic_job import ElasticJob, jobs
+from support.elastic_job import ElasticJob, jobs
 
 RANKS = pytest.mark.ranks(2, 3)
 pytestmark = pytest.mark.launch("tensorflow")

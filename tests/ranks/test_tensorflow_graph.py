@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import in_ranks
+from support.frameworks import in_ranks
 
 from ringjax.elastic import failures
 

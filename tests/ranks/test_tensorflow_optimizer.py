@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_net import Net, adasum, batch, close, everybodys, in_mode, mean
+from support.tensorflow_net import Net, adasum, batch, close, everybodys, in_mode, mean
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")]
 RANKS = pytest.mark.ranks(2, 3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_net import (
+from support.tensorflow_net import (
     Net,
     adasum,
     batch,

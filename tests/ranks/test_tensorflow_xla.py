@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import in_ranks
+from support.frameworks import in_ranks
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 

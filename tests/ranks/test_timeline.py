@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_worker import World
+from support.rank_worker import World
 
 import ringjax
 from ringjax import eager, runtime, timeline

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from elastic_job import ElasticJob, jobs
-from elastic_steps import LOOP, begin, check_steps, progress, stop
-from launch import Job, StartJob
+from support.elastic_job import ElasticJob, jobs
+from support.elastic_steps import LOOP, begin, check_steps, progress, stop
+from support.launch import Job, StartJob
 
 HEAD = """
 import ctypes, os, sys, time

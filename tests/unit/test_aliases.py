@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lowerings import SEQ, chained, found_in
+from support.lowerings import SEQ, chained, found_in
 
 import ringjax
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, environment
+from support.launch import ROOT, environment
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import Deed, check, quantile
-from chaos_model import Replay
+from chaos.deeds import Deed, check, quantile
+from chaos.model import Replay
 
 # Worker 2 dies in step 3, worker 4 comes in step 6.
 HISTORY = [[0, 1, 2]] * 3 + [[0, 1]] * 3 + [[0, 1, 4]] * 3

@@ -1,6 +1,6 @@
 """Every example in a docstring runs, as a job of one rank in a process of its own.
 
-PyTorch's modules have another process than the rest: see tests/frameworks.py.
+PyTorch's modules have another process than the rest: see tests/support/frameworks.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import environment
+from support.launch import environment
 
 # Without collections of garbage: every framework is loaded, and looked through in each.
 SCRIPT = """

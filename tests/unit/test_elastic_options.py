@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import environment
+from support.launch import environment
 
 from ringjax.config import Config
 from ringjax.run import options, run

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from launch import ROOT, environment
+from support.launch import ROOT, environment
 
 from ringjax import _native, failpoints
 from ringjax.config import Config

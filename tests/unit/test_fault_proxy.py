@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fault_proxy import Fault, FaultProxy, every_fault
+from support.fault_proxy import Fault, FaultProxy, every_fault
 
 from ringjax.control import addresses
 from ringjax.control.rendezvous import Server

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import environment
+from support.launch import environment
 
 BOTH = """
 import tensorflow as tf, torch

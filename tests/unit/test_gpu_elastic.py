@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 import ringjax
 

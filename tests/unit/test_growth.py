@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import growth
 import pytest
-from growth import Growth
+from support import growth
+from support.growth import Growth
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, environment
+from support.launch import ROOT, environment
 
 from ringjax import config
 from ringjax.config import Config

@@ -9,10 +9,9 @@ import contextlib
 import sys
 from pathlib import Path
 
-import leaks
 import pytest
-import strangers
-from launch import Job, StartJob
+from support import leaks, strangers
+from support.launch import Job, StartJob
 
 TRAIN = """
 import os, sys

@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment
+from support.launch import ROOT, environment
 
 PACKAGE = ROOT / "ringjax"
 NATIVE = ROOT / "xla_ext"

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import environment
-from lowerings import SEQ, calls, chained, equations
-from stacked import raises
+from support.launch import environment
+from support.lowerings import SEQ, calls, chained, equations
+from support.stacked import raises
 
 import ringjax
 from ringjax import _native, runtime

@@ -1,7 +1,7 @@
 """What the collectives become for CUDA devices: the text of programs, no device.
 
 One process, a job of one. What is alike on all platforms is in test_lowering.py, the
-schedules that XLA makes of it in tests/gpu_schedule.py.
+schedules that XLA makes of it in tests/gpu/schedule.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from lowerings import SEQ, Call, calls, chained, equations, found_in, lowered
-from stacked import raises
+from support.lowerings import SEQ, Call, calls, chained, equations, found_in, lowered
+from support.stacked import raises
 
 import ringjax
 from ringjax.xla import jax_private

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from membership_job import Job, started
+from support.membership_job import Job, started
 
 
 def test_ranks_are_in_the_order_of_worker_numbers() -> None:

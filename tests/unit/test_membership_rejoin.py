@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from membership_job import Job, started
+from support.membership_job import Job, started
 
 
 def memory_of(job: Job, worker: int) -> dict[str, Any]:

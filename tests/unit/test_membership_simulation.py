@@ -1,14 +1,14 @@
 """Elastic jobs in simulated time: fifty thousand seeds, and rules that are wrong.
 
-The simulation is tests/simulation.py; run it by hand for more seeds.
+The simulation is tests/simulation/job.py; run it by hand for more seeds.
 """
 
 from __future__ import annotations
 
 import pytest
-import simulation
-from simulated_call import Violation
-from wrong_rules import WRONG
+from simulation import job
+from simulation.call import Violation
+from simulation.wrong_rules import WRONG
 
 SEEDS, SLICES = 50_000, 10
 
@@ -18,7 +18,7 @@ SEEDS, SLICES = 50_000, 10
 def test_the_invariants_hold(piece: int) -> None:
     count = SEEDS // SLICES
     for seed in range(piece * count, (piece + 1) * count):
-        simulation.run(seed)
+        job.run(seed)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -26,11 +26,11 @@ def test_wrong_rules_are_caught(wrong: str) -> None:
     """Otherwise the test above would prove nothing."""
     with pytest.raises(Violation):
         for seed in range(3000):
-            simulation.run(seed, wrong)
+            job.run(seed, wrong)
 
 
 def test_a_seed_tells_all() -> None:
-    first, again = simulation.run(7), simulation.run(7)
+    first, again = job.run(7), job.run(7)
     assert (first.counter, first.now) == (again.counter, again.now)
     logs = [{n: w.log for n, w in s.workers.items()} for s in (first, again)]
     assert logs[0] == logs[1]
@@ -39,7 +39,7 @@ def test_a_seed_tells_all() -> None:
 def test_the_command_prints_the_seeds_that_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert simulation.main(["--seeds", "0", "20"]) == 0
+    assert job.main(["--seeds", "0", "20"]) == 0
     assert "20 seeds, 0 failed" in capsys.readouterr().out
-    assert simulation.main(["--seeds", "0", "600", "--wrong", "naive"]) == 1
+    assert job.main(["--seeds", "0", "600", "--wrong", "naive"]) == 1
     assert "seed " in capsys.readouterr().out

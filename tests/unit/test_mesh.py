@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mesh_ranks import JOB, RING, SECRET, SIZE, Ranks, world
+from support.mesh_ranks import JOB, RING, SECRET, SIZE, Ranks, world
 
 from ringjax.control import handshake
 from ringjax.control.handshake import Introduction, Purpose

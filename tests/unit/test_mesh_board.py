@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from mesh_ranks import Ranks, world
+from support.mesh_ranks import Ranks, world
 
 from ringjax.links import shared_memory
 from ringjax.links.mesh import Mesh

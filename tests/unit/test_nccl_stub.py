@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stub_processes import Processes
-from stubs import read_log
+from support.stub_processes import Processes
+from support.stubs import read_log
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import pytest
-from launch import environment
+from support.launch import environment
 
 import ringjax
 from ringjax import runtime

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment
+from support.launch import ROOT, environment
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 TEXT = (ROOT / "docs" / "reliability.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.(?:py|cc))::(\w+)`", TEXT)))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import environment
+from support.launch import environment
 
 Done = subprocess.CompletedProcess[str]
 RingRun = Callable[..., Done]

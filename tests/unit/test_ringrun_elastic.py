@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import leaks
 import pytest
-from launch import Job
+from support import leaks
+from support.launch import Job
 
 StartJob = Callable[..., Job]
 

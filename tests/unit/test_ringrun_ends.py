@@ -17,9 +17,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import leaks
 import pytest
-from launch import environment
+from support import leaks
+from support.launch import environment
 
 # Says when it runs, then resists SIGINT and SIGTERM, and so does its own child.
 STUBBORN = "trap '' INT TERM; sleep 1000 & echo ready; sleep 1000 & wait; wait"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from launch import Job
+from support.launch import Job
 
 StartJob = Callable[..., Job]
 

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import leaks
 import pytest
+from support import leaks
 
 import ringjax
 from ringjax.errors import LaunchError

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import uuid
 
-import leaks
 import pytest
-from launch import environment
+from support import leaks
+from support.launch import environment
 
 
 def starter(code: str, job: str) -> subprocess.Popen[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from frameworks import in_ranks
+from support.frameworks import in_ranks
 
 continuations = in_ranks("ringjax.tensorflow.continuations")
 pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
-from frameworks import in_ranks
+from support.frameworks import in_ranks
 
 import ringjax
 

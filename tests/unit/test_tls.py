@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fault_proxy import Fault, FaultProxy
-from launch import environment
+from support.fault_proxy import Fault, FaultProxy
+from support.launch import environment
 
 from ringjax.control import addresses, handshake, tls
 from ringjax.control.handshake import Introduction, Purpose

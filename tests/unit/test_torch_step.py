@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import ROOT
+from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))

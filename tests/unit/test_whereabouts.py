@@ -8,6 +8,7 @@ import sysconfig
 import threading
 from types import FrameType
 
+import ringjax
 from ringjax.world import whereabouts
 
 
@@ -24,7 +25,7 @@ def test_the_innermost_line_of_the_users_is_named() -> None:
     for folder in (
         sysconfig.get_paths()["stdlib"],
         sysconfig.get_paths()["purelib"],
-        os.path.dirname(whereabouts.__file__),
+        os.path.dirname(ringjax.__file__),
     ):
         frame = _frame_in(os.path.join(folder, "somewhere", "deep.py"))
         place = whereabouts.place(frame)

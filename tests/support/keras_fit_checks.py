@@ -1,12 +1,13 @@
 """Tests of `model.fit` with a distributed optimizer, alike on every backend of Keras.
 
-Collected by tests/ranks/test_keras_*.py, as those of tests/keras_checks.py.
+Collected by tests/ranks/test_keras_*.py, as those of tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
 
 import pytest
-from keras_checks import (
+
+from support.keras_checks import (
     ROWS,
     build,
     close,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from elastic_job import ElasticJob
+from support.elastic_job import ElasticJob
 
 # One line for each finished step: number, time, size, digest of all bits, one value.
 LOOP = """

@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Self
 
 import pytest
-from launch import Job, StartJob
-from stubs import SOURCES, stub_environment
+
+from support.launch import Job, StartJob
+from support.stubs import SOURCES, stub_environment
 
 SECONDS = 30.0
 

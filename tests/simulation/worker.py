@@ -3,15 +3,13 @@
 It has the real `Enlistment`; links, communicators, the recovery and the training loop
 are models. A call is one exchange of inputs between all ranks of a generation and, if
 it moves data, an end barrier; a *note* has none, but its inputs stay on a board. The
-world around it is in simulation.py.
+world around it is in job.py.
 """
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
-
-from simulated_call import Call, Generation, Key, Violation
 
 from ringjax.membership.enlistment import Enlistment
 from ringjax.membership.orders import (
@@ -23,9 +21,10 @@ from ringjax.membership.orders import (
     Update,
     Welcome,
 )
+from simulation.call import Call, Generation, Key, Violation
 
 if TYPE_CHECKING:
-    from simulation import Simulation
+    from simulation.job import Simulation
 
 
 class Connection:

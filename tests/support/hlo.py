@@ -1,7 +1,8 @@
 """Reads the HLO text that XLA has optimised and scheduled: calls, order, memory.
 
 As much as the test of schedules needs, for the entry computation only. It knows the
-native calls of ringjax by their names; what must hold of them is in gpu_schedule.py.
+native calls of ringjax by their names; what must hold of them is in
+tests/gpu/schedule.py.
 """
 
 from __future__ import annotations

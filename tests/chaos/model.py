@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import chaos_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from chaos_numpy import PLACES, SHAPES, digest, marked
+
+from chaos import numpy_model
+from chaos.numpy_model import PLACES, SHAPES, digest, marked
 
 __all__ = ["PLACES", "Replay", "apply", "digest", "first", "gradients"]
 __all__ += ["marked", "marks"]
@@ -68,7 +69,7 @@ def apply(params: Tree, state: Any, mean: Tree) -> tuple[Tree, Any]:
 _gradients = jax.jit(gradients)
 
 
-class Replay(chaos_numpy.Replay):
+class Replay(numpy_model.Replay):
     """All steps again, in one process, with jax.
 
     Example:

@@ -1,8 +1,8 @@
 """A simulation of elastic jobs: many short ones, each decided by a seed.
 
-    python tests/simulation.py --seeds 0 100000
+    python -m simulation.job --seeds 0 100000
 
-Workers (simulated_worker.py) train over a network that delays what it likes; they are
+Workers (worker.py) train over a network that delays what it likes; they are
 killed, frozen, separated, started and sent away at random moments, and so is the
 coordinator. The coordinator's rules (`Membership`) and the workers' end (`Enlistment`)
 are the real ones. At the end these must hold:
@@ -25,13 +25,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import wrong_rules
-from simulated_call import Call, Generation, Violation
-from simulated_worker import Connection, Worker
-from wrong_rules import WRONG
-
 from ringjax.membership.assembly import Rules
 from ringjax.membership.membership import Membership
+from simulation import wrong_rules
+from simulation.call import Call, Generation, Violation
+from simulation.worker import Connection, Worker
+from simulation.wrong_rules import WRONG
 
 SILENCE = 5.0  # seconds until a heartbeat is missed
 MOST_EVENTS = 20000

@@ -14,15 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import leaks
-from launch import environment
-
 from ringjax.run.elastic.bounds import Elastic
 from ringjax.run.elastic.job import ElasticJob
 from ringjax.run.elastic.workers import Worker
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.output import Console
 from ringjax.run.static_job import Outcome
+from support import leaks
+from support.launch import environment
 
 
 class StandIn:

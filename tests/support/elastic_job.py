@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import leaks
-from launch import JobError, environment
-
 from ringjax.membership.coordinator import Coordinator
+from support import leaks
+from support.launch import JobError, environment
 
 # What every script of these tests begins with: `say` writes one line at once.
 HEAD = """

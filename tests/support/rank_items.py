@@ -4,7 +4,7 @@ Starting Python and jax costs seconds, so all selected tests of one file with th
 rank count and environment share one launch: the first that runs starts it, the others
 read their result. Files with `pytestmark = pytest.mark.launch("name")` share one, too.
 After a failure the ranks may be out of step, so they stop, and the next test starts a
-fresh launch. What happens inside a rank is tests/rank_worker.py.
+fresh launch. What happens inside a rank is tests/support/rank_worker.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import leaks
 import pytest
-import rank_worker
-from launch import Job, compiled_before
+
+from support import leaks, rank_worker
+from support.launch import Job, compiled_before
 
 START_UP = 180.0  # seconds a launch may need before its first test: torch from a disk
 GRACE = 15.0  # seconds beyond a test's own timeout before the launch is ended

@@ -2,7 +2,8 @@
 
 Every rank writes a JSON line when a test starts and when it ends. Between two tests the
 ranks wait for each other over a small shared file, not over ringjax, so that a broken
-collective in one test cannot disturb the next. Reading the lines: tests/rank_items.py.
+collective in one test cannot disturb the next. Reading the lines:
+tests/support/rank_items.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""chaos_eager.py FOLDER PAUSE: as chaos_program.py, with named operations on numpy.
+"""eager_program.py FOLDER PAUSE: as program.py, with named operations on numpy.
 
 No jax is imported, so newcomers come sooner. Membership, recovery, pauses and the way
 of the state to newcomers are the same; what is repeated is an eager lane's call.
@@ -10,9 +10,9 @@ from typing import Any
 
 import chaos_numpy as model
 import numpy as np
-from chaos_loop import WORKER, Training
 
 import ringjax
+from chaos.loop import WORKER, Training
 from ringjax import eager
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from rank_worker import VARIABLE
+from support.rank_worker import VARIABLE
 
 
 def in_ranks(module: str) -> Any:

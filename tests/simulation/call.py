@@ -1,4 +1,4 @@
-"""The collectives of simulation.py: inputs, when they arrive, and results."""
+"""The collectives of job.py: inputs, when they arrive, and results."""
 
 from __future__ import annotations
 

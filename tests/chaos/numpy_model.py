@@ -1,4 +1,4 @@
-"""What ranks train in the chaos tests where no jax is imported; as chaos_model.py.
+"""What ranks train in the chaos tests where no jax is imported; as model.py.
 
 Gradients are small whole numbers again, and the optimizer is momentum, line by line in
 numpy, which rounds the same in every process. A newcomer needs a third of the time to

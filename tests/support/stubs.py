@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "tests" / "cuda_stub"
 _HEADERS = ROOT / "xla_ext"
 _LIBRARIES = {

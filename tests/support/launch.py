@@ -1,7 +1,7 @@
 """Starts jobs of several ranks for tests, and plays fate: kill, interrupt, wait, read.
 
-Not here: what a rank does (the script that a test hands in, or tests/rank_worker.py)
-and what counts as a leak (tests/leaks.py).
+Not here: what a rank does (the script that a test hands in, or
+tests/support/rank_worker.py) and what counts as a leak (tests/support/leaks.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-import leaks
+from support import leaks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # A job must not take itself for a part of the job that started pytest.
 _FOREIGN = ("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 _LAUNCHER = "ringjax.run"
@@ -223,12 +223,12 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     kept.setdefault("JAX_PLATFORMS", "cpu")
     # Hundreds of ranks import the same files: the first one compiles them for all.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    paths = [str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
     spec = importlib.util.find_spec("ringjax")
     if spec is not None and spec.origin and Path(spec.origin).is_relative_to(ROOT):
         # It comes from the checkout here, so it must come from there in the job.
-        kept["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), kept.get("PYTHONPATH")])
-        )
+        paths = [str(ROOT), *paths]
+    kept["PYTHONPATH"] = os.pathsep.join(paths)
     return {
         **kept,
         "PYTHONFAULTHANDLER": "1",

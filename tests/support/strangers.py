@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import leaks
-
 from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.errors import AuthenticationError
+from support import leaks
 
 Door = tuple[str, int] | str
 """Where a job listens: an address, or the name of an abstract unix socket."""

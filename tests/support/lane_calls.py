@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from device_calls import dtype_of, empty_like, given
 
 from ringjax import _native, runtime
+from support.device_calls import dtype_of, empty_like, given
 
 
 def without_jax() -> None:

@@ -1,13 +1,14 @@
 """Tests of callbacks, saved models and elastic training, alike on every backend.
 
-Collected like those of tests/keras_checks.py.
+Collected like those of tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from keras_checks import (
+
+from support.keras_checks import (
     ROWS,
     build,
     close,

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hlo import Program
 from jax.experimental import topologies
+from support.hlo import Program
 
 import ringjax
 from ringjax.xla import jax_private

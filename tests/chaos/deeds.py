@@ -1,6 +1,6 @@
 """Chaos: what ends, freezes, slows or annoys workers of a job at random moments.
 
-The workers run chaos_program.py, or chaos_eager.py. Afterwards `check` proves that
+The workers run program.py, or eager_program.py. Afterwards `check` proves that
 training did not notice: it computes every step again in one process, from the workers
 that were in its sums, and compares the parameters bit by bit. So all ranks had the same
 parameters after every step, no step was lost, done twice or done with a wrong mean, and
@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import leaks
-import strangers
-from launch import Job, StartJob
+from support import leaks, strangers
+from support.launch import Job, StartJob
 
-PROGRAM = Path(__file__).with_name("chaos_program.py")
-EAGER = Path(__file__).with_name("chaos_eager.py")  # numpy only: newcomers come sooner
+PROGRAM = Path(__file__).with_name("program.py")
+EAGER = Path(__file__).with_name("eager_program.py")  # numpy: newcomers come sooner
 SILENCE = 2.0  # seconds after which a silent rank is declared lost
 SETTINGS = {
     "RINGJAX_FAILURE_TIMEOUT": f"{SILENCE:g}",
@@ -324,7 +323,7 @@ def check(
     Args:
         folder: where the traces are.
         deeds: what was done meanwhile.
-        eager: the workers ran chaos_eager.py.
+        eager: the workers ran eager_program.py.
 
     Raises:
         AssertionError: a step is missing, was done twice, or differs between workers or
@@ -368,9 +367,9 @@ def _check_order(worker: int, trace: list[dict[str, Any]]) -> None:
 
 def _replay(by_step: dict[int, dict[int, dict[str, Any]]], eager: bool) -> None:
     if eager:
-        from chaos_numpy import Replay
+        from chaos.numpy_model import Replay
     else:
-        from chaos_model import Replay  # type: ignore[assignment]
+        from chaos.model import Replay  # type: ignore[assignment]
 
     replay = Replay()
     for step in range(len(by_step)):

@@ -11,8 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-import leaks
-import strangers
+from support import leaks, strangers
 
 SETTLED = 20.0  # seconds after which a process has what it needs
 LAST = 5  # samples

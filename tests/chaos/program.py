@@ -1,6 +1,6 @@
-"""chaos_program.py FOLDER PAUSE: what each worker of a chaos test runs under ringrun.
+"""program.py FOLDER PAUSE: what each worker of a chaos test runs under ringrun.
 
-Compiled steps, as a training in JAX has them; the loop is in chaos_loop.py.
+Compiled steps, as a training in JAX has them; the loop is in loop.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import chaos_model as model
 import jax
 import jax.numpy as jnp
 import numpy as np
-from chaos_loop import WORKER, Training
 
 import ringjax
+from chaos.loop import WORKER, Training
 
 
 def main() -> None:

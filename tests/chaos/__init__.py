@@ -1,0 +1,1 @@
+"""Jobs whose workers are killed, frozen and slowed at random, and the proof."""

@@ -1,0 +1,1 @@
+"""Elastic jobs in simulated time: the real rules, thousands of seeds a second."""
