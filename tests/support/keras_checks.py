@@ -1,6 +1,6 @@
 """Tests of ringjax.keras that are the same on every backend of Keras.
 
-Collected by tests/ranks/test_keras_*.py, each of which chooses a backend; in a rank,
+Collected by tests/ranks/keras/, each of which chooses a backend; in a rank,
 where Keras is imported. The pytest that starts the ranks does not import it.
 """
 

@@ -1,6 +1,6 @@
 """Tests of `model.fit` with a distributed optimizer, alike on every backend of Keras.
 
-Collected by tests/ranks/test_keras_*.py, as those of tests/support/keras_checks.py.
+Collected by tests/ranks/keras/, as those of tests/support/keras_checks.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DistributedOptimizer in one process: arguments, names, groups, what it takes over.
 
-Reducing needs ranks: tests/ranks/test_torch_optimizer.py.
+Reducing needs ranks: tests/ranks/torch/test_torch_optimizer.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ the moment as a compiled program does: by its number, in every step.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 from support.device_code import needs_kernels
@@ -21,12 +20,11 @@ from support.stub_processes import stub_job
 # Without kernels, void results are not marked.
 pytestmark = [needs_kernels, pytest.mark.timeout(150)]
 
-HEAD = f"""
+HEAD = """
 import os, signal, sys, time
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 import numpy as np
-import device_calls as calls
+from support import device_calls as calls
 from support import lane_calls
 import ringjax
 from ringjax import _native, elastic, errors, runtime
@@ -64,7 +62,7 @@ def train(step, ends, state=None, before=lambda state: None):
     def loop(state):
         workers = runtime.generation().workers
         say("begins", state.step, runtime.generation().kind, *workers)
-        say("at", f"{{time.time():.3f}}")
+        say("at", f"{time.time():.3f}")
         while not ends(state, set(runtime.generation().workers)):
             time.sleep(0.01)  # the rest of a step, and time for those who start
             epoch = runtime.generation().epoch
@@ -82,9 +80,9 @@ def train(step, ends, state=None, before=lambda state: None):
             state.expected += total()
             state.step += 1
             say("step", state.step, "void" if any(void) else "right")
-            if any(void): say("at", f"{{time.time():.3f}}")
+            if any(void): say("at", f"{time.time():.3f}")
             state.commit()
-            say("committed", state.step, f"{{time.time():.3f}}")
+            say("committed", state.step, f"{time.time():.3f}")
         return state
 
     done = loop(state)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
 
-HEAD = f"""
+HEAD = """
 import os, signal, sys, time
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 import numpy as np
-import device_calls as calls
+from support import device_calls as calls
 import ringjax
 from ringjax import runtime
 
@@ -29,7 +27,7 @@ rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
 FOREVER = 10**9
 
 def tell(error):
-    sys.stdout.write(f"caught at {{time.time()}}: {{error}}\\n")
+    sys.stdout.write(f"caught at {time.time()}: {error}\\n")
     sys.stdout.flush()
 
 def begin():

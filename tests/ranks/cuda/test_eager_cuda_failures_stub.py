@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import signal
 from functools import partial
-from pathlib import Path
 
 import pytest
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
 
-HEAD = f"""
+HEAD = """
 import os, sys, time
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 import numpy as np
 from support.device_calls import DefaultStream
 from support.lane_calls import End, alive, without_jax
@@ -36,7 +34,7 @@ def ones(count=3):
     return np.ones(count, np.float32)
 
 def tell(error):
-    sys.stdout.write(f"caught {{error.code}} {{error.rank}}: {{error}}\\n")
+    sys.stdout.write(f"caught {error.code} {error.rank}: {error}\\n")
     sys.stdout.flush()
 
 def fails(end, name="x", **options):
@@ -49,7 +47,7 @@ def fails(end, name="x", **options):
 
 def must_work_on_the_host(end):
     for i in range(3):
-        out, = end.run("allreduce", f"host {{i}}", [ones()], cuda=False)
+        out, = end.run("allreduce", f"host {i}", [ones()], cuda=False)
         assert (out == size).all()
     print("works on the host", flush=True)
 
