@@ -65,7 +65,7 @@ ifneq ($(filter $(BIN)/%,$(GPU_PYTHON)),)
   GPU_NEEDS := $(VENV)/installed-test $(VENV)/installed-$(GPU)
 endif
 gpu-check: $(GPU_NEEDS)  ## all that only a GPU can answer: tests and tables, 8 minutes
-	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(GPU_PYTHON) -P -m benchmarks.gpu_check $(GPU_OPTIONS)
+	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(GPU_PYTHON) -P -m benchmarks.gpu.check $(GPU_OPTIONS)
 
 # 0.4 GB, and beside the environment: JAX would look for a GPU in every other test.
 PLUGIN := $(CURDIR)/$(VENV)/cuda-plugin
@@ -93,7 +93,7 @@ fuzz: $(VENV)/installed-test $(VENV)/installed-cmake  ## ten million damaged inp
 # --program eager --every 0.3 --pause 0.005: the most failures an hour.
 SOAK_OPTIONS ?= --hours 8
 soak: $(VENV)/installed-test  ## hours of killed ranks in an elastic job, checked step by step
-	$(BIN)/python -m benchmarks.soak $(SOAK_OPTIONS)
+	$(BIN)/python -m benchmarks.elastic.soak $(SOAK_OPTIONS)
 
 wheel: $(VENV)/installed-test  ## build the wheel and try it outside the checkout
 	rm -rf dist build/outside

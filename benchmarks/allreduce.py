@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import launchers, plots, report
-from benchmarks.options import cases, parse
-from benchmarks.peers import PEERS
-from benchmarks.turns import Case, Quiet, measure
-from benchmarks.worlds import World, WorldError, close_when_terminated
+from benchmarks.harness import launchers, plots, report
+from benchmarks.harness.options import cases, parse
+from benchmarks.harness.turns import Case, Quiet, measure
+from benchmarks.harness.worlds import World, WorldError, close_when_terminated
+from benchmarks.peers.table import PEERS
 
 
 def start(ranks: int, options: argparse.Namespace, folder: Path) -> list[World]:

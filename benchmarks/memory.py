@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.memory_rank import VARIANTS
-from benchmarks.options import parse_ranks
-from benchmarks.shapes import SETS
+from benchmarks.harness import report
+from benchmarks.harness.memory_rank import VARIANTS
+from benchmarks.harness.options import parse_ranks
+from benchmarks.harness.shapes import SETS
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -33,7 +33,7 @@ def run(ranks: int, plan: dict[str, Any], folder: Path, timeout: float) -> list[
     """What each rank of a world has written."""
     out = folder / f"{ranks}-{plan['set']}-{list(VARIANTS).index(plan['variant'])}"
     words = [sys.executable, "-m", "ringjax.run", "-np", str(ranks)]
-    words += [sys.executable, "-m", "benchmarks.memory_rank"]
+    words += [sys.executable, "-m", "benchmarks.harness.memory_rank"]
     words.append(json.dumps({**plan, "out": str(out)}))
     done = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False

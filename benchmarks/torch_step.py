@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, shapes, torch_networks
 from benchmarks.allreduce import start
-from benchmarks.options import parse_python, parse_ranks
-from benchmarks.turns import Case, Quiet, measure
-from benchmarks.worlds import World, close_when_terminated
+from benchmarks.harness import report, shapes, torch_networks
+from benchmarks.harness.options import parse_python, parse_ranks
+from benchmarks.harness.turns import Case, Quiet, measure
+from benchmarks.harness.worlds import World, close_when_terminated
 
 PEERS = ("ringjax-torch", "torch-gloo", "horovod")
 OURS = PEERS[0]

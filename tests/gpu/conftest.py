@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks import gpu_driver  # noqa: E402
+from benchmarks.gpu import driver  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips the tests of this folder if there is no device."""
     mine = [item for item in items if item.path.is_relative_to(HERE)]
-    count, why = gpu_driver.count_devices() if mine else (1, "")
+    count, why = driver.count_devices() if mine else (1, "")
     for item in mine:
         # What JAX's CUDA plugin warns of is no failure of ours.
         item.add_marker(pytest.mark.filterwarnings("default"))
@@ -37,8 +37,8 @@ def no_leaks() -> None:
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[gpu_driver.Device]:
+def device() -> Iterator[driver.Device]:
     """The first device, through the driver alone."""
-    found = gpu_driver.Device()
+    found = driver.Device()
     yield found
     found.release_all()

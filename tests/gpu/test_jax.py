@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 import ringjax  # noqa: E402
-from benchmarks import gpu_section  # noqa: E402
+from benchmarks.gpu import section  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def world() -> Iterator[None]:
 
 
 def calls() -> float:
-    return gpu_section.allreduce_stats().get("calls", 0)
+    return section.allreduce_stats().get("calls", 0)
 
 
 def test_allreduce_goes_through_the_device() -> None:
@@ -35,7 +35,7 @@ def test_allreduce_goes_through_the_device() -> None:
         out = f(x)
         np.testing.assert_array_equal(out, x)
         assert out.devices() == x.devices()
-        assert gpu_section.device_communicator() is not None
+        assert section.device_communicator() is not None
         assert calls() == before + 1
 
 

@@ -20,9 +20,10 @@ from support.launch import ROOT, environment
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks import launchers, limit, options, plots, report, shapes, turns
-from benchmarks.peers import PEERS, Entry
-from benchmarks.turns import Case, Variant
+from benchmarks.harness import launchers, options, plots, report, shapes, turns
+from benchmarks.harness.turns import Case, Variant
+from benchmarks.peers import limit
+from benchmarks.peers.table import PEERS, Entry
 
 # -- shapes and options ----------------------------------------------------------------
 

@@ -19,18 +19,9 @@ from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks import (
-    gpu_build,
-    gpu_check,
-    gpu_models,
-    gpu_pack,
-    gpu_ranks,
-    gpu_report,
-    gpu_sharing,
-    gpu_trace,
-)
-from benchmarks.gpu_check import Outcome, Section
-from benchmarks.gpu_report import Report, Spread
+from benchmarks.gpu import build, check, models, pack, ranks, sharing, trace
+from benchmarks.gpu.check import Outcome, Section
+from benchmarks.gpu.report import Report, Spread, markdown_table, text_table
 
 # -- sections --------------------------------------------------------------------------
 
@@ -42,14 +33,14 @@ def section(name: str, code: str, limit: float = 20, **options: Any) -> Section:
 
 
 REPORT = (
-    "from pathlib import Path; import os; from benchmarks.gpu_report import Report; "
+    "from pathlib import Path; import os; from benchmarks.gpu.report import Report; "
 )
 REPORT += "r = Report(Path(os.environ['RINGJAX_GPU_CHECK_RESULT'])); "
 
 
 def run(folder: Path, *sections: Section, seconds: float = 200) -> list[Outcome]:
     words = ["--work", str(folder), "--dry-run", "--seconds", str(seconds)]
-    return gpu_check.run(gpu_check.parse(words), sections)
+    return check.run(check.parse(words), sections)
 
 
 def test_a_section_that_fails_crashes_or_hangs_does_not_stop_the_others(
@@ -106,9 +97,9 @@ def test_sections_that_cannot_run_say_why(
         ("failed", "exit code 1"),
         ("not run", "nothing was built"),
     ]
-    monkeypatch.setattr(gpu_check.gpu_driver, "count_devices", lambda: (0, "none"))
-    options = gpu_check.parse(["--work", str(tmp_path)])
-    (outcome,) = gpu_check.run(options, [section("pack", "pass", needs_gpu=True)])
+    monkeypatch.setattr(check.driver, "count_devices", lambda: (0, "none"))
+    options = check.parse(["--work", str(tmp_path)])
+    (outcome,) = check.run(options, [section("pack", "pass", needs_gpu=True)])
     assert (outcome.status, outcome.why, outcome.bad) == (
         "not run",
         "no CUDA device",
@@ -118,8 +109,8 @@ def test_sections_that_cannot_run_say_why(
 
 def test_later_sections_keep_some_time(tmp_path: Path) -> None:
     long, later = section("x", "pass", 100), [section("y", "pass", least=20)] * 2
-    assert gpu_check.limit_of(long, 470, later) == 100
-    assert gpu_check.limit_of(long, 60, later) == 20
+    assert check.limit_of(long, 470, later) == 100
+    assert check.limit_of(long, 60, later) == 20
     (one, two) = run(tmp_path, section("x", "pass"), section("y", "pass"), seconds=9)
     assert (one.status, one.why) == ("not run", "no time left")
     assert two.status == "ok"  # it had kept its share
@@ -129,33 +120,33 @@ def test_what_a_section_runs_with(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("RINGJAX_FUSION", "group")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     (tmp_path / "ringjax").mkdir()
-    env = gpu_check.environment(tmp_path, dry=False)
+    env = check.environment(tmp_path, dry=False)
     assert env["PYTHONPATH"].split(":") == [str(tmp_path), str(ROOT), "/somewhere"]
     assert env["JAX_PLATFORMS"] == "cuda"
     assert "RINGJAX_FUSION" not in env
-    assert gpu_check.environment(tmp_path / "none", dry=True)["JAX_PLATFORMS"] == "cpu"
+    assert check.environment(tmp_path / "none", dry=True)["JAX_PLATFORMS"] == "cpu"
 
 
 def test_the_sections_exist_and_fit_into_the_time() -> None:
-    for one in gpu_check.SECTIONS:
+    for one in check.SECTIONS:
         for words in filter(None, (one.words, one.dry)):
             if words[1].startswith("benchmarks."):
                 assert (ROOT / (words[1].replace(".", "/") + ".py")).is_file()
-    first, *later = gpu_check.SECTIONS
+    first, *later = check.SECTIONS
     assert first.name == "build"
-    assert gpu_check.SECONDS < 480
+    assert check.SECONDS < 480
     # Even a slow build leaves every section what it needs at least.
-    assert gpu_check.limit_of(first, gpu_check.SECONDS, later) >= 100
-    assert all(one.least <= one.limit for one in gpu_check.SECTIONS)
+    assert check.limit_of(first, check.SECONDS, later) >= 100
+    assert all(one.least <= one.limit for one in check.SECTIONS)
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     chosen = (section("build", "pass"), section("a", "pass"), section("b", "1/0"))
-    monkeypatch.setattr(gpu_check, "SECTIONS", chosen)
+    monkeypatch.setattr(check, "SECTIONS", chosen)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     words = ["--work", str(tmp_path / "work"), "--dry-run"]
-    assert gpu_check.main([*words, "--only", "a"]) == 0
-    assert gpu_check.main([*words, "--skip", "a"]) == 1
+    assert check.main([*words, "--only", "a"]) == 0
+    assert check.main([*words, "--skip", "a"]) == 1
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [s["status"] for s in results["sections"]] == ["ok", "failed"]
     text = (tmp_path / "out" / "results.md").read_text()
@@ -164,7 +155,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None
     assert "ZeroDivisionError" in (tmp_path / "out" / "log.txt").read_text()
     assert "ZeroDivisionError" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        gpu_check.parse(["--only", "nothing"])
+        check.parse(["--only", "nothing"])
     assert "no section 'nothing'; there are build, a, b" in capsys.readouterr().err
 
 
@@ -193,14 +184,14 @@ def test_report_tables_and_verdicts(tmp_path: Path) -> None:
     ]
     kept = json.loads((tmp_path / "r.json").read_text())
     assert kept["missed"] == report.missed
-    assert gpu_report.text_table(kept["tables"][0]).splitlines() == [
+    assert text_table(kept["tables"][0]).splitlines() == [
         "Speed",
         "what        GB/s",
         "----------  ----",
         "pack | f32  4000",
         "* of a run",
     ]
-    assert gpu_report.markdown_table(kept["tables"][0]).splitlines() == [
+    assert markdown_table(kept["tables"][0]).splitlines() == [
         "### Speed",
         "",
         "| what | GB/s |",
@@ -214,17 +205,17 @@ def test_report_tables_and_verdicts(tmp_path: Path) -> None:
 def test_missed_targets_are_shown_but_are_no_failure() -> None:
     outcome = Outcome("pack", "ok", 1.0, report={"missed": ["pack: 80 %"]})
     assert not outcome.bad
-    assert gpu_check.summary([outcome])["notes"] == ["target missed: pack: 80 %"]
+    assert check.summary([outcome])["notes"] == ["target missed: pack: 80 %"]
 
 
 # -- shapes and networks ---------------------------------------------------------------
 
 
 def test_the_sets_of_tensors_are_what_they_are_called() -> None:
-    resnet, transformer = gpu_models.SETS["ResNet-50"], gpu_models.SETS["transformer"]
-    assert (len(resnet), gpu_models.count(resnet)) == (161, 25_557_032)
-    assert (len(transformer), gpu_models.count(transformer)) == (1204, 1_312_136_192)
-    assert gpu_models.count(gpu_models.SETS["one tensor"]) == 25_557_032
+    resnet, transformer = models.SETS["ResNet-50"], models.SETS["transformer"]
+    assert (len(resnet), models.count(resnet)) == (161, 25_557_032)
+    assert (len(transformer), models.count(transformer)) == (1204, 1_312_136_192)
+    assert models.count(models.SETS["one tensor"]) == 25_557_032
     sizes = [4 * math.prod(shape) for shape in resnet]
     large = [size for size in sizes if size >= 1 << 20]
     assert len(large) == 29
@@ -232,26 +223,26 @@ def test_the_sets_of_tensors_are_what_they_are_called() -> None:
 
 
 def test_bytes_that_packing_moves() -> None:
-    resnet = gpu_models.SETS["ResNet-50"]
-    assert gpu_pack.moved_bytes(resnet, 4) == 8 * 25_557_032
-    assert gpu_pack.moved_bytes(resnet, 2) == 6 * 25_557_032
-    assert gpu_pack.fused_bytes([(1,), (4,), (5,)], 4) == 16 + 16 + 32
-    assert gpu_pack.fused_bytes([(1,), (4,), (9,)], 2) == 16 + 16 + 32
+    resnet = models.SETS["ResNet-50"]
+    assert pack.moved_bytes(resnet, 4) == 8 * 25_557_032
+    assert pack.moved_bytes(resnet, 2) == 6 * 25_557_032
+    assert pack.fused_bytes([(1,), (4,), (5,)], 4) == 16 + 16 + 32
+    assert pack.fused_bytes([(1,), (4,), (9,)], 2) == 16 + 16 + 32
 
 
 def test_the_networks_can_be_trained() -> None:
     import jax
     import jax.numpy as jnp
 
-    parameters = jax.eval_shape(gpu_models.resnet_parameters)
+    parameters = jax.eval_shape(models.resnet_parameters)
     shapes = [x.shape for x in parameters]
-    assert shapes == [tuple(s) for s in gpu_models.SETS["ResNet-50"]]
-    batch = jax.eval_shape(lambda: gpu_models.resnet_batch(2, 64))
+    assert shapes == [tuple(s) for s in models.SETS["ResNet-50"]]
+    batch = jax.eval_shape(lambda: models.resnet_batch(2, 64))
     loss, grads = jax.eval_shape(
-        jax.value_and_grad(gpu_models.resnet_loss), parameters, batch
+        jax.value_and_grad(models.resnet_loss), parameters, batch
     )
     assert loss.shape == () and [g.shape for g in grads] == shapes
-    held, x, loss_of = gpu_models.build("mlp", 4, 2, 16)
+    held, x, loss_of = models.build("mlp", 4, 2, 16)
     slope = jax.grad(loss_of)(held, x)
     assert all(bool(jnp.abs(g).max() > 0) for g in slope)
 
@@ -269,7 +260,7 @@ def test_every_rank_gets_a_host_of_its_own() -> None:
     seen = []
     for rank in range(2):
         env = dict(given)
-        gpu_sharing.prepare(rank, env)
+        sharing.prepare(rank, env)
         seen.append(env["NCCL_HOSTID"])
         assert env["CUDA_VISIBLE_DEVICES"] == "3"
         assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
@@ -290,9 +281,9 @@ def said(**cases: Any) -> dict[str, Any]:
 
 def test_what_is_wrong_on_one_rank_is_a_failure() -> None:
     report = Report(None)
-    gpu_ranks.tabulate(report, 2, [said(sum="", training="aa")] * 2)
+    ranks.tabulate(report, 2, [said(sum="", training="aa")] * 2)
     assert report.failures == []
-    gpu_ranks.tabulate(
+    ranks.tabulate(
         report, 2, [said(sum="", training="aa"), said(sum="not equal", training="bb")]
     )
     assert report.failures == [
@@ -301,37 +292,37 @@ def test_what_is_wrong_on_one_rank_is_a_failure() -> None:
     ]
     report = Report(None)
     short = {"sum": said(sum="")["sum"]}
-    gpu_ranks.tabulate(report, 2, [said(sum=""), short])
+    ranks.tabulate(report, 2, [said(sum=""), short])
     assert "2 ranks: not all came to their end" in report.failures
     report = Report(None)
     host = {**said(sum=""), "end": {"transport": "host", "platform": "gpu"}}
-    gpu_ranks.tabulate(report, 1, [host])
+    ranks.tabulate(report, 1, [host])
     assert "exchanged by {'host'}" in report.failures[0]
 
 
 def test_reruns_are_compared_bit_by_bit() -> None:
     first = [said(training="aa", sum=""), said(training="aa", sum="")]
-    assert gpu_ranks.bits(first, first) == {"training": True}
-    assert gpu_ranks.bits(first, [said(training="ab")]) == {"training": False}
-    assert gpu_ranks.bits([{}], first) == {"training": False}
+    assert ranks.bits(first, first) == {"training": True}
+    assert ranks.bits(first, [said(training="ab")]) == {"training": False}
+    assert ranks.bits([{}], first) == {"training": False}
 
 
 def test_psum_is_compared_within_rounding() -> None:
     for theirs, failures in (([1.0, 2.0], 0), ([1.0, 2.001], 1), ([], 0)):
         report = Report(None)
         report.table("x")
-        gpu_ranks.compare_with_psum(report, [1.0, 2.0], theirs)
+        ranks.compare_with_psum(report, [1.0, 2.0], theirs)
         assert len(report.failures) == failures
 
 
 def test_jobs_that_fail_or_hang_are_ended(tmp_path: Path) -> None:
     log, env = tmp_path / "log", dict(os.environ)
-    with pytest.raises(gpu_ranks.LegError, match=r"exit codes \[0, 3\](?s:.*)broken"):
+    with pytest.raises(ranks.LegError, match=r"exit codes \[0, 3\](?s:.*)broken"):
         commands = [["-c", "pass"], ["-c", "print('broken'); raise SystemExit(3)"]]
-        gpu_ranks.finish(commands, env, log, 20)
+        ranks.finish(commands, env, log, 20)
     started = time.monotonic()
-    with pytest.raises(gpu_ranks.LegError, match="still ran after 1 s"):
-        gpu_ranks.finish([["-c", "import time; time.sleep(60)"]], env, log, 1)
+    with pytest.raises(ranks.LegError, match="still ran after 1 s"):
+        ranks.finish([["-c", "import time; time.sleep(60)"]], env, log, 1)
     assert time.monotonic() - started < 10
 
 
@@ -350,8 +341,8 @@ def test_the_checks_of_the_ranks_hold_on_the_cpu(
     cpu_ranks: None, tmp_path: Path
 ) -> None:
     report = Report(None)
-    said = gpu_ranks.world(2, tmp_path / "w", "--fewer", steps=4)
-    gpu_ranks.tabulate(report, 2, said)
+    said = ranks.world(2, tmp_path / "w", "--fewer", steps=4)
+    ranks.tabulate(report, 2, said)
     assert report.failures == []
     assert len(report.tables[0]["rows"]) > 10
     assert {line["end"]["transport"] for line in said} == {"host"}
@@ -360,14 +351,14 @@ def test_the_checks_of_the_ranks_hold_on_the_cpu(
 
 @pytest.mark.timeout(120)
 def test_the_story_of_a_loss_on_the_cpu(cpu_ranks: None, tmp_path: Path) -> None:
-    loss = gpu_ranks.lose_a_rank(2, tmp_path / "loss")
+    loss = ranks.lose_a_rank(2, tmp_path / "loss")
     assert 0 <= loss["noticed"] < 5
 
 
 # -- the profile -----------------------------------------------------------------------
 
 
-def trace(*kernels: tuple[str, int, float, float]) -> list[dict[str, Any]]:
+def recorded(*kernels: tuple[str, int, float, float]) -> list[dict[str, Any]]:
     """Events as jax.profiler writes them: a GPU, streams 1 and 2, a line of modules."""
     names = {1: "Stream #13(Compute)", 2: "Stream #20(Compute)", 9: "XLA Modules"}
     meta = [
@@ -391,7 +382,7 @@ def trace(*kernels: tuple[str, int, float, float]) -> list[dict[str, Any]]:
 
 
 def test_the_hidden_share_of_the_communication(tmp_path: Path) -> None:
-    events = trace(
+    events = recorded(
         ("gemm", 1, 0, 100),
         ("fusion", 1, 110, 40),
         ("rj_pack_f32_f32_160", 2, 50, 20),
@@ -403,7 +394,7 @@ def test_the_hidden_share_of_the_communication(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = gpu_trace.overlap(gpu_trace.read(gpu_trace.find(tmp_path)))
+    found = trace.overlap(trace.read(trace.find(tmp_path)))
     assert found.communication == 70 + 20
     assert found.computation == 140
     assert found.hidden == pytest.approx((50 + 10) / 90)
@@ -411,30 +402,30 @@ def test_the_hidden_share_of_the_communication(tmp_path: Path) -> None:
 
 
 def test_on_one_stream_nothing_is_hidden() -> None:
-    events = trace(("gemm", 1, 0, 100), ("rj_pack_f32_f32_160", 1, 100, 20))
-    assert gpu_trace.overlap(gpu_trace.kernels(events)).hidden == 0.0
+    events = recorded(("gemm", 1, 0, 100), ("rj_pack_f32_f32_160", 1, 100, 20))
+    assert trace.overlap(trace.kernels(events)).hidden == 0.0
 
 
 def test_a_profile_that_does_not_tell_is_no_number(tmp_path: Path) -> None:
-    with pytest.raises(gpu_trace.TraceError, match="1 kernels of the allreduce and 0"):
-        gpu_trace.overlap(gpu_trace.kernels(trace(("rj_pack", 1, 0, 1))))
-    with pytest.raises(gpu_trace.TraceError, match=r"0 kernels .* \['gemm'\]"):
-        gpu_trace.overlap(gpu_trace.kernels(trace(("gemm", 1, 0, 1))))
-    with pytest.raises(gpu_trace.TraceError, match="no stream of a GPU"):
-        gpu_trace.kernels([])
-    with pytest.raises(gpu_trace.TraceError, match=r"no \*.trace.json.gz"):
-        gpu_trace.find(tmp_path)
+    with pytest.raises(trace.TraceError, match="1 kernels of the allreduce and 0"):
+        trace.overlap(trace.kernels(recorded(("rj_pack", 1, 0, 1))))
+    with pytest.raises(trace.TraceError, match=r"0 kernels .* \['gemm'\]"):
+        trace.overlap(trace.kernels(recorded(("gemm", 1, 0, 1))))
+    with pytest.raises(trace.TraceError, match="no stream of a GPU"):
+        trace.kernels([])
+    with pytest.raises(trace.TraceError, match=r"no \*.trace.json.gz"):
+        trace.find(tmp_path)
 
 
 # -- the build -------------------------------------------------------------------------
 
 
 def test_the_build_needs_no_network(tmp_path: Path, monkeypatch: Any) -> None:
-    words = gpu_build.command(tmp_path / "site", tmp_path)
+    words = build.command(tmp_path / "site", tmp_path)
     assert {"--no-build-isolation", "--no-deps", "--no-index"} <= set(words)
     assert words[words.index("--target") + 1] == str(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}/carried")
-    env = gpu_build.environment()
+    env = build.environment()
     assert env["PYTHONPATH"] == "/carried"  # wheels that were brought along stay
     assert "-G Ninja" in env["CMAKE_ARGS"]
 
@@ -443,5 +434,5 @@ def test_missing_tools_are_named(monkeypatch: Any) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(gpu_build, "missing", lambda *names: list(names))
-    assert gpu_build.programs_missing() == ["cmake", "ninja", "c++"]
+    monkeypatch.setattr(build, "missing", lambda *names: list(names))
+    assert build.programs_missing() == ["cmake", "ninja", "c++"]

@@ -13,8 +13,8 @@ import ringjax
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks import gpu_elastic
-from benchmarks.gpu_report import Report
+from benchmarks.gpu import elastic
+from benchmarks.gpu.report import Report
 
 
 @pytest.mark.timeout(120)
@@ -25,7 +25,7 @@ def test_the_story_of_an_elastic_job(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(ROOT)]))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     report = Report(None)
-    gpu_elastic.check(report, gpu_elastic.tell(tmp_path / "elastic", 90))
+    elastic.check(report, elastic.tell(tmp_path / "elastic", 90))
     assert report.failures == []
 
 
@@ -33,8 +33,8 @@ def test_what_is_wrong_is_said() -> None:
     end = {"step": 9, "expected": 27.0, "programs": 1, "platform": "gpu", "nccl": True}
     found = {"recovery": 0.5, "join": 0.5, "ends": [end, end | {"expected": 26.0}]}
     report = Report(None)
-    gpu_elastic.check(report, found)
+    elastic.check(report, found)
     assert len(report.failures) == 1
     found["ends"] = [end, end | {"programs": 2, "nccl": False}]
-    gpu_elastic.check(report, found)
+    elastic.check(report, found)
     assert len(report.failures) == 3

@@ -1,6 +1,6 @@
 """Strangers at every door of a job that trains: it does not notice them.
 
-That throughput does not suffer either is measured in benchmarks/strangers.py.
+That throughput does not suffer either is measured in benchmarks/elastic/strangers.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `benchmarks.hosts` does without namespaces: bounds, options, commands, tables.
+"""What benchmarks/hosts/ does without namespaces: bounds, options, commands, tables.
 
 No test makes a namespace, starts a rank or looks at how long something took.
 """
@@ -20,9 +20,9 @@ from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks import hosts, namespaces
-from benchmarks.layouts import Layout, parse_rate, parse_size
-from benchmarks.namespaces import Namespaces
+from benchmarks.hosts import allreduce, namespaces
+from benchmarks.hosts.layouts import Layout, parse_rate, parse_size
+from benchmarks.hosts.namespaces import Namespaces
 from ringjax.config import Config
 from ringjax.control.launch_environment import find
 
@@ -51,7 +51,7 @@ def test_without_a_rate_there_is_no_bound() -> None:
 def test_share_of_the_communication_that_is_hidden(
     none: float, in_turn: float, overlapped: float, share: float
 ) -> None:
-    assert hosts.hidden(none, in_turn, overlapped) == pytest.approx(share)
+    assert allreduce.hidden(none, in_turn, overlapped) == pytest.approx(share)
 
 
 # -- options ---------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_sizes_and_rates_are_read() -> None:
 
 def test_every_layout_meets_every_rate_but_loopback_has_none() -> None:
     words = ["--layouts", "4x1", "loopback", "4x2", "--rates", "1gbit", "10gbit"]
-    titles = [layout.title for layout in hosts.worlds(hosts.parse(words))]
+    titles = [layout.title for layout in allreduce.worlds(allreduce.parse(words))]
     assert titles == [
         "2 ranks over loopback TCP, no shared memory",
         "4 hosts x 1, 1gbit",
@@ -99,7 +99,7 @@ def test_wrong_options_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        hosts.parse(words)
+        allreduce.parse(words)
     assert end.value.code == 2
     assert words[0] in capsys.readouterr().err
 
@@ -107,7 +107,7 @@ def test_wrong_options_are_refused(
 def test_only_root_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit, match="only root may make network namespaces"):
-        hosts.main(["--layouts", "4x1"])
+        allreduce.main(["--layouts", "4x1"])
 
 
 # -- ranks -----------------------------------------------------------------------------
@@ -143,10 +143,14 @@ def test_a_rank_that_fails_ends_the_world_and_shows_its_log(tmp_path: Path) -> N
         waits = namespaces.spawn([sys.executable, "-c", code], os.environ, file)
         fails = namespaces.spawn([sys.executable, "-c", "1 / 0"], os.environ, file)
     try:
-        with pytest.raises(hosts.HostsError, match="(?s)rank 1 .*ZeroDivisionError"):
-            hosts._wait([waits, fails], 50, [log, log])
-        with pytest.raises(hosts.HostsError, match="rank 0 has failed .no end in time"):
-            hosts._wait([waits], 0, [log])
+        with pytest.raises(
+            allreduce.HostsError, match="(?s)rank 1 .*ZeroDivisionError"
+        ):
+            allreduce._wait([waits, fails], 50, [log, log])
+        with pytest.raises(
+            allreduce.HostsError, match="rank 0 has failed .no end in time"
+        ):
+            allreduce._wait([waits], 0, [log])
     finally:
         for process in (waits, fails):
             process.kill()
@@ -309,17 +313,17 @@ def test_the_table_holds_the_shares() -> None:
             for flows, share in ((1, 0.9), (2, 0.95))
         ),
     ]
-    (row,) = hosts.allreduce_rows(results, layout)
+    (row,) = allreduce.allreduce_rows(results, layout)
     assert row["share_of_bound"] == pytest.approx(0.8)
     assert row["share_of_ring_bound"] == pytest.approx(0.8 * 1.75 / 1.5)
     assert row["share_of_streams"] == pytest.approx(0.8 / 0.95)
     json.dumps(row)
-    text = hosts.table(layout, [row])
+    text = allreduce.table(layout, [row])
     assert "4 hosts x 2, 1gbit" in text
     assert "0.800" in text and "hierarchical" in text
-    (free,) = hosts.allreduce_rows(results, Layout.parse("loopback"))
+    (free,) = allreduce.allreduce_rows(results, Layout.parse("loopback"))
     assert free["share_of_bound"] is None
-    assert "0.84" in hosts.table(Layout.parse("loopback"), [free])
+    assert "0.84" in allreduce.table(Layout.parse("loopback"), [free])
 
 
 def test_the_model_is_compared_round_by_round() -> None:
@@ -339,11 +343,11 @@ def test_the_model_is_compared_round_by_round() -> None:
         }
         for name, rounds in seconds.items()
     ]
-    row = hosts.model_row(results, Layout(4, 1, "1gbit"))
+    row = allreduce.model_row(results, Layout(4, 1, "1gbit"))
     assert row is not None
     assert row["hidden"] == pytest.approx(0.9)
     assert row["hidden_rounds"] == pytest.approx([0.9, 0.9, 1.0])
     assert row["hidden_waiting"] == pytest.approx(0.95)
-    text = hosts.model_text(row)
+    text = allreduce.model_text(row)
     assert "hidden: 0.90 (0.90 .. 1.00), of the waiting: 0.95 (20.0 ms left)" in text
-    assert hosts.model_row([], Layout(4, 1, "1gbit")) is None
+    assert allreduce.model_row([], Layout(4, 1, "1gbit")) is None

@@ -13,7 +13,8 @@ from support.launch import ROOT, environment
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks import memory, memory_rank
+from benchmarks import memory
+from benchmarks.harness import memory_rank
 
 MIB = memory.MIB
 
@@ -139,7 +140,7 @@ def test_a_process_that_does_not_grow(tmp_path: Path) -> None:
         "steps": 100,
         "shrink": 1 << 16,
     }
-    words = [sys.executable, "-m", "benchmarks.memory_rank"]
+    words = [sys.executable, "-m", "benchmarks.harness.memory_rank"]
     words.append(json.dumps({**plan, "out": str(tmp_path / "x")}))
     paths = {"PYTHONPATH": str(ROOT), "RINGJAX_RANK": "3"}
     subprocess.run(words, env=environment("memory", paths), check=True, timeout=50)

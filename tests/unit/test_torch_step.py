@@ -12,7 +12,8 @@ from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks import shapes, torch_networks, torch_step
+from benchmarks import torch_step
+from benchmarks.harness import shapes, torch_networks
 
 
 def test_the_network_has_the_gradients_of_resnet50() -> None:

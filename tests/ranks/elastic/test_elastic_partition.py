@@ -1,7 +1,7 @@
 """Two hosts between which the network fails: one side goes on, the other must not.
 
-The hosts are network namespaces (benchmarks/namespaces.py), so this needs root and
-`ip`; the launcher is outside of both and starts its agents by a stand-in for ssh.
+The hosts are network namespaces (benchmarks/hosts/namespaces.py), so this needs root
+and `ip`; the launcher is outside of both and starts its agents by a stand-in for ssh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.launch import ROOT, StartJob
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks.namespaces import Namespaces, address
+from benchmarks.hosts.namespaces import Namespaces, address
 
 LAUNCHER = "10.77.0.254"
 # As OpenSSH: options, a host, then words for the shell; the host's namespace is known

@@ -1,0 +1,162 @@
+"""Hours of chaos: `python -m benchmarks.elastic.soak --hours 8`, or `make soak`.
+
+Workers of an elastic job are killed, frozen, slowed and sent away at random moments
+while it trains, and strangers come to its doors. At the end all steps are computed
+again in one process (tests/chaos/deeds.py), and no process may have grown
+(tests/support/growth.py); for that, one worker at a time is left in peace for some
+minutes. Prints a line a minute and, at the end, how long recoveries took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+
+from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict, quantile  # noqa: E402
+from support.growth import Growth  # noqa: E402
+from support.launch import Job, StartJob  # noqa: E402
+
+SEATS = 2000  # a worker that leaves gives up its seat
+PEACE = 300.0  # seconds that one worker is left alone
+PART = 10.0  # seconds between two looks at memory and descriptors
+EDGES = (10, 20, 50, 100, 200, 300, 500, 1000, 2000, 5000)  # ms
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs it and says what came out."""
+    options = parse(arguments)
+    with (
+        tempfile.TemporaryDirectory(prefix="ringjax-soak-") as name,
+        jobs(name) as start,
+    ):
+        folder = Path(name, "traces")
+        folder.mkdir()
+        program = EAGER if options.program == "eager" else PROGRAM
+        chaos = Chaos(
+            *(start, folder, options.np, options.pause),
+            program=program,
+            seats=SEATS,
+        )
+        growth = rage(chaos, options)
+        verdict = chaos.end()
+    failures = chaos.failures()
+    print(report(verdict, chaos.counts(), failures))
+    print("\n".join(growth.report()))
+    if grown := growth.found():
+        raise SystemExit("\n".join(grown))
+    if options.json:
+        Path(options.json).write_text(json.dumps(vars(verdict)))
+
+
+def rage(chaos: Chaos, options: argparse.Namespace) -> Growth:
+    """The hours; until so many failures, if that is asked for."""
+    chance = random.Random(options.seed)
+    growth = Growth(chaos.job.id, peers=options.np - 1)
+    chaos.wait_for(options.np)
+    end, began = time.monotonic() + options.hours * 3600, time.monotonic()
+    said = chosen = began
+    spared = min(chaos.training(), default=0)
+    while (left := end - time.monotonic()) > 0:
+        chaos.rage(chance, min(PART, left), options.every, [spared])
+        growth.look()
+        failures = chaos.failures()
+        if time.monotonic() - chosen > PEACE:
+            chosen, spared = time.monotonic(), chance.choice(sorted(chaos.pids()))
+        if time.monotonic() - said >= 60:
+            said = time.monotonic()
+            steps = max(chaos.progress().values())
+            minutes = (said - began) / 60
+            print(f"{minutes:7.1f} min {failures:6} failures {steps:9} steps")
+            sys.stdout.flush()
+        if 0 < options.failures <= failures:
+            break
+    chaos.wait_for(options.np)
+    chaos.wait_for_steps(20)
+    growth.look()
+    return growth
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.soak")
+    parser.add_argument("--hours", type=float, default=8.0)
+    parser.add_argument("--np", type=int, default=4)
+    parser.add_argument(
+        "--every", type=float, default=3.0, help="seconds between deeds"
+    )
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds of a step")
+    parser.add_argument(
+        "--failures", type=int, default=0, help="end after so many, not only by time"
+    )
+    parser.add_argument(
+        "--program",
+        choices=("jax", "eager"),
+        default="jax",
+        help="eager: numpy only, so that newcomers come sooner",
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", default="", help="a file for all samples")
+    return parser.parse_args(arguments)
+
+
+@contextlib.contextmanager
+def jobs(folder: str) -> Iterator[StartJob]:
+    """Starts jobs as the fixture of the tests does, and ends them."""
+    started: list[Job] = []
+
+    def start(
+        np: int,
+        script: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> Job:
+        own = Path(tempfile.mkdtemp(dir=folder))
+        started.append(Job(np, script, own, env, options).start())
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for job in started:
+            job.close()
+
+
+def report(verdict: Verdict, deeds: Mapping[str, int], failures: int) -> str:
+    """What a reader wants to know of it."""
+    samples = [1e3 * seconds for seconds in verdict.recoveries]
+    lines = [
+        f"{failures} failures: {deeds}",
+        f"{verdict.steps} steps by {verdict.smallest} to {verdict.largest} workers; "
+        "all steps are those of one process, bit by bit",
+        summary("from kill -9 to a survivor's next step", samples),
+        summary("standstill for a newcomer", [1e3 * s for s in verdict.pauses]),
+    ]
+    low = 0
+    for high in EDGES:
+        count = sum(low <= sample < high for sample in samples)
+        lines.append(f"  {low:5} to {high:5} ms {count:6} {'#' * min(count, 60)}")
+        low = high
+    return "\n".join(lines)
+
+
+def summary(what: str, samples: list[float]) -> str:
+    """One line for samples in milliseconds."""
+    found = ", ".join(
+        f"{name} {quantile(samples, share):.0f}"
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+    )
+    return f"{what}: {found} ms ({len(samples)} samples)"
+
+
+if __name__ == "__main__":
+    main()

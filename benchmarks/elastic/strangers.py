@@ -1,0 +1,115 @@
+"""What a siege costs a job: `python -m benchmarks.elastic.strangers`.
+
+Strangers visit every door of a static job, which trains on, in turns with times of
+peace; see tests/support/strangers.py for what they do. They run on this machine, at the
+lowest priority; what they take of its cores is in the numbers all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.elastic.soak import ROOT, jobs
+
+TRAIN = """
+import json, sys, time
+import jax, jax.numpy as jnp
+import ringjax
+ringjax.init()
+x = jnp.ones(1 << 18, jnp.float32)
+step = jax.jit(lambda x: ringjax.allreduce(jnp.tanh(x), op=ringjax.Average))
+with open(sys.argv[1] + f"/{ringjax.rank()}", "w", buffering=1) as file:
+    while True:
+        for _ in range(20):
+            step(x).block_until_ready()
+        file.write(f"{time.monotonic()}\\n")
+"""
+SIEGE = """
+import sys
+from support import strangers
+print(strangers.besiege(*sys.argv[1:3], *map(float, sys.argv[3:])))
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints steps a second in peace and under siege, and what the siege was."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.strangers")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of one turn")
+    parser.add_argument("--rate", type=float, default=200, help="connections a second")
+    options = parser.parse_args(arguments)
+    rates: dict[str, list[float]] = {"peace": [], "siege": []}
+    visits = 0
+    with tempfile.TemporaryDirectory() as folder, jobs(folder) as start:
+        Path(folder, "train.py").write_text(TRAIN)
+        words = [sys.executable, str(Path(folder, "train.py")), folder]
+        job = start(2, words, env={"RINGJAX_SHM": "0"})
+        lines = Path(folder, "0")
+        while not lines.exists() or len(lines.read_text().splitlines()) < 20:
+            if job.poll() is not None:
+                raise RuntimeError(job.logs())
+            time.sleep(0.1)
+        for _ in range(options.turns):
+            rates["peace"].append(rate(lines, options.seconds))
+            name, seconds = name_of(job.rank_pid(0)), options.seconds + 1
+            siege = besiege(job.id, name, seconds, options.rate)
+            time.sleep(0.5)
+            rates["siege"].append(rate(lines, options.seconds))
+            visits += int(siege.communicate()[0])
+            if job.poll() is not None:
+                raise RuntimeError(job.logs())
+    peace, under = (statistics.median(rates[kind]) for kind in ("peace", "siege"))
+    print(f"{peace:.0f} steps a second in peace, {under:.0f} under siege by", end=" ")
+    print(f"{visits / options.turns / (options.seconds + 1):.0f} connections a second:")
+    print(f"{100 * (under / peace - 1):+.1f} %")
+    print(json.dumps(rates))
+
+
+def rate(lines: Path, seconds: float) -> float:
+    """Steps a second from now on."""
+    before = len(lines.read_text().splitlines())
+    time.sleep(seconds)
+    times = [float(line) for line in lines.read_text().splitlines()[before:]]
+    return 20 * (len(times) - 1) / (times[-1] - times[0])
+
+
+def besiege(job: str, name: str, seconds: float, rate: float) -> subprocess.Popen[str]:
+    """Strangers in a process of their own."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.Popen(
+        [
+            "nice",
+            "-n",
+            "19",
+            sys.executable,
+            "-c",
+            SIEGE,
+            job,
+            name,
+            str(seconds),
+            str(rate),
+        ],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def name_of(pid: int) -> str:
+    """What the job of a rank calls itself; anybody on the host may look."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    (found,) = [v for v in variables if v.startswith(b"RINGJAX_JOB=")]
+    return found.partition(b"=")[2].decode()
+
+
+if __name__ == "__main__":
+    main()

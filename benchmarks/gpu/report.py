@@ -1,0 +1,133 @@
+"""What the sections of check.py hand over: tables, failures, targets; statistics.
+
+A report is written after every addition, so that a section which is ended by its time
+limit, or crashes, still shows what it had. Measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and the tenth and ninetieth percentile of some samples."""
+
+    median: float
+    p10: float
+    p90: float
+    count: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Spread:
+        """From at least one sample."""
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return Spread(
+            statistics.median(ordered),
+            ordered[round(0.1 * last)],
+            ordered[round(0.9 * last)],
+            len(ordered),
+        )
+
+    def show(self, digits: int = 1) -> str:
+        """The median with the spread behind it."""
+        return f"{self.median:.{digits}f} ({self.p10:.{digits}f}–{self.p90:.{digits}f})"
+
+
+class Report:
+    """The results of one section; `path` may be None, then nothing is written.
+
+    Attributes:
+      tables: dicts of title, head, rows (of text cells) and notes.
+      failures: what is wrong; any of them makes the section fail.
+      missed: targets that were not reached; they do not make it fail.
+      values: numbers for the JSON file, by name.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.tables: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        self.missed: list[str] = []
+        self.values: dict[str, Any] = {}
+        self._write()
+
+    def table(self, title: str, *head: str) -> None:
+        """Begins a table; `row` and `note` add to the last one."""
+        self.tables.append(
+            {"title": title, "head": list(head), "rows": [], "notes": []}
+        )
+        self._write()
+
+    def row(self, *cells: Any) -> None:
+        """Adds a row to the last table."""
+        self.tables[-1]["rows"].append([str(cell) for cell in cells])
+        self._write()
+
+    def note(self, text: str) -> None:
+        """Adds a sentence under the last table."""
+        self.tables[-1]["notes"].append(text)
+        self._write()
+
+    def fail(self, text: str) -> None:
+        """Something is wrong."""
+        self.failures.append(text)
+        self._write()
+
+    def value(self, name: str, value: Any) -> None:
+        """Keeps a number, or what JSON can hold, for the file of all results."""
+        self.values[name] = value
+        self._write()
+
+    def verdict(self, what: str, value: float, target: float, unit: str = "") -> str:
+        """The cell of a target: positive targets are reached from below, "at least".
+
+        A negative target means "at most" its absolute value.
+        """
+        least = target >= 0
+        reached = value >= target if least else value <= -target
+        text = f"{'≥' if least else '≤'} {abs(target):g}{unit}"
+        if not reached:
+            self.missed.append(f"{what}: {value:.4g}{unit}, target {text}")
+            self._write()
+        return f"{text}: {'reached' if reached else 'missed'}"
+
+    def _write(self) -> None:
+        if self._path is not None:
+            kept = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+            beside = self._path.with_suffix(".new")
+            beside.write_text(json.dumps(kept))
+            beside.replace(self._path)  # a reader never sees half of it
+
+
+def text_table(table: dict[str, Any]) -> str:
+    """A table for the terminal."""
+    rows = [table["head"], *table["rows"]]
+    width = max(map(len, rows))
+    rows = [[*row, *[""] * (width - len(row))] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(width)]
+    lines = [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join([table["title"], *lines, *(f"* {n}" for n in table["notes"])])
+
+
+def markdown_table(table: dict[str, Any]) -> str:
+    """A table for docs/gpu-results.md."""
+    lines = [f"### {table['title']}", ""]
+    width = max(map(len, [table["head"], *table["rows"]]))
+    for number, row in enumerate([table["head"], *table["rows"]]):
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append("| " + " | ".join([*cells, *[""] * (width - len(cells))]) + " |")
+        if number == 0:
+            lines.append("|" + " --- |" * width)
+    lines += ["", *(f"* {note}" for note in table["notes"])]
+    return "\n".join(lines).rstrip() + "\n"

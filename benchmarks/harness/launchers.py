@@ -1,0 +1,191 @@
+"""Who starts the ranks of a peer, by which Python, and whether it is here.
+
+Starts nothing; that is worlds.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.peers import limit
+from benchmarks.peers.table import Entry
+
+# build/peers/horovod/bin/python is Horovod's, if it exists: see README.md.
+PEERS_FOLDER = Path(__file__).resolve().parents[2] / "build" / "peers"
+
+
+class Absent(RuntimeError):
+    """A peer that cannot be had here; the text says why."""
+
+
+@dataclass
+class Launch:
+    """How the ranks of a peer are started.
+
+    Attributes:
+      words: come before the command of a rank.
+      each: the ranks are started one by one; else `words` start all of them.
+      environment: more variables.
+      python: of the ranks; this one, or that of another environment.
+      restless: the ranks work also while nobody asks them for anything.
+    """
+
+    words: list[str] = field(default_factory=list)
+    each: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    restless: bool = False
+
+
+def interpreter(peer: str, options: argparse.Namespace) -> str:
+    """The Python of a peer: as --python says, else of PEERS_FOLDER, else this one.
+
+    Horovod and mpi4jax are built for one torch and one jax, which need not be those
+    that ringjax is used with.
+    """
+    named: dict[str, str] = options.python
+    beside = PEERS_FOLDER / peer / "bin" / "python"
+    return named.get(peer) or (str(beside) if beside.exists() else sys.executable)
+
+
+def find(
+    entry: Entry,
+    ranks: int,
+    options: argparse.Namespace,
+    folder: Path,
+    python: str = sys.executable,
+) -> Launch:
+    """How to start so many ranks of a peer; `folder` is for what that needs.
+
+    Raises:
+      Absent: a module or a program is missing.
+    """
+    launch = _launch(entry, ranks, options, folder, python)
+    launch.python = python
+    return launch
+
+
+def _launch(
+    entry: Entry, ranks: int, options: argparse.Namespace, folder: Path, python: str
+) -> Launch:
+    for module in missing(entry.modules, python):
+        where = "here" if python == sys.executable else f"for {python}"
+        raise Absent(f"no module {module} {where}")
+    if entry.kind is limit.Limit:
+        try:
+            limit.build()
+        except limit.CannotBuild as error:
+            raise Absent(str(error)) from None
+    if entry.launcher == "ringrun":
+        return Launch([python, "-m", "ringjax.run", "-np", str(ranks)])
+    if entry.launcher == "horovodrun":
+        words = [_program("horovodrun", python), "--gloo", "-np", str(ranks)]
+        # It is stopped while others have their turn, which must not be a failure.
+        patient = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+        return Launch(words, environment=patient, restless=True)
+    if entry.launcher == "mpirun":
+        return _mpirun(shlex.split(options.mpirun), ranks, python)
+    if entry.launcher == "mpich":
+        own = shutil.which("mpiexec", path=_beside(python))  # PyPI's, with its library
+        words = [own] if own else shlex.split(options.mpich)
+        words[0] = _program(words[0], python)
+        library = {} if own else _mpich_library(folder)
+        return Launch([*words, "-n", str(ranks)], environment=library)
+    return Launch(each=True)
+
+
+def missing(modules: Sequence[str], python: str) -> list[str]:
+    """Those that a Python cannot import.
+
+    Raises:
+      Absent: there is no such Python.
+    """
+    if python == sys.executable:
+        return [m for m in modules if importlib.util.find_spec(m) is None]
+    script = "import sys, importlib.util as u\nfor m in sys.argv[1:]:\n"
+    script += "  if u.find_spec(m) is None: print(m)"
+    words = [python, "-c", script, *modules]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise Absent(f"no Python {python}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        raise Absent(f"{python}: {error.stderr.strip()[-200:]}") from None
+    return said.stdout.split()
+
+
+def _beside(python: str) -> str:
+    return str(Path(python).parent)
+
+
+def _program(name: str, python: str) -> str:
+    """Where a program is: beside the Python of the peer, else on PATH."""
+    found = shutil.which(name, path=_beside(python)) or shutil.which(name)
+    if found is None:
+        raise Absent(f"no program {name} here")
+    return found
+
+
+def _mpirun(words: Sequence[str], ranks: int, python: str) -> Launch:
+    """The words of --mpirun; a single one gets what Open MPI needs to be fast."""
+    program = _program(words[0], python)
+    said = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, check=False
+    )
+    launch = Launch([program, *words[1:], "-n", str(ranks)])
+    if "Open MPI" not in said.stdout and "OpenRTE" not in said.stdout:
+        return launch
+    if len(words) == 1:
+        launch.words[1:1] = open_mpi_words(ranks, os.cpu_count() or 1)
+    library = ctypes.util.find_library("mpi")
+    own = Path(program).parent == Path(python).parent  # an MPI of this environment
+    if library is not None and not own:  # else mpi4py has to find one
+        launch.environment["MPI4PY_LIBMPI"] = os.environ.get("MPI4PY_LIBMPI", library)
+    return launch
+
+
+def open_mpi_words(ranks: int, cpus: int) -> list[str]:
+    """More ranks than cores, and no rank that waits on a core that another needs."""
+    words = ["--oversubscribe", "--bind-to", "none"]
+    return words + (["--mca", "mpi_yield_when_idle", "1"] if ranks > cpus else [])
+
+
+def _mpich_library(folder: Path) -> dict[str, str]:
+    """Makes mpi4py load MPICH: it asks for libmpi.so.12, Debian says libmpich.so.12."""
+    if "MPI4PY_LIBMPI" in os.environ and ctypes.util.find_library("mpich") is None:
+        return {}
+    library = ctypes.util.find_library("mpich")
+    if library is None:
+        raise Absent("no library libmpich here")
+    beside = folder / "mpich"
+    beside.mkdir(exist_ok=True)
+    link = beside / "libmpi.so.12"
+    if not link.exists():
+        link.symlink_to(_path_of(library))
+    paths = [str(beside), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {"MPI4PY_LIBMPI": str(link), "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+
+
+def _path_of(library: str) -> Path:
+    """Where the loader finds it."""
+    said = subprocess.run(
+        [shutil.which("ldconfig") or "/sbin/ldconfig", "-p"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for line in said.stdout.splitlines():
+        name, _, path = line.strip().partition(" => ")
+        if name.split(" ")[0] == library:
+            return Path(path)
+    raise Absent(f"ldconfig does not know where {library} is")

@@ -1,0 +1,197 @@
+"""One rank of `python -m benchmarks.memory`: what a step takes beyond the gradients.
+
+A process of its own for each case, because what a compiler or an allocator has once
+taken is seldom given back. Writes one JSON file. What is printed: memory.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.shapes import SETS
+
+WARM = 20  # steps until memory is what it stays
+SAMPLES = 100
+# Name -> allreduce_grads(overlap=…), whether the gradients are donated. None: no
+# allreduce, which shows what jax and malloc take for the same arrays.
+VARIANTS: dict[str, tuple[bool | None, bool]] = {
+    "nothing, donated": (None, True),
+    "nothing, not donated": (None, False),
+    "in place, donated": (False, True),
+    "overlapped, donated": (True, True),
+    "not donated": (False, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """Bytes of this process that are in memory, by what stands behind them.
+
+    Attributes:
+      private: its own.
+      shared: of memory that other ranks map too; each rank counts what it has touched.
+      file: of programs and libraries.
+      mapped: shared memory in its address space, touched or not.
+    """
+
+    private: int
+    shared: int
+    file: int
+    mapped: int
+
+    @property
+    def total(self) -> int:
+        """What is resident."""
+        return self.private + self.shared + self.file
+
+
+def resident() -> Resident:
+    """Now, after free memory has been given back to the kernel."""
+    with contextlib.suppress(AttributeError, OSError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    known = _status()
+    mapped = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, _, _, inode, *_ = line.split()
+        if mode.endswith("s") and inode != "0":
+            first, last = (int(end, 16) for end in span.split("-"))
+            mapped += last - first
+    return Resident(known["RssAnon"], known["RssShmem"], known["RssFile"], mapped)
+
+
+def _status() -> dict[str, int]:
+    """The fields of /proc/self/status that are amounts of memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = (line.split(":", 1) for line in lines)
+    return {name: int(v.split()[0]) << 10 for name, v in fields if v.endswith(" kB")}
+
+
+def forget_peak() -> bool:
+    """Lets the kernel note the highest resident size anew; false if it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def counts() -> dict[str, int]:
+    """What must not grow: bytes, and what the kernel keeps for this process."""
+    known = _status()
+    return {
+        "bytes": known["VmRSS"],
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "maps": len(Path("/proc/self/maps").read_text().splitlines()),
+    }
+
+
+class Steps:
+    """A training step that consists of nothing but its allreduce."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        import jax
+
+        self._jax = jax
+        make = jax.jit(lambda: [jax.numpy.zeros(s, "float32") for s in shapes])
+        self.gradients = jax.block_until_ready(make())
+
+    def make(self, overlap: bool | None, donated: bool) -> Callable[[], None]:
+        """Compiles a step; the function runs it once."""
+        if overlap is None:
+
+            def update(gradients: Any, state: Any) -> Any:
+                return [x * 0.5 for x in gradients], state + 1
+
+            state = self._jax.numpy.zeros(1, "uint32")
+        else:
+            import ringjax
+
+            tx = ringjax.allreduce_grads(overlap=overlap)
+            update, state = tx.update, tx.init(self.gradients)
+        held: list[Any] = [state, None]
+        step = self._jax.jit(update, donate_argnums=(0, 1) if donated else (1,))
+        compiled = step.lower(self.gradients, state).compile()
+
+        def once() -> None:
+            held[1] = None  # a training loop has used them by then
+            out, held[0] = self._jax.block_until_ready(
+                compiled(self.gradients, held[0])
+            )
+            if donated:
+                self.gradients = out
+            else:
+                held[1] = out
+
+        return once
+
+
+def levels(steps: Steps, variant: str) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Resident bytes from before ringjax to a steady state; and the step."""
+    overlap, donated = VARIANTS[variant]
+    once = steps.make(None, True)
+    for _ in range(3):
+        once()  # jax has started what it needs for any step
+    found: dict[str, Any] = {"before": resident()}
+    if overlap is not None:
+        import ringjax
+
+        ringjax.init()
+    found["world"] = resident()
+    once = steps.make(overlap, donated)
+    found["program"] = resident()
+    known = forget_peak()
+    for _ in range(WARM):
+        once()
+    found["peak"] = _status()["VmHWM"] if known else None
+    found["steady"] = resident()
+    as_words = {
+        name: dataclasses.asdict(value) if isinstance(value, Resident) else value
+        for name, value in found.items()
+    }
+    return as_words, once
+
+
+def main() -> None:
+    """Measures one case and writes what came of it."""
+    plan = json.loads(sys.argv[1])
+    shapes = SETS[plan["set"]][1]()
+    if shrink := plan["shrink"]:
+        # As many tensors, fewer bytes: what is forgotten in a call does not ask them.
+        shapes = [(max(1, _numbers(s) // shrink),) for s in shapes]
+    steps = Steps(shapes)
+    found, once = levels(steps, plan["variant"])
+    found["gradients"] = sum(x.nbytes for x in steps.gradients)
+    if plan["steps"]:
+        each = max(1, plan["steps"] // SAMPLES)
+        series = []
+        for number in range(plan["steps"]):
+            if number % each == 0:
+                series.append({"step": number, **counts()})
+            once()
+        found["series"] = [*series, {"step": plan["steps"], **counts()}]
+    rank = os.environ.get("RINGJAX_RANK", "0")
+    Path(f"{plan['out']}.{rank}").write_text(json.dumps(found))
+    if VARIANTS[plan["variant"]][0] is not None:
+        import ringjax
+
+        ringjax.shutdown()
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    numbers = 1
+    for dimension in shape:
+        numbers *= dimension
+    return numbers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""One rank of one peer: obeys the program that alternates between the peers.
+
+Started by worlds.py. Idle, it sleeps in a read, so that it takes nothing from the peer
+whose turn it is. Which libraries there are: peers.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import resource
+import socket
+import time
+import traceback
+from typing import Any
+
+from benchmarks.peers.adapter import Operation, Peer
+from benchmarks.peers.table import PEERS
+
+
+def run(peer: Peer, step: Operation, batches: int, calls: int) -> dict[str, Any]:
+    """Seconds per call, batch by batch, and the CPU seconds of this process."""
+    repeat = getattr(step, "repeat", None) or functools.partial(_repeat, step)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    peer.total(0.0)  # all ranks start together
+    seconds = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        repeat(calls)
+        seconds.append((time.perf_counter() - start) / calls)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu": cpu}
+
+
+def _repeat(step: Operation, calls: int) -> None:
+    for _ in range(calls):
+        step()
+
+
+def check(peer: Peer) -> None:
+    """The peer must really add what all ranks give."""
+    total, right = peer.total(peer.rank + 1.0), peer.size * (peer.size + 1) / 2
+    if total != right:
+        raise ArithmeticError(f"the sum of 1..{peer.size} came out as {total}")
+
+
+class Worker:
+    """Answers requests; operations live from one `prepare` to the next."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._steps: dict[str, Operation] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what a request says."""
+        if request["do"] == "prepare":
+            self._steps.clear()  # first, so that memory is not held twice
+            shapes = [tuple(s) for s in request["shapes"]]
+            for variant in request["variants"]:
+                self._steps[variant] = (
+                    self._peer.training(variant, request["network"])
+                    if request["network"]
+                    else self._peer.operation(variant, shapes, request["dtype"])
+                )
+            return {}
+        step = self._steps[request["variant"]]
+        return run(self._peer, step, request["batches"], request["calls"])
+
+
+def main() -> None:
+    """Joins the peer's world, says hello, answers until the connection ends."""
+    parser = argparse.ArgumentParser(prog="benchmarks.harness.worker")
+    parser.add_argument("socket")
+    parser.add_argument("peer", choices=PEERS)
+    for number in ("rank", "size", "port"):
+        parser.add_argument(f"--{number}", type=int, default=0)
+    options = parser.parse_args()
+    peer = PEERS[options.peer].kind(options.rank, options.size, options.port)
+    check(peer)
+    worker = Worker(peer)
+    said = ("rank", "version", "arrays", "models", "streams", "dtypes", "trainings")
+    hello = {name: getattr(peer, name) for name in said} | {"pid": os.getpid()}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(options.socket)
+        with connection.makefile("rw") as stream:
+            print(json.dumps(hello), file=stream, flush=True)
+            for line in stream:
+                try:
+                    text = json.dumps(worker.answer(json.loads(line)))
+                except Exception:
+                    text = json.dumps({"error": traceback.format_exc()})
+                print(text, file=stream, flush=True)
+    peer.close()
+
+
+if __name__ == "__main__":
+    main()

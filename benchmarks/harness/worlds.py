@@ -1,0 +1,181 @@
+"""Starts the ranks of each peer as its users do, and talks to all of them.
+
+All worlds exist at once and only one is asked at a time. What a rank does with a
+request: worker.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.launchers import Launch
+
+ROOT = Path(__file__).resolve().parents[2]
+START_UP = 120.0  # seconds until all ranks of a world have said hello
+ANSWER = 300.0  # seconds for one request
+END = 15.0
+# What a case can be; the names of the variants for it are attributes of a peer.
+KINDS = ("arrays", "models", "streams", "trainings")
+
+
+def close_when_terminated() -> None:
+    """Lets SIGTERM end this program as Ctrl-C does: nobody else would wake ranks."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+class WorldError(RuntimeError):
+    """A peer does not start, or has failed; the text says why."""
+
+
+class World:
+    """The ranks of one peer.
+
+    Args:
+      peer: a key of PEERS.
+      ranks: how many.
+      folder: for the socket and the log.
+      launch: who starts the ranks.
+    """
+
+    def __init__(self, peer: str, ranks: int, folder: Path, launch: Launch) -> None:
+        self.peer = peer
+        self._environment = {"JAX_PLATFORMS": "cpu", **os.environ}
+        if launch.python != sys.executable:  # its packages are not for another Python
+            self._environment.pop("PYTHONPATH", None)
+        self._environment |= launch.environment
+        self._restless = launch.restless
+        self._pids: list[int] = []
+        self._log = folder / f"{peer}.log"
+        path = str(folder / f"{peer}.socket")
+        worker = [launch.python, "-m", "benchmarks.harness.worker", path, peer]
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(ranks)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._streams: list[Any] = []
+        try:
+            for command in _commands(ranks, worker, launch):
+                self._processes.append(self._start(command))
+            hellos = [self._accept() for _ in range(ranks)]
+        except BaseException as error:  # Ctrl-C too: the ranks do not see it
+            self.close()
+            if isinstance(error, WorldError | OSError | ValueError):
+                raise WorldError(f"{peer}: {error}") from None
+            raise
+        self.version: str = hellos[0]["version"]
+        self.variants: dict[str, list[str]] = {k: hellos[0][k] for k in KINDS}
+        self.dtypes: list[str] = hellos[0]["dtypes"]
+        self._pids = [hello["pid"] for hello in hellos]
+        self._rest()
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        """Sends a request to every rank and returns the answers.
+
+        Raises:
+          WorldError: a rank failed, died or is late.
+        """
+        answers = []
+        self._wake()
+        try:
+            for stream in self._streams:
+                print(json.dumps(request), file=stream, flush=True)
+            for stream in self._streams:
+                answers.append(json.loads(stream.readline() or "null"))
+        except OSError as error:
+            raise WorldError(f"{self.peer}: {error}\n{self._tail()}") from None
+        finally:
+            self._rest()
+        if None in answers:
+            raise WorldError(f"{self.peer}: a rank has ended\n{self._tail()}")
+        errors = [a["error"] for a in answers if "error" in a]
+        if errors:
+            raise WorldError(f"{self.peer}: {errors[0]}")
+        return answers
+
+    def close(self) -> None:
+        """Lets the ranks end, and ends them if they do not."""
+        self._wake()
+        self._listener.close()
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.close()
+        deadline = time.monotonic() + (END if self._streams else 0)
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+            for process in self._processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, sig)
+            deadline = time.monotonic() + END
+        for process in self._processes:
+            process.wait()
+
+    def _wake(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _rest(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Stops ranks that work while nobody asks them, and lets them go on."""
+        for pid in self._pids if self._restless else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Away from Ctrl-C, but no session of its own: Linux shares out time
+                # between sessions first, and yielding to another one does nothing.
+                process_group=0,
+            )
+
+    def _accept(self) -> dict[str, Any]:
+        deadline = time.monotonic() + START_UP
+        self._listener.settimeout(0.2)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._listener.accept()
+                break
+            if any(p.poll() is not None for p in self._processes):
+                raise WorldError(f"a rank has ended\n{self._tail()}")
+            if time.monotonic() > deadline:
+                raise WorldError(f"not there after {START_UP:g} s\n{self._tail()}")
+        connection.settimeout(ANSWER)
+        with connection:  # the stream keeps it open
+            self._streams.append(connection.makefile("rw"))
+        hello: dict[str, Any] = json.loads(self._streams[-1].readline())
+        return hello
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:]
+
+
+def _commands(ranks: int, worker: list[str], launch: Launch) -> list[list[str]]:
+    if not launch.each:
+        return [[*launch.words, *worker]]
+    place = ["--size", str(ranks), "--port", str(_free_port())]
+    return [[*worker, "--rank", str(rank), *place] for rank in range(ranks)]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port

@@ -1,0 +1,311 @@
+"""Allreduce between hosts, as root: `python -m benchmarks.hosts.allreduce`.
+
+Builds hosts as network namespaces with links of a given rate, and times ringjax in them
+next to plain TCP streams, the least that the links must carry, and the backward pass of
+a real model. What a rank does: rank.py; the network: namespaces.py; who is where
+and the bounds: layouts.py; how to read the tables: README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hosts.layouts import LOOPBACK, Layout, parse_rate, parse_size
+from benchmarks.hosts.namespaces import Namespaces, spawn
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+class HostsError(RuntimeError):
+    """A world has failed; the text says why."""
+
+
+def run(layout: Layout, options: argparse.Namespace, folder: Path) -> list[Any]:
+    """What rank 0 of a world has measured.
+
+    Raises:
+      HostsError: a rank has failed, or they took too long.
+    """
+    if layout.loopback:
+        return _run(layout, options, folder, None)
+    tag = f"{os.getpid():x}"[-5:]
+    with Namespaces(layout.hosts, layout.rate, tag) as network:
+        return _run(layout, options, folder, network)
+
+
+def _run(
+    layout: Layout,
+    options: argparse.Namespace,
+    folder: Path,
+    network: Namespaces | None,
+) -> list[Any]:
+    job, secret = secrets.token_hex(8), secrets.token_hex(32)
+    plan = {
+        "ring": layout.ring,
+        "sizes": options.sizes,
+        "flows": options.flows,
+        "rounds": options.rounds,
+        "batch": options.batch if network is not None else 0,
+        "bucket_bytes": options.bucket_bytes,
+    }
+    words = [sys.executable, "-m", "benchmarks.hosts.rank", json.dumps(plan)]
+    python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    common = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": python}
+    ranks: list[subprocess.Popen[bytes]] = []
+    logs = [folder / f"{job}.{rank}" for rank in range(layout.size)]
+    try:
+        for rank, log in enumerate(logs):
+            env = common | layout.environment(rank, job, secret)
+            with log.open("wb") as file:
+                if network is None:
+                    ranks.append(spawn(words, env, file))
+                else:
+                    ranks.append(network.start(rank // layout.ranks, words, env, file))
+        _wait(ranks, options.timeout, logs)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    lines = logs[0].read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], timeout: float, logs: Sequence[Path]
+) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = next((r for r, code in enumerate(codes) if code), None)
+        if failed is None and None in codes and time.monotonic() > deadline:
+            failed = codes.index(None)
+        if failed is not None:
+            tail = logs[failed].read_text(errors="replace")[-2000:]
+            how = codes[failed] if codes[failed] is not None else "no end in time"
+            raise HostsError(f"rank {failed} has failed ({how})\n{tail}")
+        if None not in codes:
+            return
+        time.sleep(0.2)
+
+
+# -- what is printed -------------------------------------------------------------------
+
+
+def allreduce_rows(results: Sequence[Any], layout: Layout) -> list[dict[str, Any]]:
+    """One row for each size, with its bounds and the plain streams beside it."""
+    rows = []
+    for mine in (r for r in results if r["kind"] == "allreduce"):
+        size, seconds = mine["size"], mine["seconds"]
+        plain = {
+            r["flows"]: r
+            for r in results
+            if r["kind"] == "streams" and r["size"] == size
+        }
+        best = min(plain.values(), key=lambda r: float(r["seconds"]))
+        bounds = layout.bounds(size)
+        rows.append(
+            {
+                **mine,
+                "ring_bound": bounds and bounds[0],
+                "bound": bounds and bounds[1],
+                "share_of_ring_bound": bounds and bounds[0] / seconds,
+                "share_of_bound": bounds and bounds[1] / seconds,
+                "streams": {flows: r["seconds"] for flows, r in plain.items()},
+                "share_of_streams": statistics.median(
+                    limit / own
+                    for own, limit in zip(mine["rounds"], best["rounds"], strict=True)
+                ),
+                "streams_busy": best["busy"],
+            }
+        )
+    return rows
+
+
+def model_row(results: Sequence[Any], layout: Layout) -> dict[str, Any] | None:
+    """Which share of the communication is hidden behind the backward pass."""
+    rounds = {r["variant"]: r["rounds"] for r in results if r["kind"] == "model"}
+    if not rounds:
+        return None
+    shares = [
+        hidden(none, turn, beside)
+        for none, turn, beside in zip(
+            rounds["none"], rounds["in turn"], rounds["overlapped"], strict=True
+        )
+    ]
+    size = next(r["size"] for r in results if r["kind"] == "model")
+    exposed = next(
+        r["exposed"]
+        for r in results
+        if (r["kind"], r.get("variant")) == ("model", "overlapped")
+    )
+    bounds = layout.bounds(size)
+    usual = {name: statistics.median(seconds) for name, seconds in rounds.items()}
+    return {
+        "size": size,
+        "bound": bounds and bounds[1],
+        **usual,
+        "hidden": hidden(usual["none"], usual["in turn"], usual["overlapped"]),
+        "hidden_rounds": shares,
+        "exposed": exposed,
+        "hidden_waiting": 1 - exposed / usual["alone"],
+        "rounds": rounds,
+    }
+
+
+def hidden(none: float, in_turn: float, overlapped: float) -> float:
+    """Share of the time that allreduce adds to a step which overlapping takes away."""
+    added = in_turn - none
+    return (in_turn - overlapped) / added if added > 0 else 0.0
+
+
+def table(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of one world as text."""
+    lines = [
+        f"\n{layout.title}",
+        f"{'size':>10} {'algorithm':>13} {'ms':>9} {'(min .. max)':>18} {'bound':>8} "
+        f"{'share':>6} {'ring':>6} {'plain':>8} {'share':>6} {'busy':>5}",
+    ]
+    for row in rows:
+        times = [t * 1e3 for t in row["rounds"]]
+        spread = f"({min(times):.1f} .. {max(times):.1f})"
+        plain = min(row["streams"].values()) * 1e3
+        lines.append(
+            f"{row['size'] / MIB:6.2f} MiB {row['algorithm']:>13} "
+            f"{row['seconds'] * 1e3:9.2f} {spread:>18} {_ms(row['bound']):>8} "
+            f"{_share(row['share_of_bound']):>6} "
+            f"{_share(row['share_of_ring_bound']):>6} {plain:8.2f} "
+            f"{row['share_of_streams']:6.2f} {row['busy']:5.2f}"
+        )
+    return "\n".join(lines)
+
+
+def model_text(row: dict[str, Any]) -> str:
+    """The same for the model."""
+    times = ", ".join(
+        f"{name} {row[name] * 1e3:.0f}"
+        for name in ("none", "in turn", "overlapped", "alone")
+    )
+    spread = f"{min(row['hidden_rounds']):.2f} .. {max(row['hidden_rounds']):.2f}"
+    return (
+        f"model with {row['size'] / MIB:.1f} MiB of gradients, ms a step: {times}"
+        f" (bound {_ms(row['bound'])}); hidden: {row['hidden']:.2f} ({spread}), of the "
+        f"waiting: {row['hidden_waiting']:.2f} ({row['exposed'] * 1e3:.1f} ms left)"
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; ends the process with a message if they are wrong."""
+    p = argparse.ArgumentParser(prog="benchmarks.hosts.allreduce", description=__doc__)
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    layouts = [LOOPBACK, "2x1", "4x1", "4x2"]
+    p.add_argument(
+        "--layouts",
+        nargs="+",
+        type=Layout.parse,
+        default=[Layout.parse(text) for text in layouts],
+        help=f"HOSTSxRANKS, or loopback ({' '.join(layouts)})",
+    )
+    p.add_argument("--rates", nargs="+", type=parse_rate, default=["1gbit", "10gbit"])
+    p.add_argument(
+        "--sizes", nargs="*", type=parse_size, default=[MIB, 16 * MIB, 100 * MIB]
+    )
+    p.add_argument("--flows", nargs="+", type=int, default=[1, 2], help="plain (1 2)")
+    p.add_argument("--rounds", type=int, default=5, help="turns of everything (5)")
+    p.add_argument("--batch", type=int, default=48, help="of the model; 0: none (48)")
+    p.add_argument("--bucket-bytes", type=parse_size, default=25 * MIB, help="(25M)")
+    p.add_argument("--timeout", type=float, default=300, help="seconds a world (300)")
+    p.add_argument("--json", type=Path, default=Path("build/benchmarks/hosts.json"))
+    options = p.parse_args(words)
+    if options.rounds < 1 or options.batch < 0 or min(options.flows) < 1:
+        p.error("--rounds and --flows must be 1 or more, --batch 0 or more")
+    return options
+
+
+def worlds(options: argparse.Namespace) -> list[Layout]:
+    """Every layout with every rate; loopback has none."""
+    found = [layout for layout in options.layouts if layout.loopback]
+    shaped = [layout for layout in options.layouts if not layout.loopback]
+    return found + [
+        Layout(layout.hosts, layout.ranks, rate)
+        for rate in options.rates
+        for layout in shaped
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs everything, prints the tables and writes the JSON file."""
+    options = parse(words)
+    if os.geteuid() != 0 and not all(layout.loopback for layout in options.layouts):
+        raise SystemExit(
+            "benchmarks.hosts.allreduce: only root may make network namespaces; "
+            "--layouts loopback does without"
+        )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    control = _congestion_control()
+    print(f"# {os.cpu_count()} CPUs, TCP with {control}; ms, {options.rounds} rounds")
+    found = []
+    with tempfile.TemporaryDirectory(prefix="ringjax-hosts-") as folder:
+        for layout in worlds(options):
+            try:
+                results = run(layout, options, Path(folder))
+            except (HostsError, RuntimeError, OSError) as error:
+                raise SystemExit(
+                    f"benchmarks.hosts.allreduce: {layout.title}: {error}"
+                ) from None
+            rows = allreduce_rows(results, layout)
+            step = model_row(results, layout)
+            print(table(layout, rows) if rows else f"\n{layout.title}")
+            if step is not None:
+                print(model_text(step))
+            sys.stdout.flush()
+            about = {"layout": layout.title, "hosts": layout.hosts}
+            about |= {"ranks_per_host": layout.ranks, "rate": layout.rate}
+            found.append({**about, "allreduce": rows, "model": step})
+    report = {
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": {"cpus": os.cpu_count(), "kernel": platform.release()},
+        "congestion_control": control,
+        "rounds": options.rounds,
+        "worlds": found,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n# written to {options.json}")
+
+
+def _congestion_control() -> str:
+    """What TCP uses unless a socket asks for another; namespaces inherit it."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def _end(number: int, frame: object) -> None:
+    """As Ctrl-C, so that everything that was made is removed."""
+    del frame
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

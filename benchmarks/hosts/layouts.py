@@ -1,0 +1,117 @@
+"""Which rank sits where, and how fast an allreduce between hosts can be at best.
+
+Arithmetic and names only. Making the hosts: namespaces.py; running: allreduce.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from dataclasses import dataclass
+
+from benchmarks.hosts.namespaces import address
+
+LOOPBACK = "loopback"
+PORT = 29400  # of the rendezvous; every host has all ports to itself
+_UNITS = {"mbit": 1e6, "gbit": 1e9}
+
+
+def parse_size(text: str) -> int:
+    """Bytes, a multiple of 4, of `4096`, `64K` or `16M`."""
+    match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    size = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
+    if size == 0 or size % 4 != 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size like 64K or 16M")
+    return size
+
+
+def parse_rate(text: str) -> str | None:
+    """A rate as tc has it: `1gbit`, `500mbit`; None for `none`."""
+    if text != "none" and not re.fullmatch(r"[1-9]\d*[mg]bit", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate like 1gbit or none")
+    return None if text == "none" else text
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hosts, ranks on each, and the rate of a link.
+
+    On loopback there are no hosts to be made: two ranks of this host, with TCP between
+    them instead of shared memory.
+    """
+
+    hosts: int
+    ranks: int
+    rate: str | None = None
+    loopback: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """`4x2` is 4 hosts with 2 ranks each; or `loopback`."""
+        if text == LOOPBACK:
+            return Layout(2, 1, loopback=True)
+        match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", text)
+        if match is None or int(match[1]) < 2:
+            raise argparse.ArgumentTypeError(f"{text!r} is no layout like 4x2")
+        return Layout(int(match[1]), int(match[2]))
+
+    @property
+    def size(self) -> int:
+        """Ranks altogether."""
+        return self.hosts * self.ranks
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        if self.loopback:
+            return "2 ranks over loopback TCP, no shared memory"
+        rate = self.rate or "links without a limit"
+        return f"{self.hosts} hosts x {self.ranks}, {rate}"
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What a link carries in one direction, headers included."""
+        if self.rate is None:
+            return None
+        return float(self.rate[:-4]) * _UNITS[self.rate[-4:]] / 8
+
+    @property
+    def ring(self) -> list[tuple[int, str]]:
+        """Rank and address of the first rank of each host."""
+        if self.loopback:
+            return [(0, "127.0.0.1"), (1, "127.0.0.1")]
+        return [(host * self.ranks, address(host)) for host in range(self.hosts)]
+
+    def bounds(self, size: int) -> tuple[float, float] | None:
+        """Seconds in which a link could carry an allreduce of `size` bytes, at best.
+
+        The first is for a ring through all ranks, which fills every link as if each
+        rank had a host of its own; the second for one that reduces inside the hosts
+        first, which nothing can beat: Patarasuk and Yuan, JPDC 69 (2009).
+        """
+        if self.bytes_per_second is None:
+            return None
+        once = size / self.bytes_per_second
+        ring, hosts = (2 * (n - 1) / n * once for n in (self.size, self.hosts))
+        return ring, hosts
+
+    def environment(self, rank: int, job: str, secret: str) -> dict[str, str]:
+        """What makes a process `rank`, besides this process's environment."""
+        host, local = divmod(rank, self.ranks)
+        place: dict[str, object] = {"RANK": rank, "SIZE": self.size, "JOB": job}
+        place["CALIBRATE"] = "always"  # all these networks have the same names
+        env = {}
+        if self.loopback:
+            place |= {"LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+            place |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "SHM": 0}
+        else:
+            place |= {"LOCAL_RANK": local, "LOCAL_SIZE": self.ranks}
+            place |= {"CROSS_RANK": host, "CROSS_SIZE": self.hosts}
+            place |= {"HOSTNAME": f"host{host}", "SECRET": secret}
+            env = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
+        if self.size > (os.cpu_count() or 1):
+            # Else every rank would compute with as many threads as there are cores.
+            single = "--xla_cpu_multi_thread_eigen=false"
+            env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {single}".strip()
+        return env | {f"RINGJAX_{name}": str(value) for name, value in place.items()}

@@ -1,0 +1,171 @@
+"""Several hosts on one machine: network namespaces on a bridge, links of a given rate.
+
+A host is a namespace whose eth0 is one end of a veth pair; the other end is on the
+bridge. A token bucket on both ends holds the rate in both directions. There is no added
+latency and no loss: netem is not in every kernel. Root only. What runs in the hosts is
+allreduce.py's business; whatever it is ends here, with everything that was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Self
+
+BURST, QUEUE = "128kb", "20ms"  # of the token buckets
+END = 10.0  # seconds for what is ended to be gone
+
+
+def address(host: int) -> str:
+    """Where a host is; the bridge has no address, so this exists nowhere else."""
+    return f"10.77.0.{host + 1}"
+
+
+def spawn(
+    words: Sequence[str], env: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, so that Ctrl-C is ours alone."""
+    return subprocess.Popen(
+        words,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+class Namespaces:
+    """`hosts` hosts and their network; as a context it exists inside and never after.
+
+    Args:
+      hosts: how many.
+      rate: of a link in tc's notation, None for no limit.
+      tag: a few characters that no other network on this machine has.
+    """
+
+    def __init__(self, hosts: int, rate: str | None, tag: str) -> None:
+        self.hosts, self._rate = hosts, rate
+        self._bridge = f"rjb{tag}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.names = [f"rj{tag}n{host}" for host in range(hosts)]
+        self._links = [f"rj{tag}v{host}" for host in range(hosts)]
+        longest = max(len(name) for name in (*self._links, self._bridge))
+        if not 0 < hosts < 255 or longest > 15:  # IFNAMSIZ less the zero
+            raise ValueError(f"{hosts} hosts with the tag {tag!r} cannot be named")
+
+    def up(self) -> list[list[str]]:
+        """The commands that make the network."""
+        words = [f"ip link add {self._bridge} type bridge"]
+        words.append(f"ip link set {self._bridge} up")
+        for host, (name, link) in enumerate(zip(self.names, self._links, strict=True)):
+            words += [
+                f"ip netns add {name}",
+                f"ip link add {link} type veth peer name eth0 netns {name}",
+                f"ip link set {link} master {self._bridge} up",
+                f"ip -n {name} link set lo up",
+                f"ip -n {name} addr add {address(host)}/24 dev eth0",
+                f"ip -n {name} link set eth0 up",
+            ]
+            if self._rate is not None:
+                bucket = f"root tbf rate {self._rate} burst {BURST} latency {QUEUE}"
+                words.append(f"tc qdisc add dev {link} {bucket}")
+                words.append(f"tc -n {name} qdisc add dev eth0 {bucket}")
+        return [line.split() for line in words]
+
+    def down(self) -> list[list[str]]:
+        """The commands that remove all of it; those for what is not there fail."""
+        # A veth takes its other end along, wherever that is.
+        words = [f"ip link del {link}" for link in self._links]
+        words += [f"ip netns del {name}" for name in self.names]
+        return [line.split() for line in (*words, f"ip link del {self._bridge}")]
+
+    def left(self) -> list[str]:
+        """What exists of it."""
+        links = Path("/sys/class/net")
+        found = [n for n in (*self._links, self._bridge) if (links / n).exists()]
+        return found + [n for n in self.names if Path("/run/netns", n).exists()]
+
+    def __enter__(self) -> Self:
+        try:
+            for command in self.up():
+                self._run(command)
+        except BaseException:  # Ctrl-C too
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._remove()
+
+    def start(
+        self, host: int, words: Sequence[str], env: Mapping[str, str], log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process on a host; it will not outlive the network."""
+        inside = ["ip", "netns", "exec", self.names[host]]
+        process = spawn([*inside, *words], env, log)
+        self._processes.append(process)
+        return process
+
+    def _remove(self) -> None:
+        with _undisturbed():
+            self._end_processes()
+            for command in self.down():
+                _quiet(command)
+            deadline = time.monotonic() + END
+            while (left := self.left()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        if left:
+            raise RuntimeError(f"could not remove {', '.join(left)}")
+
+    def _end_processes(self) -> None:
+        """Those that were started here, and whatever else got into the hosts."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+        for name in self.names:
+            for pid in _quiet(["ip", "netns", "pids", name]).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+
+    def _run(self, command: list[str]) -> None:
+        done = _call(command)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and a polite end wait until the body is done, and count then."""
+    late: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {
+        s: signal.signal(s, lambda number, _: late.append(number)) for s in signals
+    }
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+        for number in late:
+            signal.raise_signal(number)
+
+
+def _quiet(command: list[str]) -> str:
+    """What a command prints; whether it succeeds is not asked."""
+    return _call(command).stdout
+
+
+def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
+    # In a session of its own: a terminal's Ctrl-C must not end it halfway.
+    return subprocess.run(
+        command, capture_output=True, text=True, start_new_session=True, check=False
+    )

@@ -1,0 +1,302 @@
+"""One rank of a job between hosts: times what its plan says, in turns.
+
+Started by allreduce.py on its host, with the variables that make it a rank. Every item
+of the plan gets a short burst in each round, so that what else the machine does meets all
+of them alike. Rank 0 prints the results as JSON, one line for each item.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ringjax
+from ringjax import _native, runtime
+
+Step = Callable[[], Any]
+CHUNK = 1 << 20  # bytes of one call on a plain stream
+BURST, MOST_CALLS = 0.15, 50  # seconds and calls of one turn
+
+
+class Core:
+    """The calls of ringjax's core that are timed and that the ranks agree by."""
+
+    def __init__(self) -> None:
+        self.communicator = runtime.communicator()
+
+    def allreduce(self, array: Any, op: str = "Sum") -> Any:
+        """Reduces a numpy array in place."""
+        which = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS[op]
+        self.communicator.execute(*which, [array], [array])
+        return array
+
+    def check(self, size: int) -> None:
+        """The sum of a rank-dependent array must be right in every element."""
+        rank, ranks = ringjax.rank(), ringjax.size()
+        cycle = (np.arange(size // 4) % 13).astype(np.float32)
+        got = self.allreduce(cycle + rank)
+        want = cycle * ranks + ranks * (ranks - 1) / 2
+        if not np.array_equal(got, want):
+            raise ArithmeticError(f"rank {rank}: the sum of {size} bytes is wrong")
+
+    def algorithms(self) -> dict[str, int]:
+        """How often each algorithm has been used."""
+        return dict(self.communicator.stats()["allreduce"].get("algorithms", {}))
+
+    def exposed(self) -> float:
+        """Seconds that this rank has waited so far for buckets to arrive."""
+        seconds = self.communicator.stats().get("overlap", {}).get("exposed_seconds", 0)
+        return float(seconds)
+
+
+class Streams:
+    """Plain TCP from the first rank of each host to that of the next: the limit.
+
+    Args:
+      flows: connections in each direction of the ring.
+      ring: rank and address of those who take part.
+    """
+
+    def __init__(self, flows: int, ring: Sequence[tuple[int, str]], core: Core) -> None:
+        self._ends: list[tuple[socket.socket, Callable[..., None]]] = []
+        self._flows = flows
+        ranks, addresses = zip(*ring, strict=True)
+        ports = np.zeros(len(ring), np.int64)
+        if ringjax.rank() not in ranks:
+            core.allreduce(ports)
+            return
+        place = ranks.index(ringjax.rank())
+        ahead = (place + 1) % len(ring)
+        with socket.create_server((addresses[place], 0), backlog=flows) as server:
+            ports[place] = server.getsockname()[1]
+            core.allreduce(ports)
+            for _ in range(flows):
+                where = (addresses[ahead], int(ports[ahead]))
+                self._ends.append((socket.create_connection(where, 30), _give))
+            for _ in range(flows):
+                self._ends.append((server.accept()[0], _take))
+        for end, _ in self._ends:
+            end.settimeout(60)
+        self._threads = ThreadPoolExecutor(len(self._ends))
+
+    def move(self, size: int) -> None:
+        """Sends and receives `size` bytes at the same time."""
+        if self._ends:
+            jobs: list[Future[None]] = [
+                self._threads.submit(work, end, size // self._flows)
+                for end, work in self._ends
+            ]
+            for job in jobs:
+                job.result()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for end, _ in self._ends:
+            end.close()
+        if self._ends:
+            self._threads.shutdown()
+
+
+def _give(end: socket.socket, size: int) -> None:
+    chunk = memoryview(bytes(CHUNK))
+    while size > 0:
+        size -= end.send(chunk[: min(size, CHUNK)])
+
+
+def _take(end: socket.socket, size: int) -> None:
+    chunk = memoryview(bytearray(CHUNK))
+    while size > 0:
+        got = end.recv_into(chunk[: min(size, CHUNK)])
+        if got == 0:
+            raise ConnectionError("the other end of a plain stream has gone")
+        size -= got
+
+
+class Item:
+    """Something that is timed: what it is, and the bursts so far."""
+
+    def __init__(self, about: dict[str, Any], step: Step, least: int = 1) -> None:
+        self.about, self.step, self.least = about, step, least
+        self.calls = 1
+        self.seconds: list[float] = []
+        self.exposed: list[float] = []
+        self.wall = self.busy = 0.0
+
+    def burst(self, core: Core) -> float:
+        """Seconds per call of the rank that took longest."""
+        core.allreduce(np.zeros(1))  # all ranks start together
+        wall, busy = time.perf_counter(), _busy()
+        waited = [core.exposed()]
+        for _ in range(self.calls):
+            self.step()
+            waited.append(core.exposed())
+        own = time.perf_counter() - wall
+        self.wall, self.busy = self.wall + own, self.busy + _busy() - busy
+        # The rank that comes last waits for the wire, the others for it as well.
+        self.exposed.append(float(np.mean(core.allreduce(np.diff(waited), "Min"))))
+        return float(core.allreduce(np.array([own / self.calls]), "Max")[0])
+
+    def settle(self, core: Core) -> None:
+        """Warms up and chooses the calls of a burst, alike on all ranks."""
+        self.burst(core)
+        wanted = round(BURST / self.burst(core))
+        self.calls = max(self.least, min(MOST_CALLS, wanted))
+        self.wall = self.busy = 0.0
+        self.exposed.clear()
+
+    def result(self) -> dict[str, Any]:
+        """As allreduce.py reads it."""
+        busy = self.busy / (self.wall * (os.cpu_count() or 1))
+        return {
+            **self.about,
+            "seconds": statistics.median(self.seconds),
+            "rounds": self.seconds,
+            "exposed": statistics.median(self.exposed),
+            "busy": min(1.0, busy),
+        }
+
+
+def _busy() -> float:
+    """CPU seconds that the machine has worked so far."""
+    with Path("/proc/stat").open() as stat:
+        ticks = [int(n) for n in stat.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def in_turns(items: Sequence[Item], rounds: int, core: Core) -> None:
+    """Times all items, some calls each in every round; prints them on rank 0."""
+    for item in items:
+        item.settle(core)
+    for turn in range(rounds):
+        first = turn % len(items)  # nobody is always after the same one
+        for item in (*items[first:], *items[:first]):
+            item.seconds.append(item.burst(core))
+    if ringjax.rank() == 0:
+        for item in items:
+            print(json.dumps(item.result()), flush=True)
+
+
+def sizes(plan: dict[str, Any], core: Core) -> None:
+    """The allreduce of each size, next to plain streams that carry the least bytes."""
+    hosts = len(plan["ring"])
+    streams = [Streams(flows, plan["ring"], core) for flows in plan["flows"]]
+    for size in plan["sizes"]:
+        before = core.algorithms()
+        core.check(size)
+        used = [a for a, n in core.algorithms().items() if n > before.get(a, 0)]
+        array = np.zeros(size // 4, np.float32)
+        about = {"kind": "allreduce", "size": size, "algorithm": "+".join(used)}
+        items = [Item(about, partial(core.allreduce, array))]
+        crossing = 2 * (hosts - 1) * size // hosts
+        for flows, plain in zip(plan["flows"], streams, strict=True):
+            about = {"kind": "streams", "size": size, "flows": flows}
+            items.append(Item(about, partial(plain.move, crossing)))
+        in_turns(items, plan["rounds"], core)
+    for plain in streams:
+        plain.close()
+
+
+# -- a real model ----------------------------------------------------------------------
+
+CHANNELS, DENSE, CLASSES = (3, 32, 64, 128, 256), 512, 10
+
+
+def parameters() -> list[Any]:
+    """A convolutional network: most numbers at its end, most work at its beginning."""
+    import jax.numpy as jnp
+
+    make, layers = np.random.default_rng(0), []
+    for inner, outer in pairwise(CHANNELS):
+        layers.append(make.normal(0, (9 * inner) ** -0.5, (3, 3, inner, outer)))
+    flat = CHANNELS[-1] * 16
+    layers.append(make.normal(0, flat**-0.5, (flat, DENSE)))
+    layers.append(make.normal(0, DENSE**-0.5, (DENSE, CLASSES)))
+    return [jnp.asarray(layer, jnp.float32) for layer in layers]
+
+
+def loss(layers: list[Any], images: Any, labels: Any) -> Any:
+    """Cross entropy of images of 32 x 32 points."""
+    import jax
+    import jax.numpy as jnp
+
+    x = images
+    for i, kernel in enumerate(layers[: len(CHANNELS) - 1]):
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x)
+        if i > 0:  # by averages of 2 x 2 points
+            n, h, w, c = x.shape
+            x = x.reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
+    x = jax.nn.relu(x.reshape(x.shape[0], -1) @ layers[-2])
+    logits = jax.nn.log_softmax(x @ layers[-1])
+    return -jnp.mean(jnp.sum(logits * jax.nn.one_hot(labels, CLASSES), axis=1))
+
+
+def model(plan: dict[str, Any], core: Core) -> None:
+    """A training step with allreduce after, beside and without the backward pass."""
+    import jax
+    import jax.numpy as jnp
+
+    make = np.random.default_rng(1 + ringjax.rank())
+    shape = (plan["batch"], 32, 32, 3)
+    images = jnp.asarray(make.normal(size=shape), jnp.float32)
+    labels = jnp.asarray(make.integers(0, CLASSES, plan["batch"]))
+
+    def item(name: str, overlap: bool | None) -> Item:
+        change = ringjax.allreduce_grads(
+            overlap=bool(overlap), bucket_bytes=plan["bucket_bytes"]
+        )
+
+        def step(layers: Any, state: Any) -> Any:
+            gradients = layers
+            if name != "alone":
+                gradients = jax.grad(loss)(layers, images, labels)
+            if overlap is not None:
+                gradients, state = change.update(gradients, state)
+            rate = 0.0 if name == "alone" else 1e-3
+            pairs = zip(layers, gradients, strict=True)
+            return [layer - rate * g for layer, g in pairs], state
+
+        compiled = jax.jit(step, donate_argnums=(0, 1))
+        layers = parameters()
+        held = [layers, change.init(layers)]
+
+        def call() -> None:
+            held[:] = jax.block_until_ready(compiled(*held))
+
+        size = sum(int(x.nbytes) for x in layers)
+        return Item({"kind": "model", "variant": name, "size": size}, call, 2)
+
+    variants = {"none": None, "in turn": False, "overlapped": True, "alone": False}
+    items = [item(name, overlap) for name, overlap in variants.items()]
+    in_turns(items, plan["rounds"], core)
+
+
+def main() -> None:
+    """Joins the world and does what the plan says."""
+    plan = json.loads(sys.argv[1])
+    ringjax.init()
+    core = Core()
+    core.allreduce(np.zeros(1))
+    if plan["sizes"]:
+        sizes(plan, core)
+    if plan["batch"]:
+        model(plan, core)
+    ringjax.shutdown()
+
+
+if __name__ == "__main__":
+    main()

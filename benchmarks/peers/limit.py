@@ -1,0 +1,195 @@
+"""The peer `limit`: what this machine allows, by limit.cc, and how that is compiled.
+
+Compiled for this very CPU when it is first needed, and kept in build/benchmarks/.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.adapter import Operation, Peer, Shapes
+
+SOURCE_FOLDER = Path(__file__).resolve().parents[1] / "limit"
+BUILD = SOURCE_FOLDER.parents[1] / "build" / "benchmarks"
+SOURCES = ("limit.cc", "limit_tcp.h")
+FLAGS = "-std=c++20 -O3 -march=native -shared -fPIC -pthread -Wall -Wextra -Wshadow"
+# Looks before a waiting rank lets others run: they may need its core, or may not.
+SPINS_CROWDED, SPINS = 100, 1000
+# A line that another core has written comes faster from the cache that both share than
+# from that core's own: which tile is best depends on the caches.
+# Whether memcpy or a loop of vector stores is better depends on how far apart the cores
+# are.
+_MEMCPY, _STREAMED, _VECTOR = range(3)  # limit.cc
+# variant -> bytes of a tile, and how to copy
+VARIANTS = {
+    "in place, 512 KiB tiles": (512 << 10, _MEMCPY),
+    "streamed out, 512 KiB tiles": (512 << 10, _STREAMED),
+    "in place, 1 MiB tiles": (1 << 20, _MEMCPY),
+    "vector copies, 512 KiB tiles": (512 << 10, _VECTOR),
+}
+
+
+class CannotBuild(RuntimeError):
+    """No compiler, or it refuses; the text says why."""
+
+
+class _Job(ctypes.Structure):
+    _fields_ = (
+        ("inputs", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("tensors", ctypes.c_size_t),
+        ("tile", ctypes.c_size_t),
+        ("scale", ctypes.c_float),
+        ("bfloat16", ctypes.c_int),
+        ("copying", ctypes.c_int),
+    )
+
+
+def build(folder: Path = BUILD) -> Path:
+    """The shared object; compiles it unless that was done before.
+
+    Raises:
+      CannotBuild: there is no compiler, or it fails.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        raise CannotBuild(f"no compiler {compiler[0]} here")
+    recipe = [platform.node(), *compiler, FLAGS]
+    recipe += [(SOURCE_FOLDER / name).read_text() for name in SOURCES]
+    digest = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:16]
+    library = folder / f"liblimit-{digest}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"{library.name}.{os.getpid()}"
+        words = [*compiler, *FLAGS.split(), "-o", str(beside)]
+        words += [str(SOURCE_FOLDER / SOURCES[0]), "-lrt"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CannotBuild(f"{shlex.join(words)}:\n{done.stderr[-2000:]}")
+        beside.replace(library)
+    return library
+
+
+def load(library: Path) -> Any:
+    """The functions of limit.cc."""
+    native, number, size = ctypes.CDLL(str(library)), ctypes.c_int, ctypes.c_size_t
+    pointer = ctypes.c_void_p
+    native.limit_join.argtypes = (ctypes.c_char_p, number, number, number)
+    native.limit_join.restype = pointer
+    native.limit_allreduce.argtypes = (pointer, pointer, number)
+    native.limit_transfer.argtypes = (pointer, size, number, number)
+    native.limit_leave.argtypes = (pointer,)
+    native.limit_leave.restype = None
+    return native
+
+
+def _pointers(arrays: list[Any]) -> Any:
+    return np.array([a.ctypes.data for a in arrays], np.uintp)
+
+
+class Allreduce:
+    """A loop that the native code runs; the arrays are `inputs` and `outputs`."""
+
+    def __init__(
+        self, native: Any, rank: int, inputs: list[Any], variant: str, scale: float
+    ) -> None:
+        tile, copying = VARIANTS[variant]
+        self.inputs, self._native, self._rank = inputs, native, rank
+        self.outputs = inputs
+        if copying == _STREAMED:
+            self.outputs = [np.empty_like(a) for a in inputs]
+            for array in self.outputs:
+                array.fill(0)  # the first touch is no part of the limit
+        ends = np.cumsum([a.nbytes for a in inputs]).astype(np.uintp)
+        self._kept = (_pointers(inputs), _pointers(self.outputs), ends)
+        places = [array.ctypes.data for array in self._kept]
+        half = inputs[0].dtype.itemsize == 2
+        self._job = _Job(*places, len(inputs), tile, scale, half, copying)
+
+    def repeat(self, calls: int) -> None:
+        """So many allreduces."""
+        if self._native.limit_allreduce(self._rank, ctypes.byref(self._job), calls):
+            raise ConnectionError("another rank of the limit is missing")
+
+    def __call__(self) -> None:
+        """One allreduce."""
+        self.repeat(1)
+
+
+class Transfer:
+    """Bytes over plain TCP; half of them in either direction with two streams."""
+
+    def __init__(self, native: Any, rank: int, size: int, streams: int) -> None:
+        self._native, self._words = native, (rank, size, streams)
+
+    def repeat(self, calls: int) -> None:
+        """So many transfers."""
+        if self._native.limit_transfer(*self._words, calls):
+            raise ConnectionError("another rank of the limit is missing")
+
+    def __call__(self) -> None:
+        """One transfer."""
+        self.repeat(1)
+
+
+class Limit(Peer):
+    """What the memory allows, with a rank on each core in turn. Not a library."""
+
+    arrays = models = tuple(VARIANTS)
+    streams = ("1 stream", "2 streams")
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self.rank, self.size = rank, size
+        self.version = f"limit.cc for {platform.machine()}"
+        cores = sorted(os.sched_getaffinity(0))
+        if size > 1:
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        self._native = load(build())
+        # Unlike that of another run: all ranks have the same parent.
+        name = f"/ringjax-limit-{os.getppid()}-{port}".encode()
+        spins = SPINS if size <= len(cores) else SPINS_CROWDED
+        self._self = self._native.limit_join(name, rank, size, spins)
+        if not self._self:
+            raise ConnectionError(f"the limit has no place for rank {rank} of {size}")
+        first = next(iter(VARIANTS))
+        one = [np.zeros(1, np.float32)]
+        self._total = Allreduce(self._native, self._self, one, first, 1.0)
+        self._arrays: tuple[Any, list[Any]] = (None, [])
+
+    def total(self, value: float) -> float:
+        """Adds `value` of all ranks."""
+        self._total.inputs[0][0] = value
+        self._total()
+        return float(self._total.outputs[0][0])
+
+    def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
+        """Makes the blocking function; variants share their input."""
+        if variant in self.streams:
+            size = 4 * sum(int(np.prod(s)) for s in shapes)
+            streams = 1 + self.streams.index(variant)
+            return Transfer(self._native, self._self, size, streams)
+        held, arrays = self._arrays
+        if held != (key := (list(shapes), dtype)):
+            self._arrays = (None, [])  # first, so that memory is not held twice
+            kind = np.float32 if dtype == "float32" else np.uint16
+            arrays = [np.empty(s, kind) for s in shapes]
+            for array in arrays:
+                array.fill(0)  # untouched pages would be read from the cache
+            self._arrays = (key, arrays)
+        scale = 1.0 if len(shapes) == 1 else 1.0 / self.size
+        return Allreduce(self._native, self._self, arrays, variant, scale)
+
+    def close(self) -> None:
+        """Leaves the world."""
+        self._native.limit_leave(self._self)

@@ -1,0 +1,207 @@
+"""Adapters of what runs inside torch: Gloo and its DDP, ringjax, Horovod.
+
+Each as its users would call it. When and how often: worker.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from benchmarks.peers.adapter import Operation, Peer, Shapes
+
+BUCKET_BYTES = 25 << 20  # what DistributedDataParallel takes
+TRAININGS = ("together", "alone")
+
+
+class TorchGloo(Peer):
+    """torch.distributed on Gloo; the gradients each by itself or in DDP's buckets."""
+
+    arrays = ("all_reduce in place",)
+    models = ("DistributedDataParallel", "25 MiB buckets", "one by one, async")
+    trainings = TRAININGS
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        import torch
+        import torch.distributed as dist
+
+        self.rank, self.size, self.version = rank, size, torch.__version__
+        self._torch, self._dist = torch, dist
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+
+    def total(self, value: float) -> float:
+        """Adds `value` of all ranks."""
+        x = self._torch.full((1,), value)
+        self._dist.all_reduce(x)
+        return float(x[0])
+
+    def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
+        """Makes the blocking function."""
+        kind = getattr(self._torch, dtype)
+        tensors = [self._torch.zeros(s, dtype=kind) for s in shapes]
+        if variant in self.arrays:
+            return lambda: self._dist.all_reduce(tensors[0])
+        if variant.startswith("Distributed"):
+            return self._ddp(tensors)
+        return self._buckets(tensors) if "buckets" in variant else self._each(tensors)
+
+    def training(self, variant: str, network: str) -> Operation:
+        """A step under DistributedDataParallel, or without it."""
+        from benchmarks.harness import torch_networks
+
+        def wrap(module: Any, optimizer: Any) -> tuple[Any, Any]:
+            parallel = self._torch.nn.parallel.DistributedDataParallel(
+                module, gradient_as_bucket_view=True
+            )
+            return parallel, optimizer
+
+        return torch_networks.training(network, wrap if variant == "together" else None)
+
+    def _each(self, tensors: list[Any]) -> Operation:
+        def step() -> None:
+            works = [self._dist.all_reduce(t, async_op=True) for t in tensors]
+            for work, tensor in zip(works, tensors, strict=True):
+                work.wait()
+                tensor.div_(self.size)
+
+        return step
+
+    def _ddp(self, gradients: list[Any]) -> Operation:
+        """A model whose backward pass is nothing but these gradients."""
+        torch = self._torch
+
+        class Give(torch.autograd.Function):  # type: ignore[misc, name-defined]
+            """A loss; its slopes are the gradients."""
+
+            @staticmethod
+            def forward(context: Any, *parameters: Any) -> Any:
+                return parameters[0].new_zeros(())
+
+            @staticmethod
+            def backward(context: Any, slope: Any) -> tuple[Any, ...]:
+                return tuple(gradients)
+
+        class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+            """Its parameters are as large as the gradients."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.held = torch.nn.ParameterList(map(torch.zeros_like, gradients))
+
+            def forward(self) -> Any:
+                return Give.apply(*self.held)
+
+        parallel = torch.nn.parallel.DistributedDataParallel(
+            Model(),
+            bucket_cap_mb=BUCKET_BYTES >> 20,
+            gradient_as_bucket_view=True,
+        )
+
+        # Without zero_grad: zeros are added to the buckets, one pass as if they were
+        # copied there. Cleared gradients would be copied twice, for we hold them.
+        def step() -> None:
+            parallel().backward()
+
+        step()  # after the first one, the buckets are made anew
+        return step
+
+    def _buckets(self, tensors: list[Any]) -> Operation:
+        """Copies into flat buffers, reduces them and copies back, as DDP does."""
+        groups: list[list[Any]] = [[]]
+        for tensor in reversed(tensors):  # gradients are ready from the back
+            held = sum(t.nbytes for t in groups[-1])
+            if groups[-1] and held + tensor.nbytes > BUCKET_BYTES:
+                groups.append([])
+            groups[-1].append(tensor)
+        flats = [g[0].new_empty(sum(t.numel() for t in g)) for g in groups]
+
+        def step() -> None:
+            works = []
+            for group, flat in zip(groups, flats, strict=True):
+                self._torch.cat([t.view(-1) for t in group], out=flat)
+                works.append(self._dist.all_reduce(flat, async_op=True))
+            for work, group, flat in zip(works, groups, flats, strict=True):
+                work.wait()
+                flat.div_(self.size)
+                parts = flat.split([t.numel() for t in group])
+                for tensor, part in zip(group, parts, strict=True):
+                    tensor.view(-1).copy_(part)
+
+        return step
+
+    def close(self) -> None:
+        """Leaves the world."""
+        self._dist.destroy_process_group()
+
+
+class Horovod(Peer):
+    """horovod.torch, under its own launcher."""
+
+    arrays = ("allreduce_ in place",)
+    models = ("async, fused", "grouped")
+    dtypes: tuple[str, ...] = ("float32",)
+    trainings = TRAININGS
+    package = "horovod"
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        import torch
+
+        package = importlib.import_module(self.package)
+        hvd = importlib.import_module(f"{self.package}.torch")
+        hvd.init()
+        self._hvd, self._torch = hvd, torch
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.version = f"{package.__version__}, torch {torch.__version__}"
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
+
+    def total(self, value: float) -> float:
+        """Adds `value` of all ranks."""
+        x = self._torch.full((1,), value)
+        return float(self._hvd.allreduce(x, op=self._hvd.Sum, name="total")[0])
+
+    def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
+        """Makes the blocking function; the same names every time, as in training."""
+        hvd, kind = self._hvd, getattr(self._torch, dtype)
+        tensors = [self._torch.zeros(s, dtype=kind) for s in shapes]
+        key = f"{variant}/{len(shapes)}/{tensors[0].numel()}"
+        names = [f"{key}/{i}" for i in range(len(tensors))]
+        if variant in self.arrays:
+            return lambda: hvd.allreduce_(tensors[0], op=hvd.Sum, name=names[0])
+        if variant == "grouped":
+            return lambda: hvd.grouped_allreduce_(tensors, op=hvd.Average, name=key)
+
+        def step() -> None:
+            handles = [
+                hvd.allreduce_async_(t, op=hvd.Average, name=n)
+                for t, n in zip(tensors, names, strict=True)
+            ]
+            for handle in handles:
+                hvd.synchronize(handle)
+
+        return step
+
+    def training(self, variant: str, network: str) -> Operation:
+        """A step with a DistributedOptimizer, or without it."""
+        from benchmarks.harness import torch_networks
+
+        def wrap(module: Any, optimizer: Any) -> tuple[Any, Any]:
+            named = [(f"{network}.{n}", p) for n, p in module.named_parameters()]
+            self._hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+            return module, self._hvd.DistributedOptimizer(optimizer, named)
+
+        return torch_networks.training(network, wrap if variant == "together" else None)
+
+    def close(self) -> None:
+        """Leaves the world."""
+        self._hvd.shutdown()
+
+
+class RingjaxTorch(Horovod):
+    """ringjax.torch: the same calls of another package."""
+
+    dtypes = ("float32", "bfloat16")
+    package = "ringjax"
