@@ -2,7 +2,7 @@
 
 All peers are started at once and take turns: each round asks every variant for a short
 burst, so that what else the machine does meets all of them alike. The limit is one of
-them. What is called, is in peers.py; how to read the table, in README.md.
+them. What is called, is in peers/; how to read the table, in README.md.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def main() -> None:
         absent += [PROGRAMS[name] for name in programs_missing()]
         if absent:
             text = f"to build ringjax, {sys.executable} lacks: {', '.join(absent)}"
-            report.fail(f"{text}; see benchmarks/README.md for other ways")
+            report.fail(f"{text}; see benchmarks/gpu/README.md for other ways")
             return
         for name in ("scikit-build-core", "nanobind", "jaxlib"):
             report.row(name, importlib.metadata.version(name))

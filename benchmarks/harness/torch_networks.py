@@ -1,7 +1,7 @@
 """Real networks in PyTorch, and a step of training them on invented data.
 
 On inputs so small that a step takes about 0.3 s of one CPU. How gradients travel is for
-the caller to say: see torch_peers.py.
+the caller to say: see peers/.
 """
 
 from __future__ import annotations

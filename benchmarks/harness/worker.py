@@ -1,7 +1,7 @@
 """One rank of one peer: obeys the program that alternates between the peers.
 
 Started by worlds.py. Idle, it sleeps in a read, so that it takes nothing from the peer
-whose turn it is. Which libraries there are: peers.py.
+whose turn it is. Which libraries there are: peers/table.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One rank of a job between hosts: times what its plan says, in turns.
 
 Started by allreduce.py on its host, with the variables that make it a rank. Every item
-of the plan gets a short burst in each round, so that what else the machine does meets all
-of them alike. Rank 0 prints the results as JSON, one line for each item.
+of the plan gets a short burst in each round, so that what else the machine does meets
+all of them alike. Rank 0 prints the results as JSON, one line for each item.
 """
 
 from __future__ import annotations

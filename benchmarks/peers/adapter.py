@@ -1,4 +1,7 @@
-"""What an adapter for a library must offer, and what it is given. Holds none."""
+"""What an adapter for a library must offer, and what it is given. Holds none.
+
+Adapters call their library as its users would; when and how often: harness/worker.py.
+"""
 
 from __future__ import annotations
 
@@ -46,3 +49,17 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Leaves the world in good order."""
+
+
+def jit_loop(step: Callable[[Any], Any], start: Any, donated: bool) -> Operation:
+    """Calls a compiled function on the same input, or on its own last output."""
+    import jax
+
+    held = [start]
+
+    def once() -> None:
+        out = jax.block_until_ready(step(held[0]))
+        if donated:
+            held[0] = out
+
+    return once

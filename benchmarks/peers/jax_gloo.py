@@ -1,0 +1,71 @@
+"""XLA's own CPU collectives, by psum over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.adapter import Operation, Peer, Shapes, jit_loop
+
+
+class JaxGloo(Peer):
+    """jax.lax.psum over processes: XLA's own CPU collectives, on Gloo."""
+
+    arrays = ("psum in jit", "psum in jit, donated")
+    models = ("pmean of the tree in jit", "pmean of the tree in jit, donated")
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        self.rank, self.size, self.version = rank, size, jax.__version__
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
+        self._mesh = Mesh(np.array(jax.devices()), ("ranks",))
+        self._spec = PartitionSpec("ranks")
+        self._sharding = NamedSharding(self._mesh, self._spec)
+
+    def _make(
+        self, shape: tuple[int, ...], dtype: str = "float32", value: float = 0.0
+    ) -> Any:
+        """An array with one row for each rank."""
+        import jax
+        import jax.numpy as jnp
+
+        row = np.full((1, *shape), value, jnp.dtype(dtype))
+        return jax.make_array_from_process_local_data(self._sharding, row)
+
+    def _compile(self, function: Callable[[Any], Any], donated: bool) -> Any:
+        import jax
+
+        mapped = jax.shard_map(
+            function, mesh=self._mesh, in_specs=self._spec, out_specs=self._spec
+        )
+        return jax.jit(mapped, donate_argnums=(0,) if donated else ())
+
+    def total(self, value: float) -> float:
+        """Adds `value` of all ranks."""
+        import jax
+
+        add = self._compile(lambda x: jax.lax.psum(x, "ranks"), False)
+        out = add(self._make((1,), value=value))
+        return float(np.asarray(out.addressable_shards[0].data)[0, 0])
+
+    def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
+        """Makes the blocking function."""
+        import jax
+
+        reduce = jax.lax.psum if variant.startswith("psum") else jax.lax.pmean
+        donated = variant.endswith("donated")
+        step = self._compile(lambda tree: reduce(tree, "ranks"), donated)
+        return jit_loop(step, [self._make(s, dtype) for s in shapes], donated)
+
+    def close(self) -> None:
+        """Leaves the world."""
+        import jax
+
+        jax.distributed.shutdown()  # type: ignore[no-untyped-call]

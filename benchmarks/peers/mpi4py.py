@@ -1,0 +1,45 @@
+"""Open MPI and MPICH, through mpi4py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.peers.adapter import Operation, Peer, Shapes
+
+
+class Mpi4py(Peer):
+    """An MPI through mpi4py, in place on numpy arrays."""
+
+    arrays = ("Allreduce in place",)
+    models = ("Allreduce in place, one by one",)
+    dtypes = ("float32",)  # MPI has no bfloat16
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        self.rank, self.size = self._world.rank, self._world.size
+        self.version = " ".join(
+            MPI.Get_library_version().split(",")[0].split("\n")[0].split()
+        )
+
+    def total(self, value: float) -> float:
+        """Adds `value` of all ranks."""
+        return float(self._world.allreduce(value))
+
+    def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
+        """Makes the blocking function."""
+        arrays = [np.zeros(s, dtype) for s in shapes]
+        averages = variant in self.models
+
+        def step() -> None:
+            for array in arrays:
+                self._world.Allreduce(self._mpi.IN_PLACE, array)
+                if averages:
+                    array /= self.size
+
+        return step
+
+    def close(self) -> None:
+        """Leaves the world."""
+        self._mpi.Finalize()
