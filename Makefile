@@ -129,7 +129,7 @@ $(VENV)/installed-%: pyproject.toml | $(VENV)/installed
 # PyTorch's CPU build where pip finds one: the other brings CUDA's libraries along.
 $(VENV)/torch: pyproject.toml | $(VENV)/made
 	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml); \
-	if $(PIP) index versions torch 2>/dev/null | grep -qF "$$torch+cpu"; then \
+	if $(BIN)/python -m pip index versions torch 2>/dev/null | grep -qF "$$torch+cpu"; then \
 	  torch=$$torch+cpu; \
 	  echo "The tests need JAX, TensorFlow and PyTorch's CPU build: CPU_SIZES."; \
 	else \
