@@ -129,12 +129,12 @@ $(VENV)/installed-%: pyproject.toml | $(VENV)/installed
 # PyTorch's CPU build where pip finds one: the other brings CUDA's libraries along.
 $(VENV)/torch: pyproject.toml | $(VENV)/made
 	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml); \
-	if $(PIP) index versions torch 2>/dev/null | grep -qF "$$torch+cpu"; then \
+	if $(BIN)/python -m pip index versions torch 2>/dev/null | grep -qF "$$torch+cpu"; then \
 	  torch=$$torch+cpu; \
-	  echo "The tests need JAX, TensorFlow and PyTorch's CPU build: CPU_SIZES."; \
+	  echo "The tests need JAX, TensorFlow and PyTorch's CPU build: 1.0 GB to download, 3.7 GB on disk."; \
 	else \
-	  echo "The tests need JAX, TensorFlow and PyTorch's CUDA build: CUDA_SIZES."; \
-	  echo 'With PIP_EXTRA_INDEX_URL naming the index of its CPU builds it is a fifth.'; \
+	  echo "The tests need JAX, TensorFlow and PyTorch's CUDA build: 3.4 GB to download, 7.4 GB on disk."; \
+	  echo "1.0 and 3.7 GB with its CPU build: let PIP_EXTRA_INDEX_URL name an index that has it."; \
 	fi; \
 	set -x; $(PIP) install "torch==$$torch"
 	@touch $@

@@ -430,7 +430,8 @@ class Enlistment:
             self._closing = True
             self._changed.notify_all()
         self._line.close()
-        self._close_bell()
+        with self._changed:  # whom it has woken may be reading the bell
+            self._close_bell()
 
     def release(self) -> None:
         """Closes all sockets without the thread, which a forked child does not have."""

@@ -220,7 +220,8 @@ class Lifeline:
         os.eventfd_write(self._wakeup, 1)
         if self._thread is not None:
             self._thread.join(LIMIT)
-        self.release()
+        with self._lock or contextlib.nullcontext():  # `send` may be waking the thread
+            self.release()
 
     def release(self) -> None:
         """Closes all sockets without the thread, which a forked child does not have."""
