@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ringjax.config import Config
+from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
 # The numbers that Slurm gives to what is not a step of srun: batch script, interactive
@@ -129,7 +130,10 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     if int(step) >= _FIRST_SPECIAL_STEP or size == 1:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST", "")
-    hosts = hosts_of(nodes) if nodes else []
+    try:
+        hosts = hosts_of(nodes)
+    except ValueError as error:
+        raise StartupError(f"SLURM_STEP_NODELIST: {error}") from None
     job = environ.get("SLURM_JOB_ID", "0")
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split("-")[0].split(",")[0]
@@ -162,57 +166,3 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 def _master_port(environ: Mapping[str, str]) -> tuple[int, ...]:
     text = environ.get("MASTER_PORT", "")
     return (int(text),) if text.isdecimal() and 0 < int(text) < 65536 else ()
-
-
-def hosts_of(nodelist: str) -> list[str]:
-    """Expands Slurm's notation for lists of nodes.
-
-    Raises:
-        StartupError: it is not such a list, or names more than 65536 nodes.
-
-    Example:
-        >>> hosts_of("gpu[08-10,12]-ib,login")
-        ['gpu08-ib', 'gpu09-ib', 'gpu10-ib', 'gpu12-ib', 'login']
-    """
-    hosts: list[str] = []
-    for entry in _split(nodelist):
-        names = [""]
-        rest = entry
-        while rest:
-            head, bracket, tail = rest.partition("[")
-            inside, closing, rest = tail.partition("]") if bracket else ("", "]", "")
-            if not closing or "]" in head:
-                raise StartupError(f"node list {nodelist!r}: brackets do not match")
-            numbers = _numbers(inside, nodelist) if bracket else [""]
-            if len(hosts) + len(names) * len(numbers) > 65536:
-                raise StartupError(f"node list {nodelist!r}: more than 65536 nodes")
-            names = [name + head + number for name in names for number in numbers]
-        hosts += names
-    return hosts
-
-
-def _split(nodelist: str) -> list[str]:
-    """Splits at the commas outside brackets."""
-    entries, depth = [""], 0
-    for character in nodelist.strip():
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            entries.append("")
-        else:
-            entries[-1] += character
-    return [entry.strip() for entry in entries if entry.strip()]
-
-
-def _numbers(text: str, nodelist: str) -> list[str]:
-    """Expands "08-10,12" and keeps leading zeros."""
-    numbers: list[str] = []
-    for piece in text.split(","):
-        first, dash, last = piece.partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
-            raise StartupError(f"node list {nodelist!r}: {piece!r} is no range")
-        if int(last) - int(first) >= 65536:
-            raise StartupError(f"node list {nodelist!r}: more than 65536 nodes")
-        width = len(first) if first.startswith("0") else 0
-        numbers += [f"{n:0{width}}" for n in range(int(first), int(last) + 1)]
-    return numbers

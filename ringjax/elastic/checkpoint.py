@@ -2,7 +2,7 @@
 
 Written by rank 0 in a thread of its own, one folder for each checkpoint, which gets its
 name when everything is in it. So what has a name is complete. What the files inside are
-is up to the kind of state (`array_files.py`, `ringjax.torch.elastic.files`).
+is up to the kind of state (`array_files.py`, `ringjax.torch.elastic.state`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ringjax import failpoints, runtime
-from ringjax.elastic.report import say
 
 _ABOUT = "about.json"
 _UNFINISHED = ".writing"
@@ -169,11 +169,11 @@ class Checkpointer:
             try:
                 found = state.files().read(folder, state.committed())
             except Exception as error:
-                say("warning", f"checkpoint {folder} cannot be read: {error}")
+                _say("warning", f"checkpoint {folder} cannot be read: {error}")
                 last = error
                 continue
             state.adopt(found)
-            say("info", f"training goes on from checkpoint {folder}")
+            _say("info", f"training goes on from checkpoint {folder}")
             return number
         if last is not None:
             raise RuntimeError(
@@ -243,7 +243,7 @@ class Checkpointer:
             shutil.rmtree(unfinished, ignore_errors=True)
             left = self.numbers()
             stays = f"the one before, {left[-1]}, stays" if left else "none is there"
-            say(
+            _say(
                 "warning",
                 f"checkpoint {self.directory / str(number)} could not be written: "
                 f"{_first_line(error)}; {stays}, and training goes on",
@@ -284,3 +284,11 @@ def _force_to_disk(folder: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+
+
+def _say(level: str, text: str) -> None:
+    """Prints the line if `level` is wanted; warnings also outside of a job."""
+    if runtime.is_initialized():
+        runtime.current("elastic").log(level, f"elastic: {text}")
+    elif level == "warning":
+        print(f"[ringjax] warning: elastic: {text}", file=sys.stderr, flush=True)

@@ -7,15 +7,18 @@ with whoever then takes part.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from ringjax import runtime
 from ringjax.elastic import agreement, failures, transfer, values
 from ringjax.elastic.agreement import Having
 from ringjax.elastic.checkpoint import Checkpointer
-from ringjax.elastic.departure import leaving_on_sigterm
 from ringjax.elastic.notifications import notification_manager
 from ringjax.elastic.state import State
 from ringjax.errors import HostsUpdatedInterrupt, PeerLost, RingjaxError
@@ -214,7 +217,7 @@ def _decorated(
                 return _train(
                     *(func, state, _Resetting(state, reset, load), args, kwargs)
                 )
-            with leaving_on_sigterm():
+            with _leaving_on_sigterm():
                 return _train(
                     *(func, state, _Elastic(state, warm_up, load), args, kwargs)
                 )
@@ -321,3 +324,31 @@ def reset() -> None:
     """Leaves the job and joins it again, with whoever is there then."""
     runtime.shutdown()
     runtime.init()
+
+
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Within it the first SIGTERM is a wish to leave; a second one means it.
+
+    Only the main thread may say what a signal does; elsewhere nothing changes.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before is None:  # the latter: set by other code than Python's
+        yield
+        return
+
+    def leave(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, again)
+        # Not here: the interrupted code may hold the locks that this needs.
+        threading.Thread(target=runtime.leave_at_next_pause, daemon=True).start()
+
+    def again(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

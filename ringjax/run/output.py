@@ -23,6 +23,7 @@ _LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 # What JAX adds below an exception, which is the line worth repeating.
 _NOTE = re.compile(r"-+$|For simplicity, JAX has removed its internal frames")
+_CRASH = "Fatal Python error: "  # of faulthandler, and of the interpreter itself
 _STREAMS = {"stdout": 1, "stderr": 2}
 
 
@@ -128,6 +129,12 @@ class Console:
             self._show(key, lines)
 
     def _remember(self, rank: int, lines: list[bytes]) -> None:
+        if _CRASH in self._last.get(rank, ""):  # stacks of all threads follow it
+            return
+        for line in lines:
+            if _CRASH.encode() in line:
+                self._last[rank] = line.decode(errors="replace").strip()
+                return
         for line in reversed(lines):
             text = line.decode(errors="replace").strip()
             if text and not _NOTE.match(text):

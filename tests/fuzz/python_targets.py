@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 
 from ringjax.config import Config
-from ringjax.control import addresses, launch_environment, objects, rendezvous_lookup
+from ringjax.control import (
+    addresses,
+    launch_environment,
+    objects,
+    rendezvous_lookup,
+    slurm,
+)
 from ringjax.control.handshake import Introduction, Purpose, answer, call
 from ringjax.control.rendezvous import Server
 from ringjax.control.sealing import Keys, Opener, Sealer
@@ -386,9 +392,9 @@ def targets() -> list[Target]:
         ),
         Target(
             "nodes",
-            partial(_of_text, launch_environment.hosts_of),
+            partial(_of_text, slurm.hosts_of),
             [b"gpu[08-10,12]-ib,login"],
-            (StartupError,),
+            value,
         ),
         Target("place", _place, _PLACES, (StartupError, ValueError)),
         Target("slurm", _slurm, [b"0=n[1-3,08]\n1=2(x3),1"], value),

@@ -88,17 +88,17 @@ class Run:
         script: str,
         elastic: Elastic,
         directory: Path,
-        authority: Callable[..., StandIn] = StandIn,
+        coordinator: Callable[..., StandIn] = StandIn,
         timeout: float = 30.0,
         payload: bytes | None = None,
     ) -> None:
         self.directory = directory
         self.outcome: Outcome | None = None
-        self.authority: StandIn | None = None
+        self.coordinator: StandIn | None = None
 
         def make(*args: Any, **kwargs: Any) -> StandIn:
-            self.authority = authority(*args, **kwargs)
-            return self.authority
+            self.coordinator = coordinator(*args, **kwargs)
+            return self.coordinator
 
         spec = Spec(
             command=["sh", "-c", script],
@@ -109,7 +109,7 @@ class Run:
         size = elastic.np or elastic.min_np
         console = Console(size, directory=str(directory / "logs"), python=True)
         self.job = ElasticJob(
-            spec, elastic, console, elastic_timeout=timeout, authority=make
+            spec, elastic, console, elastic_timeout=timeout, coordinator=make
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -154,7 +154,7 @@ class Job:
         """The last `tail` characters of ringrun and of every rank, for error texts."""
         parts = [("ringrun", self.launcher_output())]
         parts += [(f"rank {rank}", self.output(rank)) for rank in range(self.np)]
-        return "\n".join(f"--- {who}\n{text.strip()[-tail:]}" for who, text in parts)
+        return "\n".join(f"--- {who}\n{_last_words(text, tail)}" for who, text in parts)
 
     def end_with_stacks(self) -> None:
         """Ends the job; every rank first writes its threads' stacks to its log."""
@@ -280,6 +280,15 @@ def _xla_knows(flags: str) -> bool:
 def _signal(pid: int, sig: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
         os.kill(pid, sig)
+
+
+def _last_words(text: str, tail: int) -> str:
+    """The end, and of a crash what comes first: the stacks behind it may be long."""
+    text = text.strip()
+    crash = text.find("Fatal Python error: ")
+    if 0 <= crash < len(text) - tail:
+        return f"{text[crash : crash + tail]}\n...\n{text[-tail:]}"
+    return text[-tail:]
 
 
 def _text(path: Path) -> str:

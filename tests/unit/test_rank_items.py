@@ -121,6 +121,20 @@ def test_a_rank_that_dies_fails_the_test_with_its_log(inner: Inner) -> None:
     assert "last words" in out
 
 
+def test_a_rank_that_crashes_shows_where(inner: Inner) -> None:
+    out = inner("""
+        import faulthandler
+        @pytest.mark.ranks(1)
+        def test_dies():
+            def deep(more):
+                deep(more - 1) if more else faulthandler._sigsegv()
+            deep(90)
+    """)
+    assert "1 failed" in out
+    assert "Fatal Python error: Segmentation fault" in out
+    assert "in deep" in out
+
+
 @pytest.mark.parametrize("when", ["collected", "imported"])
 def test_a_rank_that_ends_before_its_first_test_shows_its_last_words(
     inner: Inner, when: str

@@ -131,6 +131,13 @@ def test_notes_of_jax_are_no_reason() -> None:
     assert last_line(done) == "ringrun: rank 0 failed: ValueError: x (exit code 1)"
 
 
+def test_a_crash_is_the_reason_and_not_what_is_printed_behind_it() -> None:
+    code = "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
+    done = ringrun("-np", "1", sys.executable, "-c", code)
+    crash = "Fatal Python error: Segmentation fault (killed by signal 11 (SIGSEGV))"
+    assert last_line(done) == f"ringrun: rank 0 failed: {crash}"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_signals_become_exit_codes(number: signal.Signals) -> None:
     done = ringrun("-np", "2", *sh(f"kill -{number.value} $$"))

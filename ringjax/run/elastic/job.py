@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringjax.run.elastic.authority import Authority, coordinator
 from ringjax.run.elastic.bounds import Elastic
+from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.replacement import Keeper
-from ringjax.run.elastic.seats import Crew, Seat
+from ringjax.run.elastic.seats import Seating, Seat
 from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
 from ringjax.run.hosts.blacklist import Blacklist
@@ -44,7 +44,7 @@ class ElasticJob:
         console: shows the output.
         elastic_timeout: seconds to wait for hosts, or for workers if they are too few.
         failure_timeout: seconds of silence until a member is lost.
-        authority: makes the coordinator.
+        coordinator: makes the coordinator, a `CoordinatorProcess`.
 
     Attributes:
         size: 0, as nobody knows how many ranks there are at the end.
@@ -61,19 +61,19 @@ class ElasticJob:
         *,
         elastic_timeout: float = 600.0,
         failure_timeout: float = 5.0,
-        authority: Callable[..., Authority] = coordinator,
+        coordinator: Callable[..., Any] = CoordinatorProcess,
     ) -> None:
         self._spec = spec
         self._elastic = elastic
         self.console = console
         self._timeout = elastic_timeout
         self._failure_timeout = failure_timeout
-        self._authority = authority
-        self._coordinator: Authority | None = None
+        self._make_coordinator = coordinator
+        self._coordinator: CoordinatorProcess | None = None
         self._fleet = Fleet(spec, console, self)
         self._ending = Ending()
         blacklist = Blacklist(elastic.cooldown) if elastic.blacklists else None
-        self._crew = Crew(
+        self._seating = Seating(
             (),
             first=elastic.np or elastic.max_np,
             most=elastic.max_np,
@@ -83,7 +83,7 @@ class ElasticJob:
         self._roster = Roster(elastic.min_np, console.last_error)
         self._keeper = Keeper(
             self._roster,
-            self._crew,
+            self._seating,
             blacklist,
             self._fleet,
             console.note,
@@ -104,7 +104,7 @@ class ElasticJob:
         """Start everything, wait for the end, leave nothing behind."""
         try:
             self._fleet.start()
-            self._crew.update(self._hosts)
+            self._seating.update(self._hosts)
             self._wait_for_hosts()
             if not self._ending.begun:
                 self._start_coordinator()
@@ -135,7 +135,7 @@ class ElasticJob:
         deadline = time.monotonic() + self._timeout
         needed = self._elastic.min_np
         while self._discovery is not None and not self._ending.begun:
-            count = len(self._crew.seats)
+            count = len(self._seating.seats)
             if self._discovery.hopeless:
                 self._give_up(
                     f"--host-discovery-script {self._elastic.script}: "
@@ -157,8 +157,8 @@ class ElasticJob:
         secret, job = secrets.token_bytes(32), secrets.token_hex(8)
         names = dict.fromkeys(host.name for host in self._hosts)
         remote = [name for name in names if not self._fleet.is_local(name)]
-        count = min(elastic.np or elastic.max_np, len(self._crew.seats))
-        self._coordinator = self._authority(
+        count = min(elastic.np or elastic.max_np, len(self._seating.seats))
+        self._coordinator = self._make_coordinator(
             secret,
             job,
             np=count,
@@ -174,7 +174,7 @@ class ElasticJob:
             note=self.console.note,
         )
         self._coordinator.start()
-        self._keeper.authority = self._coordinator
+        self._keeper.coordinator = self._coordinator
         self._fleet.selector.register(
             self._coordinator.wakeup, selectors.EVENT_READ, lambda: None
         )
@@ -196,7 +196,7 @@ class ElasticJob:
         if self._ending.begun or self._coordinator is None:
             return
         started = []
-        for seat in self._crew.vacant(self._roster.counting(), now):
+        for seat in self._seating.vacant(self._roster.counting(), now):
             worker = self._roster.add(seat)
             self.console.add(worker.number, seat.number)
             self._coordinator.expected(worker.number)
@@ -209,7 +209,7 @@ class ElasticJob:
         def counts(seat: Seat) -> bool:
             return seat.worker is not None
 
-        slot = self._crew.slot(worker.seat, counts)
+        slot = self._seating.slot(worker.seat, counts)
         number = {"RINGJAX_WORKER": str(worker.number)}
         return {
             "id": worker.number,
@@ -275,7 +275,7 @@ class ElasticJob:
                 workers[number].report = workers[number].report or text
             case ["finished", number]:
                 workers[number].finished = True
-                self._crew.closed = True
+                self._seating.closed = True
             case ["dismissed", number, _]:
                 workers[number].dismissed = True
             case ["waiting", text]:
@@ -289,7 +289,7 @@ class ElasticJob:
         roster = self._roster
         first = not roster.members
         new = roster.enter(members, time.monotonic())
-        self._crew.grow()
+        self._seating.grow()
         self.console.ranks.update(members)
         if not first:
             ranks = "1 rank" if len(members) == 1 else f"{len(members)} ranks"
@@ -315,13 +315,13 @@ class ElasticJob:
         if hosts is None or hosts == self._hosts:
             return
         self._hosts = hosts
-        for number in self._crew.update(hosts):
+        for number in self._seating.update(hosts):
             self._keeper.dismiss(number, now)
 
     def _check_number(self, now: float) -> None:
         """Too few workers and nobody to be started: not for ever."""
         count = self._roster.counting()
-        if self._crew.closed or count >= self._elastic.min_np:
+        if self._seating.closed or count >= self._elastic.min_np:
             self._short_since = math.inf
             return
         self._short_since = min(self._short_since, now)

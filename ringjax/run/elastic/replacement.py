@@ -11,8 +11,8 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringjax.run.elastic.authority import Authority
-from ringjax.run.elastic.seats import Crew
+from ringjax.run.elastic.coordinator_process import CoordinatorProcess
+from ringjax.run.elastic.seats import Seating
 from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.hosts.blacklist import Blacklist
 
@@ -35,7 +35,7 @@ class Keeper:
     """Looks after the workers of one job.
 
     Args:
-        roster, crew: its workers and its seats.
+        roster, seating: its workers and its seats.
         blacklist: of hosts, if they are held to account.
         signaller: reaches the workers.
         note: shows a line.
@@ -45,21 +45,21 @@ class Keeper:
     def __init__(
         self,
         roster: Roster,
-        crew: Crew,
+        seating: Seating,
         blacklist: Blacklist | None,
         signaller: Signaller,
         note: Callable[[str], None],
         done: Callable[[int], None],
     ) -> None:
         self._roster = roster
-        self._crew = crew
+        self._seating = seating
         self._blacklist = blacklist
         self._signaller = signaller
         self._note = note
         self._done = done
         self._gone: list[tuple[float, Worker]] = []  # of whom to tell the coordinator
         self._fenced: list[Worker] = []  # not yet spoken of
-        self.authority: Authority | None = None
+        self.coordinator: CoordinatorProcess | None = None
         self.silent = False  # the job is ending, which says enough
 
     def over(self) -> bool:
@@ -67,9 +67,9 @@ class Keeper:
         roster = self._roster
         if roster.members:
             return roster.over() and not roster.heirs()
-        if self._crew.closed:
+        if self._seating.closed:
             return all(worker.settled for worker in roster.workers)
-        return self._crew.all_failed()
+        return self._seating.all_failed()
 
     def ended(self, worker: Worker, code: int, text: str, now: float) -> None:
         """Its process has ended."""
@@ -82,10 +82,10 @@ class Keeper:
             self._gone.append((now + _NEWS, worker))
 
     def _tell(self, worker: Worker) -> None:
-        if self.authority is not None:
+        if self.coordinator is not None:
             why = self._roster.fate(worker).lstrip(": ") if worker.exit_code else ""
             why = why or "ended without an error"
-            self.authority.lost(worker.number, why, worker.may_have_heirs)
+            self.coordinator.lost(worker.number, why, worker.may_have_heirs)
 
     def fence(self, worker: Worker, why: str, now: float) -> None:
         """It was declared lost."""
@@ -127,15 +127,15 @@ class Keeper:
         if not worker.streams:
             self._done(worker.number)
         if worker.dismissed or worker.told is not None:
-            self._crew.left(worker.seat, asked=worker.told is not None)
+            self._seating.left(worker.seat, asked=worker.told is not None)
             self._say(worker, None if worker.exit_code else " has left")
         elif worker.exit_code == 0 and worker.fenced is None:
-            self._crew.closed = True
+            self._seating.closed = True
         else:
             spoken = worker.fenced is not None and worker not in self._fenced
             self._fenced = [other for other in self._fenced if other is not worker]
             member_for = None if worker.rank is None else worker.ended - worker.joined
-            pause = self._crew.failed(
+            pause = self._seating.failed(
                 worker.seat,
                 member_for=member_for,
                 own_fault=self._roster.own_fault(worker),

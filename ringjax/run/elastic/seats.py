@@ -44,7 +44,7 @@ class Seat:
     gone: bool = False
 
 
-class Crew:
+class Seating:
     """The seats of a job.
 
     Args:

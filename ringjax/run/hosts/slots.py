@@ -12,6 +12,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ringjax.control.slurm import hosts_of
+
 # A host is handed to ssh as an argument: it must never look like an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
 _ADDRESS6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.\-]+)?")
@@ -151,32 +153,6 @@ def parse_discovered(text: str, slots: int) -> list[Host]:
     return _merge(found)
 
 
-_MOST_NODES = 65536
-
-
-def _expand(nodelist: str) -> list[str]:
-    """Slurm's `a[1-2,08],b` -> a1 a2 a08 b; one bracket a name, zeros kept."""
-    names = []
-    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        match = re.fullmatch(r"([^\[]*)(?:\[([^\]]*)\])?([^\[]*)", entry)
-        if match is None:
-            raise ValueError(f"SLURM_JOB_NODELIST: cannot read {entry!r}")
-        head, ranges, tail = match.groups()
-        if ranges is None:
-            names.append(entry)
-            continue
-        for item in ranges.split(","):
-            first, _, last = item.partition("-")
-            width, numbers = len(first), range(int(first), int(last or first) + 1)
-            # As sizes: len() of a range has limits of its own.
-            if len(names) + numbers.stop - numbers.start > _MOST_NODES or width > 20:
-                raise ValueError(
-                    f"SLURM_JOB_NODELIST: {entry!r} has more than {_MOST_NODES} nodes"
-                )
-            names += [f"{head}{index:0{width}d}{tail}" for index in numbers]
-    return names
-
-
 def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
     """Hosts of the Slurm allocation that we run in; None outside, or on one node.
 
@@ -186,7 +162,10 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
     nodelist = environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
         return None
-    names = _expand(nodelist)
+    try:
+        names = hosts_of(nodelist)
+    except ValueError as error:
+        raise ValueError(f"SLURM_JOB_NODELIST: {error}") from None
     counts: list[str] = []
     for entry in environ.get("SLURM_TASKS_PER_NODE", "1").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)

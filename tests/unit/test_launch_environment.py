@@ -6,7 +6,8 @@ import pytest
 
 from ringjax.config import Config
 from ringjax.control import launch_environment
-from ringjax.control.launch_environment import Place, hosts_of
+from ringjax.control.launch_environment import Place
+from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
 OPEN_MPI = {
@@ -150,10 +151,13 @@ def test_slurm_node_lists(text: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("n[1-", "n1]", "n[]", "n[a-b]", "n[3-1]", "n[[1]]", "n[1-99999999]"),
+        *("n[1-", f"n[{'0' * 21}-1]", "n1]", "n[]", "n[a-b]", "n[3-1]", "n[[1]]", "n[1-99999999]"),
         "n[1-60000][1-60000]",
     ],
 )
 def test_bad_node_lists(text: str) -> None:
-    with pytest.raises(StartupError, match="node list"):
+    with pytest.raises(ValueError, match="node list"):
         hosts_of(text)
+    step = SLURM | {"SLURM_STEP_NODELIST": text}
+    with pytest.raises(StartupError, match="SLURM_STEP_NODELIST: node list"):
+        find(step)

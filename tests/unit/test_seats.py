@@ -7,25 +7,25 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.elastic.seats import LONGEST_PAUSE, Crew, Seat
+from ringjax.run.elastic.seats import LONGEST_PAUSE, Seating, Seat
 from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import Host, assign
 
 HOSTS = [Host("a", 2), Host("b", 3)]
 
 
-def crew(
+def seating(
     hosts: list[Host] = HOSTS,
     *,
     first: int = 5,
     most: int = 5,
     least: int = 1,
     blacklist: Blacklist | None = None,
-) -> Crew:
-    return Crew(hosts, first=first, most=most, least=least, blacklist=blacklist)
+) -> Seating:
+    return Seating(hosts, first=first, most=most, least=least, blacklist=blacklist)
 
 
-def fill(job: Crew, now: float = 0.0) -> list[Seat]:
+def fill(job: Seating, now: float = 0.0) -> list[Seat]:
     """Starts what is due; workers are numbered by their seats."""
     taken = [seat for seat in job.seats if seat.worker is not None]
     started = job.vacant(len(taken), now)
@@ -39,7 +39,7 @@ def places(seats: list[Seat]) -> list[tuple[str, int]]:
 
 
 def test_hosts_are_filled_in_order() -> None:
-    job = crew(first=3)
+    job = seating(first=3)
     assert places(fill(job)) == [("a", 0), ("a", 1), ("b", 0)]
     assert fill(job) == []
     job.grow()
@@ -47,14 +47,14 @@ def test_hosts_are_filled_in_order() -> None:
 
 
 def test_the_first_seats_are_those_of_a_job_of_fixed_size() -> None:
-    job = crew(first=4)
+    job = seating(first=4)
     seats = fill(job)
     slots = [job.slot(seat, lambda other: other.worker is not None) for seat in seats]
     assert slots == assign(HOSTS, 4)
 
 
 def test_a_seat_is_taken_again_at_once_and_then_ever_later() -> None:
-    job = crew([Host("a", 1)], first=1, most=1)
+    job = seating([Host("a", 1)], first=1, most=1)
     [seat] = fill(job)
     pauses = []
     now = 0.0
@@ -71,7 +71,7 @@ def test_a_seat_is_taken_again_at_once_and_then_ever_later() -> None:
 
 
 def test_another_seat_is_taken_while_one_waits() -> None:
-    job = crew(first=2, most=2)
+    job = seating(first=2, most=2)
     first, _ = fill(job)
     for _ in range(2):
         job.failed(first, member_for=None, own_fault=True, now=0.0)
@@ -80,7 +80,7 @@ def test_another_seat_is_taken_while_one_waits() -> None:
 
 def test_a_host_on_the_blacklist_gets_nobody() -> None:
     blacklist = Blacklist((10.0, 35.0), draw=lambda: 0.0)
-    job = crew(blacklist=blacklist)
+    job = seating(blacklist=blacklist)
     seats = fill(job)
     for seat in seats[:2]:  # both of one host count once
         assert job.failed(seat, member_for=9.0, own_fault=True, now=0.0) == 10.0
@@ -93,7 +93,7 @@ def test_a_host_on_the_blacklist_gets_nobody() -> None:
 
 def test_who_fails_because_another_did_is_not_held_against_the_host() -> None:
     blacklist = Blacklist(None)
-    job = crew(blacklist=blacklist)
+    job = seating(blacklist=blacklist)
     seats = fill(job)
     job.failed(seats[0], member_for=9.0, own_fault=False, now=0.0)
     assert fill(job) == [seats[0]]
@@ -120,7 +120,7 @@ def test_cooldown_stays_in_its_range(
 
 
 def test_who_left_in_good_order_is_replaced_only_in_need() -> None:
-    job = crew(first=3, most=3, least=2, hosts=[Host("a", 3)])
+    job = seating(first=3, most=3, least=2, hosts=[Host("a", 3)])
     seats = fill(job)
     job.left(seats[1], asked=False)
     assert fill(job) == []
@@ -131,7 +131,7 @@ def test_who_left_in_good_order_is_replaced_only_in_need() -> None:
 
 
 def test_hosts_that_vanish_and_come_back() -> None:
-    job = crew()
+    job = seating()
     fill(job)
     assert job.update([Host("b", 2), Host("c", 1)]) == [0, 1, 4]
     assert job.update([Host("b", 2), Host("c", 1)]) == []
@@ -146,13 +146,13 @@ def test_hosts_that_vanish_and_come_back() -> None:
 
 
 def test_a_job_that_finishes_starts_nobody() -> None:
-    job = crew()
+    job = seating()
     job.closed = True
     assert fill(job) == []
 
 
 def test_all_failed() -> None:
-    job = crew([Host("a", 3)], first=2, most=3)
+    job = seating([Host("a", 3)], first=2, most=3)
     assert not job.all_failed()
     first, second = fill(job)
     job.failed(first, member_for=None, own_fault=True, now=0.0)

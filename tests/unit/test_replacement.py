@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from ringjax.run.elastic.replacement import Keeper
-from ringjax.run.elastic.seats import Crew
+from ringjax.run.elastic.seats import Seating
 from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.hosts.slots import Host
 
@@ -29,13 +29,13 @@ class Story:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        crew = Crew([Host("localhost", 3)], first=3, most=3, least=1, blacklist=None)
+        seating = Seating([Host("localhost", 3)], first=3, most=3, least=1, blacklist=None)
         self.roster = Roster(1, lambda number: "")
-        for seat in crew.vacant(0, 0.0):
+        for seat in seating.vacant(0, 0.0):
             self.roster.add(seat)
         self.roster.enter({0: 0, 1: 1, 2: 2}, 0.0)
         self.keeper = Keeper(
-            self.roster, crew, None, Nobody(), self.said.append, lambda number: None
+            self.roster, seating, None, Nobody(), self.said.append, lambda number: None
         )
 
     @property
