@@ -62,6 +62,14 @@ def broadcast_object(
     )
 
 
+def broadcast_pickled(
+    obj: Any, root_rank: int, name: str | None, process_set: runtime.ProcessSet
+) -> Any:
+    """Horovod's `broadcast_object`: any object, and the root keeps its own."""
+    sent = broadcast_object(obj, root_rank, name, process_set, allow_pickle=True)
+    return obj if runtime.rank() == root_rank else sent
+
+
 def allgather_object(
     obj: Any,
     name: str | None = None,

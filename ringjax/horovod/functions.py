@@ -1,6 +1,6 @@
 """Horovod's small functions that programs import from horovod.common.util.
 
-For those programs; ringjax itself uses `split_list` only.
+For those programs; ringjax itself uses `split_list` and `local_variables`.
 """
 
 from __future__ import annotations
@@ -174,3 +174,20 @@ def env(**variables: str | None) -> Iterator[None]:
         yield
     finally:
         put(before)
+
+
+def local_variables(layers: Any, kind: type[Any], expected: str) -> list[Any]:
+    """The trainable weights of a layer or several; none for None.
+
+    Args:
+        layers: what the program gave as `local_layers`.
+        kind: the class of layers.
+        expected: how Horovod's error calls it.
+
+    Raises:
+        ValueError: something else is given.
+    """
+    several = [layers] if isinstance(layers, kind) else list(layers or ())
+    if not all(isinstance(layer, kind) for layer in several):
+        raise ValueError(f"All local layers must be of {expected}.")
+    return [variable for layer in several for variable in layer.trainable_weights]

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from ringjax.horovod.functions import local_variables
 from ringjax.keras import adjustments
 from ringjax.keras.backends import backend
 from ringjax.keras.distribution import Distribution, Groups, Settings, checked
@@ -345,15 +346,11 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     """
     # The rest are the arguments of the other one.
     options = {key: value for key, value in locals().items() if key != "local_layers"}
-    layers = [] if local_layers is None else local_layers
-    if isinstance(layers, keras.layers.Layer):
-        layers = [layers]
-    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
-        raise ValueError("All local layers must be of type keras.layers.Layer.")
+    kind = keras.layers.Layer
+    local = local_variables(local_layers, kind, "type keras.layers.Layer")
     result = DistributedOptimizer(**options)
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            result.register_local_var(variable)
+    for variable in local:
+        result.register_local_var(variable)
     return result
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import runtime
 from ringjax.eager import objects
 from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
@@ -94,10 +93,7 @@ def broadcast_object(
         {'epoch': 3}
     """
     del session
-    sent = objects.broadcast_object(
-        obj, root_rank, name, process_set, allow_pickle=True
-    )
-    return obj if runtime.rank() == root_rank else sent
+    return objects.broadcast_pickled(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(

@@ -5,11 +5,11 @@ How gradients are reduced is gradients.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from ringjax.horovod.functions import local_variables
 from ringjax.ops import Average
 from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
@@ -222,23 +222,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         *(gradient_predivide_factor, num_groups, groups, process_set),
         scale_local_gradients,
     )
-    for variable in local_variables(local_layers):
+    kind = tf.keras.layers.Layer
+    for variable in local_variables(local_layers, kind, "tf.keras.layers.Layer type"):
         tape.register_local_source(variable)
     return tape
-
-
-def local_variables(local_layers: Any) -> list[Any]:
-    """The trainable weights of a layer or several; none for None.
-
-    Raises:
-        ValueError: something else is given; the text is Horovod's.
-    """
-    if local_layers is None:
-        return []
-    layer = tf.keras.layers.Layer
-    layers: Sequence[Any] = (
-        [local_layers] if isinstance(local_layers, layer) else list(local_layers)
-    )
-    if not all(isinstance(one, layer) for one in layers):
-        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
-    return [variable for one in layers for variable in one.trainable_weights]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringjax import runtime
 from ringjax.eager import objects
 from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.torch.movement import broadcast_async_
@@ -119,10 +118,7 @@ def broadcast_object(
         >>> hvd.broadcast_object({"epoch": 3})
         {'epoch': 3}
     """
-    sent = objects.broadcast_object(
-        obj, root_rank, name, process_set, allow_pickle=True
-    )
-    return obj if runtime.rank() == root_rank else sent
+    return objects.broadcast_pickled(obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:

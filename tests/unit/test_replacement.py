@@ -29,7 +29,9 @@ class Story:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        seating = Seating([Host("localhost", 3)], first=3, most=3, least=1, blacklist=None)
+        seating = Seating(
+            [Host("localhost", 3)], first=3, most=3, least=1, blacklist=None
+        )
         self.roster = Roster(1, lambda number: "")
         for seat in seating.vacant(0, 0.0):
             self.roster.add(seat)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.elastic.seats import LONGEST_PAUSE, Seating, Seat
+from ringjax.run.elastic.seats import LONGEST_PAUSE, Seat, Seating
 from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import Host, assign
 

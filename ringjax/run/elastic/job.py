@@ -21,7 +21,7 @@ from typing import Any
 from ringjax.run.elastic.bounds import Elastic
 from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.replacement import Keeper
-from ringjax.run.elastic.seats import Seating, Seat
+from ringjax.run.elastic.seats import Seat, Seating
 from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
 from ringjax.run.hosts.blacklist import Blacklist
