@@ -1,6 +1,6 @@
 """A timeline of the eager lanes: start and stop a Chrome trace while the job runs.
 
-What is recorded and in which format is in xla_ext/engine/timeline.h. Only rank 0
+What is recorded and in which format is in xla_ext/engine/eager/timeline.h. Only rank 0
 writes, as in Horovod: a round tells it what every rank has submitted. Compiled programs
 are not in it: use `jax.profiler` for those.
 """

@@ -1,6 +1,6 @@
 """Chaos: workers die, freeze, leave, and training goes on without losing a step.
 
-After every story, all steps are computed again in one process, see chaos.py. What
+After every story, all steps are computed again in one process, see chaos/deeds.py. What
 `make soak` does for hours.
 """
 

@@ -2,7 +2,7 @@
 
 One job, many deaths: each worker number is given a point of its own at which it dies,
 and newcomers get the next numbers. The points are described in ringjax/failpoints.py;
-the proof is chaos.py's.
+the proof is chaos/deeds.py's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // Rounds: a communicator as a meeting place, for a thread that has it to itself. It
 // gives all ranks a message, or rests until somebody wants to. What the messages mean
-// is its user's matter (eager.h).
+// is its user's matter (engine/eager/).
 #include "engine/call/agreement.h"
 #include "engine/communicator/communicator.h"
 
