@@ -73,63 +73,29 @@ if TYPE_CHECKING:
 
 # Where each name is defined; some are modules. `run` is one and can be called, too.
 _NAMES = {
-    "runtime": (
-        "ProcessSet",
-        "add_process_set",
-        "cross_rank",
-        "cross_size",
-        "global_process_set",
-        "init",
-        "is_homogeneous",
-        "is_initialized",
-        "local_rank",
-        "local_size",
-        "rank",
-        "remove_process_set",
-        "shutdown",
-        "size",
-    ),
-    "collectives": (
-        "allgather",
-        "allreduce",
-        "alltoall",
-        "barrier",
-        "broadcast",
-        "grouped_allgather",
-        "grouped_allreduce",
-        "grouped_alltoall",
-        "grouped_broadcast",
-        "grouped_reducescatter",
-        "reducescatter",
-    ),
-    "compression": ("Compression",),
-    "world.timeouts": ("collective_timeout",),
-    "optim": ("allreduce_grads",),
-    "sync": (
-        "allgather_object",
-        "allreduce_metrics",
-        "broadcast_object",
-        "broadcast_parameters",
-    ),
-    "timeline": ("start_timeline", "stop_timeline"),
-    "ops": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
-    "runtime.build": (
-        "build_info",
-        "ccl_built",
-        "cuda_built",
-        "ddl_built",
-        "gloo_built",
-        "gloo_enabled",
-        "mpi_built",
-        "mpi_enabled",
-        "mpi_threads_supported",
-        "nccl_built",
-        "rocm_built",
-        "sycl_built",
-    ),
+    "runtime": """
+        ProcessSet add_process_set cross_rank cross_size global_process_set init
+        is_homogeneous is_initialized local_rank local_size rank remove_process_set
+        shutdown size
+    """,
+    "collectives": """
+        allgather allreduce alltoall barrier broadcast grouped_allgather
+        grouped_allreduce grouped_alltoall grouped_broadcast grouped_reducescatter
+        reducescatter
+    """,
+    "compression": "Compression",
+    "world.timeouts": "collective_timeout",
+    "optim": "allreduce_grads",
+    "sync": "allgather_object allreduce_metrics broadcast_object broadcast_parameters",
+    "timeline": "start_timeline stop_timeline",
+    "ops": "Adasum Average Max Min Product Sum",
+    "runtime.build": """
+        build_info ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built
+        mpi_enabled mpi_threads_supported nccl_built rocm_built sycl_built
+    """,
 }
 _MODULES = ("eager", "elastic", "errors", "run")
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_HOME, *_MODULES])
 

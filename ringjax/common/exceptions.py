@@ -1,15 +1,14 @@
 """Horovod's place for its exceptions; only hands them on."""
 
 from ringjax.errors import (
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    HostsUpdatedInterrupt,
+    HorovodInternalError as HorovodInternalError,
 )
-from ringjax.horovod.functions import get_version_mismatch_message
-
-__all__ = [
-    "HorovodInternalError",
-    "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "get_version_mismatch_message",
-]
+from ringjax.errors import (
+    HorovodVersionMismatchError as HorovodVersionMismatchError,
+)
+from ringjax.errors import (
+    HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+)
+from ringjax.horovod.functions import (
+    get_version_mismatch_message as get_version_mismatch_message,
+)

@@ -1,15 +1,14 @@
 """Horovod's place for process sets; only hands them on."""
 
 from ringjax.runtime import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
+    ProcessSet as ProcessSet,
 )
-
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "global_process_set",
-    "remove_process_set",
-]
+from ringjax.runtime import (
+    add_process_set as add_process_set,
+)
+from ringjax.runtime import (
+    global_process_set as global_process_set,
+)
+from ringjax.runtime import (
+    remove_process_set as remove_process_set,
+)

@@ -19,26 +19,6 @@ from ringjax.errors import HorovodVersionMismatchError
 from ringjax.runtime import build
 from ringjax.world import devices
 
-__all__ = [
-    "ccl_built",
-    "check_extension",
-    "cuda_built",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "get_env_rank_and_size",
-    "get_version_mismatch_message",
-    "gloo_built",
-    "gpu_available",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "rocm_built",
-    "split_list",
-    "sycl_built",
-]
-
 T = TypeVar("T")
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?![\d.])")
 

@@ -164,7 +164,8 @@ def test_modules_that_hand_on_hold_nothing(path: Path) -> None:
         match node:
             case ast.ImportFrom(module=str(module), names=names):
                 assert module.startswith("ringjax.") and node.level == 0
-                imported += [alias.asname or alias.name for alias in names]
+                imported += [alias.name for alias in names]
+                exported += [a.name for a in names if a.asname == a.name]
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
                 exported += ast.literal_eval(value)
             case _:

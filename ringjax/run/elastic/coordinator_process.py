@@ -28,7 +28,7 @@ from ringjax.control.tls import offer
 from ringjax.errors import StartupError
 from ringjax.run import environ
 from ringjax.run.elastic.liveness import Pulse
-from ringjax.run.hosts.channel import Channel, Message
+from ringjax.run.hosts.channel import Channel, Message, standard_streams
 
 _RESTARTS = 5  # so many within _WITHIN seconds are too many
 _WITHIN = 10.0
@@ -280,13 +280,8 @@ class _Served:
 
 
 def main() -> None:
-    """Entry point: standard input and output are ringrun's, moved out of the way."""
-    reader, writer = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    _Served(reader, writer).run()
+    """Entry point."""
+    _Served(*standard_streams()).run()
 
 
 if __name__ == "__main__":

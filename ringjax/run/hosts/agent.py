@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ringjax.run.hosts import processes
-from ringjax.run.hosts.channel import Channel, Message
+from ringjax.run.hosts.channel import Channel, Message, standard_streams
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20  # bytes not yet taken by ringrun before we stop reading the ranks
@@ -242,13 +242,8 @@ class Agent:
 
 
 def main() -> NoReturn:
-    """Entry point: the channel is standard input and output, moved out of the way."""
-    reader, writer = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    Agent(reader, writer).run()
+    """Entry point."""
+    Agent(*standard_streams()).run()
 
 
 if __name__ == "__main__":

@@ -140,3 +140,16 @@ class Channel:
             return
         if isinstance(message, dict):
             self._on_message(message)
+
+
+def standard_streams() -> tuple[int, int]:
+    """Where ringrun is read and written: standard input and output, moved away.
+
+    What the process or a library prints must not get between the messages.
+    """
+    reader, writer = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    return reader, writer
