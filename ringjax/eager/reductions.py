@@ -75,13 +75,9 @@ def allreduce(
         >>> ringjax.eager.allreduce(np.arange(3.0), name="loss").tolist()
         [0.0, 1.0, 2.0]
     """
-    return allreduce_async(
-        tensor,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
+    return reduce(
+        *("allreduce", [tensor], name, op, prescale_factor, postscale_factor),
+        *(process_set, first),
     ).wait()
 
 
@@ -120,13 +116,9 @@ def grouped_allreduce(
         >>> ringjax.eager.grouped_allreduce([1.0, 2], ringjax.Max)
         [1.0, 2]
     """
-    result: list[Any] = grouped_allreduce_async(
-        tensors,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
+    result: list[Any] = reduce(
+        *("allreduce", tensors, name, op, prescale_factor, postscale_factor),
+        *(process_set, list),
     ).wait()
     return result
 
@@ -170,13 +162,9 @@ def reducescatter(
         >>> ringjax.eager.reducescatter(np.ones((4, 2))).shape == (4, 2)
         True
     """
-    return reducescatter_async(
-        tensor,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
+    return reduce(
+        *("reducescatter", [tensor], name, op, prescale_factor, postscale_factor),
+        *(process_set, first),
     ).wait()
 
 
@@ -206,12 +194,8 @@ def grouped_reducescatter(
     process_set: runtime.ProcessSet = _global,
 ) -> list[Any]:
     """`reducescatter` of several tensors as one operation; returns a list."""
-    result: list[Any] = grouped_reducescatter_async(
-        tensors,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
+    result: list[Any] = reduce(
+        *("reducescatter", tensors, name, op, prescale_factor, postscale_factor),
+        *(process_set, list),
     ).wait()
     return result
