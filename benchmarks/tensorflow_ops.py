@@ -77,11 +77,11 @@ def measure(options: argparse.Namespace) -> str:
 
     import ringjax.tensorflow as hvd
     from ringjax import eager
-    from ringjax.tensorflow import flights, kernels
+    from ringjax.tensorflow import kernels, pending
 
     counts = [
         counted(kernels, ["_start", "_finish"]),
-        counted(flights.Flight, ["tell"]),
+        counted(pending.PendingOperation, ["tell"]),
     ]
 
     def python_calls() -> int:

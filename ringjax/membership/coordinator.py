@@ -24,7 +24,7 @@ from ringjax.control.session import watch
 from ringjax.errors import AuthenticationError
 from ringjax.membership.assembly import Rules
 from ringjax.membership.membership import Membership
-from ringjax.membership.post import News
+from ringjax.membership.outbox import News
 
 
 class Coordinator(Service):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringjax.membership.assembly import Rules
-from ringjax.membership.post import Post
-from ringjax.membership.tenure import Tenure
+from ringjax.membership.epoch_state import EpochState
+from ringjax.membership.outbox import Outbox
 from ringjax.membership.verdicts import Report
 
 FINISHED = "has finished and left the job"
@@ -41,13 +41,13 @@ class Epochs:
     def __init__(self, rules: Rules) -> None:
         self._rules, self._max_np = rules, rules.max_np
         self.phase = "assembly"
-        self.epoch = Tenure()
+        self.epoch = EpochState()
         self._term = 0  # how often a coordinator was started anew
         self._people: dict[int, Person] = {}  # the members
         self._newcomers: dict[int, Person] = {}  # who is here and no member
         self._left: set[int] = set()  # finished members
         self._blank: set[int] = set()  # members that joined after others had finished
-        self._post = Post()
+        self._outbox = Outbox()
         self._next_kind = "restart"  # after "waiting"
         self._ended: set[int] = set()  # workers that may have heirs, see `lost`
         self._failed: set[int] = set()  # workers that told of an error
@@ -72,8 +72,8 @@ class Epochs:
         for worker, why in workers.items():
             self.epoch.remove(worker, why)
             self._people.pop(worker, None)
-            self._post.fence(worker, why)
-            self._post.report("fenced", worker, why)
+            self._outbox.fence(worker, why)
+            self._outbox.report("fenced", worker, why)
         if self.phase in ("run", "revoked"):
             self._revoke(now)
             self._conclude(now)
@@ -88,7 +88,7 @@ class Epochs:
             self.phase = "revoked"
             self._deadline = now + self._rules.failure_timeout
             epoch.pauses.clear()
-        self._post.tell(epoch.survivors(), epoch.revocation())
+        self._outbox.tell(epoch.survivors(), epoch.revocation())
 
     def _conclude(self, now: float) -> None:
         """Forms the next epoch if all that is needed is known."""
@@ -117,9 +117,9 @@ class Epochs:
             self._next_kind = "resize" if kind == "resize" else "restart"
             limit = self._rules.elastic_timeout
             text = f"{self._shortage()}: waiting up to {limit:g} s"
-            self._post.report("waiting", text)
+            self._outbox.report("waiting", text)
             notice = {"type": "notice", "text": text}
-            self._post.tell(self.epoch.survivors(), notice)
+            self._outbox.tell(self.epoch.survivors(), notice)
             self._admit(now)
 
     def _shortage(self) -> str:
@@ -160,7 +160,7 @@ class Epochs:
         self._number += 1
         message = {"type": "update", "number": self._number}
         message |= {"joining": change[0], "leaving": change[1]}
-        self._post.tell(epoch.survivors(), message)
+        self._outbox.tell(epoch.survivors(), message)
 
     def _resize_if_all_paused(self, now: float) -> None:
         epoch = self.epoch
@@ -180,8 +180,8 @@ class Epochs:
         for worker in sorted(epoch.leavers):
             epoch.remove(worker, "left the job")
             self._people.pop(worker)
-            self._post.dismissed.add(worker)
-            self._post.dismiss(worker, "it leaves, as it was asked to")
+            self._outbox.dismissed.add(worker)
+            self._outbox.dismiss(worker, "it leaves, as it was asked to")
         if epoch.alive or self._left:
             return False
         # Whoever has all of them leave wants no others in their place.
@@ -211,13 +211,15 @@ class Epochs:
             self._blank |= epoch.joiners
         epoch.remove(worker, FINISHED, last)
         self._left.add(worker)
-        self._post.send(worker, {"type": "farewell"}, last=True)
+        self._outbox.send(worker, {"type": "farewell"}, last=True)
         self._people.pop(worker, None)
-        self._post.report("finished", worker)
+        self._outbox.report("finished", worker)
         if self._all_done():
             return
         gone = {"type": "gone", "epoch": epoch.number, "rank": rank, "text": FINISHED}
-        self._post.tell(epoch.survivors(), gone | {"lines": last.lines if last else {}})
+        self._outbox.tell(
+            epoch.survivors(), gone | {"lines": last.lines if last else {}}
+        )
         if self.phase == "run":
             self._resize_if_all_paused(now)
         elif self.phase == "waiting":
@@ -231,7 +233,7 @@ class Epochs:
             return False
         self.phase, self._deadline, self._end = "stopped", None, "the job has finished"
         for worker in (*sorted(alive), *self._newcomers):
-            self._post.dismiss(worker, "the job has finished without it")
+            self._outbox.dismiss(worker, "the job has finished without it")
         alive.clear()
         self._newcomers.clear()
         return True
@@ -254,7 +256,7 @@ class Epochs:
         }
         for worker in joiners:
             self._people[worker] = self._newcomers.pop(worker)
-        new = self.epoch = Tenure(old.number + 1, [*stay, *joiners], joiners)
+        new = self.epoch = EpochState(old.number + 1, [*stay, *joiners], joiners)
         new.leavers = old.leavers & new.alive
         self.phase, self._deadline = "run", None
         message["members"] = [
@@ -262,7 +264,7 @@ class Epochs:
             for rank, w in enumerate(new.order)
             for p in (self._people[w],)
         ]
-        self._post.tell(new.order, message)
+        self._outbox.tell(new.order, message)
         for worker in self._newcomers if kind == "start" else ():
             self._welcome(worker)
         self._tell_members(kind)
@@ -272,14 +274,16 @@ class Epochs:
         rank = len(self.epoch.alive)
         why = f"epoch {self.epoch.number} has {rank} members"
         welcome = {"type": "welcome", "epoch": self.epoch.number, "term": self._term}
-        self._post.send(worker, welcome | {"rank": rank, "size": rank + 1, "why": why})
+        self._outbox.send(
+            worker, welcome | {"rank": rank, "size": rank + 1, "why": why}
+        )
 
     def _tell_members(self, kind: str) -> None:
         ranks = {worker: rank for rank, worker in enumerate(self.epoch.order)}
-        self._post.report("members", self.epoch.number, kind, ranks)
+        self._outbox.report("members", self.epoch.number, kind, ranks)
 
     def _stop(self, text: str) -> None:
         self.phase, self._deadline, self._end = "stopped", None, text
-        self._post.report("stop", text)
+        self._outbox.report("stop", text)
         for worker in (*self._people, *self._newcomers):
-            self._post.send(worker, {"type": "stopped", "text": text}, last=True)
+            self._outbox.send(worker, {"type": "stopped", "text": text}, last=True)

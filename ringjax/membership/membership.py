@@ -10,8 +10,8 @@ was declared lost is fenced: it never comes back under its number.
     waiting -- newcomers are ready --> run
 
 What each message holds is written down in enlistment.py, the other end. How a job comes
-together is in assembly.py, what is known of an epoch in tenure.py, what reports mean in
-verdicts.py; sockets are in coordinator.py.
+together is in assembly.py, what is known of an epoch in epoch_state.py, what reports mean
+in verdicts.py; sockets are in coordinator.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 from ringjax.membership import assembly, verdicts
 from ringjax.membership.assembly import Assembly, Rules
+from ringjax.membership.epoch_state import EpochState
 from ringjax.membership.epochs import FINISHED, Epochs, Person
-from ringjax.membership.post import Mail, News
-from ringjax.membership.tenure import Tenure
+from ringjax.membership.outbox import Mail, News
 
 
 class Membership(Epochs):
@@ -55,7 +55,7 @@ class Membership(Epochs):
 
     def take(self) -> tuple[list[Mail], list[News]]:
         """What is to be sent, in order, and what the launcher is to be told."""
-        return self._post.take()
+        return self._outbox.take()
 
     def deadline(self) -> float | None:
         """When `tick` has something to do if nothing else happens before."""
@@ -93,24 +93,24 @@ class Membership(Epochs):
         """
         memory = None if rejoin is None else assembly.read(rejoin)
         member = memory is not None and memory.epoch >= 0
-        person, post = Person(seen, hello), self._post
-        if worker in post.out:
-            post.fence(worker, post.out[worker])
+        person, outbox = Person(seen, hello), self._outbox
+        if worker in outbox.out:
+            outbox.fence(worker, outbox.out[worker])
         elif self.phase == "stopped" and not self._left:
-            post.send(worker, {"type": "stopped", "text": self._end}, last=True)
+            outbox.send(worker, {"type": "stopped", "text": self._end}, last=True)
         elif worker in self._left:
-            post.send(worker, {"type": "farewell"}, last=True)
-        elif worker in post.dismissed or (self._left and not member):
-            post.dismiss(worker, "the job is about to finish")
+            outbox.send(worker, {"type": "farewell"}, last=True)
+        elif worker in outbox.dismissed or (self._left and not member):
+            outbox.dismiss(worker, "the job is about to finish")
         elif self.phase == "assembly":
             self._here.add(worker)
             (self._people if member else self._newcomers)[worker] = person
             self._assembly.arrive(worker, memory, now)
             self._assemble(now)
         elif member:
-            post.fence(worker, "the others went on before it came back")
+            outbox.fence(worker, "the others went on before it came back")
         elif why := assembly.misfit(hello, self._reference()):
-            post.send(worker, {"type": "refused", "text": why}, last=True)
+            outbox.send(worker, {"type": "refused", "text": why}, last=True)
         else:
             self._here.add(worker)
             self._newcomers[worker] = person
@@ -125,13 +125,13 @@ class Membership(Epochs):
         kind, epoch = message.get("type"), self.epoch
         if kind == "failure":
             text = str(message.get("text", ""))
-            self._post.report("failure", worker, text)
+            self._outbox.report("failure", worker, text)
             self._failed.add(worker)
             self._newcomers.pop(worker, None)
             self._gone(worker, f"failed: {text}", now)
         elif kind == "ready" and worker in self._newcomers:
             self._newcomers[worker].ready = True
-            self._post.report("ready", worker)
+            self._outbox.report("ready", worker)
             self._admit(now)
         elif worker not in epoch.alive:
             return  # it was lost meanwhile, and will hear so
@@ -182,7 +182,7 @@ class Membership(Epochs):
         self._here.discard(worker)
         if worker in self._ending:
             why = self._ending.pop(worker)[0]
-            self._post.out.setdefault(worker, why)
+            self._outbox.out.setdefault(worker, why)
         else:
             why = f"lost its connection to the coordinator ({why})"
         if self.phase == "assembly":
@@ -206,8 +206,8 @@ class Membership(Epochs):
             self._ended.add(worker)
         if worker in self._here:
             self._ending.setdefault(worker, (text, now + self._rules.moment))
-        elif worker not in self._left and worker not in self._post.dismissed:
-            self._post.out.setdefault(worker, text)
+        elif worker not in self._left and worker not in self._outbox.dismissed:
+            self._outbox.out.setdefault(worker, text)
             if self.phase == "assembly":
                 self._assembly.never(worker)
                 self._assemble(now)
@@ -272,13 +272,13 @@ class Membership(Epochs):
         memory = found.memory
         self.phase, self._deadline = "run", None
         self._term = found.term
-        epoch = self.epoch = Tenure(memory.epoch, memory.order)
+        epoch = self.epoch = EpochState(memory.epoch, memory.order)
         resumed = {"type": "resumed", "epoch": epoch.number, "term": self._term}
-        self._post.tell(found.missed, dict(memory.members))
-        self._post.tell((*found.missed, *found.know), resumed)
+        self._outbox.tell(found.missed, dict(memory.members))
+        self._outbox.tell((*found.missed, *found.know), resumed)
         for worker in found.others:
             del self._people[worker]
-            self._post.fence(worker, "the others went on without it")
+            self._outbox.fence(worker, "the others went on without it")
         for worker in self._newcomers:
             self._welcome(worker)
         self._tell_members("resume")
@@ -289,5 +289,5 @@ class Membership(Epochs):
             epoch.remove(worker, FINISHED, found.finished.get(worker))
             missing.remove(worker)
         if missing:
-            self._lose({w: self._post.out.get(w, text) for w in missing}, now)
+            self._lose({w: self._outbox.out.get(w, text) for w in missing}, now)
         self._announce()

@@ -1,6 +1,6 @@
 """What an operation says of itself, and how a node of a graph carries that.
 
-The tensors are not here: they come at run time, see flights.py and eager_calls.py.
+The tensors are not here: they come at run time, see pending.py and eager_calls.py.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ from typing import Any
 from ringjax.tensorflow import c_api, failures, signals, world
 from ringjax.tensorflow.calls import Call
 from ringjax.tensorflow.completions import Completions
-from ringjax.tensorflow.flights import Flight
+from ringjax.tensorflow.pending import PendingOperation
 
 _FORGET_AFTER = 120.0  # seconds for a graph to take a result; then it fell through
 # Iterations of a loop may overlap, ten by default; each needs a name of its own.
 _OVERLAP = 16
 
 _completions = Completions()
-_flights: dict[int, Flight] = {}
+_flights: dict[int, PendingOperation] = {}
 _numbers = itertools.count(1)
 
 
@@ -40,7 +40,9 @@ def _start(call: Call, context: int) -> None:
     name = call.name
     if c_api.frame_of(context):  # in a loop
         name = f"{name}@{c_api.turn_of(context) % _OVERLAP}"
-    flight = Flight(call, name, tensors, None if call.waits else signals.take())
+    flight = PendingOperation(
+        call, name, tensors, None if call.waits else signals.take()
+    )
     number = next(_numbers)
     if number % 1024 == 0:
         forget()

@@ -1,7 +1,7 @@
 """Horovod's module of operations: every name it has, handed on. No MPI is used.
 
 The operations are in reductions.py and movement.py, those that Horovod keeps to itself
-in sums.py; the rest is ringjax's own.
+in private_reductions.py; the rest is ringjax's own.
 """
 
 from __future__ import annotations
@@ -55,11 +55,15 @@ from ringjax.tensorflow.movement import (
 )
 from ringjax.tensorflow.movement import rank_op as rank_op
 from ringjax.tensorflow.movement import size_op as size_op
-from ringjax.tensorflow.sums import _allreduce as _allreduce
-from ringjax.tensorflow.sums import _grouped_allreduce as _grouped_allreduce
-from ringjax.tensorflow.sums import _grouped_reducescatter as _grouped_reducescatter
-from ringjax.tensorflow.sums import _reducescatter as _reducescatter
-from ringjax.tensorflow.sums import (
+from ringjax.tensorflow.private_reductions import _allreduce as _allreduce
+from ringjax.tensorflow.private_reductions import (
+    _grouped_allreduce as _grouped_allreduce,
+)
+from ringjax.tensorflow.private_reductions import (
+    _grouped_reducescatter as _grouped_reducescatter,
+)
+from ringjax.tensorflow.private_reductions import _reducescatter as _reducescatter
+from ringjax.tensorflow.private_reductions import (
     handle_average_backwards_compatibility as handle_average_backwards_compatibility,
 )
 from ringjax.timeline import start_timeline as start_timeline

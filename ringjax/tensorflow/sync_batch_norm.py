@@ -15,7 +15,7 @@ import tensorflow as tf
 from ringjax import runtime
 from ringjax.ops import Sum
 from ringjax.tensorflow.movement import rank_op, size_op
-from ringjax.tensorflow.sums import _allreduce
+from ringjax.tensorflow.private_reductions import _allreduce
 
 _NAME = "sync_batch_normalization"
 

@@ -378,7 +378,7 @@ class Simulation:
         if text.startswith("every rank has left"):
             # Newcomers do not count then; members only if nobody asked them to leave.
             epoch = self.membership.epoch
-            stayed = set(epoch.order) - self.membership._post.out.keys()
+            stayed = set(epoch.order) - self.membership._outbox.out.keys()
             stayed -= {w.number for w in self.workers.values() if w.leaving}
             if stayed:
                 raise Violation(f"I3: stopped ({text}), but not {sorted(stayed)}")

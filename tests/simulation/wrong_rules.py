@@ -14,13 +14,13 @@ from typing import Any
 from unittest import mock
 
 from ringjax.membership import epochs, membership
-from ringjax.membership.tenure import Tenure
+from ringjax.membership.epoch_state import EpochState
 from ringjax.membership.verdicts import Report
 
 WRONG = ("naive", "no barrier", "silent leave", "majority", "hasty")
 
 
-class Hasty(Tenure):
+class Hasty(EpochState):
     """Decides on the first report."""
 
     def unreported(self) -> list[int]:
@@ -33,7 +33,7 @@ class Hasty(Tenure):
         return super().outcome(kind)
 
 
-class Majority(Tenure):
+class Majority(EpochState):
     """Lets most decide."""
 
     def outcome(self, kind: str) -> dict[str, Any]:
@@ -49,8 +49,8 @@ class Majority(Tenure):
 @contextlib.contextmanager
 def applied(wrong: str) -> Iterator[None]:
     """Has coordinators follow a wrong rule, if it is theirs."""
-    tenure = {"majority": Majority, "hasty": Hasty}.get(wrong)
+    epoch_state = {"majority": Majority, "hasty": Hasty}.get(wrong)
     with contextlib.ExitStack() as stack:
-        for module in (epochs, membership) if tenure else ():
-            stack.enter_context(mock.patch.object(module, "Tenure", tenure))
+        for module in (epochs, membership) if epoch_state else ():
+            stack.enter_context(mock.patch.object(module, "EpochState", epoch_state))
         yield

@@ -32,7 +32,7 @@ class Held:
         delete(self.tensors)
 
 
-class Flight:
+class PendingOperation:
     """A submitted operation, until its graph takes the results.
 
     Args:

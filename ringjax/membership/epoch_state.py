@@ -12,7 +12,7 @@ from ringjax.membership import verdicts
 from ringjax.membership.verdicts import Report
 
 
-class Tenure:
+class EpochState:
     """One generation of membership.
 
     Attributes:

@@ -13,7 +13,7 @@ Mail = tuple[int, dict[str, Any], bool]  # worker, message, whether it is the la
 News = tuple[Any, ...]  # for the launcher, see `Coordinator.events`
 
 
-class Post:
+class Outbox:
     """Outgoing messages, in order.
 
     Attributes:
@@ -21,9 +21,9 @@ class Post:
         dismissed: workers that were sent away in good order.
 
     Example:
-        >>> post = Post()
-        >>> post.fence(3, "it died")
-        >>> post.take()
+        >>> outbox = Outbox()
+        >>> outbox.fence(3, "it died")
+        >>> outbox.take()
         ([(3, {'type': 'fenced', 'text': 'it died'}, True)], [])
     """
 
