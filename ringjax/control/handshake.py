@@ -219,14 +219,25 @@ def _left(deadline: float) -> float:
     return left
 
 
-def turn(selector: selectors.BaseSelector, seconds: float) -> None:
-    """One round of a loop whose selector holds callables as data."""
+def turn(
+    selector: selectors.BaseSelector,
+    seconds: float,
+    fault: Callable[[Any, Exception], None],
+) -> None:
+    """One round of a loop whose selector holds callables as data.
+
+    What one of them raises is told to `fault`, with what it was called for, and does
+    not keep the others from their turns.
+    """
     for key, _ in selector.select(seconds):
         # An earlier callable may have closed this one, and its number may be in use
         # again for another socket.
         now = selector.get_map().get(key.fd)
         if now is not None and now.fileobj is key.fileobj:
-            now.data(key.fileobj)
+            try:
+                now.data(key.fileobj)
+            except Exception as error:
+                fault(key.fileobj, error)
 
 
 class _Guest:
@@ -326,6 +337,18 @@ class Door:
             introduction, keys = finished.value
             self._admit(guest.sock, guest.where, introduction, keys)
 
+    def fault(self, sock: Any, error: Exception) -> None:
+        """A callable of this door, or of the loop that it is in, has raised.
+
+        The connection that it was about ends; anything else is tried again.
+        """
+        why = f"caused {type(error).__name__}: {error}"
+        if sock in self._guests:
+            self._dismiss(self._guests[sock], why)
+        else:
+            self._refuse("a caller", why)
+            time.sleep(0.05)  # not a busy loop
+
     def sweep(self) -> None:
         """Ends the handshakes that take too long."""
         now = time.monotonic()
@@ -338,8 +361,8 @@ class Door:
 
     def _dismiss(self, guest: _Guest, why: str) -> None:
         self._forget(guest)
-        self._refuse(guest.where, why)
         guest.sock.close()
+        self._refuse(guest.where, why)
 
     def _refuse(self, where: str, why: str) -> None:
         now = time.monotonic()

@@ -45,6 +45,7 @@ class Reception:
         size: the job's size, if `rank` is given.
         hosts: the addresses to listen on for other hosts, see `addresses`.
         log: takes sentences about refused connections.
+        failed: takes a sentence if nobody can call here any more.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Reception:
         size: int = 0,
         hosts: Sequence[str],
         log: Callable[[str], None],
+        failed: Callable[[str], None],
     ) -> None:
         self._rank, self._size = rank, size
+        self._failed = failed
         self._oldest = 0  # epochs before this one are over
         self._arrived: dict[Key, socket.socket] = {}
         self._changed = threading.Condition()
@@ -98,10 +101,16 @@ class Reception:
         self._thread.start()
 
     def _serve(self) -> None:
-        while not self._closing:
-            # Without guests there is nothing to sweep, so it can sleep long.
-            turn(self._selector, 0.5 if self._door.busy else 60.0)
-            self._door.sweep()
+        try:
+            while not self._closing:
+                # Without guests there is nothing to sweep, so it can sleep long.
+                rest = 0.5 if self._door.busy else 60.0
+                turn(self._selector, rest, self._door.fault)
+                self._door.sweep()
+        except Exception as error:
+            if not self._closing:
+                why = f"{type(error).__name__}: {error}"
+                self._failed(f"the listening thread of this rank failed: {why}")
 
     def _accepts(self, introduction: Introduction) -> str:
         if introduction.purpose == Purpose.RENDEZVOUS:

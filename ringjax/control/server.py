@@ -12,12 +12,12 @@ import contextlib
 import os
 import selectors
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringjax import stderr
 from ringjax.control import addresses as address
 from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
 from ringjax.control.sealing import MOST_BYTES, Keys
@@ -165,9 +165,14 @@ class Service(abc.ABC):
     def on_turn(self) -> None:  # noqa: B027  (some do nothing between rounds)
         """Called after each round of the loop."""
 
+    def on_fault(self, seat: Seat, error: Exception) -> None:
+        """Called when a session's message could not be served: that session ends."""
+        self.on_crash(error)
+        self.drop(seat, f"it could not be served: {type(error).__name__}: {error}")
+
     def on_crash(self, error: Exception) -> None:
         """Called when the thread ends because of a fault of its own."""
-        traceback.print_exception(error)
+        stderr.line("".join(traceback.format_exception(error)).rstrip())
 
     def rest(self) -> float:
         """The most seconds until `on_turn` is to be called again."""
@@ -201,7 +206,7 @@ class Service(abc.ABC):
     def _serve(self) -> None:
         try:
             while not self._closing:
-                turn(self.selector, self.rest())
+                turn(self.selector, self.rest(), self._on_fault)
                 self._door.sweep()
                 self.on_turn()
         except Exception as error:
@@ -220,6 +225,14 @@ class Service(abc.ABC):
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
+
+    def _on_fault(self, sock: object, error: Exception) -> None:
+        """Something was wrong with one connection; see `on_fault`."""
+        seat = next((seat for seat in self._seats if seat.sock is sock), None)
+        if seat is None:
+            self._door.fault(sock, error)
+        else:
+            self.on_fault(seat, error)
 
     def _accepts(self, introduction: Introduction) -> str:
         if introduction.purpose != Purpose.RENDEZVOUS:
@@ -247,4 +260,4 @@ class Service(abc.ABC):
         self.on_lost(seat, why)
 
     def _print(self, text: str) -> None:
-        print(f"[ringjax {self.name}] {text}", file=sys.stderr, flush=True)
+        stderr.line(f"[ringjax {self.name}] {text}")

@@ -11,14 +11,13 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ringjax import failpoints, runtime
+from ringjax import failpoints, runtime, stderr
 
 _ABOUT = "about.json"
 _UNFINISHED = ".writing"
@@ -291,4 +290,4 @@ def _say(level: str, text: str) -> None:
     if runtime.is_initialized():
         runtime.current("elastic").log(level, f"elastic: {text}")
     elif level == "warning":
-        print(f"[ringjax] warning: elastic: {text}", file=sys.stderr, flush=True)
+        stderr.line(f"[ringjax] warning: elastic: {text}")

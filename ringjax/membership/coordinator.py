@@ -261,6 +261,10 @@ class Coordinator(Service):
             if self.wakeup >= 0:
                 os.eventfd_write(self.wakeup, 1)
 
+    def on_fault(self, seat: Seat, error: Exception) -> None:
+        """The rules may be in the middle of something, so it is a crash."""
+        raise error
+
     def on_crash(self, error: Exception) -> None:
         """Without a coordinator the job cannot go on, and the launcher must know."""
         super().on_crash(error)

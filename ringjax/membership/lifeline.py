@@ -164,8 +164,13 @@ class Lifeline:
                 continue
             with lock:
                 wire.write()
-                for message in messages:
-                    owner.hear(message)
+                try:
+                    for message in messages:
+                        owner.hear(message)
+                except Exception as error:  # nobody else would hear of it
+                    why = f"{type(error).__name__}: {error}"
+                    owner.give_up(f"what the {self._server} said failed here: {why}")
+                    break
         self._lose(owner, lock)
 
     def _wait(self, wire: _Wire) -> None:

@@ -10,8 +10,8 @@ was declared lost is fenced: it never comes back under its number.
     waiting -- newcomers are ready --> run
 
 What each message holds is written down in enlistment.py, the other end. How a job comes
-together is in assembly.py, what is known of an epoch in epoch_state.py, what reports mean
-in verdicts.py; sockets are in coordinator.py.
+together is in assembly.py, what is known of an epoch in epoch_state.py, what reports
+mean in verdicts.py; sockets are in coordinator.py.
 """
 
 from __future__ import annotations

@@ -78,15 +78,11 @@ class ElasticWorld(World):
         self._joined = -1  # the newest one that the program takes part in
         super().__init__(config)
 
-    # -- beginning and end -------------------------------------------------------------
-
     def _begin(self, place: launch_environment.Place) -> None:
         self.calls = Calls(self.lanes)
         self.standing = Standing.provisional(place.rank, place.size, self.config)
         ticket = forming.ticket(place, self.config)
-        self._reception = forming.reception(
-            ticket, self.config, lambda text: self.log("warning", text)
-        )
+        self._reception = forming.reception(ticket, self.config, self.log, self.broken)
         described = hello(place.rank, place.size, self.config)
         described |= self._reception.described()
         self.enlistment = forming.enlist(ticket, self.config, described)
@@ -155,10 +151,14 @@ class ElasticWorld(World):
 
     def fail(self, text: str) -> None:
         """Tells everybody that this rank goes down, and why."""
-        failed = self.failed
-        super().fail(text)
-        if not failed and self.enlistment is not None:
+        if not self.failed and self.enlistment is not None:
             self.enlistment.report_failure(text)
+        super().fail(text)
+
+    def broken(self, text: str) -> None:
+        """A thread of this rank has ended unasked: without it the rank cannot go on."""
+        self.end(RingjaxError, text)
+        super().broken(text)
 
     def stop(self) -> None:
         """Fails what is pending, and what comes."""

@@ -56,13 +56,22 @@ def leave(config: Config) -> None:
 
 
 def reception(
-    known: rendezvous_lookup.Ticket, config: Config, log: Callable[[str], None]
+    known: rendezvous_lookup.Ticket,
+    config: Config,
+    log: Callable[[str, str], None],
+    failed: Callable[[str], None],
 ) -> Reception:
     """Opens the doors for the other ranks, for all epochs."""
     found = address.parse(known.addresses)
     one_host = all(address.is_loopback(host) for host, _ in found)
     hosts = listening_hosts(config, one_host=one_host)
-    return Reception(known.secret, known.job, rank=-1, hosts=hosts, log=log)
+    return Reception(
+        *(known.secret, known.job),
+        rank=-1,
+        hosts=hosts,
+        log=lambda text: log("warning", text),
+        failed=failed,
+    )
 
 
 def enlist(

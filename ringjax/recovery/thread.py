@@ -73,6 +73,9 @@ class Home(Protocol):
     def end(self, kind: type[RingjaxError], text: str) -> None:
         """Nothing follows: everything that waits fails with this."""
 
+    def broken(self, text: str) -> None:
+        """This thread has ended unasked."""
+
     def log(self, level: str, text: str) -> None:
         """Prints a line, if the level is wanted."""
 
@@ -141,8 +144,7 @@ class Recovery:
                 self._serve()
         except Exception as error:  # nobody else could say what is wrong
             text = f"{type(error).__name__}: {error}"
-            self._home.end(RingjaxError, f"the recovery of this rank failed: {text}")
-            self._enlistment.report_failure(f"the recovery failed: {text}")
+            self._home.broken(f"the recovery of this rank failed: {text}")
 
     def _serve(self) -> None:
         for fd in (self.bell, self._wakeup):

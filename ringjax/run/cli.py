@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from ringjax import stderr
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, options
@@ -114,8 +115,18 @@ def version() -> str:
     return f"ringrun {package.version()}"
 
 
+def _open_standard_streams() -> None:
+    """What was closed when we were started would be the next socket's number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the least number that is free
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script."""
+    _open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     wants_version = any(word in ("-v", "--version") for word in arguments)
     try:
@@ -131,10 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
-        print(f"ringrun: {error}", file=sys.stderr)
+        stderr.line(f"ringrun: {error}")
         return 1
     except (ValueError, RingjaxError) as error:
-        print(f"ringrun: {error}", file=sys.stderr)
+        stderr.line(f"ringrun: {error}")
         return 2
 
 

@@ -14,7 +14,7 @@ import select
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from ringjax.run import environ
 
@@ -32,12 +32,11 @@ def padded(rank: int, size: int) -> str:
     return str(rank).zfill(len(str(size - 1)))
 
 
-class OutputClosed(BrokenPipeError):
-    """Nobody reads our standard output or error any more."""
-
-
 class Console:
     """Merges the output of `size` ranks on our own standard output and error.
+
+    A copy that cannot be written any more (the disk is full, nobody reads) is given up,
+    which is said once; the job and the other copies go on.
 
     Args:
         size: number of ranks.
@@ -58,8 +57,8 @@ class Console:
         self._size = size
         self._timestamps = timestamps
         self._python = python
-        self._terminal = {1: sys.stdout.isatty(), 2: sys.stderr.isatty()}
-        self._closed: set[int] = set()  # targets that nobody reads any more
+        self._terminal = {1: _is_terminal(sys.stdout), 2: _is_terminal(sys.stderr)}
+        self._lost: set[int] = set()  # targets that cannot be written any more
         self.labels: dict[int, str] = {}  # of ssh clients, whose ids are negative
         self.ranks: dict[int, int] = {}  # of workers of an elastic job, by their number
         self._colour = environ.wants_colour()
@@ -87,13 +86,15 @@ class Console:
         """
         self.ranks[worker] = rank
         if worker >= self._size:
-            self._open(worker, f"worker.{worker}")
+            try:
+                self._open(worker, f"worker.{worker}")
+            except OSError as error:
+                self.note(f"no copy of the output of worker {worker}: {error}")
 
     def remove(self, worker: int) -> None:
         """Its output has ended: closes its files."""
         for stream in _STREAMS:
-            if (file := self._files.pop((worker, stream), None)) is not None:
-                file.close()
+            self._close(self._files.pop((worker, stream), None))
 
     @property
     def waiting(self) -> bool:
@@ -114,7 +115,7 @@ class Console:
             return
         key = (rank, stream)
         if key in self._files:
-            self._files[key].write(data)
+            self._copy(key, data)
         data = self._partial.pop(key, b"") + data
         lines = _LINE.findall(data)
         rest = data[sum(map(len, lines)) :]
@@ -127,6 +128,21 @@ class Console:
             self._partial[key] = rest
         if lines:
             self._show(key, lines)
+
+    def _copy(self, key: tuple[int, str], data: bytes) -> None:
+        file = self._files[key]
+        try:
+            _write_all(file.fileno(), data)
+        except OSError as error:
+            self._close(self._files.pop(key))
+            why = f"{error.strerror or error}; the job goes on"
+            self.note(f"no more copies in {file.name}: {why}")
+
+    @staticmethod
+    def _close(file: BinaryIO | None) -> None:
+        if file is not None:
+            with contextlib.suppress(OSError):  # what a file server tells only now
+                file.close()
 
     def _remember(self, rank: int, lines: list[bytes]) -> None:
         if _CRASH in self._last.get(rank, ""):  # stacks of all threads follow it
@@ -187,35 +203,43 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line of ringrun's own, on standard error."""
-        with contextlib.suppress(OutputClosed):
-            self._break()
-            self._write(2, f"ringrun: {text}\n".encode(errors="replace"))
+        self._break()
+        self._write(2, f"ringrun: {text}\n".encode(errors="replace"))
 
     def close(self) -> None:
         """Show every unfinished line and close the files."""
-        try:
-            for rank, stream in list(self._partial):
-                self._finish(rank, stream)
-            self._break()
-        finally:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+        for rank, stream in list(self._partial):
+            self._finish(rank, stream)
+        self._break()
+        for file in self._files.values():
+            self._close(file)
+        self._files.clear()
 
     def _write(self, target: int, data: bytes) -> None:
-        """Write everything; raises OutputClosed the first time that nobody reads."""
-        if target in self._closed:
+        """Writes everything; says once, on the other one, that it is not possible."""
+        if target in self._lost:
             return
         try:
             if self._python:
                 file = sys.stdout if target == 1 else sys.stderr
-                file.write(data.decode(errors="replace"))
-                file.flush()
+                if file is not None:  # closed when the program was started
+                    file.write(data.decode(errors="replace"))
+                    file.flush()
             else:
                 _write_all(target, data)
-        except BrokenPipeError as error:
-            self._closed.add(target)
-            raise OutputClosed from error
+        except (OSError, ValueError) as error:  # the latter: it was closed since
+            self._lost.add(target)
+            name = "standard output" if target == 1 else "standard error"
+            why = f"{getattr(error, 'strerror', None) or error}; the job goes on"
+            text = f"ringrun: nothing more is written to {name}: {why}\n"
+            self._write(3 - target, text.encode())
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Not if it was closed, at the start (None) or since."""
+    with contextlib.suppress(ValueError):
+        return stream is not None and stream.isatty()
+    return False
 
 
 def _write_all(target: int, data: bytes) -> None:

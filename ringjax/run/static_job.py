@@ -7,7 +7,6 @@ SIGTERM, then SIGKILL. Starts no rank itself: that is hosts/agent.py, one on eac
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import signal
 import time
@@ -15,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
+from ringjax.run.ending import AFTER_FAILURE, Ending
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import own_addresses
-from ringjax.run.output import Console, OutputClosed
+from ringjax.run.output import Console
 from ringjax.run.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -132,12 +131,8 @@ class Job:
 
     def _turn(self) -> None:
         """One round of the loop: events, the server, the plan."""
-        try:
-            if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_server):
-                self.console.idle()
-        except OutputClosed:
-            self._ending.signalled = self._ending.signalled or signal.SIGPIPE
-            self._ending.begin(AFTER_SIGTERM)
+        if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_server):
+            self.console.idle()
         self._advance()
 
     def _ask_server(self) -> None:
@@ -210,8 +205,7 @@ class Job:
         if self._server is not None:
             self._server.close()
         self._fleet.close(limit)
-        with contextlib.suppress(OutputClosed):
-            self.console.close()
+        self.console.close()
 
     def _outcome(self) -> Outcome:
         results = {rank: bytes(data) for rank, data in self._results.items()}

@@ -95,7 +95,11 @@ class Whereabouts:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.bell)
             if not self._closing:
-                self._answer()
+                try:
+                    self._answer()
+                except Exception as error:  # the next question may do better
+                    why = f"{type(error).__name__}: {error}"
+                    self._log("warning", f"where this rank is cannot be told: {why}")
 
     def _answer(self) -> None:
         with self._lock:

@@ -10,11 +10,10 @@ recovery/elastic_world.py.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ringjax import _native
+from ringjax import _native, stderr
 from ringjax.config import LOG_LEVELS, Config, horovod_names
 from ringjax.control import launch_environment
 from ringjax.control.listener import Reception
@@ -105,6 +104,7 @@ class World:
                 size=place.size,
                 hosts=hosts,
                 log=lambda text: self.log("warning", text),
+                failed=self.broken,
             )
             return self._reception.described()
 
@@ -303,6 +303,12 @@ class World:
         if self._meeting is not None:
             self._meeting.session.report_failure(text)
 
+    def broken(self, text: str) -> None:
+        """A thread of this rank has ended unasked: without it the rank cannot go on."""
+        self.log("error", text)
+        self.fail(text)
+        self.stop()
+
     def stop(self) -> None:
         """Fails what is pending, so that nothing waits for it."""
         text = self.failed or _CLOSED
@@ -349,7 +355,7 @@ class World:
     def log(self, level: str, text: str) -> None:
         """One line on standard error, if the level is wanted."""
         if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
-            print(f"[{self._prefix}] {level}: {text}", file=sys.stderr, flush=True)
+            stderr.line(f"[{self._prefix}] {level}: {text}")
 
 
 _abandoned: list[object] = []

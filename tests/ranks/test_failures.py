@@ -272,3 +272,37 @@ def _still_usable(world: World, text: str) -> None:
     number = np.array([zlib.crc32(text.encode())], np.uint32)
     every = np.asarray(ringjax.allgather(number))
     assert every.tolist() == number.tolist() * world.size
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_full_disk_behind_stderr_ends_nothing(
+    start_job: StartJob, elastic: bool
+) -> None:
+    """Strangers knock, which is logged; nobody may notice that the log is lost."""
+    script = """
+import os, socket
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+import numpy as np
+import ringjax
+from ringjax import eager, runtime
+
+ringjax.init()
+door = runtime.current("test")._reception.door
+for _ in range(3):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect("\\0" + door)
+        stranger.sendall(b"x" * 4096)
+        while True:
+            try:
+                if not stranger.recv(100):
+                    break
+            except ConnectionError:
+                break
+pair = ringjax.add_process_set([0, 1])
+total = eager.allreduce(np.ones(3, "f4"), ringjax.Sum, process_set=pair)
+assert (total == 2).all(), total
+print("done", flush=True)
+"""
+    job = start_job(2, script, options=["--min-np", "2"] if elastic else [])
+    assert job.wait() == 0, job.logs()
+    assert all("done" in job.output(rank) for rank in range(2)), job.logs()

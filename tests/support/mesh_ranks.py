@@ -45,6 +45,7 @@ class Ranks:
             size=self.size,
             hosts=["127.0.0.1"],
             log=self.log.append,
+            failed=self.log.append,
         )
         self.receptions.append(reception)
         hello = {

@@ -28,7 +28,7 @@ FLOORS = (
     {"runtime", "timeline", "recovery", "world"},
     {"run", "membership", "links"},
     {"control"},
-    {"config", "settings", "errors", "ops", "failpoints", "_native"},
+    {"config", "settings", "errors", "ops", "failpoints", "stderr", "_native"},
 )
 FLOOR = {name: -number for number, names in enumerate(FLOORS) for name in names}
 # Horovod's module paths. They hand names on and hold nothing, so that they may have

@@ -5,6 +5,8 @@ What a reception does within one epoch is in test_mesh.py.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +21,13 @@ SECRET, JOB = b"s" * 32, "0123456789abcdef"
 
 @pytest.fixture
 def reception() -> Iterator[Reception]:
-    found = Reception(SECRET, JOB, rank=-1, hosts=["127.0.0.1"], log=lambda text: None)
+    found = Reception(
+        *(SECRET, JOB),
+        rank=-1,
+        hosts=["127.0.0.1"],
+        log=lambda text: None,
+        failed=pytest.fail,
+    )
     yield found
     found.close()
 
@@ -42,3 +50,35 @@ def test_epochs_come_and_go(reception: Reception) -> None:
         call(reception, 4)
     assert "e" in reception.door
     assert reception.described()["addresses"] == reception.addresses[0]
+
+
+def test_what_goes_wrong_with_one_caller_is_nothing_to_the_next(
+    reception: Reception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception, "_accepts", lambda introduction: 1 / 0)
+    with pytest.raises((AuthenticationError, OSError)):
+        call(reception, 1)
+    monkeypatch.undo()
+    sock = reception.take(call(reception, 1), 5)
+    assert sock is not None
+    sock.close()
+
+
+def test_a_thread_that_ends_unasked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    ended = threading.Event()
+
+    def failed(text: str) -> None:
+        said.append(text)
+        ended.set()
+
+    nowhere = {"hosts": [], "log": lambda text: None}
+    found = Reception(SECRET, JOB, rank=-1, **nowhere, failed=failed)  # type: ignore[arg-type]
+    try:
+        monkeypatch.setattr(found._door, "sweep", lambda: 1 / 0)
+        os.eventfd_write(found._wakeup, 1)
+        assert ended.wait(10)
+        what = "the listening thread of this rank failed: ZeroDivisionError"
+        assert said[0].startswith(what)
+    finally:
+        found.close()

@@ -295,7 +295,8 @@ from ringjax.control.listener import Reception
 from ringjax.control.rendezvous import join
 rank, where = int(sys.argv[1]), sys.argv[2]
 secret, job = b"s" * 32, sys.argv[4]
-reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print)
+reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print,
+                      failed=print)
 hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
          "door": reception.door, "addresses": ",".join(reception.addresses)}
 session = join(where, secret, job, hello, 10)

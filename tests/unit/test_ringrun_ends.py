@@ -232,8 +232,9 @@ def test_daemons_do_not_outlive_the_job(start: Start) -> None:
     assert job.end()[0] == 0
 
 
-def test_output_pipe_that_is_closed_ends_the_job(start: Start) -> None:
-    words = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", "yes"]
+def test_a_closed_output_pipe_costs_the_output_only(tmp_path: Path) -> None:
+    rank = f"for i in 1 2 3 4; do echo y; sleep 0.2; done; touch {tmp_path}/done"
+    words = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", "sh", "-c", rank]
     script = '"$@" | head -n 1; echo "${PIPESTATUS[0]}"'
     done = subprocess.run(
         ["bash", "-c", script, "bash", *words],
@@ -242,8 +243,55 @@ def test_output_pipe_that_is_closed_ends_the_job(start: Start) -> None:
         text=True,
         timeout=50,
     )
-    assert done.stdout == "[0]<stdout>:y\n141\n"
-    assert done.stderr == ""
+    assert done.stdout == "[0]<stdout>:y\n0\n"
+    lost = "nothing more is written to standard output: Broken pipe; the job goes on"
+    assert done.stderr == f"ringrun: {lost}\n"
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("closed", [">/dev/full", "2>/dev/full", ">&-", "2>&-"])
+def test_output_that_cannot_be_written(
+    tmp_path: Path, closed: str, elastic: bool
+) -> None:
+    rank = f"echo out; echo err >&2; sleep 0.3; echo out; touch {tmp_path}/done"
+    words = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", "sh", "-c", rank]
+    if elastic:
+        words[4:4] = ["--min-np", "1"]
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {closed}', "bash", *words],
+        env=environment("ringrun", {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done
+    assert (tmp_path / "done").exists()
+    said = (done.stdout + done.stderr).count("No space left on device; the job goes on")
+    assert said == closed.endswith("full")
+
+
+def test_a_full_disk_behind_the_copies(tmp_path: Path) -> None:
+    """A copy that cannot be written is given up; the others are whole."""
+    folder = tmp_path / "logs" / "rank.0"
+    folder.mkdir(parents=True)
+    (folder / "stdout").symlink_to("/dev/full")
+    words = ["-np", "2", "--output-filename", str(tmp_path / "logs")]
+    rank = "for i in 1 2 3; do echo $RINGJAX_RANK; echo e >&2; sleep 0.1; done"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "ringjax.run", *words, "sh", "-c", rank],
+        env=environment("ringrun", {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done
+    assert done.stdout.count("[0]<stdout>:0\n") == 3
+    why = "No space left on device; the job goes on"
+    said = f"ringrun: no more copies in {folder / 'stdout'}: {why}\n"
+    assert done.stderr.count(said) == done.stderr.count("ringrun: ") == 1
+    assert (folder / "stderr").read_text() == "e\n" * 3
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "1\n" * 3
 
 
 def test_other_hosts(start: Start, ssh: dict[str, str], tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.replacement import Keeper
 from ringjax.run.elastic.seats import Seat, Seating
 from ringjax.run.elastic.workers import Roster, Worker
-from ringjax.run.ending import AFTER_FAILURE, AFTER_SIGTERM, Ending
+from ringjax.run.ending import AFTER_FAILURE, Ending
 from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.discovery import Discovery
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import ANY, Host, own_addresses
-from ringjax.run.output import Console, OutputClosed
+from ringjax.run.output import Console
 from ringjax.run.static_job import Outcome, interrupted
 
 _TICK = 0.1  # seconds between two looks at the clock
@@ -222,12 +222,8 @@ class ElasticJob:
 
     def _turn(self) -> None:
         """One round of the loop: events, the coordinator, the clock, the plan."""
-        try:
-            if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_coordinator):
-                self.console.idle()
-        except OutputClosed:
-            self._ending.signalled = self._ending.signalled or signal.SIGPIPE
-            self._ending.begin(AFTER_SIGTERM)
+        if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_coordinator):
+            self.console.idle()
         now = time.monotonic()
         self._keeper.silent = self._ending.begun
         self._keeper.tick(now)
@@ -372,8 +368,7 @@ class ElasticJob:
             self._ask_coordinator()
             self._coordinator.close()
         self._fleet.close(limit)
-        with contextlib.suppress(OutputClosed):
-            self.console.close()
+        self.console.close()
 
     def _outcome(self) -> Outcome:
         roster = self._roster

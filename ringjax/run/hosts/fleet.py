@@ -24,7 +24,7 @@ from ringjax.run import environ
 from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.host_command import Spec, agent_command, ssh_command
 from ringjax.run.hosts.slots import is_local
-from ringjax.run.output import Console, OutputClosed
+from ringjax.run.output import Console
 
 
 class Observer(Protocol):
@@ -328,8 +328,7 @@ class Fleet:
             ):
                 for key, _ in self.selector.select(0.05):
                     if self.selector.get_map().get(key.fd) is key:
-                        with contextlib.suppress(OutputClosed):
-                            key.data()
+                        key.data()
             for agent in agents:
                 if agent.channel is not None:
                     agent.channel.close()
