@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from typing import TextIO
 
 
 def line(text: str) -> None:
@@ -18,13 +19,16 @@ def line(text: str) -> None:
     Example:
         >>> line("[ringjax] info: written to standard error")
     """
-    stream = sys.stderr
+    stream: TextIO | None = sys.stderr
+    if stream is None:  # closed when the program was started
+        return
     with contextlib.suppress(Exception):
-        if stream is not None and stream is sys.__stderr__:
-            # Not through its buffer: what cannot be written would stay there, and fail
-            # again with every line, and with the exit code at last.
-            stream.flush()
-            os.write(stream.fileno(), f"{text}\n".encode(errors="replace"))
-        elif stream is not None:
+        own = stream is sys.__stderr__
+        if not own:
             stream.write(f"{text}\n")
             stream.flush()
+            return
+        # Not through its buffer: what cannot be written would stay there, and fail
+        # again with every line, and with the exit code at last.
+        stream.flush()
+        os.write(stream.fileno(), f"{text}\n".encode(errors="replace"))

@@ -25,6 +25,7 @@ import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ringjax.control.sealing import Keys
 from ringjax.control.tls import Layer, Offer, agree

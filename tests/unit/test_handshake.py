@@ -224,7 +224,7 @@ class House:
 
     def live(self) -> None:
         while not self.ends:
-            handshake.turn(self.selector, 0.01)
+            handshake.turn(self.selector, 0.01, self.door.fault)
             self.door.sweep()
 
     def visit(self) -> socket.socket:
