@@ -137,6 +137,7 @@ def broadcast_object(
             *(what, obj, move, objects.room),
             is_root=communicator.rank == root,
             root_rank=root_rank,
+            secret=runtime.current(what).secret,
             allow_pickle=allow_pickle,
         )
 
@@ -168,6 +169,7 @@ def allgather_object(
         return objects.allgather(
             *(what, obj, move, objects.room),
             ranks=process_set.ranks,
+            secret=runtime.current(what).secret,
             allow_pickle=allow_pickle,
         )
 

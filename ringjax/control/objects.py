@@ -11,11 +11,13 @@ a number, a string, a list of nodes, or one of ``{"tuple": [node, …]}``,
 ``{"set": [node, …]}``, ``{"frozenset": [node, …]}``, ``{"dict": [[key, value], …]}``,
 ``{"float": "nan"}``, ``{"int": hex}``, ``{"complex": [re, im]}``, ``{"bytes": blob}``,
 ``{"array": [blob, dtype, shape]}``, ``{"scalar": [blob, dtype, []]}``.
-Or ``RJOP`` | a pickle, which is only read where the caller has asked for it.
+Or ``RJOP`` | a pickle, which is only read where the caller has asked for it. What
+travels is followed by a seal (`Seal`), without which nothing of it is looked at.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 import struct
@@ -80,6 +82,41 @@ def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
         raise ValueError(f"not an encoded object: {type(e).__name__}: {e}") from None
 
 
+class Seal:
+    """Tells what a rank of this job has sent from what was altered or made up.
+
+    Links between hosts may be plain TCP, and a pickle runs code. The seal is an HMAC
+    (RFC 2104, SHA-256) under a key that only this job's ranks have. It does not hide
+    anything, and an object that was genuine once could be played again.
+
+    Args:
+        secret: the job's; empty in a job of one.
+        what: what the object is sent by; another function's objects are not genuine.
+    """
+
+    SIZE = 32
+
+    def __init__(self, secret: bytes, what: str) -> None:
+        self._key = hmac.digest(secret, b"ringjax objects " + what.encode(), "sha256")
+
+    def of(self, failed: bool, data: bytes) -> bytes:
+        """The seal of a message."""
+        return hmac.digest(self._key, bytes([failed]) + data, "sha256")
+
+    def checked(self, failed: bool, data: bytes) -> bytes:
+        """The message without its seal.
+
+        Raises:
+            ValueError: it is not genuine.
+        """
+        data, seal = data[: -self.SIZE], data[-self.SIZE :]
+        if not hmac.compare_digest(seal, self.of(failed, data)):
+            raise ValueError(
+                "it was altered on its way, or does not come from a rank of this job"
+            )
+        return data
+
+
 class Message(NamedTuple):
     """An object on its way, or the reason why it cannot be sent, which travels instead.
 
@@ -90,18 +127,17 @@ class Message(NamedTuple):
     data: bytes
 
     @classmethod
-    def of(cls, value: Any, *, allow_pickle: bool) -> Message:
+    def of(cls, value: Any, seal: Seal, *, allow_pickle: bool) -> Message:
         """Never raises: the other ranks already wait for this one."""
+        failed = False
         try:
             data = encode(value, allow_pickle=allow_pickle)
+            if len(data) > MAX_BYTES - Seal.SIZE:
+                raise ValueError(f"it has {len(data)} bytes, more than {MAX_BYTES}")
         except Exception as e:  # a pickle runs the object's own code
-            return cls(
-                True, f"{type(e).__name__}: {e}".encode(errors="replace")[:65536]
-            )
-        if len(data) > MAX_BYTES:
-            text = f"it has {len(data)} bytes, more than {MAX_BYTES}"
-            return cls(True, text.encode())
-        return cls(False, data)
+            failed = True
+            data = f"{type(e).__name__}: {e}".encode(errors="replace")[:65536]
+        return cls(failed, data + seal.of(failed, data))
 
     def head(self) -> np.ndarray[Any, Any]:
         """uint32[2]: whether it failed, and the number of bytes."""
@@ -127,9 +163,11 @@ def room(head: np.ndarray[Any, Any]) -> int:
     return max(64, 1 << (length(head) - 1).bit_length())
 
 
-def opened(head: np.ndarray[Any, Any], body: bytes, *, allow_pickle: bool) -> Any:
+def opened(
+    head: np.ndarray[Any, Any], body: bytes, seal: Seal, *, allow_pickle: bool
+) -> Any:
     """The object of a message; TypeError with the sender's reason if it had failed."""
-    data = body[: int(head[1])]
+    data = seal.checked(bool(head[0]), body[: int(head[1])])
     if head[0]:
         raise TypeError(data.decode(errors="replace"))
     return decode(data, allow_pickle=allow_pickle)
@@ -151,6 +189,7 @@ def broadcast(
     *,
     is_root: bool,
     root_rank: int,
+    secret: bytes,
     allow_pickle: bool,
 ) -> Any:
     """A copy of the root's object. `what` is the function that errors name.
@@ -159,13 +198,14 @@ def broadcast(
       TypeError: the root's object cannot be sent; on every rank.
       ValueError: what came is no object, or a pickle without `allow_pickle`.
     """
-    message = Message.of(obj if is_root else None, allow_pickle=allow_pickle)
+    seal = Seal(secret, what)
+    message = Message.of(obj if is_root else None, seal, allow_pickle=allow_pickle)
     head = np.asarray(move(message.head(), "head"))
     with _blaming(what, root_rank):
         body = message.body(size) if is_root else np.zeros(size(head), np.uint8)
     data = np.asarray(move(body, "body")).tobytes()
     with _blaming(what, root_rank):
-        return opened(head, data, allow_pickle=allow_pickle)
+        return opened(head, data, seal, allow_pickle=allow_pickle)
 
 
 def allgather(
@@ -175,10 +215,12 @@ def allgather(
     size: Size,
     *,
     ranks: Iterable[int],
+    secret: bytes,
     allow_pickle: bool,
 ) -> list[Any]:
     """The objects of all ranks. Raises as `broadcast`."""
-    message = Message.of(obj, allow_pickle=allow_pickle)
+    seal = Seal(secret, what)
+    message = Message.of(obj, seal, allow_pickle=allow_pickle)
     heads = np.asarray(move(message.head()[None], "head"))
     data = np.asarray(move(message.body(size), "body")).tobytes()
     senders: list[int | str] = list(ranks)
@@ -188,7 +230,8 @@ def allgather(
     for rank, head in zip(senders, heads, strict=True):
         with _blaming(what, rank):
             end = start + size(head)
-            found.append(opened(head, data[start:end], allow_pickle=allow_pickle))
+            body = data[start:end]
+            found.append(opened(head, body, seal, allow_pickle=allow_pickle))
         start = end
     return found
 

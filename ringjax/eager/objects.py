@@ -58,6 +58,7 @@ def broadcast_object(
         *(what, obj, move, objects.length),
         is_root=native.rank == root,
         root_rank=root_rank,
+        secret=runtime.current(what).secret,
         allow_pickle=allow_pickle,
     )
 
@@ -96,5 +97,6 @@ def allgather_object(
     return objects.allgather(
         *(what, obj, move, objects.length),
         ranks=process_set.ranks,
+        secret=runtime.current(what).secret,
         allow_pickle=allow_pickle,
     )

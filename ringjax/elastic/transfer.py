@@ -140,6 +140,7 @@ def _announce(plan: Any, carrier: _Carrier, source: int, *, is_source: bool) -> 
         *("elastic", plan, move, objects.length),
         is_root=is_source,
         root_rank=source,
+        secret=runtime.current("elastic").secret,
         allow_pickle=False,
     )
 

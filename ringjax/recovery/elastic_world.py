@@ -82,6 +82,7 @@ class ElasticWorld(World):
         self.calls = Calls(self.lanes)
         self.standing = Standing.provisional(place.rank, place.size, self.config)
         ticket = forming.ticket(place, self.config)
+        self.secret = ticket.secret
         self._reception = forming.reception(ticket, self.config, self.log, self.broken)
         described = hello(place.rank, place.size, self.config)
         described |= self._reception.described()
@@ -380,8 +381,6 @@ class ElasticWorld(World):
         self.device = device, why_not
         if self.generation is not None and not elastic_devices.renew(self):
             elastic_devices.start_again(self, elastic_devices.LOST)
-
-    # -- for the program ---------------------------------------------------------------
 
     @property
     def members(self) -> Sequence[Member]:

@@ -58,6 +58,7 @@ class World:
         self._epoch: Epoch | None = None
         self._reception: Reception | None = None
         self._meeting: Meeting | None = None
+        self.secret = b""  # a job of one has none
         self._whereabouts: Whereabouts | None = None
         self.devices = devices.Devices(self, [0])
         self.lanes = lanes.Lanes(self)
@@ -111,6 +112,7 @@ class World:
         self._meeting = attend(
             place, config, hello(place.rank, place.size, config), open_doors
         )
+        self.secret = self._meeting.secret
         session = self._meeting.session
         check_agreement(session.members)
         self.standing = Standing.of(place.rank, host_names(session.members), config)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch):
     world = _native.local_world([0, 0, 0])
     monkeypatch.setattr(runtime, "rank", lambda: here.rank)
     monkeypatch.setattr(runtime, "size", lambda: 5)
+    monkeypatch.setattr(runtime, "current", lambda what: SimpleNamespace(secret=b""))
 
     @contextlib.contextmanager
     def private_communicator(asked):

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import struct
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from hypothesis.extra import numpy as hnp
 
 from ringjax.control import objects
 
+KEY = b"of the job"
+SEAL = objects.Seal(KEY, "broadcast_object")
 ARRAYS = hnp.arrays(
     st.sampled_from(
         [np.dtype(d) for d in ("?", "i1", "<u8", ">i4", "<f2", "f8", "c16")]
@@ -245,6 +248,38 @@ def test_a_message_announces_its_room_and_fits_into_it() -> None:
 
 
 def test_a_reason_travels_instead_of_what_cannot_be_sent() -> None:
-    message = objects.Message.of(object(), allow_pickle=False)
+    message = objects.Message.of(object(), SEAL, allow_pickle=False)
+    head, body = message.head(), message.body().tobytes()
     with pytest.raises(TypeError, match="the object is a builtins.object"):
-        objects.opened(message.head(), message.body().tobytes(), allow_pickle=False)
+        objects.opened(head, body, SEAL, allow_pickle=False)
+
+
+class Burglar:
+    """Runs when its pickle is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("a pickle that was not genuine has been read",)
+
+
+@pytest.mark.parametrize("value", [{"lr": 0.1}, Burglar()])
+@pytest.mark.parametrize("forger", [(b"guessed", "broadcast_object"), (KEY, "elastic")])
+def test_what_is_not_genuine_is_not_looked_at(
+    value: Any, forger: tuple[bytes, str]
+) -> None:
+    message = objects.Message.of(value, objects.Seal(*forger), allow_pickle=True)
+    head, body = message.head(), message.body().tobytes()
+    with pytest.raises(ValueError, match="altered on its way"):
+        objects.opened(head, body, SEAL, allow_pickle=True)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_no_byte_can_be_altered(place: int, by: int) -> None:
+    message = objects.Message.of({"w": np.arange(5)}, SEAL, allow_pickle=True)
+    data = bytearray(message.data)
+    data[place % len(data)] ^= by
+    with pytest.raises(ValueError, match="altered on its way"):
+        objects.opened(message.head(), bytes(data), SEAL, allow_pickle=True)
+    flipped = np.array([1, len(message.data)], np.uint32)
+    for head in (flipped, np.array([0, 5], np.uint32)):
+        with pytest.raises(ValueError, match="altered on its way"):
+            objects.opened(head, message.data, SEAL, allow_pickle=True)
