@@ -11,6 +11,8 @@ import time
 from collections import deque
 from typing import Protocol
 
+from ringjax import stderr
+
 _LOOK_AFTER = 0.002  # seconds
 
 
@@ -59,8 +61,7 @@ class Completions:
                 while self._pending and self._pending[0].done():
                     ended.append(self._pending.popleft())
             for item in ended:
-                item.settle()
-                item.tell()
+                _tell(item)
 
     def _look(self) -> None:
         while True:
@@ -74,5 +75,13 @@ class Completions:
                 for item in ended:
                     self._pending.remove(item)
             for item in ended:
-                item.settle()
-                item.tell()
+                _tell(item)
+
+
+def _tell(item: Awaited) -> None:
+    try:
+        item.settle()
+        item.tell()
+    except Exception as error:  # the other items are none the worse
+        why = f"{type(error).__name__}: {error}"
+        stderr.line(f"[ringjax] error: a graph of TensorFlow hears nothing: {why}")
