@@ -20,6 +20,7 @@ from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
+_BETWEEN_STATES = 10.0  # seconds from one state of a progress bar to the next, in logs
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 # What JAX adds below an exception, which is the line worth repeating.
 _NOTE = re.compile(r"-+$|For simplicity, JAX has removed its internal frames")
@@ -65,6 +66,7 @@ class Console:
         self._partial: dict[tuple[int, str], bytes] = {}
         self._unfinished: tuple[int, str] | None = None  # whose line the cursor is in
         self._last: dict[int, str] = {}
+        self._bars: dict[tuple[int, str], float] = {}  # when a state was shown
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._directory = None if directory is None else Path(directory)
         for rank in range(size):
@@ -121,6 +123,7 @@ class Console:
         rest = data[sum(map(len, lines)) :]
         if stream == "stderr":
             self._remember(rank, [*lines, rest])
+        lines = self._folded(key, lines)
         if len(rest) > _LONGEST:
             lines.append(rest)
             rest = b""
@@ -128,6 +131,27 @@ class Console:
             self._partial[key] = rest
         if lines:
             self._show(key, lines)
+
+    def _folded(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
+        """Without the states of progress bars that are overwritten by the next one.
+
+        On a terminal or in a notebook, rank 0's are shown as they are; those of several
+        ranks would overwrite each other. Elsewhere a state becomes a line now and then.
+        """
+        rank, stream = key
+        moving = self._python or self._terminal[_STREAMS[stream]]
+        if moving and self.ranks.get(rank, rank) == 0:
+            return lines
+        kept = []
+        for line in lines:
+            if not line.endswith(b"\r"):
+                kept.append(line)
+            elif not moving and len(line) > 1:
+                now = time.monotonic()
+                if now - self._bars.setdefault(key, now) >= _BETWEEN_STATES:
+                    self._bars[key] = now
+                    kept.append(line[:-1] + b"\n")
+        return kept
 
     def _copy(self, key: tuple[int, str], data: bytes) -> None:
         file = self._files[key]

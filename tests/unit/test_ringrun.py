@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support.launch import environment
 
+from ringjax.run import output
+
 Done = subprocess.CompletedProcess[str]
 RingRun = Callable[..., Done]
 
@@ -73,7 +75,7 @@ def test_lines_of_ranks_are_never_mixed() -> None:
         assert mine == [f"[{rank}]<stdout>:ab"] * 9 + [f"[{rank}]<stdout>:end"]
 
 
-def test_progress_bars_keep_their_carriage_returns() -> None:
+def test_a_progress_bar_in_a_log_is_its_last_state() -> None:
     words = ["-np", "1", *sh(r"printf '10%%\r20%%\r\ndone\n'")]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "ringjax.run", *words],
@@ -82,7 +84,32 @@ def test_progress_bars_keep_their_carriage_returns() -> None:
         timeout=50,
     )
     p = b"[0]<stdout>:"
-    assert done.stdout == p + b"10%\r" + p + b"20%\r\n" + p + b"done\n"
+    assert done.stdout == p + b"20%\r\n" + p + b"done\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_bars_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    shown: list[bytes] = []
+    console = output.Console(2)
+    console._terminal, console._colour = {1: terminal, 2: terminal}, False
+    monkeypatch.setattr(console, "_write", lambda target, data: shown.append(data))
+    for second in range(22):
+        monkeypatch.setattr(output.time, "monotonic", lambda now=second: 100.0 + now)
+        for rank in range(2):
+            console.write(rank, "stdout", b"\r" + f"{second} s".encode())
+    for rank in range(2):
+        console.write(rank, "stdout", b"\rend\n")
+    text = b"".join(shown)
+    if terminal:
+        assert text.count(b"\r") == 23  # rank 0's
+        assert text.count(b"[1] ") == 1 and b"[1] end\n" in text
+    else:
+        for rank in (b"[0]", b"[1]"):
+            mine = [x for x in text.splitlines() if x.startswith(rank)]
+            assert [x.partition(b":")[2] for x in mine] == [b"10 s", b"20 s", b"end"]
+        assert b"\r" not in text
 
 
 def test_a_flood_arrives_whole() -> None:
