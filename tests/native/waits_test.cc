@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <random>
 #include <thread>
 
@@ -30,30 +29,26 @@ void Spin(unsigned turns) {
   for (std::atomic<unsigned> left = turns; left > 0;) --left;
 }
 
-// A thread waits behind a turn that `wake` ends, which is called at any moment since
-// the thread has asked whether it should go on, for the last time before it sleeps.
-template <typename Stop, typename Wake>
-void Handover(Stop stop, Wake wake) {
+// A turn is left at any moment since who waits for it has asked, for the last time
+// before it sleeps, whether it should go on.
+TEST(NobodyMissesThatATurnWasLeft) {
   std::mt19937 random(3);
   const auto limit = Clock::now() + std::chrono::seconds(2);
   bool in_time = true;
   for (int i = 0; i < 20000 && in_time && Clock::now() < limit; ++i) {
     Turnstile turnstile(std::chrono::hours(1));
     turnstile.Take();
-    std::atomic<bool> asked = false, through = false, woken = false;
+    std::atomic<bool> asked = false, through = false;
     std::thread waiter([&] {
-      const Status status = turnstile.Wait(turnstile.Take(), [&] {
-        asked = true;
-        return stop(woken.load());
-      });
+      const auto stop = [&] { return asked = true, OkStatus(); };
+      CHECK(turnstile.Wait(turnstile.Take(), stop).ok());
       through = true;
     });
     // Giving the core away would take longer than all that may go wrong.
     for (int looks = 1; !asked; ++looks)
       if (looks % 10000 == 0) std::this_thread::yield();
     Spin(random() % 50);
-    woken = true;
-    wake(&turnstile);
+    turnstile.Leave();
     in_time = Soon([&] { return through.load(); });
     CHECK(in_time);
     while (!through) turnstile.WakeAll();  // which was lost before
@@ -61,14 +56,23 @@ void Handover(Stop stop, Wake wake) {
   }
 }
 
-TEST(NobodyMissesThatATurnWasLeft) {
-  Handover([](bool) { return OkStatus(); }, [](Turnstile* t) { t->Leave(); });
-}
-
+// All are woken just after one of them has heard that it may wait.
 TEST(NobodyMissesThatThereIsNoTurnAnyMore) {
-  Handover(
-      [](bool woken) { return woken ? Status(Code::kUnavailable, "") : OkStatus(); },
-      [](Turnstile* t) { t->WakeAll(); });
+  Turnstile turnstile(std::chrono::hours(1));
+  turnstile.Take();
+  std::atomic<bool> over = false, through = false;
+  std::thread waiter([&] {
+    const auto stop = [&] {
+      if (over.exchange(true)) return Status(Code::kUnavailable, "over");
+      turnstile.WakeAll();
+      return OkStatus();
+    };
+    CHECK(turnstile.Wait(turnstile.Take(), stop).code() == Code::kUnavailable);
+    through = true;
+  });
+  CHECK(Soon([&] { return through.load(); }));
+  while (!through) turnstile.WakeAll();
+  waiter.join();
 }
 
 // Aborts when it is armed: after the waiter has looked whether it is to go on.
