@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu-check gpu-schedule sanitize fuzz soak wheel clean
+.PHONY: help demo test lint format bench gpu-check gpu-schedule sanitize fuzz mutants soak wheel clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -89,6 +89,9 @@ fuzz: $(VENV)/installed-test $(VENV)/installed-cmake  ## ten million damaged inp
 	$(BIN)/cmake --build build/fuzz --target ringjax_fuzz
 	cd build/fuzz && setarch -R ./ringjax_fuzz --runs $(FUZZ_RUNS) --corpus ../../tests/fuzz/corpus
 	cd tests && ../$(BIN)/python -m fuzz --runs $$(($(FUZZ_RUNS) / 6))
+
+mutants: $(VENV)/installed-cmake  ## small mistakes in the native core, which its tests must notice
+	cd tests && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m mutants $(MUTANTS_OPTIONS)
 
 # --program eager --every 0.3 --pause 0.005: the most failures an hour.
 SOAK_OPTIONS ?= --hours 8

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "check.h"
+#include "engine/call/tiles.h"
 #include "local_world.h"
 
 namespace ringjax {
@@ -145,6 +146,23 @@ TEST(AllRanksEndWithTheSameBits) {
       for (const auto& data : results)
         CHECK(std::memcmp(data.data(), results[0].data(), 4 * n) == 0);
     }
+}
+
+// Who joins after a loss takes sums from the board only where none was overwritten.
+TEST(SumsStayWhereNoSlotIsUsedTwice) {
+  const auto bell = MakeBell(), other = MakeBell();
+  const auto boards = MakeLocalBoards(kTile, {bell.get(), other.get()});
+  Board& board = *boards[0];
+  board.Publish(Board::kFetched, 7);
+  for (const DType wire : {DType::kF32, DType::kF16}) {
+    const Arithmetic a{DType::kF32, wire};
+    const uint64_t tile = kTile / Width(wire), sets = Board::kTiles;
+    CHECK_EQ(SummedAt(1, a, board), 8u);
+    CHECK_EQ(SummedAt(tile + 1, a, board), 9u);
+    CHECK_EQ(SummedAt(sets * tile, a, board), 7 + sets);
+    CHECK_EQ(SummedAt(sets * tile + 1, a, board), 0u);
+    CHECK_EQ(SummedAt((sets + 1) * tile + 1, a, board), 0u);
+  }
 }
 
 TEST(ADisagreementLeavesTheBoardUsable) {

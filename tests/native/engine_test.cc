@@ -1,6 +1,8 @@
 // Threads as ranks over in-process links: collectives, disagreement, loss, overlap.
 // The same code paths that processes run, in reach of the sanitizers.
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <random>
@@ -206,6 +208,29 @@ TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   CHECK_EQ(zero->lost()[0].first, 2);
   close(other[1]);
+}
+
+// Of a process that stops at once: 0 if its heartbeat blames nobody for that.
+int StandStill(int socket) {
+  Heartbeat heartbeat(0, {{1, socket}}, 0.05, 1.0, MakeBell(), nullptr, nullptr);
+  raise(SIGSTOP);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // four beats
+  return heartbeat.lost().empty() ? 0 : 1;
+}
+
+TEST(AHeartbeatThatStoodStillBlamesNobody) {
+  int pair[2], status = -1;
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+  const pid_t child = fork();
+  if (child == 0) _exit(StandStill(pair[0]));
+  close(pair[0]);
+  CHECK_EQ(waitpid(child, &status, WUNTRACED), child);
+  CHECK(WIFSTOPPED(status));
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  kill(child, SIGCONT);
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  close(pair[1]);
 }
 
 TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <deque>
 #include <random>
+#include <thread>
 
 #include "check.h"
 #include "engine/communicator/arena.h"
@@ -96,6 +97,26 @@ void Train(uint64_t room, uint64_t in_flight) {
 TEST(BucketsGoRoundTheArena) { Train(20000, 20000); }
 
 TEST(WhatTheArenaHasNoRoomForGetsMemoryForTheMoment) { Train(30000, 4096); }
+
+// A step that failed half way is given up by who begins the next one, while another
+// thread still copies results out: their memory must not be given back before.
+TEST(NothingIsGivenBackWhileItIsCopied) {
+  World world({0});
+  Overlap overlap(world.ranks[0]);
+  std::vector<float> in(size_t{1} << 24, 1.0f), out(in.size(), -1.0f);
+  CHECK(overlap.Start(AllreduceOf(&in), 0, in.size() * sizeof(float)).ok());
+  std::thread copier([&] {
+    Call call = AllreduceOf(&in);
+    call.tensors[0].out = out.data();
+    CHECK(overlap.Done(call, 0).ok());
+  });
+  // Counted under the lock under which the copy is announced.
+  while (overlap.exposed() == 0) std::this_thread::yield();
+  overlap.Begin(0);
+  CHECK_EQ(out.back(), 1.0f);
+  copier.join();
+  CHECK(world.ranks[0]->aborted());
+}
 
 }  // namespace
 }  // namespace ringjax

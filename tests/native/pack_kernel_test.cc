@@ -141,6 +141,9 @@ void FillRandom(DType t, std::byte* out, size_t n, Random& random) {
       if (t == DType::kF32) bits = BitsOf(static_cast<float>(v));
       if (t == DType::kF64) bits = std::bit_cast<uint64_t>(v);
     }
+    // Twice that is the least number that does not fit.
+    if (!IsFloat(t) && i % 16 == 0)
+      bits = uint64_t{1} << (8 * Width(t) - 1 - i / 16 % 2);
     std::memcpy(out + i * Width(t), &bits, Width(t));
   }
 }

@@ -362,6 +362,26 @@ TEST(ReduceIntegers) {
       }
 }
 
+// The least double that does not fit is the limit itself, plus one.
+TEST(IntegersOf64BitsSaturateAtExactlyTheLimit) {
+  for (const int64_t sign : {1, -1}) {
+    const int64_t half = sign * (int64_t{1} << 62);
+    const int64_t below = sign * ((int64_t{1} << 62) - 512);  // doubled, still exact
+    const int64_t in[] = {half, below};
+    int64_t out[2];
+    CopyScaled(out, in, 2, {DType::kI64, DType::kI64, ReduceOp::kSum, 2.0}, true, true);
+    const auto limit = sign > 0 ? std::numeric_limits<int64_t>::max()
+                                : std::numeric_limits<int64_t>::lowest();
+    CHECK_EQ(out[0], limit);
+    CHECK_EQ(out[1], 2 * below);
+  }
+  const uint64_t in[] = {uint64_t{1} << 63, (uint64_t{1} << 63) - 1024};
+  uint64_t out[2];
+  CopyScaled(out, in, 2, {DType::kU64, DType::kU64, ReduceOp::kSum, 2.0}, true, true);
+  CHECK_EQ(out[0], std::numeric_limits<uint64_t>::max());
+  CHECK_EQ(out[1], 2 * in[1]);
+}
+
 TEST(ReduceBools) {
   const uint8_t a[] = {0, 0, 1, 1}, b[] = {0, 1, 0, 1};
   for (ReduceOp op : kOps) {

@@ -294,6 +294,30 @@ TEST(NoWakeUpIsLostWhenTheRingIsFull) {
   });
 }
 
+// More pieces than one system call takes, which are short, so that it reads ahead.
+TEST(VeryManyPiecesAreReadAndWritten) {
+  OnEveryTransport([](const MakeEnds& make) {
+    Ends ends = make();
+    std::byte data[1500], got[1500] = {};
+    std::vector<iovec> from, to;
+    for (size_t i = 0; i < std::size(data); ++i) {
+      data[i] = Content(0, i);
+      from.push_back({data + i, 1});
+      to.push_back({got + i, 1});
+    }
+    size_t sent = 0, received = 0;
+    for (int i = 0; received < std::size(got) && i < 1000; ++i) {
+      const auto wrote = ends.links[0]->TryWrite(std::span(from).subspan(sent));
+      const auto read = ends.links[1]->TryRead(std::span(to).subspan(received));
+      CHECK(wrote.ok() && read.ok());
+      if (!wrote.ok() || !read.ok()) return;
+      sent += wrote.value();
+      received += read.value();
+    }
+    CHECK(std::memcmp(got, data, sizeof data) == 0);
+  });
+}
+
 // A fragment of an element must not keep its reader awake.
 TEST(AFragmentIsNotWorthWakingFor) {
   OnEveryTransport([](const MakeEnds& make) {

@@ -1,8 +1,8 @@
 // f16 and bf16 as bits, to and from float and double, rounding to nearest even.
 //
 // Branch-free integer code that compilers vectorise on every CPU, so that the same bits
-// come out everywhere, also where the calling thread flushes denormals to zero: no
-// operand and no result of the float arithmetic in here is a denormal that matters.
+// come out everywhere. A double that bf16 holds as a denormal passes through a float
+// that is one: callers hold a FloatMode, as for all arithmetic.
 // Not arithmetic on these types: that is done in float, in reduce_kernels.h.
 #pragma once
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/clones.h"
+#include "base/float_mode.h"
 #include "base/reduce_kernels.h"
 #include "base/status.h"
 
@@ -132,12 +133,14 @@ RINGJAX_CLONES void WeightedByType(void* out, const void* a, double wa, const vo
 
 void AddMoments(const void* a, const void* b, size_t n, DType dtype, Moments* moments) {
   CheckFloat(dtype);
+  const FloatMode mode;
   MomentsByType(a, b, n, dtype, moments);
 }
 
 void AddWeighted(void* out, const void* a, double wa, const void* b, double wb,
                  size_t n, DType dtype) {
   CheckFloat(dtype);
+  const FloatMode mode;
   WeightedByType(out, a, wa, b, wb, n, dtype);
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/clones.h"
+#include "base/float_mode.h"
 #include "base/reduce_kernels.h"
 #include "base/status.h"
 
@@ -290,6 +291,7 @@ void Combine(void* out, const void* own, const void* received, size_t n,
                a.op == ReduceOp::kProduct,
            "an operation that is not elementwise");
   if (n == 0) return;
+  const FloatMode mode;
   if (IsComplex(a.dtype)) {
     RJ_CHECK(a.op != ReduceOp::kMin && a.op != ReduceOp::kMax,
              "complex numbers have no order");
@@ -311,13 +313,17 @@ void Encode(void* wire, const void* own, size_t n, const Arithmetic& a, bool fir
   CheckSupported(a);
   if (n == 0) return;
   if (!a.compressed()) return CopyScaled(wire, own, n, a, first, false);
+  const FloatMode mode;
   NarrowFloats(wire, own, n, a, first ? a.prescale : 1.0);
 }
 
 void Decode(void* out, const void* wire, size_t n, const Arithmetic& a) {
   CheckSupported(a);
   if (n == 0) return;
-  if (a.compressed()) return WidenFloats(out, wire, n, a);
+  if (a.compressed()) {
+    const FloatMode mode;
+    return WidenFloats(out, wire, n, a);
+  }
   if (out != wire) std::memcpy(out, wire, n * Width(a.dtype));
 }
 
@@ -325,7 +331,10 @@ void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool 
                 bool last) {
   CheckSupported(a);
   if (n == 0) return;
-  if (Touches(a, first, last)) return Rescaled(out, own, n, a, first, last);
+  if (Touches(a, first, last)) {
+    const FloatMode mode;
+    return Rescaled(out, own, n, a, first, last);
+  }
   if (out != own) std::memcpy(out, own, n * Width(a.dtype));
 }
 

@@ -6,7 +6,8 @@
 // scaling them computes in double and truncates toward zero, as Horovod does; `divisor`
 // divides them exactly. bool: Sum and Max are or, Product and Min are and.
 // Every function accepts n == 0 and any alignment, and picks SIMD code for the CPU that
-// runs it. Pointers may be equal (in place) but must not overlap otherwise.
+// runs it. Pointers may be equal (in place) but must not overlap otherwise. Denormals
+// are numbers like others, whatever mode the calling thread is in (base/float_mode.h).
 #pragma once
 
 #include "base/dtype.h"

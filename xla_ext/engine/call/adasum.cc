@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/float_mode.h"
 #include "base/moments.h"
 
 namespace ringjax {
@@ -174,6 +175,7 @@ class Run {
   }
 
   void Combine(const Level& level, Range range) {
+    const FloatMode mode;  // for the weights, too
     ForTensors(range, [&](size_t t, Range part) {
       const Moments& m = moments_[t];
       const std::byte *a = At(*own_, part), *b = Arrived(level, part);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/failpoint.h"
+#include "base/float_mode.h"
 #include "transport/board.h"
 #include "transport/copy.h"
 
@@ -190,6 +191,7 @@ class Run {
   }
 
   void Sum(uint64_t k) {
+    const FloatMode mode;  // one for all blocks
     const Range tile = Tile(k), part = Part(tile, rank_);
     const uint64_t block = kBlock / std::max(width_, wire_);
     std::byte* sums = Slot(k, size_);

@@ -1,8 +1,6 @@
 // See turnstile.h.
 #include "engine/call/turnstile.h"
 
-#include <chrono>
-
 namespace ringjax {
 
 uint64_t Turnstile::Take() {
@@ -14,11 +12,13 @@ Status Turnstile::Wait(uint64_t ticket, const std::function<Status()>& stop) {
   std::unique_lock lock(mutex_);
   while (serving_ != ticket) {
     // Asked before waiting: behind a turn that was lost nobody will call.
+    const uint64_t woken = woken_;
     lock.unlock();
     RJ_TRY(stop());
     lock.lock();
-    if (serving_ == ticket) break;
-    turn_.wait_for(lock, std::chrono::milliseconds(100));
+    // Woken after it was asked: to be asked again.
+    if (serving_ == ticket || woken_ != woken) continue;
+    turn_.wait_for(lock, slice_);
   }
   return OkStatus();
 }
@@ -31,6 +31,12 @@ void Turnstile::Leave() {
   turn_.notify_all();
 }
 
-void Turnstile::WakeAll() { turn_.notify_all(); }
+void Turnstile::WakeAll() {
+  {
+    std::lock_guard lock(mutex_);
+    ++woken_;
+  }
+  turn_.notify_all();
+}
 
 }  // namespace ringjax

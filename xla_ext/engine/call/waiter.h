@@ -100,8 +100,7 @@ class Waiter {
     fds_.push_back({doorbell_->fd(), POLLIN, 0});
     bool ready = false;
     for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
-    // Looked at again after arming: an abort rings the doorbell only once.
-    if (aborted_->load(std::memory_order_acquire)) ready = true;
+    // An abort since Idle looked has rung the doorbell, which nobody else drains.
     if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
     if (fds_[0].revents) doorbell_->Drain();

@@ -211,7 +211,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       if (c_) c_->progress_->Begin();
     }
     ~Active() {
-      if (c_) c_->progress_->End(c_->aborted());
+      if (c_) c_->progress_->End([this] { return c_->aborted_.load(); });
     }
     Active(const Active&) = delete;
     Active& operator=(const Active&) = delete;

@@ -22,9 +22,12 @@ class Progress {
   // at whether the generation was aborted, `Settled` after the abort, all in one order:
   // either the call sees the abort or the report waits for the call.
   void Begin() { active_.store(true, std::memory_order_seq_cst); }
-  void End(bool aborted) {
+  // `aborted` is asked after the mark is gone: before, an abort in between would leave
+  // `Settled` waiting for nobody.
+  template <typename Aborted>
+  void End(Aborted&& aborted) {
     active_.store(false, std::memory_order_seq_cst);
-    if (!aborted) return;
+    if (!aborted()) return;
     std::lock_guard lock(mutex_);
     stopped_.notify_all();
   }

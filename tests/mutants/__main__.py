@@ -1,0 +1,159 @@
+"""python -m mutants [--only WORDS]: makes each mistake of table.toml, runs the tests.
+
+From the folder tests/; `make mutants`. Works on a copy of the sources in build/mutants,
+which it builds again for every mistake. One that no test notices is a gap, unless the
+table gives a reason why nobody needs to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = ROOT / "build" / "mutants" / "tree"
+BUILD = ROOT / "build" / "mutants" / "build"
+COPIED = ("CMakeLists.txt", "xla_ext", "tests/native", "tests/fuzz")
+# A mistake may well make tests hang.
+MOST_SECONDS = 60  # for the tests that should notice
+MOST_IN_ALL = 900
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: `original` becomes `replacement`, at one place in `file`."""
+
+    what: str
+    file: str
+    original: str
+    replacement: str
+    tests: list[str] = field(default_factory=list)  # that should notice: tried first
+    accepted: str = ""  # why it may go unnoticed
+
+    def applied_to(self, source: str) -> str:
+        """The text with the mistake; ValueError if there is not one place for it."""
+        if source.count(self.original) != 1:
+            found = source.count(self.original)
+            raise ValueError(f"{self.file} has its lines {found} times, not once")
+        return source.replace(self.original, self.replacement)
+
+
+def _files() -> Iterator[Path]:
+    for name in COPIED:
+        top = ROOT / name
+        yield from [top] if top.is_file() else filter(Path.is_file, top.rglob("*"))
+
+
+def _copy_tree() -> None:
+    """Writes what has changed only, so that little is built."""
+    wanted = {path.relative_to(ROOT): path for path in _files()}
+    for old in [path for path in TREE.rglob("*") if path.is_file()]:
+        if old.relative_to(TREE) not in wanted:
+            old.unlink()
+    for name, path in wanted.items():
+        copy = TREE / name
+        if not copy.exists() or copy.read_bytes() != path.read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def _build() -> str:
+    """Empty if it went well, else what the compiler said."""
+    done = subprocess.run(
+        ["cmake", "--build", BUILD], capture_output=True, text=True, check=False
+    )
+    return done.stdout[-4000:] if done.returncode else ""
+
+
+def _configure() -> None:
+    options = ["-DRINGJAX_NATIVE_TESTS=ON", "-DRINGJAX_EXTENSION=OFF"]
+    command = ["cmake", "-S", str(TREE), "-B", str(BUILD), "-G", "Ninja", *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _noticed_by(name: str, seconds: float) -> str:
+    """Which of the tests that are called like that fail; empty: none."""
+    command = ["setarch", "-R", str(BUILD / "ringjax_native_tests"), name]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{name or 'some test'}, which hangs"
+    if done.returncode == 0:
+        return ""
+    failed = re.findall(r"^FAIL (\w+)", done.stdout, re.MULTILINE)
+    return ", ".join(failed) or f"{name or 'a test'}, with exit code {done.returncode}"
+
+
+def _verdict(mutant: Mutant) -> str:
+    """Who notices it; empty: nobody."""
+    for name in mutant.tests:
+        if noticed := _noticed_by(name, MOST_SECONDS):
+            return noticed
+    return _noticed_by("", MOST_IN_ALL)
+
+
+def _try(mutant: Mutant) -> str:
+    """Makes one mistake, and says in a line what came of it; an error otherwise."""
+    copy = TREE / mutant.file
+    source = copy.read_text()
+    copy.write_text(mutant.applied_to(source))
+    try:
+        if errors := _build():
+            raise ValueError(f"it does not compile:\n{errors}")
+        noticed = _verdict(mutant)
+    finally:
+        copy.write_text(source)
+    if noticed:
+        return f"noticed by {noticed}"
+    if mutant.accepted:
+        return f"accepted: {mutant.accepted}"
+    raise ValueError("no test notices it")
+
+
+def _check_sound(mutants: Sequence[Mutant]) -> None:
+    """Without any mistake everything builds, and the tests pass."""
+    if errors := _build():
+        sys.exit(f"the sources do not compile:\n{errors}")
+    for name in sorted({name for mutant in mutants for name in mutant.tests}):
+        if failed := _noticed_by(name, MOST_SECONDS):
+            sys.exit(f"without any mistake: {failed} fails")
+
+
+def main() -> None:
+    """A line for each mistake; exits with 1 if any goes unnoticed."""
+    parser = argparse.ArgumentParser(prog="python -m mutants")
+    parser.add_argument("--only", default="", help="those whose description has this")
+    only = parser.parse_args().only
+    with (Path(__file__).parent / "table.toml").open("rb") as file:
+        table = [Mutant(**entry) for entry in tomllib.load(file)["mutant"]]
+    mutants = [mutant for mutant in table if only in mutant.what]
+    _copy_tree()
+    _configure()
+    _check_sound(mutants)
+    gaps = 0
+    for number, mutant in enumerate(mutants, 1):
+        start = time.monotonic()
+        try:
+            outcome = _try(mutant)
+        except ValueError as error:
+            gaps += 1
+            outcome = f"GAP: {error}"
+        seconds = time.monotonic() - start
+        place = f"[{number}/{len(mutants)}] {seconds:4.0f} s"
+        print(f"{place}  {mutant.what}: {outcome}", flush=True)
+    print(f"{len(mutants)} mistakes, {gaps} of them a gap")
+    sys.exit(1 if gaps or not mutants else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+// One plan on two links, where a test needs to choose what the links are. What plans
+// compute is compared in engine_test.cc.
+#include "engine/call/executor.h"
+
+#include <chrono>
+#include <thread>
+
+#include "check.h"
+#include "link_ends.h"
+
+namespace ringjax {
+namespace {
+
+constexpr uint64_t kCount = 100000;
+
+// Runs one step with the peer on this thread.
+Status RunStep(int rank, Link* link, Doorbell* bell, std::vector<float>* data) {
+  const Slice all{Region::kOut, 0, kCount};
+  Schedule schedule;
+  if (rank == 0)
+    schedule.steps.push_back({StepKind::kSend, 1, {}, all});
+  else
+    schedule.steps.push_back({StepKind::kRecv, 0, all, {}});
+  Spans spans;
+  spans.Add(data->data(), kCount * sizeof(float));
+  const Memory memory{&spans, &spans, {}};
+  Lane lane;
+  lane.links.resize(2);
+  lane.links[1 - rank].reset(link);
+  lane.rank = rank;
+  lane.timeout = 10;
+  const std::atomic<bool> aborted = false;
+  Waiter waiter(bell, &aborted, 0, true);
+  waiter.set_slice(std::chrono::seconds(1));  // a wait for nothing in particular shows
+  const Status status = Execute(Compile(schedule, 2, true), memory,
+                                {DType::kF32, DType::kF16}, {}, lane, &waiter);
+  for (auto& each : lane.links) each.release();  // it is the caller's
+  return status;
+}
+
+// What is converted for the wire is staged where a socket does not take it: a send has
+// ended only when all of that is out, be the peer as slow as it may.
+TEST(ASendOnAFullSocketEndsWhenAllIsOut) {
+  Ends ends = SocketEnds(1, [] {
+    const auto pair = UnixPair();
+    const int little = 4096;
+    setsockopt(pair.first, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
+    return pair;
+  });
+  std::vector<float> sent(kCount), received(kCount, -1.0f);
+  for (size_t i = 0; i < kCount; ++i) sent[i] = static_cast<float>(i % 1000);
+  std::atomic<bool> over = false;
+  std::thread sender([&] {
+    CHECK(RunStep(0, ends.links[0].get(), ends.bells[0].get(), &sent).ok());
+    over = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK(!over);
+  const auto start = Clock::now();
+  CHECK(RunStep(1, ends.links[1].get(), ends.bells[1].get(), &received).ok());
+  sender.join();
+  CHECK(received == sent);
+  // Dozens of times the socket was full: the sender slept until there was room.
+  CHECK(Clock::now() - start < std::chrono::seconds(15));
+}
+
+}  // namespace
+}  // namespace ringjax

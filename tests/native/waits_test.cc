@@ -1,0 +1,120 @@
+// Wake-ups that must not be lost. Every wait looks around by itself after a while,
+// which would hide one that is: here that while is longer than a test may take.
+#include <poll.h>
+
+#include <atomic>
+#include <chrono>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "engine/call/turnstile.h"
+#include "engine/call/waiter.h"
+#include "engine/communicator/progress.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+// Whether it comes true; false after ten seconds.
+template <typename Condition>
+bool Soon(Condition condition) {
+  const auto limit = Clock::now() + std::chrono::seconds(10);
+  while (!condition() && Clock::now() < limit) std::this_thread::yield();
+  return condition();
+}
+
+// Some nanoseconds: the step between two instructions of another thread.
+void Spin(unsigned turns) {
+  for (std::atomic<unsigned> left = turns; left > 0;) --left;
+}
+
+// A turn is left at any moment since who waits for it has asked, for the last time
+// before it sleeps, whether it should go on.
+TEST(NobodyMissesThatATurnWasLeft) {
+  std::mt19937 random(3);
+  const auto limit = Clock::now() + std::chrono::seconds(2);
+  bool in_time = true;
+  for (int i = 0; i < 20000 && in_time && Clock::now() < limit; ++i) {
+    Turnstile turnstile(std::chrono::hours(1));
+    turnstile.Take();
+    std::atomic<bool> asked = false, through = false;
+    std::thread waiter([&] {
+      const auto stop = [&] { return asked = true, OkStatus(); };
+      CHECK(turnstile.Wait(turnstile.Take(), stop).ok());
+      through = true;
+    });
+    // Giving the core away would take longer than all that may go wrong.
+    for (int looks = 1; !asked; ++looks)
+      if (looks % 10000 == 0) std::this_thread::yield();
+    Spin(random() % 50);
+    turnstile.Leave();
+    in_time = Soon([&] { return through.load(); });
+    CHECK(in_time);
+    while (!through) turnstile.WakeAll();  // which was lost before
+    waiter.join();
+  }
+}
+
+// All are woken just after one of them has heard that it may wait.
+TEST(NobodyMissesThatThereIsNoTurnAnyMore) {
+  Turnstile turnstile(std::chrono::hours(1));
+  turnstile.Take();
+  std::atomic<bool> over = false, through = false;
+  std::thread waiter([&] {
+    const auto stop = [&] {
+      if (over.exchange(true)) return Status(Code::kUnavailable, "over");
+      turnstile.WakeAll();
+      return OkStatus();
+    };
+    CHECK(turnstile.Wait(turnstile.Take(), stop).code() == Code::kUnavailable);
+    through = true;
+  });
+  CHECK(Soon([&] { return through.load(); }));
+  while (!through) turnstile.WakeAll();
+  waiter.join();
+}
+
+// Aborts when it is armed: after the waiter has looked whether it is to go on.
+class AbortsLate final : public Waitable {
+ public:
+  AbortsLate(std::atomic<bool>* aborted, Doorbell* bell)
+      : aborted_(aborted), bell_(bell) {}
+  bool Arm(bool, bool, std::vector<pollfd>*) override {
+    aborted_->store(true);
+    bell_->Ring();
+    return false;
+  }
+  void Disarm() override {}
+
+ private:
+  std::atomic<bool>* aborted_;
+  Doorbell* bell_;
+};
+
+TEST(AnAbortJustBeforeTheSleepEndsIt) {
+  const auto bell = MakeBell();
+  std::atomic<bool> aborted = false;
+  AbortsLate link(&aborted, bell.get());
+  Waiter waiter(bell.get(), &aborted, 0, true);
+  const auto idle = [&] {
+    return waiter.Idle([&] { return std::vector<Waiter::Interest>{{&link, 1, 0}}; });
+  };
+  CHECK(idle().ok());
+  // It was the doorbell that ended the sleep, and not the end of the slice.
+  pollfd rung{bell->fd(), POLLIN, 0};
+  CHECK_EQ(poll(&rung, 1, 0), 0);
+  CHECK(idle().code() == Code::kUnavailable);
+}
+
+// Else who reports how far the calls have come waits for one that has just ended.
+TEST(ACallThatEndsLooksForAnAbortAfterwards) {
+  Progress progress;
+  progress.Begin();
+  bool settled = false;
+  progress.End([&] { return settled = progress.Settled(0); });
+  CHECK(settled);
+}
+
+}  // namespace
+}  // namespace ringjax
