@@ -102,7 +102,6 @@ class Coordinator(Service):
         )
         self._failure_timeout = failure_timeout
         self._present: dict[int, Seat] = {}  # who has said hello, by worker
-        self._broken: deque[tuple[Seat, str]] = deque()
         self._exchanges = Exchanges(0)
         self._asked: deque[Callable[[float], None]] = deque()  # by other threads
         self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -229,13 +228,11 @@ class Coordinator(Service):
             self._membership.tick(now)
         self._reply(self._exchanges.sweep(now))
         self._deliver()
-        while self._broken:
-            self.drop(*self._broken.popleft())
 
     def rest(self) -> float:
         """Until the membership has something to do by itself."""
         deadline = self._membership.deadline()
-        if self._asked or self._broken:
+        if self._asked:
             return 0.0
         if deadline is None:
             return 0.25
@@ -280,10 +277,6 @@ class Coordinator(Service):
         seat = self._present.get(worker)
         if seat is None:
             return
-        try:
-            seat.send(message, last=last)
-        except OSError as error:
-            # Not dropped here: whoever sends is in the middle of something.
-            self._broken.append((seat, str(error)))
+        self.send(seat, message, last=last)
         if last:
             del self._present[worker]
