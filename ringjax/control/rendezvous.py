@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringjax.control import open_files
 from ringjax.control.exchanges import Exchanges, Replies
 from ringjax.control.sealing import encode
 from ringjax.control.server import Seat, Service
 from ringjax.control.session import SERVER_RANK, Member, Session, join, ranks_text
 
-# Seconds between two messages about ranks that have gone: all that went meanwhile are in
-# one. When a job ends all go at about the same time, and all are to be told of all.
+# Seconds between two messages about ranks that have gone: all that went meanwhile are
+# in one. When a job ends all go at about the same time, and all are to be told of all.
 _PAUSE = 0.05
 
 __all__ = ["Failure", "Member", "Server", "Session", "join"]
@@ -83,6 +84,8 @@ class Server(Service):
         self._joined: set[int] = set()
         self._places: dict[Seat, _Gathering] = {}  # of those who said hello
         self._epochs: list[_Gathering] = []  # complete, and not yet left by all
+        # Of all ranks, which may be in a handshake at the same time.
+        open_files.require(size, "the rendezvous")
         super().__init__(secret, job, hosts=hosts, port=port, log=log, tls=tls)
 
     @property

@@ -20,15 +20,16 @@ from typing import NoReturn, Protocol
 from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.control import addresses as address
+from ringjax.control import open_files
 from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce, peer_uid
 from ringjax.control.listener import Key, Reception
+from ringjax.control.open_files import is_shortage
 from ringjax.control.session import Member, ranks_text
-from ringjax.errors import AuthenticationError, PeerLost, Unreachable
-from ringjax.links import shared_memory
+from ringjax.errors import AuthenticationError, PeerLost, StartupError, Unreachable
+from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import Mesh as Mesh
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
-_MOST = 32 << 20  # bytes of rings, and of a board, that a rank maps: else smaller ones
 _GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
 
 
@@ -78,19 +79,27 @@ class Fabric:
         Raises:
             Unreachable: some could not be reached within the start timeout.
             PeerLost: a rank is known to be gone.
+            StartupError: this rank may not have so many descriptors.
         """
-        work = _Work(self, comm, ranks, what)
         try:
-            work.call_lower()
-            failpoints.passing("mesh.called")
-            work.offer_to_higher()
-            work.take_from_lower()
-            work.hear_from_higher()
-            work.share_board()
-            failpoints.passing("mesh.shared")
-            return work.result(control)
-        finally:
-            work.close()
+            work = _Work(self, comm, ranks, what)
+            try:
+                work.call_lower()
+                failpoints.passing("mesh.called")
+                work.offer_to_higher()
+                work.take_from_lower()
+                work.hear_from_higher()
+                work.share_board()
+                failpoints.passing("mesh.shared")
+                return work.result(control)
+            finally:
+                work.close()
+        except OSError as error:
+            why = open_files.limit_text() if is_shortage(error) else ""
+            raise StartupError(
+                f"{what}: rank {self.rank} could not be connected with the others: "
+                f"{error}: {why}".removesuffix(": ")
+            ) from error
 
 
 class _Pair:
@@ -121,18 +130,22 @@ class _Work:
     ) -> None:
         self.fabric, self.comm, self.ranks, self.what = fabric, comm, ranks, what
         self.deadline = time.monotonic() + fabric.config.start_timeout
-        self.mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != fabric.rank]
-        # Alike on all ranks of a host.
-        self.ring = fabric.config.ring_bytes
-        near = sum(pair.local for pair in self.pairs)
-        while self.ring > 1 << 16 and 2 * near * self.ring > _MOST:
-            self.ring //= 2
+        open_files.require(self._descriptors(), f"{what}: rank {fabric.rank}")
+        self.mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        near = 1 + sum(pair.local for pair in self.pairs)
+        self.ring = sizes.ring(fabric.config.ring_bytes, near, fabric.shm_bytes)
         self.size = fabric.shm_bytes(self.ring)
         self.lower = [p for p in self.pairs if p.rank < fabric.rank]
         self.higher = [p for p in self.pairs if p.rank > fabric.rank]
         self.board = -1
         self.tile = 0
+
+    def _descriptors(self) -> int:
+        """How many there are when most are open."""
+        # With memory: the connection, the memory, the doorbell twice, for the board.
+        tcp = 1 + self.fabric.config.tcp_streams
+        return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
 
     def _pair(self, rank: int) -> _Pair:
         hosts, members, me = self.fabric.hosts, self.fabric.members, self.fabric.rank
@@ -143,7 +156,8 @@ class _Work:
     # Phase 1: call every lower rank; those that do not answer are called again.
 
     def call_lower(self) -> None:
-        self._reach(self.lower)
+        # From the nearest one down: not all ranks are to call rank 0 at the same time.
+        self._reach(self.lower[::-1])
 
     def _reach(self, pairs: Sequence[_Pair]) -> None:
         waiting = {pair.rank: pair for pair in pairs}
@@ -154,6 +168,8 @@ class _Work:
                 try:
                     self._call(pair)
                 except (OSError, AuthenticationError) as error:
+                    if is_shortage(error):
+                        raise
                     why[rank] = str(error)
                     if not _is_refusal(error):
                         refused_since.pop(rank, None)
@@ -230,6 +246,8 @@ class _Work:
             for pair in shared:
                 pair.memory = shared_memory.make(self.size)
         except OSError as error:
+            if is_shortage(error):
+                raise
             self.fabric.log(
                 "warning",
                 f"{self.what}: {len(shared)} x {self.size} = "
@@ -286,8 +304,7 @@ class _Work:
         tile, ranks = self.fabric.config.tile_bytes, len(self.ranks)
         if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
             return  # alike on all ranks
-        while tile > 1 << 16 and self.fabric.board_bytes(ranks, tile) > _MOST:
-            tile = tile // 2 & -4096
+        tile = sizes.tile(tile, ranks, self.fabric.board_bytes)
         size = self.fabric.board_bytes(ranks, tile)
         self.tile = tile
         shared = all(pair.shared for pair in self.pairs)
@@ -355,6 +372,8 @@ class _Work:
             try:
                 received = shared_memory.receive(pair.control, most, 0.1)
             except OSError as error:
+                if is_shortage(error):
+                    raise
                 raise self._lost(pair, error) from error
             if received is not None:
                 return received

@@ -95,7 +95,7 @@ def receive(
         while len(message) < _MESSAGE.size:
             try:
                 # Not socket.recv_fds: it takes flags but does not use them.
-                piece, items, _, _ = sock.recvmsg(
+                piece, items, flags, _ = sock.recvmsg(
                     _MESSAGE.size - len(message), room, socket.MSG_CMSG_CLOEXEC
                 )
             except TimeoutError:
@@ -107,6 +107,8 @@ def receive(
                     fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             if not piece:
                 raise ConnectionResetError("it closed the connection")
+            if flags & socket.MSG_CTRUNC:  # mostly because this process has too many
+                os.close(os.dup(sock.fileno()))
             message += piece
             sock.settimeout(LIMIT)
         if len(fds) > most:

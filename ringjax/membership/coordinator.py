@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringjax import failpoints
+from ringjax.control import open_files
 from ringjax.control.exchanges import Exchanges, Replies
 from ringjax.control.sealing import MOST_BYTES
 from ringjax.control.server import Seat, Service
@@ -105,6 +106,8 @@ class Coordinator(Service):
         self._exchanges = Exchanges(0)
         self._asked: deque[Callable[[float], None]] = deque()  # by other threads
         self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
+        # Of members, and of others that come while their places are still taken.
+        open_files.require(2 * most, "the coordinator")
         super().__init__(
             secret,
             job,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ringjax import errors, failpoints
+from ringjax.control.waiting import readable
 from ringjax.errors import PeerLost, RingjaxError, StartupError, Unreachable
 from ringjax.membership.enlistment import Enlistment, Line
 from ringjax.membership.orders import (
@@ -273,7 +274,7 @@ class Recovery:
             while time.monotonic() < deadline:
                 self.gone()
                 left = max(0.0, deadline - time.monotonic())
-                select.select([self._enlistment], [], [], left)
+                readable(self._enlistment, left)
             for rank in ranks:
                 if rank >= 0:
                     self._enlistment.suspect(members.epoch, rank, str(error))

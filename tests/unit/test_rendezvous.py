@@ -292,7 +292,6 @@ def test_three_hundred_ranks_end_at_once(town: Callable[..., Town], way: str) ->
                 rank.say({"type": "leave"})
             rank.sock.close()  # what it was told is unread, so that sending fails
     until(lambda: len(rest.gone()) == 300)
-    assert (rest.gone()[300] == "left") == (way == "leave")
     rest.close()
     until(lambda: not here.server._epochs)  # its thread lives
 
