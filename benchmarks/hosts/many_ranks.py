@@ -8,6 +8,7 @@ serve. Some two hundred ranks on few cores take minutes. How to read it: README.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -65,7 +66,7 @@ def rank() -> None:
         "init s": float(np.median(seen[:, 1])),
         "4 KiB ms": 1e3 * median(calls[2:]),
         "1 MiB ms": 1e3 * large,
-        "own MiB/rank": float(seen[:, 2].mean()),
+        "init MiB/rank": float(seen[:, 2].mean()),
         "shared MiB": float(seen[:, 3].sum()),
         "descriptors": int(seen[:, 4].max()),
         "done": time.time(),
@@ -122,8 +123,13 @@ class Client:
         from ringjax.control.handshake import Introduction, Purpose, call
 
         self.hello = {
-            **{"rank": number, "size": ranks, "version": "0.1.0", "hostname": "host"},
-            **{"machine": "f" * 36 + " 4026531840", "shm": True, "cuda": 0},
+            "rank": number,
+            "size": ranks,
+            "version": "0.1.0",
+            "hostname": "host",
+            "machine": "f" * 36 + " 4026531840",
+            "shm": True,
+            "cuda": 0,
             "door": f"ringjax-{JOB}-{number}-{number:016x}",
             "addresses": f"127.0.0.1:{20000 + number}",
             "settings": {f"a setting {i}": 1 << 20 for i in range(8)},
@@ -187,7 +193,7 @@ def rendezvous(ranks: int) -> Row:
         times.append(time.perf_counter())
     assert set(members) == {ranks}
     assert all(value == list(range(ranks)) for value in values)
-    gather, exchange, end = (b - a for a, b in zip(times, times[1:], strict=False))
+    gather, exchange, end = (b - a for a, b in itertools.pairwise(times))
     found = {"clients": ranks, "gather s": gather, "exchange s": exchange, "end s": end}
     return found | (_report(text) or {})
 

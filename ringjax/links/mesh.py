@@ -243,8 +243,10 @@ class _Work:
             pair.control = self._arrived(pair, Purpose.CONTROL, 0)
         shared = [pair for pair in self.higher if pair.shared]
         try:
+            left = shared_memory.available()
             for pair in shared:
-                pair.memory = shared_memory.make(self.size)
+                pair.memory = shared_memory.make(self.size, left)
+                left -= self.size
         except OSError as error:
             if is_shortage(error):
                 raise

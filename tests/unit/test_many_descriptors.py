@@ -104,7 +104,7 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
 ) -> None:
     ranks = world((0, 0))
 
-    def scarce(size: int) -> int:
+    def scarce(size: int, left: int | None = None) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(shared_memory, "make", scarce)

@@ -67,7 +67,7 @@ def test_without_memory_for_a_board_there_is_one_warning(
     ranks = world((0, 0, 0), tile_bytes=8192)
     make = shared_memory.make
 
-    def scarce(size: int) -> int:
+    def scarce(size: int, left: int | None = None) -> int:
         if size == 3 * 8192:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return make(size)
