@@ -57,7 +57,7 @@ class Server(Service):
         secret: the job's secret.
         job: its id, 16 hexadecimal digits.
         size: how many ranks it has.
-        hosts: the addresses to listen on.
+        hosts: the addresses to listen on; None: this machine's loopback alone.
         port: the same port on each of them; 0 takes a free one for each.
         start_timeout: seconds from the first rank's appearance to the last one's.
         log: takes sentences about refused connections.
@@ -72,7 +72,7 @@ class Server(Service):
         job: str,
         size: int,
         *,
-        hosts: Sequence[str] = ("127.0.0.1",),
+        hosts: Sequence[str] | None = None,
         port: int = 0,
         start_timeout: float = 120.0,
         log: Callable[[str], None] | None = None,

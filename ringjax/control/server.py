@@ -89,7 +89,7 @@ class Service(abc.ABC):
     Args:
         secret: the job's secret.
         job: its id, 16 hexadecimal digits.
-        hosts: the addresses to listen on.
+        hosts: the addresses to listen on; None: this machine's loopback alone.
         port: the same port on each of them; 0 takes a free one for each.
         log: takes sentences about refused connections.
         listeners: sockets that listen already, besides `hosts`.
@@ -112,7 +112,7 @@ class Service(abc.ABC):
         secret: bytes,
         job: str,
         *,
-        hosts: Sequence[str],
+        hosts: Sequence[str] | None,
         port: int,
         log: Callable[[str], None] | None,
         listeners: Sequence[socket.socket] = (),
@@ -125,7 +125,7 @@ class Service(abc.ABC):
         self._thread: threading.Thread | None = None
         doors = list(listeners)
         try:
-            for host in hosts:
+            for host in [address.loopback()] if hosts is None else hosts:
                 doors.append(address.listen(host, port))
         except OSError as error:
             for door in doors:

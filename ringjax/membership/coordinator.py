@@ -37,7 +37,7 @@ class Coordinator(Service):
         np: how many workers start it.
         min_np: with fewer members the job waits for newcomers.
         max_np: the most members; `np` if it is None.
-        hosts: the addresses to listen on.
+        hosts: the addresses to listen on; None: this machine's loopback alone.
         port: the same port on each of them; 0 takes a free one for each.
         start_timeout: seconds from the first worker's appearance to the last one's;
             then the job starts with those who are there if they are `min_np`.
@@ -86,7 +86,7 @@ class Coordinator(Service):
         np: int,
         min_np: int = 1,
         max_np: int | None = None,
-        hosts: Sequence[str] = ("127.0.0.1",),
+        hosts: Sequence[str] | None = None,
         port: int = 0,
         start_timeout: float = 120.0,
         elastic_timeout: float = 600.0,
