@@ -69,8 +69,7 @@ def test_a_job_on_this_host(words: tuple[str, ...], shm: str) -> None:
 @pytest.mark.usefixtures("_alone")
 def test_ranks_that_find_each_other_without_ringrun() -> None:
     ranks = [
-        f"RINGJAX_RANK={rank} RINGJAX_SIZE=2 "
-        f'"{sys.executable}" -P -c "$PROGRAM" &'
+        f'RINGJAX_RANK={rank} RINGJAX_SIZE=2 "{sys.executable}" -P -c "$PROGRAM" &'
         for rank in range(2)
     ]
     script = "\n".join([*ranks, "wait"])
