@@ -84,8 +84,9 @@ class Server(Service):
         self._joined: set[int] = set()
         self._places: dict[Seat, _Gathering] = {}  # of those who said hello
         self._epochs: list[_Gathering] = []  # complete, and not yet left by all
-        # Of all ranks, which may be in a handshake at the same time.
         open_files.require(size, "the rendezvous")
+        # A door gives a fourth of them to callers who have not proved themselves.
+        open_files.allow(4 * size)
         super().__init__(secret, job, hosts=hosts, port=port, log=log, tls=tls)
 
     @property
