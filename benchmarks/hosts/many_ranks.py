@@ -23,6 +23,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = "MANY "  # begins the one line that a child of this program reports
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
+# Ranks that share a core with a hundred others are not dead when they are silent.
+PATIENCE = {
+    "RINGJAX_START_TIMEOUT": 1500,
+    "RINGJAX_FAILURE_TIMEOUT": 120,
+    "RINGJAX_HEARTBEAT": 10,
+}
 Row = dict[str, Any]
 
 
@@ -82,7 +88,8 @@ def job(ranks: int, timeout: float) -> Row:
     words = [sys.executable, "-m", "ringjax.run", "-np", str(ranks)]
     words += [sys.executable, "-m", _module(), "--rank"]
     env = {**os.environ, "MANY_BEGAN": str(time.time())}
-    env.setdefault("RINGJAX_START_TIMEOUT", str(timeout))
+    for name, seconds in PATIENCE.items():
+        env.setdefault(name, str(seconds))
     done = subprocess.run(
         words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
     )
