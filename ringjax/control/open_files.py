@@ -11,7 +11,7 @@ import errno
 import os
 import resource
 
-from ringjax.errors import StartupError
+from ringjax.errors import OutOfDescriptors
 
 _SPARE = 1024  # besides, for the program
 
@@ -39,10 +39,10 @@ def require(more: int, what: str) -> None:
     """As `allow`; `what` names who needs them in the error.
 
     Raises:
-        StartupError: the hard limit forbids it.
+        OutOfDescriptors: the hard limit forbids it.
     """
     if missing := allow(more):
-        raise StartupError(
+        raise OutOfDescriptors(
             f"{what}: {more} descriptors are needed and {missing} of them not allowed: "
             f"{limit_text()}"
         )

@@ -25,7 +25,7 @@ from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce, p
 from ringjax.control.listener import Key, Reception
 from ringjax.control.open_files import is_shortage
 from ringjax.control.session import Member, ranks_text
-from ringjax.errors import AuthenticationError, PeerLost, StartupError, Unreachable
+from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import Mesh as Mesh
 
@@ -79,7 +79,7 @@ class Fabric:
         Raises:
             Unreachable: some could not be reached within the start timeout.
             PeerLost: a rank is known to be gone.
-            StartupError: this rank may not have so many descriptors.
+            OutOfDescriptors: this rank may not have so many.
         """
         try:
             work = _Work(self, comm, ranks, what)
@@ -95,10 +95,11 @@ class Fabric:
             finally:
                 work.close()
         except OSError as error:
-            why = open_files.limit_text() if is_shortage(error) else ""
-            raise StartupError(
+            if not is_shortage(error):
+                raise
+            raise OutOfDescriptors(
                 f"{what}: rank {self.rank} could not be connected with the others: "
-                f"{error}: {why}".removesuffix(": ")
+                f"{error}: {open_files.limit_text()}"
             ) from error
 
 

@@ -18,7 +18,13 @@ from typing import Any, Protocol
 
 from ringjax import errors, failpoints
 from ringjax.control.waiting import readable
-from ringjax.errors import PeerLost, RingjaxError, StartupError, Unreachable
+from ringjax.errors import (
+    OutOfDescriptors,
+    PeerLost,
+    RingjaxError,
+    StartupError,
+    Unreachable,
+)
 from ringjax.membership.enlistment import Enlistment, Line
 from ringjax.membership.orders import (
     Dismissed,
@@ -247,6 +253,8 @@ class Recovery:
             failpoints.passing("recovery.completed")
         except Revoked:
             pass
+        except OutOfDescriptors:
+            raise  # it would be the same in the next epoch: the others are to go on
         except (PeerLost, StartupError) as error:
             # A link that breaks says less than the coordinator, who is about to.
             self._accuse(members, error)

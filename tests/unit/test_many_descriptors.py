@@ -22,7 +22,7 @@ from support.mesh_ranks import Ranks, world
 from ringjax.control import open_files
 from ringjax.control.rendezvous import Server
 from ringjax.control.waiting import readable, writable
-from ringjax.errors import StartupError
+from ringjax.errors import OutOfDescriptors
 from ringjax.links import shared_memory
 
 __all__ = ["world"]  # a fixture
@@ -84,7 +84,9 @@ def test_a_server_that_may_not_have_enough_says_so_before_it_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _forbid(monkeypatch, 20)
-    with pytest.raises(StartupError, match="the rendezvous: 40 descriptors .*NOFILE"):
+    with pytest.raises(
+        OutOfDescriptors, match="the rendezvous: 40 descriptors .*NOFILE"
+    ):
         Server(bytes(32), "0" * 16, 40)
 
 
@@ -94,7 +96,7 @@ def test_a_rank_that_may_not_have_enough_says_so(
     ranks = world((0, 0, 0))
     _forbid(monkeypatch, 5)
     with pytest.raises(
-        StartupError, match=r"world: rank 0: 10 descriptors .*RLIMIT_NOFILE.*ulimit"
+        OutOfDescriptors, match=r"world: rank 0: 10 descriptors .*RLIMIT_NOFILE.*ulimit"
     ):
         ranks.fabrics[0].build(0, range(3), "world")
 
@@ -110,7 +112,7 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
     monkeypatch.setattr(shared_memory, "make", scarce)
     futures = ranks.start(0, range(2), range(2), control=False)
     with pytest.raises(
-        StartupError,
+        OutOfDescriptors,
         match="rank 0 could not be connected .*Too many open files.*NOFILE",
     ):
         futures[0].result()
