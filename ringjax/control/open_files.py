@@ -59,8 +59,9 @@ def limit_text() -> str:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether that is what went wrong: here, or in the whole system."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    """Whether that is what went wrong: here, in the whole system, or on the way."""
+    few = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+    return isinstance(error, OSError) and error.errno in few
 
 
 def _open_now() -> int:

@@ -120,6 +120,22 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
         futures[1].result()
 
 
+def test_too_many_on_their_way_are_waited_for(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, refused = shared_memory.send, []
+
+    def crowded(sock: socket.socket, size: int, fds: list[int]) -> None:
+        if len(refused) < 5:
+            refused.append(size)
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        send(sock, size, fds)
+
+    monkeypatch.setattr(shared_memory, "send", crowded)
+    for mesh in world((0, 0, 0)).build():
+        assert [link[0] for link in mesh.links] == ["shm", "shm"]
+
+
 def test_descriptors_that_did_not_fit_are_a_shortage(
     limit: Callable[[int], None],
 ) -> None:
