@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -118,6 +119,35 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
         futures[0].result()
     with contextlib.suppress(Exception):
         futures[1].result()
+
+
+def test_few_may_be_on_their_way(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts what all processes of a user have sent, if they are not root."""
+    send, receive = shared_memory.send, shared_memory.receive
+    lock, under_way = threading.Lock(), [0]
+
+    def limited(sock: socket.socket, size: int, fds: list[int]) -> None:
+        with lock:
+            if under_way[0] > 3:
+                raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+            under_way[0] += len(fds)
+        send(sock, size, fds)
+
+    def counted(
+        sock: socket.socket, most: int, seconds: float
+    ) -> tuple[int, list[int]] | None:
+        found = receive(sock, most, seconds)
+        with lock:
+            under_way[0] -= len(found[1]) if found else 0
+        return found
+
+    monkeypatch.setattr(shared_memory, "send", limited)
+    monkeypatch.setattr(shared_memory, "receive", counted)
+    for mesh in world((0,) * 6, tile_bytes=4096).build():
+        assert [link[0] for link in mesh.links] == ["shm"] * 5
+        assert mesh.board is not None
 
 
 def test_too_many_on_their_way_are_waited_for(
