@@ -20,7 +20,7 @@ def ring(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
 
     Example:
         >>> [ring(1 << 20, n, lambda ring: 2 * ring) >> 10 for n in (2, 32, 64, 256)]
-        [1024, 256, 128, 8]
+        [1024, 512, 128, 8]
     """
     others = ranks - 1
     while wanted > 1 << 16 and 2 * others * wanted > _MOST:

@@ -124,7 +124,7 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
 def test_few_may_be_on_their_way(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel counts what all processes of a user have sent, if they are not root."""
+    """The kernel counts what all processes of a user have sent, root's apart."""
     send, receive = shared_memory.send, shared_memory.receive
     lock, under_way = threading.Lock(), [0]
 
