@@ -32,12 +32,17 @@ class Pair:
         self.data: list[socket.socket] = []
         self.memory = self.doorbell = -1
         self._early: list[tuple[int, list[int]]] = []
+        # Whether it has said what every pair with shared memory says: one thing in each
+        # direction. What follows that may be for somebody else: for the heartbeat.
+        self._heard = False
 
     def receive(self, most: int, seconds: float) -> tuple[int, list[int]] | None:
         """As `shared_memory.receive`, from this one."""
         assert self.control is not None
         if not self._early:
-            return shared_memory.receive(self.control, most, seconds)
+            found = shared_memory.receive(self.control, most, seconds)
+            self._heard |= found is not None
+            return found
         size, fds = self._early.pop(0)
         if len(fds) > most:
             for fd in fds:
@@ -45,12 +50,18 @@ class Pair:
             raise OSError(f"it sent {len(fds)} descriptors")
         return size, fds
 
+    @property
+    def silent(self) -> bool:
+        """Whether it is connected and has still to say something."""
+        return self.control is not None and self.shared and not self._heard
+
     def take_early(self) -> None:
         """Takes what has come; `receive` returns it later."""
         assert self.control is not None
         with contextlib.suppress(OSError):  # `receive` will find it again
             if (found := shared_memory.receive(self.control, 2, 0.001)) is not None:
                 self._early.append(found)
+                self._heard = True
 
     def close(self) -> None:
         """Closes what nobody has taken."""
@@ -75,7 +86,8 @@ def take_early(pairs: Sequence[Pair]) -> None:
     """
     poll, waiting = select.poll(), {}
     for pair in pairs:
-        if pair.control is not None and pair.shared:
+        if pair.silent:
+            assert pair.control is not None
             waiting[pair.control.fileno()] = pair
             poll.register(pair.control, select.POLLIN)
     for fd, events in poll.poll(10):

@@ -25,6 +25,7 @@ from ringjax.control.rendezvous import Server
 from ringjax.control.waiting import readable, writable
 from ringjax.errors import OutOfDescriptors
 from ringjax.links import shared_memory
+from ringjax.links.pair import Pair, take_early
 
 __all__ = ["world"]  # a fixture
 
@@ -148,6 +149,22 @@ def test_few_may_be_on_their_way(
     for mesh in world((0,) * 6, tile_bytes=4096).build():
         assert [link[0] for link in mesh.links] == ["shm"] * 5
         assert mesh.board is not None
+
+
+def test_nothing_is_taken_that_is_for_somebody_else() -> None:
+    """A quick rank's heartbeat may speak while this one still waits for others."""
+    one, two = socket.socketpair()
+    with one:
+        pair = Pair(1, local=True, shm=True)
+        pair.control = two
+        shared_memory.send(one, 7, [])
+        one.sendall(b"a beat of the heart")
+        for _ in range(3):
+            take_early([pair])
+        assert pair.receive(0, 1.0) == (7, [])
+        take_early([pair])
+        assert two.recv(100) == b"a beat of the heart"
+        pair.close()
 
 
 def test_too_many_on_their_way_are_waited_for(
