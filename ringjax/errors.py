@@ -72,6 +72,10 @@ class StartupError(RingjaxError):
     """The job could not be brought together; the text says who is missing and why."""
 
 
+class OutOfDescriptors(StartupError):
+    """This process may not open as many files and sockets as the job needs of it."""
+
+
 class Unreachable(StartupError):
     """Some ranks could not be connected with in time.
 

@@ -43,8 +43,10 @@ def allreduce(
     Args:
       tensor: an array, a number, or a tree of them; the same shapes on all ranks.
       op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
-        toward zero; for bool, Sum and Max are "or", Min and Product are "and". Adasum
-        is for floats, a power of two of ranks and CPUs; see below.
+        toward zero; for bool, Sum and Max are "or", Min and Product are "and". Sums of
+        integers wrap around in their own dtype, as in NumPy, also those that Average
+        then divides: widen what may not fit. Adasum is for floats, a power of two of
+        ranks and CPUs; see below.
       prescale_factor: multiplies each rank's tensor before the reduction.
       postscale_factor: multiplies the result.
       process_set: the ranks that take part; this rank must be one of them.

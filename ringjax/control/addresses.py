@@ -83,6 +83,15 @@ def is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"
 
 
+def loopback() -> str:
+    """The address by which this machine reaches itself; not all have one of IPv4."""
+    for host in ("127.0.0.1", "::1"):
+        with contextlib.suppress(OSError):
+            listen(host).close()
+            return host
+    return "127.0.0.1"  # errors will name it
+
+
 def of_interfaces(names: str = "") -> list[str]:
     """The addresses of the named interfaces, or of all; the loopback ones come last.
 
@@ -103,14 +112,22 @@ def of_interfaces(names: str = "") -> list[str]:
 
 def _by_interface() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    for name, address in (*_version_4(), *_version_6()):
+        found.setdefault(name, []).append(address)
+    return found
+
+
+def _version_4() -> Sequence[tuple[str, str]]:
+    found = []
+    with (
+        contextlib.suppress(OSError),  # a kernel without IPv4
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = [socket.inet_ntoa(answer[20:24])]
-    for name, address in _version_6():
-        found.setdefault(name, []).append(address)
+                found.append((name, socket.inet_ntoa(answer[20:24])))
     return found
 
 

@@ -15,9 +15,11 @@ The protocol is a pure state machine; sockets are driven below it and in `Door`.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hmac
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -32,7 +34,8 @@ from ringjax.control.tls import Layer, Offer, agree
 from ringjax.errors import AuthenticationError
 
 LIMIT = 5.0  # seconds for a whole handshake
-MOST_PENDING = 64  # connections in a handshake at once; the oldest gives way
+MOST_PENDING = 1024  # connections in a handshake at once; then some give way
+_BUSY = b"RINGJAX busy"  # to a caller that gives way: it may come again
 _MAGIC = b"RINGJAX\x02"
 _INTRODUCTION = struct.Struct("!8s8sBBHIIii32s")
 _NONCE, _MAC = 32, 32
@@ -200,6 +203,8 @@ def introduce(
         while len(received) < wants:
             sock.settimeout(_left(deadline))
             piece = sock.recv(wants - len(received))
+            if not piece and received == _BUSY:
+                raise ConnectionAbortedError("it has too many callers at once")
             if not piece:
                 raise AuthenticationError(
                     "closed the connection during the handshake: it belongs to another "
@@ -248,6 +253,7 @@ class _Guest:
         self.sock, self.where, self.steps = sock, where, steps
         self.deadline = time.monotonic() + LIMIT
         self.received = b""
+        self.heard = 0  # messages; with the first one it has named this job
         self.wants = next(steps)[1]
 
 
@@ -256,7 +262,9 @@ class Door:
 
     It works inside a loop over `selector`, whose entries carry a callable as data, and
     which calls `sweep` about once a second while it is `busy`. A stranger costs at
-    most one of MOST_PENDING places for LIMIT seconds and less than 100 bytes.
+    most one of MOST_PENDING places for LIMIT seconds and less than 100 bytes. When all
+    are taken the oldest one gives way that has not named this job, which ranks do at
+    once; only if there is none, the oldest rank, and it is told to come again.
 
     Args:
         steps: starts a callee's half of a handshake, see `answer`.
@@ -275,6 +283,8 @@ class Door:
         self._listeners, self._selector = list(listeners), selector
         self._steps, self._admit, self._log = steps, admit, log
         self._guests: dict[socket.socket, _Guest] = {}
+        # Most of the descriptors are not for strangers.
+        self._places = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._refused: dict[str, float] = {}  # address -> when it was logged
         for listener in self._listeners:
             listener.setblocking(False)
@@ -288,12 +298,7 @@ class Door:
     def _enter(self, listener: socket.socket) -> None:
         try:
             sock, address = listener.accept()
-        except OSError as error:
-            # Out of descriptors, perhaps: the connection stays in the queue, so a
-            # pause keeps this from being a busy loop.
-            if not isinstance(error, BlockingIOError | ConnectionAbortedError):
-                self._refuse("a caller", f"cannot be accepted: {error}")
-                time.sleep(0.05)
+        except (BlockingIOError, ConnectionAbortedError):
             return
         sock.setblocking(False)
         where = address[0] if isinstance(address, tuple) else "this host"
@@ -301,11 +306,17 @@ class Door:
             sock.close()
             self._refuse(where, why)
             return
-        if len(self._guests) >= MOST_PENDING:
-            oldest = next(iter(self._guests.values()))
-            self._dismiss(oldest, "gave way to newer connections")
+        if len(self._guests) >= min(MOST_PENDING, self._places):
+            self._make_room()
         self._guests[sock] = _Guest(sock, where, self._steps())
         self._selector.register(sock, selectors.EVENT_READ, self._hear)
+        self._hear(sock)  # most have said who they are already
+
+    def _make_room(self) -> None:
+        guests = self._guests.values()
+        silent = next((guest for guest in guests if not guest.heard), None)
+        oldest = silent or next(iter(guests))
+        self._dismiss(oldest, "gave way to newer connections")
 
     def _hear(self, sock: socket.socket) -> None:
         guest = self._guests[sock]
@@ -320,12 +331,13 @@ class Door:
                 return
             output, guest.wants = guest.steps.send(guest.received)
             guest.received = b""
+            guest.heard += 1
             if sock.send(output) < len(output):  # a fresh socket takes 64 bytes
                 raise AuthenticationError("does not read")
         except BlockingIOError:
             return
         except (AuthenticationError, OSError) as error:
-            self._dismiss(guest, str(error))
+            self._turn_away(guest, str(error))
             return
         if not guest.wants:
             self._welcome(guest)
@@ -347,8 +359,10 @@ class Door:
         if sock in self._guests:
             self._dismiss(self._guests[sock], why)
         else:
+            # Out of descriptors, perhaps: then the connection stays in the queue, and
+            # a pause keeps this from being a busy loop.
             self._refuse("a caller", why)
-            time.sleep(0.05)  # not a busy loop
+            time.sleep(0.05)
 
     def sweep(self) -> None:
         """Ends the handshakes that take too long."""
@@ -361,6 +375,13 @@ class Door:
         self._selector.unregister(guest.sock)
 
     def _dismiss(self, guest: _Guest, why: str) -> None:
+        """Ends a handshake that may be genuine, but takes too long."""
+        if guest.heard == 1:  # in the place of the next proof
+            with contextlib.suppress(OSError):
+                guest.sock.send(_BUSY)
+        self._turn_away(guest, why)
+
+    def _turn_away(self, guest: _Guest, why: str) -> None:
         self._forget(guest)
         guest.sock.close()
         self._refuse(guest.where, why)

@@ -9,15 +9,20 @@ rank 0, in one thread. Every connection is authenticated first, see handshake.py
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringjax.control import open_files
 from ringjax.control.exchanges import Exchanges, Replies
+from ringjax.control.sealing import encode
 from ringjax.control.server import Seat, Service
 from ringjax.control.session import SERVER_RANK, Member, Session, join, ranks_text
+
+# Seconds between two messages about ranks that have gone: all that went meanwhile are
+# in one. When a job ends all go at about the same time, and all are to be told of all.
+_PAUSE = 0.05
 
 __all__ = ["Failure", "Member", "Server", "Session", "join"]
 
@@ -40,6 +45,8 @@ class _Gathering:
         self.deadline = 0.0
         self.complete = False
         self.gone: dict[int, str] = {}
+        self.untold: list[tuple[int, str]] = []  # of these, what the others do not know
+        self.told = 0.0  # when they were told something last
         self.exchanges = Exchanges(size)
 
 
@@ -50,7 +57,7 @@ class Server(Service):
         secret: the job's secret.
         job: its id, 16 hexadecimal digits.
         size: how many ranks it has.
-        hosts: the addresses to listen on.
+        hosts: the addresses to listen on; None: this machine's loopback alone.
         port: the same port on each of them; 0 takes a free one for each.
         start_timeout: seconds from the first rank's appearance to the last one's.
         log: takes sentences about refused connections.
@@ -65,7 +72,7 @@ class Server(Service):
         job: str,
         size: int,
         *,
-        hosts: Sequence[str] = ("127.0.0.1",),
+        hosts: Sequence[str] | None = None,
         port: int = 0,
         start_timeout: float = 120.0,
         log: Callable[[str], None] | None = None,
@@ -77,6 +84,9 @@ class Server(Service):
         self._joined: set[int] = set()
         self._places: dict[Seat, _Gathering] = {}  # of those who said hello
         self._epochs: list[_Gathering] = []  # complete, and not yet left by all
+        open_files.require(size, "the rendezvous")
+        # A door gives a fourth of them to callers who have not proved themselves.
+        open_files.allow(4 * size)
         super().__init__(secret, job, hosts=hosts, port=port, log=log, tls=tls)
 
     @property
@@ -114,7 +124,7 @@ class Server(Service):
         elif present is not None:
             why = f"rank {rank} has joined already, from {present.seen}"
         if why:
-            seat.send({"type": "refused", "text": why}, last=True)
+            self.send(seat, {"type": "refused", "text": why}, last=True)
             return
         if not gathering.seats:
             gathering.deadline = time.monotonic() + self._start_timeout
@@ -140,16 +150,15 @@ class Server(Service):
         )
 
     def _tell(self, gathering: _Gathering, message: dict[str, Any]) -> None:
-        self._reply(gathering, [(list(gathering.seats), message)])
+        there = [rank for rank in gathering.seats if rank not in gathering.gone]
+        self._reply(gathering, [(there, message)])
 
     def _reply(self, gathering: _Gathering, replies: Replies) -> None:
         for ranks, message in replies:
+            text = encode(message)
             for rank in ranks:
                 if (seat := gathering.seats.get(rank)) is not None:
-                    try:
-                        seat.send(message)
-                    except OSError as error:
-                        self.drop(seat, str(error))
+                    self.send(seat, text)
 
     def _gone(self, seat: Seat, why: str) -> None:
         """A rank is no longer there; the first reason counts."""
@@ -161,7 +170,7 @@ class Server(Service):
                 self._joined.discard(rank)
             return
         gathering.gone[rank] = why
-        self._tell(gathering, {"type": "gone", "rank": rank, "text": why})
+        gathering.untold.append((rank, why))
         self._reply(gathering, gathering.exchanges.gone(rank, why))
 
     def on_lost(self, seat: Seat, why: str) -> None:
@@ -173,11 +182,19 @@ class Server(Service):
             if gathering.complete and not gathering.seats:
                 self._epochs.remove(gathering)
 
+    def rest(self) -> float:
+        """Less, while there is something to tell."""
+        return _PAUSE if any(g.untold for g in self._epochs) else super().rest()
+
     def on_turn(self) -> None:
         """Ends what takes too long."""
         now = time.monotonic()
         for gathering in list(self._epochs):
             self._reply(gathering, gathering.exchanges.sweep(now))
+            if gathering.untold and now >= gathering.told + _PAUSE:
+                gathering.told, gone = now, gathering.untold
+                gathering.untold = []
+                self._tell(gathering, {"type": "gone", "ranks": gone})
         waiting = self._gathering
         if not waiting.seats or waiting.deadline > now:
             return
@@ -190,5 +207,4 @@ class Server(Service):
         self._gathering = _Gathering(waiting.epoch, self._size)
         for seat in list(waiting.seats.values()):
             del self._places[seat]
-            with contextlib.suppress(OSError):
-                seat.send({"type": "refused", "text": text}, last=True)
+            self.send(seat, {"type": "refused", "text": text}, last=True)

@@ -87,7 +87,7 @@ def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
         return None
     if place.one_host:
         secret, job = secrets.token_bytes(32), secrets.token_hex(8)
-        hosts, ports = ["127.0.0.1"], [0]
+        hosts, ports = [address.loopback()], [0]
     else:
         secret, job = _given_secret(place, config), _job(place, config)
         hosts = address.of_interfaces(config.network_interfaces)

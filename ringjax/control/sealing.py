@@ -18,6 +18,7 @@ from ringjax.errors import AuthenticationError
 
 MOST_BYTES = 16 << 20  # of one sealed message
 _MAC = 32
+Message = dict[str, Any] | bytes  # a JSON object, or what `encode` made of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,20 @@ class Keys:
         return Opener(self.receive, most, self.layer)
 
 
+def encode(message: dict[str, Any]) -> bytes:
+    """The text of a message, once for many who get the same one."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
 class Sealer:
     """Packs JSON messages so that the other end notices any change, loss or replay."""
 
     def __init__(self, key: bytes, layer: Layer | None = None) -> None:
         self._key, self._count, self._layer = key, 0, layer
 
-    def seal(self, message: dict[str, Any]) -> bytes:
+    def seal(self, message: Message) -> bytes:
         """Length (4 bytes), HMAC(key, counter, length, text), text; all that in TLS."""
-        text = json.dumps(message, separators=(",", ":")).encode()
+        text = message if isinstance(message, bytes) else encode(message)
         if len(text) > MOST_BYTES:
             raise ValueError(f"message of {len(text)} bytes, at most {MOST_BYTES}")
         head = struct.pack("!QI", self._count, len(text))

@@ -14,13 +14,14 @@ import selectors
 import socket
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringjax import stderr
 from ringjax.control import addresses as address
 from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
-from ringjax.control.sealing import MOST_BYTES, Keys
+from ringjax.control.sealing import MOST_BYTES, Keys, Message
 from ringjax.control.tls import offer
 from ringjax.errors import AuthenticationError, StartupError
 
@@ -45,7 +46,7 @@ class Seat:
         self._output = bytearray()
         self._ending = False  # close once the output is written
 
-    def send(self, message: dict[str, Any], *, last: bool = False) -> None:
+    def send(self, message: Message, *, last: bool = False) -> None:
         """Writes what is possible now, the rest later.
 
         Raises:
@@ -88,7 +89,7 @@ class Service(abc.ABC):
     Args:
         secret: the job's secret.
         job: its id, 16 hexadecimal digits.
-        hosts: the addresses to listen on.
+        hosts: the addresses to listen on; None: this machine's loopback alone.
         port: the same port on each of them; 0 takes a free one for each.
         log: takes sentences about refused connections.
         listeners: sockets that listen already, besides `hosts`.
@@ -111,7 +112,7 @@ class Service(abc.ABC):
         secret: bytes,
         job: str,
         *,
-        hosts: Sequence[str],
+        hosts: Sequence[str] | None,
         port: int,
         log: Callable[[str], None] | None,
         listeners: Sequence[socket.socket] = (),
@@ -119,11 +120,12 @@ class Service(abc.ABC):
     ) -> None:
         offered = offer(tls)
         self._seats: set[Seat] = set()
+        self._broken: deque[tuple[Seat, str]] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
         doors = list(listeners)
         try:
-            for host in hosts:
+            for host in [address.loopback()] if hosts is None else hosts:
                 doors.append(address.listen(host, port))
         except OSError as error:
             for door in doors:
@@ -209,6 +211,8 @@ class Service(abc.ABC):
                 turn(self.selector, self.rest(), self._on_fault)
                 self._door.sweep()
                 self.on_turn()
+                while self._broken:
+                    self.drop(*self._broken.popleft())
         except Exception as error:
             self.on_crash(error)
         finally:
@@ -249,6 +253,17 @@ class Service(abc.ABC):
         self._seats.add(seat)
         self.selector.register(sock, selectors.EVENT_READ, seat.turn)
         self.take(seat)
+
+    def send(self, seat: Seat, message: Message, *, last: bool = False) -> None:
+        """Sends it, or ends the session once this round of the loop is done.
+
+        Not at once: whoever sends is in the middle of something, perhaps of telling
+        everybody that another session has ended.
+        """
+        try:
+            seat.send(message, last=last)
+        except OSError as error:
+            self._broken.append((seat, str(error)))
 
     def drop(self, seat: Seat, why: str) -> None:
         """Ends a session, if it has not ended yet."""

@@ -262,7 +262,8 @@ class Session:
 
     def _note(self, message: dict[str, Any]) -> None:
         if message.get("type") == "gone":
-            self._gone.setdefault(int(message["rank"]), str(message["text"]))
+            for rank, text in message["ranks"]:
+                self._gone.setdefault(int(rank), str(text))
 
     def report_failure(self, text: str) -> None:
         """Tells the launcher why this rank goes down. Never raises or waits long."""

@@ -54,6 +54,8 @@ def allreduce(
             need not use the same framework, but the same dtype and shape.
         op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
             toward zero; for bool, Sum and Max are "or", Min and Product are "and".
+            Sums of integers wrap around in their own dtype, as in NumPy, also those
+            that Average then divides: widen what may not fit.
         name: what the operation is called on all ranks. Ranks may submit their names
             in any order. None gives it a number, in the order of the calls.
         prescale_factor: multiplies each rank's tensor before the reduction.

@@ -20,15 +20,17 @@ from typing import NoReturn, Protocol
 from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.control import addresses as address
+from ringjax.control import open_files
 from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce, peer_uid
 from ringjax.control.listener import Key, Reception
+from ringjax.control.open_files import is_shortage
 from ringjax.control.session import Member, ranks_text
-from ringjax.errors import AuthenticationError, PeerLost, Unreachable
-from ringjax.links import shared_memory
+from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
+from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import Mesh as Mesh
+from ringjax.links.pair import Pair, take_early
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
-_MOST = 32 << 20  # bytes of rings, and of a board, that a rank maps: else smaller ones
 _GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
 
 
@@ -78,39 +80,28 @@ class Fabric:
         Raises:
             Unreachable: some could not be reached within the start timeout.
             PeerLost: a rank is known to be gone.
+            OutOfDescriptors: this rank may not have so many.
         """
-        work = _Work(self, comm, ranks, what)
         try:
-            work.call_lower()
-            failpoints.passing("mesh.called")
-            work.offer_to_higher()
-            work.take_from_lower()
-            work.hear_from_higher()
-            work.share_board()
-            failpoints.passing("mesh.shared")
-            return work.result(control)
-        finally:
-            work.close()
-
-
-class _Pair:
-    """What exists so far between this rank and one other."""
-
-    def __init__(self, rank: int, *, local: bool, shm: bool) -> None:
-        self.rank = rank  # in the world
-        self.local, self.shm = local, shm  # on one host; both want memory
-        self.shared = local and shm  # until it turns out that there is none
-        self.control: socket.socket | None = None
-        self.data: list[socket.socket] = []
-        self.memory = self.doorbell = -1
-
-    def close(self) -> None:
-        for sock in (self.control, *self.data):
-            if sock is not None:
-                sock.close()
-        for fd in (self.memory, self.doorbell):
-            if fd >= 0:
-                os.close(fd)
+            work = _Work(self, comm, ranks, what)
+            try:
+                work.call_lower()
+                failpoints.passing("mesh.called")
+                work.offer_to_higher()
+                work.take_from_lower()
+                work.hear_from_higher()
+                work.share_board()
+                failpoints.passing("mesh.shared")
+                return work.result(control)
+            finally:
+                work.close()
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            raise OutOfDescriptors(
+                f"{what}: rank {self.rank} could not be connected with the others: "
+                f"{error}: {open_files.limit_text()}"
+            ) from error
 
 
 class _Work:
@@ -121,31 +112,38 @@ class _Work:
     ) -> None:
         self.fabric, self.comm, self.ranks, self.what = fabric, comm, ranks, what
         self.deadline = time.monotonic() + fabric.config.start_timeout
-        self.mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != fabric.rank]
-        # Alike on all ranks of a host.
-        self.ring = fabric.config.ring_bytes
-        near = sum(pair.local for pair in self.pairs)
-        while self.ring > 1 << 16 and 2 * near * self.ring > _MOST:
-            self.ring //= 2
+        open_files.require(self._descriptors(), f"{what}: rank {fabric.rank}")
+        # What all processes of a user have sent and not received counts for each.
+        open_files.allow(2 * sum(pair.shared for pair in self.pairs) ** 2)
+        self.mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        near = 1 + sum(pair.local for pair in self.pairs)
+        self.ring = sizes.ring(fabric.config.ring_bytes, near, fabric.shm_bytes)
         self.size = fabric.shm_bytes(self.ring)
         self.lower = [p for p in self.pairs if p.rank < fabric.rank]
         self.higher = [p for p in self.pairs if p.rank > fabric.rank]
         self.board = -1
         self.tile = 0
 
-    def _pair(self, rank: int) -> _Pair:
+    def _descriptors(self) -> int:
+        """How many there are when most are open."""
+        # With memory: the connection, the memory, the doorbell twice, for the board.
+        tcp = 1 + self.fabric.config.tcp_streams
+        return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
+
+    def _pair(self, rank: int) -> Pair:
         hosts, members, me = self.fabric.hosts, self.fabric.members, self.fabric.rank
         local = hosts[rank] == hosts[me]
         both = all(members[r].hello.get("shm") for r in (rank, me))
-        return _Pair(rank, local=local, shm=both)
+        return Pair(rank, local=local, shm=both)
 
     # Phase 1: call every lower rank; those that do not answer are called again.
 
     def call_lower(self) -> None:
-        self._reach(self.lower)
+        # From the nearest one down: not all ranks are to call rank 0 at the same time.
+        self._reach(self.lower[::-1])
 
-    def _reach(self, pairs: Sequence[_Pair]) -> None:
+    def _reach(self, pairs: Sequence[Pair]) -> None:
         waiting = {pair.rank: pair for pair in pairs}
         refused_since: dict[int, float] = {}
         why: dict[int, str] = {}
@@ -154,6 +152,8 @@ class _Work:
                 try:
                     self._call(pair)
                 except (OSError, AuthenticationError) as error:
+                    if is_shortage(error):
+                        raise
                     why[rank] = str(error)
                     if not _is_refusal(error):
                         refused_since.pop(rank, None)
@@ -166,14 +166,14 @@ class _Work:
                 self._check(lambda: {r: why[r] for r in waiting})
                 time.sleep(0.02)
 
-    def _call(self, pair: _Pair) -> None:
+    def _call(self, pair: Pair) -> None:
         if pair.control is None:
             pair.control = self._connect(pair, Purpose.CONTROL, 0)
         while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
             sock = self._connect(pair, Purpose.DATA, len(pair.data))
             pair.data.append(sock)
 
-    def _connect(self, pair: _Pair, purpose: Purpose, stream: int) -> socket.socket:
+    def _connect(self, pair: Pair, purpose: Purpose, stream: int) -> socket.socket:
         fabric = self.fabric
         introduction = Introduction(
             fabric.job,
@@ -205,7 +205,7 @@ class _Work:
         errors.sort(key=_is_refusal)
         raise errors[0] if errors else OSError("it gave no address")
 
-    def _candidates(self, pair: _Pair, purpose: Purpose) -> list[str | tuple[str, int]]:
+    def _candidates(self, pair: Pair, purpose: Purpose) -> list[str | tuple[str, int]]:
         """Where to call a rank, best first."""
         member = self.fabric.members[pair.rank]
         if pair.local and purpose == Purpose.CONTROL:
@@ -227,9 +227,13 @@ class _Work:
             pair.control = self._arrived(pair, Purpose.CONTROL, 0)
         shared = [pair for pair in self.higher if pair.shared]
         try:
+            left = shared_memory.available()
             for pair in shared:
-                pair.memory = shared_memory.make(self.size)
+                pair.memory = shared_memory.make(self.size, left)
+                left -= self.size
         except OSError as error:
+            if is_shortage(error):
+                raise
             self.fabric.log(
                 "warning",
                 f"{self.what}: {len(shared)} x {self.size} = "
@@ -241,7 +245,8 @@ class _Work:
                 if pair.memory >= 0:
                     os.close(pair.memory)
                     pair.memory = -1
-        for pair in shared:
+        # Who has no higher rank takes what comes at once, so that it does not pile up.
+        for pair in reversed(shared):
             offer = [pair.memory, self.mesh.doorbell] if pair.shared else []
             self._send(pair, self.size if pair.shared else 0, offer)
 
@@ -286,8 +291,7 @@ class _Work:
         tile, ranks = self.fabric.config.tile_bytes, len(self.ranks)
         if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
             return  # alike on all ranks
-        while tile > 1 << 16 and self.fabric.board_bytes(ranks, tile) > _MOST:
-            tile = tile // 2 & -4096
+        tile = sizes.tile(tile, ranks, self.fabric.board_bytes)
         size = self.fabric.board_bytes(ranks, tile)
         self.tile = tile
         shared = all(pair.shared for pair in self.pairs)
@@ -320,7 +324,7 @@ class _Work:
 
     # What the phases need.
 
-    def _arrived(self, pair: _Pair, purpose: Purpose, stream: int) -> socket.socket:
+    def _arrived(self, pair: Pair, purpose: Purpose, stream: int) -> socket.socket:
         key = Key(self.fabric.epoch, self.comm, purpose, stream, pair.rank)
         reception = self.fabric.reception
         while (sock := reception.take(key, 0.1)) is None:
@@ -342,25 +346,33 @@ class _Work:
             raise self._lost(pair, error) from error
         return sock
 
-    def _send(self, pair: _Pair, size: int, fds: list[int]) -> None:
-        assert pair.control is not None
-        try:
-            shared_memory.send(pair.control, size, fds)
-        except OSError as error:
-            raise self._lost(pair, error) from error
-
-    def _receive(self, pair: _Pair, most: int) -> tuple[int, list[int]]:
+    def _send(self, pair: Pair, size: int, fds: list[int]) -> None:
         assert pair.control is not None
         while True:
             try:
-                received = shared_memory.receive(pair.control, most, 0.1)
+                return shared_memory.send(pair.control, size, fds)
             except OSError as error:
+                if not is_shortage(error):
+                    raise self._lost(pair, error) from error
+                if time.monotonic() > self.deadline:
+                    raise
+            take_early(self.pairs)  # as all do who cannot send
+
+    def _receive(self, pair: Pair, most: int) -> tuple[int, list[int]]:
+        assert pair.control is not None
+        while True:
+            try:
+                received = pair.receive(most, 0.1)
+            except OSError as error:
+                if is_shortage(error):
+                    raise
                 raise self._lost(pair, error) from error
             if received is not None:
                 return received
+            take_early(self.pairs)  # perhaps that is what it cannot send for
             self._check(lambda: {pair.rank: "it does not answer"})
 
-    def _lost(self, pair: _Pair, why: object) -> PeerLost:
+    def _lost(self, pair: Pair, why: object) -> PeerLost:
         return PeerLost(f"{self.what}: rank {pair.rank} is gone: {why}", pair.rank)
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:

@@ -8,23 +8,25 @@ are the native core's.
 from __future__ import annotations
 
 import array
-import contextlib
 import errno
 import fcntl
 import os
 import socket
 import struct
-from pathlib import Path
 
 from ringjax import failpoints
 from ringjax.control.handshake import LIMIT
+from ringjax.links.memory import available as available
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MESSAGE = struct.Struct("!Q")  # the size of the memory, 0: there is none
 
 
-def make(size: int) -> int:
+def make(size: int, left: int | None = None) -> int:
     """A sealed memfd whose pages exist.
+
+    Args:
+        left: what `available` has said, by who makes many.
 
     Raises:
         OSError: the system has no memory for it, or no memfd.
@@ -32,7 +34,7 @@ def make(size: int) -> int:
     failpoints.passing("memory.make")
     # A memfd has no limit of its own: asking for too much would not fail but make the
     # kernel kill processes.
-    if size > available() // 2:
+    if size > (available() if left is None else left) // 2:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     fd = os.memfd_create("ringjax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -44,25 +46,6 @@ def make(size: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def available() -> int:
-    """Bytes that this process could still use: of the machine, and of its cgroup."""
-    limits = [1 << 62]
-    with contextlib.suppress(OSError), open("/proc/meminfo") as table:
-        limits += [
-            int(line.split()[1]) << 10
-            for line in table
-            if line.startswith("MemAvailable:")
-        ]
-    # As a container sees its own cgroup; outside of one there is no such file.
-    with contextlib.suppress(OSError, ValueError):
-        used, most = (
-            int(Path("/sys/fs/cgroup", name).read_text())
-            for name in ("memory.current", "memory.max")
-        )
-        limits.append(most - used)
-    return max(0, min(limits))
 
 
 def is_sound(fd: int, size: int) -> bool:
@@ -95,7 +78,7 @@ def receive(
         while len(message) < _MESSAGE.size:
             try:
                 # Not socket.recv_fds: it takes flags but does not use them.
-                piece, items, _, _ = sock.recvmsg(
+                piece, items, flags, _ = sock.recvmsg(
                     _MESSAGE.size - len(message), room, socket.MSG_CMSG_CLOEXEC
                 )
             except TimeoutError:
@@ -107,6 +90,8 @@ def receive(
                     fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             if not piece:
                 raise ConnectionResetError("it closed the connection")
+            if flags & socket.MSG_CTRUNC:  # mostly because this process has too many
+                os.close(os.dup(sock.fileno()))
             message += piece
             sock.settimeout(LIMIT)
         if len(fds) > most:

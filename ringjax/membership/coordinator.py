@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringjax import failpoints
+from ringjax.control import open_files
 from ringjax.control.exchanges import Exchanges, Replies
 from ringjax.control.sealing import MOST_BYTES
 from ringjax.control.server import Seat, Service
@@ -36,7 +37,7 @@ class Coordinator(Service):
         np: how many workers start it.
         min_np: with fewer members the job waits for newcomers.
         max_np: the most members; `np` if it is None.
-        hosts: the addresses to listen on.
+        hosts: the addresses to listen on; None: this machine's loopback alone.
         port: the same port on each of them; 0 takes a free one for each.
         start_timeout: seconds from the first worker's appearance to the last one's;
             then the job starts with those who are there if they are `min_np`.
@@ -85,7 +86,7 @@ class Coordinator(Service):
         np: int,
         min_np: int = 1,
         max_np: int | None = None,
-        hosts: Sequence[str] = ("127.0.0.1",),
+        hosts: Sequence[str] | None = None,
         port: int = 0,
         start_timeout: float = 120.0,
         elastic_timeout: float = 600.0,
@@ -102,10 +103,11 @@ class Coordinator(Service):
         )
         self._failure_timeout = failure_timeout
         self._present: dict[int, Seat] = {}  # who has said hello, by worker
-        self._broken: deque[tuple[Seat, str]] = deque()
         self._exchanges = Exchanges(0)
         self._asked: deque[Callable[[float], None]] = deque()  # by other threads
         self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
+        # Of members, and of others that come while their places are still taken.
+        open_files.require(2 * most, "the coordinator")
         super().__init__(
             secret,
             job,
@@ -229,13 +231,11 @@ class Coordinator(Service):
             self._membership.tick(now)
         self._reply(self._exchanges.sweep(now))
         self._deliver()
-        while self._broken:
-            self.drop(*self._broken.popleft())
 
     def rest(self) -> float:
         """Until the membership has something to do by itself."""
         deadline = self._membership.deadline()
-        if self._asked or self._broken:
+        if self._asked:
             return 0.0
         if deadline is None:
             return 0.25
@@ -284,10 +284,6 @@ class Coordinator(Service):
         seat = self._present.get(worker)
         if seat is None:
             return
-        try:
-            seat.send(message, last=last)
-        except OSError as error:
-            # Not dropped here: whoever sends is in the middle of something.
-            self._broken.append((seat, str(error)))
+        self.send(seat, message, last=last)
         if last:
             del self._present[worker]

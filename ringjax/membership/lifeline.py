@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ringjax.control.handshake import LIMIT, Introduction
 from ringjax.control.sealing import Keys
 from ringjax.control.session import reach, watch
+from ringjax.control.waiting import readable
 from ringjax.errors import AuthenticationError
 
 PAUSE = 0.5  # seconds between two attempts to reach the server, at most
@@ -198,7 +199,7 @@ class Lifeline:
                     text = f"the {self._server} was gone for {self._patience:g} s"
                     owner.give_up(text)
                 return None
-            select.select([self._wakeup], [], [], pause)
+            readable(self._wakeup, pause)
             pause = min(2 * pause, PAUSE)
         return None
 

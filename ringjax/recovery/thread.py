@@ -17,7 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ringjax import errors, failpoints
-from ringjax.errors import PeerLost, RingjaxError, StartupError, Unreachable
+from ringjax.control.waiting import readable
+from ringjax.errors import (
+    OutOfDescriptors,
+    PeerLost,
+    RingjaxError,
+    StartupError,
+    Unreachable,
+)
 from ringjax.membership.enlistment import Enlistment, Line
 from ringjax.membership.orders import (
     Dismissed,
@@ -248,6 +255,8 @@ class Recovery:
             failpoints.passing("recovery.completed")
         except Revoked:
             pass
+        except OutOfDescriptors:
+            raise  # it would be the same in the next epoch: the others are to go on
         except (PeerLost, StartupError) as error:
             # A link that breaks says less than the coordinator, who is about to.
             self._accuse(members, error)
@@ -275,7 +284,7 @@ class Recovery:
             while time.monotonic() < deadline:
                 self.gone()
                 left = max(0.0, deadline - time.monotonic())
-                select.select([self._enlistment], [], [], left)
+                readable(self._enlistment, left)
             for rank in ranks:
                 if rank >= 0:
                     self._enlistment.suspect(members.epoch, rank, str(error))

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import sys
 import time
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from ringjax.control.waiting import writable
 from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -273,4 +273,4 @@ def _write_all(target: int, data: bytes) -> None:
         try:
             view = view[os.write(target, view) :]
         except BlockingIOError:
-            select.select([], [target], [])
+            writable(target)

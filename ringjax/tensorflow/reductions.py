@@ -48,7 +48,8 @@ def allreduce(
         average: deprecated; True is op=Average, False is op=Sum.
         device_dense, device_sparse: accepted for Horovod's sake.
         compression: what it travels as, see `Compression`.
-        op: Average (if None), Sum, Min, Max, Product or Adasum.
+        op: Average (if None), Sum, Min, Max, Product or Adasum. Sums of integers wrap
+            around in their own dtype, also those that Average then divides.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         name: what the operation is called on all ranks; ranks may submit their names in

@@ -88,7 +88,8 @@ def allreduce(
         name: what the operation is called on all ranks; ranks may submit their names in
             any order. None gives it a number, in the order of the calls.
         compression: what it travels as, see `Compression`.
-        op: Average (if None), Sum, Min, Max, Product or Adasum.
+        op: Average (if None), Sum, Min, Max, Product or Adasum. Sums of integers wrap
+            around in their own dtype, also those that Average then divides.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be one of them.

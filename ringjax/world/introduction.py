@@ -50,7 +50,7 @@ def listening_hosts(config: Config, *, one_host: bool) -> list[str]:
         StartupError: the settings name an interface that is not there.
     """
     if one_host:
-        return ["127.0.0.1"]
+        return [address.loopback()]
     try:
         return address.of_interfaces(config.network_interfaces)
     except ValueError as error:

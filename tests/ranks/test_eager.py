@@ -51,6 +51,19 @@ def values(x: Any) -> Any:
     return x.float().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_an_average_of_integers_wraps_around_before_it_divides(
+    world, dtype: str
+) -> None:
+    most = np.iinfo(dtype).max
+    x = np.full(3, most - 7, dtype)
+    wrapped = np.sum([x] * world.size, axis=0, dtype=dtype)
+    expected = np.trunc(wrapped / world.size).astype(dtype)
+    assert (expected == x).all() == (world.size == 1)
+    np.testing.assert_array_equal(eager.allreduce(x, name=f"wraps {dtype}"), expected)
+    np.testing.assert_array_equal(ringjax.allreduce(jnp.asarray(x)), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_of_different_frameworks_meet(world, dtype: str) -> None:
     x = mine(world.rank, dtype=dtype)

@@ -340,6 +340,75 @@ def test_the_oldest_gives_way_when_strangers_crowd_the_door(
     assert len(house.log) == 1
 
 
+class Rank:
+    """A caller that says who it is at once, and goes on when the test wants it."""
+
+    def __init__(self, house: House) -> None:
+        self.sock = house.visit()
+        self.steps = handshake.call(SECRET, HELLO)
+        output, self.wants = next(self.steps)
+        self.sock.sendall(output)
+
+    def go_on(self) -> None:
+        while True:
+            answer = self.sock.recv(self.wants, socket.MSG_WAITALL)
+            try:
+                output, self.wants = self.steps.send(answer)
+            except StopIteration:
+                return
+            self.sock.sendall(output)
+
+
+def test_a_hundred_ranks_may_come_at_once(house: House) -> None:
+    with contextlib.ExitStack() as stack:
+        ranks = [Rank(house) for _ in range(100)]
+        for rank in ranks:
+            stack.enter_context(rank.sock)
+        for rank in ranks:
+            rank.go_on()
+        until(lambda: len(house.admitted) == 100)
+    assert house.log == []
+
+
+def test_strangers_give_way_before_ranks(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "MOST_PENDING", 4)
+    with contextlib.ExitStack() as stack:
+        ranks = [Rank(house) for _ in range(3)]
+        crowd = [stack.enter_context(house.visit()) for _ in range(20)]
+        assert crowd[0].recv(1) == b""
+        for rank in ranks:
+            stack.enter_context(rank.sock)
+            rank.go_on()
+        until(lambda: len(house.admitted) == 3)
+
+
+def test_a_rank_that_gives_way_is_told_to_come_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "MOST_PENDING", 2)
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(house.visit())
+        keep = handshake.call
+
+        def crowded(secret: bytes, hello: Introduction) -> handshake._Steps:
+            """Others come between what it says first and what it says then."""
+            steps = keep(secret, hello)
+            answer = yield next(steps)
+            others = [Rank(house) for _ in range(2)]
+            for other in others:
+                stack.enter_context(other.sock)
+            until(lambda: len(house.log) == 1)
+            answer = yield steps.send(answer)
+            return (yield steps.send(answer))
+
+        monkeypatch.setattr(handshake, "call", crowded)
+        with pytest.raises(OSError, match=r"too many callers at once|reset|Broken"):
+            handshake.introduce(sock, SECRET, HELLO)
+    assert "gave way to newer connections" in house.log[0]
+
+
 def test_a_caller_does_not_wait_for_ever() -> None:
     with addresses.listen("127.0.0.1") as silent:
         begin = time.monotonic()

@@ -134,7 +134,7 @@ def test_without_memory_there_is_one_warning_and_tcp(
     ranks = world((0, 0, 0))
     make, made = shared_memory.make, []
 
-    def scarce(size: int) -> int:
+    def scarce(size: int, left: int | None = None) -> int:
         if made:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         made.append(size)
@@ -160,7 +160,7 @@ def test_without_memory_there_is_one_warning_and_tcp(
 def test_memory_that_a_peer_could_shrink_is_refused(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsealed(size: int) -> int:
+    def unsealed(size: int, left: int | None = None) -> int:
         fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         return fd

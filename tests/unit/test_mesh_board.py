@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from support.mesh_ranks import Ranks, world
 
-from ringjax.links import shared_memory
+from ringjax import _native
+from ringjax.links import shared_memory, sizes
 from ringjax.links.mesh import Mesh
 
 __all__ = ["world"]  # a fixture
@@ -66,7 +67,7 @@ def test_without_memory_for_a_board_there_is_one_warning(
     ranks = world((0, 0, 0), tile_bytes=8192)
     make = shared_memory.make
 
-    def scarce(size: int) -> int:
+    def scarce(size: int, left: int | None = None) -> int:
         if size == 3 * 8192:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return make(size)
@@ -84,8 +85,19 @@ def test_without_memory_for_a_board_there_is_one_warning(
 def test_many_ranks_get_smaller_rings_and_tiles(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.links.mesh._MOST", 1 << 20)
+    monkeypatch.setattr("ringjax.links.sizes._MOST", 1 << 20)
     meshes = world((0,) * 5, ring_bytes=1 << 18, tile_bytes=1 << 19).build()
     for mesh, (_, tile, _) in zip(meshes, boards(meshes), strict=True):
         assert {link[4] for link in mesh.links} == {1 << 17}  # 8 of them
         assert tile == 1 << 17  # 5 of them
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 32, 64, 128, 256, 512])
+def test_the_memory_of_a_host_is_bounded(ranks: int) -> None:
+    ring = sizes.ring(1 << 20, ranks, _native.shm_bytes)
+    tile = sizes.tile(1 << 19, ranks, _native.board_bytes)
+    rings = ranks * (ranks - 1) // 2 * _native.shm_bytes(ring)
+    assert rings <= (512 << 20 if ranks <= 256 else 2 << 30)
+    assert _native.board_bytes(ranks, tile) <= (64 << 20 if ranks <= 256 else 128 << 20)
+    assert ring >= 1 << 12
+    assert (ring, tile) == (1 << 20, 1 << 19) or ranks > 8

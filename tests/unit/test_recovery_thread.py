@@ -231,6 +231,19 @@ def test_the_end_comes_in_three_kinds(stage: Stage) -> None:
     assert stopped == (RingjaxError, "the job was stopped: few")
 
 
+def test_one_that_may_not_have_enough_descriptors_does_not_try_again(
+    stage: Stage,
+) -> None:
+    def failing(watch: Any) -> None:
+        raise errors.OutOfDescriptors("world: 9 descriptors are needed")
+
+    stage.world.linking = failing
+    stage.line.hear(members(1))
+    text = "the recovery failed: OutOfDescriptors: world: 9 descriptors are needed"
+    until(lambda: ("failure", text) in stage.line.said)
+    assert not [said for said in stage.line.said if said[0] == "report"]
+
+
 def test_leaving_and_what_goes_wrong_are_told(stage: Stage) -> None:
     stage.recovery.leave()
     until(lambda: ("leaving",) in stage.line.said)

@@ -265,6 +265,37 @@ def test_the_others_hear_who_left_and_who_died(town: Callable[..., Town]) -> Non
     assert "lost its connection to the rendezvous" in sessions[1].gone()[2]
 
 
+class Light:
+    """A rank without a thread, which reads nothing; many fit into one test."""
+
+    def __init__(self, town: Town, rank: int) -> None:
+        self.sock = socket.create_connection(addresses.parse(town.where)[0], timeout=5)
+        self.sock.settimeout(5)
+        hello = Introduction(JOB, Purpose.RENDEZVOUS, rank, SERVER_RANK)
+        self.sealer = introduce(self.sock, SECRET, hello).sealer()
+        self.say({"type": "hello", "size": town.size, "hello": {"rank": rank}})
+
+    def say(self, message: dict[str, Any]) -> None:
+        self.sock.sendall(self.sealer.seal(message))
+
+
+@pytest.mark.parametrize("way", ["die", "leave"])
+def test_three_hundred_ranks_end_at_once(town: Callable[..., Town], way: str) -> None:
+    here = town(301)
+    with contextlib.ExitStack() as stack:
+        ranks = [Light(here, rank) for rank in range(1, 301)]
+        for rank in ranks:
+            stack.enter_context(rank.sock)
+        rest = here.join(0)
+        for rank in ranks:
+            if way == "leave":
+                rank.say({"type": "leave"})
+            rank.sock.close()  # what it was told is unread, so that sending fails
+    until(lambda: len(rest.gone()) == 300)
+    rest.close()
+    until(lambda: not here.server._epochs)  # its thread lives
+
+
 def test_exchange(town: Callable[..., Town]) -> None:
     here = town(3)
     sessions = here.gather()

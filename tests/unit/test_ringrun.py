@@ -271,7 +271,7 @@ def test_a_command_line_of_horovod_is_understood() -> None:
         (["-np", "3", "-H", "localhost:2", "true"], "more processes than slots"),
         (
             ["-np", "1", "--network-interfaces", "nope0", "true"],
-            "'nope0' is no interface",
+            "'nope0' does not exist",
         ),
         (["-np", "1", "--log-level", "loud", "true"], "invalid choice: 'loud'"),
         (["-np", "1", "--config-file", "none.toml", "true"], "No such file"),

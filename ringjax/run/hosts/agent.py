@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import select
 import selectors
 import signal
 import socket
@@ -22,6 +21,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
+from ringjax.control import open_files
+from ringjax.control.waiting import readable
 from ringjax.run.hosts import processes
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
 
@@ -96,6 +97,7 @@ class Agent:
     def _spawn(self, message: Message) -> None:
         payload = message.get("payload")
         task = None if payload is None else base64.b64decode(payload)
+        open_files.allow(4 * len(message["children"]))
         with contextlib.suppress(OSError):
             # A directory that only the first host has: stay where ssh put us.
             os.chdir(message["cwd"])
@@ -153,7 +155,7 @@ class Agent:
         """The two descriptors that ringrun has sent before this order."""
         assert self._gifts is not None
         while len(self._descriptors) < 2:
-            select.select([self._gifts], [], [])
+            readable(self._gifts)
             self._receive()
         return self._descriptors.popleft(), self._descriptors.popleft()
 

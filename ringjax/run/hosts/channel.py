@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import selectors
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from ringjax.control.waiting import writable
 
 Message = dict[str, Any]
 _CHUNK = 1 << 16
@@ -64,7 +65,7 @@ class Channel:
         deadline = time.monotonic() + limit
         while self._outgoing and not self.closed:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([], [self._writer], [], left)[1]:
+            if left <= 0 or not writable(self._writer, left):
                 return
             self._write()
 

@@ -6,12 +6,14 @@ the others reach me". Nothing here starts a process or opens a connection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ringjax.control import addresses
 from ringjax.control.slurm import hosts_of
 
 # A host is handed to ssh as an argument: it must never look like an option.
@@ -239,27 +241,12 @@ def is_local(name: str) -> bool:
 
 def _is_ours(family: int, address: tuple[object, ...]) -> bool:
     """An address is ours exactly if we can bind to it; nothing is sent."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
-
-
-def _interface_address(interface: str) -> str | None:
-    """IPv4 address of an interface, None if it has none (SIOCGIFADDR)."""
-    import fcntl
-
-    name = interface.encode()
-    if len(name) > 15:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, 0x8915, name.ljust(256, b"\0"))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
@@ -271,34 +258,26 @@ def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]
     ssh can resolve every address of this machine but loopback.
 
     Raises:
-        ValueError: naming an interface that does not exist or has no IPv4 address.
+        ValueError: naming an interface that does not exist or has no address.
     """
     if interfaces:
-        chosen = []
-        for interface in interfaces:
-            address = _interface_address(interface)
-            if address is None:
-                known = ", ".join(name for _, name in socket.if_nameindex())
-                raise ValueError(
-                    f"--network-interfaces: {interface!r} is no interface with an "
-                    f"IPv4 address here (there are: {known})"
-                )
-            chosen.append(address)
-        return chosen
+        try:
+            return addresses.of_interfaces(",".join(interfaces))
+        except ValueError as error:
+            raise ValueError(f"--network-interfaces: {error}") from None
     if not remote:
-        return ["127.0.0.1"]
+        return [addresses.loopback()]
     if remote == [ANY]:
-        return _every_address() or ["127.0.0.1"]
+        return _every_address() or [addresses.loopback()]
     routed = [_address_towards(name.rpartition("@")[2]) for name in remote]
-    addresses = [address for address in routed if address]
+    found = [address for address in routed if address]
     if None in routed:
-        addresses += _every_address()
-    return list(dict.fromkeys(addresses)) or ["127.0.0.1"]
+        found += _every_address()
+    return list(dict.fromkeys(found)) or [addresses.loopback()]
 
 
 def _every_address() -> list[str]:
-    found = (_interface_address(name) for _, name in socket.if_nameindex())
-    return [address for address in found if address and address[:4] != "127."]
+    return [a for a in addresses.of_interfaces() if not addresses.is_loopback(a)]
 
 
 def _address_towards(name: str) -> str | None:
@@ -308,10 +287,10 @@ def _address_towards(name: str) -> str | None:
     except OSError:
         return None
     for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-            except OSError:
-                continue
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(family, kind, protocol) as probe,
+        ):
+            probe.connect(address)
+            return str(probe.getsockname()[0])
     return None

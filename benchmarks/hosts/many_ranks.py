@@ -1,0 +1,257 @@
+"""Many ranks on one host: `python -m benchmarks.hosts.many_ranks`.
+
+How long a job of numpy ranks takes to start, to call and to end, and how much memory it
+takes, for more and more ranks; and the rendezvous alone with as many as it may have to
+serve. Some two hundred ranks on few cores take minutes. How to read it: README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MARK = "MANY "  # begins the one line that a child of this program reports
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+# Ranks that share a core with a hundred others are not dead when they are silent.
+PATIENCE = {
+    "RINGJAX_START_TIMEOUT": 1500,
+    "RINGJAX_FAILURE_TIMEOUT": 120,
+    "RINGJAX_HEARTBEAT": 10,
+}
+Row = dict[str, Any]
+
+
+def memory(pid: int | str = "self") -> tuple[float, float]:
+    """MiB of a process: its own, and its share of what it shares with other ranks."""
+    words = Path(f"/proc/{pid}/smaps_rollup").read_text().split()
+    pss, shared = (int(words[words.index(k) + 1]) for k in ("Pss:", "Pss_Shmem:"))
+    return (pss - shared) / 1024, shared / 1024
+
+
+# -- ranks -----------------------------------------------------------------------------
+
+
+def rank() -> None:
+    """One rank: rank 0 reports what all have seen."""
+    began = float(os.environ["MANY_BEGAN"])
+    import numpy as np
+
+    from ringjax import eager, runtime
+
+    loaded = time.time()
+    before = sum(memory())
+    runtime.init()
+    ready = time.time()
+    own, shared = memory()
+    open_now = len(os.listdir("/proc/self/fd"))
+    calls = []
+    for _ in range(20):
+        start = time.perf_counter()
+        eager.allreduce(np.ones(1024, np.float32))
+        calls.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    mean = eager.allreduce(np.full(1 << 18, runtime.rank(), np.float32))
+    large = time.perf_counter() - start
+    assert mean[0] == mean[-1] == (runtime.size() - 1) / 2
+    mine = [loaded - began, ready - loaded, own - before, shared, open_now]
+    seen = eager.allgather(np.array([mine], np.float64))
+    # Others may be in that call for seconds yet, where so many share a core; who leaves
+    # meanwhile would end it for those who stall.
+    time.sleep(runtime.size() / 16)
+    found = {
+        "ranks": runtime.size(),
+        "loaded s": float(seen[:, 0].max()),
+        "init s": float(np.median(seen[:, 1])),
+        "4 KiB ms": 1e3 * median(calls[2:]),
+        "1 MiB ms": 1e3 * large,
+        "init MiB/rank": float(seen[:, 2].mean()),
+        "shared MiB": float(seen[:, 3].sum()),
+        "descriptors": int(seen[:, 4].max()),
+        "done": time.time(),
+    }
+    first = runtime.rank() == 0
+    runtime.shutdown()
+    if first:
+        print(MARK + json.dumps(found), flush=True)
+
+
+def job(ranks: int, timeout: float) -> Row:
+    """Runs a job of that many ranks."""
+    words = [sys.executable, "-m", "ringjax.run", "-np", str(ranks)]
+    words += [sys.executable, "-m", _module(), "--rank"]
+    env = {**os.environ, "MANY_BEGAN": str(time.time())}
+    for name, seconds in PATIENCE.items():
+        env.setdefault(name, str(seconds))
+    done = subprocess.run(
+        words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
+    row = _report(done.stdout)
+    if done.returncode or row is None:
+        raise RuntimeError(f"{ranks} ranks: {done.returncode}\n{done.stderr[-3000:]}")
+    return row | {"end s": time.time() - row.pop("done")}
+
+
+def _report(text: str) -> Row | None:
+    lines = [line.partition(MARK)[2] for line in text.splitlines() if MARK in line]
+    return dict(json.loads(lines[-1])) if lines else None
+
+
+# -- the rendezvous alone --------------------------------------------------------------
+
+
+def serve(ranks: int) -> None:
+    """A rendezvous in a process of its own, until its standard input ends."""
+    from ringjax.control.rendezvous import Server
+
+    before = sum(memory())
+    server = Server(SECRET, JOB, ranks, start_timeout=600.0)
+    server.start()
+    print(",".join(server.addresses), flush=True)
+    sys.stdin.read()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    found = {"cpu s": used.ru_utime + used.ru_stime}
+    server.close()
+    found["peak MiB"] = used.ru_maxrss / 1024 - before
+    print(MARK + json.dumps(found), flush=True)
+
+
+class Client:
+    """A rank as the rendezvous sees it; one thread plays all of them in turns."""
+
+    def __init__(self, number: int, ranks: int, where: tuple[str, int]) -> None:
+        from ringjax.control.handshake import Introduction, Purpose, call
+
+        self.hello = {
+            "rank": number,
+            "size": ranks,
+            "version": "0.1.0",
+            "hostname": "host",
+            "machine": "f" * 36 + " 4026531840",
+            "shm": True,
+            "cuda": 0,
+            "door": f"ringjax-{JOB}-{number}-{number:016x}",
+            "addresses": f"127.0.0.1:{20000 + number}",
+            "settings": {f"a setting {i}": 1 << 20 for i in range(8)},
+        }
+        introduction = Introduction(JOB, Purpose.RENDEZVOUS, number, -1)
+        self.steps = call(SECRET, introduction)
+        self.output, self.wants = next(self.steps)
+        self.sock = socket.create_connection(where)
+        self.keys: Any = None
+
+    def prove(self) -> bool:
+        """Hears the next part of the handshake; whether it goes on."""
+        try:
+            heard = self.sock.recv(self.wants, socket.MSG_WAITALL)
+            self.output, self.wants = self.steps.send(heard)
+        except StopIteration as finished:
+            self.keys = finished.value[1]
+            self.sealer, self.opener = self.keys.sealer(), self.keys.opener()
+            return False
+        return True
+
+    def say(self, kind: str, **more: Any) -> None:
+        """Sends a message."""
+        self.sock.sendall(self.sealer.seal({"type": kind, **more}))
+
+    def hear(self) -> Row:
+        """Waits for the next message."""
+        while not (found := self.opener.feed(self.sock.recv(1 << 20))):
+            pass
+        return dict(found[0])
+
+
+def rendezvous(ranks: int) -> Row:
+    """All join it at the same time, talk once, and leave at the same time."""
+    words = [sys.executable, "-m", _module(), "--serve", str(ranks)]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    with server:
+        assert server.stdout is not None
+        host, _, port = server.stdout.readline().strip().rpartition(":")
+        times = [time.perf_counter()]
+        clients = [Client(n, ranks, (host, int(port))) for n in range(ranks)]
+        waiting = clients
+        while waiting:
+            for client in waiting:
+                client.sock.sendall(client.output)
+            waiting = [client for client in waiting if client.prove()]
+        for client in clients:
+            client.say("hello", size=ranks, hello=client.hello)
+        members = [len(client.hear()["members"]) for client in clients]
+        times.append(time.perf_counter())
+        for number, client in enumerate(clients):
+            client.say("exchange", number=0, value=number, seconds=60)
+        values = [client.hear()["values"] for client in clients]
+        times.append(time.perf_counter())
+        for client in clients:
+            client.say("leave")
+        for client in clients:
+            client.sock.close()
+        text, _ = server.communicate()
+        times.append(time.perf_counter())
+    assert set(members) == {ranks}
+    assert all(value == list(range(ranks)) for value in values)
+    gather, exchange, end = (b - a for a, b in itertools.pairwise(times))
+    found = {"clients": ranks, "gather s": gather, "exchange s": exchange, "end s": end}
+    return found | (_report(text) or {})
+
+
+def _module() -> str:
+    return "benchmarks.hosts.many_ranks"
+
+
+# -- the tables ------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> str:
+    """In Markdown."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [
+        [f"{v:.3g}" if isinstance(v, float) and v < 100 else f"{v:.0f}" for v in r]
+        for r in (row.values() for row in rows)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--ranks", default="8,64,128,256", help="jobs, comma separated")
+    parser.add_argument("--clients", default="100,1000", help="of the rendezvous alone")
+    parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        return rank()
+    if args.serve:
+        return serve(args.serve)
+    from ringjax.control import open_files
+
+    counts = [[int(n) for n in x.split(",") if n] for x in (args.clients, args.ranks)]
+    clients, jobs = counts
+    open_files.allow(max(clients, default=0))
+    for rows in (map(rendezvous, clients), (job(n, args.timeout) for n in jobs)):
+        found: list[Row] = []
+        for row in rows:
+            print("\t".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
+            found.append(row)
+        if found:
+            print("\n" + table(found) + "\n", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()

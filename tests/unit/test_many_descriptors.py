@@ -1,0 +1,195 @@
+"""More descriptors than 1,024: they can be waited for, and what forbids them is named.
+
+How ranks and servers come together by hundreds is in test_handshake.py and
+test_rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.launch import ROOT
+from support.mesh_ranks import Ranks, world
+
+from ringjax.control import open_files
+from ringjax.control.rendezvous import Server
+from ringjax.control.waiting import readable, writable
+from ringjax.errors import OutOfDescriptors
+from ringjax.links import shared_memory
+from ringjax.links.pair import Pair, take_early
+
+__all__ = ["world"]  # a fixture
+
+
+@pytest.fixture
+def limit() -> Iterator[Callable[[int], None]]:
+    """Sets the soft limit of descriptors for one test."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def set_to(soft: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+
+    yield set_to
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_descriptors_beyond_1024_can_be_waited_for(
+    limit: Callable[[int], None],
+) -> None:
+    limit(2048)
+    near = os.pipe()
+    far = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1100) for fd in near]
+    try:
+        assert not readable(far[0], 0.01)
+        assert writable(far[1])
+        os.write(far[1], b"x")
+        assert readable(far[0])
+    finally:
+        for fd in (*near, *far):
+            os.close(fd)
+
+
+def test_nobody_uses_what_ends_at_1024() -> None:
+    users = [
+        str(path)
+        for path in (ROOT / "ringjax").rglob("*.py")
+        if re.search(r"\bselect\.select\(", path.read_text())
+    ]
+    assert users == []
+
+
+def test_the_soft_limit_is_raised_as_far_as_needed(
+    limit: Callable[[int], None],
+) -> None:
+    limit(256)
+    assert open_files.allow(300) == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 300 < soft <= min(hard, 4096)
+
+
+def _forbid(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """As if the hard limit left room for so many."""
+    hard = len(os.listdir("/proc/self/fd")) + most
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (hard, hard))
+
+
+def test_a_server_that_may_not_have_enough_says_so_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _forbid(monkeypatch, 20)
+    with pytest.raises(
+        OutOfDescriptors, match="the rendezvous: 40 descriptors .*NOFILE"
+    ):
+        Server(bytes(32), "0" * 16, 40)
+
+
+def test_a_rank_that_may_not_have_enough_says_so(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = world((0, 0, 0))
+    _forbid(monkeypatch, 5)
+    with pytest.raises(
+        OutOfDescriptors, match=r"world: rank 0: 10 descriptors .*RLIMIT_NOFILE.*ulimit"
+    ):
+        ranks.fabrics[0].build(0, range(3), "world")
+
+
+def test_a_shortage_in_between_is_no_loss_of_a_peer(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = world((0, 0))
+
+    def scarce(size: int, left: int | None = None) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(shared_memory, "make", scarce)
+    futures = ranks.start(0, range(2), range(2), control=False)
+    with pytest.raises(
+        OutOfDescriptors,
+        match="rank 0 could not be connected .*Too many open files.*NOFILE",
+    ):
+        futures[0].result()
+    with contextlib.suppress(Exception):
+        futures[1].result()
+
+
+def test_few_may_be_on_their_way(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts what all processes of a user have sent, root's apart."""
+    send, receive = shared_memory.send, shared_memory.receive
+    lock, under_way = threading.Lock(), [0]
+
+    def limited(sock: socket.socket, size: int, fds: list[int]) -> None:
+        with lock:
+            if under_way[0] > 3:
+                raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+            under_way[0] += len(fds)
+        send(sock, size, fds)
+
+    def counted(
+        sock: socket.socket, most: int, seconds: float
+    ) -> tuple[int, list[int]] | None:
+        found = receive(sock, most, seconds)
+        with lock:
+            under_way[0] -= len(found[1]) if found else 0
+        return found
+
+    monkeypatch.setattr(shared_memory, "send", limited)
+    monkeypatch.setattr(shared_memory, "receive", counted)
+    for mesh in world((0,) * 6, tile_bytes=4096).build():
+        assert [link[0] for link in mesh.links] == ["shm"] * 5
+        assert mesh.board is not None
+
+
+def test_nothing_is_taken_that_is_for_somebody_else() -> None:
+    """A quick rank's heartbeat may speak while this one still waits for others."""
+    one, two = socket.socketpair()
+    with one:
+        pair = Pair(1, local=True, shm=True)
+        pair.control = two
+        shared_memory.send(one, 7, [])
+        one.sendall(b"a beat of the heart")
+        for _ in range(3):
+            take_early([pair])
+        assert pair.receive(0, 1.0) == (7, [])
+        take_early([pair])
+        assert two.recv(100) == b"a beat of the heart"
+        pair.close()
+
+
+def test_too_many_on_their_way_are_waited_for(
+    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, refused = shared_memory.send, []
+
+    def crowded(sock: socket.socket, size: int, fds: list[int]) -> None:
+        if len(refused) < 5:
+            refused.append(size)
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        send(sock, size, fds)
+
+    monkeypatch.setattr(shared_memory, "send", crowded)
+    for mesh in world((0, 0, 0)).build():
+        assert [link[0] for link in mesh.links] == ["shm", "shm"]
+
+
+def test_descriptors_that_did_not_fit_are_a_shortage(
+    limit: Callable[[int], None],
+) -> None:
+    one, two = socket.socketpair()
+    with one, two:
+        shared_memory.send(one, 1, [0, 1])
+        os.close(free := os.dup(0))
+        limit(free)
+        with pytest.raises(OSError, match="Too many open files"):
+            shared_memory.receive(two, 2, 1.0)

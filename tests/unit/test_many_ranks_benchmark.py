@@ -1,0 +1,39 @@
+"""benchmarks/hosts/many_ranks.py with few clients and without ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support.launch import ROOT
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks.hosts import many_ranks
+
+
+def test_clients_of_the_rendezvous(capfd: pytest.CaptureFixture[str]) -> None:
+    row = many_ranks.rendezvous(5)
+    assert row["clients"] == 5
+    assert row["peak MiB"] >= 0
+    assert {"gather s", "exchange s", "end s", "cpu s"} < row.keys()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_report_among_other_lines() -> None:
+    text = f'[0]<stdout>:{many_ranks.MARK}{{"ranks": 3}}\n[1]<stdout>:else\n'
+    assert many_ranks._report(text) == {"ranks": 3}
+    assert many_ranks._report("nothing") is None
+
+
+def test_the_table() -> None:
+    rows = [{"ranks": 8, "s": 0.12345}, {"ranks": 256, "s": 1234.5}]
+    assert many_ranks.table(rows).splitlines() == [
+        *("| ranks | s |", "| --- | --- |", "| 8 | 0.123 |", "| 256 | 1234 |"),
+    ]
+
+
+def test_memory_of_a_process() -> None:
+    own, shared = many_ranks.memory()
+    assert own > 1
+    assert shared >= 0
