@@ -245,3 +245,20 @@ def test_structures_are_mapped_to_their_likes() -> None:
     assert values.leaves(tree)[0] == 1 and len(values.jax_arrays(tree)) == 1
     again = values.mapped(tree, lambda leaf: leaf)
     assert again == tree and again["a"] is not tree["a"]
+
+
+# -- sync ------------------------------------------------------------------------------
+
+
+def test_sync_cuts_what_remains_on_the_rank_that_sends_too() -> None:
+    """Outside of `run`, where nothing else would, as in Horovod."""
+    sampler = elastic.ElasticSampler(8, shuffle=False)
+    state = elastic.State(sampler=sampler)
+    for number, rows in enumerate(sampler.batches(2)):
+        if number == 3:
+            break
+        sampler.record_batch(number, len(rows))
+    state.commit()
+    assert len(sampler) == 8
+    state.sync()
+    assert len(sampler) == 2 and list(sampler) == [6, 7]
