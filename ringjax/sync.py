@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +83,7 @@ def broadcast_parameters(
     else:
         kinds = {path: leaf.kind for path, leaf in zip(paths, packed, strict=True)}
         _compare(what, {"`root_rank`": str(root_rank), **kinds}, process_set)
-        with _readable_failures():
+        with errors.translated():
             sent = jax.block_until_ready(
                 broadcast(operands, root_rank, process_set=process_set, name=name)
             )
@@ -132,7 +131,7 @@ def broadcast_object(
     def move(array: Any, _: str) -> Any:
         return broadcast(array, root_rank, process_set=process_set, name=name or what)
 
-    with _readable_failures():
+    with errors.translated():
         return objects.broadcast(
             *(what, obj, move, objects.room),
             is_root=communicator.rank == root,
@@ -164,7 +163,7 @@ def allgather_object(
     def move(array: Any, _: str) -> Any:
         return allgather(array, process_set=process_set, name=name or what)
 
-    with _readable_failures():
+    with errors.translated():
         return objects.allgather(
             *(what, obj, move, objects.room),
             ranks=process_set.ranks,
@@ -313,7 +312,7 @@ def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) 
     """Raises Mismatch on every rank if `lines` are not the same on all."""
     text = json.dumps(list(lines.items()))
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-    with _readable_failures():
+    with errors.translated():
         rows = allgather(
             digest[None], process_set=process_set, name=f"{what} (structure)"
         )
@@ -371,15 +370,3 @@ def _eager_communicator(what: str, process_set: runtime.ProcessSet) -> Any:
     if not jax_private.is_eager(()):
         raise TypeError(f"ringjax.{what} runs outside of jit only, and this is inside")
     return communicator
-
-
-@contextmanager
-def _readable_failures() -> Iterator[None]:
-    """Turns the failure of a program into the exception that it stands for."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as e:
-        readable = errors.from_program(str(e))
-        if readable is None:
-            raise
-        raise readable from e

@@ -1,8 +1,9 @@
 """Horovod's questions about what was compiled in, and `build_info` for people.
 
 ringjax has no MPI, DDL or oneCCL. Its own transports are always there, and are what
-programs mean that ask for Gloo: the built-in CPU plane. NCCL and the CUDA driver are not linked but opened at run time, so these answers may differ from
-one machine to the next with the same build.
+programs mean that ask for Gloo: the built-in CPU plane. NCCL and the CUDA
+driver are not linked but opened at run time, so these answers may differ from one
+machine to the next with the same build.
 """
 
 from __future__ import annotations
