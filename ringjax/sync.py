@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from ringjax import errors, runtime
 from ringjax.collectives import allgather, arguments, broadcast
 from ringjax.control import objects
+from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
 from ringjax.xla import jax_private
 
@@ -43,10 +45,12 @@ def broadcast_parameters(
     Before it, the ranks compare names, shapes and dtypes of all leaves by a short hash.
 
     Args:
-      tree: parameters, an optimizer state, a flax TrainState, an nnx State, any tree of
-        jax or numpy arrays, jax.random keys and Python numbers. Leaves keep their type
-        and dtype, 64-bit numbers are exact also without jax_enable_x64. Inside jit
-        every leaf is a jax array, and ranks compare only sizes and dtypes.
+      tree: parameters, an optimizer state, a flax TrainState, an nnx State, an equinox
+        model, any tree of jax or numpy arrays, jax.random keys and Python numbers.
+        Leaves keep their type and dtype, 64-bit numbers are exact also without
+        jax_enable_x64. Other leaves, such as functions and strings, stay as they are;
+        they must look alike on all ranks. Inside jit every number is a jax array, and
+        ranks compare only sizes and dtypes.
       root_rank: the sender's rank in the world.
       process_set: the ranks that take part; this rank must be one of them.
       name: stands for the tree in error messages.
@@ -56,7 +60,7 @@ def broadcast_parameters(
 
     Raises:
       NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument, or a leaf that is none of these.
+      TypeError, ValueError: a bad argument, or an array that cannot be sent.
       Mismatch: the trees differ between ranks; the text names the leaf. On every rank.
       PeerLost: a rank is gone.
 
@@ -77,7 +81,11 @@ def broadcast_parameters(
         _pack(what, path, leaf, eager)
         for path, (_, leaf) in zip(paths, pairs, strict=True)
     ]
-    operands = {path: leaf.array for path, leaf in zip(paths, packed, strict=True)}
+    operands = {
+        path: leaf.array
+        for path, leaf in zip(paths, packed, strict=True)
+        if leaf.array is not None
+    }
     if not eager:
         sent = broadcast(operands, root_rank, process_set=process_set, name=name)
     else:
@@ -87,7 +95,9 @@ def broadcast_parameters(
             sent = jax.block_until_ready(
                 broadcast(operands, root_rank, process_set=process_set, name=name)
             )
-    values = [leaf.unpack(sent[path]) for path, leaf in zip(paths, packed, strict=True)]
+    values = [
+        leaf.unpack(sent.get(path)) for path, leaf in zip(paths, packed, strict=True)
+    ]
     return jax.tree.unflatten(treedef, values)
 
 
@@ -237,7 +247,7 @@ def allreduce_metrics(
 class _Packed(NamedTuple):
     """A leaf as an array that can be sent, and the way back."""
 
-    array: Any
+    array: Any  # None: every rank keeps its own
     kind: str  # what the ranks compare
     unpack: Callable[[Any], Any]
 
@@ -257,10 +267,21 @@ def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
                 return _Packed(jnp.asarray(leaf), "", lambda out: out)
             raw = _pack_bytes(number, lambda array: type(leaf)(array.item()))
             return raw._replace(kind=f"a Python {type(leaf).__name__}")
-    raise TypeError(
-        f"ringjax.{what}: the leaf {path!r} is a {type(leaf).__name__}, expected an "
-        "array, a key of jax.random or a number; ringjax.broadcast_object sends others"
-    )
+    if any(hasattr(leaf, name) for name in ("__array__", "__dlpack__", "dtype")):
+        raise TypeError(
+            f"ringjax.{what}: the leaf {path!r} is a {type(leaf).__name__}, expected "
+            "an array of jax or numpy, a key of jax.random or a number"
+        )
+    return _Packed(None, _look(leaf), lambda _: leaf)
+
+
+def _look(leaf: Any) -> str:
+    """What ranks compare of a function, a string or another leaf that is not sent."""
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(leaf))
+    if len(text) > 100:  # it may be anything, and is shown if it differs
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        text = f"{text[:80]}... (SHA-256 {digest[:16]})"
+    return f"the {type(leaf).__name__} {text}"
 
 
 def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
@@ -274,7 +295,7 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
         )
     kind = f"{dtype.name}[{dims}]"
     if not eager:
-        return _Packed(jnp.asarray(leaf), kind, lambda out: out)
+        return _pack_traced(jnp.asarray(leaf), kind)
     if dtype.hasobject:
         raise TypeError(
             f"ringjax.{what}: the leaf {path!r} is an array of Python objects"
@@ -283,10 +304,26 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
     if isinstance(leaf, np.ndarray | np.generic):
         leaf = np.asarray(leaf, dtype.newbyteorder("="))
     # By dtype alone, so that a rank with numpy arrays understands one with jax arrays.
-    known = dtype.kind in "biufc" or dtype.name == "bfloat16"
+    known = dtype.name in dtypes.NUMBERS  # not by kind: float8_e5m2 is an "f", too
     if known and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
         return _Packed(leaf, kind, as_before)
     return _pack_bytes(np.asarray(leaf), as_before)._replace(kind=kind)
+
+
+def _pack_traced(array: Any, kind: str) -> _Packed:
+    """Types that are not sent travel in one that holds all their values."""
+    dtype = array.dtype
+    if dtype.name in dtypes.NUMBERS:
+        return _Packed(array, kind, lambda out: out)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    if not whole and jnp.finfo(dtype).bits == 8:
+        return _Packed(
+            jax.lax.bitcast_convert_type(array, jnp.uint8),
+            kind,
+            lambda out: jax.lax.bitcast_convert_type(out, dtype),
+        )
+    wide = array.astype(jnp.int8 if whole else jnp.float32)
+    return _Packed(wide, kind, lambda out: out.astype(dtype))
 
 
 def _restorer(leaf: Any) -> Callable[[Any], Any]:

@@ -10,7 +10,6 @@ all ranks' losses. A cotangent is the derivative of that sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -96,7 +95,7 @@ def allreduce(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Any,
     op: int = ReduceOp.Average,
     *,
     prescale_factor: float = 1.0,
@@ -104,17 +103,19 @@ def grouped_allreduce(
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
     compression: WireDtype = Compression.none,
-) -> list[Any]:
-    """`allreduce` of a list as one operation; returns a list.
+) -> Any:
+    """`allreduce` of a list, tuple, dict or any tree as one operation; returns such.
 
     Example:
       >>> import ringjax
       >>> ringjax.init()
-      >>> total, largest = ringjax.grouped_allreduce([1.0, 2.0], op=ringjax.Sum)
+      >>> total, count = ringjax.grouped_allreduce((1.0, 2.0), op=ringjax.Sum)
+      >>> sorted(ringjax.grouped_allreduce({"loss": 1.0, "error": 2.0}))
+      ['error', 'loss']
     """
-    out: list[Any] = _allreduce(
+    return _allreduce(
         "grouped_allreduce",
-        arguments.listed("grouped_allreduce", tensors),
+        tensors,
         op,
         prescale_factor,
         postscale_factor,
@@ -122,7 +123,6 @@ def grouped_allreduce(
         name=name,
         compression=compression,
     )
-    return out
 
 
 def _allreduce(
