@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -97,6 +96,17 @@ def test_ranks_find_modules_of_the_caller(
     monkeypatch.syspath_prepend(str(tmp_path))
     module: Any = __import__("ringjax_test_module")
     assert run(module.task, np=2) == ["found", "found"]
+
+
+def test_ranks_look_for_modules_in_our_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `.pth` files and programs put behind site-packages stays there."""
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError('the wrong one')\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    ours = list(dict.fromkeys(map(os.path.abspath, filter(os.path.exists, sys.path))))
+    theirs = run(lambda: list(__import__("sys").path))[0]
+    assert theirs[: len(ours)] == ours
 
 
 def test_from_a_thread() -> None:
