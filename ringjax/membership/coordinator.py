@@ -101,6 +101,7 @@ class Coordinator(Service):
             resume,
         )
         self._failure_timeout = failure_timeout
+        self._told = False  # who is missing when the job begins
         self._present: dict[int, Seat] = {}  # who has said hello, by worker
         self._broken: deque[tuple[Seat, str]] = deque()
         self._exchanges = Exchanges(0)
@@ -229,6 +230,9 @@ class Coordinator(Service):
             self._membership.tick(now)
         self._reply(self._exchanges.sweep(now))
         self._deliver()
+        if not self._told and (text := self._membership.missing(now)):
+            self._told = True
+            self._publish(("missing", text))
         while self._broken:
             self.drop(*self._broken.popleft())
 
