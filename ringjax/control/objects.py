@@ -35,7 +35,9 @@ _DTYPES = {
     np.dtype(code).newbyteorder("<").str
     for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 }
-_EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # of the package ml_dtypes
+# Of the package ml_dtypes. By name: the `str` of float8_e5m2 is that of no dtype.
+_EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+_EXTENDED += ("float8_e5m2fnuz", "float8_e4m3b11fnuz", "int4", "uint4")
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
     "and numpy or jax arrays and scalars"
@@ -273,11 +275,10 @@ class _Encoder:
             array = np.asarray(value)
         except TypeError as e:  # a tracer, or a typed key of jax.random
             raise TypeError(f"{where} cannot be read as a numpy array: {e}") from None
-        dtype = (
-            array.dtype.newbyteorder("<") if array.dtype.kind in _KINDS else array.dtype
-        )
-        name = dtype.str if dtype.kind in _KINDS else dtype.name
-        if dtype.kind not in _KINDS and name not in _EXTENDED:
+        numpys = array.dtype.kind in _KINDS and array.dtype.name not in _EXTENDED
+        dtype = array.dtype.newbyteorder("<") if numpys else array.dtype
+        name = dtype.str if numpys else dtype.name
+        if not numpys and name not in _EXTENDED:
             raise TypeError(
                 f"{where} is an array of dtype {array.dtype}, which has no plain bytes"
             )

@@ -262,3 +262,15 @@ def test_sync_cuts_what_remains_on_the_rank_that_sends_too() -> None:
     assert len(sampler) == 8
     state.sync()
     assert len(sampler) == 2 and list(sampler) == [6, 7]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "int4"])
+def test_dtypes_that_numpy_does_not_have_are_sent(name: str) -> None:
+    there, here = jnp.full(3, 2, name), jnp.zeros(3, name)
+    state = {"x": there, "np": np.asarray(there)}
+    found = sent(state, {"x": here, "np": np.asarray(here)})
+    for value in found.values():
+        assert value.dtype == there.dtype
+        np.testing.assert_array_equal(np.asarray(value, "f4"), 2)
+    again = objects.decode(objects.encode(np.asarray(there)))
+    assert again.dtype == there.dtype and (again == np.asarray(there)).all()
