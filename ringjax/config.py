@@ -22,7 +22,12 @@ from ringjax.settings.parsers import Parser
 # Shorter secrets could be guessed; ringrun makes 32 bytes.
 MIN_SECRET_BYTES = 16
 # What begins like this is read by tests, benchmarks and examples, and by the build.
-_OTHERS = ("RINGJAX_TEST_", "RINGJAX_GPU_CHECK_", "RINGJAX_BENCH", "RINGJAX_EXAMPLE")
+_OTHERS: tuple[str, ...] = (
+    "RINGJAX_TEST_",
+    "RINGJAX_GPU_CHECK_",
+    "RINGJAX_BENCH",
+    "RINGJAX_EXAMPLE",
+)
 _OTHERS += ("RINGJAX_CUDA", "RINGJAX_NVCC")
 
 

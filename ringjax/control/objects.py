@@ -36,7 +36,12 @@ _DTYPES = {
     for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 }
 # Of the package ml_dtypes. By name: the `str` of float8_e5m2 is that of no dtype.
-_EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+_EXTENDED: tuple[str, ...] = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+)
 _EXTENDED += ("float8_e5m2fnuz", "float8_e4m3b11fnuz", "int4", "uint4")
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
