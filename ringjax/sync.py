@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +73,11 @@ def broadcast_parameters(
     arguments.root(what, root_rank, process_set)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
+    if len(pairs) == 1 and not pairs[0][0] and not _is_number(tree):
+        raise TypeError(
+            f"ringjax.{what}: `tree` is a {type(tree).__name__}, expected a tree of "
+            "arrays; is its class registered with JAX?"
+        )
     eager = jax_private.is_eager(
         [leaf for _, leaf in pairs if isinstance(leaf, jax.Array)]
     )
@@ -252,6 +256,11 @@ class _Packed(NamedTuple):
     unpack: Callable[[Any], Any]
 
 
+def _is_number(leaf: Any) -> bool:
+    arrays = np.ndarray | np.generic | jax.Array
+    return isinstance(leaf, arrays | bool | int | float | complex)
+
+
 def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _pack_array(what, path, leaf, eager)
@@ -267,21 +276,22 @@ def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
                 return _Packed(jnp.asarray(leaf), "", lambda out: out)
             raw = _pack_bytes(number, lambda array: type(leaf)(array.item()))
             return raw._replace(kind=f"a Python {type(leaf).__name__}")
-    if any(hasattr(leaf, name) for name in ("__array__", "__dlpack__", "dtype")):
+    if not _can_stay(leaf):
         raise TypeError(
             f"ringjax.{what}: the leaf {path!r} is a {type(leaf).__name__}, expected "
-            "an array of jax or numpy, a key of jax.random or a number"
+            "an array of jax or numpy, a key of jax.random, a number, or what ranks "
+            "can compare"
         )
-    return _Packed(None, _look(leaf), lambda _: leaf)
+    return _Packed(None, objects.look(leaf), lambda _: leaf)
 
 
-def _look(leaf: Any) -> str:
-    """What ranks compare of a function, a string or another leaf that is not sent."""
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(leaf))
-    if len(text) > 100:  # it may be anything, and is shown if it differs
-        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-        text = f"{text[:80]}... (SHA-256 {digest[:16]})"
-    return f"the {type(leaf).__name__} {text}"
+def _can_stay(leaf: Any) -> bool:
+    """Whether it has no numbers to send, and looks like what it is."""
+    if objects.is_named(leaf):
+        return True
+    holds = ("__array__", "__dlpack__", "dtype", "state_dict")
+    shown = repr(leaf) != object.__repr__(leaf)
+    return shown and not any(hasattr(leaf, name) for name in holds)
 
 
 def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:

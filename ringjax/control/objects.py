@@ -16,8 +16,10 @@ Or ``RJOP`` | a pickle, which is only read where the caller has asked for it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,6 +49,25 @@ _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
     "and numpy or jax arrays and scalars"
 )
+
+
+def is_named(value: Any) -> bool:
+    """Whether it is a function, a class or the like: nothing in it has to be sent."""
+    return callable(value) and hasattr(value, "__name__")
+
+
+def look(value: Any) -> str:
+    """What ranks compare of a function or the like, which each of them has itself.
+
+    Example:
+        >>> look(len), look("same")
+        ('the builtin_function_or_method <built-in function len>', "the str 'same'")
+    """
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    if len(text) > 100:  # it may be anything, and is shown if it differs
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        text = f"{text[:80]}... (SHA-256 {digest[:16]})"
+    return f"the {type(value).__name__} {text}"
 
 
 def encode(value: Any, *, allow_pickle: bool = False) -> bytes:

@@ -274,3 +274,31 @@ def test_dtypes_that_numpy_does_not_have_are_sent(name: str) -> None:
         np.testing.assert_array_equal(np.asarray(value, "f4"), 2)
     again = objects.decode(objects.encode(np.asarray(there)))
     assert again.dtype == there.dtype and (again == np.asarray(there)).all()
+
+
+class Model:
+    """As equinox registers one: functions and settings are leaves beside arrays."""
+
+    def __init__(self, *parts) -> None:
+        self.parts = parts
+
+
+jax.tree_util.register_pytree_node(
+    Model, lambda model: (model.parts, None), lambda _, parts: Model(*parts)
+)
+
+
+def test_a_model_with_functions_is_sent_without_them() -> None:
+    def model(value: float, act=jax.nn.relu) -> Model:
+        return Model(jnp.full(2, value), act, "same", None, [jax.nn.tanh])
+
+    own = model(0.0)
+    got = sent({"model": model(2.0)}, {"model": own})["model"]
+    np.testing.assert_array_equal(got.parts[0], 2.0)
+    assert got.parts[1] is own.parts[1] and got.parts[2:4] == ("same", None)
+    with pytest.raises(ValueError, match=r"state.model.* of rank 0 is the"):
+        sent({"model": model(2.0)}, {"model": model(0.0, jax.nn.gelu)})
+    state = elastic.State(model=own)
+    state.commit()
+    state.restore()
+    assert state.model.parts[1] is own.parts[1]

@@ -240,14 +240,17 @@ def test_numpy_here_and_jax_there_is_no_mismatch(world) -> None:
     ("leaf", "error", "text"),
     [
         (jax.ShapeDtypeStruct((2,), "f4"), TypeError, "'x' is a ShapeDtypeStruct"),
+        (object(), TypeError, "'x' is a object, expected an array"),
         (np.array([None]), TypeError, "'x' is an array of Python objects"),
         (1 << 70, ValueError, "'x' is an int of more than 64 bits"),
     ],
-    ids=["shape", "objects", "int"],
+    ids=["shape", "opaque", "objects", "int"],
 )
 def test_a_leaf_that_cannot_be_sent_is_named(world, leaf, error, text) -> None:
     with pytest.raises(error, match=text):
         ringjax.broadcast_parameters({"x": leaf})
+    with pytest.raises(TypeError, match="is its class registered with JAX"):
+        ringjax.broadcast_parameters(object())
 
 
 def test_a_root_outside_of_the_world_is_refused(world) -> None:
