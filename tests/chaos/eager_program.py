@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import chaos_numpy as model
 import numpy as np
 
 import ringjax
+from chaos import numpy_model as model
 from chaos.loop import WORKER, Training
 from ringjax import eager
 

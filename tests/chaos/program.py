@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import chaos_model as model
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import ringjax
+from chaos import model
 from chaos.loop import WORKER, Training
 
 
