@@ -2,16 +2,29 @@
 
 Not for bad arguments: those are ValueError or TypeError naming the argument, raised
 before anything is sent. All of these happened at run time, to this rank or another one.
+What a compiled program or graph raises has a class of JAX's or TensorFlow's:
+`translate` makes ours of it, from its text and without importing either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 # In the text of every Fenced, and of the status that it comes from.
 FENCED = "was declared lost and must not go on"
+
+# "RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, seq 3): what happened"
+_CALL = re.compile(
+    r"RINGJAX\[[^\]]*\]: (?:Mismatched [\w ]+ of )?"
+    r"(allreduce|allgather|broadcast|reducescatter|alltoall|barrier)\b"
+    r"(?: '(.*?)')?(?=[ :])"
+)
+_LEAF = re.compile(r"\brank \d+ sent '(.*?)' ")
+# TensorFlow's codes, and what of ours becomes them; UNKNOWN is more than one thing.
+_TENSORFLOW = {3: "INVALID_ARGUMENT", 4: "DEADLINE_EXCEEDED", 9: "MISMATCH"}
 
 
 class StatusLike(Protocol):
@@ -22,7 +35,33 @@ class StatusLike(Protocol):
 
 
 class RingjaxError(RuntimeError):
-    """Base class of every failure at run time. Its text says who, what and why."""
+    """Base class of every failure at run time. Its text says who, what and why.
+
+    Attributes:
+        rank: the world rank to blame, -1 if there is none or it is not known.
+
+    Example:
+        >>> text = "ABORTED: RINGJAX[world, epoch 0]: allreduce 'loss': ranks disagree"
+        >>> error = translate(ValueError(text))
+        >>> type(error).__name__, error.rank, error.op, error.tensor
+        ('Mismatch', -1, 'allreduce', 'loss')
+    """
+
+    rank: int = -1
+
+    @property
+    def op(self) -> str:
+        """The operation that has failed, such as "allreduce"; "" if it was none."""
+        found = _CALL.search(str(self))
+        return found[1] if found else ""
+
+    @property
+    def tensor(self) -> str:
+        """The name of its tensor, and of the leaf that ranks disagree about."""
+        found = _CALL.search(str(self))
+        leaf = _LEAF.search(str(self), found.end()) if found else None
+        named = (found[2] if found else None, leaf[1] if leaf else None)
+        return "/".join(name for name in named if name)
 
 
 # Horovod's name for the same thing: `except HorovodInternalError` keeps working.
@@ -167,7 +206,10 @@ def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
         "CANCELLED": Cancelled,
         "INVALID_ARGUMENT": InvalidArgument,
     }
-    return kinds.get(code, RingjaxError)(message)
+    error = kinds.get(code, RingjaxError)(message)
+    if isinstance(error, Stalled):
+        error.rank = rank
+    return error
 
 
 def from_status(exc: StatusLike) -> RingjaxError:
@@ -189,3 +231,73 @@ def from_program(text: str) -> RingjaxError | None:
     culprit = re.search(r"\brank (\d+)", found[2])
     rank = int(culprit[1]) if culprit else -1
     return from_code(found[1], found[2].strip(), rank)
+
+
+def translate(error: BaseException) -> RingjaxError | None:
+    """The exception of ringjax that another one stands for; None if it is not ours.
+
+    A collective that fails inside of a compiled program raises what JAX makes of it, a
+    JaxRuntimeError or, where the step is called from its cache, a ValueError; in a
+    graph of TensorFlow it raises an OpError.
+
+    Args:
+        error: any exception. One of ringjax is returned as it is.
+
+    Example:
+        >>> text = "UNAVAILABLE: RINGJAX[world, epoch 0]: barrier: rank 2 is gone"
+        >>> lost = translate(ValueError(text))
+        >>> type(lost).__name__, lost.rank, lost.op
+        ('PeerLost', 2, 'barrier')
+        >>> translate(ValueError("mine")) is None
+        True
+    """
+    if isinstance(error, RingjaxError):
+        return error
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "OpError" in kinds and hasattr(error, "error_code"):
+        return _of_tensorflow(str(error), int(error.error_code))
+    if not kinds & {"JaxRuntimeError", "XlaRuntimeError", "ValueError"}:
+        return None
+    return from_program(str(error))
+
+
+def _of_tensorflow(text: str, code: int) -> RingjaxError | None:
+    # Behind the message TensorFlow says which node of the graph has failed.
+    found = re.search(r"(?s)RINGJAX\[.*?(?=\n\s*\[\[|$)", text)
+    if found is None:
+        return None
+    culprit = re.search(r"\brank (\d+)", found[0])
+    known = _TENSORFLOW.get(code, "UNAVAILABLE" if culprit else "UNKNOWN")
+    return from_code(known, found[0].strip(), int(culprit[1]) if culprit else -1)
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Within it, what fails between the ranks is raised as an exception of ringjax.
+
+    For compiled steps, whose exceptions have classes of JAX's or TensorFlow's; others
+    pass through. Also a decorator. An exception comes when a result is used, so what
+    uses it (`block_until_ready`, `float`) belongs inside.
+
+    Raises:
+        RingjaxError: `PeerLost`, `Mismatch`, `Stalled` and so on, from the original.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> step = jax.jit(ringjax.allreduce)
+        >>> try:
+        ...     with ringjax.errors.translated():
+        ...         loss = float(step(jnp.float32(0.5)))
+        ... except ringjax.errors.PeerLost as error:
+        ...     print("without rank", error.rank)
+        >>> loss
+        0.5
+    """
+    try:
+        yield
+    except Exception as error:
+        ours = translate(error)
+        if ours is None or ours is error:
+            raise
+        raise ours from error

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from ringjax import errors, runtime
 from ringjax.collectives import allgather, arguments, broadcast
 from ringjax.control import objects
+from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
 from ringjax.xla import jax_private
 
@@ -44,10 +44,12 @@ def broadcast_parameters(
     Before it, the ranks compare names, shapes and dtypes of all leaves by a short hash.
 
     Args:
-      tree: parameters, an optimizer state, a flax TrainState, an nnx State, any tree of
-        jax or numpy arrays, jax.random keys and Python numbers. Leaves keep their type
-        and dtype, 64-bit numbers are exact also without jax_enable_x64. Inside jit
-        every leaf is a jax array, and ranks compare only sizes and dtypes.
+      tree: parameters, an optimizer state, a flax TrainState, an nnx State, an equinox
+        model, any tree of jax or numpy arrays, jax.random keys and Python numbers.
+        Leaves keep their type and dtype, 64-bit numbers are exact also without
+        jax_enable_x64. Other leaves, such as functions and strings, stay as they are;
+        they must look alike on all ranks. Inside jit every number is a jax array, and
+        ranks compare only sizes and dtypes.
       root_rank: the sender's rank in the world.
       process_set: the ranks that take part; this rank must be one of them.
       name: stands for the tree in error messages.
@@ -57,7 +59,7 @@ def broadcast_parameters(
 
     Raises:
       NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument, or a leaf that is none of these.
+      TypeError, ValueError: a bad argument, or an array that cannot be sent.
       Mismatch: the trees differ between ranks; the text names the leaf. On every rank.
       PeerLost: a rank is gone.
 
@@ -71,6 +73,11 @@ def broadcast_parameters(
     arguments.root(what, root_rank, process_set)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
+    if len(pairs) == 1 and not pairs[0][0] and not _is_number(tree):
+        raise TypeError(
+            f"ringjax.{what}: `tree` is a {type(tree).__name__}, expected a tree of "
+            "arrays; is its class registered with JAX?"
+        )
     eager = jax_private.is_eager(
         [leaf for _, leaf in pairs if isinstance(leaf, jax.Array)]
     )
@@ -78,17 +85,23 @@ def broadcast_parameters(
         _pack(what, path, leaf, eager)
         for path, (_, leaf) in zip(paths, pairs, strict=True)
     ]
-    operands = {path: leaf.array for path, leaf in zip(paths, packed, strict=True)}
+    operands = {
+        path: leaf.array
+        for path, leaf in zip(paths, packed, strict=True)
+        if leaf.array is not None
+    }
     if not eager:
         sent = broadcast(operands, root_rank, process_set=process_set, name=name)
     else:
         kinds = {path: leaf.kind for path, leaf in zip(paths, packed, strict=True)}
         _compare(what, {"`root_rank`": str(root_rank), **kinds}, process_set)
-        with _readable_failures():
+        with errors.translated():
             sent = jax.block_until_ready(
                 broadcast(operands, root_rank, process_set=process_set, name=name)
             )
-    values = [leaf.unpack(sent[path]) for path, leaf in zip(paths, packed, strict=True)]
+    values = [
+        leaf.unpack(sent.get(path)) for path, leaf in zip(paths, packed, strict=True)
+    ]
     return jax.tree.unflatten(treedef, values)
 
 
@@ -132,7 +145,7 @@ def broadcast_object(
     def move(array: Any, _: str) -> Any:
         return broadcast(array, root_rank, process_set=process_set, name=name or what)
 
-    with _readable_failures():
+    with errors.translated():
         return objects.broadcast(
             *(what, obj, move, objects.room),
             is_root=communicator.rank == root,
@@ -165,7 +178,7 @@ def allgather_object(
     def move(array: Any, _: str) -> Any:
         return allgather(array, process_set=process_set, name=name or what)
 
-    with _readable_failures():
+    with errors.translated():
         return objects.allgather(
             *(what, obj, move, objects.room),
             ranks=process_set.ranks,
@@ -240,9 +253,14 @@ def allreduce_metrics(
 class _Packed(NamedTuple):
     """A leaf as an array that can be sent, and the way back."""
 
-    array: Any
+    array: Any  # None: every rank keeps its own
     kind: str  # what the ranks compare
     unpack: Callable[[Any], Any]
+
+
+def _is_number(leaf: Any) -> bool:
+    arrays = np.ndarray | np.generic | jax.Array
+    return isinstance(leaf, arrays | bool | int | float | complex)
 
 
 def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
@@ -260,10 +278,22 @@ def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
                 return _Packed(jnp.asarray(leaf), "", lambda out: out)
             raw = _pack_bytes(number, lambda array: type(leaf)(array.item()))
             return raw._replace(kind=f"a Python {type(leaf).__name__}")
-    raise TypeError(
-        f"ringjax.{what}: the leaf {path!r} is a {type(leaf).__name__}, expected an "
-        "array, a key of jax.random or a number; ringjax.broadcast_object sends others"
-    )
+    if not _can_stay(leaf):
+        raise TypeError(
+            f"ringjax.{what}: the leaf {path!r} is a {type(leaf).__name__}, expected "
+            "an array of jax or numpy, a key of jax.random, a number, or what ranks "
+            "can compare"
+        )
+    return _Packed(None, objects.look(leaf), lambda _: leaf)
+
+
+def _can_stay(leaf: Any) -> bool:
+    """Whether it has no numbers to send, and looks like what it is."""
+    if objects.is_named(leaf):
+        return True
+    holds = ("__array__", "__dlpack__", "dtype", "state_dict")
+    shown = repr(leaf) != object.__repr__(leaf)
+    return shown and not any(hasattr(leaf, name) for name in holds)
 
 
 def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
@@ -277,7 +307,7 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
         )
     kind = f"{dtype.name}[{dims}]"
     if not eager:
-        return _Packed(jnp.asarray(leaf), kind, lambda out: out)
+        return _pack_traced(jnp.asarray(leaf), kind)
     if dtype.hasobject:
         raise TypeError(
             f"ringjax.{what}: the leaf {path!r} is an array of Python objects"
@@ -286,10 +316,26 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
     if isinstance(leaf, np.ndarray | np.generic):
         leaf = np.asarray(leaf, dtype.newbyteorder("="))
     # By dtype alone, so that a rank with numpy arrays understands one with jax arrays.
-    known = dtype.kind in "biufc" or dtype.name == "bfloat16"
+    known = dtype.name in dtypes.NUMBERS  # not by kind: float8_e5m2 is an "f", too
     if known and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
         return _Packed(leaf, kind, as_before)
     return _pack_bytes(np.asarray(leaf), as_before)._replace(kind=kind)
+
+
+def _pack_traced(array: Any, kind: str) -> _Packed:
+    """Types that are not sent travel in one that holds all their values."""
+    dtype = array.dtype
+    if dtype.name in dtypes.NUMBERS:
+        return _Packed(array, kind, lambda out: out)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    if not whole and jnp.finfo(dtype).bits == 8:
+        return _Packed(
+            jax.lax.bitcast_convert_type(array, jnp.uint8),
+            kind,
+            lambda out: jax.lax.bitcast_convert_type(out, dtype),
+        )
+    wide = array.astype(jnp.int8 if whole else jnp.float32)
+    return _Packed(wide, kind, lambda out: out.astype(dtype))
 
 
 def _restorer(leaf: Any) -> Callable[[Any], Any]:
@@ -315,7 +361,7 @@ def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) 
     """Raises Mismatch on every rank if `lines` are not the same on all."""
     text = json.dumps(list(lines.items()))
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-    with _readable_failures():
+    with errors.translated():
         rows = allgather(
             digest[None], process_set=process_set, name=f"{what} (structure)"
         )
@@ -373,15 +419,3 @@ def _eager_communicator(what: str, process_set: runtime.ProcessSet) -> Any:
     if not jax_private.is_eager(()):
         raise TypeError(f"ringjax.{what} runs outside of jit only, and this is inside")
     return communicator
-
-
-@contextmanager
-def _readable_failures() -> Iterator[None]:
-    """Turns the failure of a program into the exception that it stands for."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as e:
-        readable = errors.from_program(str(e))
-        if readable is None:
-            raise
-        raise readable from e

@@ -39,8 +39,8 @@ def allgather(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
-        one is lost.
+      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
+        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
 
     Example:
       >>> import jax.numpy as jnp, ringjax
@@ -60,15 +60,13 @@ def allgather(
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Any,
     *,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> list[Any]:
-    """`allgather` of a list as one operation; returns a list."""
-    listed = arguments.listed("grouped_allgather", tensors)
-    out: list[Any] = _allgather("grouped_allgather", listed, process_set, name)
-    return out
+) -> Any:
+    """`allgather` of a list, tuple, dict or any tree as one operation; returns such."""
+    return _allgather("grouped_allgather", tensors, process_set, name)
 
 
 def _allgather(

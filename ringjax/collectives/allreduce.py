@@ -10,7 +10,6 @@ all ranks' losses. A cotangent is the derivative of that sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -60,8 +59,8 @@ def allreduce(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
-        one is lost.
+      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
+        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
 
     Example:
       >>> import jax, jax.numpy as jnp, ringjax
@@ -98,7 +97,7 @@ def allreduce(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Any,
     op: int = ReduceOp.Average,
     *,
     prescale_factor: float = 1.0,
@@ -106,17 +105,19 @@ def grouped_allreduce(
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
     compression: WireDtype = Compression.none,
-) -> list[Any]:
-    """`allreduce` of a list as one operation; returns a list.
+) -> Any:
+    """`allreduce` of a list, tuple, dict or any tree as one operation; returns such.
 
     Example:
       >>> import ringjax
       >>> ringjax.init()
-      >>> total, largest = ringjax.grouped_allreduce([1.0, 2.0], op=ringjax.Sum)
+      >>> total, count = ringjax.grouped_allreduce((1.0, 2.0), op=ringjax.Sum)
+      >>> sorted(ringjax.grouped_allreduce({"loss": 1.0, "error": 2.0}))
+      ['error', 'loss']
     """
-    out: list[Any] = _allreduce(
+    return _allreduce(
         "grouped_allreduce",
-        arguments.listed("grouped_allreduce", tensors),
+        tensors,
         op,
         prescale_factor,
         postscale_factor,
@@ -124,7 +125,6 @@ def grouped_allreduce(
         name=name,
         compression=compression,
     )
-    return out
 
 
 def _allreduce(

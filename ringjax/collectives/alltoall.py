@@ -47,8 +47,8 @@ def alltoall(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
-        one is lost.
+      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
+        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
 
     Example:
       >>> import jax.numpy as jnp, ringjax
@@ -63,21 +63,20 @@ def alltoall(
 
 
 def grouped_alltoall(
-    tensors: Sequence[Any],
+    tensors: Any,
     splits: Any = None,
     *,
     received_splits: Any = None,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
 ) -> Any:
-    """`alltoall` of a list as one operation, with the same splits for all members.
+    """`alltoall` of any tree as one operation, with the same splits for all members.
 
     Returns:
-      A list; with `splits` the pair of the list and the received splits.
+      Such a tree; with `splits` the pair of it and the received splits.
     """
-    listed = arguments.listed("grouped_alltoall", tensors)
     return _alltoall(
-        "grouped_alltoall", listed, splits, received_splits, process_set, name
+        "grouped_alltoall", tensors, splits, received_splits, process_set, name
     )
 
 

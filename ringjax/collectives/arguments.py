@@ -71,16 +71,6 @@ def _array(what: str, leaf: Any, name: str) -> Any:
     return array
 
 
-def listed(what: str, tensors: Any) -> list[Any]:
-    """The argument of a grouped collective as a list."""
-    if not isinstance(tensors, list | tuple):
-        raise TypeError(
-            f"ringjax.{what}: `tensors` must be a list or tuple, got "
-            f"{type(tensors).__name__}"
-        )
-    return list(tensors)
-
-
 def with_rows(what: str, leaves: Leaves, *, scalars: bool = False) -> Leaves:
     """Refuses 0-d arrays, or (`scalars`) makes them arrays of one row."""
     for array, name in zip(leaves.arrays, leaves.names, strict=True):

@@ -5,7 +5,6 @@ Not the broadcast of parameters or objects: `sync.py` builds those from this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,8 +39,8 @@ def broadcast(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
-        one is lost.
+      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
+        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
 
     Example:
       >>> import jax.numpy as jnp, ringjax
@@ -57,18 +56,14 @@ def broadcast(
 
 
 def grouped_broadcast(
-    tensors: Sequence[Any],
+    tensors: Any,
     root_rank: int,
     *,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> list[Any]:
-    """`broadcast` of a list as one operation; returns a list."""
-    listed = arguments.listed("grouped_broadcast", tensors)
-    out: list[Any] = _broadcast(
-        "grouped_broadcast", listed, root_rank, process_set, name
-    )
-    return out
+) -> Any:
+    """`broadcast` of a list, tuple, dict or any tree as one operation; returns such."""
+    return _broadcast("grouped_broadcast", tensors, root_rank, process_set, name)
 
 
 def _broadcast(

@@ -49,8 +49,8 @@ def reducescatter(
     Raises:
       NotInitialized: before ringjax.init().
       TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError: when the result is used, if the ranks disagree or
-        one is lost.
+      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
+        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
 
     Example:
       >>> import jax.numpy as jnp, ringjax
@@ -76,7 +76,7 @@ def reducescatter(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Any,
     op: int = ReduceOp.Average,
     *,
     prescale_factor: float = 1.0,
@@ -84,11 +84,11 @@ def grouped_reducescatter(
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
     compression: WireDtype = Compression.none,
-) -> list[Any]:
-    """`reducescatter` of a list as one operation; returns a list."""
-    out: list[Any] = _reducescatter(
+) -> Any:
+    """`reducescatter` of a list, tuple, dict or any tree as one operation."""
+    return _reducescatter(
         "grouped_reducescatter",
-        arguments.listed("grouped_reducescatter", tensors),
+        tensors,
         op,
         prescale_factor,
         postscale_factor,
@@ -96,7 +96,6 @@ def grouped_reducescatter(
         name=name,
         compression=compression,
     )
-    return out
 
 
 def _reducescatter(

@@ -17,9 +17,11 @@ travels is followed by a seal (`Seal`), without which nothing of it is looked at
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,11 +39,40 @@ _DTYPES = {
     np.dtype(code).newbyteorder("<").str
     for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 }
-_EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # of the package ml_dtypes
+# Of the package ml_dtypes. By name: the `str` of float8_e5m2 is that of no dtype.
+_EXTENDED = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e4m3b11fnuz",
+    "int4",
+    "uint4",
+)
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
     "and numpy or jax arrays and scalars"
 )
+
+
+def is_named(value: Any) -> bool:
+    """Whether it is a function, a class or the like: nothing in it has to be sent."""
+    return callable(value) and hasattr(value, "__name__")
+
+
+def look(value: Any) -> str:
+    """What ranks compare of a function or the like, which each of them has itself.
+
+    Example:
+        >>> look(len), look("same")
+        ('the builtin_function_or_method <built-in function len>', "the str 'same'")
+    """
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    if len(text) > 100:  # it may be anything, and is shown if it differs
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        text = f"{text[:80]}... (SHA-256 {digest[:16]})"
+    return f"the {type(value).__name__} {text}"
 
 
 def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
@@ -316,11 +347,10 @@ class _Encoder:
             array = np.asarray(value)
         except TypeError as e:  # a tracer, or a typed key of jax.random
             raise TypeError(f"{where} cannot be read as a numpy array: {e}") from None
-        dtype = (
-            array.dtype.newbyteorder("<") if array.dtype.kind in _KINDS else array.dtype
-        )
-        name = dtype.str if dtype.kind in _KINDS else dtype.name
-        if dtype.kind not in _KINDS and name not in _EXTENDED:
+        numpys = array.dtype.kind in _KINDS and array.dtype.name not in _EXTENDED
+        dtype = array.dtype.newbyteorder("<") if numpys else array.dtype
+        name = dtype.str if numpys else dtype.name
+        if not numpys and name not in _EXTENDED:
             raise TypeError(
                 f"{where} is an array of dtype {array.dtype}, which has no plain bytes"
             )

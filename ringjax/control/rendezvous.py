@@ -44,6 +44,7 @@ class _Gathering:
         self.hellos: dict[int, dict[str, Any]] = {}
         self.deadline = 0.0
         self.complete = False
+        self.asked = False  # who is missing
         self.gone: dict[int, str] = {}
         self.untold: list[tuple[int, str]] = []  # of these, what the others do not know
         self.told = 0.0  # when they were told something last
@@ -111,6 +112,8 @@ class Server(Service):
             self._gone(seat, f"failed: {text}")
         elif kind == "leave":
             self._gone(seat, "left")
+        elif kind == "missing" and gathering is not None:
+            self._missing(seat, gathering)
         elif kind == "exchange" and gathering is not None and gathering.complete:
             now = time.monotonic()
             self._reply(gathering, gathering.exchanges.put(seat.caller, message, now))
@@ -136,6 +139,15 @@ class Server(Service):
         self._joined.add(rank)
         if len(gathering.seats) == self._size:
             self._complete(gathering)
+
+    def _missing(self, seat: Seat, gathering: _Gathering) -> None:
+        """Somebody has waited for long; only the first is told, and tells people."""
+        if not gathering.complete and not gathering.asked:
+            gathering.asked = True
+            seat.send({"type": "missing", "ranks": self._absent(gathering)})
+
+    def _absent(self, gathering: _Gathering) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in gathering.seats]
 
     def _complete(self, gathering: _Gathering) -> None:
         gathering.complete = True
@@ -198,9 +210,8 @@ class Server(Service):
         waiting = self._gathering
         if not waiting.seats or waiting.deadline > now:
             return
-        missing = [rank for rank in range(self._size) if rank not in waiting.seats]
         text = (
-            f"{ranks_text(missing)} of {self._size} did not join within "
+            f"{ranks_text(self._absent(waiting))} of {self._size} did not join within "
             f"{self._start_timeout:g} s"
         )
         self.failures.append(Failure(SERVER_RANK, text))

@@ -23,7 +23,7 @@ from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.launch_environment import Place
 from ringjax.control.rendezvous import Server
-from ringjax.control.session import Session, join, knock
+from ringjax.control.session import News, Session, join, knock
 from ringjax.errors import AuthenticationError, StartupError
 
 _FIRST_PORT, _PORTS = 61000, 4500  # above what Linux gives away by itself
@@ -121,7 +121,11 @@ def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
 
 
 def attend(
-    place: Place, config: Config, hello: dict[str, Any], open_doors: OpenDoors
+    place: Place,
+    config: Config,
+    hello: dict[str, Any],
+    open_doors: OpenDoors,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Meeting:
     """Joins the job, wherever its rendezvous is, and waits for all ranks.
 
@@ -129,13 +133,15 @@ def attend(
         hello: what the others shall know about this rank.
         open_doors: called with the secret and the job before this rank joins; what it
             returns is added to the hello.
+        say: shows a line about a wait that is long.
 
     Raises:
         StartupError: the job did not come together; the text says who is missing, or
             what to set.
     """
+    news = News(say, config.stall_warning, config.start_timeout)
     if place.one_host and place.rank != 0 and not config.rendezvous:
-        return _follow(place, config, hello, open_doors)
+        return _follow(place, config, hello, open_doors, news)
     issued = issue(place, config)
     ticket, server = issued or (known_ticket(place, config), None)
     try:
@@ -147,6 +153,7 @@ def attend(
             config.start_timeout,
             patient=not config.rendezvous,
             tls=config.tls,
+            news=news,
         )
     except BaseException:
         if server is not None:
@@ -159,7 +166,11 @@ def attend(
 
 
 def _follow(
-    place: Place, config: Config, hello: dict[str, Any], open_doors: OpenDoors
+    place: Place,
+    config: Config,
+    hello: dict[str, Any],
+    open_doors: OpenDoors,
+    news: News,
 ) -> Meeting:
     """Joins the server that rank 0's notice names, and looks again until it works."""
     deadline = time.monotonic() + config.start_timeout
@@ -178,11 +189,13 @@ def _follow(
                     hello | more,
                     deadline,
                     config.tls,
+                    news,
                 )
             except (AuthenticationError, OSError) as error:
                 why = str(error)  # what a dead job left behind, or it just ended
             else:
                 return Meeting(session, ticket.secret, ticket.job)
+        news.nobody(why + notice.hint)
         time.sleep(pause)
         pause = min(1.5 * pause, 0.25)
     raise StartupError(

@@ -7,10 +7,11 @@ the job; it carries no tensors, and losing it does not end a job that has come t
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,52 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 
+class News:
+    """One line about a rank that waits for long, while its job comes together.
+
+    Args:
+        say: shows it.
+        seconds: how long is long; 0: nothing is said.
+        limit: when waiting ends.
+
+    Example:
+        >>> news = News(print, 0.0, 120.0)
+        >>> news.nobody("no answer")
+        >>> news = News(print, 1e-9, 120.0)
+        >>> news.missing([1, 3], 4)
+        has waited 1e-09 s in init for ranks 1, 3 of 4; it waits up to 120 s
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], seconds: float, limit: float
+    ) -> None:
+        self._say, self._seconds, self._limit = say, seconds, limit
+        self._spoken = seconds <= 0
+        self._due = time.monotonic() + seconds
+
+    @property
+    def due(self) -> float:
+        """When to say something; never, if that has been done."""
+        return math.inf if self._spoken else self._due
+
+    def missing(self, ranks: Sequence[int], size: int) -> None:
+        """These have not joined."""
+        self._tell(f"for {ranks_text(ranks)} of {size}")
+
+    def nobody(self, why: str) -> None:
+        """There is no rendezvous yet; said if it is time."""
+        if time.monotonic() >= self.due:
+            self._tell(f"for the rendezvous of its job ({why})")
+
+    def _tell(self, what: str) -> None:
+        self._spoken = True
+        up_to = f"it waits up to {self._limit:g} s"
+        self._say(f"has waited {self._seconds:g} s in init {what}; {up_to}")
+
+
+SILENT = News(lambda text: None, 0.0, 0.0)
+
+
 def join(
     addresses: str,
     secret: bytes,
@@ -56,6 +103,7 @@ def join(
     *,
     patient: bool = False,
     tls: str = "auto",
+    news: News = SILENT,
 ) -> Session:
     """Joins the job's rendezvous and waits until all ranks have.
 
@@ -66,6 +114,7 @@ def join(
         patient: a server that cannot prove itself may be a stranger on the port that
             the right one will take soon, so keep trying. Otherwise that is an error.
         tls: whether the session is encrypted, as in RINGJAX_TLS.
+        news: of a wait that is long.
 
     Raises:
         StartupError: nobody answers, ranks are missing, or this one is refused.
@@ -75,7 +124,7 @@ def join(
     pause = 0.02
     while True:
         try:
-            return knock(addresses, secret, job, hello, deadline, tls)
+            return knock(addresses, secret, job, hello, deadline, tls, news)
         except OSError as error:
             why: Exception = StartupError(str(error))
         except AuthenticationError as error:
@@ -87,6 +136,7 @@ def join(
                 f"rank {hello['rank']} could not join its job within {timeout:g} s: "
                 f"{why}"
             )
+        news.nobody(str(why))
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
 
@@ -98,6 +148,7 @@ def knock(
     hello: dict[str, Any],
     deadline: float,
     tls: str = "auto",
+    news: News = SILENT,
 ) -> Session:
     """Tries each address once; otherwise like `join`.
 
@@ -110,7 +161,7 @@ def knock(
     sock, keys, where = reach(addresses, secret, introduction, deadline)
     session = Session(sock, keys, introduction.caller)
     try:
-        session.enter(int(hello["size"]), hello, deadline + GRACE)
+        session.enter(int(hello["size"]), hello, deadline + GRACE, news)
     except ConnectionError as error:  # it ends, and perhaps another one begins
         session.close()
         raise OSError(f"{where}: {error}") from error
@@ -200,10 +251,22 @@ class Session:
         self._exchanges = 0
         self._sending, self._receiving = threading.Lock(), threading.Lock()
 
-    def enter(self, size: int, hello: dict[str, Any], deadline: float) -> None:
+    def enter(
+        self,
+        size: int,
+        hello: dict[str, Any],
+        deadline: float,
+        news: News = SILENT,
+    ) -> None:
         """Says hello and waits for the membership."""
         self._send({"type": "hello", "size": size, "hello": hello}, LIMIT)
-        message = self._receive(deadline)
+        message = self._receive(min(deadline, news.due))
+        if message is None and news.due < deadline:
+            self._send({"type": "missing"}, LIMIT)  # answered to the first who asks
+            message = self._receive(deadline)
+            if message is not None and message.get("type") == "missing":
+                news.missing([int(rank) for rank in message["ranks"]], size)
+                message = self._receive(deadline)
         if message is None:
             raise StartupError(f"rank {self.rank} got no membership in time")
         if message.get("type") != "members":

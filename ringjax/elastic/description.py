@@ -3,8 +3,8 @@
 The structure is what `ringjax.control.objects` can encode. A node is one of ``["value",
 x]``, ``["leaf", number]``, ``["list" | "tuple", [node, …]]``, ``["dict", [[key, node],
 …]]``, ``["node", type, [name, …], [node, …]]`` for what JAX has registered (rebuilt
-with what the receiver has in that place), and ``["pickle", bytes]`` where both ends
-allow it.
+with what the receiver has in that place), ``["own", look]`` for functions, which
+every rank has itself, and ``["pickle", bytes]`` where both ends allow it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ringjax.control import objects
 from ringjax.elastic import leaves, values
 from ringjax.elastic.leaves import Array, Leaf
 
@@ -70,6 +71,8 @@ class Described(NamedTuple):
         if node is not None:
             nodes = self._nodes(node.children, where, allow_pickle)
             return ["node", _type(value), node.names, nodes]
+        if objects.is_named(value) and not allow_pickle:
+            return ["own", objects.look(value)]
         return ["pickle", _pickled(value, where, allow_pickle)]
 
     def _nodes(self, items: Sequence[Any], where: str, allow_pickle: bool) -> Any:
@@ -147,6 +150,11 @@ class _Reader:
                 parts = zip(nodes, template.children, names, strict=True)
                 for inner, child, name in parts:
                     self.check(inner, child, where + name)
+            case ["own", look] if look != objects.look(own):
+                raise ValueError(
+                    f"ringjax.elastic: {where} of rank 0 is {look}, and here it is "
+                    f"{objects.look(own)}; make the state in the same way on all ranks"
+                )
             case ["pickle", _] if not self._allow_pickle:
                 raise ValueError(f"ringjax.elastic: {where} came as a pickle")
 
@@ -155,6 +163,8 @@ class _Reader:
         match node:
             case ["value", value]:
                 return value
+            case ["own", _]:
+                return own
             case ["leaf", number]:
                 return self._leaves[number].value(self._memory[number], own)
             case ["dict", pairs]:

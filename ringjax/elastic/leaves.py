@@ -132,7 +132,7 @@ def _torch() -> Any:
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """How a dtype is written down; empty if its memory says nothing to others."""
-    if dtype.kind in _PLAIN:
+    if dtype.kind in _PLAIN and dtype.isbuiltin != 2:  # 2: float8_e5m2 of ml_dtypes
         return dtype.str
     return "" if dtype.hasobject or dtype.fields else dtype.name
 

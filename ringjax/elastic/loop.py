@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from ringjax import runtime
+from ringjax import errors, runtime
 from ringjax.elastic import agreement, failures, transfer, values
 from ringjax.elastic.agreement import Having
 from ringjax.elastic.checkpoint import Checkpointer
@@ -193,7 +193,7 @@ def _train(
         except HostsUpdatedInterrupt as interrupt:
             again: Callable[[], None] = functools.partial(job.updated, interrupt)
         except Exception as error:
-            failure = failures.failure(error)
+            failure = errors.translate(error)
             if failure is None or failures.final(failure):
                 raise
             again = functools.partial(job.failed, failure)

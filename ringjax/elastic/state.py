@@ -193,6 +193,7 @@ class State:
         alone = self._given_broadcast and self._saved_state
         if alone:
             self._set_attrs(self._bcast_object(self._current()))
+        self._cut()  # on the rank that has sent, too
         if sent is not None or alone:
             self._donation.forget()  # not what a step has left behind
         State.save(self)

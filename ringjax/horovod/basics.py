@@ -20,7 +20,7 @@ class HorovodBasics:
 
     Example:
         >>> HorovodBasics(__file__, "mpi_lib").gloo_built()
-        False
+        True
     """
 
     Average, Sum, Adasum = ops.Average, ops.Sum, ops.Adasum

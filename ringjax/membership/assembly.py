@@ -25,6 +25,7 @@ class Rules:
             are weighed: what two ends notice can be a heartbeat apart.
         gathering: seconds for the members to come back to a new coordinator.
         moment: seconds for a connection to end whose process has ended.
+        long: seconds of waiting for others until it is said.
     """
 
     np: int
@@ -37,6 +38,7 @@ class Rules:
     doubt: float = 1.0
     gathering: float = 2.0
     moment: float = 0.25
+    long: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,18 @@ class Assembly:
         """It will not come any more."""
         self._never.add(worker)
         self.leave(worker)
+
+    def missing(self, now: float) -> str:
+        """Who has not come, once that takes long and the job has not begun."""
+        rules = self._rules
+        if self._resuming or self.deadline is None or not self._expected:
+            return ""
+        if now < self.deadline - rules.start_timeout + rules.long:
+            return ""
+        return (
+            f"{names(self._new)} waited {rules.long:g} s in ringjax.init() for "
+            f"{names(self._expected)}; the limit is {rules.start_timeout:g} s"
+        )
 
     def outcome(self, now: float) -> Start | Resume | Fail | None:
         """What has come of it; None if it is to be waited for."""

@@ -102,6 +102,7 @@ class Coordinator(Service):
             resume,
         )
         self._failure_timeout = failure_timeout
+        self._told = False  # who is missing when the job begins
         self._present: dict[int, Seat] = {}  # who has said hello, by worker
         self._exchanges = Exchanges(0)
         self._asked: deque[Callable[[float], None]] = deque()  # by other threads
@@ -231,6 +232,9 @@ class Coordinator(Service):
             self._membership.tick(now)
         self._reply(self._exchanges.sweep(now))
         self._deliver()
+        if not self._told and (text := self._membership.missing(now)):
+            self._told = True
+            self._publish(("missing", text))
 
     def rest(self) -> float:
         """Until the membership has something to do by itself."""

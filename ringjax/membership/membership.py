@@ -71,6 +71,10 @@ class Membership(Epochs):
 
     # --- what happens ---
 
+    def missing(self, now: float) -> str:
+        """Who has not come while others wait for the job to begin; else nothing."""
+        return self._assembly.missing(now) if self.phase == "assembly" else ""
+
     def expected(self, worker: int) -> None:
         """A process was started as this worker."""
         self._assembly.expect(worker)

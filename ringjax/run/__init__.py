@@ -83,8 +83,6 @@ def run(
         >>> ringjax.run(lambda x: x + 1, (1,), np=2)  # doctest: +SKIP
         [2, 2]
     """
-    import cloudpickle
-
     from ringjax.config import Config
     from ringjax.errors import LaunchError
     from ringjax.run import environ, task
@@ -105,12 +103,14 @@ def run(
     changes = {name: value for name, value in given.items() if value is not None}
     config = Config.from_env({**base, **changes})
     interfaces = config.network_interfaces.split(",")
+    python = executable or sys.executable
+    path = environ.task_path(base, alike=python == sys.executable)
     spec = Spec(
-        command=[executable or sys.executable, "-m", "ringjax.run.task"],
-        env=environ.for_ranks(base, {**changes, "PYTHONPATH": environ.task_path(base)}),
+        command=[python, "-m", "ringjax.run.task"],
+        env=environ.for_ranks(base, {**changes, "PYTHONPATH": path}),
         start_timeout=config.start_timeout,
         tls=config.tls,
-        payload=cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))),
+        payload=task.encode(fn, args, kwargs or {}),
         interfaces=[name for name in interfaces if name],
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,

@@ -68,7 +68,8 @@ def launch(args: argparse.Namespace) -> int:
         ValueError, RingjaxError: it cannot be started.
     """
     base = environ.inherited()
-    changes = options.environment(args)
+    given = options.handed_on(args, base)
+    changes = options.environment(args) | given
     config = Config.from_env({**base, **changes})
     spec = Spec(
         command=args.command,
@@ -79,6 +80,8 @@ def launch(args: argparse.Namespace) -> int:
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,
         verbose=args.verbose,
+        handed_on=frozenset(given),
+        stdin=args.stdin == "0",
     )
     job = job_of(
         spec,
@@ -103,6 +106,9 @@ def launch(args: argparse.Namespace) -> int:
             "accepted for Horovod's sake, without effect here: "
             + ", ".join(dict.fromkeys(args.ignored))
         )
+    for name in (item for item in args.handed_on if "=" not in item):
+        if name not in given:
+            job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
     _Signals(job).install()
     outcome = job.run()
     if outcome.reason:

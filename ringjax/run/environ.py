@@ -6,6 +6,7 @@ read by config.py, from what `inherited` returns.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import sysconfig
@@ -71,15 +72,24 @@ def agent_path() -> str:
     return _join([str(root), *_paths(os.environ)])
 
 
-def task_path(base: Mapping[str, str]) -> str:
-    """PYTHONPATH with which a rank finds the modules that this process has found."""
+def task_path(base: Mapping[str, str], *, alike: bool = True) -> str:
+    """PYTHONPATH with which a rank finds the modules that this process has found.
+
+    Args:
+        base: the environment of the ranks.
+        alike: they are of this Python, which finds by itself what comes behind its own
+            modules: before them, it would hide some of those that are installed.
+    """
     own = sysconfig.get_paths()
-    paths = [
-        os.path.abspath(path)
-        for path in sys.path
-        if path not in (own["purelib"], own["platlib"])
-        and not path.startswith(own["stdlib"])
-    ]
+
+    def is_own(path: str) -> bool:
+        return path in (own["purelib"], own["platlib"]) or path.startswith(
+            own["stdlib"]
+        )
+
+    others = itertools.filterfalse(is_own, sys.path)
+    first = itertools.takewhile(lambda path: not is_own(path), sys.path)
+    paths = map(os.path.abspath, first if alike else others)
     return _join([*filter(os.path.isdir, paths), *_paths(base)])
 
 

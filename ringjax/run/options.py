@@ -8,7 +8,7 @@ in cli.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.config import LOG_LEVELS
@@ -92,6 +92,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.set_defaults(ignored=[])
     parser.add_argument("-v", "--version", action="version", version=version)
     _add_basic(parser)
+    _add_handed(parser)
     _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
     _add_tuning(parser.add_argument_group("tuning"))
     _add_limits(parser.add_argument_group("limits and logs"))
@@ -160,6 +161,26 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         "--config-file",
         metavar="FILE",
         help="options from a file: TOML (.toml), or Horovod's YAML if PyYAML is there",
+    )
+
+
+def _add_handed(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "-x",
+        dest="handed_on",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="hand this variable on to all ranks, on other hosts too. They get the "
+        "whole environment anyhow, but for what belongs to this host and terminal",
+    )
+    add(
+        "--stdin",
+        choices=("0", "none"),
+        default="none",
+        help="0: rank 0, on this machine, reads what you type or pipe into ringrun, "
+        "for breakpoint() and the like. The others, and without it all, read nothing",
     )
 
 
@@ -333,6 +354,22 @@ _VARIABLES = {
     "network_interfaces": "RINGJAX_NETWORK_INTERFACES",
     "timeline_filename": "RINGJAX_TIMELINE",
 }
+
+
+def handed_on(args: argparse.Namespace, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables of -x; those that are not set anywhere are left out.
+
+    Raises:
+        ValueError: one has no name.
+    """
+    found: dict[str, str] = {}
+    for item in args.handed_on:
+        name, given, value = item.partition("=")
+        if not name or "\0" in item:
+            raise ValueError(f"-x {item!r}: expected NAME or NAME=VALUE")
+        if given or name in base:
+            found[name] = value if given else base[name]
+    return found
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

@@ -95,10 +95,14 @@ def job_of(
     Raises:
         ValueError: saying what does not fit together.
     """
+    if spec.stdin and (min_np is not None or script is not None):
+        raise ValueError("--stdin 0: not in an elastic job, where rank 0 may be lost")
     waits = elastic.pop("elastic_timeout", None)
     if min_np is None and script is None:
         bounds.refuse_without({**elastic, "elastic_timeout": waits}, names)
         slots = find_hosts(np, hosts, hostfile, variables or {})
+        if spec.stdin and not places.is_local(slots[0].host):
+            raise ValueError(f"--stdin 0: rank 0 is on another host, {slots[0].host}")
         console = Console(
             len(slots), directory=directory, timestamps=timestamps, python=python
         )

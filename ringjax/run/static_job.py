@@ -125,6 +125,9 @@ class Job:
                 for slot in spec.slots
                 if slot.host == host
             ]
+            if spec.stdin and host == spec.slots[0].host:
+                fleet.give_input()
+                orders[0]["descriptors"] = 1
             fleet.spawn(host, orders, spec.env, spec.payload)
 
     # While it runs.

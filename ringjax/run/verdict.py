@@ -113,7 +113,14 @@ class Verdict:
         return Blame(number, code, who + why)
 
 
-def fate(code: int, *, text: str = "", report: str = "", last_words: str = "") -> str:
+def fate(
+    code: int,
+    *,
+    text: str = "",
+    report: str = "",
+    last_words: str = "",
+    how: str = "",
+) -> str:
     """What became of a rank, to be put behind its name.
 
     Args:
@@ -121,6 +128,7 @@ def fate(code: int, *, text: str = "", report: str = "", last_words: str = "") -
         text: what the agent says of it.
         report: what it said itself before it went down.
         last_words: what it wrote last.
+        how: how it ended, if the exit code does not say.
 
     Example:
         >>> "rank 2" + fate(137)
@@ -131,7 +139,7 @@ def fate(code: int, *, text: str = "", report: str = "", last_words: str = "") -
     if text:
         return f": {text}"
     words = report or last_words
-    how = f"exit code {code}"
+    how = how or f"exit code {code}"
     if code > 128 and (name := _signal_name(code - 128)):
         how = f"killed by {name}"
         if code - 128 in _FROM_OUTSIDE and not report:

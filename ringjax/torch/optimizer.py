@@ -49,6 +49,26 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _synchronized = False
     _should_synchronize = True
 
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        # Horovod's: scripts look here for the name of a parameter.
+        return self._gradients.name_of
+
+    @property
+    def op(self) -> ReduceOp:
+        """How gradients are reduced."""
+        return self._gradients.settings.op
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self._gradients.settings.process_set
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes there are before each step."""
+        return self._gradients.settings.backward_passes_per_step
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Waits until all gradients are reduced; submits those that backward did not.

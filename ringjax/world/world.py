@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringjax import _native, stderr
-from ringjax.config import LOG_LEVELS, Config, horovod_names
+from ringjax.config import LOG_LEVELS, Config, horovod_names, misspelt
 from ringjax.control import launch_environment
 from ringjax.control.listener import Reception
 from ringjax.control.rendezvous_lookup import Meeting, attend
@@ -34,6 +34,7 @@ from ringjax.world.introduction import (
 )
 from ringjax.world.whereabouts import Whereabouts
 
+_told: set[str] = set()  # each once, however often ringjax is initialised
 _CLOSED = "ringjax.shutdown() was called on this rank"
 
 
@@ -67,6 +68,10 @@ class World:
         if place.rank == 0:
             for note in horovod_variables.notes(horovod_names()):
                 self.log("info", note)
+            for note in misspelt():
+                if note not in _told:
+                    self.log("warning", note)
+                    _told.add(note)
         try:
             self._begin(place)
         except BaseException:
@@ -110,7 +115,11 @@ class World:
             return self._reception.described()
 
         self._meeting = attend(
-            place, config, hello(place.rank, place.size, config), open_doors
+            place,
+            config,
+            hello(place.rank, place.size, config),
+            open_doors,
+            lambda text: self.log("warning", text),
         )
         self.secret = self._meeting.secret
         session = self._meeting.session

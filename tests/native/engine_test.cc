@@ -240,6 +240,7 @@ TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {
   std::vector<float> data(4, 1.0f);
   const Status status = world.ranks[0]->Run(AllreduceOf(&data));
   CHECK(status.message().find("rank 1 has shut down") != std::string::npos);
+  CHECK(status.message().find("equally many batches?") != std::string::npos);
 }
 
 }  // namespace

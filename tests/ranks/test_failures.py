@@ -143,6 +143,35 @@ def test_an_exception_reaches_every_rank_with_its_text(start_job: StartJob) -> N
     assert "the data set is gone" in last
 
 
+def test_a_killed_rank_is_a_peer_lost_around_a_compiled_step(
+    start_job: StartJob,
+) -> None:
+    """JAX calls it a ValueError or a JaxRuntimeError, as the step was called."""
+    script = """
+    try:
+        with ringjax.errors.translated():
+            train(10**9)
+    except ringjax.errors.PeerLost as error:
+        tell(f"{error.rank} {error.op} {error.tensor} because of {error.__cause__!r}")
+
+    @ringjax.errors.translated()
+    def plain():
+        return float(ringjax.allreduce(1.0, name="loss"))
+
+    try:
+        plain()
+    except ringjax.errors.PeerLost as error:
+        print("then", error.rank, error.op, error.tensor, flush=True)
+    """
+    job = start_job(2, TRAIN + dedent(script))
+    _all_print(job, "training")
+    job.kill(rank=1)
+    job.wait(15)
+    assert _caught(job, 0)[1].startswith("1 allreduce grads because of "), job.logs()
+    assert "UNAVAILABLE" in _caught(job, 0)[1]
+    assert "then 1 allreduce loss" in job.output(0), job.logs()
+
+
 def test_a_rank_that_leaves_early_is_named(start_job: StartJob) -> None:
     script = """
     if rank == 1:
@@ -155,7 +184,9 @@ def test_a_rank_that_leaves_early_is_named(start_job: StartJob) -> None:
     job = start_job(3, TRAIN + "\n" + dedent(script))
     assert job.wait(40) == 0, job.logs()  # the others lived with it
     for rank in (0, 2):
-        assert "rank 1" in _caught(job, rank)[1]
+        _, text = _caught(job, rank)
+        assert "rank 1 has shut down before this call" in text
+        assert "have all ranks equally many batches?" in text
 
 
 def test_a_frozen_rank_is_named_after_the_failure_timeout(start_job: StartJob) -> None:
@@ -264,6 +295,10 @@ def _mismatch(call: Callable[[], Any]) -> str:
     with pytest.raises(Exception, match="RINGJAX") as caught:
         jax.block_until_ready(call())
     assert time.monotonic() - started < 10  # far from any deadline
+    ours = ringjax.errors.translate(caught.value)
+    assert type(ours) is ringjax.errors.Mismatch
+    assert ours.op in ("allreduce", "allgather", "broadcast")
+    assert ours.tensor and ours.tensor in str(ours)
     return str(caught.value)
 
 

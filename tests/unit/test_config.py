@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launch import environment
 
 from ringjax import config
-from ringjax.config import Config
+from ringjax.config import Config, misspelt
 
 SECRET = "ab" * 32
 
@@ -174,3 +175,34 @@ def test_the_printed_table() -> None:
     streams = next(line.split() for line in lines if line.startswith("tcp_streams"))
     assert streams[:4] == ["tcp_streams", "RINGJAX_TCP_STREAMS", "2", "4"]
     assert SECRET not in done.stdout
+
+
+def test_misspelt_variables() -> None:
+    given = {
+        "RINGJAX_LOGLEVEL": "info",
+        "RINGJAX_QWXYZ": "1",
+        "RINGJAX_TEST_RANK_DIR": "/tmp",
+        "RINGJAX_WORKER": "3",
+        "RINGJAX_EMPTY": "",
+        "HOROVOD_LOGLEVEL": "info",
+    }
+    assert misspelt(given) == [
+        "RINGJAX_LOGLEVEL has no effect; is it RINGJAX_LOG_LEVEL?",
+        "RINGJAX_QWXYZ has no effect",
+    ]
+
+
+def test_a_misspelt_variable_is_told_once_by_rank_0() -> None:
+    script = "import ringjax\nfor _ in range(2): ringjax.init(); ringjax.shutdown()"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env=environment("misspelt", {"RINGJAX_LOGLEVEL": "info"}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    assert ended.stderr == (
+        "[ringjax 0/1] warning: RINGJAX_LOGLEVEL has no effect; is it "
+        "RINGJAX_LOG_LEVEL?\n"
+    )

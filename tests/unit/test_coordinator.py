@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from ringjax import errors
 from ringjax.control import addresses
@@ -110,13 +111,6 @@ def hear(worker: Enlistment, kind: type) -> Any:
                 return order
         assert select.select([worker], [], [], 10)[0], f"no {kind.__name__}"
         orders += worker.poll()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def test_start(town: Callable[..., Town]) -> None:

@@ -56,6 +56,54 @@ def test_a_failure_goes_back_to_the_last_commit() -> None:
     assert diary.pages == ["sync", "train 3", *again, *again]
 
 
+def test_what_jax_raises_for_a_compiled_step_is_a_failure_too() -> None:
+    """From its cache it is a ValueError; a ValueError of the program is not."""
+    lost = "UNAVAILABLE: RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors): rank 1"
+    diary = Diary(ValueError(lost))
+    assert diary.run(state_of(step=3)) == 4
+    assert diary.pages == ["sync", "train 3", "reset", "sync", "train 3"]
+    with pytest.raises(ValueError, match="mine"):
+        Diary(ValueError("mine: " + lost)).run(state_of(step=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "about"),
+    [
+        (
+            "UNAVAILABLE: RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, "
+            "seq 3): rank 1 closed its connection",
+            errors.PeerLost,
+            (1, "allreduce", "grads"),
+        ),
+        (
+            "ABORTED: RINGJAX[world, epoch 0]: allreduce 'grads' (world): ranks "
+            "disagree: rank 1 sent 'b' f32[5], rank 0 sent 'b' f32[4].",
+            errors.Mismatch,
+            (-1, "allreduce", "grads/b"),
+        ),
+        (
+            "DEADLINE_EXCEEDED: RINGJAX[set 2, epoch 1]: barrier (seq 2): rank 3 on "
+            "one has not called barrier",
+            errors.Stalled,
+            (3, "barrier", ""),
+        ),
+        (
+            "ABORTED: RINGJAX[world, epoch 0]: Mismatched shapes of allgather 'e': "
+            "rank 0 sent f64[3], rank 1 sent f64[4]",
+            errors.Mismatch,
+            (-1, "allgather", "e"),
+        ),
+    ],
+)
+def test_a_failure_knows_what_it_is_about(text: str, kind: type, about: tuple) -> None:
+    error = errors.translate(ValueError(text))
+    assert type(error) is kind
+    assert (error.rank, error.op, error.tensor) == about
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.rank, again.op, again.tensor) == about
+    assert str(again) == text.partition(": ")[2]
+
+
 def test_other_hosts_lose_nothing_and_sync_only_if_somebody_came() -> None:
     diary = Diary(
         errors.HostsUpdatedInterrupt(skip_sync=False),

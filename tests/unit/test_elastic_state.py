@@ -245,3 +245,60 @@ def test_structures_are_mapped_to_their_likes() -> None:
     assert values.leaves(tree)[0] == 1 and len(values.jax_arrays(tree)) == 1
     again = values.mapped(tree, lambda leaf: leaf)
     assert again == tree and again["a"] is not tree["a"]
+
+
+# -- sync ------------------------------------------------------------------------------
+
+
+def test_sync_cuts_what_remains_on_the_rank_that_sends_too() -> None:
+    """Outside of `run`, where nothing else would, as in Horovod."""
+    sampler = elastic.ElasticSampler(8, shuffle=False)
+    state = elastic.State(sampler=sampler)
+    for number, rows in enumerate(sampler.batches(2)):
+        if number == 3:
+            break
+        sampler.record_batch(number, len(rows))
+    state.commit()
+    assert len(sampler) == 8
+    state.sync()
+    assert len(sampler) == 2 and list(sampler) == [6, 7]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "int4"])
+def test_dtypes_that_numpy_does_not_have_are_sent(name: str) -> None:
+    there, here = jnp.full(3, 2, name), jnp.zeros(3, name)
+    state = {"x": there, "np": np.asarray(there)}
+    found = sent(state, {"x": here, "np": np.asarray(here)})
+    for value in found.values():
+        assert value.dtype == there.dtype
+        np.testing.assert_array_equal(np.asarray(value, "f4"), 2)
+    again = objects.decode(objects.encode(np.asarray(there)))
+    assert again.dtype == there.dtype and (again == np.asarray(there)).all()
+
+
+class Model:
+    """As equinox registers one: functions and settings are leaves beside arrays."""
+
+    def __init__(self, *parts) -> None:
+        self.parts = parts
+
+
+jax.tree_util.register_pytree_node(
+    Model, lambda model: (model.parts, None), lambda _, parts: Model(*parts)
+)
+
+
+def test_a_model_with_functions_is_sent_without_them() -> None:
+    def model(value: float, act=jax.nn.relu) -> Model:
+        return Model(jnp.full(2, value), act, "same", None, [jax.nn.tanh])
+
+    own = model(0.0)
+    got = sent({"model": model(2.0)}, {"model": own})["model"]
+    np.testing.assert_array_equal(got.parts[0], 2.0)
+    assert got.parts[1] is own.parts[1] and got.parts[2:4] == ("same", None)
+    with pytest.raises(ValueError, match=r"state.model.* of rank 0 is the"):
+        sent({"model": model(2.0)}, {"model": model(0.0, jax.nn.gelu)})
+    state = elastic.State(model=own)
+    state.commit()
+    state.restore()
+    assert state.model.parts[1] is own.parts[1]

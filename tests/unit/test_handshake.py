@@ -18,6 +18,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import until
 
 from ringjax.control import addresses, handshake
 from ringjax.control.handshake import Door, Introduction, Purpose
@@ -255,13 +256,6 @@ def house() -> Iterator[House]:
     house.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
-
-
 def test_a_member_comes_in(house: House) -> None:
     with house.enter() as sock:
         until(lambda: bool(house.admitted))
@@ -325,6 +319,7 @@ def test_slow_strangers_neither_block_nor_stay(
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
     assert not house.door.busy
+    until(lambda: house.log)
     assert "did not prove itself within 1 s" in house.log[0]
 
 
@@ -406,6 +401,7 @@ def test_a_rank_that_gives_way_is_told_to_come_again(
         monkeypatch.setattr(handshake, "call", crowded)
         with pytest.raises(OSError, match=r"too many callers at once|reset|Broken"):
             handshake.introduce(sock, SECRET, HELLO)
+    until(lambda: house.log)
     assert "gave way to newer connections" in house.log[0]
 
 

@@ -98,7 +98,8 @@ def test_env_restores_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_built() -> None:
-    assert not util.mpi_built(verbose=True) and not util.gloo_built()
+    assert not util.mpi_built(verbose=True) and util.gloo_built()
+    assert ringjax.gloo_enabled() and not ringjax.mpi_enabled()
     assert util.cuda_built() is ringjax.cuda_built()
     assert util.check_extension("ringjax.torch", "HOROVOD_WITH_PYTORCH", "x") is None
     assert not util.extension_available("mxnet")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from ringjax import errors
 from ringjax.control.session import Member
@@ -25,13 +26,6 @@ from ringjax.membership.orders import (
 )
 from ringjax.recovery.thread import Recovery
 from ringjax.world.coordinates import Standing
-
-
-def until(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def members(epoch: int, size: int = 3, kind: str = "repair") -> Members:

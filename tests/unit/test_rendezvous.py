@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from ringjax.control import addresses
 from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.control.rendezvous import Failure, Server, Session, join
-from ringjax.control.session import SERVER_RANK, ranks_text
+from ringjax.control.session import SERVER_RANK, News, ranks_text
 from ringjax.errors import AuthenticationError, RingjaxError, Stalled, StartupError
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -73,13 +74,6 @@ def town() -> Iterator[Callable[..., Town]]:
         yield make
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_everybody_learns_about_everybody(town: Callable[..., Town], size: int) -> None:
     here = town(size)
@@ -104,6 +98,38 @@ def test_missing_ranks_are_named_to_all_and_to_the_launcher(
         assert str(error.value) == "ranks 0, 2 of 4 did not join within 0.5 s"
     expected = Failure(SERVER_RANK, "ranks 0, 2 of 4 did not join within 0.5 s")
     assert here.server.failures == [expected]
+
+
+def test_one_rank_that_waits_for_long_says_for_whom(town: Callable[..., Town]) -> None:
+    here, said = town(4), []
+
+    def come(rank: int) -> Session:
+        hello = {"rank": rank, "size": 4}
+        news = News(lambda text: said.append((rank, text)), 0.2, 60.0)
+        session = join(here.where, SECRET, JOB, hello, START_TIMEOUT, news=news)
+        here.sessions.append(session)
+        return session
+
+    first = [here.pool.submit(come, rank) for rank in (1, 3)]
+    until(lambda: bool(said))
+    time.sleep(0.3)  # the other one has asked, too
+    assert [text for _, text in said] == [
+        "has waited 0.2 s in init for ranks 0, 2 of 4; it waits up to 60 s"
+    ]
+    last = here.start([0, 2])
+    assert all(len(future.result().members) == 4 for future in [*first, *last])
+    assert len(said) == 1
+
+
+def test_a_rank_that_finds_no_rendezvous_says_so() -> None:
+    said: list[str] = []
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(StartupError):
+        hello = {"rank": 1, "size": 2}
+        join(where, SECRET, JOB, hello, 0.8, news=News(said.append, 0.2, 0.8))
+    assert len(said) == 1
+    assert said[0].startswith("has waited 0.2 s in init for the rendezvous of its job")
 
 
 def test_time_runs_only_when_somebody_waits(town: Callable[..., Town]) -> None:
@@ -134,6 +160,7 @@ def test_another_job_is_refused(town: Callable[..., Town]) -> None:
     here = town(1)
     with pytest.raises(AuthenticationError, match="it belongs to another job"):
         join(here.where, SECRET, "f" * 16, {"rank": 0, "size": 1}, 5)
+    until(lambda: here.log)
     assert "belongs to job ffffffffffffffff" in here.log[0]
 
 

@@ -87,3 +87,31 @@ def test_a_worker_that_is_silent_and_is_ended_for_it() -> None:
     for tick in range(20):
         story.keeper.tick(6.3 + tick * 0.1)
     assert story.said == [LOST]
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        ("TypeError: no", "failed: TypeError: no (it did not end by itself, and"),
+        ("", "was declared lost: it is silent (it did not end by itself, and"),
+    ],
+)
+def test_a_worker_that_we_end_is_not_out_of_memory(report: str, text: str) -> None:
+    story = Story()
+    story.roster.enter({1: 0}, 0.5)
+    story.worker.report = report
+    story.fenced(1.0)
+    story.keeper.tick(1.0 + 5.1)
+    story.killed(6.2)
+    blame = story.roster.blame(place=False)
+    assert blame is not None and blame.exit_code == 1
+    assert blame.reason.startswith(f"rank 0 (worker 1) {text} ringrun killed it")
+
+
+def test_a_worker_that_the_system_kills_keeps_its_code() -> None:
+    story = Story()
+    story.roster.enter({1: 0}, 0.5)
+    story.fenced(1.0)
+    story.killed(1.01)
+    blame = story.roster.blame(place=False)
+    assert blame is not None and blame.exit_code == 137

@@ -214,6 +214,71 @@ def test_commands_that_cannot_run(tmp_path: Path) -> None:
     assert "Permission denied" in last_line(done)
 
 
+def test_rank_0_reads_what_ringrun_is_given() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "ringjax.run", "-np", "2", "--stdin", "0"),
+            *sh("read line && echo got $line; cat"),
+        ],
+        env=environment("ringrun", {}),
+        input="typed\nmore\n",
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.stdout == "[0]<stdout>:got typed\n[0]<stdout>:more\n", done
+
+
+def test_a_breakpoint_on_a_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "stops.py"
+    script.write_text("answer = 6\nbreakpoint()\nprint('it is', answer)\n")
+    parent, child = os.openpty()
+    words = ("-np", "2", "--stdin", "0", "sh", "-c")
+    only_0 = f"[ $RINGJAX_RANK = 1 ] || exec {sys.executable} {script}"
+    job = subprocess.Popen(
+        [sys.executable, "-P", "-m", "ringjax.run", *words, only_0],
+        env=environment("ringrun", {}),
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+    )
+    os.close(child)
+    seen = b""
+    while b"(Pdb)" not in seen:
+        seen += os.read(parent, 4096)
+    os.write(parent, b"answer = 42\nc\n")
+    assert job.wait(20) == 0
+    while b"it is 42" not in seen:
+        seen += os.read(parent, 4096)
+    os.close(parent)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("-H", "elsewhere.invalid:1"), "--stdin 0: rank 0 is on another host"),
+        (("--min-np", "1"), "--stdin 0: not in an elastic job"),
+    ],
+)
+def test_where_nobody_can_be_given_the_terminal(
+    words: tuple[str, ...], text: str
+) -> None:
+    done = ringrun("-np", "1", *words, "--stdin", "0", "true")
+    assert done.returncode == 2 and text in done.stderr
+
+
+def test_variables_are_handed_on() -> None:
+    words = ("-x", "COLOUR", "-x", "SHAPE=round", "-x", "NOT_SET", "-x", "EMPTY=")
+    script = sh("echo $COLOUR $SHAPE ${NOT_SET-none} ${EMPTY-none}.")
+    done = ringrun("-np", "1", *words, *script, COLOUR="red")
+    assert done.stdout == "[0]<stdout>:red round none .\n"
+    assert done.stderr == (
+        "ringrun: -x NOT_SET: it is not set, so the ranks do not get it\n"
+    )
+    assert ringrun("-np", "1", "-x", "=3", "true").returncode == 2
+
+
 def test_stdin_is_empty() -> None:
     assert ringrun("-np", "2", "cat").returncode == 0
 

@@ -191,6 +191,17 @@ follow(job)
     )
 
 
+def test_the_error_of_all_ranks_is_the_jobs_however_slowly_they_end(
+    start: StartJob,
+) -> None:
+    script = MEMBER + (
+        "job = enlist()\njob.report_failure('TypeError: boom')\ntime.sleep(30)\n"
+    )
+    job = start(2, script, "--min-np", "2")
+    assert job.wait(30) == 1, job.launcher_output()
+    assert "failed: TypeError: boom" in said(job)[-1]
+
+
 def test_fewer_than_min_np(start: StartJob) -> None:
     script = MEMBER + "if worker > 1: time.sleep(1000)\nfollow(enlist())\n"
     job = start(2, script, "--min-np", "2", "--elastic-timeout", "1")

@@ -297,8 +297,10 @@ def test_a_full_disk_behind_the_copies(tmp_path: Path) -> None:
 def test_other_hosts(start: Start, ssh: dict[str, str], tmp_path: Path) -> None:
     words = ["-p", "2222", "-i", "/my key", "-H", "localhost:1,n1:2,n2:1"]
     logs = ["--output-filename", str(tmp_path / "logs")]
-    script = "echo $RINGJAX_RANK $RINGJAX_HOSTNAME $RINGJAX_CROSS_RANK; pwd >&2"
-    job = start(*words, *logs, "sh", "-c", script, env=ssh)
+    script = "echo $RINGJAX_RANK $RINGJAX_HOSTNAME $RINGJAX_CROSS_RANK; pwd >&2;"
+    script += '[ "$DISPLAY$XDG_SEAT" = :7 ] || exit 9'  # only what -x hands on
+    words += ["-x", "DISPLAY=:7"]
+    job = start(*words, *logs, "sh", "-c", script, env={**ssh, "XDG_SEAT": ""})
     code, text, _ = job.end()
     assert code == 0, text
     for rank, place in enumerate(["localhost 0", "n1 1", "n1 0", "n2 2"]):

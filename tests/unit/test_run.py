@@ -99,6 +99,17 @@ def test_ranks_find_modules_of_the_caller(
     assert run(module.task, np=2) == ["found", "found"]
 
 
+def test_ranks_look_for_modules_in_our_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `.pth` files and programs put behind site-packages stays there."""
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError('the wrong one')\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    ours = list(dict.fromkeys(map(os.path.abspath, filter(os.path.exists, sys.path))))
+    theirs = run(lambda: list(__import__("sys").path))[0]
+    assert theirs[: len(ours)] == ours
+
+
 def test_from_a_thread() -> None:
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.extend(run(lambda: 5, np=2)))

@@ -11,7 +11,7 @@ import pytest
 
 import ringjax
 from ringjax import errors
-from ringjax.elastic.failures import failure
+from ringjax.errors import translate as failure
 
 pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
 

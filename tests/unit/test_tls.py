@@ -17,6 +17,7 @@ from dataclasses import replace
 import pytest
 from support.fault_proxy import Fault, FaultProxy
 from support.launch import environment
+from support.waiting import until
 
 from ringjax.control import addresses, handshake, tls
 from ringjax.control.handshake import Introduction, Purpose
@@ -271,7 +272,7 @@ def test_a_server_and_a_rank_of_other_opinions(
     hello = {"rank": 0, "size": 1}
     with pytest.raises(AuthenticationError, match="RINGJAX_TLS=required"):
         join(server.addresses[0], SECRET, JOB, hello, 2.0, tls=other)
-    server.close()
+    until(lambda: log)
     assert "RINGJAX_TLS=required" in log[0]
 
 

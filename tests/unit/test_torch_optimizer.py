@@ -197,6 +197,16 @@ def test_copies_have_hooks_on_parameters_of_their_own(op, copied) -> None:
     assert len(seen) == 4
 
 
+def test_what_scripts_for_horovod_read() -> None:
+    model = build()
+    named = dict(model.named_parameters())
+    optimizer = DistributedOptimizer(sgd(model), named.items(), op=Sum)
+    assert optimizer._parameter_names == {p: name for name, p in named.items()}
+    assert optimizer.op == Sum and optimizer.process_set is global_process_set
+    optimizer.set_backward_passes_per_step(2)
+    assert optimizer.backward_passes_per_step == 2
+
+
 def test_a_process_set_is_kept() -> None:
     optimizer = DistributedOptimizer(sgd(build()), process_set=ProcessSet([0, 2]))
     assert copy.deepcopy(optimizer)._gradients.settings.process_set.ranks == [0, 2]

@@ -277,6 +277,8 @@ class ElasticJob:
             case ["waiting", text]:
                 if self._roster.present():
                     self.console.note(text)
+            case ["missing", text]:
+                self.console.note(text)
             case ["stop", text]:
                 self._give_up(text)
 

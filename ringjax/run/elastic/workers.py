@@ -7,6 +7,7 @@ the exit code of it. Pure bookkeeping; sends nothing, waits for nothing.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -57,6 +58,11 @@ class Worker:
     def runs(self) -> bool:
         """Whether its process is there."""
         return self.exit_code is None
+
+    @property
+    def ended_by_us(self) -> bool:
+        """Whether ringrun's own signal ended it: that number is no news of the job."""
+        return self.killed and self.exit_code == 128 + signal.SIGKILL
 
     @property
     def counts(self) -> bool:
@@ -143,6 +149,12 @@ class Roster:
 
     def fate(self, worker: Worker) -> str:
         """What became of a worker that has failed, to be put behind its name."""
+        if worker.ended_by_us:
+            late = "it did not end by itself, and ringrun killed it"
+            if worker.report:
+                return fate(1, report=worker.report, how=late)
+            why = f"declared lost: {worker.why}" if worker.why else "asked to leave"
+            return f" was {why} ({late})"
         words = self._last_words(worker.number)
         return fate(
             worker.exit_code or 1,
@@ -204,7 +216,9 @@ class Roster:
         order = [(not self.own_fault(w), w.ended, w.number) for w in failed]
         worker = self.workers[min(order)[2]]
         text = self.who(worker, place=place) + self.fate(worker)
-        return Blame(_rank(worker), worker.exit_code or 1, text, worker.number)
+        # Not 137, which schedulers take for a lack of memory.
+        code = 1 if worker.ended_by_us else worker.exit_code or 1
+        return Blame(_rank(worker), code, text, worker.number)
 
 
 def _rank(worker: Worker) -> int:

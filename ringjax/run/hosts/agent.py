@@ -107,7 +107,8 @@ class Agent:
     def _start(self, order: Message, env: dict[str, str], task: bytes | None) -> None:
         name = order["id"]
         argv = order["argv"]
-        stdin, stdout = self._take() if order.get("descriptors") else (None, None)
+        # Its standard input, or that and its standard output.
+        stdin, stdout = (*self._take(order.get("descriptors", 0)), None, None)[:2]
         try:
             child = processes.start(
                 argv,
@@ -151,13 +152,13 @@ class Agent:
             self._abandon()
         self._descriptors.extend(descriptors)
 
-    def _take(self) -> tuple[int, int]:
-        """The two descriptors that ringrun has sent before this order."""
-        assert self._gifts is not None
-        while len(self._descriptors) < 2:
+    def _take(self, count: int) -> list[int]:
+        """The descriptors that ringrun has sent before this order."""
+        while len(self._descriptors) < count:
+            assert self._gifts is not None
             readable(self._gifts)
             self._receive()
-        return self._descriptors.popleft(), self._descriptors.popleft()
+        return [self._descriptors.popleft() for _ in range(count)]
 
     def _watch(self, parent: int) -> None:
         """End when `parent` dies, even if a fork of it holds our pipe open."""

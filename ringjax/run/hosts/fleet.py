@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ringjax.run import environ
+from ringjax.run import environ, keyboard
 from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.host_command import Spec, agent_command, ssh_command
 from ringjax.run.hosts.slots import is_local
@@ -138,23 +138,34 @@ class Fleet:
         stdin, ours = os.pipe()
         mine, stdout = os.pipe()
         agent.channel = self._open(agent, mine, ours)
-        try:
-            assert self._descriptors is not None
-            with contextlib.suppress(OSError):  # its end is noticed elsewhere
-                pair = array.array("i", (stdin, stdout))
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, pair)
-                self._descriptors.sendmsg([b"+"], [rights])
-        finally:
-            os.close(stdin)
-            os.close(stdout)
+        self._give(stdin, stdout)
         order = {
             "id": agent.number,
             "argv": ssh_command(host, self._spec),
             "env": {},
-            "descriptors": True,
+            "descriptors": 2,
         }
         self._order(self._local, [order], environ.inherited(), None)
         return agent
+
+    def give_input(self) -> None:
+        """Before an order here with one descriptor: it reads what ringrun is given."""
+        self._give(keyboard.connect())
+
+    def _give(self, *descriptors: int) -> None:
+        """Sends descriptors to the agent on this machine, and closes them here."""
+        try:
+            assert self._descriptors is not None
+            with contextlib.suppress(OSError):  # its end is noticed elsewhere
+                rights = (
+                    socket.SOL_SOCKET,
+                    socket.SCM_RIGHTS,
+                    array.array("i", descriptors),
+                )
+                self._descriptors.sendmsg([b"+"], [rights])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _open(self, agent: _Agent, reader: int, writer: int) -> Channel:
         return Channel(
@@ -178,7 +189,8 @@ class Fleet:
         agent = self._agent(host)
         agent.names.update(order["id"] for order in orders)
         if agent is not self._local:
-            env = environ.portable(env)
+            kept = {name: env[name] for name in self._spec.handed_on if name in env}
+            env = environ.portable(env) | kept
         self._order(agent, orders, env, payload)
 
     def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ringjax.run import environ
@@ -16,7 +16,12 @@ from ringjax.run.hosts.slots import Slot
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What to run and where."""
+    """What to run and where.
+
+    Attributes:
+        handed_on: variables of `env` that other hosts get whatever they are about.
+        stdin: rank 0 reads what ringrun's own standard input has.
+    """
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -28,6 +33,8 @@ class Spec:
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     verbose: bool = False
+    handed_on: Set[str] = frozenset()
+    stdin: bool = False
 
 
 def agent_command() -> list[str]:

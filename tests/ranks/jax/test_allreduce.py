@@ -103,6 +103,18 @@ def test_numbers_and_grouped(world) -> None:
     equal(out[1], np.ones(3, np.float32))
     assert [bool(out[2]), int(out[0])] == [True, 1]
     assert allreduce({}) == {}
+    pair = ringjax.grouped_allreduce((1, 2), op=Sum)
+    assert isinstance(pair, tuple) and int(pair[1]) == 2 * world.size
+    tree = ringjax.grouped_allreduce({"a": 1, "b": (2.0, None)}, op=Max)
+    assert tree.keys() == {"a", "b"} and float(tree["b"][0]) == 2
+    rows = {"a": np.ones((world.size, 2))}
+    for call, shape in (
+        (ringjax.grouped_allgather, (world.size**2, 2)),
+        (lambda x: ringjax.grouped_broadcast(x, 0), (world.size, 2)),
+        (ringjax.grouped_reducescatter, (1, 2)),
+        (ringjax.grouped_alltoall, (world.size, 2)),
+    ):
+        assert call(rows)["a"].shape == shape
 
 
 def test_scaling(world) -> None:
@@ -294,8 +306,8 @@ def test_bad_arguments(world) -> None:
         allreduce(jax.random.key(0))
     with raises(TypeError, "`tensor` 'a/0' is a str"):
         allreduce({"a": ["text"]})
-    with raises(TypeError, "`tensors` must be a list or tuple, got dict"):
-        ringjax.grouped_allreduce({})
+    with raises(TypeError, "ringjax.grouped_allreduce", "is a str"):
+        ringjax.grouped_allreduce("text")
     with raises(TypeError, "`compression` is 'bf16'"):
         allreduce(x, compression="bf16")
     equal(allreduce(x, Max), np.ones(3))  # nothing of this was sent

@@ -39,6 +39,8 @@ def bag(root: int, rank: int):
         "f16": jnp.ones((), jnp.float16) * mine,
         "bf16": jnp.ones(3, jnp.bfloat16) * mine,
         "fp8": jnp.ones(3, jnp.float8_e4m3fn) * mine,
+        "fp8e5m2": jnp.ones(3, jnp.float8_e5m2) * mine,
+        "npfp8": np.ones(3, jnp.float8_e5m2) * np.asarray(mine, jnp.float8_e5m2),
         "int4": jnp.full(3, 5 * mine, jnp.int4),
         "u32": jnp.full((1,), (1 << 32) - 5, jnp.uint32) * mine,
         "bool": jnp.full(3, bool(mine)),
@@ -136,7 +138,12 @@ def test_an_nnx_state_with_its_random_streams(world) -> None:
 def test_inside_jit(world) -> None:
     root = world.size - 1
     tree = {"w": jnp.full(3, world.rank), "key": jax.random.key(world.rank), "n": 2}
+    for small in (jnp.float8_e5m2, jnp.float8_e4m3fn, jnp.int4, jnp.uint4):
+        tree[small.__name__] = jnp.full(3, world.rank, small)
     out = jax.jit(lambda t: ringjax.broadcast_parameters(t, root))(tree)
+    for small in (jnp.float8_e5m2, jnp.float8_e4m3fn, jnp.int4, jnp.uint4):
+        assert out[small.__name__].dtype == small
+        np.testing.assert_array_equal(out[small.__name__].astype("f4"), root)
     np.testing.assert_array_equal(out["w"], root)
     assert int(out["n"]) == 2
     same(out["key"], jax.random.key(root))
@@ -179,6 +186,40 @@ def test_trees_that_differ_are_told_on_every_rank(world, make, text) -> None:
     assert ringjax.broadcast_parameters(world.rank) == 0  # still usable
 
 
+class Model:
+    """As equinox registers one: functions and settings are leaves beside arrays."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+
+jax.tree_util.register_pytree_node(
+    Model, lambda m: (m.parts, None), lambda _, parts: Model(*parts)
+)
+
+
+def test_a_model_whose_leaves_are_not_all_arrays(world) -> None:
+    def parts(rank):
+        weight = jnp.full((2, 2), rank + 1.0)
+        return weight, jax.nn.relu, "same", None, lambda x: x, 3 + rank, range(2)
+
+    mine = Model(*parts(world.rank))
+    model = ringjax.broadcast_parameters(mine)
+    assert type(model) is Model
+    np.testing.assert_array_equal(model.parts[0], 1.0)
+    assert model.parts[5] == 3
+    for place in (1, 2, 3, 4, 6):
+        assert model.parts[place] is mine.parts[place]
+
+
+@SEVERAL
+def test_what_is_not_sent_must_look_alike(world) -> None:
+    tree = {"w": jnp.ones(2), "how": "same" if world.rank == 0 else "valid"}
+    text = "'how': rank 0 has the str 'same', rank 1 has the str 'valid'"
+    with pytest.raises(ringjax.errors.Mismatch, match=text):
+        ringjax.broadcast_parameters(tree)
+
+
 @SEVERAL
 def test_roots_that_differ_are_told(world) -> None:
     with pytest.raises(
@@ -198,15 +239,18 @@ def test_numpy_here_and_jax_there_is_no_mismatch(world) -> None:
 @pytest.mark.parametrize(
     ("leaf", "error", "text"),
     [
-        ("name", TypeError, "'x' is a str"),
+        (jax.ShapeDtypeStruct((2,), "f4"), TypeError, "'x' is a ShapeDtypeStruct"),
+        (object(), TypeError, "'x' is a object, expected an array"),
         (np.array([None]), TypeError, "'x' is an array of Python objects"),
         (1 << 70, ValueError, "'x' is an int of more than 64 bits"),
     ],
-    ids=["str", "objects", "int"],
+    ids=["shape", "opaque", "objects", "int"],
 )
 def test_a_leaf_that_cannot_be_sent_is_named(world, leaf, error, text) -> None:
     with pytest.raises(error, match=text):
         ringjax.broadcast_parameters({"x": leaf})
+    with pytest.raises(TypeError, match="is its class registered with JAX"):
+        ringjax.broadcast_parameters(object())
 
 
 def test_a_root_outside_of_the_world_is_refused(world) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.frameworks import in_ranks
 
-from ringjax.elastic import failures
+from ringjax import errors
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 kernels = in_ranks("ringjax.tensorflow.kernels")
@@ -216,7 +216,7 @@ def test_a_failure_leaves_nothing_behind(world) -> None:
     for _ in range(3):
         with pytest.raises(tf.errors.FailedPreconditionError) as caught:
             fails(mine(world))
-        original = failures.failure(caught.value)
+        original = errors.translate(caught.value)
         assert isinstance(original, hvd.HorovodInternalError)
         assert "Mismatched shapes of allreduce 'bad'" in str(original)
         hvd.barrier()

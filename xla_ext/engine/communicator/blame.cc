@@ -34,7 +34,10 @@ void Communicator::AwaitAbort(std::chrono::milliseconds patience) const {
 // of one that left in good order: because another was lost before.
 Status Communicator::Fail(const Call& call, const Status& cause) {
   if (cause.code() == Code::kUnavailable) AwaitAbort(std::chrono::milliseconds(200));
-  const Status blame = Blame(call, cause);
+  const Status left = CheckLeft();
+  const bool explained = cause.code() == Code::kUnavailable && !left.ok() &&
+                         left.rank() == cause.rank();
+  const Status blame = Blame(call, explained ? left : cause);
   if (!aborted()) {
     End(blame);
   } else if (succession_ && cause.code() == Code::kCancelled) {
@@ -114,7 +117,11 @@ Status Communicator::CheckLeft() const {
   if (left < 0) return OkStatus();
   const auto& members = options_.members;
   const auto at = std::find(members.begin(), members.end(), left) - members.begin();
-  return Status(Code::kUnavailable, "has shut down", static_cast<int>(at));
+  // What leads here most often: a loop over batches that is longer on one rank.
+  return Status(Code::kUnavailable,
+                "has shut down before this call (its program has ended, or called "
+                "shutdown); have all ranks equally many batches?",
+                static_cast<int>(at));
 }
 
 std::string Communicator::Where(const Call& call) const {

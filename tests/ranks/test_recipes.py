@@ -1,0 +1,91 @@
+"""Every program of docs/recipes.md runs as it stands there, and does what it says.
+
+Each gets a few lines more, which look at what it has left behind. In processes of their
+own, as one of them loads TensorFlow.
+"""
+
+from __future__ import annotations
+
+import re
+from textwrap import dedent
+
+import pytest
+from support.launch import ROOT, StartJob, compiled_before
+
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+RECIPES = dict(re.findall(r"(?ms)^## ([^\n]*)\n.*?^```python\n(.*?)^```", PAGE))
+
+# All ranks have the same numbers in a tree.
+ALIKE = """
+import numpy as np
+import jax
+
+def alike(tree):
+    for leaf in jax.tree.leaves(tree):
+        every = np.asarray(ringjax.allgather(np.asarray(leaf)[None]))
+        np.testing.assert_array_equal(every, np.broadcast_to(every[0], every.shape))
+"""
+CHECKS = {
+    "Batch statistics": """
+        alike((params, stats))
+        assert np.abs(jax.tree.leaves(stats)[0]).max() > 0
+    """,
+    # The same step by hand, with all examples.
+    "Batch normalisation over all ranks": """
+        alike((params, stats))
+
+        class Alone(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Dense(8)(x)
+                x = nn.BatchNorm(use_running_average=False, name="SyncBatchNorm_0")(x)
+                return nn.Dense(1)(nn.relu(x))
+
+        start = variables["params"]
+
+        def loss_of(params):
+            given = {"params": params, "batch_stats": variables["batch_stats"]}
+            out, _ = Alone().apply(given, batch, mutable="batch_stats")
+            return jnp.mean((out - batch.sum(1, keepdims=True)) ** 2)
+
+        for mine, was, grad in zip(
+            *map(jax.tree.leaves, (params, start, jax.grad(loss_of)(start)))
+        ):
+            np.testing.assert_allclose(mine, was - 0.1 * grad, atol=1e-4)
+    """,
+    "Dropout and other noise": """
+        alike(params)
+        keys = np.asarray(ringjax.allgather(jax.random.key_data(noise)[None]))
+        assert len({tuple(row) for row in keys.tolist()}) == ringjax.size()
+    """,
+    "flax nnx, models passed whole": """
+        alike(nnx.state(model, nnx.Param, nnx.BatchStat))
+    """,
+    "A TensorFlow 2 script, with Keras 3": """
+        import ringjax
+        from pathlib import Path
+
+        for weight in model.get_weights():
+            every = hvd.allgather(weight[None])
+            np.testing.assert_array_equal(every[0], every[-1])
+        assert hvd.rank() or Path("checkpoint-2.keras").exists()
+    """,
+}
+
+
+def test_every_recipe_is_looked_at() -> None:
+    assert RECIPES.keys() == CHECKS.keys()
+    assert len(RECIPES) == PAGE.count("\n## ")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe(
+    name: str, start_job: StartJob, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.chdir(str(tmp_path))  # where a program leaves files
+    helpers = "" if "tensorflow" in RECIPES[name] else ALIKE
+    program = RECIPES[name] + helpers + dedent(CHECKS[name])
+    job = start_job(
+        2, program, env={**compiled_before(), "KERAS_BACKEND": "tensorflow"}
+    )
+    assert job.wait(55) == 0, job.logs()
