@@ -18,7 +18,6 @@ travels is followed by a seal (`Seal`), without which nothing of it is looked at
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import math
 import re
@@ -28,6 +27,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from ringjax.control.sealing import Seal
 
 MAX_BYTES = 1 << 31
 _PLAIN, _PICKLE = b"RJO1", b"RJOP"
@@ -111,41 +112,6 @@ def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
         return _Decoder(data).decode()
     except (KeyError, IndexError, TypeError, RecursionError, OverflowError) as e:
         raise ValueError(f"not an encoded object: {type(e).__name__}: {e}") from None
-
-
-class Seal:
-    """Tells what a rank of this job has sent from what was altered or made up.
-
-    Links between hosts may be plain TCP, and a pickle runs code. The seal is an HMAC
-    (RFC 2104, SHA-256) under a key that only this job's ranks have. It does not hide
-    anything, and an object that was genuine once could be played again.
-
-    Args:
-        secret: the job's; empty in a job of one.
-        what: what the object is sent by; another function's objects are not genuine.
-    """
-
-    SIZE = 32
-
-    def __init__(self, secret: bytes, what: str) -> None:
-        self._key = hmac.digest(secret, b"ringjax objects " + what.encode(), "sha256")
-
-    def of(self, failed: bool, data: bytes) -> bytes:
-        """The seal of a message."""
-        return hmac.digest(self._key, bytes([failed]) + data, "sha256")
-
-    def checked(self, failed: bool, data: bytes) -> bytes:
-        """The message without its seal.
-
-        Raises:
-            ValueError: it is not genuine.
-        """
-        data, seal = data[: -self.SIZE], data[-self.SIZE :]
-        if not hmac.compare_digest(seal, self.of(failed, data)):
-            raise ValueError(
-                "it was altered on its way, or does not come from a rank of this job"
-            )
-        return data
 
 
 class Message(NamedTuple):

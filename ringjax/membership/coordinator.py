@@ -107,8 +107,10 @@ class Coordinator(Service):
         self._exchanges = Exchanges(0)
         self._asked: deque[Callable[[float], None]] = deque()  # by other threads
         self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
-        # Of members, and of others that come while their places are still taken.
-        open_files.require(2 * most, "the coordinator")
+        # Of members, and of others that come while their places are still taken. How
+        # many there will ever be is often not limited at all.
+        open_files.require(2 * np, "the coordinator")
+        open_files.allow(2 * min(most, 4096))
         super().__init__(
             secret,
             job,

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringjax.control import objects
+from ringjax.control.sealing import Seal
 
 KEY = b"of the job"
-SEAL = objects.Seal(KEY, "broadcast_object")
+SEAL = Seal(KEY, "broadcast_object")
 ARRAYS = hnp.arrays(
     st.sampled_from(
         [np.dtype(d) for d in ("?", "i1", "<u8", ">i4", "<f2", "f8", "c16")]
@@ -266,7 +267,7 @@ class Burglar:
 def test_what_is_not_genuine_is_not_looked_at(
     value: Any, forger: tuple[bytes, str]
 ) -> None:
-    message = objects.Message.of(value, objects.Seal(*forger), allow_pickle=True)
+    message = objects.Message.of(value, Seal(*forger), allow_pickle=True)
     head, body = message.head(), message.body().tobytes()
     with pytest.raises(ValueError, match="altered on its way"):
         objects.opened(head, body, SEAL, allow_pickle=True)

@@ -233,8 +233,9 @@ def test_one_that_may_not_have_enough_descriptors_does_not_try_again(
 
     stage.world.linking = failing
     stage.line.hear(members(1))
-    text = "the recovery failed: OutOfDescriptors: world: 9 descriptors are needed"
-    until(lambda: ("failure", text) in stage.line.said)
+    why = "OutOfDescriptors: world: 9 descriptors are needed"
+    why = f"the recovery of this rank failed: {why}"
+    until(lambda: ("broken", why) in stage.world.story)
     assert not [said for said in stage.line.said if said[0] == "report"]
 
 
