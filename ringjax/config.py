@@ -22,13 +22,14 @@ from ringjax.settings.parsers import Parser
 # Shorter secrets could be guessed; ringrun makes 32 bytes.
 MIN_SECRET_BYTES = 16
 # What begins like this is read by tests, benchmarks and examples, and by the build.
-_OTHERS: tuple[str, ...] = (
+_OTHERS = (
     "RINGJAX_TEST_",
     "RINGJAX_GPU_CHECK_",
     "RINGJAX_BENCH",
     "RINGJAX_EXAMPLE",
+    "RINGJAX_CUDA",
+    "RINGJAX_NVCC",
 )
-_OTHERS += ("RINGJAX_CUDA", "RINGJAX_NVCC")
 
 
 @dataclass(frozen=True)

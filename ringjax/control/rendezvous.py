@@ -144,7 +144,7 @@ class Server(Service):
         """Somebody has waited for long; only the first is told, and tells people."""
         if not gathering.complete and not gathering.asked:
             gathering.asked = True
-            seat.send({"type": "missing", "ranks": self._absent(gathering)})
+            self.send(seat, {"type": "missing", "ranks": self._absent(gathering)})
 
     def _absent(self, gathering: _Gathering) -> list[int]:
         return [rank for rank in range(self._size) if rank not in gathering.seats]
