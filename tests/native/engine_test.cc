@@ -243,5 +243,27 @@ TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {
   CHECK(status.message().find("equally many batches?") != std::string::npos);
 }
 
+TEST(WhoLeavesAfterACallIsNotBlamedByThoseThatAreStillInIt) {
+  for (const uint64_t finished : {1, 0}) {
+    World world({0, 0, 0});
+    std::vector<Status> ends(3);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < 3; ++r)
+      threads.emplace_back([&, r] {
+        if (r == 2) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+        std::vector<float> data(4, 1.0f);
+        ends[r] = world.ranks[r]->Run(AllreduceOf(&data));
+        if (!ends[r].ok()) world.ranks[2]->Abort(ends[r]);
+      });
+    world.ranks[0]->PeerLeft(1, finished);
+    for (auto& thread : threads) thread.join();
+    CHECK_EQ(world.ranks[0]->finished(), finished);
+    CHECK_EQ(ends[0].ok(), finished == 1);
+    std::vector<float> data(4, 1.0f);
+    const Status next = world.ranks[0]->Run(AllreduceOf(&data));
+    CHECK(next.message().find("rank 1 has shut down") != std::string::npos);
+  }
+}
+
 }  // namespace
 }  // namespace ringjax

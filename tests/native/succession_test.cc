@@ -374,10 +374,17 @@ TEST(AHeartbeatRingsForWhoIsLostAndWhoHasLeft) {
     told->Drain();
     return came;
   };
+  peer->Watch(world.ranks[1]);
+  world.Each([](Communicator& c) {
+    std::vector<float> data(4, 1.0f);
+    CHECK(c.Run(AllreduceOf(&data)).ok());
+  });
   peer->Leave();
   CHECK(rung());
   CHECK_EQ(zero->left().size(), 1u);
   CHECK(zero->lost().empty());
+  CHECK(world.ranks[0]->CheckLeft(1).ok());  // it has finished that one
+  CHECK(Contains(world.ranks[0]->CheckLeft(2).message(), "has shut down"));
   // What a communicator blames on a peer counts here as well.
   world.ranks[0]->GiveUp(Code::kDeadlineExceeded, "has not called for 3 s", 2);
   CHECK(rung());

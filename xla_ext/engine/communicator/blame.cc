@@ -34,9 +34,9 @@ void Communicator::AwaitAbort(std::chrono::milliseconds patience) const {
 // of one that left in good order: because another was lost before.
 Status Communicator::Fail(const Call& call, const Status& cause) {
   if (cause.code() == Code::kUnavailable) AwaitAbort(std::chrono::milliseconds(200));
-  const Status left = CheckLeft();
-  const bool explained = cause.code() == Code::kUnavailable && !left.ok() &&
-                         left.rank() == cause.rank();
+  const Status left = CheckLeft(entered());
+  const bool explained =
+      cause.code() == Code::kUnavailable && !left.ok() && left.rank() == cause.rank();
   const Status blame = Blame(call, explained ? left : cause);
   if (!aborted()) {
     End(blame);
@@ -106,17 +106,27 @@ Status Communicator::Blame(const Call& call, const Status& cause) const {
   return Status(cause.code(), what, world);
 }
 
-void Communicator::PeerLeft(int world_rank) {
-  int none = -1;
-  left_.compare_exchange_strong(none, world_rank);
+void Communicator::PeerLeft(int world_rank, uint64_t finished) {
+  {
+    std::lock_guard lock(mutex_);
+    left_.emplace(world_rank, finished);
+  }
+  any_left_.store(true);
   doorbell_->Ring();
 }
 
-Status Communicator::CheckLeft() const {
-  const int left = left_.load();
-  if (left < 0) return OkStatus();
+// Who has left is blamed for the calls that it has not finished, not for those in which
+// others are still on their way.
+Status Communicator::CheckLeft(uint64_t sequence) const {
+  if (!any_left_.load()) return OkStatus();
+  std::lock_guard lock(mutex_);
+  const auto early =
+      std::find_if(left_.begin(), left_.end(),
+                   [sequence](const auto& left) { return left.second < sequence; });
+  if (early == left_.end()) return OkStatus();
   const auto& members = options_.members;
-  const auto at = std::find(members.begin(), members.end(), left) - members.begin();
+  const auto at =
+      std::find(members.begin(), members.end(), early->first) - members.begin();
   // What leads here most often: a loop over batches that is longer on one rank.
   return Status(Code::kUnavailable,
                 "has shut down before this call (its program has ended, or called "

@@ -94,7 +94,9 @@ Status Communicator::Guarded(const Call& call, const std::function<Status()>& bo
   // In one order with Active's mark, and with the abort before a report.
   if (aborted_.load(std::memory_order_seq_cst)) return Fail(call, abort_status());
   try {
-    return body();
+    const Status status = body();
+    if (!aborted()) finished_.store(entered(), std::memory_order_relaxed);
+    return status;
   } catch (const std::exception& e) {  // out of memory, most likely: peers must know
     return Fail(call, Status(Code::kInternal, std::string("failed: ") + e.what()));
   }
@@ -102,7 +104,7 @@ Status Communicator::Guarded(const Call& call, const std::function<Status()>& bo
 
 Status Communicator::Begin(const Call& call, Frame* frame) {
   if (aborted()) return Fail(call, abort_status());
-  if (Status left = CheckLeft(); !left.ok()) return Fail(call, left);
+  if (Status left = CheckLeft(entered() + 1); !left.ok()) return Fail(call, left);
   // Counted and voted on even if it is not valid, so that all ranks stay in step.
   entered_.fetch_add(1, std::memory_order_relaxed);
   if (progress_) progress_->Begun(entered());

@@ -156,9 +156,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Aborts because of what this rank did ("was interrupted"), or the one of the world
   // that is to blame, and tells the peers.
   void GiveUp(Code code, const std::string& what, int culprit = -1);
-  // A member left in good order. Calls that it took part in can still finish; a call
-  // that needs it fails, at the latest a second after nothing moves any more.
-  void PeerLeft(int world_rank);
+  // A member left in good order, with so many calls behind it. These can still finish
+  // here; a later one fails, at the latest a second after nothing moves any more.
+  void PeerLeft(int world_rank, uint64_t finished = 0);
+  // Names a member that has left before call `sequence` was over.
+  Status CheckLeft(uint64_t sequence) const;
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 
   // Called once, on the failing thread, when a call fails in a way that ends this
@@ -184,6 +186,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void SetCost(const CostModel& cost, const std::string& algorithm);
 
   uint64_t entered() const { return entered_.load(std::memory_order_relaxed); }
+  // The last call that has ended here, or an earlier one.
+  uint64_t finished() const { return finished_.load(std::memory_order_relaxed); }
   std::map<std::string, OpStats> stats() const;
   std::map<std::string, int> transports() const;
 
@@ -286,7 +290,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void StoppedWaiting();
   void Remember(const Call& call);                     // the one that has ended
   void Note(const Call& call, Clock::time_point end);  // with mutex_ held
-  Status CheckLeft() const;
   std::string Waited(const std::vector<int>& peers) const;
   // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
@@ -299,9 +302,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Turnstile turnstile_;  // before it is installed
   std::atomic<uint64_t> generation_{0};
   const std::shared_ptr<Progress> progress_;  // null without a succession
-  std::atomic<uint64_t> entered_{0};  // sequence number of the call being served
-  Patience patience_;                 // of that call
-  bool noted_ = false;                // that it waits for long: in waiting_
+  std::atomic<uint64_t> entered_{0};   // sequence number of the call being served
+  std::atomic<uint64_t> finished_{0};  // of the one that has ended last
+  Patience patience_;                  // of that call
+  bool noted_ = false;                 // that it waits for long: in waiting_
   std::map<std::vector<uint64_t>, Planned> plans_;
   std::vector<std::byte> scratch_;
 
@@ -310,8 +314,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<bool> asleep_{false}, woken_{false};
 
   std::atomic<bool> aborted_{false};
-  std::atomic<int> left_{-1};  // world rank of the first member that left
-  mutable std::mutex mutex_;   // guards all below
+  std::atomic<bool> any_left_{false};
+  mutable std::mutex mutex_;      // guards all below
+  std::map<int, uint64_t> left_;  // world ranks, and how many calls they had finished
   Status abort_status_;
   struct Last {  // the call that ended last
     Collective op = Collective::kBarrier;

@@ -55,7 +55,7 @@ Status Communicator::Await(Clock::time_point deadline, bool needed, bool* called
     const Status gone = LookForCall(called);
     if (*called || woken_.exchange(false)) break;
     if (needed) {
-      const Status left = CheckLeft();
+      const Status left = CheckLeft(entered() + 1);
       if (!left.ok() || !gone.ok()) return Fail(Round(), left.ok() ? gone : left);
     }
     const Clock::time_point now = Clock::now();

@@ -10,7 +10,7 @@ namespace ringjax {
 
 Status Communicator::OnStall(const Call& call, double seconds,
                              const std::vector<int>& peers, bool* end) {
-  RJ_TRY(CheckLeft());
+  RJ_TRY(CheckLeft(entered()));
   if (!noted_) NoteWaiting(call, peers);
   const double warning = options_.stall_warning;
   if (patience_.MustAsk(seconds, warning, lane_.timeout)) AskWhereTheyAre(call, peers);

@@ -230,9 +230,8 @@ bool Heartbeat::Parse(State* state) {
     std::lock_guard lock(mutex_);
     for (int i : {0, 1})
       state->entered[i] = std::max(state->entered[i], message.entered[i]);
-    if (message.type == Type::kLeave) state->left = true;
   }
-  if (message.type == Type::kLeave) Left(rank);
+  if (message.type == Type::kLeave) OnLeave(state, text);
   return true;
 }
 
@@ -269,8 +268,20 @@ void Heartbeat::Lose(int rank, const std::string& why) {
   if (notify_) notify_->Ring();
 }
 
-void Heartbeat::Left(int rank) {
-  for (const auto& c : WatchedWith(rank)) c->PeerLeft(rank);
+void Heartbeat::OnLeave(State* state, const std::string& text) {
+  std::map<int, uint64_t> finished;
+  Finished one;
+  for (size_t at = 0; at + sizeof one <= text.size(); at += sizeof one) {
+    std::memcpy(&one, text.data() + at, sizeof one);
+    finished[one.communicator] = one.calls;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    state->left = true;
+    state->finished = finished;
+  }
+  const int rank = state->peer.rank;
+  for (const auto& c : WatchedWith(rank)) c->PeerLeft(rank, finished[c->id()]);
   if (notify_) notify_->Ring();
 }
 
@@ -306,13 +317,17 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
     });
   communicator->set_inquiry(self);
   std::vector<std::pair<int, std::string>> lost_before;
-  std::vector<int> left_before;
+  std::map<int, uint64_t> left_before;
   {
     std::lock_guard lock(mutex_);
     watched_.push_back(communicator);
     lost_before = lost_;
     for (const State& state : states_)
-      if (state.left) left_before.push_back(state.peer.rank);
+      if (state.left) {
+        const auto known = state.finished.find(communicator->id());
+        left_before[state.peer.rank] =
+            known == state.finished.end() ? 0 : known->second;
+      }
   }
   const auto& members = communicator->options().members;
   auto member = [&](int rank) {
@@ -322,8 +337,8 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
     if (member(rank))
       communicator->Abort(
           Status(Code::kUnavailable, "rank " + std::to_string(rank) + " " + why, rank));
-  for (int rank : left_before)
-    if (member(rank)) communicator->PeerLeft(rank);
+  for (const auto& [rank, finished] : left_before)
+    if (member(rank)) communicator->PeerLeft(rank, finished);
 }
 
 void Heartbeat::Forget(const Communicator* communicator) {
@@ -344,7 +359,20 @@ void Heartbeat::Fail(const std::string& message, int culprit) {
   if (notify_ && culprit >= 0 && culprit != rank_) Lose(culprit, what);
 }
 
-void Heartbeat::Leave() { Tell(Type::kLeave, -1, ""); }
+// Of more communicators than fit, others think that they were left at once.
+void Heartbeat::Leave() {
+  std::string text;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& weak : watched_) {
+      const auto c = weak.lock();
+      if (!c || text.size() + sizeof(Finished) > kMostText) continue;
+      const Finished one{c->id(), 0, c->finished()};
+      text.append(reinterpret_cast<const char*>(&one), sizeof one);
+    }
+  }
+  Tell(Type::kLeave, -1, text);
+}
 
 std::vector<std::pair<int, std::string>> Heartbeat::lost() const {
   std::lock_guard lock(mutex_);

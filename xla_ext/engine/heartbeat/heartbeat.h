@@ -95,6 +95,11 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
     uint32_t token = 0;  // of the asker
     uint32_t operation = 0, pad = 0;
   };
+  struct Finished {  // the text of kLeave: how many calls there were, for each
+    int32_t communicator = 0;
+    uint32_t pad = 0;
+    uint64_t calls = 0;
+  };
   struct AnswerHead {  // of the text of kAnswer, which goes on with the report
     uint32_t token = 0, entered = 0;
   };
@@ -120,6 +125,7 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
     double heard = 0;   // seconds, on our clock
     uint64_t entered[2] = {};
     bool open = true, left = false;
+    std::map<int, uint64_t> finished;  // if it has left: calls, by communicator
     std::map<int, Inquired> inquired;  // by communicator
     std::vector<Open> questions;       // of this peer
   };
@@ -133,7 +139,7 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
   bool Sensible(const Message& message) const;
   void CheckSilence();
   void Lose(int rank, const std::string& why);
-  void Left(int rank);
+  void OnLeave(State* state, const std::string& text);
   std::vector<std::shared_ptr<Communicator>> WatchedWith(int rank) const;
   void Close(State* state);
   void Tell(Type type, int culprit, const std::string& text);
