@@ -35,6 +35,8 @@ OVERLAPPED = JIT.replace(
     "allreduce_grads()", "allreduce_grads(overlap=True, bucket_bytes=1)"
 )
 
+WEIGHTED = JIT.replace("update(grads, state)", "update(grads, state, weight=3.0)")
+
 EAGER = (
     LOOP
     + """
@@ -58,8 +60,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.mark.parametrize(
     ("script", "victims"),
-    [(JIT, (2, 0)), (OVERLAPPED, (2, 0, 4, 3)), (EAGER, (2, 0, 4, 3))],
-    ids=["jit", "overlapped", "eager"],
+    [
+        (JIT, (2, 0)),
+        (WEIGHTED, (2, 0)),
+        (OVERLAPPED, (2, 0, 4, 3)),
+        (EAGER, (2, 0, 4, 3)),
+    ],
+    ids=["jit", "weighted", "overlapped", "eager"],
 )
 def test_ranks_are_killed_one_by_one_until_one_is_left(
     start: Start, script: str, victims: tuple[int, ...]
