@@ -18,7 +18,7 @@ from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
-from ringjax.xla import buckets, jax_private, primitive, weights
+from ringjax.xla import alike, buckets, jax_private, primitive, weights
 
 _WHAT = "allreduce_grads"
 
@@ -111,7 +111,7 @@ def allreduce_grads(
         weight: Any = None,
         **extra: Any,
     ) -> tuple[Any, AllreduceState]:
-        del params, extra
+        del extra
         communicator = runtime.communicator(process_set, _WHAT)
         leaves, treedef = jax.tree.flatten(updates)
         kept = [i for i, leaf in enumerate(leaves) if not _is_float0(leaf)]
@@ -129,11 +129,12 @@ def allreduce_grads(
             # The sum of the weights travels with the gradients, and is there first.
             arrays, names = weights.weighed(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
+        seq = _check_alike(updates, params, state.seq, process_set, name)
         # Of 0 bytes: no two gradients travel together.
         limit = bucket_bytes or runtime.config().bucket_bytes or 1
         out, seq = primitive.bucketed_allreduce(
             arrays,
-            state.seq,
+            seq,
             op=int(op if weight is None else ReduceOp.Sum),
             wire=wire,
             prescale=prescale,
@@ -152,6 +153,31 @@ def allreduce_grads(
         return jax.tree.unflatten(treedef, leaves), AllreduceState(seq)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_alike(
+    updates: Any, params: Any, seq: Any, process_set: runtime.ProcessSet, name: str
+) -> Any:
+    """Returns `seq`, behind a look at the parameters whose gradients are sent."""
+    every = runtime.config().check_parameters
+    treedef: Any
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
+    if not every or treedef != jax.tree.structure(updates):
+        return seq
+    sent = [not _is_float0(leaf) for leaf in jax.tree.leaves(updates)]
+    return alike.check(
+        seq,
+        [leaf for (_, leaf), is_sent in zip(pairs, sent, strict=True) if is_sent],
+        [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for (path, _), is_sent in zip(pairs, sent, strict=True)
+            if is_sent
+        ],
+        comm=runtime.communicator(process_set, _WHAT).id,
+        every=every,
+        name=f"the check of the parameters of {name}",
+        timeout=process_set.limit(),
+    )
 
 
 def readiness(values: Sequence[Any]) -> list[int] | None:

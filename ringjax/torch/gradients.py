@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ringjax import runtime
+from ringjax.eager import alike
 from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp
 from ringjax.torch import mpi_ops
@@ -142,6 +143,19 @@ class Gradients:
                 self.forget()
         if failure is not None:
             raise failure
+
+    def check_parameters(self) -> None:
+        """In some steps, looks whether all ranks have the same; a warning if not."""
+        if not self._passes_left or not mpi_ops.is_initialized() or self.alone():
+            return
+
+        def memory() -> Iterator[tuple[str, int, int]]:
+            for p in self._passes_left:
+                here = p.detach().cpu().contiguous()  # the parameter itself, mostly
+                yield self.name_of[p], here.data_ptr(), here.nbytes
+
+        first = self.name_of[next(iter(self._passes_left))]
+        alike.check(f"the optimizer of {first}", memory, self.settings.process_set)
 
     def _agreed(self, names: list[str]) -> list[str]:
         """The order of the names on the first rank that takes part."""

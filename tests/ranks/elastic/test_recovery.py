@@ -36,6 +36,8 @@ OVERLAPPED = JIT.replace(
 )
 
 WEIGHTED = JIT.replace("update(grads, state)", "update(grads, state, weight=3.0)")
+# Parameters that differ: every second step has three calls more, and may lose a rank.
+CHECKED = JIT.replace("update(grads, state)", "update(grads, state, grads)")
 
 EAGER = (
     LOOP
@@ -63,15 +65,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     [
         (JIT, (2, 0)),
         (WEIGHTED, (2, 0)),
+        (CHECKED, (2, 0, 4, 3)),
         (OVERLAPPED, (2, 0, 4, 3)),
         (EAGER, (2, 0, 4, 3)),
     ],
-    ids=["jit", "weighted", "overlapped", "eager"],
+    ids=["jit", "weighted", "checked", "overlapped", "eager"],
 )
 def test_ranks_are_killed_one_by_one_until_one_is_left(
     start: Start, script: str, victims: tuple[int, ...]
 ) -> None:
-    job = start(1 + len(victims), script)
+    env = {"RINGJAX_CHECK_PARAMETERS": "2"}
+    job = start(1 + len(victims), script, env=env)
     begin(job)
     alive = {1, *victims}
     for victim in victims:
