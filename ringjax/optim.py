@@ -75,6 +75,9 @@ def allreduce_grads(
       cannot be sent; nothing was sent then. Leaves without a value (None, masked nodes)
       and float0 leaves pass through; a tree without others is not sent, `seq` stays.
 
+      If it is given `params`, it now and then looks whether all ranks have the same
+      ones, and warns if not (RINGJAX_CHECK_PARAMETERS; on CPUs).
+
       ``tx.update(grads, state, params, weight=n)`` weighs the averages: this rank's
       gradients are the mean over its `n` samples, and the result is ``Σ n·g / Σ n``,
       the mean over all samples, however they are spread. All ranks give a `weight`, a

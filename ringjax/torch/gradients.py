@@ -80,6 +80,7 @@ class Gradients:
         self._passes_left: dict[Tensor, int] = {}
         self._sparse_dims: dict[Tensor, int] = {}
         self._removers: list[Any] = []
+        self._first_name = ""  # of the parameters, in the order of the alphabet
         weakref.finalize(self, _remove, self._removers)
         self.forget()
         units = units_of(param_groups, groups, self.name_of, self._agreed)
@@ -108,6 +109,8 @@ class Gradients:
                 self.name_of.setdefault(p, f"allreduce.noname.{i}.{j}")
                 self._unit_of.setdefault(p, (p,))
                 self._passes_left[p] = self.settings.backward_passes_per_step
+                name = self.name_of[p]
+                self._first_name = min(self._first_name or name, name)
                 hook = _hook(weakref.ref(self))
                 self._removers.append(p.register_post_accumulate_grad_hook(hook))
 
@@ -150,12 +153,14 @@ class Gradients:
             return
 
         def memory() -> Iterator[tuple[str, int, int]]:
-            for p in self._passes_left:
+            # By name: the ranks may have them in other orders.
+            for p in sorted(self._passes_left, key=self.name_of.__getitem__):
                 here = p.detach().cpu().contiguous()  # the parameter itself, mostly
                 yield self.name_of[p], here.data_ptr(), here.nbytes
 
-        first = self.name_of[next(iter(self._passes_left))]
-        alike.check(f"the optimizer of {first}", memory, self.settings.process_set)
+        alike.check(
+            f"the optimizer of {self._first_name}", memory, self.settings.process_set
+        )
 
     def _agreed(self, names: list[str]) -> list[str]:
         """The order of the names on the first rank that takes part."""

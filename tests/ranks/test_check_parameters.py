@@ -40,7 +40,9 @@ def test_it_can_be_off(start_job: StartJob) -> None:
 def test_ranks_that_would_check_at_different_steps_do_not_start(
     start_job: StartJob,
 ) -> None:
-    own = 'import os\nos.environ["RINGJAX_CHECK_PARAMETERS"] = os.environ["RINGJAX_RANK"]'
+    own = (
+        'import os\nos.environ["RINGJAX_CHECK_PARAMETERS"] = os.environ["RINGJAX_RANK"]'
+    )
     job = start_job(2, own + PROGRAM)
     assert job.wait() != 0
     assert (

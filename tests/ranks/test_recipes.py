@@ -61,6 +61,11 @@ CHECKS = {
     "flax nnx, models passed whole": """
         alike(nnx.state(model, nnx.Param, nnx.BatchStat))
     """,
+    "equinox, models passed whole": """
+        arrays = eqx.filter(model, eqx.is_array)
+        alike(arrays)
+        assert len(jax.tree.leaves(arrays)) == 6 and model.activation is not None
+    """,
     # All rows of the step by hand, as one process would take them.
     "Uneven data": """
         alike(params)
@@ -95,6 +100,8 @@ def test_every_recipe_is_looked_at() -> None:
 def test_a_recipe(
     name: str, start_job: StartJob, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
+    if "equinox" in name:
+        pytest.importorskip("equinox", reason="equinox is not installed")
     monkeypatch.chdir(str(tmp_path))  # where a program leaves files
     helpers = "" if "tensorflow" in RECIPES[name] else ALIKE
     program = RECIPES[name] + helpers + dedent(CHECKS[name])
