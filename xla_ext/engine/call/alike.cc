@@ -12,6 +12,7 @@ namespace ringjax {
 namespace {
 
 constexpr size_t kLanes = 8;     // so that multiplications do not wait for each other
+constexpr size_t kAhead = 1536;  // bytes to fetch before they are needed
 constexpr size_t kRanks = 1024;  // that a difference is told of: 8 KiB go as one note
 constexpr size_t kMostNamed = 8;
 
@@ -59,6 +60,7 @@ uint64_t HashOfBytes(const void* data, uint64_t size) {
   constexpr size_t kStride = kLanes * sizeof(uint64_t);
   uint64_t left = size;
   for (; left >= kStride; left -= kStride, at += kStride) {
+    __builtin_prefetch(at + kAhead);  // beyond the end it does nothing
     std::array<uint64_t, kLanes> words;
     std::memcpy(words.data(), at, kStride);
     for (size_t i = 0; i < kLanes; ++i) lanes[i].Add(words[i]);
