@@ -118,6 +118,28 @@ def test_training_is_that_of_one_process(world, loader, overlap, jit) -> None:
     )
 
 
+def test_weighing_the_loss_is_the_same(world) -> None:
+    """What docs/recipes.md tells those who want to save two passes over gradients."""
+    params = start()
+    tx = optax.chain(ringjax.allreduce_grads(ringjax.Sum), optax.adam(0.1))
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch, mask):
+        total = ringjax.allreduce(mask.sum(), ringjax.Sum)
+        grads = jax.grad(lambda p: jnp.sum(losses(p, batch) * mask) / total)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    mine = data_of(world.rank, ROWS[world.rank])
+    for batch, mask in even_steps(mine, batch_size=SIZE):
+        params, state = step(params, state, batch, mask)
+    expected = train_alone(world.size, 1)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), params, expected
+    )
+
+
 def test_one_rank_may_know_its_length_and_another_not(world) -> None:
     batches = [np.ones((2, 3))] * (world.rank + 1)
     mine = iter(batches) if world.rank == world.size - 1 else batches
