@@ -32,8 +32,9 @@ def even_steps(
     Short batches are filled up with copies of their own rows. A rank that has no more
     goes on with copies of its first batch, of which no row counts; one without any data
     gets another rank's. So a compiled step sees one shape only. If all ranks' batches
-    have a length, they agree once, at the start, how many steps there are; if one has
-    not, a few bytes tell before every step whether anybody goes on.
+    have a length, they agree once, at the start, how many steps there are. If one has
+    not, and in elastic jobs, a few bytes tell before every step whether anybody goes
+    on.
 
     Args:
       batches: of this rank: trees of arrays whose first dimension are the rows. A rank
@@ -67,10 +68,15 @@ def even_steps(
     length = _length(batches)
     members = process_set.ranks
     place = members.index(runtime.rank()) if runtime.rank() in members else 0
-    # The most steps, whether that is unknown, who is the first that has data, and
-    # whether anybody has none.
+    # The most steps, whether that is unknown (whoever has most may be lost), who is the
+    # first that has data, and whether anybody has none.
     steps, unknown, first, lacking = _most(
-        *(length, length < 0, has_any and len(members) - place, not has_any),
+        *(
+            length,
+            length < 0 or runtime.elastic(),
+            has_any and len(members) - place,
+            not has_any,
+        ),
         process_set=process_set,
     )
     if not first:

@@ -122,6 +122,36 @@ def test_the_worker_that_raises_is_lost_alone(start: Start) -> None:
     assert [(e[1], "ValueError: no data" in e[2]) for e in failures] == [(1, True)]
 
 
+UNEVEN = """
+import jax, jax.numpy as jnp, signal
+
+tx = ringjax.allreduce_grads()
+state = tx.init(jnp.zeros(3))
+batches = [np.ones((2, 3), "f4")] * (4, 9, 14)[WORKER]
+
+@jax.jit
+def step(state, batch, mask):
+    mean = jnp.mean(batch, axis=0, where=mask[:, None])
+    return tx.update(mean, state, weight=mask.sum())
+
+for i, (batch, mask) in enumerate(ringjax.data.even_steps(batches)):
+    if i == 6 and WORKER == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    updates, state = step(state, batch, mask)
+    say("step", i, *np.asarray(updates))
+say("compiled", step._cache_size())
+"""
+
+
+def test_no_steps_are_made_for_the_batches_of_a_rank_that_is_lost(start: Start) -> None:
+    job = start(3, UNEVEN)
+    assert (job.wait(0), job.wait(1)) == (0, 0), job.story()
+    for worker in (0, 1):
+        steps = [[str(i), *["1.0"] * 3] for i in range(9)]
+        assert job.lines(worker, "step") == steps, job.story()
+        assert job.lines(worker, "compiled") == [["1"]]
+
+
 TIMES = {"RINGJAX_FAILURE_TIMEOUT": "1", "RINGJAX_HEARTBEAT": "0.1"}
 
 
