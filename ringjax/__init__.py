@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringjax import data as data
     from ringjax import eager as eager
     from ringjax import elastic as elastic
     from ringjax import errors as errors
@@ -94,7 +95,7 @@ _NAMES = {
         mpi_enabled mpi_threads_supported nccl_built rocm_built sycl_built
     """,
 }
-_MODULES = ("eager", "elastic", "errors", "run")
+_MODULES = ("data", "eager", "elastic", "errors", "run")
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_HOME, *_MODULES])

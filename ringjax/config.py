@@ -210,6 +210,12 @@ class Config:
         "eager operations that ranks remember, 0 = none",
         "CACHE_CAPACITY",
     )
+    check_parameters: int = _setting(
+        1000,
+        parsers.integer(0, 2**31 - 1),
+        "steps between two looks whether all ranks have the same parameters; also at "
+        "the first one; 0 = never",
+    )
     overlap_memory: int = _setting(
         40 << 20,
         parsers.integer(0),

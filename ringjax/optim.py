@@ -18,7 +18,7 @@ from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
-from ringjax.xla import buckets, jax_private, primitive
+from ringjax.xla import alike, buckets, jax_private, primitive, weights
 
 _WHAT = "allreduce_grads"
 
@@ -75,6 +75,18 @@ def allreduce_grads(
       cannot be sent; nothing was sent then. Leaves without a value (None, masked nodes)
       and float0 leaves pass through; a tree without others is not sent, `seq` stays.
 
+      If it is given `params`, it now and then looks whether all ranks have the same
+      ones, and warns if not (RINGJAX_CHECK_PARAMETERS; on CPUs).
+
+      ``tx.update(grads, state, params, weight=n)`` weighs the averages: this rank's
+      gradients are the mean over its `n` samples, and the result is ``Σ n·g / Σ n``,
+      the mean over all samples, however they are spread. All ranks give a `weight`, a
+      number from 0 that may be traced. A rank whose weight is 0 has no say, whatever
+      its gradients are; if all are, the result is 0. ``n·g`` must not overflow: with
+      float16 gradients, give shares of a batch. Needs op=Average. MultiSteps hands on
+      the last weight only: if weights differ between its micro-batches, add up ``n·g``
+      and `n` yourself.
+
     Raises:
       TypeError, ValueError: a bad argument.
 
@@ -88,23 +100,21 @@ def allreduce_grads(
     """
     prescale, postscale = _scales(op, gradient_predivide_factor)
     wire = arguments.wire(_WHAT, compression, op)
-    if overlap not in (True, False, "auto"):
-        raise ValueError(
-            f"ringjax.{_WHAT}: `overlap` is {overlap!r}, expected True, False or 'auto'"
-        )
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ValueError(
-            f"ringjax.{_WHAT}: `bucket_bytes` is {bucket_bytes}, expected at least 1"
-        )
+    _check_travel(overlap, bucket_bytes)
 
     def init(params: Any) -> AllreduceState:
         del params
         return AllreduceState(seq=jnp.zeros((1,), jnp.uint32))
 
     def update(
-        updates: Any, state: AllreduceState, params: Any = None, **extra: Any
+        updates: Any,
+        state: AllreduceState,
+        params: Any = None,
+        *,
+        weight: Any = None,
+        **extra: Any,
     ) -> tuple[Any, AllreduceState]:
-        del params, extra
+        del extra
         communicator = runtime.communicator(process_set, _WHAT)
         leaves, treedef = jax.tree.flatten(updates)
         kept = [i for i, leaf in enumerate(leaves) if not _is_float0(leaf)]
@@ -115,31 +125,62 @@ def allreduce_grads(
         if not kept:
             return updates, state
         arguments.reduce_op(_WHAT, op, sent.arrays, adasum_ranks=communicator.size)
+        order = readiness([leaves[i] for i in kept])
+        arrays, names = sent.arrays, sent.names
+        if weight is not None:
+            own = weights.checked(_WHAT, weight, op, arrays, compressed=wire >= 0)
+            # The sum of the weights travels with the gradients, and is there first.
+            arrays, names = weights.weighed(arrays, own), (*names, "weight")
+            order = order and [len(order), *order]
+        seq = _check_alike(updates, params, state.seq, process_set, name)
         # Of 0 bytes: no two gradients travel together.
         limit = bucket_bytes or runtime.config().bucket_bytes or 1
         out, seq = primitive.bucketed_allreduce(
-            sent.arrays,
-            state.seq,
-            op=int(op),
+            arrays,
+            seq,
+            op=int(op if weight is None else ReduceOp.Sum),
             wire=wire,
             prescale=prescale,
             postscale=postscale,
             process_set=process_set,
-            cuts=buckets.plan(
-                [(x.shape, x.dtype) for x in sent.arrays],
-                limit,
-                readiness([leaves[i] for i in kept]),
-            ),
+            cuts=buckets.plan([(x.shape, x.dtype) for x in arrays], limit, order),
             overlapped=_overlaps(overlap, communicator),
             overlapped_on_device=True if overlap == "auto" else overlap,
-            name=name,
-            names=sent.names,
+            name=name if weight is None else f"{name} with weights",
+            names=names,
         )
+        if weight is not None:
+            out = weights.divided(out)
         for i, value in zip(kept, out, strict=True):
             leaves[i] = value
         return jax.tree.unflatten(treedef, leaves), AllreduceState(seq)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_alike(
+    updates: Any, params: Any, seq: Any, process_set: runtime.ProcessSet, name: str
+) -> Any:
+    """Returns `seq`, behind a look at the parameters whose gradients are sent."""
+    every = runtime.config().check_parameters
+    treedef: Any
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
+    if not every or treedef != jax.tree.structure(updates):
+        return seq
+    sent = [not _is_float0(leaf) for leaf in jax.tree.leaves(updates)]
+    return alike.check(
+        seq,
+        [leaf for (_, leaf), is_sent in zip(pairs, sent, strict=True) if is_sent],
+        [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for (path, _), is_sent in zip(pairs, sent, strict=True)
+            if is_sent
+        ],
+        comm=runtime.communicator(process_set, _WHAT).id,
+        every=every,
+        name=f"the check of the parameters of {name}",
+        timeout=process_set.limit(),
+    )
 
 
 def readiness(values: Sequence[Any]) -> list[int] | None:
@@ -180,6 +221,17 @@ def _scales(op: Any, factor: float) -> tuple[float, float]:
             f"op=Average, not {chosen.name}"
         )
     return 1.0 / number, number
+
+
+def _check_travel(overlap: Any, bucket_bytes: int | None) -> None:
+    if overlap not in (True, False, "auto"):
+        raise ValueError(
+            f"ringjax.{_WHAT}: `overlap` is {overlap!r}, expected True, False or 'auto'"
+        )
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ValueError(
+            f"ringjax.{_WHAT}: `bucket_bytes` is {bucket_bytes}, expected at least 1"
+        )
 
 
 def _is_float0(leaf: Any) -> bool:

@@ -200,9 +200,14 @@ def join(process_set: runtime.ProcessSet = _global) -> int:
 
 def next_name(op: str, process_set: runtime.ProcessSet) -> str:
     """The name of an operation without one: the same on ranks in the same order."""
-    key = (process_set.process_set_id, op)
+    return f"noname.{next_number(op, process_set)}"
+
+
+def next_number(what: str, process_set: runtime.ProcessSet) -> int:
+    """1, 2, 3, …, and from 1 again wherever all ranks begin anew, or have joined."""
+    key = (process_set.process_set_id, what)
     counter = _unnamed.get(key) or _unnamed.setdefault(key, itertools.count(1))
-    return f"noname.{next(counter)}"
+    return next(counter)
 
 
 # -- arguments -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ringjax import runtime
+from ringjax.eager import alike
 from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp
 from ringjax.torch import mpi_ops
@@ -79,6 +80,7 @@ class Gradients:
         self._passes_left: dict[Tensor, int] = {}
         self._sparse_dims: dict[Tensor, int] = {}
         self._removers: list[Any] = []
+        self._first_name = ""  # of the parameters, in the order of the alphabet
         weakref.finalize(self, _remove, self._removers)
         self.forget()
         units = units_of(param_groups, groups, self.name_of, self._agreed)
@@ -107,6 +109,8 @@ class Gradients:
                 self.name_of.setdefault(p, f"allreduce.noname.{i}.{j}")
                 self._unit_of.setdefault(p, (p,))
                 self._passes_left[p] = self.settings.backward_passes_per_step
+                name = self.name_of[p]
+                self._first_name = min(self._first_name or name, name)
                 hook = _hook(weakref.ref(self))
                 self._removers.append(p.register_post_accumulate_grad_hook(hook))
 
@@ -142,6 +146,21 @@ class Gradients:
                 self.forget()
         if failure is not None:
             raise failure
+
+    def check_parameters(self) -> None:
+        """In some steps, looks whether all ranks have the same; a warning if not."""
+        if not self._passes_left or not mpi_ops.is_initialized() or self.alone():
+            return
+
+        def memory() -> Iterator[tuple[str, int, int]]:
+            # By name: the ranks may have them in other orders.
+            for p in sorted(self._passes_left, key=self.name_of.__getitem__):
+                here = p.detach().cpu().contiguous()  # the parameter itself, mostly
+                yield self.name_of[p], here.data_ptr(), here.nbytes
+
+        alike.check(
+            f"the optimizer of {self._first_name}", memory, self.settings.process_set
+        )
 
     def _agreed(self, names: list[str]) -> list[str]:
         """The order of the names on the first rank that takes part."""

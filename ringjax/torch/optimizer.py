@@ -120,6 +120,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             else:
                 closure = self._reducing(closure)
         self._synchronized = False
+        self._gradients.check_parameters()
         try:
             return super().step(closure)
         finally:
@@ -202,6 +203,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
         plain_step = super(_DistributedOptimizer, self).step
         if self._gradients.alone():
             return plain_step(closure)
+        self._gradients.check_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():

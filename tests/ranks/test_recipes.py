@@ -61,6 +61,24 @@ CHECKS = {
     "flax nnx, models passed whole": """
         alike(nnx.state(model, nnx.Param, nnx.BatchStat))
     """,
+    "equinox, models passed whole": """
+        arrays = eqx.filter(model, eqx.is_array)
+        alike(arrays)
+        assert len(jax.tree.leaves(arrays)) == 6 and model.activation is not None
+    """,
+    # All rows of the step by hand, as one process would take them.
+    "Uneven data": """
+        alike(params)
+        assert step._cache_size() == 1
+        rows = np.random.default_rng(0).normal(size=(40, 4)).astype("f4")
+        alone = np.zeros((4, 1))
+        for start in [0, 8, 16, 24] * 3:
+            now = rows[[*range(start, min(start + 8, 30)),
+                        *range(30 + start, min(38 + start, 40))]]
+            error = now @ alone - now.sum(1, keepdims=True)
+            alone -= 0.1 * 2 * now.T @ error / len(now)
+        np.testing.assert_allclose(params, alone, atol=1e-5)
+    """,
     "A TensorFlow 2 script, with Keras 3": """
         import ringjax
         from pathlib import Path
@@ -82,6 +100,8 @@ def test_every_recipe_is_looked_at() -> None:
 def test_a_recipe(
     name: str, start_job: StartJob, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
+    if "equinox" in name:
+        pytest.importorskip("equinox", reason="equinox is not installed")
     monkeypatch.chdir(str(tmp_path))  # where a program leaves files
     helpers = "" if "tensorflow" in RECIPES[name] else ALIKE
     program = RECIPES[name] + helpers + dedent(CHECKS[name])

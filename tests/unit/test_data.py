@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ringjax
 from ringjax.data import (
     AsyncDataLoaderMixin,
     BaseDataLoader,
@@ -229,3 +230,41 @@ def test_an_error_in_the_thread_is_raised_where_batches_are_used() -> None:
             seen.append(batch)
     assert seen == [0, 10]
     loader.close_async_loader()
+
+
+# -- even_steps: of several ranks in tests/ranks/jax/test_uneven.py --------------------
+
+
+class Wrong:
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([np.ones((2, 1))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("batches", "size", "problem"),
+    [
+        ([np.ones((3, 1))], 2, "a batch has 3 rows, more than batch_size, which is 2"),
+        ([np.ones((2, 1)), np.ones((3, 1))], None, "a batch has 3 rows"),
+        ([{"x": np.ones((2, 1)), "y": np.ones(3)}], None, r"'x': \[2, 1\], 'y': \[3\]"),
+        ([np.float32(1.0)], None, "equally many rows"),
+        ([np.ones((2, 1))], 0, "batch_size is 0, expected at least 1"),
+        (Wrong(), None, "more batches than their length, 1"),
+    ],
+)
+def test_batches_that_cannot_be_made_even(
+    batches: Any, size: int | None, problem: str
+) -> None:
+    ringjax.init()
+    try:
+        with pytest.raises(ValueError, match=problem):
+            list(ringjax.data.even_steps(batches, batch_size=size))
+    finally:
+        ringjax.shutdown()
+
+
+def test_even_steps_need_init() -> None:
+    with pytest.raises(NotInitialized):
+        list(ringjax.data.even_steps([np.ones((1, 1))]))

@@ -55,7 +55,7 @@ ENVIRONMENT_READERS = {
 }
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
-LONGEST, LONGEST_STUB = 450, 500  # the stub describes a whole extension
+LONGEST, LONGEST_STUB = 450, 510  # the stub describes a whole extension
 LONGEST_FUNCTION = 60
 
 # room -> the rooms, beside itself, whose headers it may include

@@ -202,3 +202,19 @@ def test_a_bucket_starts_where_its_gradients_are_complete() -> None:
     # Three products forward; backward each layer's weights, and what goes further down.
     behind = [dot, start, barrier, dot, dot, start, barrier, dot, dot, start]
     assert found == [dot] * 3 + behind + [done] * 3
+
+
+@pytest.mark.usefixtures("no_device")
+def test_parameters_are_compared_on_cpus_only() -> None:
+    tx = ringjax.allreduce_grads(overlap=False)
+    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
+
+    def program(grads: Any, seq: Any) -> Any:
+        return tx.update(grads, ringjax.optim.AllreduceState(seq), grads)
+
+    on_cpu = calls(program, grads, SEQ)
+    assert [call.target for call in on_cpu] == ["ringjax_check", "ringjax_run"]
+    # The number of the step, and all parameters; the gradients' call comes after it.
+    assert len(on_cpu[0].operands) == 3
+    assert on_cpu[0].order in on_cpu[1].operands
+    assert [call.target for call in on_cuda(program, grads, SEQ)] == ["ringjax_run"]

@@ -332,3 +332,68 @@ def test_gradients_of_one_equation_are_in_reversed_order() -> None:
     inner = jax.jit(lambda p: (p["a"] * p["b"]).sum())
     order = traced_order(params, lambda p: inner(p) + (p["c"] ** 2).sum())
     assert order is not None and order.index("b") < order.index("a")
+
+
+# -- weights: what they do to several ranks is in tests/ranks/jax/test_uneven.py -------
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, float("nan"), float("inf"), "3", None, [1, 2], 1j, True, jnp.ones(1)]
+)
+def test_a_weight_is_one_number(weight) -> None:
+    tx = ringjax.allreduce_grads()
+    grads = {"a": jnp.ones(2)}
+    if weight is None:
+        check(tx.update(grads, tx.init(grads), weight=weight)[0], grads)
+        return
+    with pytest.raises(ValueError, match="`weight` is .*expected one real number"):
+        tx.update(grads, tx.init(grads), weight=weight)
+
+
+@pytest.mark.parametrize("op", ["Sum", "Min", "Max", "Product", "Adasum"])
+def test_weights_are_for_averages(op) -> None:
+    tx = ringjax.allreduce_grads(getattr(ringjax, op))
+    with pytest.raises(ValueError, match=f"`weight` needs op=Average, not {op}"):
+        tx.update({"a": jnp.ones(2)}, tx.init({}), weight=1)
+
+
+def test_integers_have_no_weighted_average() -> None:
+    tx = ringjax.allreduce_grads()
+    with pytest.raises(TypeError, match="floats or complex, not int32"):
+        tx.update({"a": jnp.ones(2), "b": jnp.arange(2)}, tx.init({}), weight=1)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_weights_add_no_collective(overlap) -> None:
+    tx = ringjax.allreduce_grads(overlap=overlap, bucket_bytes=1 << 20)
+    grads = {"a": jnp.ones(2), "b": jnp.ones((3, 3))}
+
+    def calls(**extra) -> int:
+        text = jax.jit(tx.update).lower(grads, tx.init(grads), **extra).as_text()
+        return text.count("@ringjax_")
+
+    assert calls(weight=3) == calls() == 1 + overlap
+
+
+def test_a_chain_and_its_wrappers_hand_on_the_weight() -> None:
+    inner = optax.chain(ringjax.allreduce_grads(), optax.sgd(1.0))
+    grads = {"a": jnp.full(2, jnp.nan), "b": jnp.ones(2)}
+    mask = {"a": True, "b": False}
+    for tx in (
+        inner,
+        optax.masked(inner, mask),
+        optax.MultiSteps(inner, 1),
+        optax.inject_hyperparams(
+            lambda rate: optax.chain(ringjax.allreduce_grads(), optax.sgd(rate))
+        )(rate=1.0),
+    ):
+        out, _ = jax.jit(tx.update)(grads, tx.init(grads), grads, weight=0.0)
+        check(out["a"], jnp.zeros(2))
+
+
+def test_weights_work_under_vmap() -> None:
+    tx = ringjax.allreduce_grads()
+    grads, weights = jnp.array([[1.0, 2.0], [jnp.nan, 3.0]]), jnp.array([4.0, 0.0])
+    state = tx.init(grads[0])
+    out, _ = jax.vmap(lambda g, w: tx.update(g, state, weight=w))(grads, weights)
+    check(out, jnp.array([[1.0, 2.0], [0.0, 0.0]]))

@@ -22,12 +22,12 @@ NAMES = """
     Adasum Average Compression Max Min Product ProcessSet Sum add_process_set allgather
     allgather_object allreduce allreduce_grads allreduce_metrics alltoall barrier
     broadcast broadcast_object broadcast_parameters build_info ccl_built
-    collective_timeout cross_rank cross_size cuda_built ddl_built eager elastic errors
-    global_process_set gloo_built gloo_enabled grouped_allgather grouped_allreduce
-    grouped_alltoall grouped_broadcast grouped_reducescatter init is_homogeneous
-    is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
-    nccl_built rank reducescatter remove_process_set rocm_built run shutdown size
-    start_timeline stop_timeline sycl_built
+    collective_timeout cross_rank cross_size cuda_built data ddl_built eager elastic
+    errors global_process_set gloo_built gloo_enabled grouped_allgather
+    grouped_allreduce grouped_alltoall grouped_broadcast grouped_reducescatter init
+    is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled
+    mpi_threads_supported nccl_built rank reducescatter remove_process_set rocm_built
+    run shutdown size start_timeline stop_timeline sycl_built
 """
 # By what they load.
 MODULES = {
@@ -40,7 +40,8 @@ MODULES = {
         ringjax.runtime ringjax.timeline
     """,
     "jax": """
-        ringjax.bench ringjax.collectives ringjax.compression ringjax.optim ringjax.sync
+        ringjax.bench ringjax.collectives ringjax.compression ringjax.data.steps
+        ringjax.optim ringjax.sync
     """,
     "torch": """
         ringjax.torch ringjax.torch.compression ringjax.torch.elastic

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "engine/call/alike.h"
 #include "engine/communicator/communicator.h"
 #include "engine/heartbeat/heartbeat.h"
 #include "ffi/handlers.h"
@@ -104,6 +105,31 @@ std::unique_ptr<Doorbell> NewBell() {
 }
 
 namespace {
+
+std::vector<uint64_t> HashMemory(
+    const std::vector<std::pair<uintptr_t, uint64_t>>& pieces) {
+  nb::gil_scoped_release release;
+  std::vector<uint64_t> hashes;
+  for (const auto& [address, bytes] : pieces)
+    hashes.push_back(HashOfBytes(reinterpret_cast<const void*>(address), bytes));
+  return hashes;
+}
+
+// `greatest` takes and returns a list of numbers, and may raise.
+nb::object DifferenceOf(const std::vector<uint64_t>& hashes, const std::string& names,
+                        const std::vector<int>& members, int rank,
+                        const nb::callable& greatest) {
+  auto found =
+      Difference(hashes, names, members, rank, [&](std::vector<uint64_t>* numbers) {
+        const size_t count = numbers->size();
+        *numbers = nb::cast<std::vector<uint64_t>>(greatest(*numbers));
+        return numbers->size() == count
+                   ? OkStatus()
+                   : Status(Code::kInvalidArgument, "ringjax: numbers are missing");
+      });
+  Raise(found.status());
+  return ToText(found.value());
+}
 
 nb::dict FfiTargets() {
   nb::dict targets;
@@ -203,6 +229,9 @@ NB_MODULE(_native, m) {
   BindEager(m);
   BindTensorFlow(m);
   m.def("ffi_targets", &FfiTargets);
+  m.def("hash_memory", &HashMemory, "pieces"_a);
+  m.def("difference", &DifferenceOf, "hashes"_a, "names"_a, "members"_a, "rank"_a,
+        "greatest"_a);
   m.def("shm_bytes", &ShmBytes, "ring_bytes"_a);
   m.def(
       "set_failure_hook",

@@ -54,7 +54,8 @@ XLA_FFI_DEFINE_HANDLER(kDone, Done,
 std::vector<std::pair<std::string, void*>> HostHandlers() {
   return {{"ringjax_run", reinterpret_cast<void*>(kRun)},
           {"ringjax_start", reinterpret_cast<void*>(kStart)},
-          {"ringjax_done", reinterpret_cast<void*>(kDone)}};
+          {"ringjax_done", reinterpret_cast<void*>(kDone)},
+          CheckHandler()};
 }
 
 }  // namespace ringjax

@@ -35,6 +35,10 @@ OVERLAPPED = JIT.replace(
     "allreduce_grads()", "allreduce_grads(overlap=True, bucket_bytes=1)"
 )
 
+WEIGHTED = JIT.replace("update(grads, state)", "update(grads, state, weight=3.0)")
+# Parameters that differ: every second step has three calls more, and may lose a rank.
+CHECKED = JIT.replace("update(grads, state)", "update(grads, state, grads)")
+
 EAGER = (
     LOOP
     + """
@@ -58,13 +62,20 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.mark.parametrize(
     ("script", "victims"),
-    [(JIT, (2, 0)), (OVERLAPPED, (2, 0, 4, 3)), (EAGER, (2, 0, 4, 3))],
-    ids=["jit", "overlapped", "eager"],
+    [
+        (JIT, (2, 0)),
+        (WEIGHTED, (2, 0)),
+        (CHECKED, (2, 0, 4, 3)),
+        (OVERLAPPED, (2, 0, 4, 3)),
+        (EAGER, (2, 0, 4, 3)),
+    ],
+    ids=["jit", "weighted", "checked", "overlapped", "eager"],
 )
 def test_ranks_are_killed_one_by_one_until_one_is_left(
     start: Start, script: str, victims: tuple[int, ...]
 ) -> None:
-    job = start(1 + len(victims), script)
+    env = {"RINGJAX_CHECK_PARAMETERS": "2"}
+    job = start(1 + len(victims), script, env=env)
     begin(job)
     alive = {1, *victims}
     for victim in victims:
@@ -109,6 +120,36 @@ def test_the_worker_that_raises_is_lost_alone(start: Start) -> None:
     check_steps(job, {0, 2})
     failures = [e for e in job.taken() if e[0] == "failure"]
     assert [(e[1], "ValueError: no data" in e[2]) for e in failures] == [(1, True)]
+
+
+UNEVEN = """
+import jax, jax.numpy as jnp, signal
+
+tx = ringjax.allreduce_grads()
+state = tx.init(jnp.zeros(3))
+batches = [np.ones((2, 3), "f4")] * (4, 9, 14)[WORKER]
+
+@jax.jit
+def step(state, batch, mask):
+    mean = jnp.mean(batch, axis=0, where=mask[:, None])
+    return tx.update(mean, state, weight=mask.sum())
+
+for i, (batch, mask) in enumerate(ringjax.data.even_steps(batches)):
+    if i == 6 and WORKER == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    updates, state = step(state, batch, mask)
+    say("step", i, *np.asarray(updates))
+say("compiled", step._cache_size())
+"""
+
+
+def test_no_steps_are_made_for_the_batches_of_a_rank_that_is_lost(start: Start) -> None:
+    job = start(3, UNEVEN)
+    assert (job.wait(0), job.wait(1)) == (0, 0), job.story()
+    for worker in (0, 1):
+        steps = [[str(i), *["1.0"] * 3] for i in range(9)]
+        assert job.lines(worker, "step") == steps, job.story()
+        assert job.lines(worker, "compiled") == [["1"]]
 
 
 TIMES = {"RINGJAX_FAILURE_TIMEOUT": "1", "RINGJAX_HEARTBEAT": "0.1"}

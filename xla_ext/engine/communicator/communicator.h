@@ -188,6 +188,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   uint64_t entered() const { return entered_.load(std::memory_order_relaxed); }
   // The last call that has ended here, or an earlier one.
   uint64_t finished() const { return finished_.load(std::memory_order_relaxed); }
+  // Of the check whether all ranks have the same parameters (ffi/check.cc): there has
+  // been one, and it has warned.
+  std::atomic<bool> compared{false}, warned{false};
   std::map<std::string, OpStats> stats() const;
   std::map<std::string, int> transports() const;
 

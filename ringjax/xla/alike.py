@@ -1,0 +1,102 @@
+"""Now and then, a look whether all ranks have the same parameters: one native call.
+
+It stands before the gradients' call in the chain of `seq`, and ends at once in most
+steps. When it is due, how it compares and what it says is native (`ffi/check.cc`). On
+CUDA devices there is none: handlers there never wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ringjax.eager import dtypes
+from ringjax.xla import jax_private
+
+_check_p = jax_private.new_primitive("check_alike")
+
+
+def check(
+    seq: Any,
+    params: Sequence[Any],
+    names: Sequence[str],
+    *,
+    comm: int,
+    every: int,
+    name: str,
+    timeout: float,
+) -> Any:
+    """Returns `seq`; parameters that differ between ranks are a warning, no error.
+
+    Args:
+      seq: uint32[1], the number of the step.
+      params: whatever are no arrays of numbers is left out.
+      names: their names, for the warning.
+      comm: who takes part.
+      every: at how manieth steps they are compared.
+      name: stands for the call in error messages.
+      timeout: of waiting for other ranks.
+    """
+    chosen = [
+        (x, n)
+        for x, n in zip(params, names, strict=True)
+        if getattr(getattr(x, "dtype", None), "name", None) in dtypes.NUMBERS
+    ]
+    if not chosen:
+        return seq
+    (out,) = _check_p.bind(
+        jnp.asarray(seq),
+        *(x for x, _ in chosen),
+        comm=comm,
+        every=every,
+        name=name,
+        names=tuple(n for _, n in chosen),
+        timeout=timeout,
+    )
+    return out
+
+
+def _lower(
+    ctx: Any,
+    platform: str,
+    *operands: Any,
+    names: tuple[str, ...],
+    timeout: float,
+    **params: Any,
+) -> list[Any]:
+    if platform == "cuda":
+        return [operands[0]]
+    return jax_private.emit(
+        ctx,
+        "ringjax_check",
+        operands,
+        ctx.avals_in,
+        ctx.avals_out,
+        aliases={0: 0},
+        attributes={
+            **params,
+            "count": len(names),
+            "names": "\n".join(n.replace("\n", " ") for n in names),
+            "timeout": float(timeout),
+        },
+    )
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    """An ensemble: the parameters of all members at once, and one seq for all."""
+    seq, *leaves = args
+    if dims[0] is not None:
+        seq = seq[(slice(None),) * dims[0] + (0,)]
+    return _check_p.bind(seq, *leaves, **params), [None]
+
+
+def _jvp(args: Any, ts: Any, **params: Any) -> Any:
+    out = _check_p.bind(*args, **params)
+    return out, [jax_private.zero_tangent(x) for x in out]
+
+
+jax_private.set_shape_rule(_check_p, lambda seq, *_, **__: [seq], ordered=False)
+jax_private.set_rules(_check_p, batch=_batch, jvp=_jvp, transpose=None)
+jax_private.register_lowering(_check_p, _lower)

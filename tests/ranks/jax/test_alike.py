@@ -1,0 +1,212 @@
+"""Parameters that differ between ranks: a warning names the leaf and the ranks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.launch import cheap_code
+
+import ringjax
+
+EVERY = 3
+
+
+def environment() -> dict[str, str]:
+    return {**cheap_code(), "RINGJAX_CHECK_PARAMETERS": str(EVERY)}
+
+
+pytestmark = [
+    pytest.mark.ranks(3, env=environment),
+    pytest.mark.launch("alike"),
+    pytest.mark.usefixtures("world"),
+]
+ALL = pytest.mark.ranks(1, 2, 3, 5)
+DIFFER = "warning: the ranks' parameters differ at optimizer step"
+
+
+@pytest.fixture(autouse=True)
+def alike_before(world, capfd) -> None:
+    """What one test has warned of has ended when the next one begins."""
+    tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
+    jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
+    ringjax.barrier()
+    capfd.readouterr()
+
+
+class Training:
+    """Steps of an optimizer, and what was said meanwhile; only rank 0 speaks."""
+
+    def __init__(
+        self, world, capfd, *, jit=True, wrap=lambda tx: tx, **options
+    ) -> None:
+        self.tx = wrap(
+            optax.chain(ringjax.allreduce_grads(**options), optax.sgd(0.25, 0.9))
+        )
+        self.params = {
+            "a": jnp.arange(1000.0),
+            "b": {"c": jnp.ones((3, 5)), "d": jnp.ones((2,), jnp.bfloat16)},
+            "none": None,
+        }
+        self.state = self.tx.init(self.params)
+        self.update = (
+            jax.jit(self._update, donate_argnums=(0, 1)) if jit else self._update
+        )
+        self._capfd = capfd
+
+    def _update(self, params, state):
+        grads = jax.tree.map(lambda x: 0.1 * x, params)
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def run(self, steps: int) -> list[str]:
+        for _ in range(steps):
+            self.params, self.state = self.update(self.params, self.state)
+        jax.block_until_ready(self.params)
+        ringjax.barrier()
+        return self.said()
+
+    def said(self) -> list[str]:
+        lines = self._capfd.readouterr().err.splitlines()
+        return [line for line in lines if DIFFER in line]
+
+    def change(self, by: float) -> None:
+        c = self.params["b"]["c"]
+        self.params["b"]["c"] = c.at[2, 4].add(by)
+
+
+def check(world, lines: list[str], step: int, leaf: str, rest: str) -> None:
+    """Once, and by rank 0 alone."""
+    if world.rank > 0 or world.size == 1:
+        assert lines == []
+        return
+    assert len(lines) == 1
+    assert f"{DIFFER} {step}: '{leaf}' of {rest}" in lines[0]
+    assert "broadcast_parameters" in lines[0]
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("jit", "overlap"), [(True, True), (True, False), (False, False)]
+)
+def test_who_forgets_the_broadcast_is_told(world, capfd, jit, overlap) -> None:
+    training = Training(world, capfd, jit=jit, overlap=overlap, bucket_bytes=64)
+    training.change(0.5 if world.rank == world.size - 1 else 0.0)
+    last = world.size - 1
+    check(world, training.run(8), 0, "b/c", f"rank {last} is not that of rank 0;")
+    training.params = ringjax.broadcast_parameters(training.params)
+    training.state = ringjax.broadcast_parameters(training.state)
+    assert training.run(8) == []
+
+
+@ALL
+def test_drift_is_noticed_and_told_once_until_it_has_ended(world, capfd) -> None:
+    training = Training(world, capfd)
+    assert training.run(4) == []  # the last one was step 3
+    training.change(float(world.rank))
+    assert training.run(2) == []
+    others = ", ".join(map(str, range(1, world.size)))
+    word = "rank" if world.size == 2 else "ranks"
+    rest = f"{word} {others} is not that of rank 0"
+    check(world, training.run(4), 6, "b/c", rest)
+    training.params = ringjax.broadcast_parameters(training.params)
+    training.state = ringjax.broadcast_parameters(training.state)
+    assert training.run(3) == []
+    training.params["a"] = training.params["a"] + world.rank
+    training.change(float(world.rank))
+    check(world, training.run(3), 15, "a", f"{rest}, the first of 2 that differ")
+
+
+def test_the_rank_that_is_alone_is_named(world, capfd) -> None:
+    training = Training(world, capfd)
+    training.change(float(world.rank == 0))
+    check(world, training.run(1), 0, "b/c", "rank 0 is not that of rank 1")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "found"),
+    [
+        (lambda tx: optax.MultiSteps(tx, 2), "a"),
+        (lambda tx: optax.masked(tx, {"a": False, "b": True, "none": None}), "b/c"),
+        (lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=1.0), "a"),
+    ],
+    ids=["multisteps", "masked", "inject"],
+)
+def test_wrappers_of_optax_hand_on_the_parameters(world, capfd, wrap, found) -> None:
+    training = Training(world, capfd, wrap=wrap)
+    own = float(world.rank == 2)
+    training.change(own)
+    training.params["a"] = training.params["a"] + own  # masked, it is meant to differ
+    check(world, training.run(2), 0, found, "rank 2 is not that of rank 0")
+
+
+def test_the_last_bits_count_and_nothing_else(world, capfd) -> None:
+    training = Training(world, capfd)
+    d = np.ones(2, jnp.bfloat16)
+    d.view(np.uint16)[1] += world.rank == world.size - 1
+    training.params["b"]["d"] = jnp.asarray(d)
+    rest = f"rank {world.size - 1} is not that of rank 0;"
+    check(world, training.run(1), 0, "b/d", rest)
+    training.params["b"]["d"] = jnp.full(2, jnp.nan, jnp.bfloat16)  # alike in its bits
+    assert training.run(4) == []
+
+
+def test_in_a_scan_and_in_an_ensemble(world, capfd) -> None:
+    tx = ringjax.allreduce_grads()
+    params = jnp.ones(3) * (1.0 + (world.rank == 0))
+
+    @jax.jit
+    def train(params, state):
+        def step(carry, _):
+            updates, state = tx.update(carry[0], carry[1], carry[0])
+            return (carry[0] - 0.1 * updates, state), None
+
+        return jax.lax.scan(step, (params, state), length=4)[0]
+
+    jax.block_until_ready(train(params, tx.init(params)))
+    many = jnp.stack([params, params])
+    members = jax.vmap(lambda p: tx.update(p, tx.init(p), p)[0])
+    jax.block_until_ready(members(many))
+    ringjax.barrier()
+    lines = [line for line in capfd.readouterr().err.splitlines() if DIFFER in line]
+    if world.rank == 0:
+        assert len(lines) == 1 and "'' of rank 0 is not that of rank 1" in lines[0]
+    else:
+        assert lines == []
+
+
+def test_a_process_set_is_compared_within_itself(world, capfd) -> None:
+    members = ringjax.add_process_set([0, 2])
+    if members.included():
+        tx = ringjax.allreduce_grads(process_set=members)
+        # The others have something else, and that is their matter.
+        params = {"w": jnp.full(7, float(world.rank == 2))}
+        jax.block_until_ready(tx.update(params, tx.init(params), params))
+    ringjax.barrier()
+    lines = [line for line in capfd.readouterr().err.splitlines() if DIFFER in line]
+    if world.rank == 0:
+        assert len(lines) == 1 and "'w' of rank 2 is not that of rank 0;" in lines[0]
+    else:
+        assert lines == []
+    ringjax.remove_process_set(members)
+
+
+def test_other_trees_than_parameters_are_not_compared(world, capfd) -> None:
+    tx = ringjax.allreduce_grads()
+    grads = {"w": jnp.ones(3)}
+    for params in (None, {}, {"w": None}, {"x": jnp.full(3, world.rank)}):
+        tx.update(grads, tx.init(grads), params)
+    keys = {"w": jax.random.key(world.rank)}
+    jax.block_until_ready(tx.update(grads, tx.init(grads), keys))
+    ringjax.barrier()
+    assert DIFFER not in capfd.readouterr().err
+
+
+def test_derivatives_pass_by(world) -> None:
+    tx = ringjax.allreduce_grads()
+    params = jnp.arange(3.0)
+    state = tx.init(params)
+    grad = jax.grad(lambda p: tx.update(2 * p, state, p)[0].sum())(params)
+    np.testing.assert_allclose(grad, 2.0)

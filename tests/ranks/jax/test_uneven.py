@@ -1,0 +1,270 @@
+"""Ranks with unequal amounts of data train what one process with all of it trains.
+
+Every rank can compute all ranks' data, so the oracle is plain optax on global batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.launch import cheap_code
+
+import ringjax
+from ringjax import eager, errors
+from ringjax.data import even_steps
+
+pytestmark = [
+    pytest.mark.ranks(1, 2, 3, 5, env=cheap_code),
+    pytest.mark.launch("collectives"),
+    pytest.mark.usefixtures("world"),
+]
+
+ROWS = (9, 0, 14, 3, 4)  # of each rank; one has none
+SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def data_of(rank: int, rows: int) -> list[dict[str, Any]]:
+    """A rank's batches; the last one is short, or has no row at all."""
+    rng = np.random.default_rng(rank)
+    x, y = rng.normal(size=(rows, 3)), rng.normal(size=(rows, 1))
+    return [{"x": x[i : i + SIZE], "y": y[i : i + SIZE]} for i in range(0, rows, SIZE)]
+
+
+class Loader:
+    """Batches that come again and again, and whose number is known or not."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class Sized(Loader):
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class Unsure(Loader):
+    def __len__(self) -> int:
+        raise TypeError("as a DataLoader of an IterableDataset")
+
+
+def losses(params: Any, batch: Any) -> Any:
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    return ((hidden @ params["v"] - batch["y"]) ** 2)[:, 0]
+
+
+def start() -> Any:
+    rng = np.random.default_rng(99)
+    return {"w": jnp.asarray(rng.normal(size=(3, 5))), "v": jnp.ones((5, 1))}
+
+
+def train_alone(size: int, epochs: int) -> Any:
+    """One process; its batch is what all ranks have in a step."""
+    params, tx = start(), optax.adam(0.1)
+    state = tx.init(params)
+    everyone = [data_of(rank, ROWS[rank]) for rank in range(size)]
+    for _ in range(epochs):
+        for step in range(max(map(len, everyone))):
+            parts = [batches[step] for batches in everyone if step < len(batches)]
+            batch = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+            grads = jax.grad(lambda p, b=batch: losses(p, b).mean())(params)
+            updates, state = tx.update(grads, state)
+            params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("loader", [Sized, Loader, Unsure])
+def test_training_is_that_of_one_process(world, loader, overlap, jit) -> None:
+    params = start()
+    tx = optax.chain(
+        ringjax.allreduce_grads(overlap=overlap, bucket_bytes=64), optax.adam(0.1)
+    )
+    state = tx.init(params)
+
+    def step(params, state, batch, mask):
+        grads = jax.grad(lambda p: jnp.mean(losses(p, batch), where=mask))(params)
+        updates, state = tx.update(grads, state, params, weight=mask.sum())
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if jit else step
+    mine = loader(data_of(world.rank, ROWS[world.rank]))
+    epochs, counts = 2, []
+    for _ in range(epochs):
+        counts.append(0)
+        for batch, mask in even_steps(mine, batch_size=SIZE):
+            params, state = step(params, state, batch, mask)
+            counts[-1] += int(mask.sum())
+    assert counts == [ROWS[world.rank]] * epochs
+    assert not jit or step._cache_size() == 1
+    expected = train_alone(world.size, epochs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), params, expected
+    )
+
+
+def test_weighing_the_loss_is_the_same(world) -> None:
+    """What docs/recipes.md tells those who want to save two passes over gradients."""
+    params = start()
+    tx = optax.chain(ringjax.allreduce_grads(ringjax.Sum), optax.adam(0.1))
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch, mask):
+        total = ringjax.allreduce(mask.sum(), ringjax.Sum)
+        grads = jax.grad(lambda p: jnp.sum(losses(p, batch) * mask) / total)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    mine = data_of(world.rank, ROWS[world.rank])
+    for batch, mask in even_steps(mine, batch_size=SIZE):
+        params, state = step(params, state, batch, mask)
+    expected = train_alone(world.size, 1)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), params, expected
+    )
+
+
+def test_one_rank_may_know_its_length_and_another_not(world) -> None:
+    batches = [np.ones((2, 3))] * (world.rank + 1)
+    mine = iter(batches) if world.rank == world.size - 1 else batches
+    steps = [(batch.shape, mask.tolist()) for batch, mask in even_steps(mine)]
+    assert steps == [((2, 3), [own, own]) for own in [True] * len(batches)] + [
+        ((2, 3), [False] * 2)
+    ] * (world.size - len(batches))
+
+
+def test_nobody_has_data() -> None:
+    assert list(even_steps([])) == []
+    assert list(even_steps(iter(()))) == []
+
+
+def test_arrays_of_a_device_stay_there(world) -> None:
+    batches = [jnp.ones((3, 2)), jnp.full((1, 2), 7.0)][: 2 - world.rank % 2]
+    for batch, mask in even_steps(batches):
+        assert isinstance(batch, jax.Array) and batch.shape == (3, 2)
+        assert set(np.asarray(batch).ravel()) <= ({1.0} if mask.sum() != 1 else {7.0})
+
+
+def test_a_batch_without_rows_is_one_that_does_not_count() -> None:
+    given = [np.ones((2, 1)), np.ones((0, 1)), np.ones((1, 1))]
+    found = [(b.tolist(), m.tolist()) for b, m in even_steps(given)]
+    ones = [[1.0], [1.0]]
+    assert found == [(ones, [True] * 2), (ones, [False] * 2), (ones, [True, False])]
+
+
+def test_a_process_set_has_steps_of_its_own(world) -> None:
+    members = ringjax.add_process_set(list(range(0, world.size, 2)))
+    if members.included():
+        tx = ringjax.allreduce_grads(process_set=members)
+        state = tx.init(jnp.zeros(2))
+        batches = [np.full((2, 2), float(world.rank))] * (world.rank + 1)
+        for step, (batch, mask) in enumerate(even_steps(batches, process_set=members)):
+            grads, state = tx.update(batch.mean(0), state, weight=mask.sum())
+            there = [r for r in members.ranks if r >= step]
+            np.testing.assert_array_equal(grads, np.mean(there))
+        assert int(state.seq[0]) == max(members.ranks) + 1
+    ringjax.barrier()
+    ringjax.remove_process_set(members)
+
+
+# -- weights alone ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_weights_are_exact_also_where_gradients_are_not(
+    world, compression, dtype
+) -> None:
+    # More than any 16 bits can count; whole numbers that every type here can hold.
+    weights = [70_001.0, 0.0, 129.0, 3.0, 70_003.0][: world.size]
+    values = [0.25, np.nan, 0.25, 0.25, 0.25][: world.size]
+    if compression == "fp16":  # of 65504 at most
+        weights = [w / 1024 for w in weights]
+    tx = ringjax.allreduce_grads(compression=getattr(ringjax.Compression, compression))
+    grads = {"a": jnp.full((3, 5), values[world.rank], dtype), "b": jnp.ones((), dtype)}
+    update = jax.jit(lambda grads, state, w: tx.update(grads, state, weight=w))
+    out, state = update(grads, tx.init(grads), weights[world.rank])
+    assert out["a"].dtype == grads["a"].dtype and int(state.seq[0]) == 1
+    wide = jax.tree.map(lambda x: np.asarray(x).astype("c16"), out)
+    exact = dtype != "bfloat16" and (compression == "none" or dtype == "complex64")
+    tolerance = 1e-6 if exact else 2e-2
+    np.testing.assert_allclose(wide["a"], 0.25, rtol=tolerance)
+    np.testing.assert_allclose(wide["b"], 1.0, rtol=tolerance)
+
+
+def test_the_sum_of_the_weights_is_not_compressed(world) -> None:
+    tx = ringjax.allreduce_grads(compression=ringjax.Compression.bf16)
+    # 1 + 2^-10 is not a bfloat16, and nothing is left of it if it is rounded to one.
+    weight = (1 + 2.0**-10) * 2.0**10 * world.size
+    out, _ = tx.update(jnp.float32(1.0) / weight, tx.init(0.0), weight=weight)
+    np.testing.assert_allclose(out, 1.0 / weight, rtol=1e-7)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nobody_counts(overlap) -> None:
+    tx = ringjax.allreduce_grads(overlap=overlap)
+    grads = {"a": jnp.full(3, jnp.nan), "b": jnp.ones(2, jnp.float16)}
+    out, _ = jax.jit(tx.update)(grads, tx.init(grads), weight=0)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), out)
+
+
+def test_micro_batches_are_added_up_by_hand(world) -> None:
+    counts = [world.rank, 2, world.rank % 2]
+    everyone = [(r, 2, r % 2) for r in range(world.size)]
+    tx = ringjax.allreduce_grads()
+
+    @jax.jit
+    def step(state, counts):
+        def add(total, each):
+            number, n = each
+            return (total[0] + n * (number + 1.0), total[1] + n), None
+
+        (total, n), _ = jax.lax.scan(add, (0.0, 0), (jnp.arange(3), counts))
+        return tx.update(total / n, state, weight=n)
+
+    out, _ = step(tx.init(0.0), jnp.asarray(counts))
+    total = sum(n * (i + 1.0) for row in everyone for i, n in enumerate(row))
+    np.testing.assert_allclose(out, total / np.sum(everyone), rtol=1e-14)
+
+
+def test_predivided_gradients_have_the_same_average(world) -> None:
+    tx = ringjax.allreduce_grads(gradient_predivide_factor=8.0)
+    out, _ = tx.update(float(world.rank), tx.init(0.0), weight=world.rank + 1)
+    weights = np.arange(world.size) + 1.0
+    np.testing.assert_allclose(out, np.average(weights - 1, weights=weights), 1e-14)
+
+
+def test_a_rank_that_forgets_its_weight_is_told(world) -> None:
+    tx = ringjax.allreduce_grads()
+    extra = {"weight": 3} if world.rank == 0 else {}
+    grads = {"a": jnp.ones(2)}
+    if world.size == 1:
+        return
+    with (
+        pytest.raises(errors.Mismatch, match="'grads with weights'"),
+        errors.translated(),
+    ):
+        jax.block_until_ready(tx.update(grads, tx.init(grads), **extra))
+
+
+def test_other_ranks_do_not_wait_for_the_compiled_step(world) -> None:
+    """The exchange is on the eager lane, whose names are its own."""
+    handle = eager.allreduce_async(1.0, name="beside", op=ringjax.Sum)
+    assert len(list(even_steps(iter([np.ones((1, 1))] * 3)))) == 3
+    assert eager.synchronize(handle) == world.size

@@ -1,0 +1,102 @@
+// See alike.h.
+#include "engine/call/alike.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+
+#include "engine/call/hash.h"
+
+namespace ringjax {
+namespace {
+
+constexpr size_t kLanes = 8;     // so that multiplications do not wait for each other
+constexpr size_t kAhead = 1536;  // bytes to fetch before they are needed
+constexpr size_t kRanks = 1024;  // that a difference is told of: 8 KiB go as one note
+constexpr size_t kMostNamed = 8;
+
+std::string_view Line(std::string_view lines, size_t number) {
+  for (; number > 0; --number) {
+    const size_t end = lines.find('\n');
+    if (end == std::string_view::npos) return {};
+    lines.remove_prefix(end + 1);
+  }
+  return lines.substr(0, lines.find('\n'));
+}
+
+std::string Ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < std::min(ranks.size(), kMostNamed); ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  if (ranks.size() > kMostNamed)
+    text += " and " + std::to_string(ranks.size() - kMostNamed) + " more";
+  return text;
+}
+
+// Most ranks, or those with the first one, are taken for right. Who has no hash is
+// gone, or has joined.
+std::string WhoDiffers(const std::vector<uint64_t>& hashes,
+                       const std::vector<int>& members) {
+  const size_t known = std::min(members.size(), hashes.size());
+  std::map<uint64_t, size_t> votes;
+  for (size_t r = 0; r < known; ++r) ++votes[hashes[r]];
+  votes[0] = 0;
+  size_t right = 0;
+  for (size_t r = 0; r < known; ++r)
+    if (votes[hashes[r]] > votes[hashes[right]]) right = r;
+  std::vector<int> others;
+  for (size_t r = 0; r < known; ++r)
+    if (hashes[r] != 0 && hashes[r] != hashes[right]) others.push_back(members[r]);
+  if (others.empty()) return "some rank is not that of the others";
+  return Ranks(others) + " is not that of rank " + std::to_string(members[right]);
+}
+
+}  // namespace
+
+uint64_t HashOfBytes(const void* data, uint64_t size) {
+  std::array<Hash, kLanes> lanes;
+  const auto* at = static_cast<const std::byte*>(data);
+  constexpr size_t kStride = kLanes * sizeof(uint64_t);
+  uint64_t left = size;
+  for (; left >= kStride; left -= kStride, at += kStride) {
+    __builtin_prefetch(at + kAhead);  // beyond the end it does nothing
+    std::array<uint64_t, kLanes> words;
+    std::memcpy(words.data(), at, kStride);
+    for (size_t i = 0; i < kLanes; ++i) lanes[i].Add(words[i]);
+  }
+  Hash all;
+  all.Add(std::string_view(reinterpret_cast<const char*>(at), left));
+  all.Add(size);
+  for (const Hash& lane : lanes) all.Add(lane.value());
+  return all.value();
+}
+
+Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_view names,
+                               const std::vector<int>& members, int rank,
+                               const Greatest& greatest) {
+  Hash all;
+  for (uint64_t hash : hashes) all.Add(hash);
+  // The greatest of what is turned around is the least.
+  std::vector<uint64_t> ends = {all.value(), ~all.value()};
+  RJ_TRY(greatest(&ends));
+  if (ends[0] == ~ends[1]) return std::string();
+  ends.clear();
+  for (uint64_t hash : hashes) ends.insert(ends.end(), {hash, ~hash});
+  RJ_TRY(greatest(&ends));
+  size_t first = hashes.size(), count = 0;
+  for (size_t i = hashes.size(); i-- > 0;)
+    if (ends[2 * i] != ~ends[2 * i + 1]) first = i, ++count;
+  std::vector<uint64_t> table(kRanks);
+  if (first < hashes.size() && static_cast<size_t>(rank) < kRanks)
+    table[static_cast<size_t>(rank)] = hashes[first];
+  RJ_TRY(greatest(&table));
+  if (count == 0) return std::string();  // a rank has gone meanwhile
+  return "'" + std::string(Line(names, first)) + "' of " + WhoDiffers(table, members) +
+         (count == 1 ? ""
+                     : ", the first of " + std::to_string(count) + " that differ") +
+         "; call broadcast_parameters before the first step, and let no rank change "
+         "them alone (RINGJAX_CHECK_PARAMETERS=0: no such check)";
+}
+
+}  // namespace ringjax
