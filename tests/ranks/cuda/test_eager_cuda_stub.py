@@ -300,9 +300,9 @@ def test_nothing_is_left_in_the_driver(end: End) -> None:
         some(step)
     gc.collect()
     now = alive()
-    # Fourteen events, used again, for each submission of a step if all wait at once, and
-    # a step may begin before the last one's are back; one kept for each of the thousand
-    # would be more. Those that wait share scratch.
+    # Fourteen events, used again, for each submission of a step if all wait at once,
+    # and a step may begin before the last one's are back; one kept for each of the
+    # thousand would be more. Those that wait share scratch.
     assert now[0] < 49 * 21
     assert now[1] == streams
     assert now[2] <= memory + 1
