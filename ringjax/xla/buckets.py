@@ -6,6 +6,7 @@ leaves into the memory of a bucket is native; finding out the readiness is `opti
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,6 +18,9 @@ Cuts = tuple[tuple[int, ...], ...]
 
 ALIGN = 64  # of every leaf in the memory of a bucket; the native core has the same
 SMALL = 1 << 18  # bytes of a bucket that are not worth cutting
+# Tensors of one call: XLA's compile time grows with their square, in each call by
+# itself. Some hundred, which most models have, are nothing beside the rest.
+MOST = 512
 
 
 def plan(
@@ -152,3 +156,45 @@ def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], 
         held += need
         most = max(most, held)
     return [*calls, *(("done", bucket) for bucket in started)], most
+
+
+def pieces(count: int, most: int = MOST) -> Cuts:
+    """The indices below `count`, in order, as few as even pieces of at most `most`.
+
+    Example:
+      >>> pieces(5, most=2), pieces(0)
+      (((0,), (1, 2), (3, 4)), ((),))
+    """
+    number = max(1, -(-count // most))
+    ends = [count * i // number for i in range(number + 1)]
+    return tuple(tuple(range(*pair)) for pair in itertools.pairwise(ends))
+
+
+def timetable(
+    sizes: Sequence[int], cuts: Cuts, memory: float, *, overlapped: bool, whole: bool
+) -> tuple[Cuts, list[tuple[str, int]], int]:
+    """The buckets, the calls in order, and the most bytes between START and DONE.
+
+    Args:
+      sizes: the bytes of each leaf.
+      cuts: the indices of the leaves of each bucket, in the order of readiness.
+      memory: the most bytes on their way; infinity for a device.
+      overlapped: False: calls that work in place, one after the other.
+      whole: of a job that is elastic, where all leaves are reduced over the same ranks:
+        all STARTs come before all DONEs, and in place there is one call.
+
+    Example:
+      >>> timetable([8, 8], ((1,), (0,)), 1024, overlapped=False, whole=False)
+      (((0, 1),), [('run', 0)], 0)
+    """
+    on_device = memory == math.inf
+    most = len(sizes) or 1
+    if not overlapped:
+        runs = pieces(len(sizes), most if whole or on_device else MOST)
+        return runs, [("run", i) for i in range(len(runs))], 0
+    if not on_device:
+        cuts = tuple(tuple(cut[i] for i in p) for cut in cuts for p in pieces(len(cut)))
+        # So that several are on their way at once.
+        cuts = refine(cuts, sizes, int(memory) // 8)
+    needs = [packed([sizes[i] for i in cut]) for cut in cuts]
+    return (cuts, *window(needs, math.inf if whole else memory))

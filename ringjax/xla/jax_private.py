@@ -318,22 +318,31 @@ def emit_ordered(
     ctx: Any,
     target: str,
     operands: Sequence[Any],
+    calls: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
     *,
-    aliases: Mapping[int, int],
-    attributes: Mapping[str, Any],
+    in_place: bool,
 ) -> list[Any]:
-    """`emit` with JAX's token of the `Ring` effect as the order value."""
-    *results, token = emit(
-        ctx,
-        target,
-        [*operands, ctx.tokens_in.get(tokens.RING)],
-        [*ctx.avals_in, tokens.ABSTRACT],
-        [*ctx.avals_out, tokens.ABSTRACT],
-        aliases=aliases,
-        attributes=attributes,
-    )
+    """`emit` with JAX's token of the `Ring` effect as the order value.
+
+    Args:
+      calls: for each native call the places of its operands and its attributes; all
+        operands in order.
+      in_place: results may be in the memory of the operands.
+    """
+    out, token = [], ctx.tokens_in.get(tokens.RING)
+    for cut, attributes in calls:
+        *results, token = emit(
+            ctx,
+            target,
+            [*(operands[i] for i in cut), token],
+            [*(ctx.avals_in[i] for i in cut), tokens.ABSTRACT],
+            [*(ctx.avals_out[i] for i in cut), tokens.ABSTRACT],
+            aliases={i: i for i in range(len(cut))} if in_place else {},
+            attributes=attributes,
+        )
+        out += results
     ctx.set_tokens_out(mlir.TokenSet({tokens.RING: token}))
-    return results
+    return out
 
 
 def plus_one(value: Any, aval: Any) -> Any:

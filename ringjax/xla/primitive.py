@@ -76,13 +76,16 @@ def collective(
     def lower(ctx: Any, platform: str, *operands: Any, **params: Any) -> list[Any]:
         if platform == "cuda" and name in ("allreduce", "reducescatter"):
             _check_nccl(name, ctx.avals_in, params)
-        aliases = {i: i for i in range(len(operands))} if in_place else {}
+        whole = platform == "cuda" or runtime.elastic()
+        cuts = buckets.pieces(
+            len(operands), len(operands) or 1 if whole else buckets.MOST
+        )
         return jax_private.emit_ordered(
             ctx,
             "ringjax_run",
             operands,
-            aliases=aliases,
-            attributes=attributes(name, params),
+            [(cut, attributes(name, select(params, cut))) for cut in cuts],
+            in_place=in_place,
         )
 
     jax_private.register_lowering(primitive, lower)
@@ -95,7 +98,27 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
 
     By name, because the derivatives of collectives lead to each other in circles.
     """
-    return list(_primitives[collective].bind(*operands, **{**DEFAULTS, **params}))
+    primitive, params = _primitives[collective], {**DEFAULTS, **params}
+    cuts = _programs(operands)
+    if len(cuts) == 1:
+        return list(primitive.bind(*operands, **params))
+    return [
+        y
+        for cut in cuts
+        for y in primitive.bind(*(operands[i] for i in cut), **select(params, cut))
+    ]
+
+
+def _programs(operands: Sequence[Any]) -> buckets.Cuts:
+    """What is compiled together: outside of jit, what would be one native call in it.
+
+    Time to compile grows faster than a program. In an elastic job the loss of a rank
+    must not come between the parts of an operation.
+    """
+    count = len(operands)
+    many = count > buckets.MOST and not runtime.elastic()
+    cut = many and jax_private.is_eager(operands)
+    return buckets.pieces(count, buckets.MOST if cut else count or 1)
 
 
 def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
@@ -282,28 +305,33 @@ def bucketed_allreduce(
             f"ringjax.allreduce_grads: the state's `seq` must be uint32[1], got "
             f"{seq.dtype}{list(seq.shape)}; was the optimizer state cast or mapped?"
         )
-    *out, seq = _chained_p.bind(
-        *leaves,
-        seq,
-        cuts=cuts,
-        overlapped=bool(overlapped),
-        overlapped_on_device=bool(
-            overlapped if overlapped_on_device is None else overlapped_on_device
-        ),
-        memory=runtime.config().overlap_memory,
-        **{
-            **DEFAULTS,
-            "comm": runtime.communicator(process_set, "allreduce_grads").id,
-            "timeout": process_set.limit(),
-            "reduce_op": int(op),
-            "wire": int(wire),
-            "prescale": float(prescale),
-            "postscale": float(postscale),
-            "name": name,
-            "names": tuple(names),
-        },
-    )
-    return list(out), seq
+    on_device = overlapped if overlapped_on_device is None else overlapped_on_device
+    params = {
+        **DEFAULTS,
+        "overlapped": bool(overlapped),
+        "overlapped_on_device": bool(on_device),
+        "memory": runtime.config().overlap_memory,
+        "comm": runtime.communicator(process_set, "allreduce_grads").id,
+        "timeout": process_set.limit(),
+        "reduce_op": int(op),
+        "wire": int(wire),
+        "prescale": float(prescale),
+        "postscale": float(postscale),
+        "name": name,
+        "names": tuple(names),
+    }
+    if overlapped or len(_programs([*leaves, seq])) == 1:
+        *out, seq = _chained_p.bind(*leaves, seq, cuts=cuts, **params)
+        return list(out), seq
+    out, before = [], seq
+    for cut in buckets.pieces(len(leaves)):
+        alone = {**select(params, cut), "cuts": (tuple(range(len(cut))),)}
+        *ys, seq = _chained_p.bind(*(leaves[i] for i in cut), before, **alone)
+        out, before = (
+            [*out, *ys],
+            seq - jnp.uint32(1),
+        )  # one step, however many programs
+    return out, seq
 
 
 def _chained_lower(
@@ -318,18 +346,22 @@ def _chained_lower(
 ) -> list[Any]:
     *leaves, seq = operands
     *avals, seq_aval = ctx.avals_in
-    on_device = platform == "cuda"
-    if on_device:
+    sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
+    if on_device := platform == "cuda":
         _check_nccl("allreduce_grads", avals, params)
         overlapped = overlapped_on_device
     # There all buckets of a step can run again if a rank is lost, so all are on their
     # way at once, each as it is and as a sum; or there is one call.
     whole = runtime.elastic() and not on_device
     if whole:
-        twice = 2 * buckets.packed(_sizes(avals))
+        twice = 2 * buckets.packed(sizes)
         overlapped &= twice <= runtime.config().elastic_overlap_memory
-    cuts, calls, in_flight = _timetable(
-        avals, cuts, overlapped, math.inf if on_device else memory, whole
+    cuts, calls, in_flight = buckets.timetable(
+        sizes,
+        cuts,
+        math.inf if on_device else memory,
+        overlapped=overlapped,
+        whole=whole,
     )
     chain = jax_private.chain_number(ctx) if overlapped else 0
 
@@ -347,7 +379,7 @@ def _chained_lower(
             attributes=attributes(
                 "allreduce",
                 select(params, cut),
-                site=site | chain << 16,
+                site=site | chain << 16 if overlapped else 0,
                 first=int(begins and overlapped),
                 last=int((kind, site) == calls[-1]),
                 in_flight=in_flight,
@@ -372,28 +404,6 @@ def _chained_lower(
     # The handlers of a device cannot read seq: there it only orders, and is counted up
     # by the program.
     return [*leaves, jax_private.plus_one(seq, seq_aval) if on_device else seq]
-
-
-def _sizes(avals: Sequence[Any]) -> list[int]:
-    """The bytes of each."""
-    return [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
-
-
-def _timetable(
-    avals: Sequence[Any], cuts: Any, overlapped: bool, memory: float, whole: bool
-) -> tuple[Any, list[tuple[str, int]], int]:
-    """The buckets, the calls in order, and the most bytes between START and DONE.
-
-    `whole`: all STARTs come before all DONEs, whatever `memory` is.
-    """
-    if not overlapped:
-        return (tuple(range(len(avals))),), [("run", 0)], 0
-    sizes = _sizes(avals)
-    if memory != math.inf:
-        # So that several are on their way at once.
-        cuts = buckets.refine(cuts, sizes, int(memory) // 8)
-    needs = [buckets.packed([sizes[i] for i in cut]) for cut in cuts]
-    return (cuts, *buckets.window(needs, math.inf if whole else memory))
 
 
 def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:

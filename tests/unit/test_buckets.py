@@ -170,3 +170,28 @@ def test_without_a_limit_all_starts_come_first(needs) -> None:
 
 def test_memory_is_counted_as_the_native_core_lays_it_out() -> None:
     assert buckets.packed([0, 1, 64, 65]) == 0 + 64 + 64 + 128
+
+
+@given(st.integers(0, 3000), st.integers(1, 700))
+def test_pieces_are_even_few_and_in_order(count: int, most: int) -> None:
+    found = buckets.pieces(count, most)
+    assert [i for piece in found for i in piece] == list(range(count))
+    assert len(found) == max(1, -(-count // most))
+    lengths = [len(piece) for piece in found]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 1500), st.booleans(), st.booleans())
+def test_calls_are_bounded_but_not_those_of_an_elastic_step(count, overlapped, whole):
+    cuts, calls, _ = buckets.timetable(
+        [4] * count,
+        (tuple(range(count)),),
+        1 << 30,
+        overlapped=overlapped,
+        whole=whole,
+    )
+    assert sorted(i for cut in cuts for i in cut) == list(range(count))
+    if whole and not overlapped:
+        assert calls == [("run", 0)]
+    else:
+        assert max(map(len, cuts)) <= buckets.MOST

@@ -57,6 +57,83 @@ def test_one_tree_is_one_call() -> None:
     assert r'names = "a\0Ab/0\0Ab/1"' in call.rest
 
 
+def many(count: int, size: int = 3) -> list[Any]:
+    """Tiny leaves of two dtypes and odd sizes, none equal to another."""
+    dtypes = (np.float32, np.int32)
+    return [np.full(1 + i % size, i, dtypes[i % 2]) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 161, 512, 513, 1025, 1700])
+def test_many_tensors_are_few_calls_in_their_order(count: int) -> None:
+    leaves = many(count)
+    for f in (ringjax.grouped_allreduce, partial(ringjax.broadcast, root_rank=0)):
+        found = calls(f, leaves)
+        assert len(found) == -(-count // 512)
+        for call, after in pairwise(found):
+            assert call.order in after.operands
+        for y, x in zip(jax.jit(f)(leaves), leaves, strict=True):
+            np.testing.assert_array_equal(y, x)
+            assert y.dtype == x.dtype
+
+
+@pytest.mark.parametrize("count", [512, 513, 1700])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_gradients_are_few_calls_of_one_step(overlap: bool, count: int) -> None:
+    leaves = many(count)
+    tx = ringjax.allreduce_grads(op=ringjax.Sum, overlap=overlap)
+    found = calls(tx.update, leaves, tx.init(leaves))
+    dtypes, kinds = (2, 2) if overlap else (1, 1)  # a bucket has one; START and DONE
+    assert len(found) == kinds * dtypes * -(-count // dtypes // 512)
+    assert sum("last = 1" in call.rest for call in found) == 1
+    for update in (jax.jit(tx.update), tx.update):
+        out, state = update(leaves, tx.init(leaves))
+        assert state.seq.tolist() == [1]
+        for y, x in zip(out, leaves, strict=True):
+            np.testing.assert_array_equal(y, x)
+            assert y.dtype == x.dtype
+
+
+def test_in_an_elastic_job_many_tensors_are_reduced_over_the_same_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "elastic", lambda: True)
+    leaves = many(1031)  # of which no other test has a program
+    tx = ringjax.allreduce_grads(overlap=False)
+    assert len(calls(ringjax.grouped_allreduce, leaves)) == 1
+    assert len(calls(tx.update, leaves, tx.init(leaves))) == 1
+
+
+def test_outside_of_jit_no_program_has_thousands_of_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments: list[int] = []
+    emit = jax_private.emit
+
+    def counted(ctx: Any, target: str, operands: Any, *args: Any, **more: Any) -> Any:
+        arguments.append(len(ctx.avals_in))
+        return emit(ctx, target, operands, *args, **more)
+
+    monkeypatch.setattr(jax_private, "emit", counted)
+    leaves = many(1026, size=7)
+    for y, x in zip(ringjax.allreduce(leaves, op=ringjax.Sum), leaves, strict=True):
+        np.testing.assert_array_equal(y, x)
+    assert arguments == [342] * 3
+
+
+def test_derivatives_and_batches_of_many_tensors() -> None:
+    xs = [jnp.full((1 + i % 3,), i, jnp.float32) for i in range(600)]
+
+    def loss(xs: Any) -> Any:
+        return sum(y.sum() for y in ringjax.grouped_allreduce(xs)[::100])
+
+    for f in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        for i, g in enumerate(f(xs)):
+            np.testing.assert_array_equal(g, np.full(1 + i % 3, i % 100 == 0))
+    stacked = [jnp.stack([x, x + 1]) for x in xs]
+    for y, x in zip(jax.vmap(ringjax.grouped_allreduce)(stacked), stacked, strict=True):
+        np.testing.assert_array_equal(y, x)
+
+
 def test_neither_rank_nor_size_is_compiled_in() -> None:
     for f in (ringjax.allreduce, partial(ringjax.broadcast, root_rank=0)):
         (call,) = calls(f, jnp.ones(3))
