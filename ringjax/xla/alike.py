@@ -1,4 +1,4 @@
-"""Now and then, a look whether all ranks have the same parameters: one native call.
+"""Now and then, a look whether all ranks have the same parameters: a native call.
 
 It stands before the gradients' call in the chain of `seq`, and ends at once in most
 steps. When it is due, how it compares and what it says is native (`ffi/check.cc`). On
@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ringjax.eager import dtypes
-from ringjax.xla import jax_private
+from ringjax.xla import buckets, jax_private
 
 _check_p = jax_private.new_primitive("check_alike")
 
@@ -44,18 +44,17 @@ def check(
         for x, n in zip(params, names, strict=True)
         if getattr(getattr(x, "dtype", None), "name", None) in dtypes.NUMBERS
     ]
-    if not chosen:
-        return seq
-    (out,) = _check_p.bind(
-        jnp.asarray(seq),
-        *(x for x, _ in chosen),
-        comm=comm,
-        every=every,
-        name=name,
-        names=tuple(n for _, n in chosen),
-        timeout=timeout,
-    )
-    return out
+    for cut in buckets.pieces(len(chosen)) if chosen else ():
+        (seq,) = _check_p.bind(
+            jnp.asarray(seq),
+            *(chosen[i][0] for i in cut),
+            comm=comm,
+            every=every,
+            name=name,
+            names=tuple(chosen[i][1] for i in cut),
+            timeout=timeout,
+        )
+    return seq
 
 
 def _lower(
