@@ -37,7 +37,9 @@ class Communicator:
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
-        ("tcp", peer, [socket, ...]). A board is (memfd, tile_bytes, doorbells by rank).
+        ("tcp", peer, [socket, ...]), encrypted if a list of keys follows, each of 88
+        bytes: key and IV for sending, then for receiving. A board is
+        (memfd, tile_bytes, doorbells by rank).
         Compiled programs find it under its id from here on; one with a `succession`
         from Succession.install on, and until then its calls run in it alone.
         """
@@ -156,8 +158,11 @@ class Heartbeat:
         notify: int = -1,
         inquire: int = -1,
         hosts: Sequence[str] = (),
+        keys: list[bytes] = ...,
     ) -> None:
         """Takes ownership of the sockets in `peers`, (rank, socket).
+
+        `keys` has one for each of them, empty for a plain one, or none at all.
 
         `notify` is an eventfd, duplicated here, that is written to whenever lost() or
         left() grows. With it the job is elastic: a failure that a communicator blames
