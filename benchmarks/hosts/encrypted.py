@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 
-SIZES = (4 << 10, 1 << 20, 64 << 20)  # bytes
+SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes
 
 RANK = """
 import sys, time
@@ -21,7 +21,7 @@ import ringjax
 ringjax.init()
 for size in map(int, sys.argv[1:]):
     x = np.ones(size // 4, np.float32)
-    calls = max(5, min(200, (128 << 20) // size))
+    calls = max(5, min(100, (64 << 20) // size))
     times = []
     for _ in range(calls + 2):
         began = time.perf_counter()
