@@ -37,9 +37,7 @@ class Communicator:
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
-        ("tcp", peer, [socket, ...]), encrypted if a list of keys follows, each of 88
-        bytes: key and IV for sending, then for receiving. A board is
-        (memfd, tile_bytes, doorbells by rank).
+        ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes, bells).
         Compiled programs find it under its id from here on; one with a `succession`
         from Succession.install on, and until then its calls run in it alone.
         """
@@ -160,15 +158,10 @@ class Heartbeat:
         hosts: Sequence[str] = (),
         keys: list[bytes] = ...,
     ) -> None:
-        """Takes ownership of the sockets in `peers`, (rank, socket).
-
-        `keys` has one for each of them, empty for a plain one, or none at all.
-
-        `notify` is an eventfd, duplicated here, that is written to whenever lost() or
+        """Takes ownership of the sockets in `peers`, (rank, socket), of which `keys`
+        has one each, empty for a plain one, or none at all. `notify` is an eventfd, duplicated here, that is written to whenever lost() or
         left() grows. With it the job is elastic: a failure that a communicator blames
-        on a peer makes that peer lost here as well.
-
-        `inquire` is one that is written to when a peer asks where the program is; who
+        on a peer makes that peer lost here as well. `inquire` is one that is written to when a peer asks where the program is; who
         hears it calls asked() and answer() within half a second. `hosts` are the names
         of the hosts by rank, for texts.
         """
