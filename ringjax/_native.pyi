@@ -37,7 +37,8 @@ class Communicator:
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
-        ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes, bells).
+        ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes,
+        bells).
         Compiled programs find it under its id from here on; one with a `succession`
         from Succession.install on, and until then its calls run in it alone.
         """
@@ -159,9 +160,11 @@ class Heartbeat:
         keys: list[bytes] = ...,
     ) -> None:
         """Takes ownership of the sockets in `peers`, (rank, socket), of which `keys`
-        has one each, empty for a plain one, or none at all. `notify` is an eventfd, duplicated here, that is written to whenever lost() or
+        has one each, empty for a plain one, or none at all. `notify` is an eventfd,
+        duplicated here, that is written to whenever lost() or
         left() grows. With it the job is elastic: a failure that a communicator blames
-        on a peer makes that peer lost here as well. `inquire` is one that is written to when a peer asks where the program is; who
+        on a peer makes that peer lost here as well. `inquire` is one that is written to
+        when a peer asks where the program is; who
         hears it calls asked() and answer() within half a second. `hosts` are the names
         of the hosts by rank, for texts.
         """
