@@ -159,14 +159,13 @@ class Heartbeat:
         hosts: Sequence[str] = (),
         keys: list[bytes] = ...,
     ) -> None:
-        """Takes ownership of the sockets in `peers`, (rank, socket), of which `keys`
-        has one each, empty for a plain one, or none at all. `notify` is an eventfd,
-        duplicated here, that is written to whenever lost() or
-        left() grows. With it the job is elastic: a failure that a communicator blames
-        on a peer makes that peer lost here as well. `inquire` is one that is written to
-        when a peer asks where the program is; who
-        hears it calls asked() and answer() within half a second. `hosts` are the names
-        of the hosts by rank, for texts.
+        """Takes ownership of the sockets in `peers`: (rank, socket).
+
+        `keys` has one for each, empty: plain. `notify`, an eventfd, is duplicated here
+        and written to whenever lost() or left() grows; with it the job is elastic: whom
+        a communicator blames is lost here as well. `inquire` is written to when a peer
+        asks where the program is; who hears it calls asked() and answer() within half
+        a second. `hosts` are the names of the hosts by rank, for texts.
         """
     def watch(self, communicator: Communicator) -> None: ...
     def forget(self, communicator: Communicator) -> None: ...
