@@ -37,7 +37,8 @@ class Communicator:
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
-        ("tcp", peer, [socket, ...]). A board is (memfd, tile_bytes, doorbells by rank).
+        ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes,
+        bells).
         Compiled programs find it under its id from here on; one with a `succession`
         from Succession.install on, and until then its calls run in it alone.
         """
@@ -156,16 +157,15 @@ class Heartbeat:
         notify: int = -1,
         inquire: int = -1,
         hosts: Sequence[str] = (),
+        keys: list[bytes] = ...,
     ) -> None:
-        """Takes ownership of the sockets in `peers`, (rank, socket).
+        """Takes ownership of the sockets in `peers`: (rank, socket).
 
-        `notify` is an eventfd, duplicated here, that is written to whenever lost() or
-        left() grows. With it the job is elastic: a failure that a communicator blames
-        on a peer makes that peer lost here as well.
-
-        `inquire` is one that is written to when a peer asks where the program is; who
-        hears it calls asked() and answer() within half a second. `hosts` are the names
-        of the hosts by rank, for texts.
+        `keys` has one for each, empty: plain. `notify`, an eventfd, is duplicated here
+        and written to whenever lost() or left() grows; with it the job is elastic: whom
+        a communicator blames is lost here as well. `inquire` is written to when a peer
+        asks where the program is; who hears it calls asked() and answer() within half
+        a second. `hosts` are the names of the hosts by rank, for texts.
         """
     def watch(self, communicator: Communicator) -> None: ...
     def forget(self, communicator: Communicator) -> None: ...

@@ -110,7 +110,8 @@ class Config:
     tls: str = _setting(
         "auto",
         parsers.choice("auto", "required", "off"),
-        "encrypt control connections; auto: if both ends have Python 3.13",
+        "encrypt control connections; auto: if both ends have Python 3.13; required: "
+        "links between hosts, too",
     )
     hostname: str = _setting("", str, "this host's name in the job", "HOSTNAME")
     start_timeout: float = _setting(

@@ -6,10 +6,10 @@ Four messages of fixed size prove to both ends that the other knows the job's se
     caller -> callee   HMAC(caller key, all so far)
     callee -> caller   HMAC(welcome key, all so far)
 The keys differ by direction and job, so that nothing can be replayed or reflected.
-Afterwards either plain bytes flow (data links: an attacker on the path could alter
-them), or JSON messages sealed with an HMAC and a counter (control), inside TLS if both
-ends can (tls.py); as the HMACs cover what both say of it, nobody between them can talk
-them out of it.
+Afterwards either JSON messages flow, sealed with an HMAC and a counter and inside TLS
+if both ends can (tls.py), or, on links between ranks, the bytes of the native core:
+plain (an attacker on the path could alter them), or encrypted if an end requires it. As
+the HMACs cover what both say of TLS, nobody between them can talk them out of it.
 The protocol is a pure state machine; sockets are driven below it and in `Door`.
 """
 
@@ -133,18 +133,25 @@ def call(secret: bytes, introduction: Introduction) -> _Steps:
     said += answer[_ANSWER.size :]
     proof = schedule.mac(b"caller", said)
     said += proof
+    link = introduction.purpose != Purpose.RENDEZVOUS
+    theirs = _offer(_ANSWER.unpack_from(answer)[1])
     try:
-        encrypted = agree(introduction.tls, _offer(_ANSWER.unpack_from(answer)[1]))
+        encrypted = agree(introduction.tls, theirs, link=link)
     except AuthenticationError:
         yield proof, 0  # so that the other end can say the same with certainty
         raise
     welcome = yield proof, _MAC
     _verify(welcome, schedule.mac(b"welcome", said))
-    layer = None
+    layer, key = None, b""
     if encrypted:
         layer = Layer(schedule.mac(b"tls", said), server=False)
-        yield from layer.handshake()
-    keys = Keys(schedule.mac(b"up", said), schedule.mac(b"down", said), layer)
+        last = yield from layer.handshake()
+        if link:
+            root = schedule.mac(b"link", said)
+            key = yield from layer.link_key(root, last, caller=True)
+        else:
+            yield last, 0
+    keys = Keys(schedule.mac(b"up", said), schedule.mac(b"down", said), layer, key)
     return introduction, keys
 
 
@@ -168,14 +175,20 @@ def answer(
     proof = yield reply, _MAC
     _verify(proof, schedule.mac(b"caller", said))
     said += proof
-    encrypted = agree(tls, introduction.tls)
-    welcome, layer = schedule.mac(b"welcome", said), None
+    link = introduction.purpose != Purpose.RENDEZVOUS
+    encrypted = agree(tls, introduction.tls, link=link)
+    welcome, layer, key = schedule.mac(b"welcome", said), None, b""
     if encrypted:
         layer = Layer(schedule.mac(b"tls", said), server=True)
-        yield from layer.handshake(welcome)
+        last = yield from layer.handshake(welcome)
+        if link:
+            root = schedule.mac(b"link", said)
+            key = yield from layer.link_key(root, last, caller=False)
+        else:
+            yield last, 0
     else:
         yield welcome, 0
-    keys = Keys(schedule.mac(b"down", said), schedule.mac(b"up", said), layer)
+    keys = Keys(schedule.mac(b"down", said), schedule.mac(b"up", said), layer, key)
     return introduction, keys
 
 
@@ -267,7 +280,7 @@ class Door:
     once; only if there is none, the oldest rank, and it is told to come again.
 
     Args:
-        steps: starts a callee's half of a handshake, see `answer`.
+        steps: starts a callee's half of a handshake, see `answer`, for a socket.
         admit: takes the socket (not blocking) of whoever proved itself.
         log: takes a sentence about a refusal, at most one a minute for an address.
     """
@@ -276,7 +289,7 @@ class Door:
         self,
         listeners: Sequence[socket.socket],
         selector: selectors.BaseSelector,
-        steps: Callable[[], _Steps],
+        steps: Callable[[socket.socket], _Steps],
         admit: Callable[[socket.socket, str, Introduction, Keys], None],
         log: Callable[[str], None],
     ) -> None:
@@ -308,7 +321,7 @@ class Door:
             return
         if len(self._guests) >= min(MOST_PENDING, self._places):
             self._make_room()
-        self._guests[sock] = _Guest(sock, where, self._steps())
+        self._guests[sock] = _Guest(sock, where, self._steps(sock))
         self._selector.register(sock, selectors.EVENT_READ, self._hear)
         self._hear(sock)  # most have said who they are already
 

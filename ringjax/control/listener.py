@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ringjax.control import addresses as address
 from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
 from ringjax.control.sealing import Keys
+from ringjax.control.tls import Offer, offer
 
 _MOST_WAITING = 1 << 16  # connections; only members can cause them
 
@@ -34,6 +35,13 @@ class Key(NamedTuple):
     caller: int
 
 
+class Arrival(NamedTuple):
+    """A connection that has proved itself, and the key of what flows on it."""
+
+    sock: socket.socket
+    key: bytes
+
+
 class Reception:
     """Takes the calls of the higher ranks.
 
@@ -46,6 +54,7 @@ class Reception:
         hosts: the addresses to listen on for other hosts, see `addresses`.
         log: takes sentences about refused connections.
         failed: takes a sentence if nobody can call here any more.
+        tls: whether what comes over TCP is encrypted, as in RINGJAX_TLS.
     """
 
     def __init__(
@@ -58,11 +67,13 @@ class Reception:
         hosts: Sequence[str],
         log: Callable[[str], None],
         failed: Callable[[str], None],
+        tls: str = "auto",
     ) -> None:
+        self._tls = offer(tls)
         self._rank, self._size = rank, size
         self._failed = failed
         self._oldest = 0  # epochs before this one are over
-        self._arrived: dict[Key, socket.socket] = {}
+        self._arrived: dict[Key, Arrival] = {}
         self._changed = threading.Condition()
         self._closing = False
         # Random, so that nobody can sit on the name before us.
@@ -91,7 +102,7 @@ class Reception:
         self._door = Door(
             listeners,
             self._selector,
-            lambda: answer(secret, job, self._accepts),
+            lambda sock: answer(secret, job, self._accepts, self._offer(sock)),
             self._admit,
             log,
         )
@@ -112,6 +123,10 @@ class Reception:
                 why = f"{type(error).__name__}: {error}"
                 self._failed(f"the listening thread of this rank failed: {why}")
 
+    def _offer(self, sock: socket.socket) -> Offer:
+        """What leaves this host is encrypted, what stays in it is not."""
+        return Offer.NONE if sock.family == socket.AF_UNIX else self._tls
+
     def _accepts(self, introduction: Introduction) -> str:
         if introduction.purpose == Purpose.RENDEZVOUS:
             return "looks for the rendezvous, which is not here"
@@ -128,7 +143,7 @@ class Reception:
     def _admit(
         self, sock: socket.socket, where: str, introduction: Introduction, keys: Keys
     ) -> None:
-        del where, keys
+        del where
         key = Key(
             introduction.epoch,
             introduction.comm,
@@ -141,16 +156,16 @@ class Reception:
             if len(self._arrived) >= _MOST_WAITING or key.epoch < self._oldest:
                 sock.close()
             else:
-                self._arrived[key] = sock
+                self._arrived[key] = Arrival(sock, keys.link)
             self._changed.notify_all()
         if old is not None:
-            old.close()
+            old.sock.close()
 
     def described(self) -> dict[str, Any]:
         """Where to call this rank, for its hello."""
         return {"door": self.door, "addresses": ",".join(self.addresses)}
 
-    def take(self, key: Key, seconds: float) -> socket.socket | None:
+    def take(self, key: Key, seconds: float) -> Arrival | None:
         """The connection of that key, once; None if it has not come by then."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._arrived, seconds)
@@ -165,14 +180,14 @@ class Reception:
         """Closes what waits for a communicator that will not be built."""
         with self._changed:
             for key in [key for key in self._arrived if key.comm == comm]:
-                self._arrived.pop(key).close()
+                self._arrived.pop(key).sock.close()
 
     def retire(self, epoch: int) -> None:
         """Closes what waits for epochs before this one; nobody calls there any more."""
         with self._changed:
             self._oldest = max(self._oldest, epoch)
             for key in [key for key in self._arrived if key.epoch < epoch]:
-                self._arrived.pop(key).close()
+                self._arrived.pop(key).sock.close()
 
     def close(self) -> None:
         """Ends the thread and closes all sockets. May be called twice."""
@@ -189,6 +204,6 @@ class Reception:
         self._selector.close()
         self._door.close()
         os.close(self._wakeup)
-        for sock in self._arrived.values():
-            sock.close()
+        for arrival in self._arrived.values():
+            arrival.sock.close()
         self._arrived.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringjax.control.tls import Layer
@@ -27,11 +27,13 @@ class Keys:
 
     Attributes:
         layer: this end of TLS, if both ends have it.
+        link: what a link between ranks is encrypted with in the native core.
     """
 
     send: bytes = b""
     receive: bytes = b""
     layer: Layer | None = None
+    link: bytes = field(default=b"", repr=False)
 
     def sealer(self) -> Sealer:
         """For what is sent from now on; there must be one only."""

@@ -142,7 +142,7 @@ class Service(abc.ABC):
         self._door = Door(
             doors,
             self.selector,
-            lambda: answer(secret, job, self._accepts, offered),
+            lambda sock: answer(secret, job, self._accepts, offered),
             self._admit,
             log or self._print,
         )

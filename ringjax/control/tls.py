@@ -1,4 +1,4 @@
-"""TLS on the control connections of a job, where Python's ssl can do it without files.
+"""TLS on the connections of a job, where Python's ssl can do it without files.
 
 That is from Python 3.13 on: TLS 1.3 with a pre-shared key instead of certificates. The
 key is made of what both ends proved to each other before (handshake.py), so it is new
@@ -6,12 +6,15 @@ for each connection, and it only authenticates: what is encrypted with comes fro
 Diffie-Hellman exchange, so who records a conversation and learns the job's secret later
 still cannot read it. No sockets here: bytes in, bytes out.
 
-Links between ranks have no TLS: tensors move in the native core.
+Links between hosts (RINGJAX_TLS=required) only shake hands here, and agree in TLS on
+the keys with which the native core makes its records (xla_ext/transport/channel.h).
 """
 
 from __future__ import annotations
 
 import enum
+import hmac
+import secrets
 import ssl
 import threading
 from collections.abc import Generator
@@ -24,9 +27,12 @@ _WITHOUT_DIFFIE_HELLMAN = 1 << 10  # SSL_OP_ALLOW_NO_DHE_KEX, which has no name 
 _HEAD = 5  # bytes of a record that say how long it is
 _LONGEST = 16384 + 256  # bytes of the rest of a record
 _PIECE = 1 << 16
+_RANDOM = 32  # bytes of each end, for the keys of a link
+_SEALED = _HEAD + _RANDOM + 1 + 16  # as a record: its type, and the tag
 
-# Yields (bytes to send, how many bytes it wants next) and takes these.
-Steps = Generator[tuple[bytes, int], bytes, None]
+# Yields (bytes to send, how many bytes it wants next), takes these, and returns what
+# is still to be sent.
+Steps = Generator[tuple[bytes, int], bytes, bytes]
 
 
 class Offer(enum.IntEnum):
@@ -64,8 +70,11 @@ def offer(setting: str) -> Offer:
     return Offer.REQUIRED
 
 
-def agree(mine: Offer, theirs: Offer) -> bool:
+def agree(mine: Offer, theirs: Offer, *, link: bool = False) -> bool:
     """Whether two ends use TLS; alike on both.
+
+    Args:
+        link: it is a link between ranks, which is encrypted only if one requires it.
 
     Raises:
         AuthenticationError: one requires what the other does not have.
@@ -73,9 +82,11 @@ def agree(mine: Offer, theirs: Offer) -> bool:
     Example:
         >>> agree(Offer.ABLE, Offer.REQUIRED), agree(Offer.ABLE, Offer.NONE)
         (True, False)
+        >>> agree(Offer.ABLE, Offer.ABLE, link=True)
+        False
     """
     if Offer.NONE not in (mine, theirs):
-        return True
+        return not link or Offer.REQUIRED in (mine, theirs)
     if mine == Offer.REQUIRED:
         raise AuthenticationError(
             "has no TLS, and here RINGJAX_TLS=required: it needs Python 3.13 or newer "
@@ -132,7 +143,37 @@ class Layer:
                 raise AuthenticationError(f"announces a TLS record of {length} bytes")
             self._in.write(head)
             self._in.write((yield b"", length))
-        yield self._out.read(), 0
+        return self._out.read()
+
+    def link_key(self, root: bytes, last: bytes, *, caller: bool) -> Steps:
+        """Agrees on the keys of a link, after the handshake; nothing is left unread.
+
+        Args:
+            root: 32 bytes that both ends know.
+            last: what `handshake` left to send.
+            caller: which end.
+
+        Returns:
+            What the native core takes: key and IV for sending, then for receiving.
+        """
+        mine = secrets.token_bytes(_RANDOM)
+        if caller:
+            record = yield last + self.protect(mine), _SEALED
+            both = mine + self._random(record)
+        else:
+            record = yield last, _SEALED
+            both = self._random(record) + mine
+            yield self.protect(mine), 0
+        keys = [
+            _expand(hmac.digest(root, both, "sha256"), way) for way in (b"up", b"down")
+        ]
+        return b"".join(keys if caller else keys[::-1])
+
+    def _random(self, record: bytes) -> bytes:
+        plain = self.expose(record)
+        if len(plain) != _RANDOM:
+            raise AuthenticationError(f"sent {len(plain)} bytes for the keys of a link")
+        return plain
 
     @property
     def cipher(self) -> str:
@@ -185,6 +226,13 @@ def _context(key: bytes, server: bool) -> Any:
         context.verify_mode = ssl.CERT_NONE
         context.set_psk_client_callback(lambda hint: ("ringjax", key))
     return context
+
+
+def _expand(root: bytes, way: bytes) -> bytes:
+    """Key and IV of one direction (HKDF-Expand, RFC 5869)."""
+    label = b"ringjax link " + way
+    first = hmac.digest(root, label + b"\x01", "sha256")
+    return first + hmac.digest(root, first + label + b"\x02", "sha256")[:12]
 
 
 def _refusal(error: ssl.SSLError) -> AuthenticationError:

@@ -16,16 +16,19 @@ class Mesh:
 
     Attributes:
         links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer) or
-            ("tcp", peer, [socket, ...]); peers count within the communicator.
+            ("tcp", peer, [socket, ...]), encrypted with a list of keys as a fourth;
+            peers count within the communicator.
         doorbell: this rank's own eventfd.
         board: (memfd, bytes of a tile, doorbells by rank) if all ranks share a host.
         control: (world rank, socket) for each other rank, if asked for.
+        control_keys: what these are encrypted with; empty: nothing.
     """
 
     links: list[tuple[Any, ...]] = field(default_factory=list)
     doorbell: int = -1
     board: tuple[int, int, list[int]] | None = None
     control: list[tuple[int, int]] = field(default_factory=list)
+    control_keys: list[bytes] = field(default_factory=list, repr=False)
 
     def descriptors(self) -> list[int]:
         """All descriptors in it."""

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
 from ringjax import failpoints
@@ -25,6 +25,7 @@ from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce, p
 from ringjax.control.listener import Key, Reception
 from ringjax.control.open_files import is_shortage
 from ringjax.control.session import Member, ranks_text
+from ringjax.control.tls import Offer, offer
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import Mesh as Mesh
@@ -175,6 +176,7 @@ class _Work:
 
     def _connect(self, pair: Pair, purpose: Purpose, stream: int) -> socket.socket:
         fabric = self.fabric
+        offered = offer(fabric.config.tls)
         introduction = Introduction(
             fabric.job,
             purpose,
@@ -193,7 +195,9 @@ class _Work:
                 if sock.family == socket.AF_UNIX and peer_uid(sock) != os.geteuid():
                     raise AuthenticationError("it belongs to another user")
                 limit = min(LIMIT, left)
-                introduce(sock, fabric.secret, introduction, limit)
+                inside = sock.family == socket.AF_UNIX
+                said = replace(introduction, tls=Offer.NONE if inside else offered)
+                pair.keys[sock] = introduce(sock, fabric.secret, said, limit).link
                 address.tune(sock, fabric.config.failure_timeout)
             except (OSError, AuthenticationError) as error:
                 if sock is not None:
@@ -327,7 +331,7 @@ class _Work:
     def _arrived(self, pair: Pair, purpose: Purpose, stream: int) -> socket.socket:
         key = Key(self.fabric.epoch, self.comm, purpose, stream, pair.rank)
         reception = self.fabric.reception
-        while (sock := reception.take(key, 0.1)) is None:
+        while (arrival := reception.take(key, 0.1)) is None:
             self._check(
                 lambda: {
                     other.rank: "it did not call"
@@ -339,6 +343,7 @@ class _Work:
                     )
                 }
             )
+        sock, pair.keys[arrival.sock] = arrival
         try:
             address.tune(sock, self.fabric.config.failure_timeout)
         except OSError as error:
@@ -407,9 +412,13 @@ class _Work:
                 pair.memory = pair.doorbell = -1
                 mesh.links.append(link)
             else:
+                keys = [pair.keys[sock] for sock in pair.data]
                 sockets = [sock.detach() for sock in pair.data]
-                mesh.links.append(("tcp", peer, sockets))
+                mesh.links.append(
+                    ("tcp", peer, sockets, *([keys] if any(keys) else []))
+                )
             if control and pair.control is not None:
+                mesh.control_keys.append(pair.keys[pair.control])
                 mesh.control.append((pair.rank, pair.control.detach()))
         if self.board >= 0:
             bells = [-1] * len(self.ranks)

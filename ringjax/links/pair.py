@@ -23,6 +23,7 @@ class Pair:
         local: both are on one host.
         shm: both want shared memory.
         shared: they will have it, until it turns out that there is none.
+        keys: by socket, what the native core encrypts with; empty: nothing.
     """
 
     def __init__(self, rank: int, *, local: bool, shm: bool) -> None:
@@ -30,6 +31,7 @@ class Pair:
         self.shared = local and shm
         self.control: socket.socket | None = None
         self.data: list[socket.socket] = []
+        self.keys: dict[socket.socket, bytes] = {}
         self.memory = self.doorbell = -1
         self._early: list[tuple[int, list[int]]] = []
         # Whether it has said what every pair with shared memory says: one thing in each

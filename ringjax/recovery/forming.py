@@ -71,6 +71,7 @@ def reception(
         hosts=hosts,
         log=lambda text: log("warning", text),
         failed=failed,
+        tls=config.tls,
     )
 
 

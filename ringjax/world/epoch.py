@@ -79,9 +79,11 @@ class Epoch:
         if mesh.control:
             # Before all communicators exist: silence would look like a death.
             control, mesh.control = mesh.control, []
-            self._heartbeat = self._make_heartbeat(control)
+            self._heartbeat = self._make_heartbeat(control, mesh.control_keys)
 
-    def _make_heartbeat(self, control: Sequence[tuple[int, int]]) -> _native.Heartbeat:
+    def _make_heartbeat(
+        self, control: Sequence[tuple[int, int]], keys: list[bytes]
+    ) -> _native.Heartbeat:
         assert self.fabric is not None
         names = (member.hello.get("hostname") for member in self.fabric.members)
         asks = self._whereabouts
@@ -93,6 +95,7 @@ class Epoch:
             notify=self._notify,
             inquire=-1 if asks is None else asks.bell,
             hosts=[str(name or "") for name in names],
+            **({"keys": keys} if any(keys) else {}),
         )
         if asks is not None:
             asks.serve(heartbeat)

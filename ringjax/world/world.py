@@ -111,6 +111,7 @@ class World:
                 hosts=hosts,
                 log=lambda text: self.log("warning", text),
                 failed=self.broken,
+                tls=config.tls,
             )
             return self._reception.described()
 

@@ -10,11 +10,13 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "check.h"
+#include "transport/channel.h"
 #include "transport/link.h"
 
 namespace ringjax {
@@ -83,8 +85,17 @@ inline std::pair<int, int> UnixPair() {
   return {fds[0], fds[1]};
 }
 
+// What both ends of a connection encrypt with, as the handshake would give it to them.
+inline std::string ChannelKey(int side, size_t connection = 0) {
+  const char first = static_cast<char>(2 * connection + 1);
+  const std::string up(Cipher::kSecretBytes, first);
+  const std::string down(Cipher::kSecretBytes, static_cast<char>(first + 1));
+  return side == 0 ? up + down : down + up;
+}
+
 inline Ends SocketEnds(size_t flows,
-                       const std::function<std::pair<int, int>()>& connected) {
+                       const std::function<std::pair<int, int>()>& connected,
+                       bool encrypted = false) {
   Ends ends = WithBells();
   std::vector<int> sockets[2];
   for (size_t i = 0; i < flows; ++i) {
@@ -93,7 +104,9 @@ inline Ends SocketEnds(size_t flows,
     sockets[1].push_back(other);
   }
   for (int side = 0; side < 2; ++side) {
-    auto link = MakeTcpLink(sockets[side]);
+    std::vector<std::string> keys;
+    for (size_t i = 0; encrypted && i < flows; ++i) keys.push_back(ChannelKey(side, i));
+    auto link = MakeTcpLink(sockets[side], keys);
     CHECK(link.ok());
     ends.links[side] = std::move(link.value());
   }

@@ -25,6 +25,8 @@ const std::pair<const char*, MakeEnds> kTransports[] = {
     {"tcp x3", [] { return SocketEnds(3, Loopback); }},
     {"unix x1", [] { return SocketEnds(1, UnixPair); }},
     {"unix x3", [] { return SocketEnds(3, UnixPair); }},
+    {"tls x1", [] { return SocketEnds(1, Loopback, true); }},
+    {"tls x3", [] { return SocketEnds(3, Loopback, true); }},
 };
 
 // Byte number `at` of the stream that `side` writes.

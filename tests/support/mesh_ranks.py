@@ -46,6 +46,7 @@ class Ranks:
             hosts=["127.0.0.1"],
             log=self.log.append,
             failed=self.log.append,
+            tls=self.config.tls,
         )
         self.receptions.append(reception)
         hello = {

@@ -215,7 +215,7 @@ class House:
         self.door = Door(
             [listener],
             self.selector,
-            answer,
+            lambda sock: answer(),
             lambda sock, where, hello, keys: self.admitted.append((sock, hello)),
             self.log.append,
         )

@@ -43,9 +43,9 @@ def test_epochs_come_and_go(reception: Reception) -> None:
     early, next_one = call(reception, 4), call(reception, 7)
     reception.retire(5)
     assert reception.take(early, 0.0) is None
-    sock = reception.take(next_one, 5)
-    assert sock is not None
-    sock.close()
+    arrival = reception.take(next_one, 5)
+    assert arrival is not None and not arrival.key
+    arrival.sock.close()
     with pytest.raises(AuthenticationError):
         call(reception, 4)
     assert "e" in reception.door
@@ -59,9 +59,9 @@ def test_what_goes_wrong_with_one_caller_is_nothing_to_the_next(
     with pytest.raises((AuthenticationError, OSError)):
         call(reception, 1)
     monkeypatch.undo()
-    sock = reception.take(call(reception, 1), 5)
-    assert sock is not None
-    sock.close()
+    arrival = reception.take(call(reception, 1), 5)
+    assert arrival is not None
+    arrival.sock.close()
 
 
 def test_a_thread_that_ends_unasked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

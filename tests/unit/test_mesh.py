@@ -278,9 +278,9 @@ def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
     for comm in (9, 9, 9, 10):  # once the last has come in, the others have
         _call(ranks.fabrics[0], Introduction(JOB, Purpose.DATA, 1, 0, comm=comm))
     key = Key(0, 9, Purpose.DATA, 0, 1)
-    sock = reception.take(key, 5)
-    assert sock is not None
-    sock.close()
+    arrival = reception.take(key, 5)
+    assert arrival is not None
+    arrival.sock.close()
     assert reception.take(key, 0.05) is None
     assert not reception.holds(key)
 

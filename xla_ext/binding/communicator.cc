@@ -158,6 +158,7 @@ struct LinkEnds {
   int side = 0;
   size_t ring_bytes = 0;
   std::vector<int> fds;
+  std::vector<std::string> keys = {};
 };
 
 LinkEnds ReadLink(const nb::tuple& link) {
@@ -169,9 +170,13 @@ LinkEnds ReadLink(const nb::tuple& link) {
               nb::cast<int>(link[3]),
               nb::cast<size_t>(link[4]),
               {nb::cast<int>(link[2]), nb::cast<int>(link[5])}};
-    if (kind == "tcp" && link.size() == 3)
-      return {nb::cast<size_t>(link[1]), false, 0, 0,
-              nb::cast<std::vector<int>>(link[2])};
+    if (kind == "tcp" && (link.size() == 3 || link.size() == 4))
+      return {nb::cast<size_t>(link[1]),
+              false,
+              0,
+              0,
+              nb::cast<std::vector<int>>(link[2]),
+              link.size() == 4 ? KeysOf(link[3]) : std::vector<std::string>()};
   } catch (const nb::cast_error&) {
   }
   throw nb::type_error("ringjax: a link is neither a shm nor a tcp tuple");
@@ -207,7 +212,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
       throw nb::value_error("ringjax: a link names a peer that is not there, or twice");
     std::vector<int> fds = descriptors[i].Release();
     auto link = e.shared ? MakeShmLink(fds[0], e.side, e.ring_bytes, fds[1])
-                         : MakeTcpLink(std::move(fds));
+                         : MakeTcpLink(std::move(fds), e.keys);
     Raise(link.status());
     made[e.peer] = std::move(link.value());
   }

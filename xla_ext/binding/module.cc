@@ -18,6 +18,7 @@
 #include "engine/heartbeat/heartbeat.h"
 #include "ffi/handlers.h"
 #include "ffi/registry.h"
+#include "transport/channel.h"
 #include "transport/ring_link.h"
 
 namespace nb = nanobind;
@@ -104,6 +105,15 @@ std::unique_ptr<Doorbell> NewBell() {
   return std::make_unique<Doorbell>(fd);
 }
 
+std::vector<std::string> KeysOf(const nb::handle& list) {
+  std::vector<std::string> keys;
+  for (const nb::handle& key : nb::cast<nb::list>(list)) {
+    const auto bytes = nb::cast<nb::bytes>(key);
+    keys.emplace_back(bytes.c_str(), bytes.size());
+  }
+  return keys;
+}
+
 namespace {
 
 std::vector<uint64_t> HashMemory(
@@ -153,15 +163,20 @@ std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
                                          const std::vector<std::pair<int, int>>& peers,
                                          double interval, double timeout, int notify,
                                          int inquire,
-                                         const std::vector<std::string>& hosts) {
+                                         const std::vector<std::string>& hosts,
+                                         const nb::list& secrets) {
   std::vector<Heartbeat::Peer> all;
   std::vector<int> fds;
+  const std::vector<std::string> keys = KeysOf(secrets);
   for (const auto& [peer, fd] : peers) {
     const auto at = static_cast<size_t>(peer);
-    all.push_back({peer, fd, at < hosts.size() ? Printable(hosts[at], 64) : ""});
+    const size_t i = fds.size();
+    all.push_back({peer, fd, at < hosts.size() ? Printable(hosts[at], 64) : "",
+                   i < keys.size() ? keys[i] : ""});
     fds.push_back(fd);
   }
   Descriptors ours(std::move(fds));
+  Raise(CheckKeys(keys, peers.size()));
   auto bell = NewBell();
   auto told = CopyOf(notify), asks = CopyOf(inquire);
   ours.Release();
@@ -196,7 +211,7 @@ void BindHeartbeat(nb::module_& m) {
   nb::class_<Heartbeat>(m, "Heartbeat")
       .def(nb::new_(&MakeHeartbeat), "rank"_a, "peers"_a, nb::kw_only(), "interval"_a,
            "timeout"_a, "notify"_a = -1, "inquire"_a = -1,
-           "hosts"_a = std::vector<std::string>())
+           "hosts"_a = std::vector<std::string>(), "keys"_a = nb::list())
       // Its lock is held while it writes to peers: nobody else should wait for that.
       .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
       .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())

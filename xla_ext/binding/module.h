@@ -44,6 +44,9 @@ class Descriptors {
 // A new eventfd; OSError if there is none.
 std::unique_ptr<Doorbell> NewBell();
 
+// The bytes in a list.
+std::vector<std::string> KeysOf(const nanobind::handle& list);
+
 // Bytes from peers need not be text.
 nanobind::object ToText(const std::string& s);
 // Throws ringjax._native.StatusError unless it is ok.

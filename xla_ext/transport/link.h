@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -49,7 +50,7 @@ class Link : public Waitable {
   virtual Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) = 0;
   virtual void Consume(size_t bytes) = 0;  // bytes <= the last Peek
 
-  // Pushes out what Commit could only stage; true once nothing is left.
+  // Pushes out what TryWrite or Commit could only stage; true once nothing is left.
   virtual Result<bool> Flush() = 0;
 };
 
@@ -83,7 +84,9 @@ std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> MakeLocalLinks(
     size_t ring_bytes, Doorbell* doorbell0, Doorbell* doorbell1);
 
 // TCP: connected, authenticated stream sockets, the same number in the same order on
-// both ends. Takes the descriptors. Large messages are striped over them.
-Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets);
+// both ends. Takes the descriptors. Large messages are striped over them. `keys`: one
+// for each socket (channel.h), or none.
+Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets,
+                                          std::span<const std::string> keys = {});
 
 }  // namespace ringjax

@@ -1,7 +1,8 @@
 // A link over TCP: the byte stream of each direction is dealt out in blocks over the
 // sockets, in turn, so that long messages use several flows and short ones stay on one.
 // Both ends count bytes, so no header is needed. Sockets arrive connected and
-// authenticated; who connects, and to whom, is not decided here.
+// authenticated; who connects, and to whom, is not decided here, nor whether what flows
+// is encrypted (channel.h).
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -16,6 +17,7 @@
 #include <string>
 #include <system_error>
 
+#include "transport/channel.h"
 #include "transport/link.h"
 
 namespace ringjax {
@@ -31,6 +33,9 @@ constexpr size_t kShortRead = 4 << 10;
 constexpr int kNearBuffer = 384 << 10;
 
 Status Failed(const char* call, int error) {
+  if (error == EBADMSG)
+    return Status(Code::kUnavailable,
+                  "the data from it were altered on their way, or are no TLS records");
   const bool ours = error == EBADF || error == ENOTSOCK || error == EFAULT ||
                     error == EINVAL || error == ENOMEM;
   return Status(ours ? Code::kInternal : Code::kUnavailable,
@@ -76,10 +81,7 @@ struct Direction {
 
 class TcpLink final : public Link {
  public:
-  explicit TcpLink(std::vector<int> sockets) : sockets_(std::move(sockets)) {}
-  ~TcpLink() override {
-    for (int fd : sockets_) close(fd);
-  }
+  explicit TcpLink(std::vector<Channel> sockets) : sockets_(std::move(sockets)) {}
   std::string_view transport() const override { return "tcp"; }
 
   Result<size_t> TryWrite(std::span<const iovec> pieces) override;
@@ -93,20 +95,21 @@ class TcpLink final : public Link {
   void Disarm() override {}
 
  private:
-  int Socket(const Direction& d) const {
-    return sockets_[d.bytes / kBlock % sockets_.size()];
-  }
+  size_t Index(const Direction& d) const { return d.bytes / kBlock % sockets_.size(); }
   size_t BlockLeft(const Direction& d) const {
     return sockets_.size() == 1 ? size_t{INT_MAX} : kBlock - d.bytes % kBlock;
   }
 
   // Puts at most `limit` bytes of `pieces`, less the first `skip`, into message_.
   size_t Gather(std::span<const iovec> pieces, size_t skip, size_t limit);
-  // One system call on message_, of `bytes`. 0: later, or broken.
+  // Moves message_, of `bytes`. 0: later, or broken.
   size_t Send(size_t bytes);
   size_t Receive(size_t bytes);
 
-  std::vector<int> sockets_;
+  // Sends what sockets still hold of what they have taken; false: not all.
+  bool FlushSockets();
+
+  std::vector<Channel> sockets_;
   Direction out_, in_;
   std::vector<iovec> message_;
   size_t scant_bytes_ = 0;  // less than one element was there when Peek gave up
@@ -131,13 +134,7 @@ size_t TcpLink::Gather(std::span<const iovec> pieces, size_t skip, size_t limit)
 
 size_t TcpLink::Send(size_t bytes) {
   if (!out_.broken.ok() || bytes == 0) return 0;
-  msghdr header{};
-  header.msg_iov = message_.data();
-  header.msg_iovlen = message_.size();
-  ssize_t n;
-  do {
-    n = sendmsg(Socket(out_), &header, MSG_NOSIGNAL);
-  } while (n < 0 && errno == EINTR);
+  const ssize_t n = sockets_[Index(out_)].Send(message_);
   if (n < 0) {
     if (!Later(errno)) out_.broken = Failed("send", errno);
     return 0;
@@ -148,18 +145,21 @@ size_t TcpLink::Send(size_t bytes) {
 
 size_t TcpLink::Receive(size_t bytes) {
   if (!in_.broken.ok() || bytes == 0) return 0;
-  msghdr header{};
-  header.msg_iov = message_.data();
-  header.msg_iovlen = message_.size();
-  ssize_t n;
-  do {
-    n = recvmsg(Socket(in_), &header, 0);
-  } while (n < 0 && errno == EINTR);
+  const ssize_t n = sockets_[Index(in_)].Receive(message_);
   if (n == 0) in_.broken = Status(Code::kUnavailable, "the peer closed the connection");
   if (n < 0 && !Later(errno)) in_.broken = Failed("receive", errno);
   if (n <= 0) return 0;
   in_.bytes += static_cast<uint64_t>(n);
   return static_cast<size_t>(n);
+}
+
+bool TcpLink::FlushSockets() {
+  for (Channel& socket : sockets_) {
+    if (socket.Flush() > 0) continue;
+    if (!Later(errno)) out_.broken = Failed("send", errno);
+    return false;
+  }
+  return true;
 }
 
 Result<bool> TcpLink::Flush() {
@@ -172,7 +172,9 @@ Result<bool> TcpLink::Flush() {
     staged.Drop(sent);
     if (sent < n) return false;
   }
-  return true;
+  const bool all = FlushSockets();
+  if (!out_.broken.ok()) return out_.broken;
+  return all;
 }
 
 Result<size_t> TcpLink::TryWrite(std::span<const iovec> pieces) {
@@ -262,7 +264,14 @@ Result<std::span<const std::byte>> TcpLink::Peek(size_t limit, size_t granularit
 bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
   if (want_read && in_.staging.size() > scant_bytes_) return true;
   if ((want_read && !in_.broken.ok()) || (want_write && !out_.broken.ok())) return true;
-  const int from = Socket(in_), to = Socket(out_);
+  const Channel& source = sockets_[Index(in_)];
+  if (want_read && source.readable()) return true;
+  // Nothing is written before all sockets have sent what they hold.
+  const auto held =
+      std::find_if(sockets_.begin(), sockets_.end(),
+                   [](const Channel& socket) { return socket.pending(); });
+  const int from = source.fd();
+  const int to = held != sockets_.end() ? held->fd() : sockets_[Index(out_)].fd();
   const bool same = want_read && want_write && from == to;
   if (want_read)
     fds->push_back({from, static_cast<short>(same ? POLLIN | POLLOUT : POLLIN), 0});
@@ -309,9 +318,10 @@ Status Prepare(int fd) {
 
 }  // namespace
 
-Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets) {
-  Status status;
-  if (sockets.empty())
+Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets,
+                                          std::span<const std::string> keys) {
+  Status status = CheckKeys(keys, sockets.size());
+  if (status.ok() && sockets.empty())
     status = Status(Code::kInvalidArgument, "a TCP link needs a socket");
   for (int fd : sockets)
     if (status.ok()) status = Prepare(fd);
@@ -319,7 +329,12 @@ Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets) {
     for (int fd : sockets) close(fd);
     return status;
   }
-  return std::unique_ptr<Link>(std::make_unique<TcpLink>(std::move(sockets)));
+  std::vector<Channel> channels;
+  channels.reserve(sockets.size());
+  for (size_t i = 0; i < sockets.size(); ++i)
+    channels.emplace_back(sockets[i],
+                          keys.empty() ? std::span<const std::byte>() : KeyOf(keys[i]));
+  return std::unique_ptr<Link>(std::make_unique<TcpLink>(std::move(channels)));
 }
 
 }  // namespace ringjax

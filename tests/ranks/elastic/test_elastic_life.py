@@ -14,6 +14,8 @@ from support.elastic_job import ElasticJob, jobs
 from support.elastic_steps import LOOP, begin, stop
 from support.launch import StartJob, cheap_code
 
+from ringjax.control.tls import supported
+
 Start = Callable[..., ElasticJob]
 
 EAGER = (
@@ -287,3 +289,38 @@ def test_every_size_without_a_loss(start_job: StartJob, np: int, shm: str) -> No
     assert job.wait(110) == 0, job.logs()
     for rank in range(np):
         assert f"all sizes {np}" in job.output(rank)
+
+
+ENCRYPTED = """
+import os, signal
+import numpy as np
+import ringjax, ringjax.elastic
+from ringjax import runtime
+ringjax.init()
+state = ringjax.elastic.State(step=0)
+
+@ringjax.elastic.run
+def train(state):
+    while state.step < 12:
+        x = np.full(300_001, state.step + 1.0, np.float32)
+        y = np.asarray(ringjax.allreduce(x, op=ringjax.Sum))
+        assert (y == (state.step + 1) * ringjax.size()).all()
+        state.step += 1
+        state.commit()
+        if state.step == 5 and os.environ["RINGJAX_WORKER"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return runtime.communicator().stats()["transports"]
+
+print("done", ringjax.size(), sorted(train(state)), flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
+@pytest.mark.parametrize("np", [2, 3])
+def test_encrypted_links_survive_a_killed_rank(start_job: StartJob, np: int) -> None:
+    env = {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required", **cheap_code()}
+    job = start_job(np, ENCRYPTED, env, ["--min-np", "2"])
+    assert job.wait(110) == 0, job.logs()
+    assert "done" in job.output(0), job.logs()
+    assert "['tcp']" in job.output(0)

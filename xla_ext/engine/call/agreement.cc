@@ -25,17 +25,23 @@ class Exchange {
   Status Do(int to, iovec out, int from, iovec in, size_t sent = 0) {
     size_t received = 0;
     Link *target = lane_.links[to].get(), *source = lane_.links[from].get();
-    while (sent < out.iov_len || received < in.iov_len) {
+    bool flushed = false;
+    while (!flushed || received < in.iov_len) {
       bool moved = false;
       if (sent < out.iov_len)
         RJ_TRY(Move(to, target->TryWrite(Rest(out, sent)), &sent, &moved));
+      if (sent == out.iov_len && !flushed) {
+        const Result<bool> all = target->Flush();
+        if (!all.ok()) return Status(all.status().code(), all.status().message(), to);
+        flushed = all.value();
+      }
       if (received < in.iov_len)
         RJ_TRY(Move(from, source->TryRead(Rest(in, received)), &received, &moved));
       if (moved) {
         waiter_->Progressed();
         continue;
       }
-      const bool writes = sent < out.iov_len, reads = received < in.iov_len;
+      const bool writes = !flushed, reads = received < in.iov_len;
       RJ_TRY(waiter_->Idle([&] {
         std::vector<Waiter::Interest> all;
         if (to == from) return all.push_back({target, reads, writes}), all;

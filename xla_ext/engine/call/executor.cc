@@ -128,6 +128,7 @@ class Run {
       }
       Result<size_t> n = link->TryWrite(pieces_);
       if (!n.ok()) return n.status();
+      flushed_[peer] = false;
       const size_t of_header = std::min<size_t>(n.value(), sizeof(Frame) - p.header);
       p.header += static_cast<uint32_t>(of_header);
       p.bytes += n.value() - of_header;

@@ -23,15 +23,15 @@ int PlaneOf(const Communicator& c) {
 
 // Writes all of `text`, waiting a little for a slow reader: these messages are rare and
 // a peer that cannot take 1 KiB within the limit is about to be lost anyway.
-bool WriteAll(int fd, const std::string& text, int limit_ms) {
+bool WriteAll(Channel* channel, const std::string& text, int limit_ms) {
   size_t sent = 0;
-  while (sent < text.size()) {
-    const ssize_t n =
-        send(fd, text.data() + sent, text.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+  while (sent < text.size() || channel->pending()) {
+    const iovec rest{const_cast<char*>(text.data()) + sent, text.size() - sent};
+    const ssize_t n = rest.iov_len > 0 ? channel->Send({&rest, 1}) : channel->Flush();
     if (n > 0) {
-      sent += static_cast<size_t>(n);
+      if (rest.iov_len > 0) sent += static_cast<size_t>(n);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      pollfd p{fd, POLLOUT, 0};
+      pollfd p{channel->fd(), POLLOUT, 0};
       // Half a message would garble the stream: then it is worth waiting.
       const int wait = sent > 0 ? 1000 : limit_ms;
       if (wait <= 0 || poll(&p, 1, wait) <= 0) return false;
@@ -55,8 +55,7 @@ Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double 
       inquire_(std::move(inquire)) {
   for (const Peer& peer : peers) {
     fcntl(peer.fd, F_SETFL, fcntl(peer.fd, F_GETFL) | O_NONBLOCK);
-    State& state = states_.emplace_back();
-    state.peer = peer;
+    State& state = states_.emplace_back(peer);
     state.heard = Now();
   }
   last_look_ = Now();
@@ -73,6 +72,8 @@ Heartbeat::~Heartbeat() {
     Stop();
   } else {  // a forked child: the thread is not here, and its handle cannot be let go
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
+    // The sockets' numbers may be another one's by now.
+    for (State& state : states_) state.channel.Release();
   }
 }
 
@@ -124,7 +125,12 @@ void Heartbeat::Work() {
     poll(fds.data(), fds.size(), static_cast<int>(wait * 1000) + 1);
     if (fds[0].revents) wakeup_->Drain();
     for (size_t i = 0; i < index.size(); ++i)
-      if (fds[i + 1].revents) ReadFrom(&states_[index[i]]);
+      if (fds[i + 1].revents) {
+        State* state = &states_[index[i]];
+        do {
+          ReadFrom(state);
+        } while (state->open && state->channel.readable());
+      }
     AnswerWhatIsDue();
     if (Now() >= next_beat) {
       Beat();
@@ -150,24 +156,28 @@ std::string Heartbeat::Bytes(Type type, int culprit, std::string_view text) cons
 }
 
 void Heartbeat::Send(State* state, Type type, std::string_view text) {
-  if (state->open) WriteAll(state->peer.fd, Bytes(type, -1, text), 0);
+  if (state->open) WriteAll(&state->channel, Bytes(type, -1, text), 0);
 }
 
 void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
   std::lock_guard lock(mutex_);
   const std::string bytes = Bytes(type, culprit, Cut(text, kMostText));
   for (State& state : states_)
-    if (state.open) WriteAll(state.peer.fd, bytes, type == Type::kBeat ? 0 : 100);
+    if (state.open) WriteAll(&state.channel, bytes, type == Type::kBeat ? 0 : 100);
 }
 
 void Heartbeat::ReadFrom(State* state) {
   char buffer[4096];
-  const ssize_t n = recv(state->peer.fd, buffer, sizeof buffer, MSG_DONTWAIT);
+  const iovec piece{buffer, sizeof buffer};
+  const ssize_t n = state->channel.Receive({&piece, 1});
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
   const int rank = state->peer.rank;
   if (n <= 0) {
     const std::string why =
-        n == 0 ? "closed its connection (the process ended)" : std::strerror(errno);
+        n == 0 ? "closed its connection (the process ended)"
+        : errno == EBADMSG
+            ? "sent data that were altered on their way, or are no TLS records"
+            : std::strerror(errno);
     bool left;
     {
       std::lock_guard lock(mutex_);
@@ -301,7 +311,7 @@ std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) cons
 void Heartbeat::Close(State* state) {
   if (!state->open) return;
   state->open = false;
-  close(state->peer.fd);
+  state->channel.Close();
 }
 
 void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {

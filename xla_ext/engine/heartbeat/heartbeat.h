@@ -29,6 +29,7 @@
 #include "engine/call/owner.h"
 #include "engine/communicator/communicator.h"
 #include "engine/communicator/inquiry.h"
+#include "transport/channel.h"
 #include "transport/link.h"
 
 namespace ringjax {
@@ -39,6 +40,7 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
     int rank;               // in the world
     int fd;                 // connected stream socket; owned from here on
     std::string host = {};  // its name, for texts
+    std::string key = {};   // of its channel; empty: plain
   };
 
   // Times in seconds. `wakeup` is an eventfd of its own. `notify` is rung whenever
@@ -120,7 +122,11 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
   };
 
   struct State {
+    explicit State(const Peer& p) : peer(p), channel(p.fd, KeyOf(p.key)) {
+      peer.key.clear();
+    }
     Peer peer;
+    Channel channel;
     std::string input;  // bytes of an incomplete message, at most one message
     double heard = 0;   // seconds, on our clock
     uint64_t entered[2] = {};

@@ -1,0 +1,190 @@
+"""RINGJAX_TLS=required on links between ranks: who has keys, what is seen and believed.
+
+The records themselves: tests/native/channel_test.cc. Most needs a Python whose ssl has
+pre-shared keys, 3.13.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support.fault_proxy import Fault, FaultProxy
+from support.mesh_ranks import JOB, SECRET, Ranks, world
+from support.waiting import until
+
+from ringjax import _native
+from ringjax.control import handshake
+from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.sealing import Keys
+from ringjax.control.tls import Offer, supported
+from ringjax.errors import Unreachable
+
+__all__ = ["world"]  # a fixture
+
+HELLO = Introduction(JOB, Purpose.DATA, caller=1, callee=0)
+SENTENCE = "a sentence that nobody else may read"
+HALF = 44  # bytes of a key: for one direction
+
+needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
+
+
+def converse(mine: Offer, theirs: Offer) -> tuple[Keys, Keys]:
+    """Both halves of a handshake for a link, until nothing is on its way any more."""
+    steps = (
+        handshake.call(SECRET, replace(HELLO, tls=mine)),
+        handshake.answer(SECRET, JOB, lambda introduction: "", theirs),
+    )
+    inbox, wants, done = [b"", b""], [0, 0], dict[int, Keys]()
+    for end in (0, 1):
+        output, wants[end] = next(steps[end])
+        inbox[1 - end] += output
+    while len(done) < 2:
+        end = next(e for e in (0, 1) if e not in done and len(inbox[e]) >= wants[e])
+        piece, inbox[end] = inbox[end][: wants[end]], inbox[end][wants[end] :]
+        try:
+            output, wants[end] = steps[end].send(piece)
+            inbox[1 - end] += output
+        except StopIteration as finished:
+            done[end] = finished.value[1]
+    assert inbox == [b"", b""], "the native core would find it in front of its records"
+    return done[0], done[1]
+
+
+@needs_tls
+@pytest.mark.parametrize("mine", [Offer.ABLE, Offer.REQUIRED])
+@pytest.mark.parametrize("theirs", [Offer.ABLE, Offer.REQUIRED])
+def test_a_link_is_encrypted_if_one_end_requires_it(mine: Offer, theirs: Offer) -> None:
+    one, other = converse(mine, theirs)
+    if Offer.REQUIRED not in (mine, theirs):
+        assert one.link == other.link == b""
+        return
+    assert len(one.link) == 2 * HALF
+    assert one.link == other.link[HALF:] + other.link[:HALF]
+    assert one.link[:HALF] != one.link[HALF:]
+    assert converse(mine, theirs)[0].link != one.link, "keys of another connection"
+    assert one.link.hex() not in repr(one)
+
+
+@needs_tls
+def test_what_leaves_a_host_has_keys_and_what_stays_has_none(
+    world: Callable[..., Ranks],
+) -> None:
+    ranks = world((0, 1, 0), tls="required", tcp_streams=2)
+    meshes = ranks.build()
+    keys = {
+        (rank, link[1]): link[3]
+        for rank, mesh in enumerate(meshes)
+        for link in mesh.links
+        if link[0] == "tcp"
+    }
+    assert sorted(keys) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    for (rank, peer), of_streams in keys.items():
+        turned = [key[HALF:] + key[:HALF] for key in keys[peer, rank]]
+        assert of_streams == turned
+    assert len({key for found in keys.values() for key in found}) == 2 * 4
+    for rank, mesh in enumerate(meshes):
+        near = [ranks.hosts[peer] == ranks.hosts[rank] for peer, _ in mesh.control]
+        assert [not key for key in mesh.control_keys] == near
+
+
+@pytest.mark.parametrize("tls", ["auto", "off"])
+def test_else_all_links_are_plain(world: Callable[..., Ranks], tls: str) -> None:
+    meshes = world((0, 1), tls=tls).build()
+    assert [len(link) for mesh in meshes for link in mesh.links] == [3, 3]
+    assert [mesh.control_keys for mesh in meshes] == [[b""], [b""]]
+
+
+@needs_tls
+@pytest.mark.parametrize("without", [0, 1])
+def test_an_end_that_has_none_is_refused_and_it_is_said_why(
+    world: Callable[..., Ranks], without: int
+) -> None:
+    ranks = world((0, 1), tls="required", start_timeout=1.0)
+    fabric = ranks.fabrics[without]
+    ranks.fabrics[without] = replace(fabric, config=replace(fabric.config, tls="off"))
+    ranks.receptions[without]._tls = Offer.NONE
+    futures = ranks.start(0, [0, 1], [0, 1], True)
+    texts = []
+    for future in futures:
+        with pytest.raises(Unreachable) as caught:
+            future.result()
+        texts.append(str(caught.value))
+    assert "rank 0 could not be connected with rank 1" in texts[0]
+    assert "rank 1 could not be connected with rank 0" in texts[1]
+    assert "RINGJAX_TLS=required" in texts[1], texts
+    assert "RINGJAX_TLS=required" in "\n".join(ranks.log)
+
+
+class Watched:
+    """Two heartbeats with a proxy between them."""
+
+    def __init__(self, fault: Fault, encrypted: bool) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        with listener:
+            self.proxy = FaultProxy(listener.getsockname(), up=fault)
+            self.proxy.__enter__()
+            ours = socket.create_connection(self.proxy.address)
+            theirs, _ = listener.accept()
+        up, down = b"u" * HALF, b"d" * HALF
+        keys = [up + down], [down + up]
+        self.beats = [
+            _native.Heartbeat(
+                rank,
+                [(1 - rank, sock.detach())],
+                interval=0.05,
+                timeout=9,
+                **({"keys": keys[rank]} if encrypted else {}),
+            )
+            for rank, sock in enumerate((ours, theirs))
+        ]
+
+    def close(self) -> None:
+        for beat in self.beats:
+            beat.close()
+        self.proxy.__exit__()
+
+
+def test_who_listens_reads_nothing() -> None:
+    heard = []
+    for encrypted in (False, True):
+        watched = Watched(Fault(), encrypted)
+        watched.beats[0].fail(SENTENCE)
+        until(lambda w=watched: w.beats[1].lost())
+        assert SENTENCE in watched.beats[1].lost()[0][1]
+        watched.close()
+        heard.append(bytes(watched.proxy.heard[0]))
+    assert [SENTENCE.encode() in bytes_ for bytes_ in heard] == [True, False]
+    assert heard[1][:3] == b"\x17\x03\x03"
+
+
+@pytest.mark.parametrize("at", [0, 5, 30, 300])
+def test_what_was_altered_is_not_believed_and_called_so(at: int) -> None:
+    watched = Watched(Fault(flip_at=at), encrypted=True)
+    until(lambda: watched.beats[1].lost())
+    assert watched.beats[1].lost() == [
+        (0, "sent data that were altered on their way, or are no TLS records")
+    ]
+    watched.close()
+
+
+def test_an_encrypted_heartbeat_lives_and_notices_the_end() -> None:
+    watched = Watched(Fault(drip=7), encrypted=True)
+    time.sleep(0.5)
+    assert [beat.lost() for beat in watched.beats] == [[], []]
+    watched.beats[0].close()
+    until(lambda: watched.beats[1].lost())
+    assert "closed its connection" in watched.beats[1].lost()[0][1]
+    watched.close()
+
+
+@pytest.mark.parametrize("keys", [[b"k" * 88, b"k" * 88], [b"k" * 87]])
+def test_keys_that_do_not_fit_are_refused(keys: list[bytes]) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with pytest.raises(_native.StatusError, match="key"):
+            _native.Heartbeat(0, [(1, ours.detach())], interval=1, timeout=9, keys=keys)
+        assert theirs.recv(1) == b""
