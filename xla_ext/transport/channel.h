@@ -41,7 +41,7 @@ class Channel {
   ~Channel();
 
   int fd() const { return fd_; }
-  void Close();  // may be called twice
+  void Close();                 // may be called twice
   void Release() { fd_ = -1; }  // without closing it
 
   // As sendmsg and recvmsg on a socket that does not block: -1 and errno, EBADMSG for
