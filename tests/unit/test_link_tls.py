@@ -106,7 +106,7 @@ def test_an_end_that_has_none_is_refused_and_it_is_said_why(
     ranks = world((0, 1), tls="required", start_timeout=1.0)
     fabric = ranks.fabrics[without]
     ranks.fabrics[without] = replace(fabric, config=replace(fabric.config, tls="off"))
-    ranks.receptions[without]._tls = Offer.NONE
+    fabric.reception._tls = Offer.NONE
     futures = ranks.start(0, [0, 1], [0, 1], True)
     texts = []
     for future in futures:
