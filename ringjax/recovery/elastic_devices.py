@@ -64,6 +64,7 @@ class Seat:
     def __init__(self, world: Any, epoch: Epoch) -> None:
         self.config: Config = world.config
         self.log = world.log
+        self.standing = epoch.standing
         self._world, self._epoch = world, epoch
 
     @property

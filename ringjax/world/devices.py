@@ -18,6 +18,7 @@ from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.session import ranks_text
 from ringjax.errors import Mismatch, RingjaxError, StartupError, from_status
+from ringjax.world.coordinates import Standing
 
 CONTROL = 1 << 30  # added to the number of a process set: that of its control mesh
 # What ranks must agree about, or they would call NCCL differently.
@@ -122,6 +123,7 @@ class Home(Protocol):
     """What `Devices` needs of its world."""
 
     config: Config
+    standing: Standing
 
     @property
     def rank(self) -> int:
@@ -212,6 +214,7 @@ class Devices:
             "path": path,
             "settings": {name: getattr(config, name) for name in _AGREED},
             "packs": information()["device_code"] != _NO_CODE,
+            "tls": config.tls,
         }
         said = self._exchange(mine, "ringjax.init: the devices of all ranks")
         for rank, other in enumerate(said):
@@ -220,6 +223,12 @@ class Devices:
         _check_versions(said)
         _check_settings(said)
         _check_code(said)
+        required = any(other["tls"] == "required" for other in said)
+        if required and len(set(self._home.standing.hosts)) > 1:
+            return (
+                "RINGJAX_TLS is 'required', and NCCL does not encrypt what goes from "
+                "host to host; set RINGJAX_TLS=auto if nobody can listen there"
+            )
         if not mine["packs"]:
             self._home.log(
                 "warning",

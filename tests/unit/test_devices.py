@@ -19,6 +19,7 @@ from ringjax import _native, runtime
 from ringjax.config import Config
 from ringjax.errors import Mismatch, RingjaxError, StartupError
 from ringjax.world import devices, lanes
+from ringjax.world.coordinates import Standing
 from ringjax.xla import placement
 
 VERSION = 22809
@@ -74,6 +75,7 @@ class Home:
 
     def __init__(self, core: Core, size: int = 2, **settings: Any) -> None:
         self.core, self.size, self.config = core, size, Config(**settings)
+        self.standing = Standing.of(0, ["here"] * size)
         self.others: Callable[[int, Any], Any] = lambda rank, value: value
         self.lost: dict[int, str] = {}
         self.lines: list[str] = []
@@ -238,6 +240,18 @@ def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> Non
     home.others = lambda rank, value: value | {"packs": mine != (rank == 2)}
     with pytest.raises(StartupError, match="same build of ringjax, but rank"):
         devices_of(home).open(0, "", {0: [0, 1, 2]})
+
+
+@pytest.mark.parametrize("required", [0, 1])
+def test_what_must_be_encrypted_does_not_go_by_nccl(core: Core, required: int) -> None:
+    home = Home(core, tls=["required", "auto"][required])
+    home.others = lambda rank, value: value | {"tls": ["auto", "required"][required]}
+    devices_of(home).open(0, "", {0: (0, 1)})  # it stays on this host
+    assert ("make", 0) in core.calls
+    home.standing = Standing.of(0, ["here", "there"])
+    found = devices_of(home)
+    found.open(0, "", {0: (0, 1)})
+    assert "NCCL does not encrypt what goes from host to host" in found.problem(0)
 
 
 def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
