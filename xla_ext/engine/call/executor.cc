@@ -90,7 +90,8 @@ class Run {
   Status Serve(int peer, bool* moved, bool* left) {
     Link* link = lane_.links[peer].get();
     if (const auto& q = plan_.sends[peer]; !Advance(q, &next_send_[peer])) {
-      RJ_TRY(Send(link, peer, q[next_send_[peer]], moved));
+      RJ_TRY(Send(link, q[next_send_[peer]], moved));
+      flushed_[peer] = false;  // the link may hold what it has taken
       if (!Advance(q, &next_send_[peer])) *left = true;
     }
     if (!flushed_[peer]) {
@@ -107,7 +108,7 @@ class Run {
     return OkStatus();
   }
 
-  Status Send(Link* link, int peer, int index, bool* moved) {
+  Status Send(Link* link, int index, bool* moved) {
     const PlannedStep& planned = plan_.steps[index];
     Progress& p = progress_[index];
     const uint64_t limit =
@@ -128,17 +129,16 @@ class Run {
       }
       Result<size_t> n = link->TryWrite(pieces_);
       if (!n.ok()) return n.status();
-      flushed_[peer] = false;
       const size_t of_header = std::min<size_t>(n.value(), sizeof(Frame) - p.header);
       p.header += static_cast<uint32_t>(of_header);
       p.bytes += n.value() - of_header;
       *moved |= n.value() > 0;
       if (plain || p.header < sizeof(Frame)) return OkStatus();
     }
-    return limit > 0 ? SendEncoded(link, peer, planned, limit, &p, moved) : OkStatus();
+    return limit > 0 ? SendEncoded(link, planned, limit, &p, moved) : OkStatus();
   }
 
-  Status SendEncoded(Link* link, int peer, const PlannedStep& planned, uint64_t limit,
+  Status SendEncoded(Link* link, const PlannedStep& planned, uint64_t limit,
                      Progress* p, bool* moved) {
     const Slice& src = planned.step.src;
     const Spans& spans = At(src.region);
@@ -156,7 +156,6 @@ class Run {
       left -= from.bytes;
     }
     RJ_TRY(link->Commit(n * wire_));
-    flushed_[peer] = false;
     p->bytes += n * wire_;
     *moved = true;
     return OkStatus();
