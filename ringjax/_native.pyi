@@ -344,6 +344,8 @@ class EagerLane:
         stream: int = 0,
         alone: bool = False,
         timeout: float = -1.0,
+        waits: bool = False,
+        rooms: Sequence[int] = (),
     ) -> Ticket:
         """Hands in an operation; raises StatusError if it is impossible.
 
@@ -354,14 +356,34 @@ class EagerLane:
             ins: (address, number of the dtype in DTYPES, shape), C-contiguous.
             outs: where the results go: for allreduce and broadcast as large as the
                 inputs, for reducescatter of rank r dim0 // size rows, and one more if
-                r < dim0 % size. Empty for allgather, alltoall and barrier.
+                r < dim0 % size. May be empty for allgather and alltoall.
             root: rank in the set.
             splits: of alltoall: rows for each rank, input by input; empty: equal parts.
             keep: referred to until the operation has ended.
             alone: never fused with others.
             timeout: seconds until an error, 0 = never; negative: the lane's.
+            waits: the caller will wait at once: this may return only at the end.
+            rooms: bytes at each of `outs`, needed for allgather and alltoall, whose
+                results are in memory of the core if they have another size.
             cuda: the addresses are of memory on a CUDA device, one for all tensors of
                 this rank, and are used when `stream` has come as far as it is now.
+        """
+    def run_plain(
+        self,
+        op: int,
+        name: str | Callable[[], str],
+        array: Any,
+        out: Any,
+        reduce_op: int,
+        root: int,
+        prescale: float,
+        postscale: float,
+        timeout: float,
+    ) -> bool:
+        """`submit` and `wait` for an array with a buffer, and another for the result.
+
+        False: it is not for these two, and nothing has happened. ValueError: `out` has
+        other rows than the result of an allgather or alltoall.
         """
     def set_timeline(self, timeline: Timeline | None) -> None:
         """From the next round on, reports there what it does."""

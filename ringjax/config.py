@@ -214,8 +214,8 @@ class Config:
     check_parameters: int = _setting(
         1000,
         parsers.integer(0, 2**31 - 1),
-        "steps between two looks whether all ranks have the same parameters; also at "
-        "the first one; 0 = never",
+        "steps between two looks whether all ranks have the same parameters, beginning "
+        "with the first, in Keras and TensorFlow the second; 0 = never",
     )
     overlap_memory: int = _setting(
         40 << 20,

@@ -1,7 +1,7 @@
 """The one line that makes an optimizer data-parallel: `allreduce_grads` for optax.
 
 Decides at trace time what travels when (readiness, buckets, in place or overlapped).
-The call itself is `primitive.bucketed_allreduce`, the plan of buckets `xla/buckets.py`.
+The call itself is `chained.bucketed_allreduce`, the plan of buckets `xla/buckets.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
-from ringjax.xla import alike, buckets, jax_private, primitive, weights
+from ringjax.xla import alike, buckets, chained, jax_private, weights
 
 _WHAT = "allreduce_grads"
 
@@ -135,7 +135,7 @@ def allreduce_grads(
         seq = _check_alike(updates, params, state.seq, process_set, name)
         # Of 0 bytes: no two gradients travel together.
         limit = bucket_bytes or runtime.config().bucket_bytes or 1
-        out, seq = primitive.bucketed_allreduce(
+        out, seq = chained.bucketed_allreduce(
             arrays,
             seq,
             op=int(op if weight is None else ReduceOp.Sum),

@@ -1,4 +1,7 @@
-"""The options of allreduce.py, and the cases that they name. Measures nothing."""
+"""The options of allreduce.py and the cases that they name. Measures nothing.
+
+Some of the options are collectives.py's, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import plots
 from benchmarks.harness.report import bytes_text
@@ -53,6 +57,39 @@ def parse_python(text: str) -> tuple[str, str]:
     return peer, os.path.abspath(found)  # not resolved: that is another environment
 
 
+def how(p: argparse.ArgumentParser, benchmark: str) -> Any:
+    """Adds the options of how to measure, which are returned as a group."""
+    group = p.add_argument_group("how")
+    add = group.add_argument
+    add("--rounds", type=int, default=9, help="turns of every variant (9)")
+    add("--seconds", type=float, default=0.1, help="of one turn (0.1)")
+    add(
+        "--quiet",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait before rounds until nobody else works, so long in all (0)",
+    )
+    add(
+        "--python",
+        nargs="+",
+        type=parse_python,
+        default=[],
+        metavar="PEER=PYTHON",
+        help="run a peer by the Python of another environment",
+    )
+    add("--mpirun", default="mpirun", help="starts MPI programs (mpirun)")
+    add(
+        "--mpich",
+        default="mpirun.mpich",
+        help="MPICH's (mpirun.mpich)",
+        metavar="MPIRUN",
+    )
+    path = Path("build/benchmarks", f"{benchmark}.json")
+    add("--json", type=Path, default=path)
+    return group
+
+
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="benchmarks.allreduce",
@@ -86,35 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--full", action="store_true", help="all sizes, sets, dtypes and 2,3,4,8 ranks"
     )
-    how = p.add_argument_group("how")
-    how.add_argument("--rounds", type=int, default=9, help="turns of every variant (9)")
-    how.add_argument("--seconds", type=float, default=0.1, help="of one turn (0.1)")
-    how.add_argument(
-        "--quiet",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="wait before rounds until nobody else works, so long in all (0)",
-    )
-    how.add_argument(
-        "--python",
-        nargs="+",
-        type=parse_python,
-        default=[],
-        metavar="PEER=PYTHON",
-        help="run a peer by the Python of another environment",
-    )
-    how.add_argument("--mpirun", default="mpirun", help="starts MPI programs (mpirun)")
-    how.add_argument(
-        "--mpich",
-        default="mpirun.mpich",
-        help="MPICH's (mpirun.mpich)",
-        metavar="MPIRUN",
-    )
-    how.add_argument(
-        "--json", type=Path, default=Path("build/benchmarks/allreduce.json")
-    )
-    how.add_argument(
+    group = how(p, "allreduce")
+    group.add_argument(
         "--plot",
         type=Path,
         metavar="FILE.png",

@@ -1,9 +1,10 @@
-"""The tables of allreduce.py, and what is written to its JSON file besides the rows."""
+"""The tables of allreduce.py, and what is written to JSON files besides the rows."""
 
 from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +26,18 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """The median and its extremes."""
+    middle, *ends = statistics.median(values), min(values), max(values)
+    low, high = (f"{end:.{digits}f}" for end in ends)
+    return f"{middle:.{digits}f} ({low} .. {high})"
+
+
+def ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
+    """Round by round; above 1: ours is faster."""
+    return [a / b for a, b in zip(theirs, ours, strict=False) if b > 0]
 
 
 def table(title: str, rows: Sequence[Row]) -> str:

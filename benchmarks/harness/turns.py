@@ -31,10 +31,11 @@ class Case:
     Attributes:
       title: for people.
       shapes: of the tensors.
-      kind: one of KINDS; a peer has other variants for each.
+      kind: one of KINDS (adapter.py); a peer has other variants for each.
       dtype: of the tensors.
       counts: this case is a point of time against the number of tensors.
       network: of torch_networks.py, to be trained, with parameters of these shapes.
+      collective: one of COLLECTIVES; the one shape is that of the whole vector.
     """
 
     title: str
@@ -43,11 +44,20 @@ class Case:
     dtype: str = "float32"
     counts: bool = False
     network: str = ""
+    collective: str = ""
 
     @property
     def size(self) -> int:
         """In bytes."""
         return BYTES[self.dtype] * count(self.shapes)
+
+    def bus_factor(self, ranks: int) -> float:
+        """Bytes over the busiest link for each byte of size, at the least."""
+        # Streams carry these bytes once, and nobody shares them out.
+        if self.kind == "streams" or self.collective == "broadcast":
+            return 1.0
+        times = 2 if self.collective in ("", "allreduce") else 1
+        return times * (ranks - 1) / ranks
 
 
 @dataclass
@@ -102,8 +112,6 @@ class Variant:
         median = statistics.median(times)
         foreign = (self.busy - self.own) / (self.wall * (os.cpu_count() or 1))
         algbw = case.size / median / 1e3
-        # Streams carry these bytes once, and nobody shares them out.
-        factor = 1.0 if case.kind == "streams" else 2 * (ranks - 1) / ranks
         return {
             "peer": self.world.peer,
             "variant": self.name,
@@ -113,7 +121,7 @@ class Variant:
             "us_min": times[0],
             "cpu_us": self.own * 1e6 / (self.calls * len(times) * ranks),
             "algbw": algbw,
-            "busbw": algbw * factor,
+            "busbw": algbw * case.bus_factor(ranks),
             # The kernel counts in ticks of 10 ms: a short time says nothing.
             "foreign": max(0.0, foreign) if self.wall > 0.2 else None,
             "rounds_us": [[t * 1e6 for t in batches] for batches in self.rounds],
@@ -190,6 +198,8 @@ def measure(
     asked = []
     for world in worlds:
         names = world.variants[case.kind]
+        if case.collective:  # each has a case of its own
+            names = [name for name in names if name == case.collective]
         if names and case.dtype in world.dtypes:
             asked.append((world, names))
     most = affordable([len(n) for _, n in asked], case.size, ranks, _free_memory())
@@ -205,6 +215,7 @@ def measure(
                 shapes=case.shapes,
                 dtype=case.dtype,
                 network=case.network,
+                collective=bool(case.collective),
             )
             for variant in found:
                 variant.settle(options.seconds)
@@ -223,6 +234,7 @@ def measure(
     variants = [v for v in variants if v.world in worlds]
     about: dict[str, Any] = {"case": case.title, "kind": case.kind, "ranks": ranks}
     about |= {"dtype": case.dtype, "counts": case.counts}
+    about |= {"collective": case.collective}
     about |= {"tensors": len(case.shapes), "size": case.size}
     return [{**about, **row} for row in compare(variants, case, ranks)]
 

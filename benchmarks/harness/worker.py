@@ -16,7 +16,9 @@ import time
 import traceback
 from typing import Any
 
-from benchmarks.peers.adapter import Operation, Peer
+import numpy as np
+
+from benchmarks.peers.adapter import KINDS, Array, Operation, Peer, Shapes
 from benchmarks.peers.table import PEERS
 
 
@@ -47,6 +49,49 @@ def check(peer: Peer) -> None:
         raise ArithmeticError(f"the sum of 1..{peer.size} came out as {total}")
 
 
+def given(name: str, rank: int, size: int, count: int) -> Array:
+    """What a rank gives to a collective; `count` numbers are the whole vector."""
+    own = count // size if name == "allgather" else count
+    return _pattern(own) + np.float32(rank)
+
+
+def expected(name: str, rank: int, size: int, count: int) -> Array:
+    """What a rank must get: small integers, whose sums are exact."""
+    pattern, ranks = _pattern(count), np.arange(size, dtype=np.float32)
+    mine = slice(rank * (count // size), (rank + 1) * (count // size))
+    if name == "broadcast":
+        return pattern
+    if name == "allgather":
+        return np.concatenate([pattern[: count // size] + r for r in ranks])
+    if name == "alltoall":
+        return np.concatenate([pattern[mine] + r for r in ranks])
+    total = pattern * np.float32(size) + ranks.sum()
+    return total[mine] if name == "reducescatter" else total
+
+
+def _pattern(count: int) -> Array:
+    return np.arange(count, dtype=np.float32) % np.float32(7)
+
+
+def collective(peer: Peer, name: str, count: int) -> Operation:
+    """A collective that has given the right result once.
+
+    Raises:
+      ArithmeticError: it has not.
+    """
+    array = given(name, peer.rank, peer.size, count)
+    right = expected(name, peer.rank, peer.size, count)
+    in_place = name in ("allreduce", "broadcast")
+    out = array if in_place else np.zeros_like(right)
+    step = peer.collective(name, array, out)
+    result = step()
+    got = out if result is None else peer.local(result)
+    if not np.array_equal(got.reshape(-1), right):
+        raise ArithmeticError(f"{name} of {count} numbers came out wrong")
+    array.fill(0)  # or sums in place would grow from call to call
+    return step
+
+
 class Worker:
     """Answers requests; operations live from one `prepare` to the next."""
 
@@ -60,14 +105,17 @@ class Worker:
             self._steps.clear()  # first, so that memory is not held twice
             shapes = [tuple(s) for s in request["shapes"]]
             for variant in request["variants"]:
-                self._steps[variant] = (
-                    self._peer.training(variant, request["network"])
-                    if request["network"]
-                    else self._peer.operation(variant, shapes, request["dtype"])
-                )
+                self._steps[variant] = self._make(variant, shapes, request)
             return {}
         step = self._steps[request["variant"]]
         return run(self._peer, step, request["batches"], request["calls"])
+
+    def _make(self, variant: str, shapes: Shapes, request: dict[str, Any]) -> Operation:
+        if request["collective"]:
+            return collective(self._peer, variant, shapes[0][0])
+        if request["network"]:
+            return self._peer.training(variant, request["network"])
+        return self._peer.operation(variant, shapes, request["dtype"])
 
 
 def main() -> None:
@@ -81,7 +129,7 @@ def main() -> None:
     peer = PEERS[options.peer].kind(options.rank, options.size, options.port)
     check(peer)
     worker = Worker(peer)
-    said = ("rank", "version", "arrays", "models", "streams", "dtypes", "trainings")
+    said = ("rank", "version", "dtypes", *KINDS)
     hello = {name: getattr(peer, name) for name in said} | {"pid": os.getpid()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(options.socket)

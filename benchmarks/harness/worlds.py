@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launchers import Launch
+from benchmarks.peers.adapter import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 START_UP = 120.0  # seconds until all ranks of a world have said hello
 ANSWER = 300.0  # seconds for one request
 END = 15.0
-# What a case can be; the names of the variants for it are attributes of a peer.
-KINDS = ("arrays", "models", "streams", "trainings")
 
 
 def close_when_terminated() -> None:

@@ -1,8 +1,9 @@
 """Many ranks on one host: `python -m benchmarks.hosts.many_ranks`.
 
-How long a job of numpy ranks takes to start, to call and to end, and how much memory it
-takes, for more and more ranks; and the rendezvous alone with as many as it may have to
-serve. Some two hundred ranks on few cores take minutes. How to read it: README.md.
+How long a job of numpy ranks takes to start, to call, to rest and to end, and how much
+memory it takes, for more and more ranks; what the loss of one costs an elastic job; and
+the rendezvous alone with as many as it may have to serve. Some two hundred ranks on few
+cores take minutes. How to read it: README.md.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import argparse
 import itertools
 import json
 import os
+import random
 import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -27,8 +30,9 @@ SECRET, JOB = b"s" * 32, "0123456789abcdef"
 PATIENCE = {
     "RINGJAX_START_TIMEOUT": 1500,
     "RINGJAX_FAILURE_TIMEOUT": 120,
-    "RINGJAX_HEARTBEAT": 10,
+    "RINGJAX_HEARTBEAT": 1,
 }
+IDLE = 10.0  # seconds without a call
 Row = dict[str, Any]
 
 
@@ -64,11 +68,11 @@ def rank() -> None:
     mean = eager.allreduce(np.full(1 << 18, runtime.rank(), np.float32))
     large = time.perf_counter() - start
     assert mean[0] == mean[-1] == (runtime.size() - 1) / 2
-    mine = [loaded - began, ready - loaded, own - before, shared, open_now]
+    busy = time.process_time()
+    time.sleep(IDLE)
+    used = 100 * (time.process_time() - busy) / IDLE
+    mine = [loaded - began, ready - loaded, own - before, shared, open_now, used]
     seen = eager.allgather(np.array([mine], np.float64))
-    # Others may be in that call for seconds yet, where so many share a core; who leaves
-    # meanwhile would end it for those who stall.
-    time.sleep(runtime.size() / 16)
     found = {
         "ranks": runtime.size(),
         "loaded s": float(seen[:, 0].max()),
@@ -78,6 +82,7 @@ def rank() -> None:
         "init MiB/rank": float(seen[:, 2].mean()),
         "shared MiB": float(seen[:, 3].sum()),
         "descriptors": int(seen[:, 4].max()),
+        "idle % of a core": float(seen[:, 5].sum()),
         "done": time.time(),
     }
     first = runtime.rank() == 0
@@ -105,6 +110,48 @@ def job(ranks: int, timeout: float) -> Row:
 def _report(text: str) -> Row | None:
     lines = [line.partition(MARK)[2] for line in text.splitlines() if MARK in line]
     return dict(json.loads(lines[-1])) if lines else None
+
+
+# -- an elastic job --------------------------------------------------------------------
+
+
+def elastic(ranks: int, timeout: float) -> Row:
+    """A worker is killed and replaced; then all steps are computed again."""
+    from benchmarks.elastic.soak import EAGER, Chaos, jobs
+
+    env = {k: os.environ.get(k, str(seconds)) for k, seconds in PATIENCE.items()}
+    with (
+        tempfile.TemporaryDirectory(prefix="ringjax-many-") as name,
+        jobs(name) as start,
+    ):
+        folder = Path(name, "traces")
+        folder.mkdir()
+        times = [time.monotonic()]
+        chaos = Chaos(start, folder, ranks, env=env, program=EAGER)
+        training = chaos.wait_for(ranks, timeout)
+        times.append(time.monotonic())
+        chaos.wait_for_steps(20, timeout)
+        times.append(time.monotonic())
+        own, shared = zip(*map(memory, training.values()), strict=True)
+        victim = sorted(training)[ranks // 2]
+        chaos.do("kill", victim, training[victim], random.Random())
+        chaos.wait_for_steps(20, timeout)
+        chaos.wait_for(ranks, timeout)  # the newcomer is one of them
+        times.append(time.monotonic())
+        verdict = chaos.end(timeout)
+        times.append(time.monotonic())
+    began, steps, _, end = (b - a for a, b in itertools.pairwise(times))
+    return {
+        "ranks": ranks,
+        "start s": began,
+        "step ms": 1e3 * steps / 20,
+        "MiB/rank": sum(own) / ranks,
+        "shared MiB": sum(shared),
+        "recovery s": median(verdict.recoveries),
+        "most s": max(verdict.recoveries),
+        "newcomer s": max(verdict.pauses),
+        "end s": end,
+    }
 
 
 # -- the rendezvous alone --------------------------------------------------------------
@@ -229,6 +276,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--ranks", default="8,64,128,256", help="jobs, comma separated")
+    parser.add_argument("--elastic", default="32,64,128", help="jobs that lose a rank")
     parser.add_argument("--clients", default="100,1000", help="of the rendezvous alone")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -240,10 +288,16 @@ def main() -> None:
         return serve(args.serve)
     from ringjax.control import open_files
 
-    counts = [[int(n) for n in x.split(",") if n] for x in (args.clients, args.ranks)]
-    clients, jobs = counts
+    clients, jobs, elastics = (
+        [int(n) for n in x.split(",") if n]
+        for x in (args.clients, args.ranks, args.elastic)
+    )
     open_files.allow(max(clients, default=0))
-    for rows in (map(rendezvous, clients), (job(n, args.timeout) for n in jobs)):
+    for rows in (
+        map(rendezvous, clients),
+        (job(n, args.timeout) for n in jobs),
+        (elastic(n, args.timeout) for n in elastics),
+    ):
         found: list[Row] = []
         for row in rows:
             print("\t".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)

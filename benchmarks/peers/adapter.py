@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+Array = np.ndarray[Any, Any]
 Shapes = Sequence[tuple[int, ...]]
+# What a case can be; the names of the variants for it are attributes of a peer.
+KINDS = ("arrays", "models", "streams", "trainings", "collectives")
+COLLECTIVES = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
 # Blocks until the result is there. If it has a method repeat(calls), that is timed
 # instead of a loop here: where a call takes less than Python needs to make it.
 Operation = Callable[[], Any]
@@ -25,6 +31,7 @@ class Peer(Protocol):
       streams: names of the variants for bytes over loopback TCP.
       dtypes: what it can add.
       trainings: names of the variants for steps of training a real network.
+      collectives: those of COLLECTIVES that it has.
     """
 
     rank: int
@@ -35,6 +42,7 @@ class Peer(Protocol):
     streams: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     trainings: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
 
     def __init__(self, rank: int, size: int, port: int) -> None: ...
     def total(self, value: float) -> float:
@@ -47,6 +55,18 @@ class Peer(Protocol):
         """A step of training a network of torch_networks.py."""
         raise ValueError(f"{variant}: no training of {network}")
 
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """A function that sums, or moves from rank 0, and waits for the result.
+
+        It puts that into `out`, which of allreduce and broadcast is `given` itself; a
+        library that cannot do so returns it.
+        """
+        raise ValueError(f"no {name} of {given.size} numbers into {out.size}")
+
+    def local(self, result: Any) -> Array:
+        """What a collective has returned to this rank."""
+        return np.asarray(result)
+
     def close(self) -> None:
         """Leaves the world in good order."""
 
@@ -57,9 +77,10 @@ def jit_loop(step: Callable[[Any], Any], start: Any, donated: bool) -> Operation
 
     held = [start]
 
-    def once() -> None:
+    def once() -> Any:
         out = jax.block_until_ready(step(held[0]))
         if donated:
             held[0] = out
+        return out
 
     return once

@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import Any
 
-from benchmarks.peers.adapter import Operation, Peer, Shapes
+from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
 
 class Horovod(Peer):
@@ -16,6 +16,7 @@ class Horovod(Peer):
     models = ("async, fused", "grouped")
     dtypes: tuple[str, ...] = ("float32",)
     trainings = ("together", "alone")
+    collectives = COLLECTIVES
     package = "horovod"
 
     def __init__(self, rank: int, size: int, port: int) -> None:
@@ -54,6 +55,18 @@ class Horovod(Peer):
                 hvd.synchronize(handle)
 
         return step
+
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """Makes the blocking function."""
+        hvd, tensor = self._hvd, self._torch.from_numpy(given)
+        called = f"{name}/{given.size}"
+        return {
+            "allreduce": lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=called),
+            "broadcast": lambda: hvd.broadcast_(tensor, 0, name=called),
+            "allgather": lambda: hvd.allgather(tensor, name=called),
+            "alltoall": lambda: hvd.alltoall(tensor, name=called),
+            "reducescatter": lambda: hvd.reducescatter(tensor, op=hvd.Sum, name=called),
+        }[name]
 
     def training(self, variant: str, network: str) -> Operation:
         """A step with a DistributedOptimizer, or without it."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.adapter import Operation, Peer, Shapes, jit_loop
+from benchmarks.peers.adapter import Array, Operation, Peer, Shapes, jit_loop
 
 
 class JaxGloo(Peer):
@@ -15,6 +15,7 @@ class JaxGloo(Peer):
 
     arrays = ("psum in jit", "psum in jit, donated")
     models = ("pmean of the tree in jit", "pmean of the tree in jit, donated")
+    collectives = ("allreduce", "allgather", "alltoall", "reducescatter")
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         import jax
@@ -53,7 +54,7 @@ class JaxGloo(Peer):
 
         add = self._compile(lambda x: jax.lax.psum(x, "ranks"), False)
         out = add(self._make((1,), value=value))
-        return float(np.asarray(out.addressable_shards[0].data)[0, 0])
+        return float(self.local(out)[0, 0])
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
         """Makes the blocking function."""
@@ -63,6 +64,26 @@ class JaxGloo(Peer):
         donated = variant.endswith("donated")
         step = self._compile(lambda tree: reduce(tree, "ranks"), donated)
         return jit_loop(step, [self._make(s, dtype) for s in shapes], donated)
+
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """Makes the blocking function; XLA gives results memory of their own."""
+        import jax
+        from jax import lax
+
+        function: dict[str, Callable[[Any], Any]] = {
+            "allreduce": lambda x: lax.psum(x, "ranks"),
+            "allgather": lambda x: lax.all_gather(x, "ranks", axis=1, tiled=True),
+            "alltoall": lambda x: lax.all_to_all(x, "ranks", 1, 1, tiled=True),
+            "reducescatter": lambda x: lax.psum_scatter(
+                x, "ranks", scatter_dimension=1, tiled=True
+            ),
+        }
+        rows = jax.make_array_from_process_local_data(self._sharding, given[None])
+        return jit_loop(self._compile(function[name], False), rows, False)
+
+    def local(self, result: Any) -> Array:
+        """Its row."""
+        return np.asarray(result.addressable_shards[0].data)
 
     def close(self) -> None:
         """Leaves the world."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.adapter import Operation, Peer, Shapes
+from benchmarks.peers.adapter import Array, Operation, Peer, Shapes
 
 SOURCE_FOLDER = Path(__file__).resolve().parents[1] / "limit"
 BUILD = SOURCE_FOLDER.parents[1] / "build" / "benchmarks"
@@ -148,6 +148,7 @@ class Limit(Peer):
 
     arrays = models = tuple(VARIANTS)
     streams = ("1 stream", "2 streams")
+    collectives = ("allreduce",)
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank, self.size = rank, size
@@ -189,6 +190,10 @@ class Limit(Peer):
             self._arrays = (key, arrays)
         scale = 1.0 if len(shapes) == 1 else 1.0 / self.size
         return Allreduce(self._native, self._self, arrays, variant, scale)
+
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """Makes the blocking function, of the variant that works in place."""
+        return Allreduce(self._native, self._self, [out], next(iter(VARIANTS)), 1.0)
 
     def close(self) -> None:
         """Leaves the world."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.adapter import Operation, Peer, Shapes, jit_loop
+from benchmarks.peers.adapter import Array, Operation, Peer, Shapes, jit_loop
 
 
 class Mpi4jax(Peer):
@@ -15,6 +16,7 @@ class Mpi4jax(Peer):
     arrays = ("allreduce in jit",)
     models = ("one by one in one jit", "one array of all in one jit")
     dtypes = ("float32",)
+    collectives = ("allreduce", "broadcast", "allgather", "alltoall")
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         import jax
@@ -55,6 +57,22 @@ class Mpi4jax(Peer):
 
         step = jax.jit(self._joined if "of all" in variant else self._each)
         return jit_loop(step, [jnp.zeros(s, dtype) for s in shapes], False)
+
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """Makes the blocking function; XLA gives results memory of their own."""
+        import jax
+        import jax.numpy as jnp
+
+        ours, world = self._mpi4jax, self._world
+        function: dict[str, Callable[[Any], Any]] = {
+            "allreduce": self._add,
+            "broadcast": lambda x: ours.bcast(x, 0, comm=world),
+            "allgather": lambda x: ours.allgather(x, comm=world),
+            "alltoall": lambda x: ours.alltoall(x, comm=world),
+        }
+        shape = (self.size, -1) if name == "alltoall" else given.shape
+        start = jnp.array(given.reshape(shape))
+        return jit_loop(jax.jit(function[name]), start, False)
 
     def close(self) -> None:
         """MPI ends with the process."""

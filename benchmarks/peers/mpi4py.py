@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.peers.adapter import Operation, Peer, Shapes
+from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
 
 class Mpi4py(Peer):
-    """An MPI through mpi4py, in place on numpy arrays."""
+    """An MPI through mpi4py, on numpy arrays that are there."""
 
     arrays = ("Allreduce in place",)
     models = ("Allreduce in place, one by one",)
     dtypes = ("float32",)  # MPI has no bfloat16
+    collectives = COLLECTIVES
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         from mpi4py import MPI
@@ -39,6 +40,17 @@ class Mpi4py(Peer):
                     array /= self.size
 
         return step
+
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """Makes the blocking function."""
+        world, in_place = self._world, self._mpi.IN_PLACE
+        return {
+            "allreduce": lambda: world.Allreduce(in_place, out),
+            "broadcast": lambda: world.Bcast(out, 0),
+            "allgather": lambda: world.Allgather(given, out),
+            "alltoall": lambda: world.Alltoall(given, out),
+            "reducescatter": lambda: world.Reduce_scatter_block(given, out),
+        }[name]
 
     def close(self) -> None:
         """Leaves the world."""

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.adapter import Operation, Peer, Shapes, jit_loop
+from benchmarks.peers.adapter import (
+    COLLECTIVES,
+    Array,
+    Operation,
+    Peer,
+    Shapes,
+    jit_loop,
+)
 
 
 class Ringjax(Peer):
@@ -24,6 +31,8 @@ class Ringjax(Peer):
         "allreduce_grads in jit, donated",
         "core, numpy in place",
     )
+
+    collectives: tuple[str, ...] = COLLECTIVES
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         import jax
@@ -95,6 +104,20 @@ class Ringjax(Peer):
 
         return step
 
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """Makes the blocking function."""
+        from ringjax import Sum, eager
+
+        return {
+            "allreduce": lambda: eager.allreduce(given, Sum, name=name, out=out),
+            "broadcast": lambda: eager.broadcast(given, 0, name=name, out=out),
+            "allgather": lambda: eager.allgather(given, name=name, out=out),
+            "alltoall": lambda: eager.alltoall(given, name=name, out=out),
+            "reducescatter": lambda: eager.reducescatter(
+                given, Sum, name=name, out=out
+            ),
+        }[name]
+
     def close(self) -> None:
         """Leaves the world."""
         import ringjax
@@ -108,7 +131,7 @@ class RingjaxTcp(Ringjax):
     An allreduce of half the bytes sends half of them in either direction.
     """
 
-    arrays = models = ()
+    arrays = models = collectives = ()
     streams = ("allreduce of half, core",)
 
     def __init__(self, rank: int, size: int, port: int) -> None:
@@ -127,6 +150,7 @@ class JaxEmpty(Ringjax):
     """
 
     arrays = models = ("nothing in jit, donated",)
+    collectives = ()
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
         """Makes the blocking function."""

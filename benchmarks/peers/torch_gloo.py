@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from benchmarks.peers.adapter import Operation, Peer, Shapes
+from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
 BUCKET_BYTES = 25 << 20  # what DistributedDataParallel takes
 
@@ -16,6 +16,7 @@ class TorchGloo(Peer):
     arrays = ("all_reduce in place",)
     models = ("DistributedDataParallel", "25 MiB buckets", "one by one, async")
     trainings = ("together", "alone")
+    collectives = COLLECTIVES
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -43,6 +44,18 @@ class TorchGloo(Peer):
         if variant.startswith("Distributed"):
             return self._ddp(tensors)
         return self._buckets(tensors) if "buckets" in variant else self._each(tensors)
+
+    def collective(self, name: str, given: Array, out: Array) -> Operation:
+        """Makes the blocking function."""
+        dist = self._dist
+        own, result = map(self._torch.from_numpy, (given, out))
+        return {
+            "allreduce": lambda: dist.all_reduce(result),
+            "broadcast": lambda: dist.broadcast(result, 0),
+            "allgather": lambda: dist.all_gather_into_tensor(result, own),
+            "alltoall": lambda: dist.all_to_all_single(result, own),
+            "reducescatter": lambda: dist.reduce_scatter_tensor(result, own),
+        }[name]
 
     def training(self, variant: str, network: str) -> Operation:
         """A step under DistributedDataParallel, or without it."""

@@ -1,6 +1,6 @@
 """allreduce: every rank gets the reduction of all ranks' tensors, element by element.
 
-Not the gradient path of an optimizer: that is `primitive.bucketed_allreduce`, which has
+Not the gradient path of an optimizer: that is `chained.bucketed_allreduce`, which has
 the same meaning. The reductions themselves are native.
 
 The mathematics of the derivatives, here and in the other collectives: P programs run
@@ -76,7 +76,7 @@ def allreduce(
     Adasum adds gradients that are orthogonal and averages those that are parallel, pair
     by pair: ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`` of two ranks, the same of
     their results, and so on. Every tensor (leaf) is weighed by itself. Products are
-    summed in double; where |a|² is 0, or underflows, its factor is 1.
+    summed in double; where ``|a|²`` is 0, or underflows, its factor is 1.
 
     References:
       P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of

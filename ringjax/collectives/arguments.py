@@ -19,7 +19,6 @@ from ringjax import _native, runtime
 from ringjax.compression import WireDtype
 from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
-from ringjax.xla import jax_private
 
 
 class Leaves(NamedTuple):
@@ -31,7 +30,7 @@ class Leaves(NamedTuple):
 
 
 def flatten(what: str, tree: Any) -> Leaves:
-    """The leaves of `tree` as arrays that can be sent: known dtype, one device."""
+    """The leaves of `tree` as arrays that can be sent: of a known dtype."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs
@@ -60,13 +59,6 @@ def _array(what: str, leaf: Any, name: str) -> Any:
         raise TypeError(
             f"ringjax.{what}: {label} has dtype {array.dtype.name}, expected one of "
             f"{', '.join(dtypes.NUMBERS)}{hint}"
-        )
-    devices = jax_private.device_count(array)
-    if devices > 1:
-        raise ValueError(
-            f"ringjax.{what}: {label} is sharded over {devices} local devices, "
-            "expected an array on one device; start one process per device, or gather "
-            "it first with jax.device_put(tensor, jax.local_devices()[0])"
         )
     return array
 

@@ -145,12 +145,8 @@ def call(secret: bytes, introduction: Introduction) -> _Steps:
     layer, key = None, b""
     if encrypted:
         layer = Layer(schedule.mac(b"tls", said), server=False)
-        last = yield from layer.handshake()
-        if link:
-            root = schedule.mac(b"link", said)
-            key = yield from layer.link_key(root, last, caller=True)
-        else:
-            yield last, 0
+        root = schedule.mac(b"link", said) if link else b""
+        key = yield from layer.handshake(root)
     keys = Keys(schedule.mac(b"up", said), schedule.mac(b"down", said), layer, key)
     return introduction, keys
 
@@ -180,12 +176,8 @@ def answer(
     welcome, layer, key = schedule.mac(b"welcome", said), None, b""
     if encrypted:
         layer = Layer(schedule.mac(b"tls", said), server=True)
-        last = yield from layer.handshake(welcome)
-        if link:
-            root = schedule.mac(b"link", said)
-            key = yield from layer.link_key(root, last, caller=False)
-        else:
-            yield last, 0
+        root = schedule.mac(b"link", said) if link else b""
+        key = yield from layer.handshake(root, welcome)
     else:
         yield welcome, 0
     keys = Keys(schedule.mac(b"down", said), schedule.mac(b"up", said), layer, key)

@@ -1,24 +1,30 @@
 """Who this process is in its job, when that is known from the environment alone.
 
-Own variables (ringrun, or set by hand; Horovod's names too) are the strongest, then
-torchrun, Open MPI, MPICH and Intel MPI, a Slurm step; otherwise this is a job of one.
-Reads no settings of ringjax (config.py does) and opens no connection (see
-rendezvous_lookup.py).
+Own variables (ringrun, or set by hand; Horovod's names too) are the strongest, then the
+launchers of a table, the innermost first. Traces of several processes that do not tell
+rank and size are an error, because N trainings that each believe to be alone look like
+one that works. Without traces this is a job of one. Reads no settings of ringjax
+(config.py does) and opens no connection (see rendezvous_lookup.py).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringjax.config import Config
+from ringjax.control import addresses as address
 from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
 # The numbers that Slurm gives to what is not a step of srun: batch script, interactive
 # shell, and so on. They carry the job's variables but are not rank 0 of N.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_MOST = 2**31 - 1  # as for RINGJAX_RANK and RINGJAX_SIZE
+
+Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -42,21 +48,31 @@ class Place:
     ports: tuple[int, ...] = ()
 
 
-def find(config: Config, environ: Mapping[str, str] = os.environ) -> Place:
+def find(config: Config, environ: Environ = os.environ) -> Place:
     """This process's place.
 
     Raises:
-        StartupError: an engine's variable holds something that is not a number.
+        StartupError: there are traces of several processes, but they do not tell which
+            one this is; the text says what was found and what to set.
     """
     if config.rank is not None and config.size is not None:
         return _explicit(config, environ)
-    for detect in _DETECTORS:
-        if (place := detect(environ)) is not None:
-            return place
+    try:
+        for detect in _DETECTORS:
+            if (place := detect(environ)) is not None:
+                return place
+    except StartupError:
+        if not config.elastic:  # there the coordinator tells rank and size
+            raise
+    if config.rendezvous and not config.elastic:
+        raise StartupError(
+            "RINGJAX_RENDEZVOUS is set, but nothing tells this process's rank: set "
+            "RINGJAX_RANK and RINGJAX_SIZE, to 0 and 1 for a job of one on purpose"
+        )
     return Place(0, 1, "a job of one", one_host=True)
 
 
-def _explicit(config: Config, environ: Mapping[str, str]) -> Place:
+def _explicit(config: Config, environ: Environ) -> Place:
     assert config.rank is not None and config.size is not None
     first_host = environ.get("MASTER_ADDR", "")
     local = config.local_size
@@ -68,67 +84,244 @@ def _explicit(config: Config, environ: Mapping[str, str]) -> Place:
         one_host=one_host,
         identity=f"job {config.job}" if config.job else "",
         first_host=first_host,
-        ports=_master_port(environ),
+        ports=_port(environ.get("MASTER_PORT", "")),
     )
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place | None:
-    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
+@dataclass(frozen=True, kw_only=True)
+class _Launcher:
+    """The names of the variables by which a launcher tells who a process is.
+
+    An empty variable counts as unset.
+
+    Attributes:
+        source: the launcher, for the user.
+        rank: this process's number.
+        size: how many there are; "": no variable says it.
+        local_size: how many of them are on this host.
+        needs: without this variable, the others are not this launcher's.
+        both: rank or size alone means nothing, since anybody may have set it.
+        same: what tells `size` once more; if it tells another, this row does not count.
+        trace: another variable that only several processes have.
+        per_node: the processes of a node, if rank and size are those of nodes.
+        hosts: where rank 0's host may be told, the first host of a list.
+        port: where a port is told that is free on rank 0's host.
+        identity: what together only this job has.
+        instead: a better way than to set variables by hand.
+    """
+
+    source: str
+    rank: str
+    size: str = ""
+    local_size: str = ""
+    needs: str = ""
+    both: bool = False
+    same: str = ""
+    trace: str = ""
+    per_node: str = ""
+    hosts: tuple[str, ...] = ("MASTER_ADDR",)
+    port: str = ""
+    identity: tuple[str, ...] = ()
+    instead: str = ""
+
+    def place(self, environ: Environ) -> Place | None:
+        """This process's place, if this launcher has started it.
+
+        Raises:
+            StartupError: it has, but does not tell enough.
+        """
+        if not self._counts(environ):
+            return None
+        rank, size = self.standing(environ)
+        self._check_per_node(environ, size)
+        hosts = [_host(environ.get(name, "")) for name in self.hosts]
+        first_host = next(filter(None, hosts), "")
+        if environ.get(self.local_size):
+            one_host = self._number(environ, self.local_size) == size
+        elif size == 1 or first_host:
+            one_host = size == 1 or _is_here(first_host)
+        else:
+            raise self._refusal(
+                environ,
+                "nothing tells the host of rank 0",
+                "set MASTER_ADDR to it, localhost if it is the only one, or ",
+            )
+        found = [environ[name] for name in self.identity if environ.get(name)]
+        return Place(
+            rank,
+            size,
+            self.source,
+            one_host=one_host,
+            identity=" ".join([self.source, *found]) if found else "",
+            first_host=first_host,
+            ports=_port(environ.get(self.port, "")),
+        )
+
+    def standing(self, environ: Environ) -> tuple[int, int]:
+        """Rank and size; raises as `place`."""
+        if not self.size:
+            raise self._refusal(environ, "nothing tells how many there are")
+        rank, size = (self._number(environ, name) for name in (self.rank, self.size))
+        if rank >= size:
+            why = f"{self.rank} is {rank}: expected less than {self.size}, which is"
+            raise self._refusal(environ, f"{why} {size}")
+        return rank, size
+
+    def _refusal(self, environ: Environ, why: str, instead: str = "") -> StartupError:
+        """Says what was found, what is wrong with it, and what to set."""
+        names = (self.needs, self.rank, self.size, self.local_size, self.per_node)
+        found = [
+            f"{name}={environ[name]:.60}"
+            for name in dict.fromkeys((*names, self.trace))
+            if environ.get(name)
+        ]
+        instead = instead or self.instead
+        ours = "RINGJAX_RANK and RINGJAX_SIZE"
+        if not self.size:
+            ours = (
+                f"RINGJAX_RANK to ${self.rank} and RINGJAX_SIZE to how many there are"
+            )
+        return StartupError(
+            f"{self.source} seems to have started this process as one of several "
+            f"({' '.join(found)}), but {why}: {instead}set {ours}, and between hosts "
+            f"MASTER_ADDR to the host of rank 0; for a job of one on purpose set "
+            f"RINGJAX_RANK=0 and RINGJAX_SIZE=1"
+        )
+
+    def _counts(self, environ: Environ) -> bool:
+        if self.needs and not environ.get(self.needs):
+            return False
+        rank, size = environ.get(self.rank), environ.get(self.size)
+        if self.both and not (rank and size):
+            return False
+        if self.same and environ.get(self.same, "") not in ("", size):
+            return False
+        return bool(rank or environ.get(self.trace) or (size and size != "1"))
+
+    def _number(self, environ: Environ, name: str) -> int:
+        text = environ.get(name, "")
+        if not text:
+            raise self._refusal(environ, f"{name} is not set")
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(_MOST))):
+            raise self._refusal(environ, f"{name} is {text!r:.60}: expected a number")
+        if int(text) > _MOST:
+            raise self._refusal(environ, f"{name} is {text}: expected at most {_MOST}")
+        return int(text)
+
+    def _check_per_node(self, environ: Environ, nodes: int) -> None:
+        """Raises if a node was to have more processes than the one that runs here."""
+        text = environ.get(self.per_node, "")
+        # Words as "auto" stand for a number that nobody has counted yet.
+        if text in ("", "1") or (nodes == 1 and text.isalpha()):
+            return
+        raise self._refusal(environ, f"{self.per_node} is {text!r:.60} and not 1")
+
+
+_OPEN_MPI = _Launcher(
+    source="Open MPI",
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    port="MASTER_PORT",
+    identity=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+_TORCHRUN = _Launcher(
+    source="torchrun",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_size="LOCAL_WORLD_SIZE",
+    needs="TORCHELASTIC_RUN_ID",
+    # The port is in use by torch's own store, so it only tells jobs apart.
+    identity=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"),
+)
+_MPICH = _Launcher(
+    source="MPICH",
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_size="MPI_LOCALNRANKS",
+    needs="MPI_LOCALNRANKS",  # Slurm's own PMI sets the others, too
+    port="MASTER_PORT",
+)
+_JSRUN = _Launcher(
+    source="jsrun",
+    rank="JSM_NAMESPACE_RANK",
+    size="JSM_NAMESPACE_SIZE",
+    local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    port="MASTER_PORT",
+    identity=("PMIX_NAMESPACE",),
+)
+_PMIX = _Launcher(
+    source="prterun, or another launcher with PMIx,",
+    rank="PMIX_RANK",
+    instead="start it by mpirun, or ",
+)
+_SLURM = _Launcher(source="Slurm", rank="SLURM_PROCID", instead="start it by srun, or ")
+_KUBEFLOW_JAX = _Launcher(
+    source="Kubeflow's runtime for JAX",
+    rank="JAX_PROCESS_ID",
+    size="JAX_NUM_PROCESSES",
+    trace="JAX_COORDINATOR_ADDRESS",
+    hosts=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),  # its port is for jax.distributed
+    identity=("JAX_COORDINATOR_ADDRESS",),
+)
+_PYTORCH = _Launcher(
+    source="a launcher for PyTorch",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_size="LOCAL_WORLD_SIZE",
+    both=True,
+    same="PET_NNODES",
+    port="MASTER_PORT",
+    identity=("MASTER_ADDR", "MASTER_PORT"),
+)
+_KUBEFLOW_PYTORCH = _Launcher(
+    source="Kubeflow's runtime for PyTorch",
+    rank="PET_NODE_RANK",
+    size="PET_NNODES",
+    trace="PET_RDZV_ENDPOINT",
+    per_node="PET_NPROC_PER_NODE",
+    hosts=("PET_MASTER_ADDR", "MASTER_ADDR"),
+    port="PET_MASTER_PORT",
+    identity=("PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    instead="start it by torchrun, or ",
+)
+_SKYPILOT = _Launcher(
+    source="SkyPilot",
+    rank="SKYPILOT_NODE_RANK",
+    size="SKYPILOT_NUM_NODES",
+    hosts=("MASTER_ADDR", "SKYPILOT_NODE_IPS"),
+    port="MASTER_PORT",
+    identity=("SKYPILOT_TASK_ID",),
+)
+_INDEXED_JOB = _Launcher(
+    source="an Indexed Job of Kubernetes",
+    rank="JOB_COMPLETION_INDEX",
+)
+_PMI = _Launcher(
+    source="a launcher with PMI",
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    both=True,
+    port="MASTER_PORT",
+)
+
+
+def _pmix(environ: Environ) -> Place | None:
+    # srun --mpi=pmix sets PMIX_RANK as well, and Slurm's own variables tell enough.
+    if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
         return None
-    size = _number(environ, "WORLD_SIZE")
-    names = ("RUN_ID", "RESTART_COUNT")
-    run = [environ.get(f"TORCHELASTIC_{name}", "") for name in names]
-    return Place(
-        _number(environ, "RANK"),
-        size,
-        "torchrun",
-        one_host=_number(environ, "LOCAL_WORLD_SIZE", size) == size,
-        # Its port is in use by torch's own store, so it only tells jobs apart.
-        identity=" ".join(["torchrun", *run, environ.get("MASTER_PORT", "")]),
-        first_host=environ.get("MASTER_ADDR", ""),
-    )
+    return _PMIX.place(environ)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Place | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    size = _number(environ, "OMPI_COMM_WORLD_SIZE")
-    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    run = next((environ[name] for name in names if environ.get(name)), "")
-    return Place(
-        _number(environ, "OMPI_COMM_WORLD_RANK"),
-        size,
-        "Open MPI",
-        one_host=_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", size) == size,
-        identity=f"ompi {run}" if run else "",
-        first_host=environ.get("MASTER_ADDR", ""),
-        ports=_master_port(environ),
-    )
-
-
-def _mpich(environ: Mapping[str, str]) -> Place | None:
-    # Slurm's own PMI sets PMI_RANK too, but only hydra counts the local ranks.
-    if "PMI_RANK" not in environ or "MPI_LOCALNRANKS" not in environ:
-        return None
-    size = _number(environ, "PMI_SIZE")
-    return Place(
-        _number(environ, "PMI_RANK"),
-        size,
-        "MPICH",
-        one_host=_number(environ, "MPI_LOCALNRANKS") == size,
-        first_host=environ.get("MASTER_ADDR", ""),
-        ports=_master_port(environ),
-    )
-
-
-def _slurm(environ: Mapping[str, str]) -> Place | None:
+def _slurm(environ: Environ) -> Place | None:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    if "SLURM_PROCID" not in environ or not step.isdecimal():
-        return None
     tasks = "SLURM_STEP_NUM_TASKS"
-    size = _number(environ, tasks if tasks in environ else "SLURM_NTASKS", 1)
-    if int(step) >= _FIRST_SPECIAL_STEP or size == 1:
+    tasks = tasks if environ.get(tasks) else "SLURM_NTASKS"
+    if not environ.get("SLURM_PROCID") or environ.get(tasks, "") in ("", "1"):
         return None
+    if not (step.isdecimal() and len(step) <= 10 and int(step) < _FIRST_SPECIAL_STEP):
+        return None
+    rank, size = replace(_SLURM, size=tasks).standing(environ)
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     try:
         hosts = hosts_of(nodes)
@@ -138,31 +331,52 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split("-")[0].split(",")[0]
     return Place(
-        _number(environ, "SLURM_PROCID"),
+        rank,
         size,
         "Slurm",
         one_host=len(hosts) == 1,
         identity=f"slurm {job} {step} {restarts}",
         first_host=environ.get("MASTER_ADDR") or (hosts[0] if hosts else ""),
-        ports=(int(reserved),) if reserved.isdecimal() else (),
+        ports=_port(reserved),
     )
 
 
-_DETECTORS: tuple[Callable[[Mapping[str, str]], Place | None], ...] = (
-    _torchrun,
-    _open_mpi,
-    _mpich,
+def _outside_of_steps(environ: Environ) -> Place | None:
+    # What is not a step has number 0, and is alone; another number has company.
+    if environ.get("SLURM_PROCID", "0") in ("", "0"):
+        return None
+    return _SLURM.place(environ)
+
+
+# The innermost first: mpirun runs within a step of Slurm, torchrun within a pod.
+_DETECTORS: tuple[Callable[[Environ], Place | None], ...] = (
+    _TORCHRUN.place,
+    _OPEN_MPI.place,
+    _MPICH.place,
+    _JSRUN.place,
+    _pmix,
     _slurm,
+    _KUBEFLOW_JAX.place,
+    _PYTORCH.place,
+    _KUBEFLOW_PYTORCH.place,
+    _SKYPILOT.place,
+    _PMI.place,
+    _INDEXED_JOB.place,
+    _outside_of_steps,
 )
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise StartupError(f"{name} is {text!r}: expected a number")
-    return int(text)
+def _host(text: str) -> str:
+    """The first host of a list of hosts, each of which may have a port."""
+    first = next(iter(text.split()), "")
+    found = re.fullmatch(r"(?:\[([^]]+)\]|([^:]+))(?::\d+)?", first)
+    return (found[1] or found[2]) if found else first
 
 
-def _master_port(environ: Mapping[str, str]) -> tuple[int, ...]:
-    text = environ.get("MASTER_PORT", "")
-    return (int(text),) if text.isdecimal() and 0 < int(text) < 65536 else ()
+def _is_here(host: str) -> bool:
+    return host == "localhost" or address.is_loopback(host)
+
+
+def _port(text: str) -> tuple[int, ...]:
+    known = text.isascii() and text.isdecimal() and len(text) <= 5
+    return (int(text),) if known and 0 < int(text) < 65536 else ()

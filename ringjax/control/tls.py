@@ -30,8 +30,8 @@ _PIECE = 1 << 16
 _RANDOM = 32  # bytes of each end, for the keys of a link
 _SEALED = _HEAD + _RANDOM + 1 + 16  # as a record: its type, and the tag
 
-# Yields (bytes to send, how many bytes it wants next), takes these, and returns what
-# is still to be sent.
+# Yields (bytes to send, how many bytes it wants next) and takes these. Returns the keys
+# of a link: key and IV for sending, then for receiving, as the native core takes them.
 Steps = Generator[tuple[bytes, int], bytes, bytes]
 
 
@@ -115,13 +115,15 @@ class Layer:
         context = _context(key, server)
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
         self._lock = threading.Lock()
+        self._server = server
 
-    def handshake(self, first: bytes = b"") -> Steps:
+    def handshake(self, root: bytes = b"", first: bytes = b"") -> Steps:
         """What this end does until both have the keys.
 
         It takes whole records, and none that comes after its end.
 
         Args:
+            root: 32 bytes that both ends know, if they are to agree on keys of a link.
             first: to be sent before anything of its own.
 
         Raises:
@@ -143,31 +145,26 @@ class Layer:
                 raise AuthenticationError(f"announces a TLS record of {length} bytes")
             self._in.write(head)
             self._in.write((yield b"", length))
-        return self._out.read()
+        last = self._out.read()
+        if root:
+            return (yield from self._link_keys(root, last))
+        yield last, 0
+        return b""
 
-    def link_key(self, root: bytes, last: bytes, *, caller: bool) -> Steps:
-        """Agrees on the keys of a link, after the handshake; nothing is left unread.
-
-        Args:
-            root: 32 bytes that both ends know.
-            last: what `handshake` left to send.
-            caller: which end.
-
-        Returns:
-            What the native core takes: key and IV for sending, then for receiving.
-        """
+    def _link_keys(self, root: bytes, last: bytes) -> Steps:
+        """Agrees on the keys of a link; nothing is left unread."""
         mine = secrets.token_bytes(_RANDOM)
-        if caller:
-            record = yield last + self.protect(mine), _SEALED
-            both = mine + self._random(record)
-        else:
+        if self._server:
             record = yield last, _SEALED
             both = self._random(record) + mine
             yield self.protect(mine), 0
+        else:
+            record = yield last + self.protect(mine), _SEALED
+            both = mine + self._random(record)
         keys = [
             _expand(hmac.digest(root, both, "sha256"), way) for way in (b"up", b"down")
         ]
-        return b"".join(keys if caller else keys[::-1])
+        return b"".join(keys[::-1] if self._server else keys)
 
     def _random(self, record: bytes) -> bytes:
         plain = self.expose(record)

@@ -1,12 +1,15 @@
 """Now and then, a look whether all ranks have the same parameters; if not, a warning.
 
-For optimizers that run line by line; of compiled steps it is `ringjax.xla.alike`. What
-is compared and said is the same, and native.
+For optimizers that run line by line, and for graphs of TensorFlow; of steps that XLA
+compiles it is `ringjax.xla.alike`. What is compared and said is the same, and native.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +17,22 @@ from ringjax import _native, runtime, stderr
 from ringjax.eager import lane, reductions
 from ringjax.ops import ReduceOp
 
+AFTER_THE_FIRST = 1
+"""The first step to look at where Horovod's programs broadcast after step 0."""
+
 _warned: set[tuple[int | None, str]] = set()
 runtime.on_init(_warned.clear)
+_numbers: dict[int, int] = {}
+_fresh = itertools.count()
 
 
 def check(
     title: str,
     memory: Callable[[], Iterable[tuple[str, int, int]]],
     process_set: runtime.ProcessSet,
+    *,
+    whose: str = "",
+    first: int = 0,
 ) -> None:
     """To be called in every step, by all ranks; mostly it only counts.
 
@@ -30,20 +41,54 @@ def check(
         memory: gives name, address and bytes of each, in an order that all ranks have;
             each lives until the next one is asked for.
         process_set: the ranks that take part; this rank must be one of them.
+        whose: what steps are counted by, of this rank alone, see `identity`; else it is
+            the title.
+        first: the first step to look at.
 
     Raises:
         PeerLost, Stalled: as everywhere. Not if the parameters differ.
     """
-    every = runtime.config().check_parameters
-    if not every:
-        return
-    step = lane.next_number(f"check {title}", process_set) - 1
-    if step % every:
+    whose = whose or title
+    step = due(whose, process_set, first)
+    if step < 0:
         return
     names, hashes = [], []
     for name, address, size in memory():
-        names.append(name.replace("\n", " "))
+        names.append(name)
         hashes += _native.hash_memory([(address, size)])
+    compare(title, step, names, hashes, process_set, whose)
+
+
+def due(whose: str, process_set: runtime.ProcessSet, first: int) -> int:
+    """Counts a step, and returns its number if it is one to look at, else -1.
+
+    Args: as `check`.
+    """
+    every = runtime.config().check_parameters
+    if not every:
+        return -1
+    step = lane.next_number(f"check {whose}", process_set) - 1
+    wanted = step >= first and (step - first) % every == 0
+    return step if wanted and process_set.size() > 1 else -1
+
+
+def compare(
+    title: str,
+    step: int,
+    names: Sequence[str],
+    hashes: Sequence[int],
+    process_set: runtime.ProcessSet,
+    whose: str,
+) -> None:
+    """Compares hashes with those of the other ranks; the first of them warns.
+
+    Args:
+        step: for the warning, as are the names.
+        names: of what was hashed.
+        hashes: as many.
+
+    Other arguments, Raises: as `check`.
+    """
 
     def greatest(numbers: list[int]) -> list[int]:
         found: list[int] = reductions.allreduce(
@@ -56,8 +101,9 @@ def check(
 
     ranks = process_set.ranks
     place = ranks.index(runtime.rank())
-    found = _native.difference(hashes, "\n".join(names), ranks, place, greatest)
-    key = process_set.process_set_id, title
+    lines = "\n".join(name.replace("\n", " ") for name in names)
+    found = _native.difference(hashes, lines, ranks, place, greatest)
+    key = process_set.process_set_id, whose
     # Said once, until they have been alike again.
     if found and place == 0 and key not in _warned:
         stderr.line(
@@ -65,3 +111,24 @@ def check(
             f"at step {step} of the optimizer: {found}"
         )
     (_warned.add if found else _warned.discard)(key)
+
+
+def identity(objects: Iterable[Any]) -> str:
+    """A text for these very objects, in this order; it does not keep them alive.
+
+    For programs that make their tapes anew in every step, and for optimizers and models
+    that have the same name, each of which has steps of its own.
+
+    Example:
+        >>> one, other = {1}, {1}
+        >>> identity([one]) == identity([one]), identity([one]) == identity([other])
+        (True, False)
+    """
+    numbers = []
+    for each in objects:
+        where = id(each)
+        if where not in _numbers:
+            _numbers[where] = next(_fresh)
+            weakref.finalize(each, _numbers.pop, where, None).atexit = False
+        numbers.append(_numbers[where])
+    return f"{hash(tuple(numbers)):x}"

@@ -80,6 +80,56 @@ def operand(op: str, name: str | None, value: Any) -> Operand:
     return _from_numpy(op, name, array, lambda out: out)
 
 
+def place(
+    op: str, name: str | None, out: Any, given: Operand, shape: tuple[int | None, ...]
+) -> Array:
+    """The memory of `out`, where a result like `given` is to go.
+
+    Args:
+        shape: of the result; None: only the ranks together know.
+
+    Raises:
+        TypeError: it is no array of numpy, and no tensor of PyTorch on the CPU.
+        ValueError: the result does not fit, or not in one piece, or `out` is read-only
+            or shares memory with the argument.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(out, torch.Tensor) and out.device.type == "cpu":
+        halves = out.dtype == torch.bfloat16
+        array: Array = (
+            out.detach().view(torch.int16) if halves else out.detach()
+        ).numpy()
+    elif isinstance(out, np.ndarray):
+        array = out
+    else:
+        raise TypeError(
+            f"{title(op, name)}: out must be a numpy array, or a PyTorch tensor on the "
+            f"CPU, got {type(out).__name__}"
+        )
+    if array.dtype != given.array.dtype or not _fits(array.shape, shape):
+        expected = ",".join("*" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"{title(op, name, [given.piece])}: out is {array.dtype.name}"
+            f"[{','.join(map(str, array.shape))}], expected "
+            f"{given.array.dtype.name}[{expected}]"
+        )
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError(
+            f"{title(op, name)}: out must be contiguous and writeable, "
+            f"got strides {array.strides} and writeable={array.flags.writeable}"
+        )
+    same = op in ("allreduce", "broadcast") and array.ctypes.data == given.piece[0]
+    if not same and np.may_share_memory(array, given.array):
+        raise ValueError(f"{title(op, name)}: out shares memory with the tensor")
+    return array
+
+
+def _fits(have: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(have) == len(wanted) and all(
+        want in (None, n) for n, want in zip(have, wanted, strict=True)
+    )
+
+
 def _number(op: str, name: str | None, dtype: str) -> int:
     if dtype not in NUMBERS:
         raise TypeError(

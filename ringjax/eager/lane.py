@@ -21,7 +21,7 @@ Finish = Callable[[Any], Any]
 # (address, number of the dtype, shape) of a tensor; its memory is C-contiguous.
 Piece = tuple[int, int, tuple[int, ...]]
 
-_COLLECTIVES = _native.COLLECTIVES
+COLLECTIVES = _native.COLLECTIVES
 _SPELLING = {number: name for name, number in _native.DTYPES.items()}
 _global = runtime.global_process_set
 _unnamed: dict[tuple[int | None, str], Iterator[int]] = {}
@@ -104,6 +104,9 @@ class Call(TypedDict, total=False):
         splits: for alltoall, rows for each rank, tensor by tensor; empty: equal parts.
         cuda: the addresses are on a device.
         stream: a stream there.
+        waits: the caller waits for it at once, so its thread may do the lane's work.
+        rooms: the bytes at each of `outs`, for allgather and alltoall: a result of
+            another size is in memory of the core.
     """
 
     reduce_op: int
@@ -113,6 +116,11 @@ class Call(TypedDict, total=False):
     splits: Sequence[int]
     cuda: bool
     stream: int
+    waits: bool
+    rooms: Sequence[int]
+
+
+WAITS: Call = {"waits": True}
 
 
 def submit(
@@ -132,8 +140,8 @@ def submit(
         name: what the operation is called on all ranks; None gives it a number, which
             fits if all ranks submit their unnamed ones in the same order.
         ins: the tensors. Several are one operation.
-        outs: where the results go; empty for allgather, alltoall and barrier, whose
-            results are in memory of the core.
+        outs: where the results go; empty for barrier, and for allgather and alltoall
+            if their results are to be in memory of the core.
         finish: makes the caller's result from the native ticket.
         keep: what must live until the operation has ended.
 
@@ -143,14 +151,11 @@ def submit(
         TypeError, ValueError: `name` or `process_set` is wrong.
     """
     lane = runtime.lane(process_set, op)
-    if not name:
-        name = next_name(op, process_set)
-    elif not isinstance(name, str):
-        raise TypeError(f"ringjax.{op}: name must be a str, got {name!r}")
+    name = name_given(op, name) or next_name(op, process_set)
     try:
         alone = len(ins) > 1 and not runtime.config().group_fusion
         ticket = lane.submit(
-            _COLLECTIVES[op],
+            COLLECTIVES[op],
             name,
             ins,
             outs,
@@ -198,6 +203,13 @@ def join(process_set: runtime.ProcessSet = _global) -> int:
     return process_set.ranks[last]
 
 
+def name_given(op: str, name: Any) -> str | None:
+    """What an operation is to be called, or None."""
+    if name and not isinstance(name, str):
+        raise TypeError(f"ringjax.{op}: name must be a str, got {name!r}")
+    return name or None
+
+
 def next_name(op: str, process_set: runtime.ProcessSet) -> str:
     """The name of an operation without one: the same on ranks in the same order."""
     return f"noname.{next_number(op, process_set)}"
@@ -239,8 +251,14 @@ def own_rows(
     op: str, name: str | None, piece: Piece, process_set: runtime.ProcessSet
 ) -> tuple[int, ...]:
     """The shape of this rank's part in a reducescatter of `piece`."""
+    return own_shape(op, with_rows(op, name, piece)[2], process_set)
+
+
+def own_shape(
+    op: str, shape: tuple[int, ...], process_set: runtime.ProcessSet
+) -> tuple[int, ...]:
+    """As `own_rows`, for a tensor of this shape, which has rows."""
     native = runtime.lane(process_set, op)
-    shape = with_rows(op, name, piece)[2]
     rows, more = divmod(shape[0], native.size)
     return (rows + (native.rank < more), *shape[1:])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,14 @@ from ringjax import runtime
 from ringjax.eager import lane
 from ringjax.eager.arrays import operand
 from ringjax.eager.lane import Handle
-from ringjax.eager.operations import first, gather, submit
+from ringjax.eager.operations import (
+    at_once,
+    first,
+    move,
+    operands,
+    single,
+    submit,
+)
 
 _global = runtime.global_process_set
 
@@ -21,9 +28,10 @@ def allgather_async(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Handle:
     """`allgather` that returns a handle at once."""
-    return gather([tensor], name, process_set, first)
+    return _gather([tensor], name, process_set, single(out), first)
 
 
 def allgather(
@@ -31,6 +39,7 @@ def allgather(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Any:
     """Returns the rows of all ranks' tensors, in the order of the ranks.
 
@@ -39,8 +48,10 @@ def allgather(
             to rank, the other dimensions may not.
         name: what the operation is called on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
+        out: where the result goes, as for `allreduce`, with as many rows as all ranks
+            have together. It must not share memory with `tensor`.
 
-    Raises: as `allreduce`.
+    Raises: as `allreduce`; ValueError also if `out` has other rows than the result.
 
     Example:
         >>> import numpy as np, ringjax
@@ -48,7 +59,11 @@ def allgather(
         >>> ringjax.eager.allgather(np.array([7])).tolist()
         [7]
     """
-    return allgather_async(tensor, name=name, process_set=process_set).wait()
+    if out is not None:
+        result = at_once("allgather", tensor, out, name, process_set)
+        if result is not None:
+            return result
+    return _gather([tensor], name, process_set, single(out), first, waits=True).wait()
 
 
 def grouped_allgather_async(
@@ -56,9 +71,10 @@ def grouped_allgather_async(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Sequence[Any] | None = None,
 ) -> Handle:
     """`grouped_allgather` that returns a handle at once."""
-    return gather(tensors, name, process_set, list)
+    return _gather(tensors, name, process_set, out, list)
 
 
 def grouped_allgather(
@@ -66,6 +82,7 @@ def grouped_allgather(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """`allgather` of several tensors as one operation; returns a list.
 
@@ -75,9 +92,25 @@ def grouped_allgather(
         >>> [x.tolist() for x in ringjax.eager.grouped_allgather([b"a", b"bc"])]
         [[97], [98, 99]]
     """
-    handle = grouped_allgather_async(tensors, name=name, process_set=process_set)
+    handle = _gather(tensors, name, process_set, out, list, waits=True)
     result: list[Any] = handle.wait()
     return result
+
+
+def _gather(
+    tensors: Sequence[Any],
+    name: str | None,
+    process_set: runtime.ProcessSet,
+    outs: Sequence[Any] | None,
+    result: Callable[[list[Any]], Any],
+    waits: bool = False,
+) -> Handle:
+    given = operands("allgather", name, tensors)
+    return move(
+        *("allgather", name, given, outs, process_set),
+        lambda made, _: result(made),
+        waits=waits,
+    )
 
 
 def broadcast_async(
@@ -86,12 +119,11 @@ def broadcast_async(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Handle:
     """`broadcast` that returns a handle at once."""
     root = lane.root_in_set("broadcast", root_rank, process_set)
-    given = [operand("broadcast", name, tensor)]
-    out = given[0].like(given[0].array.shape)
-    return submit("broadcast", name, given, [out], process_set, first, root=root)
+    return _cast(tensor, root, name, process_set, out)
 
 
 def broadcast(
@@ -100,6 +132,7 @@ def broadcast(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Any:
     """Returns the root's `tensor` on every rank.
 
@@ -109,6 +142,7 @@ def broadcast(
         root_rank: the sender's rank in the world, also when a process set is given.
         name: what the operation is called on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
+        out: where the result goes, as for `allreduce`; maybe `tensor` itself.
 
     Raises: as `allreduce`.
 
@@ -118,8 +152,28 @@ def broadcast(
         >>> ringjax.eager.broadcast(np.arange(3), root_rank=0).tolist()
         [0, 1, 2]
     """
-    handle = broadcast_async(tensor, root_rank, name=name, process_set=process_set)
-    return handle.wait()
+    root = lane.root_in_set("broadcast", root_rank, process_set)
+    result = at_once("broadcast", tensor, out, name, process_set, root=root)
+    if result is not None:
+        return result
+    return _cast(tensor, root, name, process_set, out, waits=True).wait()
+
+
+def _cast(
+    tensor: Any,
+    root: int,
+    name: str | None,
+    process_set: runtime.ProcessSet,
+    out: Any,
+    waits: bool = False,
+) -> Handle:
+    given = [operand("broadcast", name, tensor)]
+    return submit(
+        *("broadcast", name, given, [given[0].array.shape]),
+        *(single(out), process_set, first),
+        root=root,
+        waits=waits,
+    )
 
 
 def alltoall_async(
@@ -128,23 +182,28 @@ def alltoall_async(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Handle:
     """`alltoall` that returns a handle at once."""
-    given = operand("alltoall", name, tensor)
-    lane.with_rows("alltoall", name, given.piece)
-    rows = [] if splits is None else lane.splits_of("alltoall", name, splits)
+    return _exchange(tensor, splits, name, process_set, out)
 
-    def finish(ticket: Any) -> Any:
-        received = list(ticket.received(0))
-        out = given.adopt(ticket.output(0), sum(received))
-        return out if splits is None else (out, np.array(received, np.int32))
 
-    return lane.submit(
-        *("alltoall", name, [given.piece], []),
-        finish=finish,
-        process_set=process_set,
-        splits=rows,
-        keep=given.array,
+def _exchange(
+    tensor: Any,
+    splits: Any,
+    name: str | None,
+    process_set: runtime.ProcessSet,
+    out: Any,
+    waits: bool = False,
+) -> Handle:
+    def result(made: list[Any], received: list[list[int]]) -> Any:
+        return made[0] if splits is None else (made[0], np.array(received[0], np.int32))
+
+    return move(
+        *("alltoall", name, operands("alltoall", name, [tensor])),
+        *(single(out), process_set, result),
+        splits=[] if splits is None else lane.splits_of("alltoall", name, splits),
+        waits=waits,
     )
 
 
@@ -154,6 +213,7 @@ def alltoall(
     *,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Any:
     """Sends a part of the rows to each rank, and returns the rows for this one.
 
@@ -163,6 +223,7 @@ def alltoall(
             same.
         name: what the operation is called on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
+        out: where the result goes, as for `allgather`.
 
     Returns:
         The rows that came, in the order of the ranks; with `splits` also, as int32, how
@@ -176,7 +237,11 @@ def alltoall(
         >>> ringjax.eager.alltoall(np.arange(3)).tolist()
         [0, 1, 2]
     """
-    return alltoall_async(tensor, splits, name=name, process_set=process_set).wait()
+    if out is not None and splits is None:
+        result = at_once("alltoall", tensor, out, name, process_set)
+        if result is not None:
+            return result
+    return _exchange(tensor, splits, name, process_set, out, waits=True).wait()
 
 
 def barrier(
@@ -192,5 +257,8 @@ def barrier(
         >>> ringjax.eager.barrier()
     """
     lane.submit(
-        "barrier", name, [], [], finish=lambda _: None, process_set=process_set
+        *("barrier", name, [], []),
+        finish=lambda _: None,
+        process_set=process_set,
+        waits=True,
     ).wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 from ringjax import runtime
 from ringjax.eager.lane import Handle
-from ringjax.eager.operations import first, reduce
+from ringjax.eager.operations import first, reduce, reduce_now, single
 from ringjax.ops import ReduceOp
 
 _global = runtime.global_process_set
@@ -21,6 +21,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Handle:
     """`allreduce` that returns a handle at once.
 
@@ -33,7 +34,7 @@ def allreduce_async(
     """
     return reduce(
         *("allreduce", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first),
+        *(process_set, first, single(out)),
     )
 
 
@@ -45,6 +46,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Any:
     """Reduces `tensor` over all ranks that submit an allreduce of this name.
 
@@ -61,9 +63,12 @@ def allreduce(
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be one of them.
+        out: where the result goes: a numpy array, or a PyTorch tensor on the CPU, of
+            the dtype and shape of the result, contiguous; maybe `tensor` itself. New
+            memory costs more time than the operation where it is large.
 
     Returns:
-        The reduced tensor, in the framework of `tensor`.
+        The reduced tensor, in the framework of `tensor`; `out` if that is given.
 
     Raises:
         NotInitialized: before ringjax.init().
@@ -77,10 +82,10 @@ def allreduce(
         >>> ringjax.eager.allreduce(np.arange(3.0), name="loss").tolist()
         [0.0, 1.0, 2.0]
     """
-    return reduce(
-        *("allreduce", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first),
-    ).wait()
+    return reduce_now(
+        *("allreduce", tensor, name, op, prescale_factor, postscale_factor),
+        *(process_set, out),
+    )
 
 
 def grouped_allreduce_async(
@@ -91,11 +96,12 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Sequence[Any] | None = None,
 ) -> Handle:
     """`grouped_allreduce` that returns a handle at once."""
     return reduce(
         *("allreduce", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list),
+        *(process_set, list, out),
     )
 
 
@@ -107,6 +113,7 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """`allreduce` of several tensors as one operation; returns a list.
 
@@ -120,7 +127,8 @@ def grouped_allreduce(
     """
     result: list[Any] = reduce(
         *("allreduce", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list),
+        *(process_set, list, out),
+        waits=True,
     ).wait()
     return result
 
@@ -133,11 +141,12 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Handle:
     """`reducescatter` that returns a handle at once."""
     return reduce(
         *("reducescatter", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first),
+        *(process_set, first, single(out)),
     )
 
 
@@ -149,10 +158,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Any = None,
 ) -> Any:
     """Reduces `tensor` as `allreduce`, but each rank gets only its share of the rows.
 
-    Args, Raises: as `allreduce`; the tensor is not 0-d.
+    Args, Raises: as `allreduce`; the tensor is not 0-d, and `out` not a part of it.
 
     Returns:
         Rows of the result in the order of the ranks; if they cannot be divided evenly,
@@ -164,10 +174,10 @@ def reducescatter(
         >>> ringjax.eager.reducescatter(np.ones((4, 2))).shape == (4, 2)
         True
     """
-    return reduce(
-        *("reducescatter", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first),
-    ).wait()
+    return reduce_now(
+        *("reducescatter", tensor, name, op, prescale_factor, postscale_factor),
+        *(process_set, out),
+    )
 
 
 def grouped_reducescatter_async(
@@ -178,11 +188,12 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Sequence[Any] | None = None,
 ) -> Handle:
     """`grouped_reducescatter` that returns a handle at once."""
     return reduce(
         *("reducescatter", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list),
+        *(process_set, list, out),
     )
 
 
@@ -194,10 +205,12 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = _global,
+    out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """`reducescatter` of several tensors as one operation; returns a list."""
     result: list[Any] = reduce(
         *("reducescatter", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list),
+        *(process_set, list, out),
+        waits=True,
     ).wait()
     return result

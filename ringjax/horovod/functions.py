@@ -75,7 +75,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
     """This process's rank and how many there are, as its launcher said; before `init`.
 
     Raises:
-        StartupError: the launcher's variables hold something that is not a number.
+        StartupError: the launcher's variables do not tell them.
 
     Example:
         >>> rank, size = get_env_rank_and_size()

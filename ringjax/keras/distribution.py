@@ -157,7 +157,8 @@ class Distribution:
         if not sent:
             return out
         groups = self._groups(sent, variables)
-        reduced = tensors.reduce([out[i] for i in sent], sent, groups, how)
+        theirs = [variables[i] for i in sent]
+        reduced = tensors.reduce([out[i] for i in sent], sent, theirs, groups, how)
         for i, gradient in zip(sent, reduced, strict=True):
             out[i] = gradient
         return out

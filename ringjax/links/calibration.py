@@ -98,6 +98,9 @@ def _calibrate(
     probe: _Probe, config: Config, network: Any, before: Cost | None
 ) -> tuple[Cost, str]:
     communicator, folder, known = probe.communicator, "", before or None
+    # Who has been in the job for long knows constants that newcomers do not: until all
+    # have them, all choose by the defaults.
+    communicator.set_cost({}, config.algorithm)
     if communicator.rank == 0:
         folder = config.cache_folder()
         if config.calibrate == "auto" and known is None:

@@ -95,4 +95,4 @@ def take_early(pairs: Sequence[Pair]) -> None:
     for fd, events in poll.poll(10):
         if events & select.POLLIN:
             waiting[fd].take_early()
-    time.sleep(0.005)
+    time.sleep(0.005)  # one that is at its end would make this a busy loop

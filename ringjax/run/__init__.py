@@ -7,6 +7,7 @@ Horovod has. Imports no jax; see static_job.py for the work.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import types
@@ -86,6 +87,7 @@ def run(
     from ringjax.config import Config
     from ringjax.errors import LaunchError
     from ringjax.run import environ, task
+    from ringjax.run.hosts import slots as slots_of
     from ringjax.run.hosts.host_command import Spec
     from ringjax.run.start import job_of
 
@@ -115,6 +117,7 @@ def run(
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
         verbose=verbose,
+        allocation=slots_of.allocation(base),
     )
     job = job_of(
         spec,
@@ -157,6 +160,11 @@ def _result(blob: bytes, rank: int) -> Any:
 
 class _Callable(types.ModuleType):
     """A module that is called like the function of its name."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle knows modules by their exact class, and takes along those that a
+        # function may mean: with `import ringjax`, anything.run may be this one.
+        return importlib.import_module, (self.__name__,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         if kwargs.keys() <= inspect.signature(run).parameters.keys():

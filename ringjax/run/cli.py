@@ -18,7 +18,8 @@ from ringjax import stderr
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, options
-from ringjax.run.hosts.host_command import Spec
+from ringjax.run.hosts import slots
+from ringjax.run.hosts.host_command import Spec, check_agent_command
 from ringjax.run.start import job_of
 from ringjax.run.static_job import Job
 from ringjax.settings import version as package
@@ -82,6 +83,8 @@ def launch(args: argparse.Namespace) -> int:
         verbose=args.verbose,
         handed_on=frozenset(given),
         stdin=args.stdin == "0",
+        allocation=slots.allocation(base),
+        agent_command=args.agent_command and check_agent_command(args.agent_command),
     )
     job = job_of(
         spec,

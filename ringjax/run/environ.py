@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from ringjax import config
@@ -38,15 +38,40 @@ _DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
     "GLIBC_TUNABLES": ":".join(_MALLOC),
 }
+_OURS = ("RINGJAX_", "HOROVOD_")
 # Each job makes its own; a job inside a job must not tell the outer one's.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
 # Nor is it elastic because the outer one is.
 _OUTER = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER")
+# And has its own places; by whoever's name.
+_PLACE = tuple(
+    f"{prefix}{name}"
+    for prefix in _OURS
+    for name in (
+        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+        *("HOSTNAME", "RENDEZVOUS", "JOB"),
+    )
+)
 
 
 def inherited() -> dict[str, str]:
     """This process's environment."""
     return dict(os.environ)
+
+
+def rank_defaults() -> dict[str, str]:
+    """What ranks are better off with that are started by somebody else than ringrun."""
+    return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+
+
+def own_settings() -> dict[str, str]:
+    """What this process's environment says about ringjax, for another job's ranks."""
+    drop = (*_SECRETS, *_OUTER, *_PLACE)
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key.startswith(_OURS) and key not in drop
+    }
 
 
 def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
@@ -57,12 +82,31 @@ def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, 
     return env
 
 
-def portable(env: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment makes sense on another host."""
+def for_host(
+    env: Mapping[str, str], handed_on: Set[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What of the ranks' environment another host gets: what makes sense there.
+
+    Returns:
+        What an engine there may know better; and what holds whatever it says, which is
+        ringjax's own, how modules are found, and what the user hands on.
+    """
+    portable: dict[str, str] = {}
+    ours: dict[str, str] = {}
+    for key, value in env.items():
+        if key in handed_on or key == "PYTHONPATH" or key.startswith(_OURS):
+            ours[key] = value
+        elif key not in _HOST_BOUND and not key.startswith(_HOST_BOUND_PREFIXES):
+            portable[key] = value
+    return portable, ours
+
+
+def of_engine() -> dict[str, str]:
+    """What the engine that has started this agent wants its processes to have."""
     return {
         key: value
-        for key, value in env.items()
-        if key not in _HOST_BOUND and not key.startswith(_HOST_BOUND_PREFIXES)
+        for key, value in os.environ.items()
+        if not key.startswith((*_OURS, "PYTHON"))
     }
 
 

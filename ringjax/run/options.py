@@ -92,6 +92,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.set_defaults(ignored=[])
     parser.add_argument("-v", "--version", action="version", version=version)
     _add_basic(parser)
+    _add_agent(parser)
     _add_handed(parser)
     _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
     _add_tuning(parser.add_argument_group("tuning"))
@@ -161,6 +162,17 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         "--config-file",
         metavar="FILE",
         help="options from a file: TOML (.toml), or Horovod's YAML if PyYAML is there",
+    )
+
+
+def _add_agent(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--agent-command",
+        default="",
+        metavar="COMMAND",
+        help="what starts ringrun's agent on a host, instead of srun in an allocation "
+        "of Slurm and ssh elsewhere; {host} stands for its name: "
+        "'kubectl exec -i {host} --'",
     )
 
 

@@ -22,8 +22,10 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
 _BETWEEN_STATES = 10.0  # seconds from one state of a progress bar to the next, in logs
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
-# What JAX adds below an exception, which is the line worth repeating.
-_NOTE = re.compile(r"-+$|For simplicity, JAX has removed its internal frames")
+# What JAX and ringjax add below an exception, which is the line worth repeating.
+_NOTE = re.compile(
+    r"-+$|For simplicity, JAX has removed its internal frames|Help: https://\S+$"
+)
 _CRASH = "Fatal Python error: "  # of faulthandler, and of the interpreter itself
 _STREAMS = {"stdout": 1, "stderr": 2}
 
@@ -68,7 +70,7 @@ class Console:
         self._last: dict[int, str] = {}
         self._bars: dict[tuple[int, str], float] = {}  # when a state was shown
         self._files: dict[tuple[int, str], BinaryIO] = {}
-        self._directory = None if directory is None else Path(directory)
+        self._directory = Path(directory) if directory else None
         for rank in range(size):
             self._open(rank, f"rank.{padded(rank, size)}")
 

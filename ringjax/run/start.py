@@ -28,9 +28,14 @@ _NAMES = {
 
 
 def named_hosts(
-    host_list: str | None, hostfile: str | None, variables: Mapping[str, str]
+    host_list: str | None,
+    hostfile: str | None,
+    variables: Mapping[str, str],
+    np: int | None,
 ) -> list[places.Host] | None:
     """The hosts that were asked for or that Slurm has allocated; None: this one.
+
+    An allocation of one host may have more processes than tasks, if `np` says so.
 
     Raises:
         ValueError: saying what cannot be read.
@@ -41,7 +46,10 @@ def named_hosts(
         return places.parse_hosts(host_list)
     if hostfile is not None:
         return places.parse_hostfile(hostfile)
-    return places.slurm_hosts(variables)
+    found = places.slurm_hosts(variables)
+    if found is None or len(found) > 1:
+        return found
+    return [places.Host(found[0].name, np or found[0].slots)]
 
 
 def find_hosts(
@@ -55,7 +63,7 @@ def find_hosts(
     Raises:
         ValueError: saying what cannot be read or does not fit.
     """
-    found = named_hosts(host_list, hostfile, variables)
+    found = named_hosts(host_list, hostfile, variables, np)
     if found is None:
         if np is None:
             raise ValueError("-np: say how many processes to start")
@@ -72,6 +80,7 @@ def job_of(
     hostfile: str | None = None,
     script: str | None = None,
     min_np: int | None = None,
+    max_np: int | None = None,
     directory: str | None = None,
     timestamps: bool = False,
     python: bool = False,
@@ -87,6 +96,7 @@ def job_of(
         np: number of ranks.
         hosts, hostfile, script: where they run, one of these.
         min_np: makes the job elastic, as a script does.
+        max_np: the most ranks of an elastic job.
         directory, timestamps, python: see `Console`.
         variables: the environment that may hold a Slurm allocation.
         names: what the arguments of elastic jobs are called where they were given.
@@ -99,7 +109,9 @@ def job_of(
         raise ValueError("--stdin 0: not in an elastic job, where rank 0 may be lost")
     waits = elastic.pop("elastic_timeout", None)
     if min_np is None and script is None:
-        bounds.refuse_without({**elastic, "elastic_timeout": waits}, names)
+        bounds.refuse_without(
+            {**elastic, "max_np": max_np, "elastic_timeout": waits}, names
+        )
         slots = find_hosts(np, hosts, hostfile, variables or {})
         if spec.stdin and not places.is_local(slots[0].host):
             raise ValueError(f"--stdin 0: rank 0 is on another host, {slots[0].host}")
@@ -111,9 +123,15 @@ def job_of(
 
     given = None
     if script is None or hosts is not None or hostfile is not None:
-        given = named_hosts(hosts, hostfile, variables or {})
+        given = named_hosts(hosts, hostfile, variables or {}, max_np or np)
     change = bounds.settle(
-        np=np, min_np=min_np, hosts=given, script=script, names=names, **elastic
+        np=np,
+        min_np=min_np,
+        max_np=max_np,
+        hosts=given,
+        script=script,
+        names=names,
+        **elastic,
     )
     console = Console(
         change.np or change.min_np,

@@ -107,7 +107,7 @@ class Verdict:
         if self._several:
             who += f" ({rank.host})"
         if rank.ours:  # it reported, then hung until we ended it
-            return Blame(number, 1, f"{who} failed: {_one_line(rank.report)}")
+            return Blame(number, 1, f"{who} failed: {one_line(rank.report)}")
         words = self._last_words(number)
         why = fate(code, text=rank.exit_text, report=rank.report, last_words=words)
         return Blame(number, code, who + why)
@@ -147,7 +147,7 @@ def fate(
             return f" was {how}"
     if not words:
         return f" failed with {how}"
-    return f" failed: {_one_line(words)} ({how})"
+    return f" failed: {one_line(words)} ({how})"
 
 
 def blames_others(words: str) -> bool:
@@ -160,7 +160,7 @@ def blames_others(words: str) -> bool:
     return bool(_CONSEQUENCE.search(words))
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """The first line of a report, cut to what a terminal can show."""
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= 500 else line[:497] + "..."

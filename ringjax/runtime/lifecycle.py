@@ -419,13 +419,14 @@ def _install_hooks() -> None:
     ) -> None:
         # At a prompt an exception ends a line, not the process.
         if _world is not None and not _forked and not hasattr(sys, "ps1"):
-            _world.fail(_first_line(kind, error))
+            _world.fail(first_line(kind, error))
         previous(kind, error, trace)
 
     sys.excepthook = announce
 
 
-def _first_line(kind: type[BaseException], error: BaseException) -> str:
+def first_line(kind: type[BaseException], error: BaseException) -> str:
+    """What the others are told of an exception."""
     try:
         text = str(error)
     except Exception:  # a broken __str__ must not hide the failure

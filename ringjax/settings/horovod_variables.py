@@ -62,7 +62,8 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     ("there are no NVTX ranges", "DISABLE_NVTX_RANGES"),
     ("log lines have no time; ringrun -prefix-timestamp adds it", "LOG_HIDE_TIME"),
     (
-        "there is no Spark",
+        "say `start_timeout=` to `ringjax.spark.run`; ranks find modules as the driver "
+        "does, and see the GPUs of their task",
         "SPARK_START_TIMEOUT SPARK_WORK_DIR SPARK_PYTHONPATH "
         "SPARK_USE_LOCAL_RANK_GPU_INDEX",
     ),

@@ -60,13 +60,15 @@ class Call:
         Raises:
             ValueError: there is no such set any more.
         """
-        found = _sets.get(self.process_set_id, global_process_set)
-        if self.process_set_id and found.process_set_id != self.process_set_id:
-            raise ValueError(
-                f"{lane.title(self.op, self.name)}: there is no process set "
-                f"{self.process_set_id}"
-            )
-        return found
+        number = self.process_set_id
+        found = _sets.get(number, global_process_set)
+        if found.process_set_id == number:
+            return found
+        if number == 0:  # an equal set of a world that has ended
+            return global_process_set
+        raise ValueError(
+            f"{lane.title(self.op, self.name)}: there is no process set {number}"
+        )
 
     def details(self, process_set: ProcessSet) -> lane.Call:
         """What the lane wants to know besides the tensors."""
@@ -92,6 +94,7 @@ def number_of(process_set: ProcessSet, op: str) -> int:
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
         )
     if process_set is global_process_set:
+        _sets[0] = process_set  # not an equal one, which may have a time limit
         return 0
     number = process_set.process_set_id
     if number is None:

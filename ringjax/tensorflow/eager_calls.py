@@ -55,7 +55,7 @@ def _run(call: Call, tensors: Sequence[Any], splits: Sequence[int]) -> Results:
         _itself,
         process_set,
         (arrays, outs),
-        **details,
+        **(details | lane.WAITS),
     ).wait()
     received: list[list[int]] = []
     if not outs:

@@ -18,6 +18,7 @@ from ringjax import runtime
 from ringjax.horovod.functions import split_list
 from ringjax.ops import Adasum, Average, Sum
 from ringjax.runtime import global_process_set
+from ringjax.tensorflow import alike
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.calls import number_of
 from ringjax.tensorflow.compression import Compression
@@ -159,7 +160,7 @@ class Reduction:
         held = None if variables is None else [variables[i] for i in shared]
         chosen = [gradients[i] for i in shared]
         groups = indices_of(self.settings.groups, chosen, held)
-        reduced = reduce_gradients(chosen, groups, self.settings)
+        reduced = reduce_gradients(chosen, groups, self.settings, held)
         for i, gradient in zip(shared, reduced, strict=True):
             gradients[i] = gradient
         if local and self.settings.scale_local_gradients:
@@ -191,7 +192,10 @@ def _make_allreduce_grads_fn(
 
 @as_written
 def reduce_gradients(
-    gradients: Sequence[Any], groups: Sequence[Sequence[int]], settings: Settings
+    gradients: Sequence[Any],
+    groups: Sequence[Sequence[int]],
+    settings: Settings,
+    variables: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Reduces all of these; what is None stays None.
 
@@ -200,6 +204,8 @@ def reduce_gradients(
         groups: indices of gradients that are to be one operation each; others are put
             together by their bytes. `settings.groups` is not looked at.
         settings: how they travel.
+        variables: whose gradients these are. In some steps there is a look whether all
+            ranks have the same, and a warning if not.
 
     Raises:
         NotImplementedError, RingjaxError, tf.errors.OpError: as `Reduction`.
@@ -226,7 +232,9 @@ def reduce_gradients(
         return made
 
     def reduce() -> list[Any]:
-        reduced = _reduced(made, units(made, groups), settings)
+        own = [variables[i] for i in present] if variables else []
+        with tf.control_dependencies(alike.check(settings.name, own, process_set)):
+            reduced = _reduced(made, units(made, groups), settings)
         return [reduced[i] for i in present]
 
     def keep() -> list[Any]:

@@ -63,14 +63,50 @@ def run(
         _shape_of_result(call, shape, each, native.rank)
         for shape, each in zip(shapes, rows, strict=True)
     ]
-    order = getattr(graph, _ORDER, None)
-    if order is None:
-        order = tf.zeros([1], tf.uint32)
+    order = _order_of(graph)
+    kinds = [*zip(outs, (t.dtype for t in tensors), strict=True), ([1], tf.uint32)]
     *results, order = _module(
-        [*tensors, order], [*outs, [1]], _attributes(call, native, members, rows)
+        *("ringjax_run", [*tensors, order], kinds),
+        _attributes(call, native, members, rows),
     )
     setattr(graph, _ORDER, order)
     return results, [each[: native.size] for each in rows if call.op in _RAGGED]
+
+
+def check(call: Call, tensors: Sequence[Any], names: Sequence[str], first: int) -> None:
+    """Adds a look whether all ranks have the same parameters; see `ffi/check.cc`.
+
+    Args:
+        call: has the name, and who takes part.
+        tensors: the parameters.
+        names: theirs.
+        first: the first call that looks.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    if not nodes.is_compiled_itself(graph) or not all(
+        t.dtype in _KINDS for t in tensors
+    ):
+        return  # no collective can be here, and says so itself
+    xla_handlers.ensure_registered()
+    members = call.members()
+    attributes = {
+        "comm": runtime.communicator(members, call.op).id,
+        "every": runtime.config().check_parameters,
+        "first": first,
+        "count": len(tensors),
+        "name": call.name,
+        "names": "\n".join(name.replace("\n", " ") for name in names),
+        "timeout": float(timeouts.now(members.timeout)),
+    }
+    given = [_order_of(graph), *tensors]
+    (order,) = _module("ringjax_check", given, [([1], tf.uint32)], _texts(attributes))
+    setattr(graph, _ORDER, order)
+
+
+def _order_of(graph: Any) -> Any:
+    """What the next call of a graph takes."""
+    order = getattr(graph, _ORDER, None)
+    return tf.zeros([1], tf.uint32) if order is None else order
 
 
 def _are_equal(splits: Any, shape: Any, call: Call) -> bool:
@@ -131,7 +167,11 @@ def _attributes(call: Call, native: Any, members: Any, rows: list[list[int]]) ->
     }
     if limit >= 0:
         found["timeout"] = float(limit)
-    return ", ".join(f"{name} = {_written(value)}" for name, value in found.items())
+    return _texts(found)
+
+
+def _texts(attributes: dict[str, Any]) -> str:
+    return ", ".join(f"{name} = {_written(x)}" for name, x in attributes.items())
 
 
 def _written(value: Any) -> str:
@@ -152,23 +192,24 @@ def _written(value: Any) -> str:
     return f"{int(value)} : i64"
 
 
-def _module(tensors: Sequence[Any], shapes: list[list[int]], text: str) -> list[Any]:
-    """Adds a node that is one custom call."""
-    dtypes = [tensor.dtype for tensor in tensors]
+def _module(
+    target: str, tensors: Sequence[Any], results: Sequence[tuple[Any, Any]], text: str
+) -> list[Any]:
+    """Adds a node that is one custom call; of its results, shapes and dtypes."""
     ins = [_type(t.shape.as_list(), t.dtype) for t in tensors]
-    outs = [_type(*pair) for pair in zip(shapes, dtypes, strict=True)]
-    places = range(len(tensors))
-    given = ", ".join(f"%a{i}: {ins[i]}" for i in places)
-    names = ", ".join(f"%a{i}" for i in places)
-    results = ", ".join(f"%r#{i}" for i in places)
+    outs = [_type(*each) for each in results]
+    given = ", ".join(f"%a{i}: {kind}" for i, kind in enumerate(ins))
+    names = ", ".join(f"%a{i}" for i in range(len(ins)))
+    found = ", ".join(f"%r#{i}" for i in range(len(outs)))
     ins_text, outs_text = ", ".join(ins), ", ".join(outs)
     module = f"""
     func.func public @main({given}) -> ({outs_text}) {{
-      %r:{len(ins)} = stablehlo.custom_call @ringjax_run({names}) {{
+      %r:{len(outs)} = stablehlo.custom_call @{target}({names}) {{
         api_version = 4 : i32, has_side_effect = true, backend_config = {{{text}}}
       }} : ({ins_text}) -> ({outs_text})
-      return {results} : {outs_text}
+      return {found} : {outs_text}
     }}"""
+    shapes, dtypes = [list(s) for s, _ in results], [d for _, d in results]
     return list(nodes.call_module(tensors, _VERSION, module, shapes, dtypes))
 
 

@@ -108,7 +108,9 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`broadcast` into `tensor` itself, which is returned; not differentiable."""
-    result: Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
+    call = _from(root_rank, process_set) | lane.WAITS
+    handle = elementwise("broadcast", [tensor], name, process_set, first, call, True)
+    result: Tensor = handle.wait()
     return result
 
 
@@ -137,10 +139,13 @@ def broadcast(
         (mean,) = reduced(gradients, None, Compression.none, call, process_set)
         return [mean if runtime.rank() == root_rank else torch.zeros_like(mean)]
 
-    return differentiable(
-        lambda t: ([broadcast_async(t[0], root_rank, name, process_set).wait()], rule),
-        [tensor],
-    )[0]
+    def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
+        call = _from(root_rank, process_set) | lane.WAITS
+        return elementwise(
+            *("broadcast", tensors, name, process_set, tuple, call)
+        ).wait(), rule
+
+    return differentiable(run, [tensor])[0]
 
 
 def alltoall_async(
@@ -153,6 +158,16 @@ def alltoall_async(
 
     The handle gives the rows and how many came from each rank, also without `splits`.
     """
+    return _exchange(tensor, splits, name, process_set)
+
+
+def _exchange(
+    tensor: Tensor,
+    splits: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    waits: bool = False,
+) -> Handle:
     rows = [] if splits is None else lane.splits_of("alltoall", name, splits)
     where = splits.device if isinstance(splits, Tensor) else "cpu"
 
@@ -160,7 +175,7 @@ def alltoall_async(
         ((out, received),) = results
         return out, torch.tensor(received, dtype=torch.int32, device=where)
 
-    return ragged("alltoall", [tensor], name, process_set, pick, rows)
+    return ragged("alltoall", [tensor], name, process_set, pick, rows, waits)
 
 
 def alltoall(
@@ -194,7 +209,7 @@ def alltoall(
     """
 
     def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        handle = alltoall_async(tensors[0], splits, name, process_set)
+        handle = _exchange(tensors[0], splits, name, process_set, waits=True)
         out, received = handle.wait()
         back = received.tolist()
         return (out, received), lambda gradients: [
@@ -236,7 +251,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         HorovodInternalError: a rank does not come, or is gone.
     """
     lane.submit(
-        "barrier", None, [], [], finish=lambda _: None, process_set=process_set
+        *("barrier", None, [], []),
+        finish=lambda _: None,
+        process_set=process_set,
+        waits=True,
     ).wait()
 
 

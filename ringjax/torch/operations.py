@@ -87,6 +87,7 @@ def ragged(
     process_set: ProcessSet,
     pick: Callable[[list[tuple[Tensor, list[int]]]], Any],
     splits: Sequence[int] = (),
+    waits: bool = False,
 ) -> Handle:
     """Submits what finds out while it runs how many rows its results have."""
     pieces, held, where = given(op, name, tensors)
@@ -111,7 +112,7 @@ def ragged(
         finish,
         process_set,
         held,
-        **(where | {"splits": splits}),
+        **(where | {"splits": splits, "waits": waits}),
     )
 
 
@@ -139,7 +140,8 @@ def reduced(
         return reduced(gradients, None, Compression.none, call, process_set)
 
     def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        handle = elementwise("allreduce", packed, name, process_set, tuple, call)
+        now = call | lane.WAITS
+        handle = elementwise("allreduce", packed, name, process_set, tuple, now)
         return handle.wait(), rule
 
     return _compressed(tensors, compression, run)
@@ -160,7 +162,8 @@ def scattered(
         return gathered([scale * gradient for gradient in gradients], None, process_set)
 
     def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        handle = elementwise("reducescatter", packed, name, process_set, tuple, call)
+        now = call | lane.WAITS
+        handle = elementwise("reducescatter", packed, name, process_set, tuple, now)
         return handle.wait(), rule
 
     return _compressed(tensors, compression, run)
@@ -172,7 +175,9 @@ def gathered(
     """A differentiable allgather of `tensors` as one operation."""
 
     def run(given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        results = ragged("allgather", given, name, process_set, list).wait()
+        results = ragged(
+            *("allgather", given, name, process_set, list), waits=True
+        ).wait()
         me = process_set.rank()
         places = [(sum(rows[:me]), rows[me]) for _, rows in results]
 

@@ -65,7 +65,8 @@ def allreduce_(
 ) -> Tensor:
     """`allreduce` into `tensor` itself, which is returned; not differentiable."""
     call = reduction(average, op, prescale_factor, postscale_factor)
-    handle = elementwise("allreduce", [tensor], name, process_set, first, call, True)
+    now = call | lane.WAITS
+    handle = elementwise("allreduce", [tensor], name, process_set, first, now, True)
     result: Tensor = handle.wait()
     return result
 
@@ -149,7 +150,8 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """`allreduce_` of several tensors as one operation; returns them."""
     call = reduction(average, op, prescale_factor, postscale_factor)
-    handle = elementwise("allreduce", tensors, name, process_set, tuple, call, True)
+    now = call | lane.WAITS
+    handle = elementwise("allreduce", tensors, name, process_set, tuple, now, True)
     result: tuple[Tensor, ...] = handle.wait()
     return result
 

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringjax import runtime
 from ringjax.ops import Sum
-from ringjax.torch.movement import allgather_async
-from ringjax.torch.reductions import allreduce_async
+from ringjax.torch.movement import allgather
+from ringjax.torch.reductions import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -121,7 +121,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         grad_x = None
         if needs_x:
             name = "sync_batch_norm.backward"
-            total = allreduce_async(sums, name=name, op=Sum).wait() / ctx.count
+            total = allreduce(sums, name=name, op=Sum) / ctx.count
             scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
             centred = dy - _along(total[0], x) - normal * _along(total[1], x)
             grad_x = (centred * _along(scale, x)).to(x.dtype)
@@ -152,7 +152,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     # In float64: counts must be exact.
     mine = torch.cat([mean.new_tensor([count]), mean, var]).double()
     name = "sync_batch_norm.forward"
-    every: Tensor = allgather_async(mine[None], name=name).wait()
+    every: Tensor = allgather(mine[None], name=name)
     counts, means, vars = every.tensor_split([1, 1 + x.size(1)], dim=1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total

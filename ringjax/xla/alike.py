@@ -27,6 +27,7 @@ def check(
     every: int,
     name: str,
     timeout: float,
+    first: int = -1,
 ) -> Any:
     """Returns `seq`; parameters that differ between ranks are a warning, no error.
 
@@ -38,6 +39,8 @@ def check(
       every: at how manieth steps they are compared.
       name: stands for the call in error messages.
       timeout: of waiting for other ranks.
+      first: from 0: `seq` has no number of the step, so calls are counted, and
+        this is the first one to look at. In elastic jobs, none is.
     """
     chosen = [
         (x, n)
@@ -50,6 +53,7 @@ def check(
             *(chosen[i][0] for i in cut),
             comm=comm,
             every=every,
+            first=first,
             name=name,
             names=tuple(chosen[i][1] for i in cut),
             timeout=timeout,
@@ -83,6 +87,12 @@ def _lower(
     )
 
 
+def _lower_several(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+    """None yet: the devices would have to compare each shard by itself."""
+    del ctx, program, params
+    return [operands[0]]
+
+
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     """An ensemble: the parameters of all members at once, and one seq for all."""
     seq, *leaves = args
@@ -98,4 +108,4 @@ def _jvp(args: Any, ts: Any, **params: Any) -> Any:
 
 jax_private.set_shape_rule(_check_p, lambda seq, *_, **__: [seq], ordered=False)
 jax_private.set_rules(_check_p, batch=_batch, jvp=_jvp, transpose=None)
-jax_private.register_lowering(_check_p, _lower)
+jax_private.register_lowering(_check_p, _lower, _lower_several)

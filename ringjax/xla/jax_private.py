@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -22,7 +22,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
 from ringjax import _native, runtime
-from ringjax.xla import placement, tokens
+from ringjax.xla import placement, ties, tokens
 
 Zero = ad.Zero
 Primitive = jax.extend.core.Primitive
@@ -36,6 +36,7 @@ def new_primitive(name: str) -> Any:
     primitive = Primitive(name)
     primitive.multiple_results = True
     _dispatch.simple_impl(primitive)
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
 
 
@@ -111,10 +112,48 @@ def producers(values: Sequence[Any]) -> list[int]:
 # -- lowering --------------------------------------------------------------------------
 
 
-def register_lowering(primitive: Any, rule: Any) -> None:
+class Program(NamedTuple):
+    """The devices of a program over several of them.
+
+    Attributes:
+      devices: in the order of the program; of other processes, too.
+      mesh: None if the program is still to be cut into what each device does; else what
+        is lowered is one device's part already, and the mesh is of all of them.
+    """
+
+    devices: tuple[Any, ...]
+    mesh: Any
+
+
+def _program(ctx: Any, name: str) -> Program | None:
+    """None: it is for one device."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is None:
+        if (getattr(axes, "num_devices", 1) or 1) == 1:
+            return None
+        return Program(tuple(axes.device_assignment), None)
+    if mesh.size == 1:
+        return None
+    missing = set(mesh.axis_names) - set(axes.manual_axes)
+    if missing:
+        raise ValueError(
+            f"ringjax.{name}: this shard_map leaves the mesh axes {sorted(missing)} to "
+            "JAX: name all axes in `axis_names`, or call it outside of the shard_map"
+        )
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(
+            f"ringjax.{name}: this shard_map does not say which devices it is for: "
+            "give it a mesh of devices, or call jax.set_mesh before"
+        )
+    return Program(tuple(mesh.devices.flat), mesh)
+
+
+def register_lowering(primitive: Any, rule: Any, several: Any = None) -> None:
     """Lowers `primitive` by ``rule(ctx, platform, *operands, **params)``.
 
-    The platform is "cpu" or "cuda"; the others are refused.
+    The platform is "cpu" or "cuda"; the others are refused. ``several(ctx, program,
+    *operands, **params)`` is for programs over several devices, on CPUs.
 
     ``cacheable=False`` is essential: by default JAX lowers every equation into a
     function of its own, no two calls would share a block, and the tie would silently
@@ -122,12 +161,14 @@ def register_lowering(primitive: Any, rule: Any) -> None:
     """
 
     def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        _check_devices(ctx, primitive.name)
+        program = _program(ctx, primitive.name)
         _register_handlers("cpu")
-        return rule(ctx, "cpu", *operands, **params)
+        if program is None:
+            return rule(ctx, "cpu", *operands, **params)
+        return several(ctx, program, *operands, **params)
 
     def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-        _check_devices(ctx, primitive.name)
+        _check_single(ctx, primitive.name)
         if not _lowering.only:
             _check_communicator(primitive.name, params["comm"])
         _register_handlers("cuda")
@@ -145,15 +186,13 @@ def register_lowering(primitive: Any, rule: Any) -> None:
     mlir.register_lowering(primitive, elsewhere, cacheable=False)
 
 
-def _check_devices(ctx: Any, name: str) -> None:
-    axes = ctx.module_context.axis_context
-    mesh = getattr(axes, "mesh", None)
-    count = mesh.size if mesh is not None else getattr(axes, "num_devices", 1)
-    if count is not None and count > 1:
+def _check_single(ctx: Any, name: str) -> None:
+    program = _program(ctx, name)
+    if program is not None:
         raise ValueError(
-            f"ringjax.{name}: this program runs on {count} devices of this process, "
-            "but a program with ringjax in it runs on one: start one process per "
-            "device, and keep `tensor` on a single device"
+            f"ringjax.{name}: this program runs on {len(program.devices)} CUDA devices "
+            "of this process, but a program with ringjax in it runs on one of them: "
+            "start one process per device, and keep `tensor` on a single device"
         )
 
 
@@ -208,48 +247,6 @@ def _register_handlers(platform: str) -> None:
         _registered.add(platform)
 
 
-class _LastCalls(threading.local):
-    """The last ringjax value of every block of the module being lowered."""
-
-    module: Any = None
-    values: dict[Any, tuple[Any, Any]]
-    chains = 0
-    enabled = True
-
-    def of(self, module: Any) -> dict[Any, tuple[Any, Any]]:
-        # Holding the module keeps its blocks alive: no address is reused meanwhile.
-        if self.module is not module:
-            self.module, self.values, self.chains = module, {}, 0
-        return self.values
-
-
-_last_calls = _LastCalls()
-
-
-def chain_number(ctx: Any) -> int:
-    """A number for a chain of overlapped calls: another one for each in a module."""
-    _last_calls.of(ctx.module_context.module)
-    number, _last_calls.chains = _last_calls.chains, _last_calls.chains + 1
-    return number
-
-
-def last_value(ctx: Any) -> list[Any]:
-    """The order value that the next call of this block will be tied to, if any."""
-    last = _last_calls.of(ctx.module_context.module)
-    block = mlir.ir.InsertionPoint.current.block
-    return [last[block][0]] if _last_calls.enabled and block in last else []
-
-
-@contextlib.contextmanager
-def untied() -> Iterator[None]:
-    """Lowers without the tie. For the control experiment of the order tests only."""
-    _last_calls.enabled = False
-    try:
-        yield
-    finally:
-        _last_calls.enabled = True
-
-
 def emit(
     ctx: Any,
     target: str,
@@ -260,6 +257,7 @@ def emit(
     aliases: Mapping[int, int],
     attributes: Mapping[str, Any],
     tie: bool = True,
+    inside: bool = False,
 ) -> list[Any]:
     """Emits one custom call whose last operand and last result are its order value.
 
@@ -269,16 +267,16 @@ def emit(
 
     Of `aliases`, operand to result, those stay out that would cost a copy, and in an
     elastic job all: a call that the loss of a rank breaks off is repeated.
+
+    `inside`: it is lowered for a program that has been lowered already, on a thread of
+    XLA's, which must remember nothing; aliases and ties are the caller's.
     """
-    elastic = runtime.elastic()
-    kept = [i for i in aliases if elastic or _is_kept(operands[i])]
-    last = _last_calls.of(ctx.module_context.module)
-    block = mlir.ir.InsertionPoint.current.block
+    kept = () if inside else kept_of(operands)
     operands, avals_in = list(operands), list(avals_in)
-    if tie and _last_calls.enabled and block in last:
-        value, aval = last[block]
-        operands.append(value)
-        avals_in.append(aval)
+    if tie and not inside:
+        for value, aval in ties.last_values(ctx):
+            operands.append(value)
+            avals_in.append(aval)
     rule = jax.ffi.ffi_lowering(
         target,
         has_side_effect=True,
@@ -287,8 +285,15 @@ def emit(
     )
     local = ctx.replace(avals_in=avals_in, avals_out=list(avals_out))
     results: list[Any] = list(rule(local, *operands))
-    last[block] = (results[-1], avals_out[-1])
+    if not inside:
+        ties.note_value(ctx, results[-1], avals_out[-1])
     return results
+
+
+def kept_of(values: Sequence[Any]) -> tuple[int, ...]:
+    """The places of values whose memory a result must not have."""
+    elastic = runtime.elastic()
+    return tuple(i for i, v in enumerate(values) if elastic or _is_kept(v))
 
 
 def _is_kept(value: Any) -> bool:
@@ -345,6 +350,30 @@ def emit_ordered(
     return out
 
 
+def lower_function(
+    ctx: Any,
+    function: Any,
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+) -> list[Any]:
+    """Emits what ``function(*operands)`` traces to, which has no effects."""
+    local = ctx.replace(
+        avals_in=list(avals_in),
+        avals_out=list(avals_out),
+        tokens_in=mlir.TokenSet(),
+        tokens_out=None,
+    )
+    traced = mlir.lower_fun(lambda *xs: list(function(*xs)), multiple_results=True)
+    return list(traced(local, *operands))
+
+
+def varying(aval: Any) -> frozenset[str] | None:
+    """The axes of the mesh over which a value in shard_map differs, if known."""
+    kind = getattr(aval, "mat", aval)
+    return getattr(kind, "varying", getattr(kind, "vma", None))
+
+
 def plus_one(value: Any, aval: Any) -> Any:
     """Emits the addition of 1 to an integer array that is being lowered."""
     return stablehlo.add(value, mlir.ir_constant(np.ones(aval.shape, aval.dtype)))
@@ -365,7 +394,7 @@ def _attribute(value: Any) -> Any:
 
 def _drain() -> None:
     """Lets dispatched programs finish before the links under them are closed."""
-    _last_calls.module = None
+    ties.forget()
     if not _bridge.backends_are_initialized():
         return  # nothing ever ran, or JAX's own exit came first
     waits = [jax.effects_barrier, *(a.block_until_ready for a in jax.live_arrays())]

@@ -1,24 +1,20 @@
 """From a declaration to a JAX primitive: shapes, batching, derivatives, order.
 
 A collective takes any number of operands and is one native call. What it means is said
-in `collectives/<op>.py`; what JAX calls things in `jax_private.py`. Also here: the
-chained allreduce of gradients, whose order is an array instead of an effect. No input
-checks.
+in `collectives/<op>.py`; what JAX calls things in `jax_private.py`. The allreduce of
+gradients is in `chained.py`. No input checks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ringjax import _native, runtime
 from ringjax.ops import ReduceOp as ReduceOp
-from ringjax.xla import buckets, jax_private
-from ringjax.xla.backward import Backward
+from ringjax.xla import buckets, jax_private, shards
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
 
@@ -75,22 +71,38 @@ def collective(
 
     def lower(ctx: Any, platform: str, *operands: Any, **params: Any) -> list[Any]:
         if platform == "cuda" and name in ("allreduce", "reducescatter"):
-            _check_nccl(name, ctx.avals_in, params)
-        whole = platform == "cuda" or runtime.elastic()
-        cuts = buckets.pieces(
-            len(operands), len(operands) or 1 if whole else buckets.MOST
-        )
+            check_nccl(name, ctx.avals_in, params)
+        pieces = cuts(len(operands), whole=platform == "cuda")
         return jax_private.emit_ordered(
             ctx,
             "ringjax_run",
             operands,
-            [(cut, attributes(name, select(params, cut))) for cut in cuts],
+            [(cut, attributes(name, select(params, cut))) for cut in pieces],
             in_place=in_place,
         )
 
-    jax_private.register_lowering(primitive, lower)
+    def several(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+        refuse_adasum(name, params["reduce_op"], NO_SHARDS)
+        calls = [
+            (cut, attributes(name, select(params, cut))) for cut in cuts(len(operands))
+        ]
+        if program.mesh is None and operands and not in_place:
+            raise ValueError(
+                f"ringjax.{name}: `tensor` is in a program over {len(program.devices)} "
+                "devices, and its shape changes: call it inside of jax.shard_map, "
+                "where each device does it with its own part"
+            )
+        return shards.lower_ordered(ctx, program, operands, calls, in_place=in_place)
+
+    jax_private.register_lowering(primitive, lower, several)
     _primitives[name] = primitive
     return primitive
+
+
+def cuts(count: int, *, whole: bool = False) -> buckets.Cuts:
+    """The operands of each native call."""
+    whole = whole or runtime.elastic()
+    return buckets.pieces(count, count or 1 if whole else buckets.MOST)
 
 
 def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any]:
@@ -99,7 +111,7 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
     By name, because the derivatives of collectives lead to each other in circles.
     """
     primitive, params = _primitives[collective], {**DEFAULTS, **params}
-    cuts = _programs(operands)
+    cuts = programs(operands)
     if len(cuts) == 1:
         return list(primitive.bind(*operands, **params))
     return [
@@ -109,7 +121,7 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
     ]
 
 
-def _programs(operands: Sequence[Any]) -> buckets.Cuts:
+def programs(operands: Sequence[Any]) -> buckets.Cuts:
     """What is compiled together: outside of jit, what would be one native call in it.
 
     Time to compile grows faster than a program. In an elastic job the loss of a rank
@@ -136,7 +148,7 @@ def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
     return {**out, "site": 0, "first": 0, "last": 0, "in_flight": 0, **extra}
 
 
-def _check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
+def check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
     """Refuses what only the CPU engine can reduce, before anything is compiled."""
     op = ReduceOp(params["reduce_op"])
     if op is ReduceOp.Adasum:
@@ -184,6 +196,10 @@ def refuse_adasum(what: str, op: int, lacks: str) -> None:
         raise TypeError(f"ringjax.{what}: op=Adasum has {lacks}")
 
 
+NO_SHARDS = (
+    "no meaning in a program over several devices: its weights are those of whole "
+    "tensors, and these are in pieces"
+)
 NO_VMAP = (
     "no vmap: its weights are those of whole tensors, and a batch would become one; "
     "use a loop or jax.lax.map"
@@ -244,207 +260,3 @@ def _sparse_transpose(rule: TransposeRule) -> Any:
         return out
 
     return transpose
-
-
-# -- the gradient path: order is an array ----------------------------------------------
-
-_chained_p = jax_private.new_primitive("allreduce_chained")
-
-
-def bucketed_allreduce(
-    leaves: Sequence[Any],
-    seq: Any,
-    *,
-    op: int,
-    wire: int,
-    prescale: float,
-    postscale: float,
-    process_set: runtime.ProcessSet,
-    cuts: tuple[tuple[int, ...], ...],
-    overlapped: bool,
-    overlapped_on_device: bool | None = None,
-    name: str,
-    names: tuple[str, ...],
-) -> tuple[list[Any], Any]:
-    """Allreduces all `leaves` in one chain that starts and ends in a sequence number.
-
-    No JAX effect: the call keeps JAX's fast dispatch, and a failure poisons nothing.
-
-    Args:
-      leaves: arrays of any shapes and dtypes.
-      seq: uint32[1], the result of the previous call of the same chain.
-      op: a `ReduceOp`.
-      wire: the number of the dtype on the wire, -1 for none.
-      prescale: multiplies each rank's leaves.
-      postscale: multiplies the results.
-      process_set: who takes part.
-      cuts: the indices of the leaves of each bucket, in the order of readiness.
-      overlapped: False: one call that works in place. True: one START per bucket as
-        soon as its leaves exist, and its DONE as late as possible: after the last
-        START, or, on CPUs, when the gradients on their way are RINGJAX_OVERLAP_MEMORY
-        bytes. CPUs also cut buckets for that; ranks with other settings get an error
-        that says which of them sent what. In an elastic job all of them are on their
-        way, and there is one call if RINGJAX_ELASTIC_OVERLAP_MEMORY is not enough.
-      overlapped_on_device: the same where the program is compiled for a CUDA device,
-        which is known only later. None: as `overlapped`.
-      name: stands for the call in error messages.
-      names: one for each leaf, for error messages, or none.
-
-    Returns:
-      The reduced leaves and ``seq + 1``.
-    """
-    if sorted(i for cut in cuts for i in cut) != list(range(len(leaves))):
-        raise ValueError(
-            f"cuts must hold every index below {len(leaves)} once, got {cuts}"
-        )
-    if not leaves:
-        return [], seq
-    seq = jnp.asarray(seq)
-    if seq.shape != (1,) or seq.dtype != jnp.uint32:
-        raise ValueError(
-            f"ringjax.allreduce_grads: the state's `seq` must be uint32[1], got "
-            f"{seq.dtype}{list(seq.shape)}; was the optimizer state cast or mapped?"
-        )
-    on_device = overlapped if overlapped_on_device is None else overlapped_on_device
-    params = {
-        **DEFAULTS,
-        "overlapped": bool(overlapped),
-        "overlapped_on_device": bool(on_device),
-        "memory": runtime.config().overlap_memory,
-        "comm": runtime.communicator(process_set, "allreduce_grads").id,
-        "timeout": process_set.limit(),
-        "reduce_op": int(op),
-        "wire": int(wire),
-        "prescale": float(prescale),
-        "postscale": float(postscale),
-        "name": name,
-        "names": tuple(names),
-    }
-    if overlapped or len(_programs([*leaves, seq])) == 1:
-        *out, seq = _chained_p.bind(*leaves, seq, cuts=cuts, **params)
-        return list(out), seq
-    out, before = [], seq
-    for cut in buckets.pieces(len(leaves)):
-        alone = {**select(params, cut), "cuts": (tuple(range(len(cut))),)}
-        *ys, seq = _chained_p.bind(*(leaves[i] for i in cut), before, **alone)
-        out, before = (
-            [*out, *ys],
-            seq - jnp.uint32(1),
-        )  # one step, however many programs
-    return out, seq
-
-
-def _chained_lower(
-    ctx: Any,
-    platform: str,
-    *operands: Any,
-    cuts: Any,
-    overlapped: bool,
-    overlapped_on_device: bool,
-    memory: int,
-    **params: Any,
-) -> list[Any]:
-    *leaves, seq = operands
-    *avals, seq_aval = ctx.avals_in
-    sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
-    if on_device := platform == "cuda":
-        _check_nccl("allreduce_grads", avals, params)
-        overlapped = overlapped_on_device
-    # There all buckets of a step can run again if a rank is lost, so all are on their
-    # way at once, each as it is and as a sum; or there is one call.
-    whole = runtime.elastic() and not on_device
-    if whole:
-        twice = 2 * buckets.packed(sizes)
-        overlapped &= twice <= runtime.config().elastic_overlap_memory
-    cuts, calls, in_flight = buckets.timetable(
-        sizes,
-        cuts,
-        math.inf if on_device else memory,
-        overlapped=overlapped,
-        whole=whole,
-    )
-    chain = jax_private.chain_number(ctx) if overlapped else 0
-
-    def call(kind: str, site: int, seq: Any) -> Any:
-        cut = cuts[site]
-        types = [*(avals[i] for i in cut), seq_aval]
-        begins = kind != "done" and site == 0
-        *out, seq = jax_private.emit(
-            ctx,
-            f"ringjax_{kind}",
-            [*(leaves[i] for i in cut), seq],
-            types,
-            types,
-            aliases={i: i for i in range(len(types))},
-            attributes=attributes(
-                "allreduce",
-                select(params, cut),
-                site=site | chain << 16 if overlapped else 0,
-                first=int(begins and overlapped),
-                last=int((kind, site) == calls[-1]),
-                in_flight=in_flight,
-            ),
-            # The others hang on the first one by seq.
-            tie=begins,
-        )
-        for i, value in zip(cut, out, strict=True):
-            leaves[i] = value
-        return seq
-
-    ties = [seq, *jax_private.last_value(ctx)]
-    backward = Backward(leaves, ties) if on_device and overlapped else None
-    for kind, site in calls:
-        if kind == "start" and backward:
-            with backward.behind([leaves[i] for i in cuts[site]]):
-                seq = call(kind, site, seq)
-                if site + 1 < len(cuts):
-                    seq = backward.hold(seq, [leaves[i] for i in cuts[site + 1]])
-        else:
-            seq = call(kind, site, seq)
-    # The handlers of a device cannot read seq: there it only orders, and is counted up
-    # by the program.
-    return [*leaves, jax_private.plus_one(seq, seq_aval) if on_device else seq]
-
-
-def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:
-    """An ensemble: all members carry the same seq, and one call moves them all."""
-    refuse_adasum("allreduce_grads", params["reduce_op"], NO_VMAP)
-    *leaves, seq = args
-    *leaf_dims, seq_dim = dims
-    if seq_dim is not None:
-        seq = jax.lax.index_in_dim(seq, 0, seq_dim, keepdims=False)
-    return _chained_p.bind(*leaves, seq, **params), [*leaf_dims, None]
-
-
-def _chained_jvp(args: Any, ts: Any, **params: Any) -> Any:
-    """Tangents travel by the stand-alone allreduce, which has all derivative rules."""
-
-    def tangents(_xs: Any, live: Any, _ys: Any, kw: Any) -> Any:
-        kept = {k: v for k, v in kw.items() if k in DEFAULTS}
-        op = ReduceOp(kept["reduce_op"])
-        if op not in LINEAR:
-            raise TypeError(
-                f"ringjax.allreduce_grads: op={op.name} has no derivative here; use "
-                "Average or Sum, or reduce by ringjax.allreduce"
-            )
-        return bind("allreduce", live, **kept)
-
-    # seq is an integer: its tangent is a symbolic zero, so it never is live.
-    float0 = [
-        t if _is_live(t) else jax_private.zero_tangent(x)
-        for x, t in zip(args, ts, strict=True)
-    ]
-    return sparse_jvp(_chained_p, args, float0, params, tangents)
-
-
-def _is_live(tangent: Any) -> bool:
-    return type(tangent) is not jax_private.Zero and tangent.dtype != jax.dtypes.float0
-
-
-jax_private.set_shape_rule(
-    _chained_p, lambda *a, **kw: same_shape(a, **kw), ordered=False
-)
-jax_private.set_rules(
-    _chained_p, batch=_chained_batch, jvp=_chained_jvp, transpose=None
-)
-jax_private.register_lowering(_chained_p, _chained_lower)

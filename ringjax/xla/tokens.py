@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jax._src import compilation_cache as _cache
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
@@ -83,6 +84,30 @@ def _leave_tokens_in_place() -> None:
 
 
 _leave_tokens_in_place()
+
+
+def _cache_no_tokens_of_several_devices() -> None:
+    """Leaves programs out of JAX's persistent cache that jaxlib cannot write there.
+
+    It saves the layouts of arguments, and a token has none: where a program is for
+    several devices, the process would end by SIGSEGV.
+    """
+    cache: Any = _cache
+    put = cache.put_executable_and_time
+
+    def put_executable_and_time(
+        key: Any, name: Any, executable: Any, *more: Any, **options: Any
+    ) -> None:
+        if len(executable.local_devices()) > 1 and any(
+            "token[]" in module.to_string() for module in executable.hlo_modules()
+        ):
+            return
+        put(key, name, executable, *more, **options)
+
+    cache.put_executable_and_time = put_executable_and_time
+
+
+_cache_no_tokens_of_several_devices()
 
 
 def forget_failed() -> None:

@@ -29,7 +29,9 @@ from support.launch import Job, StartJob
 
 PROGRAM = Path(__file__).with_name("program.py")
 EAGER = Path(__file__).with_name("eager_program.py")  # numpy: newcomers come sooner
-SILENCE = 2.0  # seconds after which a silent rank is declared lost
+# Seconds after which a silent rank is declared lost: more than any has to wait for a
+# core of a busy machine, where several compile.
+SILENCE = 4.0
 SETTINGS = {
     "RINGJAX_FAILURE_TIMEOUT": f"{SILENCE:g}",
     "RINGJAX_HEARTBEAT": "0.2",
@@ -203,7 +205,7 @@ class Chaos:
                     os.kill(pid, signal.SIGTERM)
                 case "freeze":
                     os.kill(pid, signal.SIGSTOP)
-                    time.sleep(chance.uniform(0.05, 0.3) * SILENCE)
+                    time.sleep(chance.uniform(0.03, 0.15) * SILENCE)
                     os.kill(pid, signal.SIGCONT)
                 case "fence":
                     os.kill(pid, signal.SIGSTOP)

@@ -27,8 +27,8 @@ class Generations {
   };
 
   explicit Generations(int size, EagerOptions options = {}, size_t tile = 4096,
-                       double patience = 60)
-      : options_(options), tile_(tile), patience_(patience) {
+                       double patience = 60, const std::string& algorithm = "")
+      : options_(options), tile_(tile), patience_(patience), algorithm_(algorithm) {
     for (int w = 0; w < size; ++w) members.push_back(Add());
     Form();
     for (int w : members) Install(w);
@@ -138,6 +138,7 @@ class Generations {
       o.members = world;
       o.epoch = epoch_;
       o.collective_timeout = 60;
+      if (size > 1) o.algorithm = algorithm_;
       Worker& w = workers[static_cast<size_t>(members[r])];
       w.communicator =
           std::make_shared<Communicator>(o, std::move(links[r]), std::move(bells[r]),
@@ -149,6 +150,7 @@ class Generations {
   const EagerOptions options_;
   const size_t tile_;
   const double patience_;
+  const std::string algorithm_;
   uint32_t epoch_ = 0;
   Verdict verdict_;
 };

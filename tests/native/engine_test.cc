@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <ctime>
 #include <random>
 #include <thread>
 
@@ -208,6 +209,40 @@ TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   CHECK_EQ(zero->lost()[0].first, 2);
   close(other[1]);
+}
+
+TEST(AHeartbeatNoticesManyThatDieAtOnce) {
+  std::vector<Heartbeat::Peer> peers;
+  std::vector<int> ends;
+  for (int rank = 1; rank <= 150; ++rank) {
+    int pair[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+    peers.push_back({rank, pair[0]});
+    ends.push_back(pair[1]);
+  }
+  const auto zero = std::make_shared<Heartbeat>(0, peers, 10.0, 60.0, MakeBell());
+  for (const int fd : ends) close(fd);
+  for (int i = 0; i < 500 && zero->lost().size() < ends.size(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK_EQ(zero->lost().size(), ends.size());
+}
+
+// A forked child has copies of all sockets for a moment; a copy is as good as a child.
+TEST(AHeartbeatRestsWhileAForkedChildHasALostSocket) {
+  int pair[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+  const int copy = dup(pair[0]);
+  const auto zero = std::make_shared<Heartbeat>(
+      0, std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 60.0, MakeBell());
+  close(pair[1]);
+  for (int i = 0; i < 500 && zero->lost().empty(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK_EQ(zero->lost().size(), 1u);
+  const auto before = std::clock();
+  for (int i = 0; i < 50 && std::clock() - before < CLOCKS_PER_SEC / 10; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK(std::clock() - before < CLOCKS_PER_SEC / 10);
+  close(copy);
 }
 
 // Of a process that stops at once: 0 if its heartbeat blames nobody for that.

@@ -8,6 +8,7 @@
 #include <limits>
 #include <random>
 
+#include "base/cpu_level.h"
 #include "check.h"
 
 namespace ringjax {
@@ -174,10 +175,13 @@ std::vector<Arithmetic> FloatArithmetics() {
 
 TEST(ReduceFloats) {
   size_t turn = 0;
-  for (const Arithmetic& a : FloatArithmetics())
-    for (size_t n : kSizes)
-      for (int ends = 0; ends < 4; ++ends)
-        CheckFloats(a, ends & 1, ends & 2, n, turn++ % 9);
+  for (CpuLevel level : {CpuLevel::kBase, CpuLevel::kV3, CpuLevel::kV4}) {
+    const LevelForTests forced(level);
+    for (const Arithmetic& a : FloatArithmetics())
+      for (size_t n : kSizes)
+        for (int ends = 0; ends < 4; ++ends)
+          CheckFloats(a, ends & 1, ends & 2, n, turn++ % 9);
+  }
 }
 
 // What a peer receives and decodes is what it would have computed with.

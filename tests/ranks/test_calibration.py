@@ -146,6 +146,29 @@ def test_a_forced_algorithm_stays_forced(
     assert stats["algorithms"] == {"double_tree": 1}
 
 
+@pytest.mark.ranks(3)
+def test_members_of_an_elastic_job_know_constants_that_newcomers_do_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = (int(os.environ["RINGJAX_RANK"]) + 1) // 2
+    start(monkeypatch, hostname=f"host{host}", shm="0", calibrate="off")
+    world = runtime.communicator()
+    known = DEFAULTS | {"local_latency": 1e-2}
+
+    def choice(cost: dict[str, float]) -> str:
+        seconds = _native.predict("broadcast", 8, world.hosts, cost)
+        return min(seconds, key=lambda item: item[1])[0]
+
+    assert choice(known) != choice(DEFAULTS)
+    newcomer = ringjax.rank() == 2
+    world.set_cost({} if newcomer else known)
+    before = {} if newcomer else known
+    cost, how = calibration.calibrate(world, runtime.config(), "a network", before)
+    assert how == "remembered"
+    assert said_by_all(cost) == [known] * 3
+    assert total() == 3
+
+
 SCRIPT = """
 import os, sys, time
 os.environ["RINGJAX_HOSTNAME"] = "host" + os.environ["RINGJAX_RANK"]

@@ -53,6 +53,10 @@ SHORT = {
         ["--epochs", "1", "--pause", "0"],
         r"step   20 .* images  loss \d.*\n(.*\n)*.*result: \d+\.\d+% after \d+ steps",
     ),
+    "jax_fsdp.py": (
+        ["--steps", "10", "--width", "16", "--layers", "1", "--length", "16"],
+        r"step   10  2 rank.*bits/char\n(.*\n)*.*result: \d.*kernels in 4 shards",
+    ),
     "torch_elastic.py": (
         ["--epochs", "1", "--pause", "0"],
         r"step   20 .* images  loss \d.*\n(.*\n)*.*result: \d+\.\d+% after \d+ steps",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
+from support.handshakes import needs_tls
 
 import ringjax
 from ringjax import _native, runtime
@@ -210,10 +212,8 @@ def test_without_shared_memory() -> None:
     assert runtime.communicator().stats()["transports"] == {"tcp": 1}
 
 
-@pytest.mark.ranks(2, isolated=True)
-@pytest.mark.filterwarnings("ignore:.*fork:")
-def test_a_forked_child_knows_its_place_and_hurts_nobody() -> None:
-    ringjax.init()
+def fork_and_go_on() -> None:
+    """A forked child sees that it is no rank, and ends; its parent goes on."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -240,5 +240,28 @@ def test_a_forked_child_knows_its_place_and_hurts_nobody() -> None:
         assert file.read() == f"[True, True, True] {place} 0"
     os.waitpid(child, 0)
     assert total(1) == 2
+
+
+@pytest.mark.ranks(2, isolated=True)
+@pytest.mark.filterwarnings("ignore:.*fork:")
+def test_a_forked_child_knows_its_place_and_hurts_nobody() -> None:
+    ringjax.init()
+    fork_and_go_on()
     late = ringjax.add_process_set([0])  # the parent's doors are still open
     assert ringjax.remove_process_set(late)
+
+
+# Keys are used once for each record: parent and child must not both go on with them.
+ENCRYPTED = {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required", "RINGJAX_HEARTBEAT": "0.05"}
+
+
+@needs_tls
+@pytest.mark.ranks(2, isolated=True, env=ENCRYPTED)
+@pytest.mark.filterwarnings("ignore:.*fork:")
+def test_nor_does_a_forked_child_disturb_encrypted_links() -> None:
+    ringjax.init()
+    for _ in range(3):
+        assert total(1) == 2
+        fork_and_go_on()
+        time.sleep(0.2)  # for heartbeats
+    assert total(1) == 2

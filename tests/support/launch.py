@@ -24,7 +24,11 @@ from support import leaks
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job must not take itself for a part of the job that started pytest.
-_FOREIGN = ("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+_FOREIGN = (
+    *("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_"),
+    *("JSM_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_", "PET_"),
+    *("SKYPILOT_", "JOB_COMPLETION_INDEX", "RANK", "WORLD_SIZE", "MASTER_"),
+)
 _LAUNCHER = "ringjax.run"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import ringjax
 from ringjax import runtime
-from ringjax.xla import primitive
+from ringjax.xla import chained as gradients
 
 
 def chained(leaves: list[Any], seq: Any, cuts: Any = None, **options: Any) -> Any:
@@ -29,7 +29,7 @@ def chained(leaves: list[Any], seq: Any, cuts: Any = None, **options: Any) -> An
         "name": "grads",
         "names": tuple(f"leaf{i}" for i in range(len(leaves))),
     }
-    return primitive.bucketed_allreduce(leaves, seq, **{**arguments, **options})
+    return gradients.bucketed_allreduce(leaves, seq, **{**arguments, **options})
 
 
 SEQ = np.zeros(1, np.uint32)

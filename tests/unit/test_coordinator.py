@@ -136,7 +136,7 @@ def test_a_loss(town: Callable[..., Town]) -> None:
         assert revoke.lost.keys() == {1} == worker.gone().keys()
         worker.report(0, {0: (5, 6, True), 3: (2, 2, False)}, {1: [0, 2]}, 2)
     members = hear(two, Members)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
     assert (members.epoch, members.kind, members.rank) == (1, "repair", 1)
     assert (members.previous, members.ranks) == ((0, 2), (0, -1, 1))
     assert members.verdicts == {0: (6, True), 3: (2, False)}

@@ -12,6 +12,7 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.(?:py|cc))::(\w+)`", TEXT)))
 FILES = sorted(set(re.findall(r"`((?:tests|benchmarks)/[\w/]+\.(?:py|cc))`", TEXT)))
 
 _FOLDERS = ("ringjax", "xla_ext", "tests", "examples", "benchmarks", "docs")
+_FOLDERS += ("release",)
 _LISTED = [
     str(path.relative_to(ROOT))
     for path in [

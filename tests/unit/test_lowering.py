@@ -25,7 +25,7 @@ from support.stacked import raises
 
 import ringjax
 from ringjax import _native, runtime
-from ringjax.xla import jax_private
+from ringjax.xla import jax_private, ties
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,7 +164,7 @@ def test_without_the_tie_the_control_has_none() -> None:
         return ringjax.allreduce(x), chained([x + 1], SEQ)
 
     assert [len(call.operands) for call in calls(program, jnp.ones(3))] == [2, 3]
-    with jax_private.untied():
+    with ties.untied():
         assert [len(call.operands) for call in calls(program, jnp.ones(4))] == [2, 2]
 
 
@@ -356,22 +356,29 @@ def test_process_set_that_is_not_registered() -> None:
         ringjax.allgather(jnp.ones(2), process_set=ringjax.ProcessSet([0]))
 
 
-def test_several_local_devices() -> None:
+def test_refusals_in_programs_over_several_local_devices() -> None:
     code = """
 import jax, jax.numpy as jnp, ringjax
 from jax.sharding import NamedSharding, PartitionSpec as P
 ringjax.init()
-mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-x = jax.device_put(jnp.ones(4), NamedSharding(mesh, P("i")))
-inside = jax.shard_map(ringjax.allreduce, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-for f in (ringjax.allreduce, jax.jit(ringjax.allreduce), jax.jit(inside)):
+auto = (jax.sharding.AxisType.Auto,) * 2
+mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=auto)
+x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("i")))
+part = jax.shard_map(ringjax.allreduce, mesh=mesh, in_specs=P("i"), out_specs=P("i"),
+                     axis_names={"i"})
+lost = jax.shard_map(ringjax.allreduce, mesh=mesh.abstract_mesh, in_specs=P("i"),
+                     out_specs=P("i"))
+adasum = ringjax.allreduce_grads(op=ringjax.Adasum)
+for f in (ringjax.allgather, jax.jit(ringjax.reducescatter), jax.jit(part),
+          jax.jit(lambda x: adasum.update(x, adasum.init(x))),
+          lambda x: ringjax.allreduce(x, op=ringjax.Adasum), jax.jit(lost)):
     try:
         jax.block_until_ready(f(x))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         print(str(error).splitlines()[0])
-print(ringjax.allreduce(jax.device_put(x, jax.devices()[0])).shape)
+print(ringjax.allgather(jax.device_put(x, jax.devices()[0])).shape)
 """
-    variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         env=environment("devices", variables),
@@ -380,8 +387,12 @@ print(ringjax.allreduce(jax.device_put(x, jax.devices()[0])).shape)
         timeout=50,
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == 4, done.stderr
-    assert "`tensor` is sharded over 2 local devices" in lines[0]
-    assert "this program runs on 2 devices of this process" in lines[1]
-    assert "this program runs on 2 devices of this process" in lines[2]
-    assert lines[3] == "(4,)"
+    assert len(lines) == 7, done.stderr
+    for line, op in zip(lines, ("allgather", "reducescatter"), strict=False):
+        assert line.startswith(f"ringjax.{op}: `tensor` is in a program over 4 devices")
+        assert "call it inside of jax.shard_map" in line
+    assert "leaves the mesh axes ['j'] to JAX" in lines[2]
+    for line, op in zip(lines[3:5], ("allreduce_grads", "allreduce"), strict=False):
+        assert line.startswith(f"ringjax.{op}: op=Adasum has no meaning in a program")
+    assert "does not say which devices it is for" in lines[5]
+    assert lines[6] == "(4, 4)"

@@ -337,7 +337,7 @@ def test_a_killed_process_is_noticed_and_leaves_nothing(host: int) -> None:
         workers[1].send_signal(signal.SIGKILL)
         assert workers[0].stdout is not None
         assert workers[0].stdout.readline() == "noticed b''\n"
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         assert workers[0].wait(10) == 0
     finally:
         for worker in workers:

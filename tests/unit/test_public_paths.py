@@ -35,7 +35,8 @@ MODULES = {
         ringjax ringjax.common ringjax.common.basics ringjax.common.elastic
         ringjax.common.exceptions ringjax.common.process_sets ringjax.common.util
         ringjax.config ringjax.data ringjax.data.data_loader_base ringjax.data.sampler
-        ringjax.eager ringjax.elastic ringjax.errors ringjax.ops ringjax.run
+        ringjax.eager ringjax.elastic ringjax.errors ringjax.ops ringjax.ray ringjax.run
+        ringjax.run.engine_job ringjax.spark
         ringjax.runner ringjax.runner.common.util.env ringjax.runner.elastic.worker
         ringjax.runtime ringjax.timeline
     """,
@@ -62,6 +63,7 @@ MODULES = {
 }
 FRAMEWORKS = {"ringjax.torch": "torch", "ringjax.tensorflow": "tensorflow"}
 FRAMEWORKS["ringjax.keras"] = "tensorflow"
+FRAMEWORKS |= {"ringjax.ray": "ray", "ringjax.spark": "pyspark"}  # see tests/engines
 # Written in documents, and no path of ours.
 ELSEWHERE = ("ringjax.mxnet",)
 

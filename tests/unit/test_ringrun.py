@@ -49,6 +49,14 @@ def test_notes_of_jax_are_no_reason() -> None:
     assert last_line(done) == "ringrun: rank 0 failed: ValueError: x (exit code 1)"
 
 
+def test_the_link_below_an_error_of_ours_is_no_reason() -> None:
+    code = "import ringjax; raise ringjax.errors.StartupError('nobody came')"
+    done = ringrun("-np", "1", sys.executable, "-c", code)
+    assert "troubleshooting.html#startuperror\n" in done.stderr
+    why = "ringjax.errors.StartupError: nobody came (exit code 1)"
+    assert last_line(done) == f"ringrun: rank 0 failed: {why}"
+
+
 def test_a_crash_is_the_reason_and_not_what_is_printed_behind_it() -> None:
     code = "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
     done = ringrun("-np", "1", sys.executable, "-c", code)

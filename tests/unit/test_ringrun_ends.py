@@ -144,7 +144,7 @@ def test_control_c_on_a_terminal(start: Start) -> None:
     code, text, seconds = job.end()
     assert code == 130
     assert text.rstrip().endswith("ringrun: ended by SIGINT")
-    assert seconds < 2
+    assert seconds < 5
 
 
 def test_no_colour_if_not_wanted(start: Start) -> None:
@@ -171,7 +171,7 @@ def test_a_second_control_c_ends_at_once(start: Start) -> None:
     os.write(job.writer, b"\x03")
     code, _, seconds = job.end()
     assert code == 130
-    assert seconds < 1
+    assert seconds < 1.8
 
 
 def test_sigterm(start: Start) -> None:
@@ -181,7 +181,7 @@ def test_sigterm(start: Start) -> None:
     code, text, seconds = job.end()
     assert code == 143
     assert text.rstrip().endswith("ringrun: ended by SIGTERM")
-    assert seconds < 2
+    assert seconds < 5
 
 
 def test_control_c_while_nobody_reads_our_output(start: Start) -> None:
@@ -193,7 +193,7 @@ def test_control_c_while_nobody_reads_our_output(start: Start) -> None:
     job.process.send_signal(signal.SIGINT)
     begin = time.monotonic()
     assert job.process.wait(20) == 130
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
     assert len(job.text) == before
 
 
@@ -344,7 +344,7 @@ def test_control_c_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
     job.process.send_signal(signal.SIGINT)
     code, _, seconds = job.end()
     assert code == 130
-    assert seconds < 2
+    assert seconds < 5
 
 
 def test_control_c_is_sigint_on_other_hosts_too(

@@ -96,6 +96,15 @@ def test_output_files(tmp_path: Path) -> None:
     assert "[10]<stdout>:out 10\n" in done.stdout
 
 
+def test_no_name_is_no_output_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ringrun("-np", "2", "--output-filename", "", *sh("echo out"))
+    assert done.returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_timestamps() -> None:
     words = ["-np", "1", "--prefix-output-with-timestamp", *sh("echo hello")]
     stamp, _, rest = ringrun(*words).stdout.partition("[0]<stdout>:")

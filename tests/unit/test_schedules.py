@@ -20,6 +20,7 @@ Counts = list[list[int]]
 Step = dict[str, Any]
 
 ROWS: list[tuple[str, str]] = _native.algorithms()
+ON_ONE_HOST = ("shared", "reading")
 SIZES = [*range(1, 18), 23, 32, 33]
 
 
@@ -54,9 +55,9 @@ def layouts(size: int) -> Iterator[list[int]]:
 
 
 def applies(op: str, algorithm: str, host: list[int]) -> bool:
-    if algorithm == "shared":
+    if algorithm in ON_ONE_HOST:
         return len(set(host)) == 1
-    if algorithm != "hierarchical":
+    if not algorithm.startswith("hierarchical"):
         return True
     ranks = [host.count(h) for h in sorted(set(host))]
     several = 1 < len(ranks) < len(host)
@@ -139,7 +140,7 @@ def test_uneven_counts_on_any_hosts(
 ) -> None:
     host = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
     if not applies(op, algorithm, host):
-        host = [0] * len(host) if algorithm == "shared" else [0, 1, 1, 0]
+        host = [0] * len(host) if algorithm in ON_ONE_HOST else [0, 1, 1, 0]
     counts = data.draw(uneven_counts(op, len(host)))
     root = data.draw(st.integers(0, len(host) - 1)) if op == "broadcast" else 0
     prove(op, algorithm, counts, host, root)
@@ -311,9 +312,25 @@ def test_hierarchical_numbers_on_uneven_hosts(host: list[int]) -> None:
     assert sum(crossing("broadcast", "hierarchical", n, host)) == (hosts - 1) * n
 
 
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (4, 2), (8, 2), (16, 3)])
+def test_halving_between_hosts_has_a_logarithm_of_steps(hosts: int, ranks: int) -> None:
+    n = 12 * hosts * ranks
+    for host in (
+        [r // ranks for r in range(hosts * ranks)],
+        [0, *range(hosts)],  # uneven: leaders
+    ):
+        widest = max(host.count(h) for h in host)
+        report = prove("allreduce", "hierarchical_halving", [[n]] * len(host), host)
+        assert report["steps"] <= 2 * ceil_log2(widest) + 2 * ceil_log2(hosts)
+        leaving = 2 * (hosts - 1) * n // hosts
+        assert crossing("allreduce", "hierarchical_halving", n, host) == (
+            [leaving] * hosts
+        )
+
+
 @pytest.mark.parametrize(("op", "algorithm"), ROWS)
 def test_one_rank_copies_and_scales_once(op: str, algorithm: str) -> None:
-    if algorithm == "hierarchical":
+    if algorithm.startswith("hierarchical"):
         host = [0, 0, 1, 1]  # needs hosts; its local copies are covered elsewhere
         assert not applies(op, algorithm, [0])
         prove(op, algorithm, even_counts(op, 4, 7), host)
@@ -327,7 +344,7 @@ def test_one_rank_copies_and_scales_once(op: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    [row for row in ROWS if row[1] not in ("halving", "bruck")],
+    [row for row in ROWS if "halving" not in row[1] and row[1] != "bruck"],
 )
 def test_what_is_passed_on_came_in_one_message(op: str, algorithm: str) -> None:
     """So that the executor can forward a message while it is still coming in."""

@@ -13,6 +13,7 @@ from ringjax import stderr
 
 @pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2> >(exit)"])
 def test_nowhere_to_write(where: str) -> None:
+    # Later, so that who might have read it has gone.
     code = "import time; from ringjax.stderr import line; time.sleep(0.1); line('a'); "
     words = [sys.executable, "-c", code + "line('b'); print('on')"]
     done = subprocess.run(

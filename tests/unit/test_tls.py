@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy
+from support.handshakes import converse, needs_tls
 from support.launch import environment
 from support.waiting import until
 
 from ringjax.control import addresses, handshake, tls
 from ringjax.control.handshake import Introduction, Purpose
 from ringjax.control.rendezvous import Server
-from ringjax.control.sealing import Keys
 from ringjax.control.session import Session, join
 from ringjax.control.tls import Layer, Offer, supported
 from ringjax.errors import AuthenticationError, StartupError
@@ -32,32 +32,6 @@ HELLO = Introduction(JOB, Purpose.RENDEZVOUS, caller=0, callee=-1)
 TOKEN = "a sentence that nobody else may read"
 SUITES = ("TLS_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256")
 
-needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
-
-
-def converse(mine: Offer, theirs: Offer) -> tuple[Keys, Keys]:
-    """Both halves of a handshake, until both have come to their end."""
-    steps = (
-        handshake.call(SECRET, replace(HELLO, tls=mine)),
-        handshake.answer(SECRET, JOB, lambda introduction: "", theirs),
-    )
-    inbox, wants = [b"", b""], [0, 0]
-    for end in (0, 1):
-        output, wants[end] = next(steps[end])
-        inbox[1 - end] += output
-    done: dict[int, Keys] = {}
-    while len(done) < 2:
-        end = next(e for e in (0, 1) if e not in done and len(inbox[e]) >= wants[e])
-        piece, inbox[end] = inbox[end][: wants[end]], inbox[end][wants[end] :]
-        try:
-            output, wants[end] = steps[end].send(piece)
-            inbox[1 - end] += output
-        except StopIteration as finished:
-            done[end] = finished.value[1]
-    assert inbox == [b"", b""], "one end took less than the other one said"
-    return done[0], done[1]
-
-
 # Who uses it.
 
 
@@ -66,7 +40,7 @@ def converse(mine: Offer, theirs: Offer) -> tuple[Keys, Keys]:
     [(Offer.NONE, Offer.NONE), (Offer.ABLE, Offer.NONE), (Offer.NONE, Offer.ABLE)],
 )
 def test_without_one_of_both_it_stays_in_the_clear(mine: Offer, theirs: Offer) -> None:
-    one, other = converse(mine, theirs)
+    one, other = converse(SECRET, HELLO, mine, theirs)
     assert one.layer is other.layer is None
     assert other.opener().feed(one.sealer().seal({"a": 1})) == [{"a": 1}]
 
@@ -75,7 +49,7 @@ def test_without_one_of_both_it_stays_in_the_clear(mine: Offer, theirs: Offer) -
 @pytest.mark.parametrize("mine", [Offer.ABLE, Offer.REQUIRED])
 @pytest.mark.parametrize("theirs", [Offer.ABLE, Offer.REQUIRED])
 def test_two_that_can_do(mine: Offer, theirs: Offer) -> None:
-    one, other = converse(mine, theirs)
+    one, other = converse(SECRET, HELLO, mine, theirs)
     assert one.layer is not None and other.layer is not None
     assert one.layer.cipher == other.layer.cipher
     assert one.layer.cipher in [f"TLSv1.3 {suite}" for suite in SUITES]
@@ -165,7 +139,7 @@ def test_an_announced_length_is_not_believed(head: bytes) -> None:
 
 @needs_tls
 def test_one_thread_may_send_while_another_receives() -> None:
-    one, other = converse(Offer.ABLE, Offer.ABLE)
+    one, other = converse(SECRET, HELLO, Offer.ABLE, Offer.ABLE)
     sealer, opener, back = one.sealer(), other.opener(), other.sealer()
     stream = b"".join(back.seal({"n": n}) for n in range(300))
     reading, found = one.opener(), []

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "base/clones.h"
+#include "base/cpu_level.h"
 #include "base/float_mode.h"
 #include "base/reduce_kernels.h"
 #include "base/status.h"
@@ -100,7 +100,7 @@ RINGJAX_INLINE void Weighted(void* out, const void* a, V wa, const void* b, V wb
 
 void CheckFloat(DType dtype) { RJ_CHECK(IsFloat(dtype), "moments of no float"); }
 
-RINGJAX_CLONES void MomentsByType(const void* a, const void* b, size_t n, DType dtype,
+RINGJAX_INLINE void MomentsByType(const void* a, const void* b, size_t n, DType dtype,
                                   Moments* moments) {
   switch (dtype) {
     case DType::kF16:
@@ -114,7 +114,7 @@ RINGJAX_CLONES void MomentsByType(const void* a, const void* b, size_t n, DType 
   }
 }
 
-RINGJAX_CLONES void WeightedByType(void* out, const void* a, double wa, const void* b,
+RINGJAX_INLINE void WeightedByType(void* out, const void* a, double wa, const void* b,
                                    double wb, size_t n, DType dtype) {
   const float fa = static_cast<float>(wa), fb = static_cast<float>(wb);
   switch (dtype) {
@@ -134,14 +134,14 @@ RINGJAX_CLONES void WeightedByType(void* out, const void* a, double wa, const vo
 void AddMoments(const void* a, const void* b, size_t n, DType dtype, Moments* moments) {
   CheckFloat(dtype);
   const FloatMode mode;
-  MomentsByType(a, b, n, dtype, moments);
+  ByLevel<MomentsByType>(a, b, n, dtype, moments);
 }
 
 void AddWeighted(void* out, const void* a, double wa, const void* b, double wb,
                  size_t n, DType dtype) {
   CheckFloat(dtype);
   const FloatMode mode;
-  WeightedByType(out, a, wa, b, wb, n, dtype);
+  ByLevel<WeightedByType>(out, a, wa, b, wb, n, dtype);
 }
 
 }  // namespace ringjax

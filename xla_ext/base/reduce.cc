@@ -1,12 +1,12 @@
 // Chooses the loop for a dtype, wire dtype, operation and scaling. The loops are in
-// reduce_kernels.h; the functions marked RINGJAX_CLONES hold copies of them for several
-// generations of x86-64, and the dynamic linker picks one of each when it loads us.
+// reduce_kernels.h; ByLevel has copies of them for several generations of x86-64.
 #include "base/reduce.h"
 
 #include <algorithm>
 
-#include "base/clones.h"
+#include "base/cpu_level.h"
 #include "base/float_mode.h"
+#include "base/half_blocks.h"
 #include "base/reduce_kernels.h"
 #include "base/status.h"
 
@@ -40,7 +40,7 @@ RINGJAX_INLINE void PlainFloats(const Operands& p, ReduceOp op) {
   }
 }
 
-RINGJAX_CLONES void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
+RINGJAX_INLINE void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
   switch (dtype) {
     case DType::kF16:
       return PlainFloats<Half, Half>(p, op);
@@ -53,7 +53,7 @@ RINGJAX_CLONES void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
   }
 }
 
-RINGJAX_CLONES void CombineComplexProducts(const Operands& p, DType dtype) {
+RINGJAX_INLINE void CombineComplexProducts(const Operands& p, DType dtype) {
   if (dtype == DType::kC64) {
     MultiplyComplex<float>(p.out, p.own, p.received, p.n);
   } else {
@@ -86,7 +86,7 @@ RINGJAX_INLINE void Bools(const Operands& p, ReduceOp op) {
   }
 }
 
-RINGJAX_CLONES void CombineIntegers(const Operands& p, DType dtype, ReduceOp op) {
+RINGJAX_INLINE void CombineIntegers(const Operands& p, DType dtype, ReduceOp op) {
   switch (dtype) {
     case DType::kBool:
       return Bools(p, op);
@@ -110,13 +110,13 @@ RINGJAX_CLONES void CombineIntegers(const Operands& p, DType dtype, ReduceOp op)
 }
 
 void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
-  if (IsFloat(dtype)) return CombineFloats(p, dtype, op);
-  if (IsComplex(dtype)) return CombineComplexProducts(p, dtype);
-  CombineIntegers(p, dtype, op);
+  if (IsFloat(dtype)) return ByLevel<CombineFloats>(p, dtype, op);
+  if (IsComplex(dtype)) return ByLevel<CombineComplexProducts>(p, dtype);
+  ByLevel<CombineIntegers>(p, dtype, op);
 }
 
 // The middle of a compressed ring, which is the hot one for sums.
-RINGJAX_CLONES void AddFromWire(const Operands& p, DType dtype, DType wire) {
+RINGJAX_INLINE void AddFromWire(const Operands& p, DType dtype, DType wire) {
   const bool half = wire == DType::kF16;
   if (dtype == DType::kF32) {
     if (half) return CombinePlain<F32, Half, Add>(p.out, p.own, p.received, p.n);
@@ -140,7 +140,7 @@ RINGJAX_INLINE void ScaledFloats(const Operands& p, ReduceOp op, const Factors<V
   }
 }
 
-RINGJAX_CLONES void CombineScaledFloats(const Operands& p, const Arithmetic& a,
+RINGJAX_INLINE void CombineScaledFloats(const Operands& p, const Arithmetic& a,
                                         const Factors<float>& f) {
   if (a.dtype == DType::kF16) return ScaledFloats<Half, Half>(p, a.op, f);
   if (a.dtype == DType::kBF16) return ScaledFloats<BFloat16, BFloat16>(p, a.op, f);
@@ -149,14 +149,14 @@ RINGJAX_CLONES void CombineScaledFloats(const Operands& p, const Arithmetic& a,
   ScaledFloats<F32, F32>(p, a.op, f);
 }
 
-RINGJAX_CLONES void CombineScaledDoubles(const Operands& p, const Arithmetic& a,
+RINGJAX_INLINE void CombineScaledDoubles(const Operands& p, const Arithmetic& a,
                                          const Factors<double>& f) {
   if (a.wire == DType::kF16) return ScaledFloats<F64, Half>(p, a.op, f);
   if (a.wire == DType::kBF16) return ScaledFloats<F64, BFloat16>(p, a.op, f);
   ScaledFloats<F64, F64>(p, a.op, f);
 }
 
-RINGJAX_CLONES void RescaleFloats(const Operands& p, const Arithmetic& a,
+RINGJAX_INLINE void RescaleFloats(const Operands& p, const Arithmetic& a,
                                   const Factors<float>& f) {
   if (a.dtype == DType::kF16) return Rescale<Half, Half>(p.out, p.own, p.n, f);
   if (a.dtype == DType::kBF16) return Rescale<BFloat16, BFloat16>(p.out, p.own, p.n, f);
@@ -165,14 +165,14 @@ RINGJAX_CLONES void RescaleFloats(const Operands& p, const Arithmetic& a,
   Rescale<F32, F32>(p.out, p.own, p.n, f);
 }
 
-RINGJAX_CLONES void RescaleDoubles(const Operands& p, const Arithmetic& a,
+RINGJAX_INLINE void RescaleDoubles(const Operands& p, const Arithmetic& a,
                                    const Factors<double>& f) {
   if (a.wire == DType::kF16) return Rescale<F64, Half>(p.out, p.own, p.n, f);
   if (a.wire == DType::kBF16) return Rescale<F64, BFloat16>(p.out, p.own, p.n, f);
   Rescale<F64, F64>(p.out, p.own, p.n, f);
 }
 
-RINGJAX_CLONES void NarrowFloats(void* wire, const void* own, size_t n,
+RINGJAX_INLINE void NarrowFloats(void* wire, const void* own, size_t n,
                                  const Arithmetic& a, double before) {
   const bool half = a.wire == DType::kF16;
   if (a.dtype == DType::kF32) {
@@ -184,7 +184,7 @@ RINGJAX_CLONES void NarrowFloats(void* wire, const void* own, size_t n,
   Narrow<F64, BFloat16>(wire, own, n, before);
 }
 
-RINGJAX_CLONES void WidenFloats(void* out, const void* wire, size_t n,
+RINGJAX_INLINE void WidenFloats(void* out, const void* wire, size_t n,
                                 const Arithmetic& a) {
   const bool half = a.wire == DType::kF16;
   if (a.dtype == DType::kF32) {
@@ -244,8 +244,9 @@ void Rescaled(void* out, const void* own, size_t n, const Arithmetic& a, bool fi
   if (IsComplex(a.dtype)) return Rescaled(out, own, 2 * n, AsReal(a), first, last);
   const Operands p{out, own, nullptr, n};
   if (a.dtype == DType::kF64)
-    return RescaleDoubles(p, a, FactorsFor<double>(a, first, last));
-  if (IsFloat(a.dtype)) return RescaleFloats(p, a, FactorsFor<float>(a, first, last));
+    return ByLevel<RescaleDoubles>(p, a, FactorsFor<double>(a, first, last));
+  if (IsFloat(a.dtype))
+    return ByLevel<RescaleFloats>(p, a, FactorsFor<float>(a, first, last));
   if (first && a.scales_first()) {
     ScaleIntegers(out, own, n, a.dtype, a.prescale, 1);
     own = out;
@@ -268,6 +269,47 @@ void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool la
     if (before) Rescaled(scaled, own, n, a, true, false);
     CombineUnscaled({out, before ? scaled : own, received, n}, a.dtype, a.op);
     if (after) Rescaled(out, out, n, a, false, true);
+  }
+}
+
+// Elements that are f32 for a moment, in the first-level cache.
+constexpr size_t kBlock = 1024;
+
+// f32 that has the same factors.
+Arithmetic AsFloats(const Arithmetic& a) {
+  Arithmetic floats = a;
+  floats.dtype = floats.wire = DType::kF32;
+  return floats;
+}
+
+// Whether f16 takes part, and goes by blocks of f32 here.
+bool ByBlocks(const Arithmetic& a) {
+  return a.wire == DType::kF16 && a.dtype != DType::kF64 && ConvertsHalves();
+}
+
+const char* At(const void* base, size_t bytes) {
+  return static_cast<const char*>(base) + bytes;
+}
+char* At(void* base, size_t bytes) { return static_cast<char*>(base) + bytes; }
+
+// Of f16, or of f32 that travels as f16.
+void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last) {
+  alignas(64) float own[kBlock], received[kBlock];
+  const Arithmetic floats = AsFloats(a);
+  const bool wide = a.dtype == DType::kF32;
+  for (size_t done = 0; done < p.n; done += kBlock) {
+    const size_t n = std::min(kBlock, p.n - done), at = done * Width(a.dtype);
+    WidenHalves(received, At(p.received, done * sizeof(uint16_t)), n);
+    if (!wide) WidenHalves(own, At(p.own, at), n);
+    void* sums = wide ? At(p.out, at) : static_cast<void*>(own);
+    Combine(sums, wide ? At(p.own, at) : static_cast<void*>(own), received, n, floats,
+            first, last);
+    if (!wide) {
+      NarrowHalves(At(p.out, at), own, n);
+    } else if (last) {  // what the wire can carry
+      NarrowHalves(received, sums, n);
+      WidenHalves(sums, received, n);
+    }
   }
 }
 
@@ -299,13 +341,15 @@ void Combine(void* out, const void* own, const void* received, size_t n,
       return Combine(out, own, received, 2 * n, AsReal(a), first, last);
   }
   const Operands p{out, own, received, n};
+  if (ByBlocks(a)) return CombineHalves(p, a, first, last);
   const bool touches = Touches(a, first, last);
   if (!touches && !a.compressed()) return CombineUnscaled(p, a.dtype, a.op);
-  if (!touches && a.op == ReduceOp::kSum) return AddFromWire(p, a.dtype, a.wire);
+  if (!touches && a.op == ReduceOp::kSum)
+    return ByLevel<AddFromWire>(p, a.dtype, a.wire);
   if (a.dtype == DType::kF64)
-    return CombineScaledDoubles(p, a, FactorsFor<double>(a, first, last));
+    return ByLevel<CombineScaledDoubles>(p, a, FactorsFor<double>(a, first, last));
   if (IsFloat(a.dtype))
-    return CombineScaledFloats(p, a, FactorsFor<float>(a, first, last));
+    return ByLevel<CombineScaledFloats>(p, a, FactorsFor<float>(a, first, last));
   CombineInPieces(p, a, first, last);
 }
 
@@ -314,7 +358,9 @@ void Encode(void* wire, const void* own, size_t n, const Arithmetic& a, bool fir
   if (n == 0) return;
   if (!a.compressed()) return CopyScaled(wire, own, n, a, first, false);
   const FloatMode mode;
-  NarrowFloats(wire, own, n, a, first ? a.prescale : 1.0);
+  const double before = first ? a.prescale : 1.0;
+  if (before == 1.0 && ByBlocks(a)) return NarrowHalves(wire, own, n);
+  ByLevel<NarrowFloats>(wire, own, n, a, before);
 }
 
 void Decode(void* out, const void* wire, size_t n, const Arithmetic& a) {
@@ -322,7 +368,8 @@ void Decode(void* out, const void* wire, size_t n, const Arithmetic& a) {
   if (n == 0) return;
   if (a.compressed()) {
     const FloatMode mode;
-    return WidenFloats(out, wire, n, a);
+    if (ByBlocks(a)) return WidenHalves(out, wire, n);
+    return ByLevel<WidenFloats>(out, wire, n, a);
   }
   if (out != wire) std::memcpy(out, wire, n * Width(a.dtype));
 }

@@ -232,7 +232,9 @@ std::shared_ptr<Communicator> MakeCommunicator(
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(shared), succession);
   // A generation is found by programs when it is installed.
-  if (!succession) Register(id, {c, std::make_shared<Overlap>(c), nullptr});
+  if (!succession)
+    Register(id,
+             {c, std::make_shared<Overlap>(c), nullptr, std::make_shared<Meeting>()});
   return c;
 }
 
@@ -254,7 +256,8 @@ void Install(Succession& self, const std::shared_ptr<Communicator>& next,
       if (now.communicator && now.communicator->succession() == next->succession())
         now.overlap->Follow(next);
       else
-        now.overlap = std::make_shared<Overlap>(next);
+        now.overlap = std::make_shared<Overlap>(next),
+        now.meeting = std::make_shared<Meeting>();
       now.communicator = next;
       Register(next->id(), std::move(now));
     }

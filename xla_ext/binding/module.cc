@@ -10,6 +10,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <system_error>
 #include <utility>
 
 #include "base/failpoint.h"
@@ -180,8 +182,15 @@ std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
   auto bell = NewBell();
   auto told = CopyOf(notify), asks = CopyOf(inquire);
   ours.Release();
-  return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
-                                     std::move(bell), std::move(told), std::move(asks));
+  try {
+    return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
+                                       std::move(bell), std::move(told),
+                                       std::move(asks));
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
 }
 
 nb::tuple AskedOf(Heartbeat& self) {

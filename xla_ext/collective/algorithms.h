@@ -31,6 +31,9 @@ void AddDirectReduceScatter(ScheduleBuilder* builder, const Group& group,
 void AddDirectAllgather(ScheduleBuilder* builder, const Group& group,
                         const Blocks& blocks);
 
+// halving.cc
+void AddHalvingAllreduce(ScheduleBuilder* builder, const Group& group, Range whole);
+
 // tree.cc. The root is an index into the group.
 void AddBinomialReduce(ScheduleBuilder* builder, const Group& group, int root,
                        Range range, bool last);
@@ -49,6 +52,7 @@ RJ_ALGORITHM(HalvingAllreduce);
 RJ_ALGORITHM(TreeAllreduce);
 RJ_ALGORITHM(DoubleTreeAllreduce);
 RJ_ALGORITHM(HierarchicalAllreduce);
+RJ_ALGORITHM(HierarchicalHalvingAllreduce);
 
 RJ_ALGORITHM(RingAllgather);
 RJ_ALGORITHM(DirectAllgather);
@@ -64,10 +68,17 @@ RJ_ALGORITHM(DirectBroadcast);
 RJ_ALGORITHM(HierarchicalBroadcast);
 
 RJ_ALGORITHM(PairwiseAlltoall);
+
+RJ_ALGORITHM(ReadingBroadcast);
+RJ_ALGORITHM(ReadingAllgather);
+RJ_ALGORITHM(ReadingAlltoall);
 #undef RJ_ALGORITHM
 
 // shared.cc: memory that all ranks map.
 bool HasBoard(const Topology& topology);
+
+// reading.cc: ranks that may read each other's memory.
+bool CanRead(const Topology& topology);
 
 // hierarchical.cc: several hosts, at least one with several ranks; and all alike.
 bool HasHierarchy(const Topology& topology);

@@ -68,33 +68,37 @@ std::vector<Exchange> Halve(int number, int power, bool near_first) {
 
 }  // namespace
 
-Schedule HalvingAllreduce(const Problem& problem, const Topology& topology) {
-  if (topology.size == 1) return Alone(problem.counts[0]);
-  const Fold fold(topology.size);
-  const int rank = topology.rank;
-  const Range whole{0, problem.counts[0]};
-  ScheduleBuilder builder;
-  if (fold.Leaves(rank)) {
-    builder.Send(rank + 1, whole);
-    builder.Recv(rank + 1, whole);
-    return builder.Take();
+void AddHalvingAllreduce(ScheduleBuilder* builder, const Group& group, Range whole) {
+  const Fold fold(group.size());
+  const int own = group.index;
+  if (fold.Leaves(own)) {
+    builder->Send(group.At(own + 1), whole);
+    builder->Recv(group.At(own + 1), whole);
+    return;
   }
-  if (fold.Stands(rank)) builder.RecvReduce(rank - 1, whole, false);
+  if (fold.Stands(own)) builder->RecvReduce(group.At(own - 1), whole, false);
 
   const Blocks blocks = Blocks::Even(whole, fold.power);
-  const auto exchanges = Halve(fold.Number(rank), fold.power, true);
+  const auto exchanges = Halve(fold.Number(own), fold.power, true);
   for (const Exchange& e : exchanges) {
-    const int peer = fold.Rank(e.peer);
+    const int peer = group.At(fold.Rank(e.peer));
     const bool last = e.keep_hi - e.keep_lo == 1;
-    builder.Send(peer, blocks.Between(e.give_lo, e.give_hi));
-    builder.RecvReduce(peer, blocks.Between(e.keep_lo, e.keep_hi), last);
+    builder->Send(peer, blocks.Between(e.give_lo, e.give_hi));
+    builder->RecvReduce(peer, blocks.Between(e.keep_lo, e.keep_hi), last);
   }
   for (auto e = exchanges.rbegin(); e != exchanges.rend(); ++e) {
-    const int peer = fold.Rank(e->peer);
-    builder.Send(peer, blocks.Between(e->keep_lo, e->keep_hi));
-    builder.Recv(peer, blocks.Between(e->give_lo, e->give_hi));
+    const int peer = group.At(fold.Rank(e->peer));
+    builder->Send(peer, blocks.Between(e->keep_lo, e->keep_hi));
+    builder->Recv(peer, blocks.Between(e->give_lo, e->give_hi));
   }
-  if (fold.Stands(rank)) builder.Send(rank - 1, whole);
+  if (fold.Stands(own)) builder->Send(group.At(own - 1), whole);
+}
+
+Schedule HalvingAllreduce(const Problem& problem, const Topology& topology) {
+  const Range whole{0, problem.counts[0]};
+  if (topology.size == 1) return Alone(whole.count);
+  ScheduleBuilder builder;
+  AddHalvingAllreduce(&builder, World(topology), whole);
   return builder.Take();
 }
 

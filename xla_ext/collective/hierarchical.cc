@@ -4,6 +4,8 @@
 //                        steps                          crossing a host's link
 //   allreduce, even      2 + 2 (H - 1)                  2 (H - 1) / H n
 //   allreduce, uneven    2 ceil(log2 L) + 2 (H - 1)     2 (H - 1) / H n
+//   ... by halving       2 log2 H instead of 2 (H - 1), and as halving.cc has it where
+//                        H is no power of two: for many hosts and few bytes
 //   allgather, even      1 + (H - 1)                    (H - 1) / H n
 //   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n at the root's
 //
@@ -76,6 +78,23 @@ void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
   }
 }
 
+// Of few bytes there is nothing to keep moving.
+void HalveInLanes(ScheduleBuilder* builder, const HostRanks& hosts, const Seat& seat,
+                  Range whole) {
+  const Blocks parts = Blocks::Even(whole, seat.local.size());
+  const Range mine = parts.At(seat.local.index);
+  AddDirectReduceScatter(builder, seat.local, parts, false, OutAt(mine));
+  AddHalvingAllreduce(builder, seat.Lane(hosts), mine);
+  AddDirectAllgather(builder, seat.local, parts);
+}
+
+void HalveByLeaders(ScheduleBuilder* builder, const HostRanks& hosts, const Seat& seat,
+                    Range whole) {
+  AddBinomialReduce(builder, seat.local, 0, whole, false);
+  if (seat.local.index == 0) AddHalvingAllreduce(builder, seat.Lane(hosts), whole);
+  AddBinomialBroadcast(builder, seat.local, 0, whole);
+}
+
 void AllreduceByLeaders(ScheduleBuilder* builder, const HostRanks& hosts,
                         const Seat& seat, Range whole) {
   const Blocks blocks = Blocks::Even(whole, static_cast<int>(hosts.size()));
@@ -110,6 +129,16 @@ Schedule HierarchicalAllreduce(const Problem& problem, const Topology& topology)
     AllreduceInLanes(&builder, hosts, seat, whole);
   else
     AllreduceByLeaders(&builder, hosts, seat, whole);
+  return builder.Take();
+}
+
+Schedule HierarchicalHalvingAllreduce(const Problem& problem,
+                                      const Topology& topology) {
+  const HostRanks hosts = Hosts(topology);
+  const Seat seat(hosts, topology.rank);
+  const Range whole{0, problem.counts[0]};
+  ScheduleBuilder builder;
+  (Even(hosts) ? HalveInLanes : HalveByLeaders)(&builder, hosts, seat, whole);
   return builder.Take();
 }
 
@@ -167,15 +196,33 @@ Topology FullHost(int ranks) {
   return {0, ranks, std::vector<int>(static_cast<size_t>(ranks), 0)};
 }
 
+// One rank on each host.
+Topology Leaders(int hosts) {
+  Topology leaders{0, hosts, {}};
+  for (int h = 0; h < hosts; ++h) leaders.host.push_back(h);
+  return leaders;
+}
+
+// The part of an allreduce inside the hosts.
+double InsideHosts(uint64_t bytes, const Traffic& traffic, const CostModel& model) {
+  const auto cost = traffic.even() ? DirectAllreduceCost : TreeAllreduceCost;
+  return cost(bytes, FullHost(traffic.widest()), model);
+}
+
 }  // namespace
 
 double HierarchicalAllreduceCost(uint64_t bytes, const Topology& topology,
                                  const CostModel& model) {
   const Traffic traffic(topology, model);
-  const Topology host = FullHost(traffic.widest());
-  return (traffic.even() ? DirectAllreduceCost : TreeAllreduceCost)(bytes, host,
-                                                                    model) +
+  return InsideHosts(bytes, traffic, model) +
          BetweenHosts(2, static_cast<double>(bytes), traffic.hosts(), model);
+}
+
+double HierarchicalHalvingAllreduceCost(uint64_t bytes, const Topology& topology,
+                                        const CostModel& model) {
+  const Traffic traffic(topology, model);
+  return InsideHosts(bytes, traffic, model) +
+         HalvingAllreduceCost(bytes, Leaders(traffic.hosts()), model);
 }
 
 double HierarchicalAllgatherCost(uint64_t bytes, const Topology& topology,
@@ -189,10 +236,8 @@ double HierarchicalAllgatherCost(uint64_t bytes, const Topology& topology,
 double HierarchicalBroadcastCost(uint64_t bytes, const Topology& topology,
                                  const CostModel& model) {
   const Traffic traffic(topology, model);
-  Topology leaders{0, traffic.hosts(), {}};
-  for (int h = 0; h < leaders.size; ++h) leaders.host.push_back(h);
   return TreeBroadcastCost(bytes, FullHost(traffic.widest()), model) +
-         TreeBroadcastCost(bytes, leaders, model);
+         TreeBroadcastCost(bytes, Leaders(traffic.hosts()), model);
 }
 
 }  // namespace ringjax::collective

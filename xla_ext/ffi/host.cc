@@ -1,4 +1,7 @@
-// The three FFI handlers for the CPU: Run, Start, Done. They translate, nothing more.
+// The FFI handlers for the CPU: Run, Start, Done, and Meet, which is Run for one of
+// several devices. They translate, nothing more.
+#include <cstring>
+
 #include "ffi/handlers.h"
 #include "ffi/invocation.h"
 
@@ -6,10 +9,9 @@ namespace ringjax {
 namespace {
 
 // The order value of the results: seq, one more if `advance`. Tokens carry nothing.
-void PassOrder(const Invocation& it, bool advance) {
-  if (!it.order_out) return;
-  *static_cast<uint32_t*>(it.order_out) =
-      *static_cast<const uint32_t*>(it.order_in) + (advance ? 1 : 0);
+void PassOrder(const void* in, void* out, bool advance) {
+  if (!out) return;
+  *static_cast<uint32_t*>(out) = *static_cast<const uint32_t*>(in) + (advance ? 1 : 0);
 }
 
 ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -17,7 +19,7 @@ ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets,
   return Invoke(Where::kHost, args, rets, attrs, [](Invocation& it) {
     if (it.first) it.live.overlap->Begin(it.site);
     RJ_TRY(it.live.communicator->Run(it.call));
-    PassOrder(it, it.last);
+    PassOrder(it.order_in, it.order_out, it.last);
     return OkStatus();
   });
 }
@@ -28,7 +30,7 @@ ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets rets,
     // The results stay as they are: nothing but DONE reads them, which overwrites them.
     if (it.first) it.live.overlap->Begin(it.site);
     RJ_TRY(it.live.overlap->Start(it.call, it.site, it.in_flight));
-    PassOrder(it, false);
+    PassOrder(it.order_in, it.order_out, false);
     return OkStatus();
   });
 }
@@ -37,9 +39,51 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
                 ffi::Dictionary attrs) {
   return Invoke(Where::kHost, args, rets, attrs, [](Invocation& it) {
     RJ_TRY(it.live.overlap->Done(it.call, it.site));
-    PassOrder(it, it.last);
+    PassOrder(it.order_in, it.order_out, it.last);
     return OkStatus();
   });
+}
+
+// Never waits: see engine/communicator/meeting.h. XLA keeps the buffers, the attributes
+// and what its program has in memory until the future is there, also if another part of
+// the program has failed meanwhile.
+ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
+                 ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  const auto list = [&](std::string_view name) {
+    const auto span = attrs.get<ffi::Span<const int64_t>>(name);
+    return span.has_value() ? std::vector<int64_t>(span->begin(), span->end())
+                            : std::vector<int64_t>();
+  };
+  ffi::Error problem = Invoke(Where::kHost, args, rets, attrs, [&](Invocation& it) {
+    const auto partition = attrs.get<std::string_view>("partition");
+    if (partition.has_value()) it.call.partition = *partition;
+    Part part;
+    part.communicator = it.live.communicator;
+    part.device = device;
+    part.run = run.run_id;
+    part.devices = list("devices");
+    part.shards = list("shards");
+    part.done = [promise, in = it.order_in, out = it.order_out,
+                 advance = it.last](const Status& status) mutable {
+      if (!status.ok()) return promise.SetError(ToError(status));
+      PassOrder(in, out, advance);
+      promise.SetAvailable();
+    };
+    part.call = std::move(it.call);
+    return it.live.meeting->Join(std::move(part));
+  });
+  if (problem.failure()) promise.SetError(std::move(problem));
+  return future;
+}
+
+// From a token to a number that stands for it, and back: both only order.
+ffi::Error Order(ffi::RemainingArgs, ffi::RemainingRets rets) {
+  auto number = rets.get<ffi::AnyBuffer>(0);
+  if (number.has_value() && (*number)->element_type() == ffi::DataType::U32)
+    std::memset((*number)->untyped_data(), 0, (*number)->size_bytes());
+  return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER(kRun, Run,
@@ -48,6 +92,14 @@ XLA_FFI_DEFINE_HANDLER(kStart, Start,
                        ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kDone, Done,
                        ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kOrder, Order, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER(kMeet, Meet,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Ctx<ffi::RunId>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs());
 
 }  // namespace
 
@@ -55,6 +107,8 @@ std::vector<std::pair<std::string, void*>> HostHandlers() {
   return {{"ringjax_run", reinterpret_cast<void*>(kRun)},
           {"ringjax_start", reinterpret_cast<void*>(kStart)},
           {"ringjax_done", reinterpret_cast<void*>(kDone)},
+          {"ringjax_meet", reinterpret_cast<void*>(kMeet)},
+          {"ringjax_order", reinterpret_cast<void*>(kOrder)},
           CheckHandler()};
 }
 

@@ -8,6 +8,7 @@
 
 #include "device/cuda_communicator.h"
 #include "engine/communicator/communicator.h"
+#include "engine/communicator/meeting.h"
 #include "engine/communicator/overlap.h"
 
 namespace ringjax {
@@ -16,6 +17,7 @@ struct Registered {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Overlap> overlap;
   std::shared_ptr<CudaCommunicator> device;  // null without CUDA
+  std::shared_ptr<Meeting> meeting;
 };
 
 // Replaces what had this id.

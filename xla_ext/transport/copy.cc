@@ -9,7 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "base/clones.h"
+#include "base/convert.h"
+#include "base/cpu_level.h"
 
 namespace ringjax {
 namespace {
@@ -26,7 +27,7 @@ using Vector [[gnu::vector_size(32), gnu::aligned(1), gnu::may_alias]] = char;
 
 // Returns how much it copied: all but a rest below kStride. Four loads before four
 // stores, also so that compilers do not take the loop for memcpy and call it.
-RINGJAX_CLONES size_t CopyStrides(char* to, const char* from, size_t bytes) {
+RINGJAX_INLINE size_t CopyStrides(char* to, const char* from, size_t bytes) {
   size_t done = 0;
   for (; done + kStride <= bytes; done += kStride) {
     const Vector* in = reinterpret_cast<const Vector*>(from + done);
@@ -45,7 +46,7 @@ RINGJAX_CLONES size_t CopyStrides(char* to, const char* from, size_t bytes) {
 void CopyBytes(void* to, const void* from, size_t bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
-  const size_t done = bytes < kShort ? 0 : CopyStrides(out, in, bytes);
+  const size_t done = bytes < kShort ? 0 : ByLevel<CopyStrides>(out, in, bytes);
   std::memcpy(out + done, in + done, bytes - done);
 }
 

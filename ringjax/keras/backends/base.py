@@ -70,6 +70,7 @@ class Backend(abc.ABC):
         self,
         gradients: Sequence[Any],
         places: Sequence[int],
+        variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
         how: Reduction,
     ) -> list[Any]:
@@ -78,6 +79,8 @@ class Backend(abc.ABC):
         Args:
             gradients: tensors of the backend, traced ones included; none is None.
             places: a number for each, by which all ranks know it.
+            variables: of Keras, whose gradients these are. In some steps there is a
+                look whether all ranks have the same, and a warning if not.
             groups: indices of gradients that are one operation; others are free.
             how: what is done to them.
         """

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from ringjax import runtime
 from ringjax.compression import Compression
+from ringjax.eager.alike import AFTER_THE_FIRST
 from ringjax.keras.backends.base import Backend, Reduction, wire_of
 from ringjax.ops import Average, Min
 from ringjax.optim import AllreduceState, allreduce_grads
 from ringjax.runtime import ProcessSet
+from ringjax.xla import alike
 
 
 class JaxBackend(Backend):
@@ -30,6 +33,7 @@ class JaxBackend(Backend):
         self,
         gradients: Sequence[Any],
         places: Sequence[int],
+        variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
         how: Reduction,
     ) -> list[Any]:
@@ -48,7 +52,7 @@ class JaxBackend(Backend):
             compression=wire or Compression.none,
         )
         named = {f"{place:05d}": g for place, g in zip(places, packed, strict=True)}
-        updates, _ = reduce.update(named, _first())
+        updates, _ = reduce.update(named, _checked(variables, how))
         out = list(updates.values())
         if wire is None:
             pairs = zip(out, contexts, strict=True)
@@ -97,6 +101,28 @@ class JaxBackend(Backend):
 
 def _first() -> AllreduceState:
     return AllreduceState(jnp.zeros((1,), jnp.uint32))
+
+
+def _checked(variables: Sequence[Any], how: Reduction) -> AllreduceState:
+    """The state for a reduction, behind a look at the variables; see ringjax.xla.alike.
+
+    No step has a number here, so the look counts its calls.
+    """
+    state, every = _first(), runtime.config().check_parameters
+    kept = [variable for variable in variables if isinstance(variable, keras.Variable)]
+    if not every or not kept:
+        return state
+    seq = alike.check(
+        state.seq,
+        [variable.value for variable in kept],
+        [variable.path for variable in kept],
+        comm=runtime.communicator(how.process_set, "allreduce_grads").id,
+        every=every,
+        first=AFTER_THE_FIRST,
+        name=f"the check of the parameters of {how.name}",
+        timeout=how.process_set.limit(),
+    )
+    return AllreduceState(seq)
 
 
 BACKEND = JaxBackend()

@@ -32,6 +32,7 @@ class TensorFlowBackend(Backend):
         self,
         gradients: Sequence[Any],
         places: Sequence[int],
+        variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
         how: Reduction,
     ) -> list[Any]:
@@ -44,7 +45,7 @@ class TensorFlowBackend(Backend):
             gradient_predivide_factor=how.predivide,
             process_set=how.process_set,
         )
-        return reduce_gradients(gradients, groups, settings)
+        return reduce_gradients(gradients, groups, settings, variables)
 
     @property
     def no_xla(self) -> str:

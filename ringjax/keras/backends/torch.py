@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import torch
 
 import ringjax.torch as hvd
 from ringjax import runtime
 from ringjax.compression import WireDtype
+from ringjax.eager import alike
 from ringjax.keras.backends.base import Backend, Reduction
 from ringjax.runtime import ProcessSet
 from ringjax.xla import buckets
@@ -27,10 +29,18 @@ class TorchBackend(Backend):
         self,
         gradients: Sequence[Any],
         places: Sequence[int],
+        variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
         how: Reduction,
     ) -> list[Any]:
         """See the base class."""
+        alike.check(
+            how.name,
+            lambda: _memory(variables),
+            how.process_set,
+            whose=alike.identity(variables),
+            first=alike.AFTER_THE_FIRST,
+        )
         compression = how.compression
         if isinstance(compression, WireDtype):
             compression = getattr(hvd.Compression, compression.name)
@@ -71,6 +81,14 @@ class TorchBackend(Backend):
             yes()
         else:
             no()
+
+
+def _memory(variables: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
+    for variable in variables:
+        if not isinstance(variable, keras.Variable):
+            continue
+        here = variable.value.detach().cpu().contiguous()  # the value itself, mostly
+        yield variable.path, here.data_ptr(), here.nbytes
 
 
 def _units(tensors: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[list[int]]:

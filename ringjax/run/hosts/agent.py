@@ -1,6 +1,7 @@
 """The program on each host that owns its ranks: `python -m ringjax.run.hosts.agent`.
 
-ringrun starts one on its own machine and one over ssh on every other; all of them get
+ringrun starts one on its own machine and has one started on every other, over ssh or by
+an engine such as Slurm, whose variables the ranks there keep; all of them get
 everything (environment with the secret, command, directory) on standard input and
 forward output and exit codes on standard output, never anything in argv. An agent whose
 standard input closes, or whose parent is gone, kills every process below it and ends:
@@ -23,6 +24,7 @@ from typing import NoReturn
 
 from ringjax.control import open_files
 from ringjax.control.waiting import readable
+from ringjax.run import environ
 from ringjax.run.hosts import processes
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
 
@@ -101,8 +103,11 @@ class Agent:
         with contextlib.suppress(OSError):
             # A directory that only the first host has: stay where ssh put us.
             os.chdir(message["cwd"])
+        env = message["env"]
+        if message.get("engine"):
+            env = {**env, **environ.of_engine()}
         for order in message["children"]:
-            self._start(order, {**message["env"], **order["env"]}, task)
+            self._start(order, {**env, **order["env"]}, task)
 
     def _start(self, order: Message, env: dict[str, str], task: bytes | None) -> None:
         name = order["id"]

@@ -1,8 +1,8 @@
 """The hosts of a job: their agents, what they are told and what they report.
 
-One agent on this machine (the guardian) owns our ranks, the ssh clients of the other
-hosts and every small errand; one behind each ssh client owns the ranks there. Knows no
-rank and no plan: what happens becomes a call of the job, see `Observer`.
+One agent on this machine (the guardian) owns our ranks, the clients (ssh, srun) of the
+other hosts and every small errand; one behind each client owns the ranks there. Knows
+no rank and no plan: what happens becomes a call of the job, see `Observer`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from ringjax.run import environ, keyboard
 from ringjax.run.hosts.channel import Channel, Message
-from ringjax.run.hosts.host_command import Spec, agent_command, ssh_command
+from ringjax.run.hosts.host_command import Spec, agent_command, reach
 from ringjax.run.hosts.slots import is_local
 from ringjax.run.output import Console
 
@@ -45,10 +45,18 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class _Agent:
-    """The agent on a host; `names` are the processes that it has and had to start."""
+    """The agent on a host.
+
+    Attributes:
+        client: what reaches it from here: ssh, srun.
+        by_engine: an engine has set its environment.
+        names: the processes that it has and had to start.
+    """
 
     host: str
     number: int
+    client: str = ""
+    by_engine: bool = False
     channel: Channel | None = None
     ended: bool = False
     names: set[int] = field(default_factory=set)
@@ -84,9 +92,9 @@ class Fleet:
         self._local = _Agent("localhost", 0)
         self._remote: dict[str, _Agent] = {}
         self._own: dict[str, bool] = {}  # host -> whether it is this machine
-        self._clients: dict[int, _Agent] = {}  # by the name of their ssh client
+        self._clients: dict[int, _Agent] = {}  # by the name of their client
         self._errands: dict[int, _Errand] = {}
-        self._names = 0  # of ssh clients and errands: they count downwards
+        self._names = 0  # of clients and errands: they count downwards
 
     # Agents.
 
@@ -132,7 +140,9 @@ class Fleet:
 
     def _connect(self, host: str) -> _Agent:
         self._names -= 1
-        agent = _Agent(host, self._names)
+        argv, by_engine = reach(host, self._spec)
+        client = os.path.basename(argv[0])
+        agent = _Agent(host, self._names, client, by_engine)
         self._clients[agent.number] = agent
         self._console.labels[agent.number] = host
         stdin, ours = os.pipe()
@@ -141,7 +151,7 @@ class Fleet:
         self._give(stdin, stdout)
         order = {
             "id": agent.number,
-            "argv": ssh_command(host, self._spec),
+            "argv": argv,
             "env": {},
             "descriptors": 2,
         }
@@ -189,8 +199,8 @@ class Fleet:
         agent = self._agent(host)
         agent.names.update(order["id"] for order in orders)
         if agent is not self._local:
-            kept = {name: env[name] for name in self._spec.handed_on if name in env}
-            env = environ.portable(env) | kept
+            env, kept = environ.for_host(env, self._spec.handed_on)
+            orders = [{**order, "env": {**kept, **order["env"]}} for order in orders]
         self._order(agent, orders, env, payload)
 
     def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:
@@ -216,6 +226,7 @@ class Fleet:
             "do": "spawn",
             "cwd": os.getcwd(),
             "env": dict(env),
+            "engine": agent.by_engine,
             "children": list(orders),
         }
         if payload is not None:
@@ -228,7 +239,7 @@ class Fleet:
         """Signal the groups of these processes, or of all; or they `alone`."""
         message: Message = {"do": "signal", "signal": int(number), "alone": alone}
         for agent in (self._local, *self._remote.values()):
-            # Never the ssh clients: what they still have to carry would be lost, and
+            # Never the clients: what they still have to carry would be lost, and
             # their agents would believe that we are gone.
             known = set(agent.names)
             if agent is self._local:
@@ -291,7 +302,9 @@ class Fleet:
             client = self._clients[name]
             if not client.ended:
                 client.ended = True
-                self._lost_names(client, f"lost its host, ssh ended ({code})")
+                self._lost_names(
+                    client, f"lost its host, {client.client} ended ({code})"
+                )
 
     def _run(self, name: int, errand: _Errand) -> None:
         """An errand may be done: it has ended, and so has what it wrote."""
@@ -309,7 +322,7 @@ class Fleet:
         if agent.ended:
             return
         if agent is not self._local:
-            return  # the exit of ssh follows, and says more
+            return  # the exit of its client follows, and says more
         agent.ended = True
         pids = list(agent.pids.values())
         self._lost_names(agent, "its agent on this host died")
@@ -331,7 +344,7 @@ class Fleet:
     def end(self, limit: float) -> None:
         """Have every agent kill what is left, and read the last output."""
         remote = list(self._remote.values())
-        for agents in (remote, [self._local]):  # the local one holds the ssh
+        for agents in (remote, [self._local]):  # the local one holds the clients
             deadline = time.monotonic() + limit
             for agent in agents:
                 self._tell(agent, {"do": "end"})

@@ -21,6 +21,8 @@ class Spec:
     Attributes:
         handed_on: variables of `env` that other hosts get whatever they are about.
         stdin: rank 0 reads what ringrun's own standard input has.
+        allocation: hosts of the Slurm job that we run in.
+        agent_command: what starts agents on other hosts instead of ssh and srun.
     """
 
     command: Sequence[str]
@@ -35,6 +37,8 @@ class Spec:
     verbose: bool = False
     handed_on: Set[str] = frozenset()
     stdin: bool = False
+    allocation: Set[str] = frozenset()
+    agent_command: str = ""
 
 
 def agent_command() -> list[str]:
@@ -42,8 +46,70 @@ def agent_command() -> list[str]:
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
-def ssh_command(host: str, spec: Spec) -> list[str]:
-    """The agent's command on another host; all else goes over its standard input."""
+def reach(host: str, spec: Spec) -> tuple[list[str], bool]:
+    """The command that starts the agent on another host, by the engine there or ssh.
+
+    All else goes over its standard input.
+
+    Returns:
+        The command; and whether an engine starts the agent, and has set on that host
+        what its processes are to have: which GPUs, for example.
+    """
+    program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
+    if spec.agent_command:
+        return _filled(spec.agent_command, host, program), True
+    if host in spec.allocation:
+        return [*_srun(host), *program], True
+    return [*_ssh(host, spec), host, "exec " + shlex.join(program)], False
+
+
+def _filled(template: str, host: str, program: Sequence[str]) -> list[str]:
+    """Puts host and agent into a command; without a place for it, the agent follows.
+
+    Example:
+        >>> _filled("kubectl exec -i {host} --", "pod-1", ["env", "python"])
+        ['kubectl', 'exec', '-i', 'pod-1', '--', 'env', 'python']
+        >>> _filled("rsh {host} 'exec {agent}'", "a", ["python", "-m", "x y"])
+        ['rsh', 'a', "exec python -m 'x y'"]
+    """
+    words = [word.replace("{host}", host) for word in shlex.split(template)]
+    if "{agent}" not in template:
+        return [*words, *program]
+    return [word.replace("{agent}", shlex.join(program)) for word in words]
+
+
+def check_agent_command(template: str) -> str:
+    """The template of `reach`, as it stands.
+
+    Raises:
+        ValueError: it is no command, or has no place for the host.
+    """
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        raise ValueError(f"--agent-command {template!r}: {error}") from None
+    if not words or "{host}" not in template:
+        raise ValueError(
+            f"--agent-command {template!r}: expected a command with {{host}} in it, "
+            "such as 'kubectl exec -i {host} --'"
+        )
+    return template
+
+
+def _srun(host: str) -> list[str]:
+    return [
+        "srun",
+        *("--nodes=1", "--ntasks=1", f"--nodelist={host}"),
+        "--overlap",  # the step of the batch script holds the CPUs
+        "--cpu-bind=none",  # one task, but all the ranks of this host
+        "--export=ALL",
+        "--unbuffered",
+        # Another host's end, or a rank's, is for ringrun to judge.
+        *("--no-kill", "--kill-on-bad-exit=0"),
+    ]
+
+
+def _ssh(host: str, spec: Spec) -> list[str]:
     options = {
         "BatchMode": "yes",  # there is nobody to answer a question
         "StrictHostKeyChecking": "accept-new",
@@ -57,5 +123,4 @@ def ssh_command(host: str, spec: Spec) -> list[str]:
         command += ["-p", str(spec.ssh_port)]
     if spec.ssh_identity_file is not None:
         command += ["-i", spec.ssh_identity_file]
-    program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
-    return [*command, host, "exec " + shlex.join(program)]
+    return command

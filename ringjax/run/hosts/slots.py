@@ -156,10 +156,19 @@ def parse_discovered(text: str, slots: int) -> list[Host]:
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
-    """Hosts of the Slurm allocation that we run in; None outside, or on one node.
+    """Hosts of the Slurm allocation that we run in, with a slot for each task.
 
-    A single node is left to the localhost default, so that `-np` may ask for more
-    ranks than the allocation has tasks.
+    For each GPU, if the job asked for GPUs and for no number of tasks.
+
+    Returns:
+        None outside of an allocation.
+
+    Raises:
+        ValueError: naming the variable that cannot be read.
+
+    Example:
+        >>> slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4"})
+        [Host(name='n1', slots=4), Host(name='n2', slots=4)]
     """
     nodelist = environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
@@ -168,20 +177,42 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
         names = hosts_of(nodelist)
     except ValueError as error:
         raise ValueError(f"SLURM_JOB_NODELIST: {error}") from None
+    counts = _slurm_tasks(environ, len(names))
+    return _merge(
+        _host(name, count, "SLURM_JOB_NODELIST")
+        for name, count in zip(names, counts, strict=False)
+    )
+
+
+def _slurm_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
+    """How many tasks each of the nodes has."""
+    asked = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    if gpus and not asked:
+        return [gpus] * nodes
     counts: list[str] = []
     for entry in environ.get("SLURM_TASKS_PER_NODE", "1").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             raise ValueError(f"SLURM_TASKS_PER_NODE: cannot read {entry!r}")
         # More than there are nodes are of no use.
-        counts += [match[1]] * min(int(match[2] or 1), len(names))
-    counts += counts[-1:] * (len(names) - len(counts))
-    if len(names) < 2:
-        return None
-    return _merge(
-        _host(name, count, "SLURM_JOB_NODELIST")
-        for name, count in zip(names, counts, strict=False)
-    )
+        counts += [match[1]] * min(int(match[2] or 1), nodes)
+    return counts + counts[-1:] * (nodes - len(counts))
+
+
+def allocation(environ: Mapping[str, str]) -> frozenset[str]:
+    """The hosts that Slurm's `srun` reaches from here; none outside of a job.
+
+    Example:
+        >>> sorted(allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}))
+        ['n1', 'n2']
+    """
+    if not environ.get("SLURM_JOB_ID"):
+        return frozenset()
+    try:
+        return frozenset(hosts_of(environ.get("SLURM_JOB_NODELIST", "")))
+    except ValueError:  # who needs it says so
+        return frozenset()
 
 
 def assign(hosts: Sequence[Host], size: int) -> list[Slot]:

@@ -50,7 +50,7 @@ def must_work(device):
 def quickly_down():
     started = time.monotonic()
     ringjax.shutdown()
-    assert time.monotonic() - started < 3, time.monotonic() - started
+    assert time.monotonic() - started < 10, time.monotonic() - started
 """
 
 

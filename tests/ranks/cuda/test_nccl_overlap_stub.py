@@ -125,14 +125,14 @@ def test_the_host_never_waits(device: Device, stream: DefaultStream) -> None:
     device.start(arrays)  # the first operations connect the peers
     device.done()
     device.core.synchronize()
-    stream.sleep(2)
+    stream.sleep(3)
     started = time.monotonic()
     device.start(arrays)
     device.done()
     device.enqueue("allreduce", arrays)
-    assert time.monotonic() - started < 1.8
+    assert time.monotonic() - started < 2.8
     device.core.synchronize()
-    assert time.monotonic() - started >= 1.99
+    assert time.monotonic() - started >= 2.99
     assert (arrays[0] == device.size**3).all()
 
 
@@ -172,7 +172,7 @@ def test_a_step_that_is_never_collected_ends_it_everywhere(condemned: Device) ->
             device.start([arrays[1]], site=0, name="grads")
             device.done(site=0)
             device.core.synchronize()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 9
     sentence = str(caught.value)
     assert f"rank {culprit} started a step and never collected" in sentence
     with pytest.raises(_native.StatusError, match=f"rank {culprit} started a step"):

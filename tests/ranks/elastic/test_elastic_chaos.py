@@ -69,6 +69,19 @@ def test_all_but_one_die(start_job: StartJob, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
+def test_one_of_many_dies(start_job: StartJob, tmp_path: Path) -> None:
+    # Two cores are slow to connect 276 pairs, which is no reason to lose a rank.
+    env = {"RINGJAX_FAILURE_TIMEOUT": "30", "RINGJAX_HEARTBEAT": "1"}
+    chaos = Chaos(start_job, tmp_path, np=24, env=env, program=EAGER)
+    training, chance = chaos.wait_for(24), random.Random(SEED)
+    chaos.do("kill", min(training), training[min(training)], chance)
+    chaos.wait_for_steps(20)
+    verdict = chaos.end()
+    assert len(verdict.recoveries) == 23
+    assert verdict.smallest == 23
+
+
+@pytest.mark.timeout(150)
 def test_a_short_freeze_is_no_loss(start_job: StartJob, tmp_path: Path) -> None:
     chaos, chance = Chaos(start_job, tmp_path, np=2), random.Random(SEED)
     training = chaos.wait_for(2)

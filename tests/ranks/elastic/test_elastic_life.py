@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.elastic_job import ElasticJob, jobs
 from support.elastic_steps import LOOP, begin, stop
+from support.handshakes import needs_tls
 from support.launch import StartJob, cheap_code
-
-from ringjax.control.tls import supported
 
 Start = Callable[..., ElasticJob]
 
@@ -316,7 +315,7 @@ print("done", ringjax.size(), sorted(train(state)), flush=True)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
+@needs_tls
 @pytest.mark.parametrize("np", [2, 3])
 def test_encrypted_links_survive_a_killed_rank(start_job: StartJob, np: int) -> None:
     env = {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required", **cheap_code()}

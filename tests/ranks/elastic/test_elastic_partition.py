@@ -1,4 +1,6 @@
-"""Two hosts between which the network fails: one side goes on, the other must not.
+"""Two hosts whose network fails, or is listened to.
+
+Where it fails, one side goes on and the other must not.
 
 The hosts are network namespaces (benchmarks/hosts/namespaces.py), so this needs root
 and `ip`; the launcher is outside of both and starts its agents by a stand-in for ssh.
@@ -6,8 +8,10 @@ and `ip`; the launcher is outside of both and starts its agents by a stand-in fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from chaos.deeds import SILENCE, Chaos, Deed, lines, recoveries
+from support.handshakes import needs_tls
 from support.launch import ROOT, StartJob
 
 # Behind everything else: the ringjax under test must not come from the checkout.
@@ -23,6 +28,7 @@ sys.path.append(str(ROOT))
 from benchmarks.hosts.namespaces import Namespaces, address
 
 LAUNCHER = "10.77.0.254"
+_SO_RCVBUFFORCE = 33  # of Linux; Python has no name for it
 # As OpenSSH: options, a host, then words for the shell; the host's namespace is known
 # by the last number of its address.
 SSH = """#!/bin/sh
@@ -122,3 +128,39 @@ def test_a_host_that_hears_but_is_not_heard(
     chaos.wait_for_steps(50, seconds=SILENCE + 20)
     verdict = chaos.end()
     assert verdict.smallest == 1
+
+
+# A whole sentence, so that no other bytes are taken for it.
+SECRET = b"what one rank tells another one and nobody else"
+TALK = f"""
+import numpy as np
+import ringjax
+from ringjax import eager
+ringjax.init()
+mine = np.frombuffer({SECRET!r}, np.uint8) * (ringjax.rank() == 0)
+heard = eager.broadcast(mine.astype(np.uint8), root_rank=0)
+assert heard.tobytes() == {SECRET!r}
+print("heard", *sorted(ringjax.runtime.communicator().stats()["transports"]))
+ringjax.shutdown()
+"""
+
+
+@pytest.mark.parametrize("tls", ["off", pytest.param("required", marks=needs_tls)])
+def test_who_listens_between_hosts_reads_what_is_not_encrypted_and_nothing_else(
+    start_job: StartJob, hosts: Hosts, tls: str
+) -> None:
+    everything = socket.htons(0x3)  # ETH_P_ALL
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, everything) as tap:
+        tap.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
+        tap.setblocking(False)
+        tap.bind((hosts.network._links[1], 0))
+        env = hosts.env | {"RINGJAX_TLS": tls}
+        job = start_job(2, TALK, env, hosts.options(1, 1))
+        assert job.wait(60) == 0, job.logs()
+        assert all(job.output(rank).strip() == "heard tcp" for rank in (0, 1))
+        seen = bytearray()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                seen += tap.recv(1 << 16)
+    assert len(seen) > 10_000
+    assert (SECRET in seen) == (tls == "off")

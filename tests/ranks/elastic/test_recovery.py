@@ -165,7 +165,7 @@ def test_a_frozen_rank_survives_a_while_and_then_is_fenced(start: Start) -> None
     job.kill(1, signal.SIGSTOP)
     frozen = time.monotonic()
     progress(job, {0, 2}, 30)
-    assert 0.5 < time.monotonic() - frozen < 3
+    assert 0.5 < time.monotonic() - frozen < 10
     job.kill(1, signal.SIGCONT)
     assert job.wait(1) != 0
     assert "was declared lost and must not go on" in job.errors(1), job.story()
@@ -194,15 +194,15 @@ def show(word):
         *(total(s) for s in (runtime.global_process_set, low, high) if s.included()))
 
 show("before")
-while runtime.size() == 4:
-    total(runtime.global_process_set)
+# Not runtime.size(): that may have changed on one rank a call before the others.
+while total(runtime.global_process_set) == 15:
+    pass
 show("after")
 pair = ringjax.add_process_set([0, 2])
 say("number", pair.process_set_id, *([total(pair)] if pair.included() else []))
 ringjax.remove_process_set(high)
-total(runtime.global_process_set)
-while runtime.size() == 3:
-    total(runtime.global_process_set)
+while total(runtime.global_process_set) != 1:
+    pass
 say("last", low.ranks, pair.ranks, high.process_set_id, total(low), total(pair))
 """
 

@@ -20,7 +20,8 @@ from support.stacked import equal, raises
 
 import ringjax
 from ringjax import runtime
-from ringjax.xla import jax_private, primitive
+from ringjax.xla import chained as gradients
+from ringjax.xla import ties
 
 pytestmark = pytest.mark.launch("collectives")
 TOWERS = 8
@@ -30,7 +31,7 @@ WORKERS = {"NPROC": "4"}
 
 
 def chained(leaf: Any, seq: Any, overlapped: bool, name: str) -> tuple[Any, Any]:
-    (leaf,), seq = primitive.bucketed_allreduce(
+    (leaf,), seq = gradients.bucketed_allreduce(
         [leaf],
         seq,
         op=ringjax.Average,
@@ -119,7 +120,7 @@ def test_control_without_the_tie_disagrees(world) -> None:
     time limit ends that.
     """
     text = r"(?s)RINGJAX\[.*(ranks disagree|has not called)"
-    with jax_private.untied(), pytest.raises(jax.errors.JaxRuntimeError, match=text):
+    with ties.untied(), pytest.raises(jax.errors.JaxRuntimeError, match=text):
         run(world, overlapped=False)
 
 

@@ -76,7 +76,9 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
     start: Callable[..., ElasticJob],
 ) -> None:
     dies = "call.complete=kill@1#60"  # in the middle of a batch
-    job = start(2, FIT, env={"RINGJAX_FAILPOINTS": dies})
+    job = start(
+        2, FIT, env={"RINGJAX_FAILPOINTS": dies, "RINGJAX_CHECK_PARAMETERS": "1"}
+    )
 
     def alone() -> bool:
         return [size for _, size in job.lines(0, "step")[-3:]] == ["1"] * 3
@@ -97,3 +99,4 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
     mine = [int(step) for step, _ in job.lines(2, "step")]
     assert mine == [1, 2, *range(int(began[0]) + 1, len(steps) + 1)]
     assert job.lines(0, "end") == job.lines(2, "end") != []
+    assert "parameters differ" not in job.story()

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 pytest.register_assert_rewrite(
+    "support.keras_alike_checks",
     "support.keras_checks",
     "support.keras_callback_checks",
     "support.keras_fit_checks",
 )
 
+from support.keras_alike_checks import *  # noqa: E402, F403
 from support.keras_callback_checks import *  # noqa: E402, F403
 from support.keras_checks import *  # noqa: E402, F403
 from support.keras_checks import build  # noqa: E402

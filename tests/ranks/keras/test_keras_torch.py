@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
+    "support.keras_alike_checks",
     "support.keras_checks",
     "support.keras_callback_checks",
     "support.keras_fit_checks",
 )
 
+from support.keras_alike_checks import *  # noqa: E402, F403
 from support.keras_callback_checks import *  # noqa: E402, F403
 from support.keras_checks import *  # noqa: E402, F403
 from support.keras_fit_checks import *  # noqa: E402, F403

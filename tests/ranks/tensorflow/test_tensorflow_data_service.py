@@ -104,7 +104,7 @@ def test_what_is_refused(world: Any, path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="has not said 'workers' of 0 in time"):
         client.wait_for_dispatcher_worker_registration(0, 0.3)
-    assert time.monotonic() - start < 3 and client.is_running()
+    assert time.monotonic() - start < 10 and client.is_running()
     stranger = ComputeClient(service.places(), b"another")
     with pytest.raises(RuntimeError, match="secret|another job"):
         stranger.wait_for_dispatcher_registration(0, 1)

@@ -271,7 +271,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
 
 @pytest.mark.timeout(300)
 def test_a_worker_dies_and_another_comes(start: Callable[..., ElasticJob]) -> None:
-    job = start(2, DYING, env={"RINGJAX_FAILURE_TIMEOUT": "5"})
+    job = start(
+        *(2, DYING),
+        env={"RINGJAX_FAILURE_TIMEOUT": "5", "RINGJAX_CHECK_PARAMETERS": "1"},
+    )
     job.wait_for(lambda: len(job.lines(0, "step")) > 3, "steps of two", 150)
     job.kill(1)
     alone = lambda: any(size == "1" for _, size, _ in job.lines(0, "step"))  # noqa: E731
@@ -299,3 +302,5 @@ def test_a_worker_dies_and_another_comes(start: Callable[..., ElasticJob]) -> No
         batches = [batch for *_, batch, of in fitted if of == epoch]
         assert batches[-5:] == list(range(5)), "an epoch that is counted is complete"
     assert len(job.lines(0, "begin_fit")) == 2
+    assert "warning: the ranks' parameters" not in job.story()
+    assert "warning: parameters" not in job.story()

@@ -224,3 +224,12 @@ def test_batch_normalization_with_a_mask(world, tf, hvd) -> None:
         with pytest.raises(ValueError, match="does not support fused=True"):
             hvd.SyncBatchNormalization(fused=fused)
     assert type(ours).from_config(ours.get_config()).axis == ours.axis
+
+
+@pytest.mark.ranks(2)
+def test_a_set_of_all_ranks_does_not_outlive_its_world(world, hvd, tf) -> None:
+    equal = hvd.add_process_set(hvd.ProcessSet([0, 1], timeout=30.0))
+    assert hvd.allreduce(tf.ones(2), op=hvd.Sum, process_set=equal).numpy()[0] == 2
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(tf.ones(2), op=hvd.Sum).numpy()[0] == 2

@@ -10,10 +10,7 @@
 namespace ringjax {
 namespace {
 
-Status CheckCalled(int peer, const Lane& lane, const Waiter& waiter) {
-  return CheckStall(
-      lane, waiter, [peer] { return std::vector{peer}; }, "has not called");
-}
+constexpr char kNotCalled[] = "has not called";
 
 // Sends `out` to one peer and receives `in` from another (or the same) at the same
 // time.
@@ -49,7 +46,8 @@ class Exchange {
         if (reads) all.push_back({source, true, false});
         return all;
       }));
-      RJ_TRY(CheckCalled(reads ? from : to, lane_, *waiter_));
+      RJ_TRY(CheckStall(
+          lane_, *waiter_, [&] { return std::vector{reads ? from : to}; }, kNotCalled));
     }
     return OkStatus();
   }
@@ -82,18 +80,10 @@ class Exchange {
 // one turn ahead, nor before `least`.
 Status Await(Board::Counter counter, uint64_t turn, uint64_t least, const Lane& lane,
              Waiter* waiter) {
-  Board& board = *lane.board;
-  for (int peer = 0; peer < board.size(); ++peer) {
-    uint64_t known = least;
-    while (peer != board.rank()) {
-      RJ_TRY(board.Follow(counter, peer, turn, turn + 1, &known));
-      if (known >= turn) break;
-      RJ_TRY(waiter->Idle(
-          [&board] { return std::vector<Waiter::Interest>{{&board, true, false}}; }));
-      RJ_TRY(CheckCalled(peer, lane, *waiter));
-    }
-    waiter->Progressed();
-  }
+  for (int peer = 0; peer < lane.board->size(); ++peer)
+    if (peer != lane.board->rank())
+      RJ_TRY(
+          AwaitCounter(counter, peer, turn, least, turn + 1, lane, waiter, kNotCalled));
   return OkStatus();
 }
 
@@ -138,18 +128,29 @@ static_assert(sizeof(Block) == 512, "blocks are of one size");
 
 Status CheckRound(const Frame& got, const Frame& mine, int peer) {
   if (!got.SameStream(mine) || got.kind != mine.kind) return OutOfStep(got, mine, peer);
-  if (got.bytes > kMostMessage)
+  const uint64_t most = got.beside > 0 ? Board::kNoteBytes : kMostMessage;
+  if (got.bytes > most || got.beside > most + 1 - got.bytes)
     return Status(Code::kInternal, "announced a message beyond all bounds", peer);
   return OkStatus();
 }
 
+// Puts values behind the message in a note; not those that do not fit there.
+void PutBeside(const Beside& beside, std::byte* note, Frame* mine) {
+  const size_t size = beside.own.size();
+  if (!beside.given || mine->bytes + size > Board::kNoteBytes) return;
+  if (size > 0)
+    std::memcpy(note + Board::kHeaderBytes + mine->bytes, beside.own.data(), size);
+  mine->beside = 1 + size;
+}
+
 // Frames of all ranks, and the messages that fit beside them.
-Status ShowOnBoard(const Frame& mine, const std::string& own, const Lane& lane,
-                   Waiter* waiter, std::vector<Frame>* frames,
-                   std::vector<std::string>* all) {
+Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter* waiter,
+                   std::vector<Frame>* frames, std::vector<std::string>* all,
+                   Beside* beside) {
   Board& board = *lane.board;
   const uint64_t turn = board.mine(Board::kAgreed) + 1;
   std::byte* note = board.Note(turn, board.rank());
+  PutBeside(*beside, note, &mine);
   std::memcpy(note, &mine, sizeof mine);
   if (own.size() <= Board::kNoteBytes)
     std::memcpy(note + Board::kHeaderBytes, own.data(), own.size());
@@ -163,6 +164,10 @@ Status ShowOnBoard(const Frame& mine, const std::string& own, const Lane& lane,
     if (theirs.bytes <= Board::kNoteBytes)
       (*all)[peer].assign(reinterpret_cast<const char*>(note + Board::kHeaderBytes),
                           theirs.bytes);
+    beside->whole = beside->whole && theirs.beside > 0;
+    if (!beside->whole) continue;
+    beside->all.emplace_back(note + Board::kHeaderBytes + theirs.bytes,
+                             theirs.beside - 1);
   }
   return OkStatus();
 }
@@ -288,8 +293,10 @@ Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lan
 }
 
 Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& lane,
-                        Waiter* waiter, std::vector<std::string>* all) {
+                        Waiter* waiter, std::vector<std::string>* all, Beside* beside) {
   const int size = static_cast<int>(lane.links.size());
+  beside->whole = beside->given && lane.board;
+  beside->all.clear();
   all->assign(static_cast<size_t>(size), "");
   std::vector<Frame> frames(static_cast<size_t>(size));
   Frame mine = frame;
@@ -298,7 +305,7 @@ Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& 
   frames[lane.rank] = mine;
   waiter->Progressed();
   if (lane.board) {
-    RJ_TRY(ShowOnBoard(mine, own, lane, waiter, &frames, all));
+    RJ_TRY(ShowOnBoard(mine, own, lane, waiter, &frames, all, beside));
   } else {
     RJ_TRY(PassOn(mine, own, lane, waiter, &frames, all));
   }

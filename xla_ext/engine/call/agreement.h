@@ -7,6 +7,8 @@
 // It is also the barrier, and the flow control of the call that follows.
 #pragma once
 
+#include <cstddef>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -42,7 +44,15 @@ Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
 // size, each rank passing on what it has (Bruck et al., "Efficient Algorithms for
 // All-to-All Communications", 1997). What does not fit there follows from rank to rank.
 inline constexpr uint64_t kMostMessage = uint64_t{64} << 20;  // bytes
+// Values that ranks on a board give all others with their messages, in case they turn
+// out to be all that is needed. `own` and `given` go in. `whole`: all ranks have given
+// some, which stay in `all`, by rank, until this rank begins anything else.
+struct Beside {
+  bool given = false, whole = false;
+  std::span<const std::byte> own = {};
+  std::vector<std::span<const std::byte>> all = {};
+};
 Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& lane,
-                        Waiter* waiter, std::vector<std::string>* all);
+                        Waiter* waiter, std::vector<std::string>* all, Beside* beside);
 
 }  // namespace ringjax

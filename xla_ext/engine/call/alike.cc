@@ -95,8 +95,8 @@ Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_vie
   return "'" + std::string(Line(names, first)) + "' of " + WhoDiffers(table, members) +
          (count == 1 ? ""
                      : ", the first of " + std::to_string(count) + " that differ") +
-         "; call broadcast_parameters before the first step, and let no rank change "
-         "them alone (RINGJAX_CHECK_PARAMETERS=0: no such check)";
+         "; begin with broadcast_parameters (broadcast_variables), and let no rank "
+         "change them alone (RINGJAX_CHECK_PARAMETERS=0: no such check)";
 }
 
 }  // namespace ringjax

@@ -25,7 +25,7 @@ std::vector<std::string_view> Lines(std::string_view text) {
   return lines;
 }
 
-constexpr long kHeadLines = 9;  // of Explain, before the tensors
+constexpr long kHeadLines = 10;  // of Explain, before the tensors
 constexpr std::string_view kRefused = "refused: ";
 
 // What the ranks call the operation: the first line of the first that describes it.
@@ -142,6 +142,7 @@ uint64_t Fingerprint(const Call& call) {
   hash.Add(static_cast<uint64_t>(call.step));
   hash.Add(static_cast<uint64_t>(call.bucket));
   hash.Add(call.name);
+  if (!call.partition.empty()) hash.Add(call.partition);
   hash.Add(call.tensors.size());
   const size_t skip = RaggedRows(call.op) ? 1 : 0;
   for (const Tensor& t : call.tensors) {
@@ -192,6 +193,9 @@ std::string Explain(const Call& call, size_t limit) {
   out << "postscale_factor=" << Digits(call.postscale) << '\n';
   out << "optimizer step " << call.step << '\n';
   out << "bucket " << call.bucket << '\n';
+  out << (call.partition.empty() ? std::string_view("1 device")
+                                 : call.partition.substr(0, call.partition.find('\n')))
+      << '\n';
   out << call.tensors.size() << " tensors\n";
   const size_t per_tensor =
       call.tensors.empty() ? 0 : call.rows.size() / call.tensors.size();

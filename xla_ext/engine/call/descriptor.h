@@ -40,6 +40,9 @@ struct Call {
   double timeout = -1;
   std::string_view name;   // of the operation: "grads"
   std::string_view names;  // of the tensors, joined by newlines; may be empty
+  // Of shards of several devices: "2 devices (0, 1)", and on further lines how each
+  // tensor is cut, compared and not shown. Empty: tensors are whole, on one device.
+  std::string_view partition;
   std::vector<Tensor> tensors;
   // Rows (dim 0) per rank, for each tensor one after another; see Problem::counts.
   std::vector<int64_t> rows;

@@ -49,6 +49,23 @@ Status CheckStall(const Lane& lane, const Waiter& waiter, Peers&& peers,
   return OkStatus();
 }
 
+// Waits until a peer's counter on the board is `value`; it cannot be beyond `most`, nor
+// before `least`. `what`: what a peer that does not get there is blamed for.
+inline Status AwaitCounter(Board::Counter counter, int peer, uint64_t value,
+                           uint64_t least, uint64_t most, const Lane& lane,
+                           Waiter* waiter, const char* what) {
+  Board& board = *lane.board;
+  for (uint64_t known = least;;) {
+    RJ_TRY(board.Follow(counter, peer, value, most, &known));
+    if (known >= value) break;
+    RJ_TRY(waiter->Idle(
+        [&board] { return std::vector<Waiter::Interest>{{&board, true, false}}; }));
+    RJ_TRY(CheckStall(lane, *waiter, [peer] { return std::vector{peer}; }, what));
+  }
+  waiter->Progressed();
+  return OkStatus();
+}
+
 struct Memory {
   const Spans* in = nullptr;
   const Spans* out = nullptr;

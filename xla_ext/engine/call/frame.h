@@ -21,11 +21,11 @@ struct Frame {
   uint32_t step = 0;  // kAgree: the round; kData: which operand of the call
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
-  uint64_t bytes = 0;  // payload that follows
-  uint64_t reserved = 0;
+  uint64_t bytes = 0;   // payload that follows
+  uint64_t beside = 0;  // kRound: 1 + bytes of values behind the message; 0: none
 
-  // Everything that both ends must know alike; not kind, agreed, step, fingerprint and
-  // bytes.
+  // Everything that both ends must know alike; not kind, agreed, step, fingerprint,
+  // bytes and beside.
   bool SameStream(const Frame& o) const {
     return magic == o.magic && job == o.job && epoch == o.epoch &&
            communicator == o.communicator && lane == o.lane && sequence == o.sequence;

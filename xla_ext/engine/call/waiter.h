@@ -25,6 +25,20 @@ using Clock = std::chrono::steady_clock;
 using InterruptCheck = bool (*)();
 inline std::atomic<InterruptCheck> interrupt_check{nullptr};
 
+// While it lives, what this thread waits for can be interrupted only after so many
+// seconds without progress: until then, whoever waits here can be told later.
+class InterruptsAfter {
+ public:
+  explicit InterruptsAfter(double seconds) { patience = seconds; }
+  ~InterruptsAfter() { patience = 0; }
+  InterruptsAfter(const InterruptsAfter&) = delete;
+  InterruptsAfter& operator=(const InterruptsAfter&) = delete;
+  static bool Allows(double idle) { return idle >= patience; }
+
+ private:
+  static inline thread_local double patience = 0;
+};
+
 class Waiter {
  public:
   // What to arm before sleeping: a link or a board, wants to read, wants to write.
@@ -51,6 +65,8 @@ class Waiter {
     idle_ = 0;
   }
 
+  bool aborted() const { return aborted_->load(std::memory_order_acquire); }
+
   // The longest sleep until the caller looks again.
   void set_slice(Clock::duration slice) {
     const auto ms = std::chrono::ceil<std::chrono::milliseconds>(slice).count();
@@ -67,8 +83,7 @@ class Waiter {
   // communicator is aborted or this process was interrupted.
   template <typename Interests>
   Status Idle(Interests&& interests) {
-    if (aborted_->load(std::memory_order_acquire))
-      return Status(Code::kUnavailable, "aborted");
+    if (aborted()) return Status(Code::kUnavailable, "aborted");
     if (idle_ == 0) since_ = Clock::now();
     ++idle_;
     if (idle_ <= kFree && !crowded_) {
@@ -104,7 +119,8 @@ class Waiter {
     if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
     if (fds_[0].revents) doorbell_->Drain();
-    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
+    InterruptCheck check = interrupt_check.load();
+    if (check != nullptr && InterruptsAfter::Allows(IdleSeconds()) && check())
       return Status(Code::kCancelled, "interrupted");
     return OkStatus();
   }

@@ -10,6 +10,7 @@
 
 #include "base/failpoint.h"
 #include "engine/call/agreement.h"
+#include "engine/call/reading.h"
 #include "engine/call/tiles.h"
 #include "engine/communicator/succession.h"
 
@@ -24,6 +25,7 @@ Communicator::Communicator(CommunicatorOptions options,
       succession_(std::move(succession)),
       progress_(succession_ ? std::make_shared<Progress>() : nullptr) {
   options_.topology.board = board != nullptr;
+  options_.topology.reads = board != nullptr;
   lane_.links = std::move(links);
   lane_.board = std::move(board);
   lane_.rank = rank();
@@ -182,13 +184,17 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   // What the board has, or nothing, needs no rank to wait for the others' results.
   if (attempt->rest != Attempt::Rest::kLost) barrier = Barrier::kNone;
   RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
+  Record(call, start);
+  return OkStatus();
+}
+
+void Communicator::Record(const Call& call, Clock::time_point start) {
   const auto end = Clock::now();
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(call.op)];
   ++stats.calls;
   stats.seconds += std::chrono::duration<double>(end - start).count();
   Note(call, end);
-  return OkStatus();
 }
 
 void Communicator::Remember(const Call& call) {
@@ -276,6 +282,20 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
   const Plan& plan = planned.value()->plan;
   AddScratch(request, plan.scratch * Width(request->arithmetic.dtype));
   const std::string_view algorithm = planned.value()->algorithm->name;
+  if (algorithm == kReading && FitsReading(request->pieces, *lane_.board)) {
+    bool could = false;
+    RJ_TRY(MoveByReading(request->problem, request->memory, lane_, waiter, &could));
+    if (could) {
+      Count(*request, algorithm, plan.sent);
+      return OkStatus();
+    }
+    // Not here: by a setting of the kernel, or with memory of some device. All ranks
+    // have found out, and none tries again.
+    RJ_TRY(Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter));
+    options_.topology.reads = false;
+    plans_.clear();
+    return OkStatus();
+  }
   Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
   if (algorithm == kShared)
     return AllreduceInTiles(request->memory, request->problem.counts[0],
@@ -329,6 +349,11 @@ void Communicator::SetCost(const CostModel& cost, const std::string& algorithm) 
   if (!turnstile_.Wait(turnstile_.Take(), stop).ok()) return;  // no call follows
   const Turn here(&turnstile_);
   set();
+}
+
+Communicator::Comparison& Communicator::comparison(uint64_t whose) {
+  std::lock_guard lock(mutex_);
+  return comparisons_[whose];  // stays where it is
 }
 
 std::map<std::string, OpStats> Communicator::stats() const {

@@ -14,12 +14,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/status.h"
 #include "collective/table.h"
+#include "engine/call/agreement.h"
 #include "engine/call/descriptor.h"
 #include "engine/call/executor.h"
 #include "engine/call/turnstile.h"
@@ -142,7 +144,18 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Rounds, of a communicator that one thread alone uses. Every rank gives all others a
   // message; they come by rank. A step in the one order of calls, like Run.
-  Status Exchange(const std::string& own, std::vector<std::string>* all);
+  Status Exchange(const std::string& own, std::vector<std::string>* all,
+                  Beside* beside = nullptr);
+  // Whether values of an operation may travel beside messages: ranks have a board, a
+  // round is as final as a call, and nobody wants another algorithm.
+  bool HasBeside(Collective op) const {
+    return lane_.board && !progress_ && ForcedAlgorithm(op).empty();
+  }
+  // A call whose inputs all ranks have given in the last round, `values` by rank: whole
+  // tensors, but for broadcast nothing of the others than the root. Allreduce without
+  // prescale, broadcast, allgather, and alltoall in equal parts, of one tensor.
+  Status RunBeside(const Call& call,
+                   std::span<const std::span<const std::byte>> values);
   // Sleeps until a peer has begun the next call (`*called`), Wake was called, or the
   // deadline. A peer that is gone ends the communicator if it is `needed`; else the
   // next call finds out.
@@ -188,9 +201,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   uint64_t entered() const { return entered_.load(std::memory_order_relaxed); }
   // The last call that has ended here, or an earlier one.
   uint64_t finished() const { return finished_.load(std::memory_order_relaxed); }
-  // Of the check whether all ranks have the same parameters (ffi/check.cc): there has
-  // been one, and it has warned.
-  std::atomic<bool> compared{false}, warned{false};
+  // Of a check whether all ranks have the same parameters (ffi/check.cc): how often it
+  // was called or looked, and whether its last look has warned.
+  struct Comparison {
+    std::atomic<uint32_t> count{0};
+    std::atomic<bool> warned{false};
+  };
+  Comparison& comparison(uint64_t whose);
   std::map<std::string, OpStats> stats() const;
   std::map<std::string, int> transports() const;
 
@@ -203,6 +220,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     Spans in, out;
     std::vector<uint64_t> sizes;  // with Adasum: elements of each tensor
     uint64_t bytes = 0;
+    uint64_t pieces = 0;  // of `in` at most, alike on all ranks
 
     uint64_t wire_bytes() const {  // of one block of elements: allreduce, broadcast
       return problem.counts[0] * Width(arithmetic.wire);
@@ -291,13 +309,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void NoteWaiting(const Call& call, const std::vector<int>& peers);
   void AskWhereTheyAre(const Call& call, const std::vector<int>& peers);
   void StoppedWaiting();
-  void Remember(const Call& call);                     // the one that has ended
-  void Note(const Call& call, Clock::time_point end);  // with mutex_ held
+  void Remember(const Call& call);                         // the one that has ended
+  void Record(const Call& call, Clock::time_point start);  // that, and counts it
+  void Note(const Call& call, Clock::time_point end);      // with mutex_ held
   std::string Waited(const std::vector<int>& peers) const;
   // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
 
-  CommunicatorOptions options_;  // only cost and algorithm ever change, in a turn
+  // Only cost, algorithm and topology.reads ever change, in a turn.
+  CommunicatorOptions options_;
   const std::unique_ptr<Doorbell> doorbell_;
   const std::shared_ptr<Succession> succession_;
   Lane lane_;
@@ -318,7 +338,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   std::atomic<bool> aborted_{false};
   std::atomic<bool> any_left_{false};
-  mutable std::mutex mutex_;      // guards all below
+  mutable std::mutex mutex_;  // guards all below
+  std::map<uint64_t, Comparison> comparisons_;
   std::map<int, uint64_t> left_;  // world ranks, and how many calls they had finished
   Status abort_status_;
   struct Last {  // the call that ended last

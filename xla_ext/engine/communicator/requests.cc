@@ -119,6 +119,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     r.problem.root = call.root;
     r.arithmetic.dtype = r.arithmetic.wire = dtype;
     if (one) {
+      r.pieces = 1;
       r.in.Add(one->in, one->bytes());
       r.bytes = one->bytes();
     }
@@ -137,6 +138,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     r->in.Add(t.in, t.bytes());
     r->out.Add(t.out, t.bytes());
     r->bytes += t.bytes();
+    ++r->pieces;
     if (r->arithmetic.op == ReduceOp::kAdasum) r->sizes.push_back(t.elements());
   };
   auto blocks = [&](Request* r, std::span<const int64_t> rows, uint64_t row) {

@@ -1,6 +1,9 @@
 // Rounds: a communicator as a meeting place, for a thread that has it to itself. It
 // gives all ranks a message, or rests until somebody wants to. What the messages mean
 // is its user's matter (engine/eager/).
+#include <cstring>
+
+#include "base/reduce.h"
 #include "engine/call/agreement.h"
 #include "engine/communicator/communicator.h"
 
@@ -20,7 +23,10 @@ const Call& Round() {
 
 }  // namespace
 
-Status Communicator::Exchange(const std::string& own, std::vector<std::string>* all) {
+Status Communicator::Exchange(const std::string& own, std::vector<std::string>* all,
+                              Beside* beside) {
+  Beside nothing;
+  if (beside == nullptr) beside = &nothing;
   return InTurn(turnstile_.Take(), Round(), [&] {
     Frame frame;
     RJ_TRY(Begin(Round(), &frame));
@@ -31,7 +37,7 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
       return OkStatus();
     }
     Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
-    const Status status = ExchangeMessages(frame, own, lane_, &waiter, all);
+    const Status status = ExchangeMessages(frame, own, lane_, &waiter, all, beside);
     if (!status.ok()) return Fail(Round(), status);
     // A call like others, in what is reported; only that nobody can finish it later.
     if (progress_) {
@@ -41,6 +47,70 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
     if (noted_) StoppedWaiting();
     return OkStatus();
   });
+}
+
+namespace {
+
+// Bytes that each rank gives, by the call as this rank knows it. An alltoall's parts
+// are equal, so what a rank receives from another tells how much that has.
+uint64_t GivenBy(const Call& call, size_t rank, size_t size) {
+  const Tensor& t = call.tensors[0];
+  if (call.op == Collective::kAllreduce) return t.bytes();
+  if (call.op == Collective::kBroadcast)
+    return rank == static_cast<size_t>(call.root) ? t.bytes() : 0;
+  uint64_t row = Width(t.dtype);
+  for (size_t d = 1; d < t.dims.size(); ++d) row *= static_cast<uint64_t>(t.dims[d]);
+  const bool all = call.op == Collective::kAllgather;
+  const auto rows = static_cast<uint64_t>(call.rows[all ? rank : size + rank]);
+  return rows * row * (all ? 1 : size);
+}
+
+// In the order of the ranks, as notes are.
+void Reduce(std::span<const std::span<const std::byte>> values, const Arithmetic& a,
+            void* out) {
+  const size_t n = values[0].size() / Width(a.dtype), last = values.size() - 1;
+  if (n == 0) return;
+  std::memcpy(out, values[0].data(), values[0].size());
+  for (size_t r = 1; r <= last; ++r)
+    Combine(out, out, values[r].data(), n, a, false, r == last);
+}
+
+// What each rank has for this one, one after the other.
+void Gather(std::span<const std::span<const std::byte>> values, size_t begin,
+            size_t parts, std::byte* out) {
+  for (const auto& given : values) {
+    const size_t bytes = given.size() / parts;
+    if (bytes > 0) std::memcpy(out, given.data() + begin * bytes, bytes);
+    out += bytes;
+  }
+}
+
+}  // namespace
+
+Status Communicator::RunBeside(const Call& call,
+                               std::span<const std::span<const std::byte>> values) {
+  const auto start = Clock::now();
+  if (Status valid = Validate(call); !valid.ok()) return Named(call, valid);
+  for (size_t r = 0; r < values.size(); ++r)
+    if (values[r].size() != GivenBy(call, r, values.size()))
+      return Fail(call, {Code::kInternal, "has told of other bytes than it gave",
+                         static_cast<int>(r)});
+  auto* out = static_cast<std::byte*>(call.tensors[0].out);
+  const auto root = static_cast<size_t>(call.root);
+  const std::vector<Request> requests = Split(call);
+  if (call.op == Collective::kAllreduce) {
+    if (!requests.empty()) Reduce(values, requests[0].arithmetic, out);
+  } else if (call.op == Collective::kBroadcast) {
+    if (!values[root].empty())
+      std::memcpy(out, values[root].data(), values[root].size());
+  } else {
+    const bool all = call.op == Collective::kAllgather;
+    Gather(values, all ? 0 : static_cast<size_t>(rank()), all ? 1 : values.size(), out);
+  }
+  for (const Request& request : requests)
+    Count(request, kShared, values[rank()].size());
+  Record(call, start);
+  return OkStatus();
 }
 
 Status Communicator::Await(Clock::time_point deadline, bool needed, bool* called) {

@@ -1,7 +1,8 @@
-// The thread and its rounds, the end. See lane.h; what callers hand in goes through
-// lane_submit.cc, how decisions are run is in lane_execute.cc, what is said about
-// those who are late in lane_watch.cc, what becomes of it all when ranks are lost in
-// lane_generation.cc.
+// The thread, a round, the end. See lane.h; what callers hand in goes through
+// lane_submit.cc, who looks for it and when is in lane_drive.cc, how decisions are run
+// in lane_execute.cc, which values come with the news in lane_beside.cc, what is said
+// about those who are late in lane_watch.cc, what becomes of it all when ranks are lost
+// in lane_generation.cc.
 #include "engine/eager/lane.h"
 
 #include <exception>
@@ -14,11 +15,6 @@ std::shared_ptr<Gate> MakeGate(const Communicator& c) {
   auto gate = std::make_shared<Gate>();
   gate->spin_seconds = c.options().spin_seconds;
   return gate;
-}
-
-Clock::duration Seconds(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(
-      std::chrono::duration<double>(seconds));
 }
 
 // What must be done even if there is no memory just now.
@@ -120,15 +116,10 @@ EagerStats EagerLane::stats() const {
 // -- the thread ----------------------------------------------------------------------
 
 void EagerLane::Work() {
+  std::unique_lock wheel(wheel_);
   Status end;
   do {
-    try {
-      end = Loop();
-    } catch (const std::exception& e) {  // out of memory, most likely: peers must know
-      Insist([&] {
-        communicator_->GiveUp(Code::kInternal, std::string("failed: ") + e.what());
-      });
-    }
+    Guarded([&] { Loop(&wheel); });
     // Whatever ends the loop has aborted the communicator: all ranks give this reason.
     Insist([&] {
       end = communicator_->abort_status();
@@ -139,52 +130,15 @@ void EagerLane::Work() {
   Insist([&] { FailAll(end); });
 }
 
-Status EagerLane::Loop() {
-  while (true) {
-    TakeIn();
-    if (Clock::now() >= next_look_) Watch();
-    if (negotiation_->HasNews()) {
-      RJ_TRY(Gather());
-      RJ_TRY(Round());
-      continue;
-    }
-    bool called = false, needed;
-    {
-      std::lock_guard lock(mutex_);
-      needed = !active_.empty() || joined_;
-    }
-    RJ_TRY(communicator_->Await(next_look_, needed, &called));
-    if (!called) continue;
-    TakeIn();
-    RJ_TRY(Round());
+// `body`, which an exception ends: out of memory, most likely. Peers must know.
+void EagerLane::Guarded(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& e) {
+    Insist([&] {
+      communicator_->GiveUp(Code::kInternal, std::string("failed: ") + e.what());
+    });
   }
-}
-
-void EagerLane::TakeIn() {
-  bool joins;
-  {
-    std::lock_guard lock(mutex_);
-    taken_.swap(incoming_);
-    joins = std::exchange(joins_, false);
-    if (succession_) HoldBack(&joins);
-  }
-  for (const TaskPtr& task : taken_) {
-    hurries_ |= task->timeout > 0;
-    negotiation_->Submit(task);
-  }
-  taken_.clear();
-  if (joins) negotiation_->Join();
-}
-
-// Waits for more to fuse with, unless a peer does not want to wait.
-Status EagerLane::Gather() {
-  if (options_.cycle_seconds <= 0) return OkStatus();
-  const auto until = Clock::now() + Seconds(options_.cycle_seconds);
-  for (bool called = false; !called && Clock::now() < until;) {
-    RJ_TRY(communicator_->Await(until, true, &called));
-    TakeIn();
-  }
-  return OkStatus();
 }
 
 Status EagerLane::Round() {
@@ -193,9 +147,11 @@ Status EagerLane::Round() {
     recording_ = timeline_;
   }
   if (recording_) recording_->Round();
+  Beside beside = Offer();
   const std::string news = negotiation_->TakeNews();
+  const uint64_t first_id = negotiation_->next_id();
   std::vector<std::string> messages;
-  RJ_TRY(communicator_->Exchange(news, &messages));
+  RJ_TRY(communicator_->Exchange(news, &messages, &beside));
   std::vector<Decision> decisions;
   if (Status s = negotiation_->Receive(messages, &decisions); !s.ok()) {
     communicator_->GiveUp(s.code(), s.message(), s.rank());
@@ -208,17 +164,18 @@ Status EagerLane::Round() {
     stats_.cached = hits_before_ + negotiation_->hits();
   }
   sealed_ = false;
-  for (const Decision& decision : decisions) RJ_TRY(Carry(decision));
+  const Beside* values = HaveCome(beside, decisions, first_id) ? &beside : nullptr;
+  for (const Decision& decision : decisions) RJ_TRY(Carry(decision, values));
   const bool looks = hurries_ || next_look_ == Clock::time_point::max();
   if (negotiation_->pending() > 0 && looks) next_look_ = Clock::now();
   hurries_ = false;
   return OkStatus();
 }
 
-Status EagerLane::Carry(const Decision& decision) {
+Status EagerLane::Carry(const Decision& decision, const Beside* values) {
   switch (decision.kind) {
     case Decision::Kind::kRun:
-      return Run(decision);
+      return Run(decision, values);
     case Decision::Kind::kFail:
       RJ_TRY(Seal());
       RecordEnd(decision, decision.status);

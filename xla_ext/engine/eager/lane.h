@@ -4,12 +4,14 @@
 // A thread with a communicator of its own sleeps until this rank submits something or a
 // peer begins a round; it then exchanges news with all ranks (rounds.cc), lets the
 // negotiation decide (negotiation.h) and runs what was decided. No cycle, no
-// coordinator. A failure of the communicator fails everything pending and later, unless
-// it has a succession: then the lane begins anew in the generation that follows, with
-// all that is pending (lane_generation.cc).
+// coordinator. A caller that waits anyway does all this itself (lane_drive.cc). A
+// failure of the communicator fails everything pending and later, unless it has a
+// succession: then the lane begins anew in the generation that follows, with all that
+// is pending (lane_generation.cc).
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -40,14 +42,20 @@ struct EagerOptions {
 };
 
 // An operation as it is handed in. `outs` are where results go, as many as tensors for
-// allreduce, broadcast and reducescatter (maybe the inputs themselves), else none.
+// allreduce, broadcast and reducescatter (maybe the inputs themselves). For allgather
+// and alltoall none, or as many: a result that does not fit there is in memory of the
+// core, as it is without. `rooms`: the bytes at outs; may be left out where the rank
+// itself knows how many that must be.
 struct EagerRequest {
   Submission what;
   std::vector<void*> ins, outs;
+  std::vector<uint64_t> rooms;
   uint64_t stream = 0;   // of the device, if the tensors are there
   void* keep = nullptr;  // handed back by TakeEnded
   // Seconds of waiting for other ranks until an error, 0: never; negative: the lane's.
   double timeout = -1;
+  // Whoever submits it waits for it at once, and may do the lane's work meanwhile.
+  bool waits = false;
 };
 
 // Runs calls on tensors of a device. Mark, Abort and Close come from any thread, the
@@ -82,6 +90,9 @@ struct EagerStats {
   uint64_t rounds = 0, news_bytes = 0;          // news_bytes: of this rank
   uint64_t submissions = 0, cached = 0;         // cached: travelled as a number
   uint64_t calls = 0, fused = 0, failures = 0;  // fused: submissions in the calls
+  // Submissions whose callers did the lane's work while they waited; and calls that
+  // were left out, since their values had come beside the news.
+  uint64_t driven = 0, beside = 0;
 };
 
 class EagerLane {
@@ -126,6 +137,7 @@ class EagerLane {
   struct Task : Submission {
     explicit Task(Submission what) : Submission(std::move(what)) {}
     std::vector<void*> ins, outs;
+    std::vector<uint64_t> rooms;  // of EagerRequest
     std::shared_ptr<DevicePoint> mark;
     void* keep = nullptr;
     std::shared_ptr<Ticket> ticket;
@@ -149,7 +161,8 @@ class EagerLane {
   };
 
   Status Check(const Submission& what, std::span<void* const> ins,
-               std::span<void* const> outs, const Communicator& present) const;
+               std::span<void* const> outs, std::span<const uint64_t> rooms,
+               const Communicator& present) const;
   Result<DevicePointPtr> Mark(const EagerRequest& request,
                               std::shared_ptr<EagerBackend>* backend) const;
   Status Enlist(const TaskPtr& task, const std::shared_ptr<EagerBackend>& backend);
@@ -157,16 +170,28 @@ class EagerLane {
 
   // The thread.
   void Work();
-  Status Loop();
-  void TakeIn();
-  void HoldBack(bool* joins);
-  Status Gather();
+  void Guarded(const std::function<void()>& body);
   Status Round();
-  Status Carry(const Decision& decision);
+  Status Carry(const Decision& decision, const Beside* values);
   void FailAll(const Status& cause);
+
+  // Whoever has the wheel (lane_drive.cc).
+  void Loop(std::unique_lock<std::mutex>* wheel);
+  Status Turn(Clock::time_point until);
+  void TakeIn();
+  Status Gather();
+  void StandAside(std::unique_lock<std::mutex>* wheel);
+  void Recall();
+  bool Drive(const Ticket& ticket);
+
+  // Values beside the news (lane_beside.cc).
+  Beside Offer() const;
+  static bool HaveCome(const Beside& beside, const std::vector<Decision>& decisions,
+                       uint64_t first_id);
 
   // Generations (lane_generation.cc).
   struct Inheritance;
+  void HoldBack(bool* joins);
   bool MayContinue() const;
   Status Renew();
   Status Inherit(uint64_t since, Inheritance* all);
@@ -175,7 +200,8 @@ class EagerLane {
   Status Seal();
 
   // Decisions (lane_execute.cc).
-  Status Run(const Decision& decision);
+  Status Run(const Decision& decision, const Beside* values);
+  Status Perform(const Decision& decision, const Beside* values, Batch* batch);
   Status OpenDevice(const Submission& first);
   Status Build(const Decision& decision, Batch* batch) const;
   Status AddFixed(const Ready& ready, size_t i, Batch* batch) const;
@@ -219,6 +245,13 @@ class EagerLane {
   const std::shared_ptr<Succession> succession_;  // null: the first generation is all
   const EagerOptions options_;
 
+  // Held by the one thread that does the lane's work, which "the thread" means below:
+  // the lane's own, or a caller's. Before mutex_.
+  std::mutex wheel_;
+  // Callers that wait, ever; what the lane's own thread has seen of them.
+  std::atomic<uint64_t> callers_{0};
+  uint64_t callers_seen_ = 0;
+
   // Written by the thread with mutex_ held, so that it alone reads them without.
   std::shared_ptr<Communicator> communicator_;  // the generation that it is in
   std::shared_ptr<EagerBackend> cuda_;
@@ -238,6 +271,8 @@ class EagerLane {
   Clock::time_point next_look_ = Clock::time_point::max();
 
   mutable std::mutex mutex_;  // guards all below
+  bool aside_ = false;        // the lane's own thread has left the wheel to callers
+  std::condition_variable recalled_;
   std::vector<TaskPtr> incoming_;
   bool joins_ = false;                                    // a join is incoming
   std::shared_ptr<Ticket> joined_;                        // of the join under way

@@ -181,15 +181,10 @@ Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   Tensor& t = batch->call.tensors.emplace_back();
   t.dtype = piece.dtype;
   t.dims = piece.dims;
-  t.room = piece.bytes();
-  if (s.op == Collective::kReducescatter) {
-    const int64_t rows = piece.dims[0], size = communicator_->size();
-    const int64_t rank = communicator_->rank();
-    for (int64_t r = 0; r < size; ++r)
-      batch->call.rows.push_back(rows / size + (r < rows % size ? 1 : 0));
-    const uint64_t row = rows > 0 ? t.room / static_cast<uint64_t>(rows) : 0;
-    t.room = row * static_cast<uint64_t>(rows / size + (rank < rows % size ? 1 : 0));
-  }
+  t.room = ResultBytes(s, i, communicator_->rank(), communicator_->size());
+  if (s.op == Collective::kReducescatter)
+    for (int r = 0; r < communicator_->size(); ++r)
+      batch->call.rows.push_back(ShareOf(piece.dims[0], r, communicator_->size()));
   if (const TaskPtr task = Mine(ready)) {
     t.in = task->ins[i];
     t.out = task->outs[i];
@@ -210,7 +205,8 @@ Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   return OkStatus();
 }
 
-// One tensor whose result is as long as the ranks make it, in memory of ours.
+// One tensor whose result is as long as the ranks make it: in the memory that is meant
+// for it if it fits, else in memory of ours.
 Status EagerLane::AddRagged(const Ready& ready, size_t i, std::vector<Output>* outputs,
                             Batch* batch) const {
   const TaskPtr task = Mine(ready);
@@ -235,7 +231,10 @@ Status EagerLane::AddRagged(const Ready& ready, size_t i, std::vector<Output>* o
   uint64_t room = 0;
   if (__builtin_mul_overflow(row, static_cast<uint64_t>(total), &room))
     return Status(Code::kInvalidArgument, "the result is larger than any memory");
-  auto memory = Allocate(s, room, {});
+  const bool fits = task && !task->rooms.empty() && task->rooms[i] == room;
+  const std::shared_ptr<void> nobodys;
+  auto memory =
+      fits ? std::shared_ptr<void>(nobodys, task->outs[i]) : Allocate(s, room, {});
   if (!memory.ok()) return memory.status();
   Tensor& t = batch->call.tensors.emplace_back();
   if (!task) output.dims[0] = 0;
@@ -335,7 +334,26 @@ Status EagerLane::Lost(const Decision& decision, const Status& status) const {
   return status;
 }
 
-Status EagerLane::Run(const Decision& decision) {
+// Builds the call and runs it, or finishes it with values that have come already.
+Status EagerLane::Perform(const Decision& decision, const Beside* values,
+                          Batch* batch) {
+  const Submission& first = *decision.fused[0].any;
+  Status built = Build(decision, batch);
+  if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
+  if (values != nullptr)  // nobody waits for this rank
+    return built.ok() ? communicator_->RunBeside(batch->call, values->all)
+                      : communicator_->Named(batch->call, built);
+  bool refused = false;
+  if (first.cuda || (!succession_ && !built.ok())) {
+    // The others must know that this rank cannot, and go on.
+    RJ_TRY(communicator_->Compare(batch->call, built, &refused));
+    return cuda_->Run(batch->call, batch->marks, &batch->end);
+  }
+  if (!succession_) return communicator_->Run(batch->call);
+  return communicator_->RunOnce(batch->call, built);
+}
+
+Status EagerLane::Run(const Decision& decision, const Beside* values) {
   Batch batch;
   for (const Ready& ready : decision.fused) {
     TaskPtr task = Mine(ready);
@@ -351,18 +369,7 @@ Status EagerLane::Run(const Decision& decision) {
   const bool runs = first.op != Collective::kBarrier;
   if (runs && first.cuda) status = OpenDevice(first);
   if (runs && status.ok()) {
-    Status built = Build(decision, &batch);
-    if (built.ok() && !batch.aside.empty()) built = MoveAside(&batch);
-    bool refused = false;
-    if (first.cuda || (!succession_ && !built.ok())) {
-      // The others must know that this rank cannot, and go on.
-      status = communicator_->Compare(batch.call, built, &refused);
-      if (status.ok()) status = cuda_->Run(batch.call, batch.marks, &batch.end);
-    } else if (!succession_) {
-      status = communicator_->Run(batch.call);
-    } else {
-      status = communicator_->RunOnce(batch.call, built);
-    }
+    status = Perform(decision, values, &batch);
     if (IsLost(status)) return Lost(decision, status);
     // All ranks have heard the round, and what this came to. Calls on a device have no
     // such verdict and need none: the loss of a rank makes all that is there fail.
@@ -376,6 +383,7 @@ Status EagerLane::Run(const Decision& decision) {
   {
     std::lock_guard lock(mutex_);
     ++stats_.calls;
+    if (values != nullptr) ++stats_.beside;
     stats_.fused += batch.tasks.size();
   }
   Finish(batch.tasks, status, status.ok() ? &batch.outputs : nullptr, batch.end);

@@ -20,7 +20,7 @@ Status EagerLane::Named(const std::string& what, const Status& cause) const {
 }
 
 Status EagerLane::Check(const Submission& what, std::span<void* const> ins,
-                        std::span<void* const> outs,
+                        std::span<void* const> outs, std::span<const uint64_t> rooms,
                         const Communicator& present) const {
   auto invalid = [](const std::string& text) {
     return Status(Code::kInvalidArgument, text);
@@ -29,7 +29,9 @@ Status EagerLane::Check(const Submission& what, std::span<void* const> ins,
   const bool makes = what.op == Collective::kAllgather ||
                      what.op == Collective::kAlltoall ||
                      what.op == Collective::kBarrier;
-  if (ins.size() != what.tensors.size() || outs.size() != (makes ? 0 : ins.size()))
+  const bool places = !makes || !rooms.empty();
+  if (ins.size() != what.tensors.size() || outs.size() != (places ? ins.size() : 0) ||
+      (!rooms.empty() && rooms.size() != outs.size()))
     return invalid("inputs and results differ in number");
   for (size_t i = 0; i < ins.size(); ++i) {
     const Submission::Piece& piece = what.tensors[i];
@@ -39,6 +41,12 @@ Status EagerLane::Check(const Submission& what, std::span<void* const> ins,
     if (piece.bytes() > 0 &&
         (ins[i] == nullptr || (!makes && gets && outs[i] == nullptr)))
       return invalid("tensor " + std::to_string(i) + " has no memory");
+    const uint64_t needed =
+        makes ? 0 : ResultBytes(what, i, present.rank(), present.size());
+    if (!makes && !rooms.empty() && rooms[i] != needed)
+      return invalid("the result of tensor " + std::to_string(i) + " has " +
+                     std::to_string(needed) + " bytes, and its place " +
+                     std::to_string(rooms[i]));
   }
   return OkStatus();
 }
@@ -48,7 +56,9 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
     return Shown(origin_, request.what.Title(),
                  {Code::kFailedPrecondition, "this process was forked after init()"});
   const auto present = communicator();
-  if (Status s = Check(request.what, request.ins, request.outs, *present); !s.ok())
+  if (Status s =
+          Check(request.what, request.ins, request.outs, request.rooms, *present);
+      !s.ok())
     return Shown(present->Prefix(), request.what.Title(), s);
   std::shared_ptr<EagerBackend> backend;
   auto mark = Mark(request, &backend);
@@ -56,6 +66,7 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
   auto task = std::make_shared<Task>(std::move(request.what));
   task->ins = std::move(request.ins);
   task->outs = std::move(request.outs);
+  task->rooms = std::move(request.rooms);
   task->mark = std::move(mark.value());
   task->timeout = request.timeout;
   task->generation = succession_ ? present->generation() : 0;
@@ -69,6 +80,11 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
     RJ_TRY(Enlist(task, backend));
     task->keep = request.keep;
     here = communicator_;
+    if (!request.waits) Recall();
+  }
+  if (request.waits) {
+    callers_.fetch_add(1, std::memory_order_relaxed);
+    if (Drive(*ticket)) return ticket;
   }
   here->Wake();
   return ticket;
@@ -92,7 +108,7 @@ Status EagerLane::Enlist(const TaskPtr& task,
   if (succession_ && here.generation() > task->generation) {
     // Ranks were lost while it was checked.
     task->generation = here.generation();
-    if (Status s = Check(*task, task->ins, task->outs, here); !s.ok())
+    if (Status s = Check(*task, task->ins, task->outs, task->rooms, here); !s.ok())
       return Shown(here.Prefix(), task->Title(), s);
   }
   if (task->cuda && backend != cuda_)
@@ -129,6 +145,7 @@ Result<std::shared_ptr<Ticket>> EagerLane::Join() {
     joined_ = ticket;
     joins_ = true;
     here = communicator_;
+    Recall();
     if (succession_)
       join_generation_ = std::max(present->generation(), here->generation());
   }

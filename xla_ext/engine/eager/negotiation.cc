@@ -222,7 +222,7 @@ Ready Negotiation::State::Take(Key& key) {
   --pending;
   key.submitted = key.submitted_and_joined = 0;
   key.alike = true;
-  return {std::exchange(key.any, nullptr), std::exchange(key.by_rank, {})};
+  return {std::exchange(key.any, nullptr), std::exchange(key.by_rank, {}), key.id};
 }
 
 void Negotiation::State::Decide(Key& key, Batches* batches) {
@@ -317,6 +317,12 @@ void Negotiation::Expire(Collective op, const std::string& name, double seconds,
 }
 
 bool Negotiation::HasNews() const { return !state_->fresh.empty(); }
+
+SubmissionPtr Negotiation::Lone() const {
+  const std::vector<NewsItem>& fresh = state_->fresh;
+  const bool lone = fresh.size() == 1 && fresh[0].kind == NewsItem::Kind::kDescription;
+  return lone ? fresh[0].submission : nullptr;
+}
 
 std::string Negotiation::TakeNews() {
   State& s = *state_;

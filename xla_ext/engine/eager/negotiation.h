@@ -30,6 +30,7 @@ struct Ready {
   // By rank in the set; null: has joined (kFail: or has not submitted it). The own one
   // is the very pointer that was given to Submit.
   std::vector<SubmissionPtr> by_rank;
+  uint64_t id = 0;  // of Waiting: those heard of in one round follow on each other
 };
 
 // Alike on all ranks, in this order.
@@ -70,6 +71,9 @@ class Negotiation {
   void Expire(Collective op, const std::string& name, double seconds,
               std::string text = {});
   bool HasNews() const;
+
+  // If this rank's next message is one submission and nothing else, that; else null.
+  SubmissionPtr Lone() const;
 
   // This rank's message for the next round; empty: nothing new. Once for each Receive.
   std::string TakeNews();

@@ -113,6 +113,18 @@ uint64_t Submission::Hash() const {
   return hash.value();
 }
 
+int64_t ShareOf(int64_t rows, int rank, int size) {
+  return rows / size + (rank < rows % size ? 1 : 0);
+}
+
+uint64_t ResultBytes(const Submission& s, size_t i, int rank, int size) {
+  const uint64_t all = s.tensors[i].bytes();
+  if (s.op != Collective::kReducescatter || all == 0) return all;
+  const int64_t rows = s.tensors[i].dims[0];
+  return all / static_cast<uint64_t>(rows) *
+         static_cast<uint64_t>(ShareOf(rows, rank, size));
+}
+
 Status CheckSubmission(const Submission& s, int size) {
   const bool barrier = s.op == Collective::kBarrier;
   if (barrier != s.tensors.empty())

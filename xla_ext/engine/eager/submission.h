@@ -48,6 +48,12 @@ using SubmissionPtr = std::shared_ptr<const Submission>;
 // describe.
 Status CheckSubmission(const Submission& submission, int size);
 
+// The part of rank `rank` in a reducescatter of so many rows: of what cannot be
+// divided, the first ranks have one more.
+int64_t ShareOf(int64_t rows, int rank, int size);
+// Of tensor `i`, if the operation's results have known sizes.
+uint64_t ResultBytes(const Submission& submission, size_t i, int rank, int size);
+
 // "f32[8,128]", or "f32[*,128]" if dim 0 is a matter of each rank.
 std::string Describe(const Submission::Piece& piece, bool ragged = false);
 

@@ -11,6 +11,10 @@ namespace ringjax {
 
 Status Ticket::Wait() {
   constexpr auto kSlice = std::chrono::milliseconds(100);
+  if (!done() && gate_->IsDriver())
+    return Status(Code::kFailedPrecondition,
+                  "a signal handler waits for an operation that its own thread must do "
+                  "after it; submit it there, and wait for it later");
   // Sleeping and being woken takes longer than most short operations.
   const auto until = Clock::now() + std::chrono::duration<double>(gate_->spin_seconds);
   while (!done() && Clock::now() < until) sched_yield();

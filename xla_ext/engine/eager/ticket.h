@@ -42,6 +42,20 @@ struct Gate {
   std::mutex mutex;
   std::condition_variable ended;
   double spin_seconds = 0;
+
+  // While it lives, this thread does the lane's work, and nobody else will.
+  class Driver {
+   public:
+    explicit Driver(const Gate* gate) { driven = gate; }
+    ~Driver() { driven = nullptr; }
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+  };
+  static bool IsDriving() { return driven != nullptr; }
+  bool IsDriver() const { return driven == this; }
+
+ private:
+  static inline thread_local const Gate* driven = nullptr;
 };
 
 class Ticket {
@@ -50,6 +64,7 @@ class Ticket {
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   // How it ended. kCancelled if this process was interrupted first: it goes on then.
+  // kFailedPrecondition: this is a signal handler's, and its thread does the work.
   Status Wait();
 
   // Whether the device has done its part as well, if there is one.

@@ -3,14 +3,19 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <exception>
+#include <span>
+#include <system_error>
 #include <tuple>
 
 namespace ringjax {
@@ -60,11 +65,28 @@ Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double 
   }
   last_look_ = Now();
   try {
+    Expect();
     worker_ = std::thread([this] { WorkOn(); });
   } catch (...) {
     for (State& state : states_) Close(&state);
+    if (ready_ >= 0) close(ready_);
     throw;
   }
+}
+
+// From here on `ready_` tells what has something to read. A socket is taken out of it
+// by hand: it would stay in it while a forked child has it too.
+void Heartbeat::Expect() {
+  const auto check = [](int result) {
+    if (result < 0) throw std::system_error(errno, std::generic_category(), "epoll");
+  };
+  check(ready_ = epoll_create1(EPOLL_CLOEXEC));
+  const auto add = [&](int fd, State* state) {
+    epoll_event event{EPOLLIN, {.ptr = state}};
+    check(epoll_ctl(ready_, EPOLL_CTL_ADD, fd, &event));
+  };
+  add(wakeup_->fd(), nullptr);
+  for (State& state : states_) add(state.peer.fd, &state);
 }
 
 Heartbeat::~Heartbeat() {
@@ -75,6 +97,7 @@ Heartbeat::~Heartbeat() {
     // The sockets' numbers may be another one's by now.
     for (State& state : states_) state.channel.Release();
   }
+  close(ready_);
 }
 
 void Heartbeat::Stop() {
@@ -106,36 +129,32 @@ void Heartbeat::WorkOn() {
 
 void Heartbeat::Work() {
   double next_beat = Now();
-  std::vector<pollfd> fds;
-  std::vector<size_t> index;
+  std::array<epoll_event, 64> events;
   while (true) {
-    fds.assign(1, {wakeup_->fd(), POLLIN, 0});
-    index.clear();
     {
       std::lock_guard lock(mutex_);
       if (stopping_) return;
-      for (size_t i = 0; i < states_.size(); ++i) {
-        if (!states_[i].open) continue;
-        fds.push_back({states_[i].peer.fd, POLLIN, 0});
-        index.push_back(i);
-      }
     }
     const double next = std::min(next_beat, NextAnswer());
     const double wait = std::clamp(next - Now(), 0.0, interval_);
-    poll(fds.data(), fds.size(), static_cast<int>(wait * 1000) + 1);
-    if (fds[0].revents) wakeup_->Drain();
-    for (size_t i = 0; i < index.size(); ++i)
-      if (fds[i + 1].revents) {
-        State* state = &states_[index[i]];
-        do {
-          ReadFrom(state);
-        } while (state->open && state->channel.readable());
+    const int n = epoll_wait(ready_, events.data(), static_cast<int>(events.size()),
+                             static_cast<int>(wait * 1000) + 1);
+    for (const epoll_event& event : std::span(events).first(n > 0 ? n : 0)) {
+      auto* state = static_cast<State*>(event.data.ptr);
+      if (state == nullptr) {
+        wakeup_->Drain();
+        continue;
       }
+      do {
+        ReadFrom(state);
+      } while (state->open && state->channel.readable());
+    }
     AnswerWhatIsDue();
     if (Now() >= next_beat) {
       Beat();
       CheckSilence();
-      next_beat = Now() + interval_;
+      // All ranks of a host beat together: then a wake finds what many have sent.
+      next_beat = (std::floor(Now() / interval_) + 1) * interval_;
     }
   }
 }
@@ -311,6 +330,7 @@ std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) cons
 void Heartbeat::Close(State* state) {
   if (!state->open) return;
   state->open = false;
+  if (ready_ >= 0) epoll_ctl(ready_, EPOLL_CTL_DEL, state->channel.fd(), nullptr);
   state->channel.Close();
 }
 

@@ -113,8 +113,10 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
     bool answered = false, entered = false;
     std::string text;
   };
+  struct State;
   // A peer has asked, and what the interpreter knows is awaited.
   struct Open {
+    State* asker = nullptr;
     uint64_t number = 0;
     AskHead head;
     double until = 0;
@@ -133,9 +135,9 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
     bool open = true, left = false;
     std::map<int, uint64_t> finished;  // if it has left: calls, by communicator
     std::map<int, Inquired> inquired;  // by communicator
-    std::vector<Open> questions;       // of this peer
   };
 
+  void Expect();
   void WorkOn();
   void Work();
   double Now() const;
@@ -166,8 +168,10 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
   const int rank_;
   const double interval_, timeout_;
   const std::unique_ptr<Doorbell> wakeup_, notify_, inquire_;
-  mutable std::mutex mutex_;  // guards all below; never held while aborting
-  std::vector<State> states_;
+  int ready_ = -1;               // an epoll: what one wake costs is not for each peer
+  mutable std::mutex mutex_;     // guards all below; never held while aborting
+  std::vector<State> states_;    // of all peers, from the first to the last moment
+  std::vector<Open> questions_;  // to this rank, oldest first
   std::vector<std::pair<int, std::string>> lost_;
   std::vector<std::weak_ptr<Communicator>> watched_;
   double last_look_ = 0;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr double kForInterpreter = 0.5;  // seconds
 constexpr double kRecently = 0.5;        // since a rank was asked
-constexpr size_t kMostOpen = 16;         // questions of a peer at once
+constexpr ptrdiff_t kMostOpen = 16;      // questions of a peer at once
 constexpr size_t kMostStalls = 16;       // that are remembered as told
 
 template <typename Head>
@@ -98,12 +98,14 @@ void Heartbeat::OnAsk(State* state, const std::string& text) {
   question.what =
       Printable(std::string_view(text).substr(sizeof question.head), kMostText);
   question.until = Now() + kForInterpreter;
+  question.asker = state;
   {
     std::lock_guard lock(mutex_);
-    if (state->questions.size() >= kMostOpen)
-      state->questions.erase(state->questions.begin());
+    const auto same = [state](const Open& open) { return open.asker == state; };
+    if (std::ranges::count_if(questions_, same) >= kMostOpen)
+      questions_.erase(std::ranges::find_if(questions_, same));
     question.number = ++question_;
-    state->questions.push_back(std::move(question));
+    questions_.push_back(std::move(question));
   }
   inquire_->Ring();
 }
@@ -135,28 +137,25 @@ std::string Heartbeat::OwnTrace() const {
 }
 
 double Heartbeat::NextAnswer() const {
-  double next = std::numeric_limits<double>::infinity();
   std::lock_guard lock(mutex_);
-  for (const State& state : states_)
-    for (const Open& question : state.questions) next = std::min(next, question.until);
-  return next;
+  return questions_.empty() ? std::numeric_limits<double>::infinity()
+                            : questions_.front().until;
 }
 
 void Heartbeat::AnswerWhatIsDue() {
-  const double now = Now();
-  for (State& state : states_) {
-    std::vector<std::pair<AskHead, std::string>> due;
-    {
-      std::lock_guard lock(mutex_);
-      std::erase_if(state.questions, [&](const Open& question) {
-        const bool known = question.number <= placed_;
-        if (!known && now < question.until) return false;
-        due.emplace_back(question.head, known ? place_ : "its interpreter is busy");
-        return true;
-      });
-    }
-    for (const auto& [head, place] : due) Reply(&state, head, place);
+  std::vector<std::pair<Open, std::string>> due;
+  {
+    std::lock_guard lock(mutex_);
+    if (questions_.empty()) return;
+    const double now = Now();
+    std::erase_if(questions_, [&](Open& question) {
+      const bool known = question.number <= placed_;
+      if (!known && now < question.until) return false;
+      due.emplace_back(question, known ? place_ : "its interpreter is busy");
+      return true;
+    });
   }
+  for (const auto& [question, place] : due) Reply(question.asker, question.head, place);
 }
 
 void Heartbeat::Reply(State* state, const AskHead& asked, const std::string& place) {
@@ -178,17 +177,15 @@ void Heartbeat::Reply(State* state, const AskHead& asked, const std::string& pla
 Heartbeat::Asked Heartbeat::asked() {
   Asked asked;
   std::lock_guard lock(mutex_);
-  for (const State& state : states_) {
-    for (const Open& question : state.questions) {
-      if (question.number <= placed_) continue;
-      asked.newest = std::max(asked.newest, question.number);
-      const std::pair stall(question.head.communicator, question.head.sequence);
-      if (std::find(told_.begin(), told_.end(), stall) != told_.end()) continue;
-      if (told_.size() >= kMostStalls) told_.erase(told_.begin());
-      told_.push_back(stall);
-      asked.stalls.push_back("rank " + std::to_string(state.peer.rank) +
-                             " waits for this rank to call " + question.what);
-    }
+  for (const Open& question : questions_) {
+    if (question.number <= placed_) continue;
+    asked.newest = std::max(asked.newest, question.number);
+    const std::pair stall(question.head.communicator, question.head.sequence);
+    if (std::find(told_.begin(), told_.end(), stall) != told_.end()) continue;
+    if (told_.size() >= kMostStalls) told_.erase(told_.begin());
+    told_.push_back(stall);
+    asked.stalls.push_back("rank " + std::to_string(question.asker->peer.rank) +
+                           " waits for this rank to call " + question.what);
   }
   return asked;
 }

@@ -1,0 +1,129 @@
+"""All collectives of all peers in one table: `python -m benchmarks.collectives`.
+
+The peers take turns as in allreduce.py, each in the one way that leaves least to copy.
+How to read the table: README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.harness import session
+from benchmarks.harness.options import KIB, MIB, how, parse_bytes, parse_ranks
+from benchmarks.harness.report import bytes_text, ratios, spread
+from benchmarks.harness.turns import Case
+from benchmarks.peers.adapter import COLLECTIVES
+from benchmarks.peers.table import MPI, PEERS
+
+NAMES = [name for name, entry in PEERS.items() if entry.kind.collectives]
+SIZES = (4 * KIB, 64 * KIB, MIB, 64 * MIB)
+QUICK = {"ranks": [2], "sizes": [4 * KIB, MIB], "rounds": 2, "seconds": 0.01}
+Row = dict[str, Any]
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; ends the process with a message if they are wrong."""
+    p = argparse.ArgumentParser(
+        prog="benchmarks.collectives",
+        description="Compares all collectives of ringjax with those of its peers.",
+    )
+    what = p.add_argument_group("what")
+    what.add_argument("-np", dest="ranks", type=parse_ranks, default=[2, 4])
+    what.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
+    what.add_argument(
+        "--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES
+    )
+    what.add_argument(
+        "--sizes",
+        nargs="+",
+        type=parse_bytes,
+        default=SIZES,
+        help="of the whole vector (4K 64K 1M 64M)",
+    )
+    what.add_argument(
+        "--quick", action="store_true", help="seconds: whether it works, not how fast"
+    )
+    how(p, "collectives")
+    if p.parse_args(words).quick:
+        p.set_defaults(**QUICK)
+    options = p.parse_args(words)
+    least = 4 * max(options.ranks)
+    if options.rounds < 1 or min(options.sizes) < least:
+        p.error(f"--rounds must be 1 or more, --sizes {least} or more")
+    options.python, options.dtype = dict(options.python), ["float32"]
+    return options
+
+
+def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
+    """What is to be measured with so many ranks: whole numbers of floats for each."""
+    return [
+        Case(
+            f"{name}, {bytes_text(size)}",
+            [(size // 4 // ranks * ranks,)],
+            "collectives",
+            collective=name,
+        )
+        for name in options.collectives
+        for size in options.sizes
+    ]
+
+
+def rounds_of(row: Row) -> list[float]:
+    """Of every round the median, in microseconds."""
+    return [statistics.median(batches) for batches in row["rounds_us"]]
+
+
+def cell(row: Row, best: Row | None) -> str:
+    """Microseconds, their spread over the rounds, and the ratio to the best MPI."""
+    times = rounds_of(row)
+    text = spread(times, 0 if min(times) >= 1000 else 1)
+    if best is None:
+        return text
+    return f"{text} {statistics.median(ratios(times, rounds_of(best))):6.2f}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows of one number of ranks: a line for each case, a column for each peer."""
+    lines: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault(row["case"], {})[row["peer"]] = row
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    head = "us (min .. max)" + (" / MPI" if any(p in MPI for p in peers) else "")
+    text = [[head, *peers, "foreign"]]
+    for case, found in lines.items():
+        mpis = [found[peer] for peer in MPI if peer in found]
+        best = min(mpis, key=lambda row: min(rounds_of(row)), default=None)
+        cells = [cell(found[p], best) if p in found else "-" for p in peers]
+        foreign = [r["foreign"] for r in found.values() if r["foreign"] is not None]
+        text.append([case, *cells, f"{max(foreign):.2f}" if foreign else "-"])
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    return "\n".join(
+        f"{first:{widths[0]}}"
+        + "".join(f"  {c:>{w}}" for c, w in zip(more, widths[1:], strict=True))
+        for first, *more in text
+    )
+
+
+def show(case: Case, ranks: int, rows: Sequence[Row]) -> None:
+    """Says that a case is done."""
+    times = (f"{row['peer']} {statistics.median(rounds_of(row)):.1f}" for row in rows)
+    print(f"# {case.title}: {', '.join(times)}", flush=True)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs everything, prints a table by number of ranks and writes the JSON file."""
+    options = parse(words)
+    rows, whole = session.run(options, cases, show)
+    for ranks in options.ranks:
+        if found := [row for row in rows if row["ranks"] == ranks]:
+            print(f"\n{ranks} ranks, float32\n{table(found)}")
+    print(f"\n# written to {options.json}")
+    if not whole:
+        raise SystemExit("benchmarks.collectives: a peer has failed, see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A whole comparison: all peers that are installed, all cases, all numbers of ranks.
+
+What is measured and how it is shown is the business of allreduce.py and collectives.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import launchers, report
+from benchmarks.harness.turns import Case, Quiet, measure
+from benchmarks.harness.worlds import World, WorldError, close_when_terminated
+from benchmarks.peers.table import PEERS
+
+Row = dict[str, Any]
+Cases = Callable[[argparse.Namespace, int], Sequence[Case]]
+Show = Callable[[Case, int, Sequence[Row]], None]
+
+
+def start(ranks: int, options: argparse.Namespace, folder: Path) -> list[World]:
+    """The worlds of all peers that are installed here; the others with a reason."""
+    worlds = []
+    for peer in options.peers:
+        try:
+            python = launchers.interpreter(peer, options)
+            launch = launchers.find(PEERS[peer], ranks, options, folder, python)
+            worlds.append(World(peer, ranks, folder, launch))
+            lacks = [d for d in options.dtype if d not in worlds[-1].dtypes]
+            without = f"; left out of {', '.join(lacks)}" if lacks else ""
+            print(f"# {peer}: {worlds[-1].version}{without}", flush=True)
+        except launchers.Absent as reason:
+            print(f"# {peer}: left out, {reason}", flush=True)
+        except WorldError as error:
+            print(f"# left out: {error}", flush=True)
+    return worlds
+
+
+def compare(
+    ranks: int, options: argparse.Namespace, quiet: Quiet, cases: Cases, show: Show
+) -> tuple[list[Row], dict[str, str], bool]:
+    """All cases with so many ranks: rows, versions, and whether no peer failed."""
+    print(f"\n# {ranks} ranks on {os.cpu_count()} CPUs, {options.rounds} rounds")
+    rows: list[Row] = []
+    worlds: list[World] = []
+    versions: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="ringjax-bench-") as folder:
+        try:
+            worlds = start(ranks, options, Path(folder))
+            versions = {world.peer: world.version for world in worlds}
+            for case in cases(options, ranks):
+                found = measure(worlds, case, ranks, options, quiet)
+                show(case, ranks, found)
+                rows += found
+        finally:
+            for world in worlds:
+                world.close()
+    return rows, versions, bool(worlds) and len(worlds) == len(versions)
+
+
+def run(
+    options: argparse.Namespace, cases: Cases, show: Show
+) -> tuple[list[Row], bool]:
+    """Measures everything, writes the JSON file: rows, and whether no peer failed."""
+    close_when_terminated()
+    about = report.about()
+    rows: list[Row] = []
+    versions: dict[str, str] = {}
+    whole, quiet = True, Quiet(options.quiet)
+    for ranks in options.ranks:
+        found, theirs, complete = compare(ranks, options, quiet, cases, show)
+        rows, versions, whole = rows + found, versions | theirs, whole and complete
+        # After each: a long run that is interrupted has not been for nothing.
+        said = {**about, "ranks": options.ranks, "rounds": options.rounds}
+        said |= {"versions": versions, "rows": rows}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(said, indent=1) + "\n")
+    return rows, whole

@@ -1,0 +1,113 @@
+"""A model in shards on the devices of each rank, averaged between ranks; ranks may die.
+
+    python jax_fsdp.py                                 one rank, all its devices
+    ringrun -np 2 python jax_fsdp.py                   two ranks with four devices each
+    ringrun -np 3 --min-np 2 python jax_fsdp.py        kill -9 a rank in the middle
+
+Inside of a rank JAX cuts parameters, optimizer state and batch over the local devices
+(fully sharded data parallel, in plain `jit`); ringjax sees one call of all devices.
+The transformer and its text are those of `jax_char_lm.py`. Without accelerators, the
+processor plays four devices (``--devices``). Needs ``pip install "ringjax[examples]"``.
+
+To go further: cut other dimensions in `cut`, such as the heads of the attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pydoc_data.topics import topics
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_char_lm import Transformer, make_step, windows
+
+import ringjax
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--batch", type=int, default=24, help="sequences of each rank")
+parser.add_argument("--length", type=int, default=64, help="characters it looks at")
+parser.add_argument("--width", type=int, default=96)
+parser.add_argument("--layers", type=int, default=2)
+parser.add_argument("--devices", type=int, default=4, help="if they are a processor's")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds after a step")
+arguments = parser.parse_args()
+
+jax.config.update("jax_num_cpu_devices", arguments.devices)
+# Or two programs at once may wait for each other's devices, on a small processor.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+ringjax.init()
+
+mesh = jax.make_mesh(
+    (jax.local_device_count(),), ("shard",), (jax.sharding.AxisType.Auto,)
+)
+
+
+def cut(array):
+    """Over the last dimension that the devices divide, if there is one."""
+    fits = [i for i, n in enumerate(array.shape) if n and n % mesh.size == 0]
+    spec = [None] * array.ndim
+    if fits:
+        spec[fits[-1]] = "shard"
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+# Each rank reads its own text: a process that joins later cannot ask the others yet.
+text = "\n\n".join(topics[name] for name in sorted(topics))
+alphabet = sorted(set(text))
+tokens = np.searchsorted(alphabet, list(text)).astype(np.int32)
+model = Transformer(len(alphabet), arguments.length, arguments.width, arguments.layers)
+tx = optax.chain(
+    ringjax.allreduce_grads(),
+    optax.clip_by_global_norm(1.0),  # of the whole model: JAX adds up the shards
+    optax.adamw(3e-3),
+)
+params = jax.tree.map(cut, model.init(jax.random.key(0), tokens[None, : model.length]))
+opt_state = jax.tree.map(cut, tx.init(params))
+# What a step returns lies as what it was given, or it would be compiled again.
+where = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+step_of = jax.jit(make_step(model, tx), out_shardings=(*where, None))
+
+
+def batch_of(number):
+    """This rank's sequences of one step, cut over its devices."""
+    rng = np.random.default_rng([number, ringjax.rank()])
+    count = max(arguments.batch // mesh.size, 1) * mesh.size
+    share = windows(tokens, rng, count, model.length)
+    return jax.device_put(share, NamedSharding(mesh, P("shard")))
+
+
+def warm_up(state):
+    """In a rank that joins, before it does: compiles while the others train."""
+    jax.block_until_ready(step_of(state.params, state.opt_state, batch_of(0)))
+
+
+@ringjax.elastic.run(warm_up=warm_up)
+def train(state):
+    who = f"rank {ringjax.rank()} of {ringjax.size()}, pid {os.getpid()}"
+    print(f"{who}, {mesh.size} devices: from step {state.step}", flush=True)
+    while state.step < arguments.steps:
+        batch = batch_of(state.step)
+        new = step_of(state.params, state.opt_state, batch)
+        state.params, state.opt_state, loss = jax.block_until_ready(new)
+        state.step += 1
+        if ringjax.rank() == 0 and state.step % 10 == 0:
+            print(
+                f"step {state.step:4}  {ringjax.size()} rank(s)  {float(loss):.3f} "
+                "bits/char",
+                flush=True,
+            )
+        time.sleep(arguments.pause)
+        state.commit()
+    if ringjax.rank() == 0:
+        kernels = [x for x in jax.tree.leaves(state.params) if x.ndim > 1]
+        pieces = {len({str(s.index) for s in x.addressable_shards}) for x in kernels}
+        print(f"result: {float(loss):.3f} bits/char; kernels in {max(pieces)} shards")
+
+
+train(ringjax.elastic.State(params=params, opt_state=opt_state, step=0))

@@ -1,0 +1,127 @@
+"""`Distributor`: a function or a program on Spark, as `TorchDistributor` has it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ringjax.run import environ, task
+from ringjax.run import run as run_here
+from ringjax.run.engine_job import EngineJob
+from ringjax.spark.jobs import launch, session
+from ringjax.spark.task import Rank
+
+
+class Distributor:
+    """Runs a function, or a program, as the ranks of a job on Spark.
+
+    Args:
+        num_processes: how many.
+        local_mode: here, in the driver, without Spark's tasks.
+        use_gpu: each rank sees the GPUs that Spark has assigned to its task.
+        min_processes: makes the job elastic: with so few at least it goes on when some
+            are lost, and Spark's next try of a task joins.
+        env: variables for the ranks.
+
+    Raises:
+        ValueError: a number is wrong.
+
+    Example:
+        >>> distributor = Distributor(num_processes=4)
+        >>> distributor.run(train, 1e-3, epochs=3)  # doctest: +SKIP
+        >>> distributor.run("train.py", "--epochs", "3")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        num_processes: int = 1,
+        *,
+        local_mode: bool = False,
+        use_gpu: bool = True,
+        min_processes: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        least = num_processes if min_processes is None else min_processes
+        if not 1 <= least <= num_processes:
+            raise ValueError(
+                f"num_processes={num_processes}, min_processes={min_processes}: "
+                "expected 1 <= min_processes <= num_processes"
+            )
+        self.num_processes, self.min_processes = num_processes, min_processes
+        self.local_mode, self.use_gpu = local_mode, use_gpu
+        self._env = dict(env or {})
+
+    def run(self, train: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        """Runs `train(*args, **kwargs)`, or the program `train` with arguments.
+
+        Returns:
+            What the function returned on rank 0; nothing of a program.
+
+        Raises:
+            LaunchError: a rank failed, with its error.
+            ValueError: a program with keyword arguments.
+        """
+        if isinstance(train, str):
+            if kwargs:
+                raise ValueError(f"{train}: a program takes no keyword arguments")
+            argv = [sys.executable, train, *map(str, args)]
+            payload = None
+        else:
+            argv = [sys.executable, "-m", "ringjax.run.task"]
+            payload = task.encode(train, args, kwargs)
+        if self.local_mode:
+            return self._run_here(train, args, kwargs)
+        spark = session()
+        env = {**environ.rank_defaults(), **self._env}
+        with EngineJob(self.num_processes, min_size=self.min_processes, env=env) as job:
+            rank = Rank(
+                ticket=job.common_ticket(),
+                payload=payload,
+                argv=argv,
+                size=self.num_processes,
+                elastic=job.elastic,
+                use_gpu=self.use_gpu,
+            )
+            return launch(spark, job, rank)[0]
+
+    def _run_here(self, train: Callable[..., Any] | str, args: Any, kwargs: Any) -> Any:
+        if isinstance(train, str):
+            program, words = train, [train, *map(str, args)]
+
+            def fn() -> None:
+                import runpy
+
+                sys.argv = words
+                runpy.run_path(program, run_name="__main__")
+
+            args, kwargs = (), {}
+        else:
+            fn = train
+        env = {**environ.inherited(), **self._env}
+        return run_here(
+            fn,
+            args,
+            kwargs,
+            np=self.num_processes,
+            min_np=self.min_processes,
+            env=env,
+        )[0]
+
+
+class HorovodRunner:
+    """Databricks' name for it.
+
+    Args:
+        np: how many processes; a negative number: so many here, in the driver.
+        driver_log_verbosity: without effect; output is in the executors' logs.
+    """
+
+    def __init__(
+        self, np: int, driver_log_verbosity: str = "log_callback_only"
+    ) -> None:
+        self._distributor = Distributor(abs(np), local_mode=np < 0)
+
+    def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
+        """Calls `main(**kwargs)` on all; what it returned on rank 0."""
+        return self._distributor.run(main, **kwargs)

@@ -1,0 +1,246 @@
+"""The gradients' allreduce: one primitive whose order is an array instead of an effect.
+
+What all collectives share is in `primitive.py`; which gradients travel when was decided
+in `optim.py` and is a plan of `buckets.py`. No input checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ringjax import runtime
+from ringjax.ops import ReduceOp
+from ringjax.xla import buckets, jax_private, primitive, shards, ties
+from ringjax.xla.backward import Backward
+
+_chained_p = jax_private.new_primitive("allreduce_chained")
+
+
+def bucketed_allreduce(
+    leaves: Sequence[Any],
+    seq: Any,
+    *,
+    op: int,
+    wire: int,
+    prescale: float,
+    postscale: float,
+    process_set: runtime.ProcessSet,
+    cuts: tuple[tuple[int, ...], ...],
+    overlapped: bool,
+    overlapped_on_device: bool | None = None,
+    name: str,
+    names: tuple[str, ...],
+) -> tuple[list[Any], Any]:
+    """Allreduces all `leaves` in one chain that starts and ends in a sequence number.
+
+    No JAX effect: the call keeps JAX's fast dispatch, and a failure poisons nothing.
+
+    Args:
+      leaves: arrays of any shapes and dtypes.
+      seq: uint32[1], the result of the previous call of the same chain.
+      op: a `ReduceOp`.
+      wire: the number of the dtype on the wire, -1 for none.
+      prescale: multiplies each rank's leaves.
+      postscale: multiplies the results.
+      process_set: who takes part.
+      cuts: the indices of the leaves of each bucket, in the order of readiness.
+      overlapped: False: one call that works in place. True: one START per bucket as
+        soon as its leaves exist, and its DONE as late as possible: after the last
+        START, or, on CPUs, when the gradients on their way are RINGJAX_OVERLAP_MEMORY
+        bytes. CPUs also cut buckets for that; ranks with other settings get an error
+        that says which of them sent what. In an elastic job all of them are on their
+        way, and there is one call if RINGJAX_ELASTIC_OVERLAP_MEMORY is not enough.
+      overlapped_on_device: the same where the program is compiled for a CUDA device,
+        which is known only later. None: as `overlapped`.
+      name: stands for the call in error messages.
+      names: one for each leaf, for error messages, or none.
+
+    Returns:
+      The reduced leaves and ``seq + 1``.
+    """
+    if sorted(i for cut in cuts for i in cut) != list(range(len(leaves))):
+        raise ValueError(
+            f"cuts must hold every index below {len(leaves)} once, got {cuts}"
+        )
+    if not leaves:
+        return [], seq
+    seq = jnp.asarray(seq)
+    if seq.shape != (1,) or seq.dtype != jnp.uint32:
+        raise ValueError(
+            f"ringjax.allreduce_grads: the state's `seq` must be uint32[1], got "
+            f"{seq.dtype}{list(seq.shape)}; was the optimizer state cast or mapped?"
+        )
+    on_device = overlapped if overlapped_on_device is None else overlapped_on_device
+    params = {
+        **primitive.DEFAULTS,
+        "overlapped": bool(overlapped),
+        "overlapped_on_device": bool(on_device),
+        "memory": runtime.config().overlap_memory,
+        "comm": runtime.communicator(process_set, "allreduce_grads").id,
+        "timeout": process_set.limit(),
+        "reduce_op": int(op),
+        "wire": int(wire),
+        "prescale": float(prescale),
+        "postscale": float(postscale),
+        "name": name,
+        "names": tuple(names),
+    }
+    if overlapped or len(primitive.programs([*leaves, seq])) == 1:
+        *out, seq = _chained_p.bind(*leaves, seq, cuts=cuts, **params)
+        return list(out), seq
+    out, before = [], seq
+    for cut in buckets.pieces(len(leaves)):
+        alone = {**primitive.select(params, cut), "cuts": (tuple(range(len(cut))),)}
+        *ys, seq = _chained_p.bind(*(leaves[i] for i in cut), before, **alone)
+        out, before = (
+            [*out, *ys],
+            seq - jnp.uint32(1),
+        )  # one step, however many programs
+    return out, seq
+
+
+def _chained_lower(
+    ctx: Any,
+    platform: str,
+    *operands: Any,
+    cuts: Any,
+    overlapped: bool,
+    overlapped_on_device: bool,
+    memory: int,
+    **params: Any,
+) -> list[Any]:
+    *leaves, seq = operands
+    *avals, seq_aval = ctx.avals_in
+    sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
+    if on_device := platform == "cuda":
+        primitive.check_nccl("allreduce_grads", avals, params)
+        overlapped = overlapped_on_device
+    # There all buckets of a step can run again if a rank is lost, so all are on their
+    # way at once, each as it is and as a sum; or there is one call.
+    whole = runtime.elastic() and not on_device
+    if whole:
+        twice = 2 * buckets.packed(sizes)
+        overlapped &= twice <= runtime.config().elastic_overlap_memory
+    cuts, calls, in_flight = buckets.timetable(
+        sizes,
+        cuts,
+        math.inf if on_device else memory,
+        overlapped=overlapped,
+        whole=whole,
+    )
+    chain = ties.chain_number(ctx) if overlapped else 0
+
+    def call(kind: str, site: int, seq: Any) -> Any:
+        cut = cuts[site]
+        types = [*(avals[i] for i in cut), seq_aval]
+        begins = kind != "done" and site == 0
+        *out, seq = jax_private.emit(
+            ctx,
+            f"ringjax_{kind}",
+            [*(leaves[i] for i in cut), seq],
+            types,
+            types,
+            aliases={i: i for i in range(len(types))},
+            attributes=primitive.attributes(
+                "allreduce",
+                primitive.select(params, cut),
+                site=site | chain << 16 if overlapped else 0,
+                first=int(begins and overlapped),
+                last=int((kind, site) == calls[-1]),
+                in_flight=in_flight,
+            ),
+            # The others hang on the first one by seq.
+            tie=begins,
+        )
+        for i, value in zip(cut, out, strict=True):
+            leaves[i] = value
+        return seq
+
+    before = [seq, *(value for value, _ in ties.last_values(ctx))]
+    backward = Backward(leaves, before) if on_device and overlapped else None
+    for kind, site in calls:
+        if kind == "start" and backward:
+            with backward.behind([leaves[i] for i in cuts[site]]):
+                seq = call(kind, site, seq)
+                if site + 1 < len(cuts):
+                    seq = backward.hold(seq, [leaves[i] for i in cuts[site + 1]])
+        else:
+            seq = call(kind, site, seq)
+    # The handlers of a device cannot read seq: there it only orders, and is counted up
+    # by the program.
+    return [*leaves, jax_private.plus_one(seq, seq_aval) if on_device else seq]
+
+
+def _chained_several(
+    ctx: Any,
+    program: Any,
+    *operands: Any,
+    cuts: Any,
+    overlapped: bool,
+    overlapped_on_device: bool,
+    memory: int,
+    **params: Any,
+) -> list[Any]:
+    """Of several devices: in calls that work in place, whatever `overlapped` says."""
+    del cuts, overlapped, overlapped_on_device, memory
+    primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_SHARDS)
+    cuts = primitive.cuts(len(operands) - 1)
+    calls = [
+        (
+            cut,
+            primitive.attributes(
+                "allreduce", primitive.select(params, cut), last=int(cut == cuts[-1])
+            ),
+        )
+        for cut in cuts
+    ]
+    return shards.lower_chain(ctx, program, operands, calls)
+
+
+def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:
+    """An ensemble: all members carry the same seq, and one call moves them all."""
+    primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_VMAP)
+    *leaves, seq = args
+    *leaf_dims, seq_dim = dims
+    if seq_dim is not None:
+        seq = jax.lax.index_in_dim(seq, 0, seq_dim, keepdims=False)
+    return _chained_p.bind(*leaves, seq, **params), [*leaf_dims, None]
+
+
+def _chained_jvp(args: Any, ts: Any, **params: Any) -> Any:
+    """Tangents travel by the stand-alone allreduce, which has all derivative rules."""
+
+    def tangents(_xs: Any, live: Any, _ys: Any, kw: Any) -> Any:
+        kept = {k: v for k, v in kw.items() if k in primitive.DEFAULTS}
+        op = ReduceOp(kept["reduce_op"])
+        if op not in primitive.LINEAR:
+            raise TypeError(
+                f"ringjax.allreduce_grads: op={op.name} has no derivative here; use "
+                "Average or Sum, or reduce by ringjax.allreduce"
+            )
+        return primitive.bind("allreduce", live, **kept)
+
+    # seq is an integer: its tangent is a symbolic zero, so it never is live.
+    float0 = [
+        t if _is_live(t) else jax_private.zero_tangent(x)
+        for x, t in zip(args, ts, strict=True)
+    ]
+    return primitive.sparse_jvp(_chained_p, args, float0, params, tangents)
+
+
+def _is_live(tangent: Any) -> bool:
+    return type(tangent) is not jax_private.Zero and tangent.dtype != jax.dtypes.float0
+
+
+jax_private.set_shape_rule(
+    _chained_p, lambda *a, **kw: primitive.same_shape(a, **kw), ordered=False
+)
+jax_private.set_rules(
+    _chained_p, batch=_chained_batch, jvp=_chained_jvp, transpose=None
+)
+jax_private.register_lowering(_chained_p, _chained_lower, _chained_several)

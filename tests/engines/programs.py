@@ -1,0 +1,70 @@
+"""What the workers of these tests do; each function is shipped as it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def allreduce(scale: float = 1.0) -> tuple[int, int, int, float]:
+    import numpy as np
+
+    import ringjax
+
+    ringjax.init()
+    total = ringjax.allreduce(np.full(3, scale * (ringjax.rank() + 1)), op=ringjax.Sum)
+    return ringjax.rank(), ringjax.size(), ringjax.local_rank(), float(total[0])
+
+
+def fails(rank: int, how: str) -> None:
+    """One rank raises or is killed while the others wait for it."""
+    import ringjax
+
+    ringjax.init()
+    if ringjax.rank() == rank:
+        if how == "raise":
+            raise ValueError("boom")
+        os.kill(os.getpid(), 9)
+    ringjax.barrier()
+
+
+def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
+    """An elastic training; says in files who it is and how large the job is."""
+    import numpy as np
+
+    import ringjax
+
+    ringjax.init()
+    me = Path(folder, str(os.getpid()))
+    sizes: list[tuple[int, int, float]] = []
+
+    @ringjax.elastic.run
+    def loop(state: Any) -> None:
+        while state.step < steps:
+            size = int(ringjax.allreduce(np.ones(2), op=ringjax.Sum)[0])
+            state.step += 1
+            if not sizes or sizes[-1][1] != size:
+                sizes.append((state.step, size, time.time()))
+                with me.open("a") as file:
+                    file.write(f"{ringjax.rank()} {size} {time.time()}\n")
+            time.sleep(pause)
+            state.commit()
+
+    loop(ringjax.elastic.State(step=0))
+    return {"rank": ringjax.rank(), "pid": os.getpid(), "sizes": sizes}
+
+
+def wait_for_sizes(folder: Path, size: int, count: int, seconds: float = 60) -> None:
+    """Until `count` processes have said that the job has `size` ranks."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        texts = [
+            f.read_text().split("\n") for f in folder.iterdir() if f.name.isdigit()
+        ]
+        last = [lines[-2].split()[1] for lines in texts if len(lines) > 1]
+        if last.count(str(size)) >= count:
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"no {count} processes in a job of {size}: {texts}")

@@ -1,0 +1,167 @@
+"""A small Slurm of our own: two nodes on this machine, nothing in /etc, no services.
+
+Needs root, and Debian's packages slurmd, slurmctld, slurm-client and munge.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
+_SETTINGS = """ClusterName=two
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmctldPort=36817
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmdParameters=config_overrides
+JobRequeue=1
+KillWait=5
+SlurmdTimeout=10
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
+NodeName=DEFAULT CPUs=4 RealMemory=1000
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[36821-36822]
+PartitionName=p Nodes=ALL Default=YES State=UP
+"""
+
+
+def missing() -> str:
+    """What is not here that a Slurm needs; nothing if all is."""
+    absent = [name for name in PROGRAMS if _path(name) is None]
+    if absent:
+        return f"{', '.join(absent)}: install slurmd slurmctld slurm-client munge"
+    return "" if os.geteuid() == 0 else "slurmd needs root"
+
+
+def _path(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+class Slurm:
+    """The daemons; `env` is for those who want to use them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        config = folder / "slurm.conf"
+        host = socket.gethostname().partition(".")[0]
+        config.write_text(_SETTINGS.format(host=host, folder=folder))
+        for name in ("state", "spool-n1", "spool-n2"):
+            (folder / name).mkdir()
+        self.env = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+            "SLURM_CONF": str(config),
+        }
+
+    def start(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        files = ["pid", "log", "seed"]
+        options = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in files]
+        sock = f"--socket={self.folder}/munge.sock"
+        self._run("munged", "-F", f"--key-file={key}", sock, "--force", *options)
+        deadline = time.monotonic() + 10
+        while not (self.folder / "munge.sock").exists():
+            assert time.monotonic() < deadline, "munged does not start"
+            time.sleep(0.02)
+        self._run("slurmctld", "-D", "-c")
+        for node in ("n1", "n2"):
+            self._run("slurmd", "-D", "-N", node)
+        self.wait_for(["sinfo", "-h", "-o", "%t %D"], "idle 2")
+
+    def _run(self, name: str, *words: str) -> None:
+        path = _path(name)
+        assert path is not None
+        with (self.folder / f"{name}.out").open("ab") as out:
+            self._processes[" ".join([name, *words[1:]])] = subprocess.Popen(
+                [path, *words],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+
+    def kill_slurmd(self, node: str) -> None:
+        """A node is gone: its daemon, and what that has started."""
+        process = self._processes[f"slurmd -N {node}"]
+        process.kill()
+        process.wait()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "environ").read_bytes()
+                    line = (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue
+                mine = f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in words
+                here = f"SLURMD_NODENAME={node}".encode() in words.split(b"\0")
+                if mine and (here or b"slurmstepd" in line) and here:
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+    def ask(self, *words: str) -> str:
+        done = subprocess.run(
+            words, env=self.env, capture_output=True, text=True, timeout=30
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def wait_for(self, words: list[str], text: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while (found := self.ask(*words)) != text:
+            assert time.monotonic() < deadline, f"{words}: {found!r}"
+            time.sleep(0.05)
+
+    def submit(self, script: str, *options: str) -> str:
+        """Submits a batch script; its number."""
+        file = self.folder / "job.sh"
+        file.write_text(f"#!/bin/sh\n{script}")
+        output = f"--output={self.folder}/%j.out"
+        return self.ask("sbatch", "--parsable", output, *options, str(file))
+
+    def output(self, job: str) -> str:
+        return (self.folder / f"{job}.out").read_text()
+
+    def wait(self, job: str, seconds: float = 60) -> str:
+        """Waits for the end of a job; its state and exit code."""
+        deadline = time.monotonic() + seconds
+        while True:
+            fields = dict(
+                field.partition("=")[::2]
+                for field in self.ask("scontrol", "-o", "show", "job", job).split()
+            )
+            if fields["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"):
+                return f"{fields['JobState']} {fields['ExitCode']}"
+            assert time.monotonic() < deadline, f"{fields}\n{self.output(job)}"
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        for process in reversed(self._processes.values()):
+            process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,220 @@
+"""Jobs on a real local Spark: barrier stages, tasks tried again, executors killed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import programs
+from pyspark.sql import SparkSession
+
+import ringjax.spark
+from ringjax.errors import LaunchError
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        shutil.which("java") is None, reason="Spark needs a Java runtime"
+    ),
+    # Of Spark, not ours.
+    pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    """Two executors in processes of their own, with room for two tasks each."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    patch.setenv("SPARK_LOCAL_HOSTNAME", "localhost")
+    patch.setenv("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.master("local-cluster[2,2,512]")
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.executor.memory": "512m",
+        "spark.driver.extraJavaOptions": JVM,
+        "spark.executor.extraJavaOptions": JVM,
+        "spark.task.maxFailures": "5",
+    }
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    session = builder.getOrCreate()
+    yield session
+    session.stop()
+    patch.undo()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_function_on_tasks(spark: SparkSession, size: int) -> None:
+    results = ringjax.spark.run(programs.allreduce, (2.0,), num_proc=size)
+    total = 2.0 * sum(range(1, size + 1))
+    # All executors are on this host, so local ranks are ranks.
+    assert results == [(rank, size, rank, total) for rank in range(size)]
+
+
+def test_as_many_as_there_is_room_for(spark: SparkSession) -> None:
+    assert len(ringjax.spark.run(programs.allreduce)) == 4
+
+
+def test_output_and_variables(spark: SparkSession) -> None:
+    def fn() -> None:
+        print("out", os.environ["OURS"])
+        print("err", file=sys.stderr)
+
+    out, err = io.StringIO(), io.StringIO()
+    ringjax.spark.run(fn, num_proc=2, env={"OURS": "yes"}, stdout=out, stderr=err)
+    assert sorted(out.getvalue().splitlines()) == [
+        "[0]<stdout>:out yes",
+        "[1]<stdout>:out yes",
+    ]
+    assert "[1]<stderr>:err\n" in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"rank 1 \(on .*\): ValueError: boom"),
+        ("kill", r"rank 1 \(on .*\): its process was killed by signal 9 \(SIGKILL\)"),
+    ],
+)
+def test_the_first_to_fail_is_named(
+    spark: SparkSession, how: str, message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message) as caught:
+        ringjax.spark.run(programs.fails, (1, how), num_proc=3)
+    assert caught.value.rank == 1
+    if how == "raise":
+        assert "Traceback" in str(caught.value)
+
+
+def test_too_few_slots(spark: SparkSession) -> None:
+    message = "0 of 5 tasks within . s; it has room for 4 at once"
+    with pytest.raises(LaunchError, match=message):
+        ringjax.spark.run(programs.allreduce, num_proc=5, start_timeout=3)
+
+
+def test_no_session() -> None:
+    code = "import ringjax.spark; ringjax.spark.run(print, num_proc=1)"
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert "Could not find an active SparkContext" in done.stderr
+
+
+def test_the_workers_of_spark_stay_as_they_were(spark: SparkSession) -> None:
+    """Spark uses its Python workers again, for others."""
+    ringjax.spark.run(programs.allreduce, num_proc=2)
+
+    def look(_: Any) -> list[Any]:
+        names = [name for name in os.environ if name.startswith("RINGJAX_")]
+        return [*names, *({"jax", "ringjax._native"} & sys.modules.keys())]
+
+    assert spark.sparkContext.range(4, numSlices=4).flatMap(look).collect() == []
+
+
+def test_distributor(spark: SparkSession, tmp_path: Path) -> None:
+    distributor = ringjax.spark.Distributor(num_processes=2, env={"OURS": "yes"})
+    assert distributor.run(programs.allreduce, scale=3.0) == (0, 2, 0, 9.0)
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, sys, ringjax\n"
+        "ringjax.init()\n"
+        "name = f'{sys.argv[1]}/{ringjax.rank()}'\n"
+        "open(name, 'w').write(f\"{ringjax.size()} {os.environ['OURS']}\")\n"
+    )
+    assert distributor.run(str(program), tmp_path) is None
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 yes", "2 yes"]
+    program.write_text("raise SystemExit('no data')\n")
+    with pytest.raises(LaunchError, match=r"rank . \(on .*no data \(exit code 1\)"):
+        distributor.run(str(program))
+
+
+def test_distributor_here() -> None:
+    distributor = ringjax.spark.Distributor(num_processes=2, local_mode=True)
+    assert distributor.run(programs.allreduce, 3.0) == (0, 2, 0, 9.0)
+    runner = ringjax.spark.HorovodRunner(np=-1)
+    assert runner.run(programs.allreduce, scale=3.0) == (0, 1, 0, 3.0)
+    with pytest.raises(ValueError, match="expected 1 <= min_processes"):
+        ringjax.spark.Distributor(2, min_processes=3)
+
+
+def test_a_killed_executor(spark: SparkSession, tmp_path: Path) -> None:
+    """The others go on at once, and Spark's next try of the task joins them."""
+    steps = 3000
+    killed: list[float] = []
+
+    def kill() -> None:
+        programs.wait_for_sizes(tmp_path, 4, 4)
+        killed.append(time.time())
+        os.kill(_executors()[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    results = ringjax.spark.run_elastic(
+        programs.train, (str(tmp_path), steps, 0.01), num_proc=4, min_num_proc=1
+    )
+    killer.join()
+    assert [result["rank"] for result in results] == list(range(len(results)))
+    stayed = [r for r in results if any(size == 4 for _, size, _ in r["sizes"])]
+    lost = [[w for _, s, w in r["sizes"] if s < 4 and w > killed[0]] for r in stayed]
+    after = min(min(times) for times in lost if times) - killed[0]
+    print(f"the next step of a survivor came {after:.2f} s after the kill")
+    assert len(results) == 4
+    assert after < 5
+
+
+def _executors() -> list[int]:
+    """Executors of Spark below this process."""
+    mine = {os.getpid()}
+    found = []
+    for entry in sorted(Path("/proc").iterdir(), key=lambda p: p.name.zfill(10)):
+        if not entry.name.isdigit():
+            continue
+        stat = (entry / "stat").read_text()
+        if int(stat.rpartition(")")[2].split()[1]) in mine:
+            mine.add(int(entry.name))
+            line = (entry / "cmdline").read_bytes()
+            if re.search(rb"CoarseGrainedExecutorBackend", line) and b"java" in line:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_rank_that_raises_is_tried_again(spark: SparkSession, tmp_path: Path) -> None:
+    def fn(folder: str) -> dict[str, Any]:
+        import ringjax
+
+        ringjax.init()
+        once = Path(folder, "failed")
+        if ringjax.rank() == 1 and not once.exists():
+            once.touch()
+            raise ValueError("once")
+        return programs.train(folder, 300)
+
+    results = ringjax.spark.run_elastic(fn, (str(tmp_path),), num_proc=2, min_np=1)
+    assert (tmp_path / "failed").exists()
+    assert results[0]["rank"] == 0
+
+
+def test_a_program_that_always_fails_ends(spark: SparkSession) -> None:
+    def fn() -> None:
+        raise ValueError("always")
+
+    with pytest.raises(LaunchError, match="ValueError: always"):
+        ringjax.spark.run_elastic(fn, num_proc=2, min_num_proc=1)

@@ -1,0 +1,238 @@
+// Devices of a process that meet in one call: threads as ranks, parts as devices.
+#include "engine/communicator/meeting.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "check.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+// What the devices of one rank were told.
+class Told {
+ public:
+  std::function<void(const Status&)> For(int64_t device) {
+    return [this, device](const Status& status) {
+      std::lock_guard lock(mutex_);
+      all_[device].push_back(status);
+      threads_.insert(std::this_thread::get_id());
+      changed_.notify_all();
+    };
+  }
+  // The `n`-th status of a device, from 0.
+  Status Of(int64_t device, size_t n = 0) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return all_[device].size() > n; });
+    return all_[device][n];
+  }
+  size_t count() {
+    std::lock_guard lock(mutex_);
+    size_t n = 0;
+    for (const auto& [device, list] : all_) n += list.size();
+    return n;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int64_t, std::vector<Status>> all_;
+  std::set<std::thread::id> threads_;
+};
+
+Part PartOf(const std::shared_ptr<Communicator>& c, Told* told, int64_t device,
+            std::vector<float>* in, std::vector<float>* out,
+            std::vector<int64_t> devices, std::vector<int64_t> shards,
+            int64_t run = 1) {
+  Part part;
+  part.communicator = c;
+  part.call.op = Collective::kAllreduce;
+  part.call.reduce_op = ReduceOp::kSum;
+  part.call.name = "x";
+  part.call.partition = "some devices";
+  part.call.tensors.push_back(Floats(in, out));
+  part.device = device;
+  part.run = run;
+  part.devices = std::move(devices);
+  part.shards = std::move(shards);
+  part.done = told->For(device);
+  return part;
+}
+
+TEST(DevicesMeetInTheOrderTheyShareWhoeverComesFirst) {
+  World world({0, 0, 1});
+  world.Each([](Communicator& c) {
+    const auto shared = c.shared_from_this();
+    Meeting meeting;
+    Told told;
+    const float r = static_cast<float>(c.rank());
+    // Rank 1 numbers its devices otherwise, and they come in another order everywhere.
+    const std::vector<int64_t> devices =
+        c.rank() == 1 ? std::vector<int64_t>{7, 5} : std::vector<int64_t>{0, 1};
+    std::vector<float> in[2] = {{r, r + 1}, {10 * r, 10 * r + 1}},
+                       out[2] = {{0, 0}, {0, 0}};
+    for (size_t k :
+         c.rank() == 2 ? std::vector<size_t>{1, 0} : std::vector<size_t>{0, 1})
+      CHECK(
+          meeting
+              .Join(PartOf(shared, &told, devices[k], &in[k], &out[k], devices, {0, 1}))
+              .ok());
+    for (int64_t device : devices) CHECK(told.Of(device).ok());
+    CHECK(out[0] == (std::vector<float>{3, 6}));
+    CHECK(out[1] == (std::vector<float>{30, 33}));
+  });
+}
+
+TEST(OneCopyOfWhatSeveralDevicesHaveTravels) {
+  World world({0, 1});
+  world.Each([](Communicator& c) {
+    const auto shared = c.shared_from_this();
+    Meeting meeting;
+    Told told;
+    // Devices 0 and 2 have shard 1; only the first one's data counts.
+    std::vector<float> in[3] = {{1}, {2}, {99}}, out[3] = {{0}, {0}, {0}};
+    for (int64_t d : {2, 0, 1})
+      CHECK(
+          meeting.Join(PartOf(shared, &told, d, &in[d], &out[d], {0, 1, 2}, {1, 0, 1}))
+              .ok());
+    for (int64_t d : {0, 1, 2}) CHECK(told.Of(d).ok());
+    CHECK(out[0][0] == 2 && out[1][0] == 4 && out[2][0] == 2);
+    const auto stats = c.stats();
+    CHECK_EQ(stats.at("allreduce").calls, 1u);
+    CHECK_EQ(stats.at("allreduce").bytes, 2 * sizeof(float));
+  });
+}
+
+TEST(ADeviceThatIsAheadWaitsForTheOthersInItsNextCall) {
+  World world({0, 0});
+  world.Each([](Communicator& c) {
+    const auto shared = c.shared_from_this();
+    Meeting meeting;
+    Told told;
+    std::vector<std::vector<float>> first(2, {1}), second(2, {10});
+    for (int64_t d : {0, 1}) {
+      auto& one = first[static_cast<size_t>(d)];
+      auto& two = second[static_cast<size_t>(d)];
+      CHECK(meeting.Join(PartOf(shared, &told, d, &one, &one, {0, 1}, {0, 1})).ok());
+      CHECK(meeting.Join(PartOf(shared, &told, d, &two, &two, {0, 1}, {0, 1})).ok());
+    }
+    for (int64_t d : {0, 1}) CHECK(told.Of(d, 1).ok());
+    CHECK(first[0][0] == 2 && first[1][0] == 2);
+    CHECK(second[0][0] == 20 && second[1][0] == 20);
+  });
+}
+
+TEST(NoDeviceWaitsForAnotherToGoOn) {
+  World world({0, 0});
+  world.Each([](Communicator& c) {
+    const auto shared = c.shared_from_this();
+    Meeting meeting;
+    std::vector<float> data[4] = {{1}, {1}, {1}, {1}};
+    std::atomic<int> here{0};
+    std::mutex mutex;
+    std::condition_variable all;
+    std::atomic<int> gone{0};
+    for (int64_t d : {0, 1, 2, 3}) {
+      Told unused;
+      Part part =
+          PartOf(shared, &unused, d, &data[d], &data[d], {0, 1, 2, 3}, {0, 1, 2, 3});
+      part.done = [&](const Status& status) {  // as in a collective of the framework
+        std::unique_lock lock(mutex);
+        CHECK(status.ok());
+        if (++here == 4) all.notify_all();
+        all.wait(lock, [&] { return here == 4; });
+        ++gone;
+        all.notify_all();
+      };
+      CHECK(meeting.Join(std::move(part)).ok());
+    }
+    std::unique_lock lock(mutex);
+    all.wait(lock, [&] { return gone == 4; });
+  });
+}
+
+TEST(ADeviceThatDoesNotComeIsNamedWithinTheTimeout) {
+  World world({0, 0}, "", 4096, 1);
+  world.Each([](Communicator& c) {
+    const auto shared = c.shared_from_this();
+    Meeting meeting;
+    Told told;
+    std::vector<float> data[3] = {{1}, {1}, {1}};
+    for (int64_t d : {0, 1, 2}) {
+      if (c.rank() == 1 && d == 1) continue;
+      Part part = PartOf(shared, &told, d, &data[d], &data[d], {0, 1, 2}, {0, 1, 2});
+      if (c.rank() == 1) part.call.timeout = 0.2;
+      CHECK(meeting.Join(std::move(part)).ok());
+    }
+    for (int64_t d : {0, 2}) {
+      const Status status = told.Of(d);
+      CHECK(status.code() == Code::kDeadlineExceeded || c.rank() == 0);
+      CHECK(!status.ok());
+      if (c.rank() == 1)
+        CHECK(status.message().find("waited 0.2 s for device 1 of its own") !=
+              std::string::npos);
+    }
+    if (c.rank() == 1) {  // and it is told when it comes after all
+      const Status late = meeting.Join(
+          PartOf(shared, &told, 1, &data[1], &data[1], {0, 1, 2}, {0, 1, 2}));
+      CHECK(late.code() == Code::kDeadlineExceeded);
+      CHECK_EQ(told.count(), 2u);
+    }
+  });
+}
+
+TEST(AMismatchIsTheSameErrorOnAllDevicesAndTheNextCallWorks) {
+  World world({0, 0});
+  world.Each([](Communicator& c) {
+    const auto shared = c.shared_from_this();
+    Meeting meeting;
+    Told told;
+    std::vector<float> data[2] = {{1}, {1}};
+    for (int64_t d : {0, 1}) {
+      Part part = PartOf(shared, &told, d, &data[d], &data[d], {0, 1}, {0, 1});
+      part.call.partition = c.rank() == 0 ? "2 devices (0, 1)" : "2 devices (0, 2)";
+      CHECK(meeting.Join(std::move(part)).ok());
+    }
+    for (int64_t d : {0, 1}) {
+      CHECK(told.Of(d).code() == Code::kMismatch);
+      CHECK(told.Of(d).message().find("rank 1 sent 2 devices (0, 2), rank 0 sent 2 "
+                                      "devices (0, 1)") != std::string::npos);
+    }
+    CHECK(told.Of(0).message() == told.Of(1).message());
+    for (int64_t d : {0, 1})
+      CHECK(
+          meeting.Join(PartOf(shared, &told, d, &data[d], &data[d], {0, 1}, {0, 1}, 2))
+              .ok());
+    for (int64_t d : {0, 1}) CHECK(told.Of(d, 1).ok());
+    CHECK(data[0][0] == 2 && data[1][0] == 2);
+  });
+}
+
+TEST(WhatDoesNotFitIsRefusedAndNothingIsLeftOpen) {
+  World world({0});
+  const auto shared = world.ranks[0];
+  Told told;
+  std::vector<float> data{1};
+  {
+    Meeting meeting;
+    CHECK(meeting.Join(PartOf(shared, &told, 3, &data, &data, {0, 1}, {0, 1})).code() ==
+          Code::kInvalidArgument);  // another device
+    CHECK(meeting.Join(PartOf(shared, &told, 0, &data, &data, {0, 1}, {0})).code() ==
+          Code::kInvalidArgument);
+    CHECK(meeting.Join(PartOf(shared, &told, 0, &data, &data, {0, 1}, {0, 2})).code() ==
+          Code::kInvalidArgument);
+    CHECK(meeting.Join(PartOf(shared, &told, 0, &data, &data, {0, 1}, {0, 1})).ok());
+    CHECK(meeting.Join(PartOf(shared, &told, 1, &data, &data, {0, 1}, {0, 0})).code() ==
+          Code::kInternal);  // cut in another way
+    CHECK_EQ(told.count(), 0u);
+  }
+  CHECK(told.Of(0).code() == Code::kUnavailable);  // it was shut down
+}
+
+}  // namespace
+}  // namespace ringjax

@@ -1,0 +1,157 @@
+"""Ranks with several devices: one that does not come, lost ranks, states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from support import local_devices
+from support.elastic_job import ElasticJob, jobs
+from support.elastic_steps import LOOP, begin, check_steps, progress, stop
+from support.launch import StartJob
+from support.rank_worker import World
+
+import ringjax
+
+Start = Callable[..., ElasticJob]
+
+MESH = """
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+def put(x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+"""
+
+STEPS = (
+    LOOP
+    + MESH
+    + """
+tx = ringjax.allreduce_grads()
+mine = 2.0**WORKER
+sizes = {"a": (4, 7), "b": (100_004,), "c": (3, 5)}
+grads = {name: put(np.full(size, mine, "f4"), None if name == "c" else "d")
+         for name, size in sizes.items()}
+
+@jax.jit
+def step(state):
+    updates, state = tx.update(grads, state)
+    return updates, state
+
+def waited(state):
+    return jax.block_until_ready(step(state))
+
+train(waited, tx.init(grads))
+say("compiled", step._cache_size())
+"""
+)
+
+# Device 1 of rank 1 fails before it calls.
+LATE = (
+    """
+import time
+import numpy as np
+import ringjax
+
+ringjax.init()
+"""
+    + MESH
+    + """
+def look(place, v):
+    if ringjax.rank() == 1 and int(place) == 1:
+        raise ValueError("this device fails")
+    return v
+
+def each(v):
+    v = jax.pure_callback(look, v, jax.lax.axis_index("d"), v)
+    return ringjax.allreduce(v, name="x")
+
+f = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"),
+                          check_vma=False))
+start = time.monotonic()
+try:
+    jax.block_until_ready(f(put(np.ones(4), "d")))
+except Exception:
+    pass
+x = put(np.ones(4), "d")
+try:
+    jax.block_until_ready(ringjax.allreduce(x))
+except Exception as error:
+    print("failed", str(error).replace("\\n", " "))
+print("seconds", time.monotonic() - start, flush=True)
+"""
+)
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
+
+
+def test_ranks_are_killed_and_all_devices_of_the_others_finish_the_step(
+    start: Start,
+) -> None:
+    env = dict(local_devices.environment(4)())
+    job = start(4, STEPS, env=env)
+    begin(job, 5)
+    alive = {0, 1, 2, 3}
+    for victim in (2, 0, 3):
+        job.kill(victim)
+        alive -= {victim}
+        progress(job, alive, 10)
+    stop(job)
+    assert job.wait(1) == 0, job.story()
+    check_steps(job, {1})
+    assert job.lines(1, "compiled") == [["1"]]
+
+
+def test_a_device_that_does_not_come_is_named_within_the_timeout(
+    start_job: StartJob,
+) -> None:
+    env = dict(local_devices.environment(4)())
+    job = start_job(2, LATE, {**env, "RINGJAX_COLLECTIVE_TIMEOUT": "2"})
+    assert job.wait(60) == 0, job.logs()
+    for rank in (0, 1):
+        text = job.output(rank)
+        assert "rank 1 waited 2 s for device 1 of its own to come to allreduce 'x'" in (
+            text
+        ), job.logs()
+        seconds = float(text.split("seconds ")[1].split()[0])
+        assert 1.5 < seconds < 25
+
+
+@pytest.mark.ranks(2, env=local_devices.environment(4))
+def test_a_state_in_shards_is_sent_and_kept_where_it_is(
+    world: World, tmp_path: Path
+) -> None:
+    """What a rank that joins gets, and what a checkpoint brings back."""
+    mesh = local_devices.mesh((2, 2))
+    own = jax.tree.map(lambda x: x * (world.rank + 1), local_devices.parameters())
+
+    def made(params: Any) -> Any:
+        placed = local_devices.place(params, local_devices.TENSOR, mesh)
+        return ringjax.elastic.State(params=placed, step=world.rank)
+
+    def check(state: Any, factor: int) -> None:
+        for key, value in local_devices.parameters().items():
+            np.testing.assert_array_equal(np.asarray(state.params[key]), value * factor)
+            where = NamedSharding(mesh, local_devices.TENSOR[key])
+            assert state.params[key].sharding.is_equivalent_to(where, value.ndim)
+
+    state = made(own)
+    state.sync()
+    check(state, 1)
+    assert state.step == 0
+    state = made(own)
+    with ringjax.elastic.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(state)
+    state.params = jax.tree.map(lambda x: x * 0, state.params)
+    assert ringjax.elastic.Checkpointer(tmp_path).load(state) == world.rank
+    check(state, world.rank + 1)

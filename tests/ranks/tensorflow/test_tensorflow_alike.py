@@ -1,0 +1,195 @@
+"""Variables that differ between ranks: tapes and optimizers of TensorFlow warn.
+
+Those of Keras are in tests/support/keras_alike_checks.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.frameworks import in_ranks
+from support.parameters import by_the_first, errors, look_every, said
+
+tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
+
+pytestmark = [
+    pytest.mark.ranks(2, 3),
+    pytest.mark.launch("tensorflow"),
+    pytest.mark.usefixtures("world"),
+]
+MODES = pytest.mark.parametrize("mode", ["eager", "function", "xla"])
+
+
+class Training:
+    """Two variables, and steps in which they come nearer to zero."""
+
+    def __init__(self, mode: str, optimizer: Any = None, **options: Any) -> None:
+        self.one = tf.Variable([1.0, 2.0, 3.0], name="one")
+        self.other = tf.Variable(tf.ones([4, 2]), name="other")
+        self.variables = [self.one, self.other]
+        self._optimizer, self._options = optimizer, options
+        take = self._apply if optimizer else self._descend
+        compiled = mode == "xla"
+        self._step: Callable[[], Any] = (
+            take if mode == "eager" else tf.function(take, jit_compile=compiled)
+        )
+
+    def _loss(self) -> Any:
+        return sum(tf.reduce_sum(tf.square(v)) for v in self.variables)
+
+    def _descend(self) -> None:
+        with tf.GradientTape() as tape:
+            loss = self._loss()
+        tape = hvd.DistributedGradientTape(tape, **self._options)
+        for gradient, variable in zip(
+            tape.gradient(loss, self.variables), self.variables, strict=True
+        ):
+            variable.assign_sub(0.1 * gradient)
+
+    def _apply(self) -> None:
+        pairs = self._optimizer.compute_gradients(self._loss, self.variables)
+        self._optimizer.apply_gradients(pairs)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+
+    def change(self, variable: Any, is_here: bool) -> None:
+        variable.assign_add(tf.fill(variable.shape, float(is_here)))
+
+    def broadcast(self) -> None:
+        hvd.broadcast_variables(self.variables, root_rank=0)
+
+
+def legacy(**options: Any) -> Any:
+    plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    return hvd.DistributedOptimizer(plain, **options)
+
+
+def story(world: Any, capfd: Any, training: Training, passes: int = 1) -> None:
+    """A broadcast is forgotten, then made; then a rank goes astray. Looks: every 2."""
+    last = world.size - 1
+    training.change(training.other, world.rank == last)
+    training.run(6 * passes)
+    assert said(capfd) == by_the_first(world, 1, "other", last)
+    training.broadcast()
+    training.run(4 * passes)
+    assert said(capfd) == []
+    training.change(training.one, world.rank == 1)
+    training.run(2 * passes)
+    assert said(capfd) == by_the_first(world, 11, "one", 1)
+
+
+@MODES
+def test_a_tape_tells_who_forgets_the_broadcast(
+    world, capfd, monkeypatch, mode
+) -> None:
+    look_every(monkeypatch, 2)
+    story(world, capfd, Training(mode))
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_optimizer_tells_who_forgets_the_broadcast(
+    world, capfd, monkeypatch, mode, passes
+) -> None:
+    look_every(monkeypatch, 2)
+    optimizer = legacy(backward_passes_per_step=passes)
+    story(world, capfd, Training(mode, optimizer), passes)
+
+
+@pytest.mark.ranks(2)
+def test_in_a_session(world, capfd, monkeypatch) -> None:
+    look_every(monkeypatch, 2)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        make = tf.compat.v1.get_variable
+        start = tf.constant([1.0, 2.0 + world.rank])
+        kept = make("kept", initializer=start, use_resource=True)
+        old = make("old", initializer=start, use_resource=False)
+        loss = tf.reduce_sum(kept * kept + old * old)
+        step = legacy().minimize(loss, var_list=[kept, old])
+        session.run(tf.compat.v1.global_variables_initializer())
+        for _ in range(4):
+            session.run(step)
+    assert said(capfd) == by_the_first(world, 1, "kept", 1)
+
+
+@MODES
+def test_the_broadcast_after_the_first_step_is_in_time(
+    world, capfd, monkeypatch, mode
+) -> None:
+    look_every(monkeypatch, 1)
+    both = [Training(mode), Training(mode)]
+    for training in both:  # each counts for itself, though they have the same names
+        training.change(training.one, world.rank == 0)
+        training.run(1)
+    for training in both:
+        training.broadcast()
+    for training in both:
+        training.run(3)
+    assert said(capfd) == []
+
+
+@pytest.mark.ranks(2)
+@MODES
+def test_no_look_if_it_is_off(world, capfd, monkeypatch, mode) -> None:
+    look_every(monkeypatch, 0)
+    training = Training(mode)
+    training.change(training.one, world.rank == 0)
+    training.run(4)
+    assert said(capfd) == []
+
+
+@pytest.mark.ranks(3)
+@MODES
+def test_a_process_set_is_compared_within_itself(
+    world, capfd, monkeypatch, mode
+) -> None:
+    look_every(monkeypatch, 2)
+    members = hvd.add_process_set([0, 2])
+    training = Training(mode, process_set=members)
+    training.change(training.one, world.rank == 1)
+    training.run(4)
+    assert said(capfd) == []
+    training.change(training.other, world.rank == 2)
+    training.run(2)
+    assert said(capfd) == by_the_first(world, 5, "other", 2)
+    hvd.remove_process_set(members)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_rank_that_does_not_look_is_not_waited_for_for_ever(
+    world, capfd, monkeypatch, mode
+) -> None:
+    members = hvd.add_process_set(hvd.ProcessSet([0, 1], timeout=1.0))
+    look_every(monkeypatch, 2 if world.rank == 0 else 0)
+    training = Training(mode, process_set=members)
+    training.run(1)
+    begun = time.monotonic()
+    if mode == "eager":
+        if world.rank == 0:
+            with pytest.raises(tf.errors.DeadlineExceededError, match="the check of"):
+                training.run(1)
+    else:
+        training.run(1)  # goes on all the same
+        text = errors(capfd)
+        warned = "warning: parameters could not be compared: Stalled: " in text
+        assert warned == (world.rank == 0), text
+    assert time.monotonic() - begun < 20
+    hvd.remove_process_set(members)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_variable_is_left_out(world, capfd, monkeypatch) -> None:
+    look_every(monkeypatch, 1)
+    own = tf.constant([1.0 + world.rank])
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            loss = own * own
+        hvd.DistributedGradientTape(tape).gradient(loss, [own])
+    assert said(capfd) == []

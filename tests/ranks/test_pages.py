@@ -1,0 +1,97 @@
+"""Every Python block of README and docs/ runs as it stands there, on two ranks.
+
+Recipes have checks of their own in test_recipes.py, what needs an engine in
+tests/engines/. A page is one job: its blocks run one after the other, each with fresh
+names. What a block leaves to the reader, a step or a model, is given here by its page
+and its number.
+"""
+
+from __future__ import annotations
+
+import re
+from textwrap import dedent
+
+import pytest
+from support.launch import ROOT, StartJob, compiled_before
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): re.findall(
+        r"(?ms)^```python\n(.*?)^```", path.read_text()
+    )
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+del PAGES["docs/recipes.md"], PAGES["docs/engines.md"]
+PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
+
+# What ends the process, as the page says.
+NOT_RUN = {("docs/from-horovod.md", 0)}
+BEFORE = {
+    ("docs/from-horovod.md", 1): """
+        import numpy as np
+
+        gradients = {"w": np.full(3, 1.0, "f4"), "b": np.full(2, 2.0, "f4")}
+    """,
+    ("docs/sharp-bits.md", 0): """
+        import jax.numpy as jnp
+        import ringjax
+
+        ringjax.init()
+        params, state, batch = jnp.ones(3), jnp.zeros(3), jnp.ones(3)
+
+        def step(params, state, batch):
+            loss = ringjax.allreduce(jnp.sum(params * batch))
+            return params, state, loss
+    """,
+}
+AFTER = {
+    (
+        "docs/start.md",
+        0,
+    ): "assert loss < 1e-2 and np.allclose(params, np.arange(8), atol=0.1)",
+    ("docs/jit.md", 0): "assert float(loss) > 0",
+    ("docs/jit.md", 1): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
+    ("docs/elastic.md", 0): "assert state.step == 12",
+    ("docs/profiling.md", 0): """
+        import json, pathlib
+
+        if ringjax.rank() == 0:
+            assert json.loads(pathlib.Path("timeline.json").read_text())
+    """,
+    ("docs/sharp-bits.md", 0): "assert float(loss) == 3",
+    ("docs/shards.md", 0): """
+        assert len(params["w"].sharding.device_set) == 4
+        assert np.allclose(ringjax.allreduce(params["w"]), params["w"])
+    """,
+}
+
+
+def _program(page: str) -> str:
+    """All blocks of a page, each as the text of a module of its own."""
+    parts = ["import numpy as np"]
+    for number, block in enumerate(PAGES[page]):
+        place = (page, number)
+        if place not in NOT_RUN:
+            text = dedent(BEFORE.get(place, "")) + block
+            text += "\nimport numpy as np\n" + dedent(AFTER.get(place, ""))
+            parts.append(
+                f"exec(compile({text!r}, 'block {number} of {page}', 'exec'), {{}})"
+            )
+    return "\n".join(parts)
+
+
+def test_what_is_given_belongs_to_a_block() -> None:
+    places = {(page, n) for page, blocks in PAGES.items() for n in range(len(blocks))}
+    assert NOT_RUN | BEFORE.keys() | AFTER.keys() <= places
+    assert len(places - NOT_RUN) > 10
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page(
+    page: str, start_job: StartJob, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.chdir(str(tmp_path))  # where a program leaves files
+    if "torch" in page:
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    env = {**compiled_before(), "KERAS_BACKEND": "jax"}
+    job = start_job(2, _program(page), env=env)
+    assert job.wait(55) == 0, job.logs()

@@ -1,0 +1,39 @@
+"""Both halves of a handshake without sockets, and what tests of TLS need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ringjax.control import handshake
+from ringjax.control.handshake import Introduction
+from ringjax.control.sealing import Keys
+from ringjax.control.tls import Offer, supported
+
+needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
+
+
+def converse(
+    secret: bytes, hello: Introduction, mine: Offer, theirs: Offer
+) -> tuple[Keys, Keys]:
+    """Both halves, until both have come to their end and nothing is on its way."""
+    steps = (
+        handshake.call(secret, replace(hello, tls=mine)),
+        handshake.answer(secret, hello.job, lambda introduction: "", theirs),
+    )
+    inbox, wants, done = [b"", b""], [0, 0], dict[int, Keys]()
+    for end in (0, 1):
+        output, wants[end] = next(steps[end])
+        inbox[1 - end] += output
+    while len(done) < 2:
+        end = next(e for e in (0, 1) if e not in done and len(inbox[e]) >= wants[e])
+        piece, inbox[end] = inbox[end][: wants[end]], inbox[end][wants[end] :]
+        try:
+            output, wants[end] = steps[end].send(piece)
+            inbox[1 - end] += output
+        except StopIteration as finished:
+            done[end] = finished.value[1]
+    # What follows on a link is the native core's, and it would find this before it.
+    assert inbox == [b"", b""], "one end took less than the other one said"
+    return done[0], done[1]

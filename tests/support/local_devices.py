@@ -1,0 +1,109 @@
+"""Ranks with several CPU devices, and programs over them that are known to be right.
+
+The oracle is the same program on one device, with the data of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from support.launch import cheap_code
+
+
+def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
+    """For ranks with so many devices, in double precision.
+
+    XLA's own collectives wait for all devices, and have few threads on a small machine:
+    without ringjax, too, programs that are not waited for hang there.
+    """
+
+    def made() -> Mapping[str, str]:
+        count = f"--xla_force_host_platform_device_count={devices}"
+        flags = f"{cheap_code().get('XLA_FLAGS', '')} {count}"
+        return {
+            "XLA_FLAGS": flags,
+            "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
+            "JAX_ENABLE_X64": "1",
+            **more,
+        }
+
+    return made
+
+
+def mesh(shape: tuple[int, ...], kind: AxisType = AxisType.Auto, devices: Any = None):
+    """Axes "d" and "t", as many as `shape` has."""
+    names = ("d", "t")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
+
+
+def place(tree: Any, specs: Any, on: Any) -> Any:
+    """`tree` as arrays on the devices of the mesh `on`."""
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(on, spec)), tree, specs
+    )
+
+
+# Cut over rows, over columns, over both, not at all; odd, in bfloat16, a number.
+FSDP = {
+    "in": P("d"), "out": P(None, "d"), "bias": P(), "odd": P(), "half": P("d"),
+    "scale": P(),
+}  # fmt: skip
+TENSOR = {**FSDP, "in": P("d", "t"), "out": P("t", "d"), "half": P(("d", "t"))}
+
+
+def parameters() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    sizes = {"in": (8, 16), "out": (16, 4), "bias": (16,), "odd": (3, 5), "scale": ()}
+    params = {name: rng.normal(size=size) for name, size in sizes.items()}
+    return {**params, "half": rng.normal(size=(8,)).astype(jnp.bfloat16)}
+
+
+def data(rank: int, step: int, rows: int = 8) -> np.ndarray:
+    return np.random.default_rng([rank, step]).normal(size=(rows, 8))
+
+
+def loss(params: Mapping[str, Any], x: Any) -> Any:
+    if jax.typeof(x).sharding.mesh.explicit_axes:  # there one says what is gathered
+        params = {k: jax.sharding.reshard(v, P()) for k, v in params.items()}
+    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    out = jnp.sin(hidden @ params["out"]) * params["scale"]
+    rest = (params["odd"] ** 2).sum() + (params["half"].astype(float) ** 3).sum() / 64
+    return (out**2).sum(-1).mean() + rest
+
+
+def train(
+    transform: optax.GradientTransformation,
+    params: Any,
+    batch: Callable[[int], Any],
+    steps: int = 5,
+    **jit: Any,
+) -> tuple[Any, Any]:
+    """Parameters and optimizer state after some steps of `loss` on ``batch(step)``."""
+    tx = optax.chain(transform, optax.sgd(0.05, 0.9))
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run, state = jax.jit(step, **jit), tx.init(params)
+    for number in range(steps):
+        params, state = jax.block_until_ready(run(params, state, batch(number)))
+    return params, state
+
+
+def expected(size: int, steps: int = 5) -> Any:
+    """The same without ringjax, on one device, on the data of all ranks."""
+
+    def everything(step: int) -> Any:
+        return np.concatenate([data(rank, step) for rank in range(size)])
+
+    return train(optax.identity(), parameters(), everything, steps)[0]

@@ -1,0 +1,38 @@
+"""What ranks say of parameters that differ: for tests of the look at them."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+
+from ringjax import eager, runtime
+
+_SAID = re.compile(r"warning: the ranks' parameters differ at \D*(\d+)[^:]*: (.*?);")
+
+
+def look_every(monkeypatch, steps: int) -> None:
+    """As RINGJAX_CHECK_PARAMETERS, for one test."""
+    config = replace(runtime.config(), check_parameters=steps)
+    monkeypatch.setattr(runtime, "config", lambda: config)
+
+
+def said(capfd) -> list[tuple[int, str]]:
+    """The steps and what differed in them, when all ranks have looked."""
+    return [(int(step), what) for step, what in _SAID.findall(errors(capfd))]
+
+
+def errors(capfd) -> str:
+    """All that was written, when all ranks have looked."""
+    for thread in threading.enumerate():
+        if thread.name == "ringjax-tensorflow-check":
+            thread.join(30)
+    eager.barrier()
+    return capfd.readouterr().err
+
+
+def by_the_first(world, step: int, name: str, rank: int) -> list[tuple[int, str]]:
+    """What is said of one that differs from those of all others, and who says it."""
+    right = 0 if rank else 1
+    text = f"'{name}' of rank {rank} is not that of rank {right}"
+    return [] if world.rank else [(step, text)]

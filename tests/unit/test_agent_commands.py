@@ -1,0 +1,114 @@
+"""Agents that an engine starts: by srun in an allocation of Slurm, or by a template.
+
+The engine is a shell script here; the real Slurm is in tests/engines.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.ringrun import Done, ringrun, sh
+
+# As srun and kubectl exec: options, then the command; and variables of its own.
+ENGINE = """#!/bin/sh
+echo "$@" >> "$ENGINE_LOG"
+for word; do
+  case "$word" in
+    --nodelist=*) NODE=${word#*=}; shift;;
+    -*) shift;;
+    exec) NODE=$2; shift 2;;
+    *) break;;
+  esac
+done
+[ "$NODE" = n3 ] && echo "n3 is drained" >&2 && exit 7
+SLURMD_NODENAME=$NODE CUDA_VISIBLE_DEVICES=GPU-$NODE RINGJAX_SECRET=theirs \\
+  WHOSE=engine exec "$@"
+"""
+SHOW = sh('echo "$RINGJAX_HOSTNAME $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $WHOSE"')
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> dict[str, str]:
+    """An environment whose `srun` and `engine` are the stand-in."""
+    for name in ("srun", "engine"):
+        (tmp_path / name).write_text(ENGINE)
+        (tmp_path / name).chmod(0o755)
+    return {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "ENGINE_LOG": str(tmp_path / "log"),
+        "SLURMD_NODENAME": "n0",
+        "CUDA_VISIBLE_DEVICES": "GPU-n0",
+        "WHOSE": "ringrun",
+    }
+
+
+def _allocation(nodes: str, tasks: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_TASKS_PER_NODE": tasks,
+    }
+
+
+def _lines(done: Done) -> list[str]:
+    return sorted(line for line in done.stdout.splitlines() if "<stdout>" in line)
+
+
+def test_an_allocation_needs_no_options(engine: dict[str, str]) -> None:
+    done = ringrun(*SHOW, **engine, **_allocation("n[1-2]", "1,2"))
+    assert done.returncode == 0, done.stderr
+    assert _lines(done) == [
+        "[0]<stdout>:n1 n1 GPU-n1 engine",
+        "[1]<stdout>:n2 n2 GPU-n2 engine",
+        "[2]<stdout>:n2 n2 GPU-n2 engine",
+    ]
+    calls = Path(engine["ENGINE_LOG"]).read_text().splitlines()
+    assert len(calls) == 2  # one for each host
+    assert all("--overlap" in call and "--nodes=1" in call for call in calls)
+
+
+def test_what_is_handed_on_holds_whatever_the_engine_says(
+    engine: dict[str, str],
+) -> None:
+    done = ringrun("-x", "WHOSE=mine", *SHOW, **engine, **_allocation("n1", "1"))
+    assert _lines(done) == ["[0]<stdout>:n1 n1 GPU-n1 mine"], done.stderr
+
+
+def test_a_template(engine: dict[str, str]) -> None:
+    words = ["--agent-command", "engine exec {host}", "-H", "localhost:1,pod-1:1"]
+    done = ringrun(*words, *SHOW, **engine)
+    assert done.returncode == 0, done.stderr
+    assert _lines(done) == [
+        "[0]<stdout>:localhost n0 GPU-n0 ringrun",
+        "[1]<stdout>:pod-1 pod-1 GPU-pod-1 engine",
+    ]
+
+
+def test_the_secret_is_ringruns(engine: dict[str, str]) -> None:
+    script = sh('[ -n "$RINGJAX_SECRET" ] && [ "$RINGJAX_SECRET" != theirs ]')
+    done = ringrun(*script, **engine, **_allocation("n1", "1"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_host_that_the_engine_refuses(engine: dict[str, str]) -> None:
+    done = ringrun(*sh("sleep 100"), **engine, **_allocation("n[1,3]", "1(x2)"))
+    assert done.returncode == 255
+    assert "n3 is drained" in done.stderr
+    assert "rank 1 (n3): lost its host, srun ended (7)" in done.stderr
+
+
+def test_a_host_outside_of_the_allocation_is_reached_by_ssh(
+    engine: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho not here >&2; exit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    done = ringrun("-H", "n9:1", *SHOW, **engine, **_allocation("n1", "1"))
+    assert "rank 0: lost its host, ssh ended (255)" in done.stderr
+
+
+def test_a_template_without_a_place_for_the_host() -> None:
+    done = ringrun("--agent-command", "rsh", "-np", "1", "true")
+    assert done.returncode == 2
+    assert "--agent-command 'rsh': expected a command with {host} in it" in done.stderr

@@ -1,0 +1,140 @@
+"""The comparison of all collectives without its peers: cases, checks, the table."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from support.launch import ROOT
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks import collectives
+from benchmarks.harness import turns, worker
+from benchmarks.harness.turns import Case, Variant
+from benchmarks.peers.adapter import COLLECTIVES, Peer
+
+
+def test_by_default_it_is_everything() -> None:
+    options = collectives.parse([])
+    assert options.ranks == [2, 4] and {"limit", "mpich"} <= set(options.peers)
+    assert not {"jax-empty", "ringjax-tcp"} & set(options.peers)  # they have none
+    cases = collectives.cases(options, 4)
+    assert [(c.collective, c.size) for c in cases] == [
+        (name, size) for name in COLLECTIVES for size in collectives.SIZES
+    ]
+    (odd,) = collectives.cases(
+        collectives.parse(["--sizes", "4K", "--collectives", "alltoall"]), 3
+    )
+    assert (odd.title, odd.shapes) == ("alltoall, 4 KiB", [(1023,)])
+
+
+def test_quick_is_quick_unless_said_otherwise() -> None:
+    options = collectives.parse(["--quick", "--rounds", "5"])
+    assert (options.rounds, options.ranks, options.seconds) == (5, [2], 0.01)
+
+
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["--sizes", "12", "-np", "4"]])
+def test_bad_options_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        collectives.parse(words)
+    assert "--rounds must be 1 or more, --sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("allreduce", [1, 3, 5, 7]),
+        ("broadcast", [0, 1, 2, 3]),
+        ("allgather", [0, 1, 1, 2]),
+        ("alltoall", [2, 3, 3, 4]),
+        ("reducescatter", [5, 7]),
+    ],
+)
+def test_what_rank_1_of_2_must_get(name: str, right: list[int]) -> None:
+    given = worker.given(name, 1, 2, 4).tolist()
+    assert given == ([1, 2] if name == "allgather" else [1, 2, 3, 4])
+    assert worker.expected(name, 1, 2, 4).tolist() == right
+
+
+class OneRank(Peer):
+    """Alone it gets what it gives, or something that is `off`."""
+
+    arrays = models = ()
+
+    def __init__(self, off: float, returns: bool) -> None:
+        self.rank, self.size, self.version = 0, 1, "1"
+        self.off, self.returns = off, returns
+        self.arrays_given: list[Any] = []
+
+    def collective(self, name: str, given: Any, out: Any) -> Any:
+        self.arrays_given = [given, out]
+
+        def step() -> Any:
+            result = given + np.float32(self.off)
+            if not self.returns:
+                out[:] = result
+            return [result] if self.returns else None
+
+        return step
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_checked_before_it_is_timed(name: str, returns: bool) -> None:
+    peer = OneRank(0, returns)
+    worker.collective(peer, name, 10)
+    given, out = peer.arrays_given
+    assert (given is out) == (name in ("allreduce", "broadcast"))
+    assert not given.any()  # sums in place stay what they are
+    with pytest.raises(ArithmeticError, match=f"{name} of 10 numbers came out wrong"):
+        worker.collective(OneRank(1, returns), name, 10)
+
+
+def test_busbw_is_of_the_collective() -> None:
+    factors = [
+        Case("", [(4,)], "collectives", collective=name).bus_factor(4)
+        for name in COLLECTIVES
+    ]
+    assert factors == [1.5, 1.0, 0.75, 0.75, 0.75]
+
+
+class World:
+    """Only its name."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+
+
+def rows(**times: list[float]) -> list[dict[str, Any]]:
+    """What is measured of one case, from the milliseconds of each round."""
+    case = Case("alltoall, 4 KiB", [(1024,)], "collectives", collective="alltoall")
+    about = {"wall": 1.0, "busy": 0.5, "own": 0.25}
+    variants = [
+        Variant(World(peer), "alltoall", rounds=[[t / 1e3] for t in of], **about)
+        for peer, of in times.items()
+    ]
+    found = turns.compare(variants, case, ranks=2)
+    return [{"case": case.title, **row} for row in found]
+
+
+def test_the_table_compares_with_the_best_mpi() -> None:
+    more = rows(ringjax=[0.01, 0.02, 0.03], mpi4py=[5, 6, 7], mpich=[0.02, 0.02, 0.09])
+    other = [{**more[0], "case": "broadcast, 4 KiB"}]  # here nobody else has that
+    head, first, second = collectives.table([*more, *other]).splitlines()
+    assert head.split()[4:] == ["/", "MPI", "ringjax", "mpi4py", "mpich", "foreign"]
+    first_cells, second_cells = (" ".join(x.split()) for x in (first, second))
+    ours, theirs = "20.0 (10.0 .. 30.0)", "20.0 (20.0 .. 90.0) 1.00"
+    known = f"{ours} 0.50 6000 (5000 .. 7000) 250.00 {theirs} 0.12"
+    assert first_cells == f"alltoall, 4 KiB {known}"
+    assert second_cells == f"broadcast, 4 KiB {ours} - - 0.12"
+    assert len(head) == len(first) == len(second)
+
+
+def test_without_an_mpi_there_is_no_ratio() -> None:
+    head, line = collectives.table(rows(ringjax=[0.02])).splitlines()
+    assert "MPI" not in head and "20.0 (20.0 .. 20.0)  " in line

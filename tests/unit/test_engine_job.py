@@ -1,0 +1,240 @@
+"""Jobs whose processes somebody else starts: tickets, losses, results and errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from support.launch import environment
+
+from ringjax.errors import LaunchError
+from ringjax.run.engine_job import EngineJob, places
+from ringjax.runtime.visit import visit
+
+RANK = """
+import os, sys, time
+import numpy as np
+import ringjax
+
+ringjax.init()
+print(ringjax.rank(), ringjax.size(), ringjax.local_rank(), ringjax.cross_size(),
+      int(ringjax.allreduce(np.ones(3), op=ringjax.Sum)[0]))
+"""
+LOOP = """
+@ringjax.elastic.run
+def loop(state):
+    while state.step < 200 or ringjax.size() < int(sys.argv[1]):
+        ringjax.allreduce(np.ones(3))
+        state.step += 1
+        time.sleep(0.01)
+        state.commit()
+
+loop(ringjax.elastic.State(step=0))
+print("end", ringjax.rank(), ringjax.size())
+"""
+
+
+class Processes:
+    """An engine that can do nothing but start processes and see them end."""
+
+    def __init__(self) -> None:
+        self._all: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, script: str, ticket: Mapping[str, str], *words: str
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", script, *words],
+            env=environment("engine-job", ticket),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._all.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._all:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def engine() -> Iterator[Processes]:
+    processes = Processes()
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (["a"], ["0 1 0 1 1"]),
+        (["a", "b", "a"], ["0 3 0 2 3", "1 3 0 2 3", "2 3 1 1 3"]),
+    ],
+)
+def test_a_static_job(engine: Processes, nodes: list[str], expected: list[str]) -> None:
+    with EngineJob(len(nodes), hosts=["127.0.0.1"]) as job:
+        for _ in range(2):  # the same tickets serve again
+            tickets = job.tickets(nodes)
+            running = [engine.start(RANK, ticket) for ticket in tickets]
+            for number, process in enumerate(running):
+                out, err = process.communicate(timeout=40)
+                assert process.returncode == 0, err
+                job.finished(number, out.strip())
+            assert job.over
+            assert job.results() == expected
+            job.again()
+
+
+def test_the_first_to_blame_is_named(engine: Processes) -> None:
+    script = RANK + "\nif ringjax.rank() == 1: raise ValueError('boom')\n"
+    script += "ringjax.barrier()\n"
+    with EngineJob(2, hosts=["127.0.0.1"]) as job:
+        running = [engine.start(script, t) for t in job.tickets(["one", "two"])]
+        for number, process in enumerate(running):
+            _, err = process.communicate(timeout=40)
+            assert process.returncode != 0
+            job.lost(number, err)
+        assert job.over
+        with pytest.raises(
+            LaunchError, match=r"rank 1 \(on two\): ValueError: boom"
+        ) as e:
+            job.results()
+    assert e.value.rank == 1
+    assert "Traceback" in str(e.value)
+
+
+def test_an_elastic_job(engine: Processes) -> None:
+    notes: list[str] = []
+    with EngineJob(
+        2, min_size=1, max_size=3, hosts=["127.0.0.1"], note=notes.append
+    ) as job:
+        script = RANK + LOOP
+        tickets = job.tickets(["one", "two"])
+        running = {n: engine.start(script, t, "3") for n, t in enumerate(tickets)}
+        _until(job, lambda: len(job.members) == 2)
+        running[1].send_signal(signal.SIGKILL)
+        running[1].wait(10)
+        job.lost(1, "killed")
+        _until(job, lambda: list(job.members) == [0])
+        for number in (2, 7):  # a number only has to be new
+            ticket = job.ticket(number, "three")
+            running[number] = engine.start(script, ticket, "3")
+        with pytest.raises(ValueError, match="worker 7 is not new"):
+            job.ticket(7)
+        for number in (0, 2, 7):
+            out, err = running[number].communicate(timeout=50)
+            assert running[number].returncode == 0, err
+            job.finished(number, out.split("end ")[1].split()[1])
+        _until(job, lambda: job.over)
+        assert job.results() == ["3", "3", "3"]
+        assert job.resets >= 2
+    assert any("on three joined as rank 1" in note for note in notes)
+
+
+def _until(job: EngineJob, condition: object, seconds: float = 40) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, job.members
+        job.poll()
+        time.sleep(0.02)
+
+
+def test_who_never_comes_is_named(engine: Processes) -> None:
+    env = {"RINGJAX_START_TIMEOUT": "1"}
+    with EngineJob(2, hosts=["127.0.0.1"], env=env) as job:
+        tickets = job.tickets(["one", "two"])
+        _, err = engine.start(RANK, tickets[0]).communicate(timeout=40)
+        assert "rank 1 of 2 did not join" in err
+        _until(job, lambda: job.over)
+        with pytest.raises(
+            LaunchError, match="did not start: rank 1 of 2 did not join"
+        ):
+            job.results()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"size": 0}, "size=0: expected a number from 1 on"),
+        ({"size": 2, "max_size": 3}, "only elastic jobs have one; give min_size"),
+        ({"size": 2, "min_size": 3}, "size=2: expected .* between min_size=3 and 2"),
+        ({"size": 3, "min_size": 1, "max_size": 2}, "between min_size=1 and 2"),
+    ],
+)
+def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineJob(**sizes)  # type: ignore[arg-type]
+
+
+def test_a_number_of_nodes_that_does_not_fit() -> None:
+    with (
+        EngineJob(2, hosts=["127.0.0.1"]) as job,
+        pytest.raises(ValueError, match="2 workers, but 1 nodes"),
+    ):
+        job.tickets(["one"])
+
+
+def test_another_job_starts_inside_a_rank_without_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outer = {"RINGJAX_RANK": "3", "RINGJAX_SIZE": "4", "RINGJAX_SECRET": "ab" * 32}
+    for name, value in {**outer, "RINGJAX_ELASTIC": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RINGJAX_HEARTBEAT", "0.5")
+    with EngineJob(1, hosts=["127.0.0.1"]) as job:
+        ticket = job.tickets(["one"])[0]
+    assert ticket["RINGJAX_RANK"] == "0"
+    assert ticket["RINGJAX_SECRET"] != "ab" * 32
+    assert ticket["RINGJAX_HEARTBEAT"] == "0.5"
+    assert "RINGJAX_ELASTIC" not in ticket
+
+
+def test_places_of_uneven_nodes() -> None:
+    found = places(["b", "a", "b", "b"])
+    keys = ("RINGJAX_RANK", "RINGJAX_LOCAL_RANK", "RINGJAX_CROSS_SIZE")
+    assert [tuple(place[key] for key in keys) for place in found] == [
+        ("0", "0", "2"),
+        ("1", "0", "2"),
+        ("2", "1", "1"),
+        ("3", "2", "1"),
+    ]
+
+
+def test_a_visit_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    assert visit({"OURS": "yes"}, os.getenv, ["OURS"]) == "yes"
+    assert visit({}, sys.exit) is None
+    with pytest.raises(RuntimeError, match="it ended with exit code 3"):
+        visit({"OURS": "yes"}, sys.exit, [3])
+    assert dict(os.environ) == before
+
+
+def test_another_driver_takes_its_place(engine: Processes) -> None:
+    """The first one is gone; the second has the same port, secret and number."""
+    script = RANK + LOOP
+    with EngineJob(2, min_size=1, max_size=3, hosts=["127.0.0.1"]) as first:
+        tickets = first.tickets(["one", "two"])
+        running = {n: engine.start(script, t, "3") for n, t in enumerate(tickets)}
+        _until(first, lambda: len(first.members) == 2)
+    port = int(tickets[0]["RINGJAX_RENDEZVOUS"].rpartition(":")[2])
+    secret = bytes.fromhex(tickets[0]["RINGJAX_SECRET"])
+    known = {"hosts": ["127.0.0.1"], "port": port, "secret": secret, "job": first.job}
+    with EngineJob(2, min_size=1, max_size=3, **known) as second:  # type: ignore[arg-type]
+        _until(second, lambda: second.members == {0: 0, 1: 1})
+        running[2] = engine.start(script, second.ticket(2, "three"), "3")
+        for number, process in running.items():
+            _, err = process.communicate(timeout=50)
+            assert process.returncode == 0, err
+            second.finished(number)
+        _until(second, lambda: second.over)
+        assert second.results() == [None] * 3

@@ -1,0 +1,176 @@
+"""What a release is made by: one version, pinned tools, checks that can fail.
+
+The wheels themselves take minutes: `make wheels`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.launch import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("release")
+
+
+@pytest.fixture
+def check(release: ModuleType) -> ModuleType:
+    return importlib.import_module("release.check")
+
+
+@pytest.fixture
+def toolchain(release: ModuleType) -> ModuleType:
+    return importlib.import_module("release.toolchain")
+
+
+@pytest.fixture
+def version(release: ModuleType) -> ModuleType:
+    return importlib.import_module("release.version")
+
+
+@pytest.fixture
+def wheels(release: ModuleType) -> ModuleType:
+    return importlib.import_module("release.wheels")
+
+
+def test_everything_says_one_version(version: ModuleType) -> None:
+    wanted = PROJECT["project"]["version"]
+    assert version.check() == version.check(f"v{wanted}") == wanted
+
+
+@pytest.mark.parametrize("tag", ["v9.9.9", "release"])
+def test_another_tag_is_refused(version: ModuleType, tag: str) -> None:
+    with pytest.raises(ValueError, match=rf"the tag {tag.removeprefix('v')}"):
+        version.check(tag)
+    with pytest.raises(ValueError, match=r"is v\d.*, not"):
+        version.check(PROJECT["project"]["version"])
+
+
+@pytest.mark.parametrize("file", ["CHANGELOG.md", "CITATION.cff"])
+def test_a_file_with_another_version_is_named(
+    version: ModuleType, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff"):
+        text = (ROOT / name).read_text()
+        if name == file:
+            text = text.replace(PROJECT["project"]["version"], "0.0.7")
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(version, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=rf"{file} 0\.0\.7"):
+        version.check()
+
+
+def test_what_builds_a_release_is_pinned(wheels: ModuleType) -> None:
+    lines = wheels.CONSTRAINTS.read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and line[0] != "#")
+    for wanted in wheels.requirements():
+        name = re.split(r"[<>=]", wanted)[0]
+        assert name in pins or re.fullmatch(r"[\w-]+==\d[\w.]*\d", wanted), wanted
+    assert {"ziglang", "cmake", "ninja", "auditwheel"} <= pins.keys()
+
+
+@pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
+def test_what_publishes_is_pinned_and_has_no_secret() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    actions = re.findall(r"uses: (\S+)", text)
+    assert len(actions) > 5
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)
+    assert "secrets." not in text
+    assert text.count("id-token: write") == 1
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_toolchain_calls_zig_for_its_machine(
+    toolchain: ModuleType, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zig = tmp_path / "zig"
+    zig.write_text('#!/bin/sh\necho "$@"\n')
+    zig.chmod(0o755)
+    monkeypatch.setattr(toolchain, "zig", lambda: zig)
+    env = toolchain.write(machine, tmp_path / "tools")
+    said = subprocess.check_output([env["CXX"], "-c", "x.cc"], text=True)
+    assert said.split() == f"c++ -target {machine}-linux-gnu.2.28 -c x.cc".split()
+    said = subprocess.check_output([tmp_path / "tools" / "ar", "rc"], text=True)
+    assert said.split() == ["ar", "rc"]
+
+
+def test_a_python_that_is_not_there_is_named(wheels: ModuleType) -> None:
+    with pytest.raises(FileNotFoundError, match=r"Python 3\.99 is needed"):
+        wheels.interpreter("3.99")
+    this = "{}.{}".format(*sys.version_info)
+    assert wheels.interpreter(this)
+
+
+def _wheel(folder: Path, native: bytes, without: str = "") -> Path:
+    file = folder / "ringjax-1-cp312-abi3-manylinux_2_28_x86_64.whl"
+    names = {"ringjax/py.typed", "ringjax/_native.pyi", "ringjax/run/__main__.py"}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in names - {without}:
+            archive.writestr(name, "")
+        archive.writestr("ringjax/_native.abi3.so", native)
+    return file
+
+
+def test_a_wheel_that_knows_this_machine_is_refused(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "output", lambda *words: "")
+    check.check_contents(_wheel(tmp_path, b"fine"))
+    with pytest.raises(AssertionError, match="knows"):
+        check.check_contents(_wheel(tmp_path, b"a" + bytes(ROOT) + b"/xla_ext"))
+    with pytest.raises(AssertionError, match=r"lacks .*py\.typed"):
+        check.check_contents(_wheel(tmp_path, b"fine", without="ringjax/py.typed"))
+
+
+def test_a_wheel_that_is_too_large_is_refused(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "output", lambda *words: "")
+    monkeypatch.setattr(check, "MOST_BYTES", 1000)
+    with pytest.raises(AssertionError, match="too large"):
+        check.check_contents(_wheel(tmp_path, bytes(1000)))
+
+
+@pytest.mark.parametrize(("needed", "fine"), [(17, True), (28, True), (35, False)])
+def test_a_wheel_that_needs_a_newer_glibc_is_refused(
+    check: ModuleType, needed: int, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = (
+        f'This constrains the platform tag to\n"manylinux_2_{needed}_x86_64". In order'
+    )
+    monkeypatch.setattr(check, "output", lambda *words: said)
+    if fine:
+        check.check_platform(Path("x.whl"))
+    else:
+        with pytest.raises(AssertionError, match="manylinux_2_35"):
+            check.check_platform(Path("x.whl"))
+
+
+def test_an_sdist_without_its_tests_is_refused(
+    check: ModuleType, tmp_path: Path
+) -> None:
+    file = tmp_path / "ringjax-1.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("ringjax-1/Makefile"), io.BytesIO())
+    with pytest.raises(AssertionError, match="tests/conftest"):
+        check.check_sdist(file)
+
+
+def test_the_program_that_is_tried_is_the_documentations(check: ModuleType) -> None:
+    assert "ringjax.allreduce_grads()" in check.start_program()

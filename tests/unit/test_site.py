@@ -1,0 +1,99 @@
+"""The pages of the site: nothing left out, nothing that only looks like a page.
+
+That it builds without a warning is `make docs`; that its programs run,
+tests/ranks/test_pages.py. Here is what needs no Sphinx.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+import xml.etree.ElementTree as ET
+from types import ModuleType
+
+import pytest
+from support.launch import ROOT
+
+import ringjax
+from ringjax import errors
+
+DOCS = ROOT / "docs"
+PAGES = {p.relative_to(DOCS).with_suffix("").as_posix() for p in DOCS.rglob("*.md")}
+TROUBLE = (DOCS / "troubleshooting.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = [
+    *(ROOT / "ringjax").rglob("*.py"),
+    *(p for p in (ROOT / "xla_ext").rglob("*") if p.suffix in (".h", ".cc")),
+]
+
+
+def _load(path: str) -> ModuleType:
+    file = ROOT / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _toctree(page: str) -> set[str]:
+    text = (DOCS / f"{page}.md").read_text()
+    blocks = re.findall(r"(?ms)^```\{toctree\}\n(.*?)^```", text)
+    return {line for b in blocks for line in b.splitlines() if line and line[0] != ":"}
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    api = {f"api/{page}" for page in _toctree("api/index")}
+    assert _toctree("index") | api | {"index"} == PAGES
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    listed = {n for names in re.findall(r":names: (.*)", text) for n in names.split()}
+    modules = set(re.findall(r"\{ringjax-names\} ringjax\.(\w+)", text))
+    missing = set(ringjax.__all__) - listed - modules
+    assert not missing
+    assert {"torch", "tensorflow", "keras"} <= modules
+
+
+def _kinds() -> list[type[Exception]]:
+    found = [k for k in vars(errors).values() if isinstance(k, type)]
+    ours = [k for k in found if issubclass(k, errors.RingjaxError)]
+    return [k for k in dict.fromkeys(ours) if k is not errors.RingjaxError]
+
+
+@pytest.mark.parametrize("kind", _kinds(), ids=lambda kind: kind.__name__)
+def test_an_error_leads_to_a_paragraph(kind: type[Exception]) -> None:
+    anchor = kind("why").__notes__[0].rpartition("#")[2]
+    headings = re.findall(r"(?m)^## (.*)$", TROUBLE)
+    assert anchor in [heading.lower() for heading in headings]
+
+
+def test_the_link_in_errors_is_the_sites() -> None:
+    assert PROJECT["urls"]["Documentation"] + "troubleshooting.html" == errors.HELP
+
+
+def test_texts_that_are_explained_are_in_the_sources() -> None:
+    """Literals that the compiler joins are joined here, too."""
+    joined = "".join(re.sub(r'"\s*\n?\s*f?"', "", path.read_text()) for path in SOURCES)
+    explained = re.findall(r"\*\*`([^`]+)`\*\*", TROUBLE)
+    assert len(explained) > 40
+    assert not [text for text in explained if text not in joined]
+
+
+def test_a_picture_is_what_its_code_draws() -> None:
+    draw = _load("docs/pictures/draw.py")
+    kept = {p.stem: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
+    assert kept == {name: make().svg() for name, make in draw.PICTURES.items()}
+
+
+@pytest.mark.parametrize("name", ["board", "gradient", "recovery"])
+def test_a_picture_keeps_to_its_card(name: str) -> None:
+    root = ET.parse(DOCS / "pictures" / f"{name}.svg").getroot()
+    width, height = int(root.attrib["width"]), int(root.attrib["height"])
+    for shape in root.iter():
+        x, y = float(shape.get("x", 0)), float(shape.get("y", 0))
+        right = x + float(shape.get("width", 0)) if "rx" in shape.attrib else x
+        bottom = y + float(shape.get("height", 0)) if "rx" in shape.attrib else y
+        assert 0 <= x <= right <= width and 0 <= y <= bottom <= height, shape.attrib

@@ -1,0 +1,55 @@
+// See cpu_level.h. The bits are those of the x86-64 psABI's levels, as Intel's and
+// AMD's manuals number them.
+#include "base/cpu_level.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+#include <cstdint>
+#include <initializer_list>
+#endif
+
+namespace ringjax {
+#if defined(__x86_64__)
+namespace {
+
+struct Leaf {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+};
+
+Leaf Ask(uint32_t number) {
+  Leaf leaf;
+  if (!__get_cpuid_count(number, 0, &leaf.a, &leaf.b, &leaf.c, &leaf.d)) return {};
+  return leaf;
+}
+
+bool All(uint32_t found, std::initializer_list<int> bits) {
+  for (int bit : bits)
+    if ((found >> bit & 1) == 0) return false;
+  return true;
+}
+
+// Which registers the system saves: bit 1 xmm, 2 ymm, 5 to 7 those of AVX-512.
+uint64_t SavedRegisters() {
+  uint32_t low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+
+}  // namespace
+
+CpuLevel DetectedLevel() {
+  const Leaf one = Ask(1), seven = Ask(7), extended = Ask(0x80000001);
+  // ssse3, fma, cmpxchg16b, sse4.1, sse4.2, movbe, popcnt, osxsave, avx, f16c.
+  if (!All(one.c, {9, 12, 13, 19, 20, 22, 23, 27, 28, 29})) return CpuLevel::kBase;
+  const bool v3 = All(seven.b, {3, 5, 8}) &&  // bmi1, avx2, bmi2
+                  All(extended.c, {0, 5});    // lahf, lzcnt
+  const uint64_t saved = SavedRegisters();
+  if (!v3 || (saved & 0x6) != 0x6) return CpuLevel::kBase;
+  const bool v4 = All(seven.b, {16, 17, 28, 30, 31});  // avx512 f, dq, cd, bw, vl
+  return v4 && (saved & 0xe6) == 0xe6 ? CpuLevel::kV4 : CpuLevel::kV3;
+}
+#else
+CpuLevel DetectedLevel() { return CpuLevel::kBase; }
+#endif
+}  // namespace ringjax

@@ -1,0 +1,259 @@
+// Parts to groups, groups to calls, and threads to go on. See meeting.h.
+#include "engine/communicator/meeting.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <system_error>
+#include <utility>
+
+namespace ringjax {
+namespace {
+
+// A thread for each task at once; idle ones are used again. Never destroyed: tasks go
+// on with programs, which may outlive static objects at exit.
+class Carriers {
+ public:
+  // Here and now, if the system has no thread left.
+  void Carry(std::function<void()> task) {
+    std::unique_lock lock(mutex_);
+    if (idle_ == tasks_.size()) {
+      try {
+        std::thread([this] { Work(); }).detach();
+      } catch (const std::system_error&) {
+        lock.unlock();
+        return task();
+      }
+      ++idle_;
+    }
+    tasks_.push_back(std::move(task));
+    lock.unlock();
+    changed_.notify_one();
+  }
+
+ private:
+  void Work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      --idle_;
+      lock.unlock();
+      task();
+      lock.lock();
+      ++idle_;
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  size_t idle_ = 0;  // threads that have no task, or only one of `tasks_`
+};
+
+Carriers& carriers = *new Carriers;
+
+// Devices of a group by their place in `devices`.
+using Places = std::vector<Part*>;
+
+Status Fit(const Part& a, const Part& b) {
+  if (a.devices == b.devices && a.shards == b.shards && a.call.op == b.call.op &&
+      a.call.name == b.call.name && a.call.tensors.size() == b.call.tensors.size() &&
+      a.communicator->id() == b.communicator->id())
+    return OkStatus();
+  return Status(Code::kInternal, a.communicator->Prefix() + a.call.Title() +
+                                     ": another device of this process is at " +
+                                     b.call.Title() + ", in the same run");
+}
+
+Places InOrder(std::vector<Part>* parts) {
+  const auto& devices = parts->front().devices;
+  Places places(devices.size());
+  for (Part& part : *parts)
+    places[static_cast<size_t>(std::find(devices.begin(), devices.end(), part.device) -
+                               devices.begin())] = &part;
+  return places;
+}
+
+// The place of the device whose copy of each shard travels: the first that has it.
+std::vector<std::vector<size_t>> Holders(const Part& part) {
+  const size_t n = part.devices.size();
+  std::vector<std::vector<size_t>> holders(part.call.tensors.size());
+  for (size_t t = 0; t < holders.size(); ++t)
+    for (size_t d = n; d-- > 0;) {
+      const auto shard = static_cast<size_t>(part.shards[t * n + d]);
+      if (holders[t].size() <= shard) holders[t].resize(shard + 1, n);
+      holders[t][shard] = d;
+    }
+  return holders;
+}
+
+Call Together(const Places& places, const std::vector<std::vector<size_t>>& holders) {
+  Call call = places[0]->call;
+  call.tensors.clear();
+  for (size_t t = 0; t < holders.size(); ++t)
+    for (size_t d : holders[t]) call.tensors.push_back(places[d]->call.tensors[t]);
+  return call;
+}
+
+// To the devices whose copies did not travel.
+void HandOut(const Places& places, const std::vector<std::vector<size_t>>& holders) {
+  const size_t n = places.size();
+  for (size_t t = 0; t < holders.size(); ++t)
+    for (size_t d = 0; d < n; ++d) {
+      const size_t from = holders[t][static_cast<size_t>(places[d]->shards[t * n + d])];
+      const Tensor& result = places[from]->call.tensors[t];
+      if (from != d && result.room > 0)
+        std::memcpy(places[d]->call.tensors[t].out, result.out, result.room);
+    }
+}
+
+// Each on a thread of its own, the last one on this.
+void Tell(std::vector<Part> parts, const Status& status) {
+  for (size_t i = 0; i + 1 < parts.size(); ++i)
+    carriers.Carry([done = std::move(parts[i].done), status] { done(status); });
+  const auto last = std::move(parts.back().done);
+  parts.clear();
+  last(status);
+}
+
+void Run(std::vector<Part> parts, uint64_t ticket) {
+  const auto communicator = parts.front().communicator;
+  Status status;
+  try {
+    const Places places = InOrder(&parts);
+    const auto holders = Holders(*places[0]);
+    status = communicator->RunInTurn(ticket, Together(places, holders));
+    if (status.ok()) HandOut(places, holders);
+  } catch (const std::exception& e) {
+    // The turn is perhaps not served: nothing can follow here.
+    communicator->GiveUp(Code::kInternal, std::string("failed: ") + e.what());
+    status = Status(Code::kInternal, communicator->Prefix() + e.what());
+  }
+  Tell(std::move(parts), status);
+}
+
+Status CheckPart(const Part& part) {
+  const size_t n = part.devices.size();
+  const bool known =
+      std::count(part.devices.begin(), part.devices.end(), part.device) == 1;
+  const bool whole =
+      part.shards.size() == n * part.call.tensors.size() &&
+      std::all_of(part.shards.begin(), part.shards.end(), [&](int64_t shard) {
+        return shard >= 0 && shard < static_cast<int64_t>(n);
+      });
+  if (known && whole) return OkStatus();
+  return Status(Code::kInvalidArgument,
+                part.communicator->Prefix() + part.call.Title() + ": runs on device " +
+                    std::to_string(part.device) + ", which it was not compiled for");
+}
+
+}  // namespace
+
+Meeting::~Meeting() {
+  std::list<Group> left;
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    left.swap(open_);
+  }
+  changed_.notify_all();
+  if (watch_.joinable()) watch_.join();
+  for (Group& group : left) {
+    const Part& part = group.parts.front();
+    const Status status(Code::kUnavailable, part.communicator->Prefix() +
+                                                part.call.Title() +
+                                                ": the communicator was shut down");
+    Tell(std::move(group.parts), status);
+  }
+}
+
+Status Meeting::Join(Part part) {
+  RJ_TRY(CheckPart(part));
+  std::unique_lock lock(mutex_);
+  for (const auto& [run, status] : lost_)
+    if (run == part.run) return status;
+  const auto has = [](const Group& group, int64_t device) {
+    return std::any_of(group.parts.begin(), group.parts.end(),
+                       [&](const Part& p) { return p.device == device; });
+  };
+  auto group = std::find_if(open_.begin(), open_.end(), [&](const Group& g) {
+    return g.parts.front().run == part.run && !has(g, part.device);
+  });
+  if (group == open_.end()) {
+    group = open_.emplace(open_.end());
+    group->seconds = part.call.timeout >= 0
+                         ? part.call.timeout
+                         : part.communicator->options().collective_timeout;
+    group->deadline =
+        group->seconds > 0 && group->seconds < 1e8
+            ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                 std::chrono::duration<double>(group->seconds))
+            : Time::max();
+    if (group->deadline < alarm_) changed_.notify_all();
+    if (!watch_.joinable()) watch_ = std::thread([this] { Watch(); });
+  } else {
+    RJ_TRY(Fit(part, group->parts.front()));
+  }
+  group->parts.push_back(std::move(part));
+  if (group->parts.size() < group->parts.front().devices.size()) return OkStatus();
+  std::vector<Part> parts = std::move(group->parts);
+  open_.erase(group);
+  // Within the lock, so that the order of calls is that in which groups were complete.
+  const uint64_t ticket = parts.front().communicator->TakeTicket();
+  lock.unlock();
+  auto all = std::make_shared<std::vector<Part>>(std::move(parts));
+  carriers.Carry([all, ticket] { Run(std::move(*all), ticket); });
+  return OkStatus();
+}
+
+// Those who come to this run from now on are told the same.
+Status Meeting::Miss(const Group& late, std::string* what) {
+  const Part& part = late.parts.front();
+  std::string missing;
+  for (int64_t device : part.devices) {
+    const bool came = std::any_of(late.parts.begin(), late.parts.end(),
+                                  [&](const Part& p) { return p.device == device; });
+    if (!came) missing += (missing.empty() ? "" : ", ") + std::to_string(device);
+  }
+  *what = "waited " + Digits(late.seconds) + " s for device " + missing +
+          " of its own to come to " + part.call.Title();
+  constexpr size_t kMost = 64;
+  if (lost_.size() == kMost) lost_.pop_front();
+  const Status status(Code::kDeadlineExceeded,
+                      part.communicator->Prefix() + part.call.Title() + ": this rank " +
+                          *what + "; has the program failed there before?");
+  lost_.emplace_back(part.run, status);
+  return status;
+}
+
+void Meeting::Watch() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    const auto next = std::min_element(
+        open_.begin(), open_.end(),
+        [](const Group& a, const Group& b) { return a.deadline < b.deadline; });
+    alarm_ = next == open_.end() ? Time::max() : next->deadline;
+    if (alarm_ == Time::max()) {
+      changed_.wait(lock);
+      continue;
+    }
+    if (Clock::now() < alarm_) {
+      changed_.wait_until(lock, alarm_);
+      continue;
+    }
+    Group late = std::move(*next);
+    open_.erase(next);
+    std::string what;
+    const Status status = Miss(late, &what);
+    const auto communicator = late.parts.front().communicator;
+    lock.unlock();
+    // The other ranks would wait for this one as long.
+    communicator->GiveUp(Code::kDeadlineExceeded, what);
+    Tell(std::move(late.parts), status);
+    lock.lock();
+  }
+}
+
+}  // namespace ringjax

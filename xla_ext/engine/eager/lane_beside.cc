@@ -1,0 +1,56 @@
+// Values beside the news: a short operation that is all that this rank submits gives
+// its inputs with its news. If it is all that every other rank submits, too, that round
+// was all: the call, which would be one more exchange, is left out. So the usual step
+// of a program that waits for its operations takes one exchange, and anything else
+// costs the copy of a few KiB that nobody reads.
+#include "engine/eager/lane.h"
+
+namespace ringjax {
+namespace {
+
+constexpr uint64_t kMost = 8 << 10;  // bytes: more are not worth copying for nothing
+
+// Whether inputs as they are, and known to all, are enough for the very bits that a
+// call would find. (The order in which a reducescatter adds is its algorithm's.)
+bool Qualifies(const Submission& s) {
+  if (s.cuda || s.tensors.size() != 1 || s.tensors[0].bytes() > kMost) return false;
+  switch (s.op) {
+    case Collective::kAllreduce:
+      return s.prescale == 1 && s.reduce_op != ReduceOp::kAdasum;
+    case Collective::kBroadcast:
+    case Collective::kAllgather:
+      return true;
+    case Collective::kAlltoall:
+      return s.splits.empty();
+    case Collective::kReducescatter:
+    case Collective::kBarrier:
+      break;
+  }
+  return false;
+}
+
+}  // namespace
+
+Beside EagerLane::Offer() const {
+  Beside beside;
+  const auto task = std::static_pointer_cast<const Task>(negotiation_->Lone());
+  if (!task || !Qualifies(*task) || !communicator_->HasBeside(task->op)) return beside;
+  beside.given = true;
+  if (task->op != Collective::kBroadcast || task->root == communicator_->rank())
+    beside.own = {static_cast<const std::byte*>(task->ins[0]),
+                  task->tensors[0].bytes()};
+  return beside;
+}
+
+// Whether the values are those of the one decision of this round: alike on all ranks,
+// since all have seen the same messages. Who gave values submitted nothing else, so if
+// nobody had heard of the operation before, they are that operation's.
+bool EagerLane::HaveCome(const Beside& beside, const std::vector<Decision>& decisions,
+                         uint64_t first_id) {
+  if (!beside.whole || decisions.size() != 1) return false;
+  const Decision& only = decisions[0];
+  return only.kind == Decision::Kind::kRun && only.fused.size() == 1 &&
+         only.fused[0].id >= first_id;
+}
+
+}  // namespace ringjax
