@@ -147,6 +147,7 @@ struct Played {
       Board& board = *boards[1];
       std::memcpy(board.Area(1), &post, sizeof post);
       board.Publish(Board::kPosted, 1);
+      if (gives_up) board.Stop();
       board.Publish(Board::kSummed, 1);
     });
     std::vector<float> unused;
@@ -165,6 +166,7 @@ struct Played {
   Lane lane;
   std::atomic<bool> aborted{false};
   uint64_t proof;
+  bool gives_up = false;
   std::vector<float> theirs = std::vector<float>(1000), ours = std::vector<float>(1000);
   Post post;
 };
@@ -176,6 +178,7 @@ TEST(MemoryThatMayNotBeReadIsFoundOut) {
     bool could = true;
     CHECK(played.Run(&could).ok());
     CHECK_EQ(played.lane.board->mine(Board::kFetched), 1u);
+    CHECK_EQ(played.boards[1]->Stopped(), -1);
     CHECK(!could || played.ours == played.theirs);
     return could;
   };
@@ -197,6 +200,8 @@ TEST(PostsThatCannotBeAreDamage) {
     CHECK(status.code() == Code::kUnavailable);
     CHECK_EQ(status.rank(), 1);
     CHECK(status.message().find("damaged") != std::string::npos);
+    // Its own memory may change from now on, and the other one may be reading there.
+    CHECK_EQ(played.boards[1]->Stopped(), 0);
   };
   tried([](Played::Post& p) { p.parts[1] += 4; });
   tried([](Played::Post& p) { p.parts[1] = ~uint64_t{0}; });
@@ -204,6 +209,19 @@ TEST(PostsThatCannotBeAreDamage) {
   tried([](Played::Post& p) { p.parts[0] = ~uint64_t{0}; });
   tried([](Played::Post& p) { p.bytes = 0; });
   tried([](Played::Post& p) { p.pieces = ~uint64_t{0}; });
+}
+
+// The other one had read all that it wanted, and then its call came to nothing: what
+// was read there may be anything by now.
+TEST(WhoGivesACallUpTakesItsMemoryAway) {
+  Played played;
+  played.gives_up = true;
+  bool could = false;
+  const Status status = played.Run(&could);
+  CHECK(!could && status.code() == Code::kUnavailable);
+  CHECK_EQ(status.rank(), 1);
+  CHECK(status.message().find("gave the call up") != std::string::npos);
+  CHECK_EQ(played.boards[1]->Stopped(), 0);
 }
 
 }  // namespace

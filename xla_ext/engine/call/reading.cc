@@ -43,6 +43,22 @@ struct Piece {
   uint64_t address, bytes;
 };
 
+// Until all have read what a rank posted, it must keep its memory. If it cannot, as its
+// call comes to nothing, this tells the others: what they have read may be anything.
+class Posting {
+ public:
+  explicit Posting(Board* board) : board_(board) {}
+  Posting(const Posting&) = delete;
+  Posting& operator=(const Posting&) = delete;
+  ~Posting() {
+    if (board_ != nullptr) board_->Stop();
+  }
+  void Over() { board_ = nullptr; }
+
+ private:
+  Board* board_;
+};
+
 class Reading {
  public:
   Reading(const Problem& problem, const Memory& memory, const Lane& lane,
@@ -59,6 +75,7 @@ class Reading {
   Status Loop(bool* could) {
     RJ_TRY(Await(Board::kFetched, base_));  // the areas are free
     bool failed = !PostAll();
+    Posting posting(&board_);
     board_.Publish(Board::kPosted, base_ + 1);
     CopyOwn();
     for (size_t i = 1; i < size_; ++i) {
@@ -76,6 +93,10 @@ class Reading {
     std::memcpy(Mine() + offsetof(Post, failed), &word, sizeof word);
     board_.Publish(Board::kSummed, base_ + 1);
     RJ_TRY(Await(Board::kSummed, base_ + 1));
+    if (const int peer = board_.Stopped(); peer >= 0)
+      return Status(Code::kUnavailable, "gave the call up while its memory was read",
+                    peer);
+    posting.Over();
     *could = true;
     for (size_t r = 0; r < size_; ++r) *could = *could && PostOf(r).failed == 0;
     board_.Publish(Board::kFetched, base_ + 1);

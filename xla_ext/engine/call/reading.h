@@ -4,9 +4,10 @@
 // Broadcast, allgather and alltoall, whose bytes nobody has to change. A rank posts on
 // the board where its bytes lie and waits until all have read. Nobody writes into
 // another rank's memory: what a rank has given back to its program is safe, also if the
-// others hear of a failure later. After Vienne et al. and what MPI libraries call CMA:
-// Goglin and Moreaud, "KNEM: a generic and scalable kernel-assisted intra-node MPI
-// communication framework", 2013.
+// others hear of a failure later. And who gives a call up, and its memory back, shows
+// that first: what others still read there counts for nothing. After Vienne et al. and
+// what MPI libraries call CMA: Goglin and Moreaud, "KNEM: a generic and scalable
+// kernel-assisted intra-node MPI communication framework", 2013.
 #pragma once
 
 #include "collective/schedule.h"

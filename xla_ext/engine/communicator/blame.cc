@@ -30,6 +30,11 @@ void Communicator::AwaitAbort(std::chrono::milliseconds patience) const {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
 }
 
+// A peer that has stopped is there, and tells the others, or the coordinator who tells
+// this rank. To be blamed at once would end a rank that only starts again, where news
+// take long.
+void Communicator::AwaitNews() const { AwaitAbort(std::chrono::seconds(5)); }
+
 // A link tells that a peer is gone; the heartbeat tells why, a moment later. So it may
 // of one that left in good order: because another was lost before.
 Status Communicator::Fail(const Call& call, const Status& cause) {

@@ -284,7 +284,10 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
   const std::string_view algorithm = planned.value()->algorithm->name;
   if (algorithm == kReading && FitsReading(request->pieces, *lane_.board)) {
     bool could = false;
-    RJ_TRY(MoveByReading(request->problem, request->memory, lane_, waiter, &could));
+    const Status read =
+        MoveByReading(request->problem, request->memory, lane_, waiter, &could);
+    if (!read.ok() && lane_.board->Stopped() >= 0) AwaitNews();
+    RJ_TRY(read);
     if (could) {
       Count(*request, algorithm, plan.sent);
       return OkStatus();

@@ -299,6 +299,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<Waiter::Interest> Callers() const;
   Status Fail(const Call& call, const Status& cause);
   void AwaitAbort(std::chrono::milliseconds patience) const;  // whoever finds out why
+  void AwaitNews() const;                                     // of a peer that stopped
   Status Blame(const Call& call, const Status& cause) const;
   void End(const Status& blame);  // aborts and tells the peers
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers,

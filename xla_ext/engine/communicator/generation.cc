@@ -42,9 +42,7 @@ Status Communicator::Close(const Call& call, const Status& outcome, Barrier barr
     progress_->Done(entered());
     if (Status s = AtFailpoint(Failpoint::kComplete); !s.ok()) return Fail(call, s);
     if (const int peer = Sealed(*attempt); peer >= 0) {
-      // It is there, and tells the coordinator, who tells this rank. To be blamed at
-      // once would end a rank that only starts again, where news take long.
-      AwaitAbort(std::chrono::seconds(5));
+      AwaitNews();
       return Fail(call, Status(Code::kUnavailable, "has stopped", peer));
     }
     if (barrier != Barrier::kNone && size() > 1) {
