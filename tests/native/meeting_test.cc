@@ -169,7 +169,8 @@ TEST(ADeviceThatDoesNotComeIsNamedWithinTheTimeout) {
       if (c.rank() == 1) part.call.timeout = 0.2;
       CHECK(meeting.Join(std::move(part)).ok());
     }
-    for (int64_t d : {0, 2}) {
+    for (int64_t d : {0, 1, 2}) {
+      if (c.rank() == 1 && d == 1) continue;
       const Status status = told.Of(d);
       CHECK(status.code() == Code::kDeadlineExceeded || c.rank() == 0);
       CHECK(!status.ok());
