@@ -28,16 +28,17 @@ struct Terms {
 };
 
 struct Check {
-  Check(Registered entry, const Terms& t, uint32_t number, int32_t device)
-      : live(std::move(entry)), terms(t), seq(number), step(number) {
+  Check(std::shared_ptr<Communicator> c, const Terms& t, uint32_t number,
+        int32_t device)
+      : communicator(std::move(c)), terms(t), seq(number), step(number) {
     Hash whose;
     if (terms.counts()) whose.Add(terms.name), whose.Add(terms.names);
-    comparison = &live.communicator->comparison(whose.value());
+    comparison = &communicator->comparison(whose.value());
     if (terms.counts()) whose.Add(static_cast<uint64_t>(device));
-    counter = &live.communicator->comparison(whose.value()).count;
+    counter = &communicator->comparison(whose.value()).count;
   }
 
-  Registered live;
+  std::shared_ptr<Communicator> communicator;
   Terms terms;
   uint32_t seq, step;
   Communicator::Comparison* comparison;
@@ -48,9 +49,8 @@ struct Check {
   // call `first`: alike on all ranks. Who joins an elastic job knows only the number of
   // the step; it could not count calls that were before it, or are made again.
   bool IsDue() {
-    const bool elastic = live.communicator->succession() != nullptr,
-               counts = terms.counts();
-    if (live.communicator->size() == 1 || (counts && elastic)) return false;
+    const bool elastic = communicator->succession() != nullptr, counts = terms.counts();
+    if (communicator->size() == 1 || (counts && elastic)) return false;
     if (!counts) return step % terms.every == 0 || (!elastic && !counter->load());
     step = counter->fetch_add(1);
     return step >= terms.first && (step - terms.first) % terms.every == 0;
@@ -70,8 +70,7 @@ struct Check {
     tensor.out = out.data();
     tensor.room = tensor.bytes();
     const auto turn = std::exchange(ticket, std::nullopt);
-    RJ_TRY(turn ? live.communicator->RunInTurn(*turn, call)
-                : live.communicator->Run(call));
+    RJ_TRY(turn ? communicator->RunInTurn(*turn, call) : communicator->Run(call));
     *numbers = std::move(out);
     return OkStatus();
   }
@@ -79,7 +78,7 @@ struct Check {
   Result<std::string> Difference(std::span<const uint64_t> hashes,
                                  std::string_view names) {
     return ringjax::Difference(
-        hashes, names, live.communicator->options().members, live.communicator->rank(),
+        hashes, names, communicator->options().members, communicator->rank(),
         [this](std::vector<uint64_t>* numbers) { return Greatest(numbers); });
   }
 
@@ -93,7 +92,7 @@ struct Check {
 
   // Said once, until they have been alike again.
   void Say(const std::string& found) {
-    const Communicator& c = *live.communicator;
+    const Communicator& c = *communicator;
     const bool differs = !found.empty();
     if (comparison->warned.exchange(differs) || !differs || c.rank() != 0) return;
     std::fprintf(
@@ -124,9 +123,9 @@ Status CheckAlike(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
                   const Terms& terms) {
   uint32_t seq = 0;
   RJ_TRY(PassSeq(args, rets, 0, &seq));
-  Registered live = Find(terms.comm);
+  const Registered live = Find(terms.comm);
   if (!live.communicator) return OkStatus();  // the gradients' own call says so
-  Check check(std::move(live), terms, seq, 0);
+  Check check(live.communicator, terms, seq, 0);
   if (!check.IsDue()) return OkStatus();
   std::vector<uint64_t> hashes;
   for (size_t i = 1; i <= static_cast<size_t>(terms.count); ++i) {
@@ -168,12 +167,12 @@ Status CompareShards(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
   const auto count = static_cast<size_t>(terms.count);
   uint32_t seq = 0;
   RJ_TRY(PassSeq(args, rets, count, &seq));
-  Registered live = Find(terms.comm);
+  const Registered live = Find(terms.comm);
   if (!live.communicator) return OkStatus();
-  Check check(std::move(live), terms, seq, cut.device);
+  Check check(live.communicator, terms, seq, cut.device);
   if (!check.IsDue()) return OkStatus();
   Part part;
-  part.communicator = check.live.communicator;
+  part.communicator = live.communicator;
   part.device = cut.device;
   part.run = cut.run;
   part.devices.assign(cut.devices.begin(), cut.devices.end());
@@ -195,7 +194,7 @@ Status CompareShards(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
   };
   // The hashes live until nobody needs them.
   part.done = [done = std::move(done), hashes](const Status& status) { done(status); };
-  RJ_TRY(check.live.meeting->Join(std::move(part)));
+  RJ_TRY(live.meeting->Join(std::move(part)));
   *joined = true;
   return OkStatus();
 }
