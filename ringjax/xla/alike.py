@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ringjax.eager import dtypes
-from ringjax.xla import buckets, jax_private
+from ringjax.xla import buckets, jax_private, shards
 
 _check_p = jax_private.new_primitive("check_alike")
 
@@ -65,8 +65,6 @@ def _lower(
     ctx: Any,
     platform: str,
     *operands: Any,
-    names: tuple[str, ...],
-    timeout: float,
     **params: Any,
 ) -> list[Any]:
     if platform == "cuda":
@@ -78,19 +76,26 @@ def _lower(
         ctx.avals_in,
         ctx.avals_out,
         aliases={0: 0},
-        attributes={
-            **params,
-            "count": len(names),
-            "names": "\n".join(n.replace("\n", " ") for n in names),
-            "timeout": float(timeout),
-        },
+        attributes=_attributes(**params),
     )
 
 
+def _attributes(
+    *, names: tuple[str, ...], timeout: float, **params: Any
+) -> dict[str, Any]:
+    return {
+        **params,
+        "count": len(names),
+        "names": "\n".join(n.replace("\n", " ") for n in names),
+        "timeout": float(timeout),
+    }
+
+
 def _lower_several(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
-    """None yet: the devices would have to compare each shard by itself."""
-    del ctx, program, params
-    return [operands[0]]
+    """Each shard is compared by itself, with that of its place on the other ranks."""
+    seq, *leaves = operands
+    whole = _attributes(**params)
+    return [shards.lower_check(ctx, program, [*leaves, seq], whole)]
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:

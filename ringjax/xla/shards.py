@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ringjax.xla import jax_private, ties
 
-_TARGET = "ringjax_meet"
+_TARGET, _CHECK = "ringjax_meet", "ringjax_check_shards"
 
 
 class Shards(NamedTuple):
@@ -51,19 +51,21 @@ class Shards(NamedTuple):
         """
         count = [len(parts) for parts in self.parts]
         names = whole["names"].split("\n") if whole["names"] else [""] * len(count)
-        rows = np.array(whole["counts"], np.int64)
+        rows = np.array(whole.get("counts", ()), np.int64)
         if count:
             rows = rows.reshape(len(count), -1)
         cut = "\n".join(" ".join(parts) for parts in self.parts)
         digest = hashlib.sha256(cut.encode()).hexdigest()
+        # Only what the handler reads may be there.
+        rest = {"counts": np.repeat(rows, count, axis=0)} if "counts" in whole else {}
         return {
             **whole,
+            **{k: tuple(int(n) for n in v.flat) for k, v in rest.items()},
             "names": "\n".join(
                 name + part
                 for name, parts in zip(names, self.parts, strict=True)
                 for part in parts
             ),
-            "counts": tuple(int(n) for n in np.repeat(rows, count, axis=0).flat),
             "devices": self.devices,
             "shards": tuple(itertools.chain(*self.of)),
             "partition": f"{self.names}\n{digest}",
@@ -151,6 +153,22 @@ def lower_chain(
     return out
 
 
+def lower_check(
+    ctx: Any, program: Any, operands: Sequence[Any], whole: Mapping[str, Any]
+) -> Any:
+    """Lowers a call that only reads; `operands` as for a chain, results its order."""
+    # The order value comes first in the primitive, and last in all calls.
+    avals = [*ctx.avals_in[1:], ctx.avals_in[0]]
+    calls = [(tuple(range(len(avals) - 1)), whole)]
+    if program.mesh is not None:
+        own = _cut(of_mesh(program.mesh, _varying(avals[:-1])), calls)
+        return _emit(ctx, operands, avals, own, kept=(), reads=True)[-1]
+    last = ties.last_values(ctx)
+    (order,) = _split(ctx, program, operands, avals, calls, last, reads=True)
+    ties.note_value(ctx, order, avals[-1])
+    return order
+
+
 def lower_ordered(
     ctx: Any, program: Any, operands: Sequence[Any], calls: Calls, *, in_place: bool
 ) -> list[Any]:
@@ -188,24 +206,29 @@ def _emit(
     kept: Sequence[int],
     behind: Sequence[Any] = (),
     inside: bool = False,
+    reads: bool = False,
 ) -> list[Any]:
-    """One device's calls, each with the order value of the one before."""
+    """One device's calls, each with the order value of the one before.
+
+    `reads`: they have no other result, and their tensors are returned as they are.
+    """
     *values, order = operands
     for number, (cut, attributes) in enumerate(calls):
         types = [*(avals[i] for i in cut), avals[len(values)]]
         more = behind if number == 0 else ()
+        changed = () if reads else cut
         *out, order = jax_private.emit(
             ctx,
-            _TARGET,
+            _CHECK if reads else _TARGET,
             [*(values[i] for i in cut), order, *more],
             [*types, *avals[len(avals) - len(more) :]],
-            types,
-            aliases={k: k for k, i in enumerate(cut) if i not in kept},
+            types[len(cut) - len(changed) :],
+            aliases={k: k for k, i in enumerate(changed) if i not in kept},
             attributes=attributes,
             tie=number == 0,
             inside=inside,
         )
-        for i, value in zip(cut, out, strict=True):
+        for i, value in zip(changed, out, strict=True):
             values[i] = value
     return [*values, order]
 
@@ -217,42 +240,53 @@ def _split(
     avals: Sequence[Any],
     calls: Calls,
     behind: Sequence[tuple[Any, Any]],
+    *,
+    reads: bool = False,
 ) -> list[Any]:
     """The calls in a program that XLA is still to cut: it asks how when it does.
+
+    `reads`: only the order value is returned, and tensors lie as they did.
 
     XLA's programs are kept by their text, which says nothing about the calls: so their
     digest is one more operand.
     """
     count = len(operands) - 1  # of tensors
+    first = count if reads else 0  # of the values that are results
     kept = jax_private.kept_of(operands[:-1])
     here = [d for d in program.devices if d.process_index == jax.process_index()]
     mesh = jax.sharding.Mesh(np.array(program.devices), ("devices",))
     nowhere = NamedSharding(mesh, PartitionSpec())
 
     # On a thread of XLA's, whose Python state ends with it: nothing may stay there.
-    def partition(_mesh: Any, _args: Any, results: Any) -> Any:
+    def partition(_mesh: Any, args: Any, results: Any) -> Any:
         shapes = [aval.shape for aval in avals[:count]]
         chosen = [
             r.sharding if _is_even(r.sharding, shape) else nowhere
-            for r, shape in zip(results, shapes, strict=False)
+            for r, shape in zip(args if reads else results, shapes, strict=False)
         ]
         own = _cut(of_shardings(here, shapes, chosen), calls)
         frozen = tuple((cut, tuple(attributes.items())) for cut, attributes in own)
 
         def lower(*values: Any) -> Any:
-            return tuple(_part_p.bind(*values[:-1], calls=frozen, kept=kept))
+            out = _part_p.bind(*values[:-1], calls=frozen, kept=kept, reads=reads)
+            return tuple(out)
 
-        out = (*chosen, nowhere)
-        return mesh, lower, out, (*out, *(nowhere for _ in behind), nowhere)
+        placed = (*chosen, nowhere)
+        return (
+            mesh,
+            lower,
+            placed[first:],
+            (*placed, *(nowhere for _ in behind), nowhere),
+        )
 
     # XLA asks for what becomes of the results; every dimension of every tensor may be
     # cut, and results are cut as the tensors are.
-    def rule(_mesh: Any, operands: Any, results: Any) -> str:
+    def rule(_mesh: Any, operands: Any, _results: Any) -> str:
         numbers = itertools.count()
         sides = [" ".join(f"i{next(numbers)}" for _ in t.shape) for t in operands]
-        return f"{', '.join(sides)} -> {', '.join(sides[: len(results)])}"
+        return f"{', '.join(sides)} -> {', '.join(sides[first : count + 1])}"
 
-    call = custom_partitioning(lambda *values: values[: count + 1])
+    call = custom_partitioning(lambda *values: values[first : count + 1])
     call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
     text = repr([(cut, sorted(whole.items())) for cut, whole in calls])
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
@@ -261,7 +295,7 @@ def _split(
         lambda *values: call(*values, digest),
         [*operands, *(value for value, _ in behind)],
         [*avals, *(aval for _, aval in behind)],
-        avals,
+        avals[first:],
     )
 
 
@@ -281,11 +315,11 @@ _part_p = jax_private.new_primitive("part")
 
 
 def _lower_part(
-    ctx: Any, program: Any, *operands: Any, calls: Any, kept: Sequence[int]
+    ctx: Any, program: Any, *operands: Any, calls: Any, kept: Any, reads: bool
 ) -> list[Any]:
     del program
-    count = len(ctx.avals_out)
-    return _emit(
+    count = 1 + sum(len(cut) for cut, _ in calls)
+    out = _emit(
         ctx,
         operands[:count],
         ctx.avals_in,
@@ -293,13 +327,16 @@ def _lower_part(
         kept=kept,
         behind=operands[count:],
         inside=True,
+        reads=reads,
     )
+    return out[-1:] if reads else out
 
 
-def _part_shapes(*avals: Any, calls: Any, kept: Any) -> list[Any]:
+def _part_shapes(*avals: Any, calls: Any, kept: Any, reads: bool) -> list[Any]:
     del kept
     count = 1 + sum(len(cut) for cut, _ in calls)
-    return [aval.update(weak_type=False) for aval in avals[:count]]
+    out = [aval.update(weak_type=False) for aval in avals[:count]]
+    return out[-1:] if reads else out
 
 
 jax_private.set_shape_rule(_part_p, _part_shapes, ordered=False)

@@ -7,6 +7,7 @@ and what becomes of tokens after a failure.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -129,10 +130,25 @@ def forget_failed() -> None:
 def _sweep(stores: Sequence[dict[Any, Any]]) -> None:
     for pause in (0.01, 0.1):
         time.sleep(pause)
-        for store in stores:
-            for key, token in list(store.items()):
-                try:
-                    token.block_until_ready()
-                except Exception:
-                    if store.get(key) is token:
-                        store.pop(key, None)
+        _drop_failed(stores)
+
+
+def _drop_failed(stores: Sequence[dict[Any, Any]], mark: str = "") -> None:
+    """Waits for tokens, and drops those whose errors have `mark` in their texts."""
+    for store in stores:
+        for key, token in list(store.items()):
+            try:
+                token.block_until_ready()
+            except Exception as error:
+                if mark in str(error) and store.get(key) is token:
+                    store.pop(key, None)
+
+
+@atexit.register
+def _end() -> None:
+    """Or JAX, which waits for tokens at exit, raises what the program was told before.
+
+    Runs behind ringjax.shutdown(), which ends whatever still waits, and before JAX.
+    """
+    tokens = _dispatch.runtime_tokens
+    _drop_failed((tokens.current_tokens, tokens.output_runtime_tokens), "RINGJAX[")

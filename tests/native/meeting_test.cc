@@ -187,6 +187,35 @@ TEST(ADeviceThatDoesNotComeIsNamedWithinTheTimeout) {
   });
 }
 
+TEST(WhoeverAsksHearsWhichDeviceIsMissing) {
+  World world({0, 0});
+  world.Each([](Communicator& c) {
+    const auto shared = c.shared_from_this();
+    const auto meeting = std::make_shared<Meeting>();
+    Told told;
+    std::vector<float> data[3] = {{1}, {1}, {1}};
+    const auto come = [&](int64_t d) {
+      CHECK(
+          meeting
+              ->Join(PartOf(shared, &told, d, &data[d], &data[d], {0, 1, 2}, {0, 1, 2}))
+              .ok());
+    };
+    c.set_missing([&] { return meeting->Missing(); });
+    CHECK(!c.trace().any);
+    come(2);
+    CHECK_EQ(c.trace().text,
+             "it waits for device 0, 1 of its own to come to allreduce 'x'");
+    CHECK(c.trace().waits);
+    come(0);
+    CHECK_EQ(c.trace().text,
+             "it waits for device 1 of its own to come to allreduce 'x'");
+    come(1);
+    for (int64_t d : {0, 1, 2}) CHECK(told.Of(d).ok());
+    CHECK_EQ(c.trace().text, "its last call was allreduce 'x' (seq 1)");
+    c.set_missing(nullptr);
+  });
+}
+
 TEST(AMismatchIsTheSameErrorOnAllDevicesAndTheNextCallWorks) {
   World world({0, 0});
   world.Each([](Communicator& c) {

@@ -185,6 +185,15 @@ LinkEnds ReadLink(const nb::tuple& link) {
 // A board as Python describes it: memory, bytes of a tile, doorbells by rank.
 using BoardEnds = std::tuple<int, size_t, std::vector<int>>;
 
+// To others that ask where this rank is.
+void TellWhatIsMissing(const std::shared_ptr<Communicator>& c,
+                       const std::shared_ptr<Meeting>& meeting) {
+  c->set_missing([weak = std::weak_ptr(meeting)] {
+    const auto alive = weak.lock();
+    return alive ? alive->Missing() : "";
+  });
+}
+
 std::shared_ptr<Communicator> MakeCommunicator(
     int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
     const std::vector<int>& hosts, const std::vector<int>& members,
@@ -232,9 +241,11 @@ std::shared_ptr<Communicator> MakeCommunicator(
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(shared), succession);
   // A generation is found by programs when it is installed.
-  if (!succession)
-    Register(id,
-             {c, std::make_shared<Overlap>(c), nullptr, std::make_shared<Meeting>()});
+  if (!succession) {
+    const auto meeting = std::make_shared<Meeting>();
+    TellWhatIsMissing(c, meeting);
+    Register(id, {c, std::make_shared<Overlap>(c), nullptr, meeting});
+  }
   return c;
 }
 
@@ -259,6 +270,7 @@ void Install(Succession& self, const std::shared_ptr<Communicator>& next,
         now.overlap = std::make_shared<Overlap>(next),
         now.meeting = std::make_shared<Meeting>();
       now.communicator = next;
+      TellWhatIsMissing(next, now.meeting);
       Register(next->id(), std::move(now));
     }
   }

@@ -3,9 +3,12 @@
 //
 // Operands: seq, which only passes, the parameters, perhaps a tie. Most steps end after
 // a look at seq, or where that has no number of the step (Keras, TensorFlow) after
-// counting the calls.
+// counting the calls. CheckShards is that for one of several devices: the hashes of
+// their shards meet, and how they are cut is compared before.
 #include <atomic>
 #include <cstdio>
+#include <cstring>
+#include <optional>
 
 #include "engine/call/alike.h"
 #include "engine/call/hash.h"
@@ -15,105 +18,227 @@
 namespace ringjax {
 namespace {
 
+// The attributes of both handlers.
+struct Terms {
+  int64_t comm, every, first, count;
+  std::string_view name, names;
+  double timeout;
+
+  bool counts() const { return first >= 0; }  // calls, since seq does not
+};
+
 struct Check {
-  const std::shared_ptr<Communicator> communicator;
-  const uint32_t seq;
-  const std::string_view name, names;
-  const double timeout;
-  const bool counts;  // its calls, since seq does not
-  Communicator::Comparison& comparison;
-  uint32_t step = seq;
+  Check(std::shared_ptr<Communicator> c, const Terms& t, uint32_t number,
+        int32_t device)
+      : communicator(std::move(c)), terms(t), seq(number), step(number) {
+    Hash whose;
+    if (terms.counts()) whose.Add(terms.name), whose.Add(terms.names);
+    comparison = &communicator->comparison(whose.value());
+    if (terms.counts()) whose.Add(static_cast<uint64_t>(device));
+    counter = &communicator->comparison(whose.value()).count;
+  }
+
+  std::shared_ptr<Communicator> communicator;
+  Terms terms;
+  uint32_t seq, step;
+  Communicator::Comparison* comparison;
+  std::atomic<uint32_t>* counter;       // of the device's calls or looks
+  std::optional<uint64_t> ticket = {};  // of the next exchange
 
   // At the first step of all, and of this process, or where calls are counted at the
   // call `first`: alike on all ranks. Who joins an elastic job knows only the number of
   // the step; it could not count calls that were before it, or are made again.
-  bool IsDue(int64_t every, int64_t first) {
-    const bool elastic = communicator->succession() != nullptr;
+  bool IsDue() {
+    const bool elastic = communicator->succession() != nullptr, counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;
-    if (!counts) return step % every == 0 || (!elastic && !comparison.count.load());
-    step = comparison.count.fetch_add(1);
-    return step >= first && (step - first) % every == 0;
+    if (!counts) return step % terms.every == 0 || (!elastic && !counter->load());
+    step = counter->fetch_add(1);
+    return step >= terms.first && (step - terms.first) % terms.every == 0;
   }
 
-  Status Greatest(std::vector<uint64_t>* numbers) const {
+  Status Greatest(std::vector<uint64_t>* numbers) {
     std::vector<uint64_t> out(numbers->size());
     Call call;
     call.reduce_op = ReduceOp::kMax;
     call.step = seq;
-    call.name = name;
-    call.timeout = timeout;
+    call.name = terms.name;
+    call.timeout = terms.timeout;
     Tensor& tensor = call.tensors.emplace_back();
     tensor.dtype = DType::kU64;
     tensor.dims = {static_cast<int64_t>(out.size())};
     tensor.in = numbers->data();
     tensor.out = out.data();
     tensor.room = tensor.bytes();
-    RJ_TRY(communicator->Run(call));
+    const auto turn = std::exchange(ticket, std::nullopt);
+    RJ_TRY(turn ? communicator->RunInTurn(*turn, call) : communicator->Run(call));
     *numbers = std::move(out);
     return OkStatus();
   }
 
-  Status Run(const ffi::RemainingArgs& args, size_t count) const {
-    if (!counts) comparison.count = 1;
-    std::vector<uint64_t> hashes;
-    for (size_t i = 1; i <= count; ++i) {
-      const auto leaf = args.get<ffi::AnyBuffer>(i);
-      if (!leaf.has_value())
-        return Status(Code::kInvalidArgument, "RINGJAX[?]: a parameter is unreadable");
-      hashes.push_back(HashOfBytes(leaf->untyped_data(), leaf->size_bytes()));
-    }
-    const auto& members = communicator->options().members;
-    const int rank = communicator->rank();
-    auto found = Difference(
-        hashes, names, members, rank,
+  Result<std::string> Difference(std::span<const uint64_t> hashes,
+                                 std::string_view names) {
+    return ringjax::Difference(
+        hashes, names, communicator->options().members, communicator->rank(),
         [this](std::vector<uint64_t>* numbers) { return Greatest(numbers); });
+  }
+
+  Status Run(std::span<const uint64_t> hashes) {
+    if (!terms.counts()) *counter = 1;
+    auto found = Difference(hashes, terms.names);
     RJ_TRY(found.status());
-    // Said once, until they have been alike again.
-    const bool differs = !found.value().empty();
-    if (comparison.warned.exchange(differs) || !differs || rank != 0) return OkStatus();
+    Say(found.value());
+    return OkStatus();
+  }
+
+  // Said once, until they have been alike again.
+  void Say(const std::string& found) {
+    const Communicator& c = *communicator;
+    const bool differs = !found.empty();
+    if (comparison->warned.exchange(differs) || !differs || c.rank() != 0) return;
     std::fprintf(
         stderr,
         "[ringjax %d/%d e%u] warning: the ranks' parameters differ at optimizer step "
         "%u: %s\n",
-        members[0], communicator->size(), communicator->epoch(), step,
-        found.value().c_str());
-    return OkStatus();
+        c.options().members[0], c.size(), c.epoch(), step, found.c_str());
   }
 };
 
-ffi::Error CheckAlike(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t comm,
-                      int64_t every, int64_t first, int64_t count,
-                      std::string_view name, std::string_view names, double timeout) {
+Status Unreadable() {
+  return Status(Code::kInvalidArgument,
+                "RINGJAX[?]: a check was given too few buffers");
+}
+
+// The order value is operand `at` and the only result; it passes.
+Status PassSeq(const ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t at,
+               uint32_t* seq) {
+  const auto before = args.get<ffi::AnyBuffer>(at);
+  auto after = rets.get<ffi::AnyBuffer>(0);
+  if (!before.has_value() || !after.has_value()) return Unreadable();
+  *seq = *static_cast<const uint32_t*>(before->untyped_data());
+  *static_cast<uint32_t*>((*after)->untyped_data()) = *seq;
+  return OkStatus();
+}
+
+Status CheckAlike(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
+                  const Terms& terms) {
+  uint32_t seq = 0;
+  RJ_TRY(PassSeq(args, rets, 0, &seq));
+  const Registered live = Find(terms.comm);
+  if (!live.communicator) return OkStatus();  // the gradients' own call says so
+  Check check(live.communicator, terms, seq, 0);
+  if (!check.IsDue()) return OkStatus();
+  std::vector<uint64_t> hashes;
+  for (size_t i = 1; i <= static_cast<size_t>(terms.count); ++i) {
+    const auto leaf = args.get<ffi::AnyBuffer>(i);
+    if (!leaf.has_value()) return Unreadable();
+    hashes.push_back(HashOfBytes(leaf->untyped_data(), leaf->size_bytes()));
+  }
+  return check.Run(hashes);
+}
+
+// Which device has which shard: see engine/communicator/meeting.h.
+struct Cut {
+  int32_t device;
+  int64_t run;
+  ffi::Span<const int64_t> devices, shards;
+  std::string_view partition;
+};
+
+// What the last device to come does for all.
+Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& all) {
+  check.ticket = ticket;
+  // Who has other shards could not even say which of them differ.
+  auto other = check.Difference({&cut, 1}, "their shards");
+  RJ_TRY(other.status());
+  if (!other.value().empty()) {
+    check.Say(other.value());
+    return OkStatus();
+  }
+  std::vector<uint64_t> hashes;
+  for (const Tensor& t : all.tensors)
+    hashes.push_back(*static_cast<const uint64_t*>(t.in));
+  return check.Run(hashes);
+}
+
+// `*joined`: `done` will be called.
+Status CompareShards(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
+                     const Terms& terms, const Cut& cut,
+                     std::function<void(const Status&)> done, bool* joined) {
+  const auto count = static_cast<size_t>(terms.count);
+  uint32_t seq = 0;
+  RJ_TRY(PassSeq(args, rets, count, &seq));
+  const Registered live = Find(terms.comm);
+  if (!live.communicator) return OkStatus();
+  Check check(live.communicator, terms, seq, cut.device);
+  if (!check.IsDue()) return OkStatus();
+  Part part;
+  part.communicator = live.communicator;
+  part.device = cut.device;
+  part.run = cut.run;
+  part.devices.assign(cut.devices.begin(), cut.devices.end());
+  part.shards.assign(cut.shards.begin(), cut.shards.end());
+  part.call.name = terms.name;
+  part.call.timeout = terms.timeout;
+  auto hashes = std::make_shared<std::vector<uint64_t>>(count);
+  for (size_t i = 0; i < count; ++i) {
+    const auto leaf = args.get<ffi::AnyBuffer>(i);
+    if (!leaf.has_value()) return Unreadable();
+    (*hashes)[i] = HashOfBytes(leaf->untyped_data(), leaf->size_bytes());
+    Tensor& tensor = part.call.tensors.emplace_back();
+    tensor.dtype = DType::kU64;
+    tensor.in = &(*hashes)[i];
+  }
+  const uint64_t text = HashOfBytes(cut.partition.data(), cut.partition.size());
+  part.body = [check, text](uint64_t ticket, const Call& all) {
+    return CompareTogether(check, text, ticket, all);
+  };
+  // The hashes live until nobody needs them.
+  part.done = [done = std::move(done), hashes](const Status& status) { done(status); };
+  RJ_TRY(live.meeting->Join(std::move(part)));
+  *joined = true;
+  return OkStatus();
+}
+
+template <typename Body>
+Status Caught(Body&& body) {
   try {
-    const auto before = args.get<ffi::AnyBuffer>(0);
-    auto after = rets.get<ffi::AnyBuffer>(0);
-    if (!before.has_value() || !after.has_value() ||
-        static_cast<int64_t>(args.size()) <= count)
-      return ToError(Status(Code::kInvalidArgument,
-                            "RINGJAX[?]: a check was given too few buffers"));
-    const uint32_t seq = *static_cast<const uint32_t*>(before->untyped_data());
-    *static_cast<uint32_t*>((*after)->untyped_data()) = seq;
-    const auto communicator = Find(comm).communicator;
-    // Without a communicator, the gradients' own call says so.
-    if (!communicator) return ffi::Error::Success();
-    const bool counts = first >= 0;
-    Hash whose;
-    if (counts) whose.Add(name), whose.Add(names);
-    Check check{communicator,
-                seq,
-                name,
-                names,
-                timeout,
-                counts,
-                communicator->comparison(whose.value())};
-    if (!check.IsDue(every, first)) return ffi::Error::Success();
-    return ToError(check.Run(args, static_cast<size_t>(count)));
+    return body();
   } catch (const std::exception& e) {
-    return ToError(Status(Code::kInternal, std::string("RINGJAX[?]: ") + e.what()));
+    return Status(Code::kInternal, std::string("RINGJAX[?]: ") + e.what());
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kCheck, CheckAlike,
+ffi::Error CheckHere(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t comm,
+                     int64_t every, int64_t first, int64_t count, std::string_view name,
+                     std::string_view names, double timeout) {
+  const Terms terms{comm, every, first, count, name, names, timeout};
+  return ToError(Caught([&] { return CheckAlike(args, rets, terms); }));
+}
+
+// Never waits, like Meet (host.cc).
+ffi::Future CheckShards(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets, int64_t comm, int64_t every,
+                        int64_t first, int64_t count, std::string_view name,
+                        std::string_view names, double timeout,
+                        ffi::Span<const int64_t> devices,
+                        ffi::Span<const int64_t> shards, std::string_view partition) {
+  const Terms terms{comm, every, first, count, name, names, timeout};
+  const Cut cut{device, run.run_id, devices, shards, partition};
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  const std::function<void(const Status&)> done =
+      [promise](const Status& status) mutable {
+        if (!status.ok()) return promise.SetError(ToError(status));
+        promise.SetAvailable();
+      };
+  bool joined = false;
+  const Status status =
+      Caught([&] { return CompareShards(args, rets, terms, cut, done, &joined); });
+  if (!joined) done(status);
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(kCheck, CheckHere,
                        ffi::Ffi::Bind()
                            .RemainingArgs()
                            .RemainingRets()
@@ -124,11 +249,28 @@ XLA_FFI_DEFINE_HANDLER(kCheck, CheckAlike,
                            .Attr<std::string_view>("name")
                            .Attr<std::string_view>("names")
                            .Attr<double>("timeout"));
+XLA_FFI_DEFINE_HANDLER(kCheckShards, CheckShards,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Ctx<ffi::RunId>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<int64_t>("comm")
+                           .Attr<int64_t>("every")
+                           .Attr<int64_t>("first")
+                           .Attr<int64_t>("count")
+                           .Attr<std::string_view>("name")
+                           .Attr<std::string_view>("names")
+                           .Attr<double>("timeout")
+                           .Attr<ffi::Span<const int64_t>>("devices")
+                           .Attr<ffi::Span<const int64_t>>("shards")
+                           .Attr<std::string_view>("partition"));
 
 }  // namespace
 
-std::pair<std::string, void*> CheckHandler() {
-  return {"ringjax_check", reinterpret_cast<void*>(kCheck)};
+std::vector<std::pair<std::string, void*>> CheckHandlers() {
+  return {{"ringjax_check", reinterpret_cast<void*>(kCheck)},
+          {"ringjax_check_shards", reinterpret_cast<void*>(kCheckShards)}};
 }
 
 }  // namespace ringjax

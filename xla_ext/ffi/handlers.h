@@ -9,8 +9,8 @@ namespace ringjax {
 
 // Target name and XLA_FFI_Handler*, for jax.ffi.register_ffi_target.
 std::vector<std::pair<std::string, void*>> HostHandlers();
-// One more of the host, see check.cc.
-std::pair<std::string, void*> CheckHandler();
+// Two more of the host, see check.cc.
+std::vector<std::pair<std::string, void*>> CheckHandlers();
 // The same names, for the platform "CUDA".
 std::vector<std::pair<std::string, void*>> DeviceHandlers();
 

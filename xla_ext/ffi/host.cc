@@ -104,12 +104,13 @@ XLA_FFI_DEFINE_HANDLER(kMeet, Meet,
 }  // namespace
 
 std::vector<std::pair<std::string, void*>> HostHandlers() {
-  return {{"ringjax_run", reinterpret_cast<void*>(kRun)},
-          {"ringjax_start", reinterpret_cast<void*>(kStart)},
-          {"ringjax_done", reinterpret_cast<void*>(kDone)},
-          {"ringjax_meet", reinterpret_cast<void*>(kMeet)},
-          {"ringjax_order", reinterpret_cast<void*>(kOrder)},
-          CheckHandler()};
+  std::vector<std::pair<std::string, void*>> all = CheckHandlers();
+  all.insert(all.end(), {{"ringjax_run", reinterpret_cast<void*>(kRun)},
+                         {"ringjax_start", reinterpret_cast<void*>(kStart)},
+                         {"ringjax_done", reinterpret_cast<void*>(kDone)},
+                         {"ringjax_meet", reinterpret_cast<void*>(kMeet)},
+                         {"ringjax_order", reinterpret_cast<void*>(kOrder)}});
+  return all;
 }
 
 }  // namespace ringjax

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ def each(v):
 
 f = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"),
                           check_vma=False))
+f.lower(put(np.ones(4), "d")).compile()
+ringjax.barrier()
 start = time.monotonic()
 try:
     jax.block_until_ready(f(put(np.ones(4), "d")))
@@ -115,16 +118,19 @@ def test_ranks_are_killed_and_all_devices_of_the_others_finish_the_step(
 def test_a_device_that_does_not_come_is_named_within_the_timeout(
     start_job: StartJob,
 ) -> None:
+    seconds = 3
     env = dict(local_devices.environment(4)())
-    job = start_job(2, LATE, {**env, "RINGJAX_COLLECTIVE_TIMEOUT": "2"})
+    job = start_job(2, LATE, {**env, "RINGJAX_COLLECTIVE_TIMEOUT": str(seconds)})
     assert job.wait(60) == 0, job.logs()
     for rank in (0, 1):
         text = job.output(rank)
-        assert "rank 1 waited 2 s for device 1 of its own to come to allreduce 'x'" in (
-            text
-        ), job.logs()
-        seconds = float(text.split("seconds ")[1].split()[0])
-        assert 1.5 < seconds < 25
+        # Whichever rank gives up first: both wait as long.
+        named = "for device 1 of its own to come to allreduce 'x'"
+        waited, asked = f"rank 1 waited 3 s {named}", rf"rank 1 on .*; it waits {named}"
+        assert re.search(f"{waited}|{asked}", text), job.logs()
+        # Said once, and not again by JAX at exit.
+        assert "[0]<stderr>:Exception ignored" not in job.logs()
+        assert float(text.split("seconds ")[1].split()[0]) < seconds + 25
 
 
 @pytest.mark.ranks(2, env=local_devices.environment(4))

@@ -193,6 +193,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                 const std::string& what);
   std::vector<Sighting> Sightings(const std::vector<int>& ranks) const;
   Trace trace() const;  // from any thread
+  // What is still missing before this rank can make its next call, for the trace:
+  // "device 1 of its own to come to allreduce 'x'", or nothing. From any thread.
+  void set_missing(std::function<std::string()> f);
 
   // From now on: what algorithms are chosen by, alike on all ranks. `algorithm` as in
   // CommunicatorOptions. Between two calls; forgets plans and statistics.
@@ -350,6 +353,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     Clock::time_point end;
   } last_;
   std::string waiting_;  // the call that has been waiting for long, and for whom
+  std::function<std::string()> missing_;
   std::array<OpStats, kCollectiveCount> stats_;  // by collective
 
   std::function<void(const Status&)> on_failure_;

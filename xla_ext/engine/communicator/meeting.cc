@@ -124,7 +124,9 @@ void Run(std::vector<Part> parts, uint64_t ticket) {
   try {
     const Places places = InOrder(&parts);
     const auto holders = Holders(*places[0]);
-    status = communicator->RunInTurn(ticket, Together(places, holders));
+    const Call call = Together(places, holders);
+    const auto& body = parts.front().body;
+    status = body ? body(ticket, call) : communicator->RunInTurn(ticket, call);
     if (status.ok()) HandOut(places, holders);
   } catch (const std::exception& e) {
     // The turn is perhaps not served: nothing can follow here.
@@ -165,7 +167,9 @@ Meeting::~Meeting() {
     const Status status(Code::kUnavailable, part.communicator->Prefix() +
                                                 part.call.Title() +
                                                 ": the communicator was shut down");
-    Tell(std::move(group.parts), status);
+    // Not on this thread, which may be anybody's who had it last.
+    for (Part& each : group.parts)
+      carriers.Carry([done = std::move(each.done), status] { done(status); });
   }
 }
 
@@ -208,17 +212,26 @@ Status Meeting::Join(Part part) {
   return OkStatus();
 }
 
-// Those who come to this run from now on are told the same.
-Status Meeting::Miss(const Group& late, std::string* what) {
-  const Part& part = late.parts.front();
+std::string Meeting::Group::Missing() const {
+  const Part& part = parts.front();
   std::string missing;
   for (int64_t device : part.devices) {
-    const bool came = std::any_of(late.parts.begin(), late.parts.end(),
+    const bool came = std::any_of(parts.begin(), parts.end(),
                                   [&](const Part& p) { return p.device == device; });
     if (!came) missing += (missing.empty() ? "" : ", ") + std::to_string(device);
   }
-  *what = "waited " + Digits(late.seconds) + " s for device " + missing +
-          " of its own to come to " + part.call.Title();
+  return "device " + missing + " of its own to come to " + part.call.Title();
+}
+
+std::string Meeting::Missing() const {
+  std::lock_guard lock(mutex_);
+  return open_.empty() ? "" : open_.front().Missing();
+}
+
+// Those who come to this run from now on are told the same.
+Status Meeting::Miss(const Group& late, std::string* what) {
+  const Part& part = late.parts.front();
+  *what = "waited " + Digits(late.seconds) + " s for " + late.Missing();
   constexpr size_t kMost = 64;
   if (lost_.size() == kMost) lost_.pop_front();
   const Status status(Code::kDeadlineExceeded,

@@ -40,6 +40,9 @@ struct Part {
   // 0. Devices with one number have equal data.
   std::vector<int64_t> shards;
   std::function<void(const Status&)> done;  // once; results are in place if it is ok
+  // What is done, once, with the call of all; if empty, the communicator runs it. The
+  // first of its own calls is in the turn of the ticket.
+  std::function<Status(uint64_t ticket, const Call& call)> body;
 };
 
 class Meeting {
@@ -53,18 +56,24 @@ class Meeting {
   // others. Not ok: `done` is not called. The last device to come starts the call.
   Status Join(Part part);
 
+  // "device 1 of its own to come to allreduce 'x'", of the call that has waited longest
+  // for a device; empty: none does. For Communicator::set_missing.
+  std::string Missing() const;
+
  private:
   using Time = std::chrono::steady_clock::time_point;
   struct Group {
     std::vector<Part> parts;
     Time deadline;
     double seconds = 0;  // until there
+
+    std::string Missing() const;
   };
 
   void Watch();
   Status Miss(const Group& late, std::string* what);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::list<Group> open_;  // by age: a device is still to come
   std::deque<std::pair<int64_t, Status>>

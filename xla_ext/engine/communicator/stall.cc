@@ -111,13 +111,26 @@ std::vector<int> Communicator::Late() const {
   return late;
 }
 
-Trace Communicator::trace() const {
+void Communicator::set_missing(std::function<std::string()> f) {
   std::lock_guard lock(mutex_);
+  missing_ = std::move(f);
+}
+
+Trace Communicator::trace() const {
+  std::unique_lock lock(mutex_);
+  const auto missing = missing_;
+  lock.unlock();  // it takes locks that come before this one
+  const std::string what = missing && !aborted() ? missing() : "";
+  lock.lock();
   Trace trace;
   trace.when = last_.end;
   if (!waiting_.empty() && !aborted()) {
     trace.any = trace.waits = true;
     trace.text = waiting_;
+  } else if (!what.empty()) {
+    trace.any = trace.waits = true;
+    trace.when = Clock::now();
+    trace.text = "it waits for " + what;
   } else if (last_.sequence > 0) {
     trace.any = true;
     trace.text = "its last call was " +

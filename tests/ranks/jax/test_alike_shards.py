@@ -1,0 +1,113 @@
+"""Parameters in shards over devices that differ between ranks: a warning."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import local_devices as devices
+from support import parameters
+
+import ringjax
+
+EVERY = 3
+pytestmark = [
+    pytest.mark.ranks(
+        2, 3, env=devices.environment(4, RINGJAX_CHECK_PARAMETERS=str(EVERY))
+    ),
+    pytest.mark.usefixtures("world"),
+]
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+@pytest.fixture(autouse=True)
+def alike_before(world, capfd) -> None:
+    """What one test has warned of has ended when the next one begins."""
+    tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
+    jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
+    parameters.errors(capfd)
+
+
+def train(tx, params, state, steps):
+    """Steps that change all parameters alike on all ranks."""
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.tree.map(jnp.ones_like, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = jax.block_until_ready(step(params, state))
+    return params, state
+
+
+def parts(mesh):
+    rng = np.random.default_rng(0)
+    tree = {"cut": rng.normal(size=(8, 5)), "whole": rng.normal(size=7)}
+    return devices.place(tree, {"cut": P("d"), "whole": P()}, mesh)
+
+
+def change(x, at, by):
+    """Another value on this rank, and the same sharding."""
+    value = np.array(x)
+    value[at] += by
+    return jax.device_put(value, x.sharding)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+def test_the_shard_that_differs_is_named_once(world, capfd, kind) -> None:
+    mesh = devices.mesh((4,), kind)
+    tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.1))
+    with jax.set_mesh(mesh):
+        params = parts(mesh)
+        params, state = train(tx, params, tx.init(params), EVERY)
+        assert parameters.said(capfd) == []
+        if world.rank == 1:
+            params["cut"] = change(params["cut"], (5, 3), 1.0)
+        params, state = train(tx, params, state, 2 * EVERY)
+        want = parameters.by_the_first(world, EVERY, "cut[4:6,0:5]", 1)
+        assert parameters.said(capfd) == want
+        params, state = train(tx, parts(mesh), state, EVERY)  # alike again
+        if world.rank == 1:
+            params["whole"] = change(params["whole"], 0, 1e-9)
+        train(tx, params, state, EVERY)
+        want = parameters.by_the_first(world, 4 * EVERY, "whole", 1)
+        assert parameters.said(capfd) == want
+
+
+def test_other_shards_on_one_rank_are_told_and_training_goes_on(world, capfd) -> None:
+    mesh = devices.mesh((4,))
+    tx = ringjax.allreduce_grads()
+    value = np.ones((4, 4))
+    spec = P("d") if world.rank == 0 else P(None, "d")
+    params = jax.device_put(value, NamedSharding(mesh, spec))
+    grads = jax.device_put(value, NamedSharding(mesh, P("d")))
+    update = jax.jit(tx.update, out_shardings=(grads.sharding, None))
+    updates, _ = update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates, value)
+    # Of two ranks the first one is right, of more most are.
+    odd = 1 if world.size == 2 else 0
+    want = parameters.by_the_first(world, 0, "their shards", odd)
+    assert parameters.said(capfd) == want
+
+
+def test_inside_of_shard_map(world, capfd) -> None:
+    mesh = devices.mesh((4,))
+    tx = ringjax.allreduce_grads()
+    x = np.arange(8.0)
+    x[6] += world.rank == 1
+    params = jax.device_put(x, NamedSharding(mesh, P("d")))
+    update = jax.shard_map(
+        lambda p, state: tx.update(p, state, p),
+        mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P()),
+    )  # fmt: skip
+    updates, _ = jax.jit(update)(params, tx.init(None))
+    ones = np.arange(8.0)
+    ones[6] += 1 / world.size
+    np.testing.assert_allclose(updates, ones, 1e-12)
+    assert parameters.said(capfd) == parameters.by_the_first(world, 0, "@d=3", 1)
