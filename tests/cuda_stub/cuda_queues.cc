@@ -175,6 +175,11 @@ void stub_cuda_alive(size_t* events, size_t* streams, size_t* memory) {
   *memory = g_machine.memory.size();
 }
 
+unsigned long long stub_cuda_pushed(Stream handle) {
+  const auto stream = FindStream(handle);
+  return stream ? stream->Pushed() : 0;
+}
+
 Outcome cuMemAlloc_v2(Pointer* pointer, size_t bytes) {
   STUB_ENTER(kContext);
   return Allocate(pointer, bytes);

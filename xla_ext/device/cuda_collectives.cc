@@ -87,16 +87,16 @@ Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) 
     }
   }
   if (status.ok()) status = Settle();
-  if (size() == 1) return status;
   if (!status.ok()) {
     flights_->Drop();
-    return status;
+    return EndHere(work->call, status);
   }
-  return flights_->End(work->stream);
+  return size() > 1 ? flights_->End(work->stream) : status;
 }
 
 // A non-blocking communicator may still be about to launch; nothing else may go onto
 // the stream before. The first operations wait here for connections with the peers.
+// Unless it is ok, NCCL may still be about to launch.
 Status CudaCommunicator::Settle() {
   const auto start = Clock::now();
   const double limit = control_->options().collective_timeout;

@@ -145,11 +145,15 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status Leave(cuda::Stream stream, Status status);
   const Known& Recall(const Call& call);
   Status Admit(const Call& call) const;
-  Status Refused(const Call& call) const;
-  Status FailHere(const Call& call, const Status& status);
   Status TakeBack(bool first, int64_t site);
   Result<Site*> SiteOf(int64_t site);
   Result<cuda::Pointer> Scratch(size_t bytes);
+
+  // cuda_failure.cc
+  Status Refused(const Call& call) const;
+  Status FailHere(const Call& call, const Status& status);
+  // The same where NCCL has been given something; returns when it is aborted.
+  Status EndHere(const Call& call, const Status& status);
   void Condemn(const Status& status);
   void Watch();
   void LookAround();
@@ -210,7 +214,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   mutable std::mutex state_mutex_;  // guards the rest
   std::condition_variable state_changed_;
   Status sentence_;
-  bool executed_ = false, stopping_ = false, closed_ = false;
+  bool executed_ = false, aborted_ = false, stopping_ = false, closed_ = false;
   std::atomic<bool> closing_{false};
   std::atomic<bool> finished_{false};  // everything, before NCCL was left
   std::map<std::string, CudaStats> stats_;
