@@ -68,7 +68,6 @@ Status CudaCommunicator::Issued(Work* work, nccl::Outcome outcome,
 }
 
 Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) {
-  if (size() > 1) RJ_TRY(flights_->Begin(work->stream, work->call.Title()));
   Status status;
   {
     std::lock_guard lock(nccl_mutex_);
@@ -87,11 +86,7 @@ Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) 
     }
   }
   if (status.ok()) status = Settle();
-  if (!status.ok()) {
-    flights_->Drop();
-    return EndHere(work->call, status);
-  }
-  return size() > 1 ? flights_->End(work->stream) : status;
+  return status.ok() ? status : EndHere(work->call, status);
 }
 
 // A non-blocking communicator may still be about to launch; nothing else may go onto

@@ -151,7 +151,7 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
     Pool pool(driver_, stream);
     const Workspace own = [&pool](size_t bytes) { return pool.Take(bytes); };
     Work work{call, known.plan, stream, workspace ? workspace : own, {}};
-    if (Status s = Enqueue(&work); !s.ok()) return FailHere(call, s);
+    if (Status s = Fly(&work); !s.ok()) return FailHere(call, s);
     std::lock_guard lock(state_mutex_);
     CudaStats& total = stats_[std::string(Name(call.op))];
     ++total.calls;
@@ -164,6 +164,17 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
   } catch (const std::exception& e) {
     return FailHere(call, Status(Code::kInternal, std::string("failed: ") + e.what()));
   }
+}
+
+// What a call has enqueued is under way until the stream has passed all of it, also if
+// it fails halfway.
+Status CudaCommunicator::Fly(Work* work) {
+  if (size() == 1 && work->plan.segments.empty()) return Enqueue(work);
+  RJ_TRY(flights_->Begin(work->stream, work->call.Title()));
+  const Status enqueued = Enqueue(work);
+  const Status ended = flights_->End(work->stream);
+  if (!ended.ok()) flights_->Drop();
+  return enqueued.ok() ? ended : enqueued;
 }
 
 Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,

@@ -140,6 +140,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status Serve(const Call& call, cuda::Stream stream, const Workspace& workspace);
   Status StartOn(Call* call, int64_t site, bool first, cuda::Stream stream);
   Status DoneOn(const Call& call, int64_t site, cuda::Stream stream);
+  Status Fly(Work* work);
   // What a caller gets, and what its stream waits for, when a call ends without
   // success.
   Status Leave(cuda::Stream stream, Status status);
@@ -157,7 +158,10 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   void Condemn(const Status& status);
   void Watch();
   void LookAround();
-  void Execute();  // the sentence: poison, then abort
+  void Execute();  // the sentence: poison, part from the other ranks, abort
+  void Live(bool alive) const;  // among the communicators of this process
+  bool Awaited() const;         // it ends, and its device has not been told
+  void AwaitOthers() const;
 
   // cuda_collectives.cc
   Status Enqueue(Work* work);
@@ -196,7 +200,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   std::unique_ptr<cuda::Kernels> kernels_;
   cuda::Stream comm_stream_ = nullptr, side_stream_ = nullptr;
   cuda::Event fence_ = nullptr;
-  cuda::Pointer words_ = 0;  // poison, and four bytes for barriers
+  cuda::Pointer words_ =
+      0;  // of the driver's pool: poison, and four bytes for barriers
   std::unique_ptr<Flights> flights_;
   std::unique_ptr<Auditor> auditor_;
 
@@ -210,7 +215,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   std::mutex nccl_mutex_;  // nobody is inside NCCL while it is aborted
   nccl::Comm comm_ = nullptr;
 
-  std::atomic<bool> condemned_{false};
+  std::atomic<bool> condemned_{false}, poisoned_{false};
   mutable std::mutex state_mutex_;  // guards the rest
   std::condition_variable state_changed_;
   Status sentence_;

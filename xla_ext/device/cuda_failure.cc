@@ -1,15 +1,25 @@
 // How an epoch ends on a device before its time: the sentence, the watchdog, the abort.
 // See cuda_communicator.h.
+#include <algorithm>
 #include <chrono>
+#include <mutex>
+#include <set>
 
+#include "base/failpoint.h"
 #include "device/bound.h"
 #include "device/cuda_communicator.h"
 
 namespace ringjax {
 namespace {
 
+using Clock = std::chrono::steady_clock;
 constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr auto kAbort = std::chrono::seconds(10);  // longer than one ever takes
+constexpr double kTogether = 2;                    // seconds, for parting
+
+// The communicators of this process that have joined NCCL.
+std::mutex& living_mutex = *new std::mutex;
+auto& living = *new std::set<const CudaCommunicator*>;
 
 }  // namespace
 
@@ -98,12 +108,37 @@ void CudaCommunicator::LookAround() {
   }
 }
 
+bool CudaCommunicator::Awaited() const {
+  return (condemned() || control_->aborted()) && !poisoned_;
+}
+
+void CudaCommunicator::Live(bool alive) const {
+  std::lock_guard lock(living_mutex);
+  if (alive)
+    living.insert(this);
+  else
+    living.erase(this);
+}
+
+void CudaCommunicator::AwaitOthers() const {
+  const auto limit = Clock::now() + std::chrono::duration<double>(kTogether);
+  while (Clock::now() < limit) {
+    {
+      std::lock_guard lock(living_mutex);
+      if (std::ranges::none_of(living, [](const auto* one) { return one->Awaited(); }))
+        return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void CudaCommunicator::Execute() {
   {
     std::lock_guard lock(state_mutex_);
     if (executed_) return;
     executed_ = true;
   }
+  (void)AtFailpoint(Failpoint::kCondemned);
   // The word first: whatever the abort ends early must find it set. A device that does
   // not even do this in two seconds computes nothing any more.
   if (driver_.MemsetD32Async(words_, 1, 1, side_stream_) == cuda::kSuccess)
@@ -111,7 +146,24 @@ void CudaCommunicator::Execute() {
       if (driver_.StreamQuery(side_stream_) != cuda::kNotReady) break;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+  poisoned_ = true;
+  bool joined = false;
   {
+    std::lock_guard lock(nccl_mutex_);
+    joined = comm_ != nullptr;
+  }
+  // What an abort gives back, kernels of other ranks of the host may still read and
+  // write, and giving it back waits for all kernels of this process, and may keep
+  // others from the driver meanwhile. So all ranks come to this point before, and all
+  // communicators of this process that end. All of them within a bound: who does not
+  // come is no reason to stay.
+  if (joined) {
+    control_->PartTogether(kTogether);
+    AwaitOthers();
+  }
+  {
+    // Not waited for: NCCL may go on with it on a thread of its own, and from the call
+    // on its handle is not to be asked any more.
     std::lock_guard lock(nccl_mutex_);
     if (comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
   }

@@ -76,7 +76,10 @@ def caught(one: Job, rank: int) -> list[str]:
         ("NCCL_STUB_VERSION=22600", "rank 1 cannot take CUDA tensors: NCCL 22600"),
         ("NCCL_STUB_VERSION=22810", "rank 1 cannot exchange CUDA tensors with rank 0"),
         ("RINGJAX_FUSION=pack", "RINGJAX_FUSION or RINGJAX_FUSION_SMALL is not alike"),
-        ("CUDA_STUB_FAIL=cuMemAlloc", "rank 1 cannot take CUDA tensors: cuMemAlloc"),
+        (
+            "CUDA_STUB_FAIL=cuMemAllocAsync",
+            "rank 1 cannot take CUDA tensors: cuMemAlloc",
+        ),
     ],
 )
 def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> None:
@@ -90,7 +93,7 @@ def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> Non
         end = begin()
         fails(end, "first")
         must_work_on_the_host(end)
-        if "cuMemAlloc" in {setting!r}:  # once only
+        if "cuMemAllocAsync" in {setting!r}:  # once only
             assert (end.run("allreduce", "second", [ones()])[0] == size).all()
         else:
             fails(end, "second")

@@ -286,7 +286,7 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
         steps(device, 2)
         if rank == 1:
             device.core.abort("somebody said so", 1)
-            time.sleep(4)
+            time.sleep(6)  # it waits for its peer before it aborts
             quickly_down()
             sys.exit()
         try:
@@ -308,10 +308,10 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
 STRUCK = {
     "at the beginning": (
         "cuDevicePrimaryCtxRetain cuModuleLoadData cuStreamCreateWithPriority "
-        "cuMemAlloc ncclCommInitRankConfig"
+        "cuMemAllocAsync ncclCommInitRankConfig"
     ),
     "in a call": (
-        "cuMemAllocAsync cuLaunchKernel ncclGroupStart ncclAllReduce ncclGroupEnd:2"
+        "cuMemAllocAsync:2 cuLaunchKernel ncclGroupStart ncclAllReduce ncclGroupEnd:2"
     ),
     "between streams": "cuEventRecord cuStreamWaitEvent:2",
 }
