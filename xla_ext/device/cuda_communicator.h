@@ -40,6 +40,7 @@ struct CudaOptions {
   FusionOptions fusion;
   bool comm_stream = true;  // false: Start works on the caller's stream
   bool audited = true;      // false: the caller compares calls before they come here
+  bool shares = false;      // NCCL has been told that ranks may share a GPU
 };
 
 // What was enqueued, per collective. `seconds` is time of the host in these calls.
