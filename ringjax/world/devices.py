@@ -23,6 +23,7 @@ from ringjax.world.coordinates import Standing
 CONTROL = 1 << 30  # added to the number of a process set: that of its control mesh
 # What ranks must agree about, or they would call NCCL differently.
 _AGREED = ("fusion", "fusion_small")
+_ORDERS_LAUNCHES = 12030  # the driver from which on kernels in order may overlap
 _NO_CODE = "none"  # what the core says of its device code if it was built without
 
 
@@ -69,9 +70,27 @@ def open_library(setting: str) -> tuple[int, str]:
 
 def _candidates(setting: str) -> list[str]:
     """The paths to try, in order; the copy that is mapped comes before all of them."""
-    # Or kernels of two communicators on one device may wait for each other.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # Or kernels of two communicators on one device may wait for each other. Not before
+    # 12.3: there they run one after the other in the order of the host's calls, which
+    # between compiled programs and the eager lane differs from rank to rank.
+    before = 0 < information().get("driver", 0) < _ORDERS_LAUNCHES
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "0" if before else "1")
+    # Or the first operation of each communicator allocates and waits for its peers,
+    # in an order that may differ from rank to rank as well.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     return [setting] if setting else [*filter(None, [wheel_library()]), ""]
+
+
+def shares_gpu() -> bool:
+    """Whether somebody has told NCCL that ranks may share a GPU, as tests do."""
+    told = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
+    return told or bool(os.environ.get("NCCL_HOSTID"))
+
+
+def _gpu(device: int) -> str:
+    """What tells this rank's GPU from all others; nothing if it is not known."""
+    found = information()["devices"]
+    return str(found[device].get("uuid", "")) if 0 <= device < len(found) else ""
 
 
 def lane_options(config: Config, device: int) -> dict[str, Any]:
@@ -85,6 +104,7 @@ def lane_options(config: Config, device: int) -> dict[str, Any]:
         **_options(config),
         "device": device,
         "nccl": _candidates(config.nccl),
+        "shares": int(shares_gpu()),
     }
 
 
@@ -215,6 +235,8 @@ class Devices:
             "settings": {name: getattr(config, name) for name in _AGREED},
             "packs": information()["device_code"] != _NO_CODE,
             "tls": config.tls,
+            "gpu": _gpu(device),
+            "shares": shares_gpu(),
         }
         said = self._exchange(mine, "ringjax.init: the devices of all ranks")
         for rank, other in enumerate(said):
@@ -223,6 +245,7 @@ class Devices:
         _check_versions(said)
         _check_settings(said)
         _check_code(said)
+        _check_gpus(said, self._home.standing.hosts)
         required = any(other["tls"] == "required" for other in said)
         if required and len(set(self._home.standing.hosts)) > 1:
             return (
@@ -386,3 +409,18 @@ def _check_code(said: Sequence[dict[str, Any]]) -> None:
             f"all ranks must have the same build of ringjax, but {ranks_text(without)} "
             "has none of the device code that the others have"
         )
+
+
+def _check_gpus(said: Sequence[dict[str, Any]], hosts: Sequence[int]) -> None:
+    """NCCL itself would say "Duplicate GPU detected", in its own log only."""
+    seen: dict[tuple[str, int], int] = {}
+    for rank, other in enumerate(said):
+        if not other["gpu"] or other["shares"]:
+            continue
+        first = seen.setdefault((other["gpu"], hosts[rank]), rank)
+        if first != rank:
+            raise StartupError(
+                f"rank {first} and rank {rank} compute on the same GPU, "
+                f"{other['gpu']}; NCCL wants one for each rank: start no more ranks on "
+                "a host than it has GPUs, or give each its own by CUDA_VISIBLE_DEVICES"
+            )

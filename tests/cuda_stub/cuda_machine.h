@@ -126,6 +126,7 @@ inline Outcome Enqueue(Stream handle, std::function<void()> work) {
 RINGJAX_CUDA_FUNCTIONS(STUB_DECLARE)
 // For libnccl_stub.
 STUB_EXPORT Outcome cuLaunchHostFunc(Stream stream, HostFunction function, void* data);
+STUB_EXPORT unsigned long long stub_cuda_pushed(Stream stream);
 // For tests: how many events, streams (but for default ones) and pieces of memory live.
 STUB_EXPORT void stub_cuda_alive(size_t* events, size_t* streams, size_t* memory);
 #undef STUB_DECLARE

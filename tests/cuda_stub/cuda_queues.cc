@@ -175,6 +175,11 @@ void stub_cuda_alive(size_t* events, size_t* streams, size_t* memory) {
   *memory = g_machine.memory.size();
 }
 
+unsigned long long stub_cuda_pushed(Stream handle) {
+  const auto stream = FindStream(handle);
+  return stream ? stream->Pushed() : 0;
+}
+
 Outcome cuMemAlloc_v2(Pointer* pointer, size_t bytes) {
   STUB_ENTER(kContext);
   return Allocate(pointer, bytes);
@@ -244,6 +249,9 @@ Outcome cuMemcpyDtoHAsync_v2(void* to, Pointer from, size_t bytes, Stream handle
 Outcome cuMemsetD32Async(Pointer at, unsigned value, size_t count, Stream stream) {
   STUB_ENTER(kContext);
   if ((count > 0 && at == 0) || at % 4 != 0) return kInvalidValue;
+  g_machine.log.Write("{\"pid\": " + std::to_string(getpid()) +
+                      ", \"memset\": " + std::to_string(value) +
+                      ", \"count\": " + std::to_string(count) + "}");
   return Enqueue(stream,
                  [=] { std::fill_n(reinterpret_cast<unsigned*>(at), count, value); });
 }

@@ -87,6 +87,12 @@ struct StreamTag : std::enable_shared_from_this<StreamTag> {
     return finished_ == pushed_;
   }
 
+  // How much has been pushed so far.
+  unsigned long long Pushed() {
+    std::lock_guard lock(mutex_);
+    return pushed_;
+  }
+
   // Waits for what has been pushed until now.
   void Drain() {
     std::unique_lock lock(mutex_);

@@ -8,10 +8,13 @@ namespace ringjax::nccl {
 namespace {
 
 void LogCall(const char* function, const CommTag& comm) {
+  const double now =
+      std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
   g_knobs.log.Write("{\"function\": \"" + std::string(function) +
                     "\", \"pid\": " + std::to_string(getpid()) +
                     ", \"rank\": " + std::to_string(comm.rank) +
-                    ", \"size\": " + std::to_string(comm.size) + "}");
+                    ", \"size\": " + std::to_string(comm.size) +
+                    ", \"seconds\": " + std::to_string(now) + "}");
 }
 
 // Null if it is sound. What NCCL fills in for a field left undefined is INT_MIN here.

@@ -18,6 +18,7 @@ struct CudaCalls {
   cuda::Outcome (*set_context)(cuda::Context) = nullptr;
   cuda::Outcome (*get_device)(cuda::Device*) = nullptr;
   cuda::Outcome (*get_uuid)(unsigned char*, cuda::Device) = nullptr;
+  unsigned long long (*pushed)(cuda::Stream) = nullptr;  // the stub's own
   bool found = false;
 
   CudaCalls() {
@@ -30,7 +31,7 @@ struct CudaCalls {
     };
     found = find(launch, "cuLaunchHostFunc") & find(get_context, "cuCtxGetCurrent") &
             find(set_context, "cuCtxSetCurrent") & find(get_device, "cuCtxGetDevice") &
-            find(get_uuid, "cuDeviceGetUuid");
+            find(get_uuid, "cuDeviceGetUuid") & find(pushed, "stub_cuda_pushed");
   }
 };
 

@@ -17,12 +17,12 @@ namespace ringjax::nccl {
 
 using Clock = std::chrono::steady_clock;
 
-// What returns ncclInProgress takes at least this long: callers that do not poll fail.
-constexpr std::chrono::milliseconds kLatency{5};
-
 struct Knobs {
   int version = static_cast<int>(stub::KnobNumber("NCCL_STUB_VERSION", 22809));
   int in_progress = static_cast<int>(stub::KnobNumber("NCCL_STUB_IN_PROGRESS", 1));
+  // A group that returns ncclInProgress is launched later: who does not poll fails.
+  std::chrono::milliseconds latency{
+      static_cast<long>(stub::KnobNumber("NCCL_STUB_LATENCY_MS", 5))};
   bool mismatch_is_error = stub::Knob("NCCL_STUB_MISMATCH", "hang") == "error";
   bool detect_death = stub::KnobNumber("NCCL_STUB_DETECT_DEATH", 0) != 0;
   int init_hang = static_cast<int>(stub::KnobNumber("NCCL_STUB_INIT_HANG", -1));
@@ -75,6 +75,12 @@ struct CommTag {
   bool Stopped() {
     std::lock_guard lock(mutex);
     return aborted || (state != kSuccess && state != kInProgress);
+  }
+
+  // Sleeps, but not beyond an abort.
+  void Rest(Clock::duration time) {
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, time, [this] { return aborted; });
   }
 
   RankPage& page(int r) { return segment->ranks[r]; }

@@ -49,7 +49,7 @@ inline void Connect(CommTag& comm, const UniqueId& id, const Place& place) {
     comm.changed.wait(lock, [&] { return comm.aborted; });
     return;
   }
-  std::this_thread::sleep_for(kLatency);
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
   if (const std::string wrong = comm.segment.Open(id); !wrong.empty())
     return comm.SetState(kSystemError, wrong);
   if (comm.page(comm.rank).claimed.exchange(1) != 0)

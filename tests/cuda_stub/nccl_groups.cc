@@ -1,6 +1,8 @@
 // The NCCL stub's groups and the operations that they collect. A group becomes one host
 // function on a stream (nccl_exchange.cc), as it becomes one kernel in NCCL.
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <utility>
 
 #include "nccl_calls.h"
@@ -95,11 +97,17 @@ Outcome Submit(Part part) {
   cuda::Context context = nullptr;
   Cuda().get_context(&context);
   Group* data = group.release();  // a thread's body must be copyable
-  CommTag::Help(comm, [comm, context, data, stream = part.stream] {
-    std::this_thread::sleep_for(kLatency);
+  const auto pushed = Cuda().pushed(part.stream);
+  CommTag::Help(comm, [comm, context, data, pushed, stream = part.stream] {
+    comm->Rest(g_knobs.latency);
     std::unique_ptr<Group> owned(data);
-    if (comm->Stopped()) return;
     Cuda().set_context(context);
+    if (Cuda().pushed(stream) != pushed) {
+      // What was pushed, such as giving memory back, would come before the group.
+      std::fputs("NCCL's stub: a stream got other work before its group\n", stderr);
+      std::abort();
+    }
+    if (comm->Stopped()) return;
     if (Launch(stream, std::move(owned)) == kSuccess) comm->SetState(kSuccess);
   });
   return kInProgress;

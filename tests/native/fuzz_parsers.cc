@@ -226,6 +226,7 @@ void Beats(std::string_view input) {
       ALWAYS(sighting.text.size() <= kMostSighting);
       for (const char c : sighting.text) ALWAYS(static_cast<unsigned char>(c) >= 0x20);
     }
+    for (const int rank : heartbeat->Holding(1 << 30, 1, {1, 2})) ALWAYS(rank > 0);
     for (const std::string& stall : heartbeat->asked().stalls)
       ALWAYS(stall.size() < 2048);
     heartbeat->Stop();
@@ -237,13 +238,14 @@ void Beats(std::string_view input) {
 // As the heartbeat of an honest rank writes them.
 std::vector<std::string> BeatsSeeds() {
   std::vector<std::string> seeds;
-  for (int what = 0; what < 4; ++what) {
+  for (int what = 0; what < 5; ++what) {
     const auto [here, there] = UnixPair();
     auto heartbeat = std::make_shared<Heartbeat>(
         1, std::vector<Heartbeat::Peer>{{0, here}}, 10.0, 30.0, MakeBell());
     if (what == 1) heartbeat->Fail("rank 2 went away", 2);
     if (what == 2) heartbeat->Leave();
     if (what == 3) heartbeat->Ask({0, 7, false, {0}, "allreduce 'x' (f32[8], SUM)"});
+    if (what == 4) heartbeat->LetGo(1 << 30, 1);
     heartbeat->Stop();
     std::string& bytes = seeds.emplace_back();
     char buffer[4096];

@@ -110,6 +110,8 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     monkeypatch.setattr(_native, "CudaCommunicator", fake.communicator)
     monkeypatch.setattr(devices, "wheel_library", lambda: None)
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     return fake
 
 
@@ -160,6 +162,19 @@ def test_launch_order_is_asked_for_unless_somebody_has_decided(
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
     devices.open_library("")
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
+@pytest.mark.parametrize(("driver", "order"), [(0, "1"), (12020, "0"), (12030, "1")])
+def test_kernels_are_ordered_where_that_does_not_serialise_them(
+    core: Core, monkeypatch: pytest.MonkeyPatch, driver: int, order: str
+) -> None:
+    for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_RUNTIME_CONNECT"):
+        monkeypatch.delenv(name, raising=False)
+    found = devices.information() | {"driver": driver}
+    monkeypatch.setattr(_native, "cuda_info", lambda: found)
+    devices.open_library("")
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == order
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
 
 
 def test_versions_as_people_write_them() -> None:
@@ -240,6 +255,26 @@ def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> Non
     home.others = lambda rank, value: value | {"packs": mine != (rank == 2)}
     with pytest.raises(StartupError, match="same build of ringjax, but rank"):
         devices_of(home).open(0, "", {0: [0, 1, 2]})
+
+
+def test_two_ranks_on_one_gpu_are_told_so(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = devices.information() | {"devices": [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]}
+    monkeypatch.setattr(_native, "cuda_info", lambda: found)
+    home = Home(core, 3)
+    home.others = lambda rank, value: value | ({"gpu": "GPU-c"} if rank == 1 else {})
+    with pytest.raises(StartupError, match=r"rank 0 and rank 2 .* same GPU, GPU-b; "):
+        devices_of(home, [2] * 3).open(1, "", {0: [0, 1, 2]})
+    # Of another host it is another one, whatever it says.
+    home.standing = Standing.of(0, ["here", "here", "there"])
+    devices_of(home, [2] * 3).open(1, "", {0: [0, 1, 2]})
+    assert core.calls.count(("make", 0)) == 1
+    # Who has arranged for it may share one.
+    home.standing = Standing.of(0, ["here"] * 3)
+    monkeypatch.setenv("NCCL_HOSTID", "test-0")
+    devices_of(home, [2] * 3).open(1, "", {0: [0, 1, 2]})
+    assert core.calls.count(("make", 0)) == 2
 
 
 @pytest.mark.parametrize("required", [0, 1])

@@ -14,16 +14,17 @@
 namespace ringjax {
 
 enum class Failpoint : uint8_t {
-  kAgreed,    // the ranks have agreed about a call, and no data has moved
-  kMoving,    // some of it has
-  kComplete,  // the results are here; whether they are elsewhere is not known
-  kClosed,    // they are everywhere; the call has not returned
-  kInstall,   // a generation is about to follow another one
-  kMap,       // shared memory is about to be mapped
+  kAgreed,     // the ranks have agreed about a call, and no data has moved
+  kMoving,     // some of it has
+  kComplete,   // the results are here; whether they are elsewhere is not known
+  kClosed,     // they are everywhere; the call has not returned
+  kInstall,    // a generation is about to follow another one
+  kMap,        // shared memory is about to be mapped
+  kCondemned,  // a device communicator has ended, and its device does not know
 };
-inline constexpr std::string_view kFailpoints[] = {"call.agreed",        "call.moving",
-                                                   "call.complete",      "call.closed",
-                                                   "succession.install", "memory.map"};
+inline constexpr std::string_view kFailpoints[] = {
+    "call.agreed",        "call.moving", "call.complete",   "call.closed",
+    "succession.install", "memory.map",  "device.condemned"};
 
 // Bit p is set while point p is armed.
 inline std::atomic<uint32_t> armed_failpoints{0};

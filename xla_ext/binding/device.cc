@@ -90,6 +90,7 @@ CudaOptions ReadCudaOptions(const nb::dict& options) {
   CudaOptions o;
   o.start_timeout = Number(options, "start_timeout", 120);
   o.comm_stream = Number(options, "comm_stream", 1) != 0;
+  o.shares = Number(options, "shares", 0) != 0;
   o.fusion.small =
       static_cast<uint64_t>(Number(options, "fusion_small", double{1 << 20}));
   if (options.contains("fusion")) {

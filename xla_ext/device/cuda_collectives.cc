@@ -68,7 +68,6 @@ Status CudaCommunicator::Issued(Work* work, nccl::Outcome outcome,
 }
 
 Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) {
-  if (size() > 1) RJ_TRY(flights_->Begin(work->stream, work->call.Title()));
   Status status;
   {
     std::lock_guard lock(nccl_mutex_);
@@ -87,16 +86,12 @@ Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) 
     }
   }
   if (status.ok()) status = Settle();
-  if (size() == 1) return status;
-  if (!status.ok()) {
-    flights_->Drop();
-    return status;
-  }
-  return flights_->End(work->stream);
+  return status.ok() ? status : EndHere(work->call, status);
 }
 
 // A non-blocking communicator may still be about to launch; nothing else may go onto
 // the stream before. The first operations wait here for connections with the peers.
+// Unless it is ok, NCCL may still be about to launch.
 Status CudaCommunicator::Settle() {
   const auto start = Clock::now();
   const double limit = control_->options().collective_timeout;

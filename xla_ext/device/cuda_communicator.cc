@@ -1,5 +1,6 @@
-// The life of a call, and of an epoch. See cuda_communicator.h; joining and leaving are
-// in cuda_connect.cc, the operations in cuda_collectives.cc.
+// The life of a call. See cuda_communicator.h; joining and leaving are in
+// cuda_connect.cc, failure is in cuda_failure.cc, the operations in
+// cuda_collectives.cc.
 #include "device/cuda_communicator.h"
 
 #include <chrono>
@@ -12,7 +13,6 @@ namespace ringjax {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr size_t kMostKnown = 512;
 
 double Since(Clock::time_point start) {
@@ -58,30 +58,11 @@ bool CudaCommunicator::InContext() const {
   return driver_.CtxGetCurrent(&current) == cuda::kSuccess && current == context_;
 }
 
-Status CudaCommunicator::Check() const {
-  if (!condemned()) return OkStatus();
-  std::lock_guard lock(state_mutex_);
-  if (sentence_.message().starts_with("RINGJAX[")) return sentence_;
-  return Status(sentence_.code(), control_->Prefix() + sentence_.message(),
-                sentence_.rank());
-}
-
-Status CudaCommunicator::Verdict() const {
-  return finished_.load(std::memory_order_acquire) ? OkStatus() : Check();
-}
-
 Status CudaCommunicator::Admit(const Call& call) const {
   if (condemned()) return Refused(call);
   if (closing_.load(std::memory_order_acquire))
     return control_->Named(call, {Code::kFailedPrecondition, "ringjax is shut down"});
   return OkStatus();
-}
-
-// The sentence names the operation that failed if it is known, else this one.
-Status CudaCommunicator::Refused(const Call& call) const {
-  std::lock_guard lock(state_mutex_);
-  if (sentence_.message().starts_with("RINGJAX[")) return sentence_;
-  return control_->Named(call, sentence_);
 }
 
 const CudaCommunicator::Known& CudaCommunicator::Recall(const Call& call) {
@@ -170,7 +151,7 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
     Pool pool(driver_, stream);
     const Workspace own = [&pool](size_t bytes) { return pool.Take(bytes); };
     Work work{call, known.plan, stream, workspace ? workspace : own, {}};
-    if (Status s = Enqueue(&work); !s.ok()) return FailHere(call, s);
+    if (Status s = Fly(&work); !s.ok()) return FailHere(call, s);
     std::lock_guard lock(state_mutex_);
     CudaStats& total = stats_[std::string(Name(call.op))];
     ++total.calls;
@@ -183,6 +164,17 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
   } catch (const std::exception& e) {
     return FailHere(call, Status(Code::kInternal, std::string("failed: ") + e.what()));
   }
+}
+
+// What a call has enqueued is under way until the stream has passed all of it, also if
+// it fails halfway.
+Status CudaCommunicator::Fly(Work* work) {
+  if (size() == 1 && work->plan.segments.empty()) return Enqueue(work);
+  RJ_TRY(flights_->Begin(work->stream, work->call.Title()));
+  const Status enqueued = Enqueue(work);
+  const Status ended = flights_->End(work->stream);
+  if (!ended.ok()) flights_->Drop();
+  return enqueued.ok() ? ended : enqueued;
 }
 
 Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
@@ -312,89 +304,6 @@ Status CudaCommunicator::Synchronize(cuda::Stream stream) {
 std::map<std::string, CudaStats> CudaCommunicator::stats() const {
   std::lock_guard lock(state_mutex_);
   return stats_;
-}
-
-// This rank cannot do its part: all must know, because theirs would never end.
-Status CudaCommunicator::FailHere(const Call& call, const Status& status) {
-  if (condemned()) return Refused(call);
-  control_->GiveUp(status.code(), status.message());
-  Condemn(control_->Named(call, control_->abort_status()));
-  return Refused(call);
-}
-
-void CudaCommunicator::Abort(const Status& status) { Condemn(status); }
-
-void CudaCommunicator::Condemn(const Status& status) {
-  {
-    std::lock_guard lock(state_mutex_);
-    if (!sentence_.ok()) return;
-    sentence_ = status;
-    condemned_.store(true, std::memory_order_release);
-  }
-  state_changed_.notify_all();
-}
-
-void CudaCommunicator::Watch() {
-  const Bound bound(driver_, context_);
-  std::unique_lock lock(state_mutex_);
-  while (!stopping_) {
-    const bool sentenced = !sentence_.ok() && !executed_;
-    if (!sentenced) {
-      state_changed_.wait_for(lock, kTick);
-      if (stopping_) break;
-    }
-    lock.unlock();
-    if (condemned()) {
-      Execute();
-    } else {
-      LookAround();
-    }
-    lock.lock();
-  }
-}
-
-void CudaCommunicator::LookAround() {
-  if (control_->aborted()) return Condemn(control_->abort_status());
-  nccl::Outcome state = nccl::kSuccess;
-  {
-    std::lock_guard lock(nccl_mutex_);
-    if (comm_ != nullptr) nccl_.CommGetAsyncError(comm_, &state);
-  }
-  if (state != nccl::kSuccess && state != nccl::kInProgress) {
-    // NCCL knows that something broke; a moment later the heartbeat knows who.
-    for (int i = 0; i < 100 && !control_->aborted(); ++i)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    if (!control_->aborted())
-      control_->GiveUp(Code::kUnavailable,
-                       "met an error of " + nccl_.Check(state, "NCCL").message());
-    return Condemn(control_->abort_status());
-  }
-  if (auditor_ && !auditor_->Drain(0)) return flights_->Restart();  // a peer is late
-  const double limit = control_->options().collective_timeout;
-  const auto oldest = flights_->Look();
-  if (oldest && limit > 0 && oldest->seconds > limit) {
-    control_->GiveUp(Code::kDeadlineExceeded,
-                     "has waited on its device for " + oldest->title +
-                         ", which does not end though every rank has called it");
-    Condemn(control_->abort_status());
-  }
-}
-
-void CudaCommunicator::Execute() {
-  {
-    std::lock_guard lock(state_mutex_);
-    if (executed_) return;
-    executed_ = true;
-  }
-  // The word first: whatever the abort ends early must find it set. A device that does
-  // not even do this in two seconds computes nothing any more.
-  if (driver_.MemsetD32Async(words_, 1, 1, side_stream_) == cuda::kSuccess)
-    for (int i = 0; i < 2000; ++i) {
-      if (driver_.StreamQuery(side_stream_) != cuda::kNotReady) break;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  std::lock_guard lock(nccl_mutex_);
-  if (comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
 }
 
 }  // namespace ringjax

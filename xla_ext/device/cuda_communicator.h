@@ -40,6 +40,7 @@ struct CudaOptions {
   FusionOptions fusion;
   bool comm_stream = true;  // false: Start works on the caller's stream
   bool audited = true;      // false: the caller compares calls before they come here
+  bool shares = false;      // NCCL has been told that ranks may share a GPU
 };
 
 // What was enqueued, per collective. `seconds` is time of the host in these calls.
@@ -140,20 +141,28 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status Serve(const Call& call, cuda::Stream stream, const Workspace& workspace);
   Status StartOn(Call* call, int64_t site, bool first, cuda::Stream stream);
   Status DoneOn(const Call& call, int64_t site, cuda::Stream stream);
+  Status Fly(Work* work);
   // What a caller gets, and what its stream waits for, when a call ends without
   // success.
   Status Leave(cuda::Stream stream, Status status);
   const Known& Recall(const Call& call);
   Status Admit(const Call& call) const;
-  Status Refused(const Call& call) const;
-  Status FailHere(const Call& call, const Status& status);
   Status TakeBack(bool first, int64_t site);
   Result<Site*> SiteOf(int64_t site);
   Result<cuda::Pointer> Scratch(size_t bytes);
+
+  // cuda_failure.cc
+  Status Refused(const Call& call) const;
+  Status FailHere(const Call& call, const Status& status);
+  // The same where NCCL has been given something; returns when it is aborted.
+  Status EndHere(const Call& call, const Status& status);
   void Condemn(const Status& status);
   void Watch();
   void LookAround();
-  void Execute();  // the sentence: poison, then abort
+  void Execute();  // the sentence: poison, part from the other ranks, abort
+  void Live(bool alive) const;  // among the communicators of this process
+  bool Awaited() const;         // it ends, and its device has not been told
+  void AwaitOthers() const;
 
   // cuda_collectives.cc
   Status Enqueue(Work* work);
@@ -192,7 +201,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   std::unique_ptr<cuda::Kernels> kernels_;
   cuda::Stream comm_stream_ = nullptr, side_stream_ = nullptr;
   cuda::Event fence_ = nullptr;
-  cuda::Pointer words_ = 0;  // poison, and four bytes for barriers
+  cuda::Pointer words_ =
+      0;  // of the driver's pool: poison, and four bytes for barriers
   std::unique_ptr<Flights> flights_;
   std::unique_ptr<Auditor> auditor_;
 
@@ -206,11 +216,11 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   std::mutex nccl_mutex_;  // nobody is inside NCCL while it is aborted
   nccl::Comm comm_ = nullptr;
 
-  std::atomic<bool> condemned_{false};
+  std::atomic<bool> condemned_{false}, poisoned_{false};
   mutable std::mutex state_mutex_;  // guards the rest
   std::condition_variable state_changed_;
   Status sentence_;
-  bool executed_ = false, stopping_ = false, closed_ = false;
+  bool executed_ = false, aborted_ = false, stopping_ = false, closed_ = false;
   std::atomic<bool> closing_{false};
   std::atomic<bool> finished_{false};  // everything, before NCCL was left
   std::map<std::string, CudaStats> stats_;

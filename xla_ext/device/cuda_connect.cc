@@ -78,7 +78,7 @@ Status CudaCommunicator::Open() {
           greatest);
   RJ_CUDA(driver_, EventCreate, &fence_, cuda::kEventDisableTiming);
   constexpr size_t kWords = 64;
-  RJ_CUDA(driver_, MemAlloc, &words_, kWords * sizeof(unsigned));
+  RJ_CUDA(driver_, MemAllocAsync, &words_, kWords * sizeof(unsigned), side_stream_);
   RJ_CUDA(driver_, MemsetD32Async, words_, 0, kWords, side_stream_);
   RJ_CUDA(driver_, StreamSynchronize, side_stream_);
   return OkStatus();
@@ -93,6 +93,7 @@ Status CudaCommunicator::Join(const nccl::UniqueId& unique_id) {
   if (size() > 1 && options_.audited)
     auditor_ =
         std::make_unique<Auditor>(control_, [this](const Status& s) { Condemn(s); });
+  Live(true);
   watchdog_ = std::thread([this] { Watch(); });
   return OkStatus();
 }
@@ -230,39 +231,49 @@ void CudaCommunicator::Close() {
   {
     std::lock_guard lock(state_mutex_);
     executed_ |= finished;  // no poison: results may still be on their way to tensors
+    poisoned_ = poisoned_ || finished;
     stopping_ = true;
   }
   Condemn(over);
   if (auditor_) control_->Abort(over);
   if (watchdog_.joinable()) watchdog_.join();
   Execute();
+  Live(false);
   std::lock_guard turn(turn_mutex_);
   auditor_.reset();
   ReleaseDevice();
 }
 
 void CudaCommunicator::ReleaseDevice() {
-  // Work that is still queued behind an aborted operation may use the buffers.
-  for (cuda::Stream s : {comm_stream_, side_stream_})
-    if (s != nullptr)
-      Eventually(kGoodbye, [&] { return driver_.StreamQuery(s) != cuda::kNotReady; });
-  for (auto& [number, site] : sites_)
-    for (cuda::Event e : {site.ready, site.done})
-      if (e != nullptr) driver_.EventDestroy(e);
+  // What is still queued behind an aborted operation, on whichever stream, may use all
+  // of this. A device that does not come to its end keeps it: giving it back would wait
+  // for it without end.
+  const bool idle = Eventually(kGoodbye, [&] {
+    for (cuda::Stream s : {comm_stream_, side_stream_})
+      if (s != nullptr && driver_.StreamQuery(s) == cuda::kNotReady) return false;
+    return !flights_ || flights_->empty();
+  });
+  if (idle) {
+    for (auto& [number, site] : sites_)
+      for (cuda::Event e : {site.ready, site.done})
+        if (e != nullptr) driver_.EventDestroy(e);
+    if (fence_ != nullptr) driver_.EventDestroy(fence_);
+    // In the order of their streams: a free of another kind would wait for the whole
+    // device, also for kernels of a communicator whose ranks have yet to come.
+    if (scratch_ != 0) driver_.MemFreeAsync(scratch_, comm_stream_);
+    if (words_ != 0) driver_.MemFreeAsync(words_, side_stream_);
+    kernels_.reset();
+    for (cuda::Stream s : {comm_stream_, side_stream_})
+      if (s != nullptr) driver_.StreamDestroy(s);
+    flights_.reset();
+    driver_.DevicePrimaryCtxRelease(options_.device);
+  }
   sites_.clear();
-  flights_.reset();
-  if (fence_ != nullptr) driver_.EventDestroy(std::exchange(fence_, nullptr));
-  if (scratch_ != 0) driver_.MemFreeAsync(scratch_, comm_stream_);
-  scratch_ = 0;
-  // The words and the code stay while other streams may hold kernels that use them;
-  // a synchronous free waits for those.
-  if (words_ != 0) driver_.MemFree(words_);
-  words_ = 0;
-  kernels_.reset();
-  for (cuda::Stream s : {comm_stream_, side_stream_})
-    if (s != nullptr) driver_.StreamDestroy(s);
+  (void)flights_.release();
+  (void)kernels_.release();
+  fence_ = nullptr;
+  scratch_ = words_ = 0;
   comm_stream_ = side_stream_ = nullptr;
-  driver_.DevicePrimaryCtxRelease(options_.device);
 }
 
 CudaCommunicator::~CudaCommunicator() { Close(); }

@@ -2,6 +2,7 @@
 #include "device/eager_cuda.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -59,8 +60,9 @@ struct EagerCuda::Block {
 // What a rank tells the others before they connect, followed by what keeps it from it.
 struct EagerCuda::Hello {
   int32_t nccl = 0;
-  uint32_t fusion = 0, packs = 0, pad = 0;
+  uint32_t fusion = 0, packs = 0, shares = 0;
   uint64_t small = 0;
+  std::array<unsigned char, 16> gpu = {};
   nccl::UniqueId id = {};
 };
 
@@ -187,6 +189,11 @@ Status EagerCuda::Prepare(Hello* hello) {
   hello->fusion = static_cast<uint32_t>(cuda.fusion.mode);
   hello->small = cuda.fusion.small;
   hello->packs = cuda::DeviceImages().empty() ? 0 : 1;
+  hello->shares = options_.cuda.shares ? 1 : 0;
+  const cuda::Driver& driver = on->driver();
+  cuda::Device handle = 0;
+  RJ_CUDA(driver, DeviceGet, &handle, cuda.device);
+  RJ_CUDA(driver, DeviceGetUuid, hello->gpu.data(), handle);
   auto made = CudaCommunicator::Prepare(std::move(cuda), host_);
   if (!made.ok()) return made.status();
   if (host_->rank() == 0)
@@ -228,6 +235,15 @@ Status EagerCuda::Judge(const std::vector<std::string>& said,
     if (other.packs != first.packs)
       return differs("one build of ringjax has device code, the other has none");
   }
+  // NCCL would say so in its own log only.
+  const auto& place = host_->options().topology.host;
+  for (size_t r = 1; r < hellos.size(); ++r)
+    for (size_t before = 0; before < r; ++before)
+      if (hellos[r].gpu == hellos[before].gpu && place[r] == place[before] &&
+          hellos[r].shares == 0 && hellos[before].shares == 0)
+        return wrong(r, "computes on the same GPU as rank " +
+                            std::to_string(host_->options().members[before]) +
+                            ", and NCCL wants one for each rank");
   *id = first.id;
   return OkStatus();
 }

@@ -75,8 +75,12 @@ def caught(one: Job, rank: int) -> list[str]:
     [
         ("NCCL_STUB_VERSION=22600", "rank 1 cannot take CUDA tensors: NCCL 22600"),
         ("NCCL_STUB_VERSION=22810", "rank 1 cannot exchange CUDA tensors with rank 0"),
+        ("CUDA_STUB_UUID=alike", "rank 1 computes on the same GPU as rank 0"),
         ("RINGJAX_FUSION=pack", "RINGJAX_FUSION or RINGJAX_FUSION_SMALL is not alike"),
-        ("CUDA_STUB_FAIL=cuMemAlloc", "rank 1 cannot take CUDA tensors: cuMemAlloc"),
+        (
+            "CUDA_STUB_FAIL=cuMemAllocAsync",
+            "rank 1 cannot take CUDA tensors: cuMemAlloc",
+        ),
     ],
 )
 def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> None:
@@ -84,13 +88,13 @@ def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> Non
         start_job,
         2,
         f"""
-        if rank == 1:
-            name, _, value = {setting!r}.partition("=")
+        name, _, value = {setting!r}.partition("=")
+        if rank == 1 or value == "alike":
             os.environ[name] = value
         end = begin()
         fails(end, "first")
         must_work_on_the_host(end)
-        if "cuMemAlloc" in {setting!r}:  # once only
+        if "cuMemAllocAsync" in {setting!r}:  # once only
             assert (end.run("allreduce", "second", [ones()])[0] == size).all()
         else:
             fails(end, "second")

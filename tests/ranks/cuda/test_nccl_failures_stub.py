@@ -151,6 +151,40 @@ def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> N
         assert "all void" in one.output(rank), one.logs()
 
 
+def test_nothing_goes_before_a_group_that_nccl_has_yet_to_launch(
+    start_job: StartJob,
+) -> None:
+    """Least of all the memory of the group: the stub ends a process that does so."""
+    one = job(
+        start_job,
+        1,
+        """
+        import tempfile, threading
+        with tempfile.TemporaryDirectory() as folder:
+            log = calls.NcclLog.begin(folder)
+            device = begin()
+
+            def condemn():
+                while not any(x["function"] == "ncclAllReduce" for x in log.take()):
+                    time.sleep(0.01)
+                device.core.abort("somebody said so", 0)
+
+            thread = threading.Thread(target=condemn)
+            thread.start()
+            try:
+                device.enqueue("allreduce", [np.ones(3, np.float32)] * 2)
+            except Exception as error:
+                tell(error)
+            thread.join()
+            quickly_down()
+        """,
+        {"RINGJAX_FUSION": "pack"},
+        NCCL_STUB_LATENCY_MS=20_000,
+    )
+    assert one.wait(30) == 0, one.logs()
+    assert "somebody said so" in caught(one, 0)[1], one.logs()
+
+
 def test_worlds_one_after_the_other(start_job: StartJob) -> None:
     one = job(
         start_job,
@@ -252,7 +286,7 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
         steps(device, 2)
         if rank == 1:
             device.core.abort("somebody said so", 1)
-            time.sleep(4)
+            time.sleep(6)  # it waits for its peer before it aborts
             quickly_down()
             sys.exit()
         try:
@@ -274,10 +308,10 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
 STRUCK = {
     "at the beginning": (
         "cuDevicePrimaryCtxRetain cuModuleLoadData cuStreamCreateWithPriority "
-        "cuMemAlloc ncclCommInitRankConfig"
+        "cuMemAllocAsync ncclCommInitRankConfig"
     ),
     "in a call": (
-        "cuMemAllocAsync cuLaunchKernel ncclGroupStart ncclAllReduce ncclGroupEnd:2"
+        "cuMemAllocAsync:2 cuLaunchKernel ncclGroupStart ncclAllReduce ncclGroupEnd:2"
     ),
     "between streams": "cuEventRecord cuStreamWaitEvent:2",
 }

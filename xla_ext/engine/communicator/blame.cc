@@ -76,6 +76,19 @@ void Communicator::GiveUp(Code code, const std::string& what, int culprit) {
     succession_->End(Status(code, "rank " + std::to_string(world) + " " + what, world));
 }
 
+bool Communicator::PartTogether(double seconds) {
+  const auto limit = Clock::now() + std::chrono::duration<double>(seconds);
+  bool told = false;
+  while (true) {
+    const auto farewell = farewell_.lock();
+    if (!farewell) return true;  // there is nobody to agree with
+    if (!std::exchange(told, true)) farewell->LetGo(id(), epoch());
+    if (farewell->Holding(id(), epoch(), options_.members).empty()) return true;
+    if (Clock::now() >= limit) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 // As it is shown: with the mark, the operation and what went wrong.
 Status Communicator::Named(const Call& call, const Status& status) const {
   return Status(status.code(), Prefix() + Where(call) + ": " + status.message(),

@@ -25,6 +25,7 @@
 #include "engine/call/descriptor.h"
 #include "engine/call/executor.h"
 #include "engine/call/turnstile.h"
+#include "engine/communicator/farewell.h"
 #include "engine/communicator/inquiry.h"
 #include "engine/communicator/progress.h"
 
@@ -187,6 +188,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   }
   // Whom to ask where late ranks are. Set before first use.
   void set_inquiry(std::weak_ptr<Inquiry> inquiry) { inquiry_ = std::move(inquiry); }
+  // With whom to part together. Set before first use.
+  void set_farewell(std::weak_ptr<Farewell> farewell) {
+    farewell_ = std::move(farewell);
+  }
+  // After the end: lets go of what members share beside the links, and waits until all
+  // who live have let go as well, so long at most. Says whether they have.
+  bool PartTogether(double seconds);
   // Asks members, named by their world ranks, about an operation that runs its own
   // protocol here; and what is known of them since.
   void AskAbout(uint64_t operation, const std::vector<int>& ranks,
@@ -359,6 +367,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::function<void(const Status&)> on_failure_;
   std::function<std::vector<int>(uint64_t)> laggards_;
   std::weak_ptr<Inquiry> inquiry_;
+  std::weak_ptr<Farewell> farewell_;
 };
 
 }  // namespace ringjax

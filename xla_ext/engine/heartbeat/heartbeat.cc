@@ -223,9 +223,10 @@ bool Heartbeat::Sensible(const Message& message) const {
         return state.peer.rank == message.culprit;
       });
   return known && message.magic == Message().magic && message.length <= kMostText &&
-         message.type >= Type::kBeat && message.type <= Type::kAnswer &&
+         message.type >= Type::kBeat && message.type <= Type::kLetGo &&
          (message.type != Type::kAsk || message.length >= sizeof(AskHead)) &&
-         (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead));
+         (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead)) &&
+         (message.type != Type::kLetGo || message.length >= sizeof(Gone));
 }
 
 // Takes one message off the input; false if there is none yet.
@@ -247,6 +248,7 @@ bool Heartbeat::Parse(State* state) {
   state->input.erase(0, sizeof message + message.length);
   if (message.type == Type::kAsk) OnAsk(state, text);
   if (message.type == Type::kAnswer) OnAnswer(state, text);
+  if (message.type == Type::kLetGo) OnLetGo(state, text);
   if (message.type == Type::kFail) {
     text = Printable(text, kMostText);
     const bool itself = message.culprit < 0 || message.culprit == rank;
@@ -346,6 +348,7 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
       return heartbeat ? heartbeat->Laggards(plane, sequence) : std::vector<int>{};
     });
   communicator->set_inquiry(self);
+  communicator->set_farewell(self);
   std::vector<std::pair<int, std::string>> lost_before;
   std::map<int, uint64_t> left_before;
   {

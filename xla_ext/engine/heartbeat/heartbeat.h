@@ -28,13 +28,16 @@
 #include "base/status.h"
 #include "engine/call/owner.h"
 #include "engine/communicator/communicator.h"
+#include "engine/communicator/farewell.h"
 #include "engine/communicator/inquiry.h"
 #include "transport/channel.h"
 #include "transport/link.h"
 
 namespace ringjax {
 
-class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat> {
+class Heartbeat : public Inquiry,
+                  public Farewell,
+                  public std::enable_shared_from_this<Heartbeat> {
  public:
   struct Peer {
     int rank;               // in the world
@@ -71,6 +74,11 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
   std::vector<Sighting> Sightings(int communicator,
                                   const std::vector<int>& ranks) const override;
 
+  // Letting go (letting_go.cc).
+  void LetGo(int communicator, uint32_t epoch) override;
+  std::vector<int> Holding(int communicator, uint32_t epoch,
+                           const std::vector<int>& ranks) const override;
+
   // For who was rung: the questions to this rank that wait for an answer.
   struct Asked {
     uint64_t newest = 0;              // its number; 0: there is none
@@ -81,7 +89,7 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
   void Answer(uint64_t newest, const std::string& place);
 
  private:
-  enum class Type : uint8_t { kBeat = 1, kFail, kLeave, kAsk, kAnswer };
+  enum class Type : uint8_t { kBeat = 1, kFail, kLeave, kAsk, kAnswer, kLetGo };
   struct Message {  // on the wire, followed by `length` bytes of text
     uint32_t magic = 0x42484752;
     Type type = Type::kBeat;
@@ -102,6 +110,11 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
     uint32_t pad = 0;
     uint64_t calls = 0;
   };
+  struct Gone {  // the text of kLetGo
+    int32_t communicator = 0;
+    uint32_t epoch = 0;
+  };
+  static constexpr size_t kMostGone = 4096;  // communicators of a peer
   struct AnswerHead {  // of the text of kAnswer, which goes on with the report
     uint32_t token = 0, entered = 0;
   };
@@ -135,6 +148,7 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
     bool open = true, left = false;
     std::map<int, uint64_t> finished;  // if it has left: calls, by communicator
     std::map<int, Inquired> inquired;  // by communicator
+    std::map<int, uint32_t> gone;      // let go: the last epoch, by communicator
   };
 
   void Expect();
@@ -158,6 +172,7 @@ class Heartbeat : public Inquiry, public std::enable_shared_from_this<Heartbeat>
   double NextAnswer() const;  // when the first one must be given
   void OnAsk(State* state, const std::string& text);
   void OnAnswer(State* state, const std::string& text);
+  void OnLetGo(State* state, const std::string& text);
   void AnswerWhatIsDue();
   void Reply(State* state, const AskHead& head, const std::string& place);
   std::shared_ptr<Communicator> Watched(int id) const;

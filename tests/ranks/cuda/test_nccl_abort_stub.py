@@ -1,0 +1,127 @@
+"""How ranks leave NCCL together when an epoch fails, on the stubs: no GPU tests.
+
+An abort gives memory back that other ranks of the host and other communicators of the
+process may still use. So all of them stop first, within a bound.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.launch import StartJob
+from support.stub_processes import stub_job
+from support.stubs import read_log
+
+HEAD = """
+import os, sys, time
+import numpy as np
+from support import device_calls as calls
+import ringjax
+
+calls.open_at_init()
+rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
+ringjax.init()
+small = [np.ones(3, np.float32)]
+"""
+SLOW = 0.6  # seconds
+job = partial(stub_job, HEAD)
+
+
+# The rank that fails waits for a slow peer as that one for a slow culprit.
+@pytest.mark.parametrize("slow", [0, 1])
+def test_all_ranks_stop_before_one_aborts(
+    start_job: StartJob, tmp_path: Path, slow: int
+) -> None:
+    log = tmp_path / "nccl"
+    one = job(
+        start_job,
+        2,
+        """
+        device = calls.Device()
+        device.start(small, site=1)
+        if rank == 0:
+            began = time.monotonic()
+            try:
+                device.start(small, site=1)  # the one before was never collected
+            except Exception as error:
+                print("failed", began, error, flush=True)
+        while not device.core.aborted:
+            time.sleep(0.01)
+        ringjax.shutdown()
+        """,
+        {"RINGJAX_FAILPOINTS": f"device.condemned=sleep({SLOW})@{slow}"},
+        NCCL_STUB_LOG=str(log),
+    )
+    assert one.wait(30) == 0, one.logs()
+    _, began, text = one.output(0).split(maxsplit=2)
+    assert "never collected the results" in text
+    aborts = [x for x in read_log(log) if x["function"] == "ncclCommAbort"]
+    assert {x["rank"] for x in aborts} == {0, 1}
+    assert all(x["seconds"] - float(began) >= SLOW for x in aborts), (began, aborts)
+
+
+def test_a_rank_that_does_not_stop_is_not_waited_for_for_ever(
+    start_job: StartJob,
+) -> None:
+    one = job(
+        start_job,
+        2,
+        """
+        device = calls.Device()
+        if rank == 0:
+            device.core.abort("somebody said so", 0)  # without a word to the other
+            ringjax.shutdown()
+            print("shut down", flush=True)
+        else:
+            time.sleep(60)
+        """,
+    )
+    one.wait_for(0, "shut down", timeout=20)
+    one.kill(rank=1)
+    one.wait(20)
+
+
+def test_all_communicators_stop_before_one_aborts(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    log = tmp_path / "both"
+    one = job(
+        start_job,
+        4,
+        """
+        sets = [[0, 1], [0, 1, 2], [0, 1, 3]]
+        numbers = [0, *(ringjax.add_process_set(x).process_set_id for x in sets)]
+        if rank > 0:
+            print("ready", flush=True)
+            time.sleep(60)
+        devices = [calls.Device(number) for number in numbers]
+        for device in devices:
+            device.enqueue("allreduce", small)
+        print("ready", os.getpid(), flush=True)
+        for device in devices:
+            try:
+                device.core.synchronize()
+            except Exception as error:
+                assert "rank 1" in str(error), error
+        ringjax.shutdown()
+        print("shut down", flush=True)
+        """,
+        # The first one is late with what it tells its device.
+        {"RINGJAX_FAILPOINTS": f"device.condemned=sleep({SLOW})@0#1"},
+        NCCL_STUB_LOG=str(log),
+        CUDA_STUB_LOG=str(log),
+    )
+    for rank in range(4):
+        one.wait_for(rank, "ready")
+    one.kill(rank=1)
+    one.wait_for(0, "shut down")
+    for rank in (2, 3):
+        one.kill(rank=rank)
+    one.wait(30)
+    mine = [x for x in read_log(log) if str(x["pid"]) == one.output(0).split()[1]]
+    told = [i for i, x in enumerate(mine) if x.get("memset") == 1]
+    aborted = [i for i, x in enumerate(mine) if x.get("function") == "ncclCommAbort"]
+    assert len(told) == len(aborted) == 4, mine
+    assert max(told) < min(aborted), mine
