@@ -35,7 +35,7 @@ STEPS = (
     LOOP
     + MESH
     + """
-tx = ringjax.allreduce_grads()
+tx = ringjax.allreduce_grads(overlap=OVERLAP, bucket_bytes=64)
 mine = 2.0**WORKER
 sizes = {"a": (4, 7), "b": (100_004,), "c": (3, 5)}
 grads = {name: put(np.full(size, mine, "f4"), None if name == "c" else "d")
@@ -98,11 +98,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_are_killed_and_all_devices_of_the_others_finish_the_step(
-    start: Start,
+    start: Start, overlap: bool
 ) -> None:
     env = dict(local_devices.environment(4)())
-    job = start(4, STEPS, env=env)
+    job = start(4, f"OVERLAP = {overlap}\n" + STEPS, env=env)
     begin(job, 5)
     alive = {0, 1, 2, 3}
     for victim in (2, 0, 3):
