@@ -116,6 +116,19 @@ def test_ranks_are_killed_and_all_devices_of_the_others_finish_the_step(
     assert job.lines(1, "compiled") == [["1"]]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_die_within_a_call(start: Start, overlap: bool) -> None:
+    """One while its call moves data, another when it has its results."""
+    deaths = "call.moving=kill@2#25;call.complete=kill@0#60"
+    env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": deaths}
+    job = start(3, f"OVERLAP = {overlap}\n" + STEPS, env=env)
+    progress(job, {1}, 120)
+    stop(job)
+    assert job.wait(1) == 0, job.story()
+    assert [job.wait(worker) for worker in (0, 2)] == [-9, -9], job.story()
+    check_steps(job, {1})
+
+
 def test_a_device_that_does_not_come_is_named_within_the_timeout(
     start_job: StartJob,
 ) -> None:
