@@ -104,6 +104,20 @@ def bucketed_allreduce(
     return out, seq
 
 
+def _timetable(
+    sizes: Sequence[int], cuts: buckets.Cuts, memory: float, overlapped: bool
+) -> tuple[buckets.Cuts, list[tuple[str, int]], int, bool]:
+    """`buckets.timetable`, and whether it is overlapped."""
+    # On CPUs all buckets of a step can run again if a rank is lost, so all are on their
+    # way at once, each as it is and as a sum; or there is one call.
+    whole = runtime.elastic() and memory != math.inf
+    if whole:
+        twice = 2 * buckets.packed(sizes)
+        overlapped &= twice <= runtime.config().elastic_overlap_memory
+    plan = buckets.timetable(sizes, cuts, memory, overlapped=overlapped, whole=whole)
+    return (*plan, overlapped)
+
+
 def _chained_lower(
     ctx: Any,
     platform: str,
@@ -111,7 +125,7 @@ def _chained_lower(
     cuts: Any,
     overlapped: bool,
     overlapped_on_device: bool,
-    memory: int,
+    memory: float,
     **params: Any,
 ) -> list[Any]:
     *leaves, seq = operands
@@ -120,19 +134,8 @@ def _chained_lower(
     if on_device := platform == "cuda":
         primitive.check_nccl("allreduce_grads", avals, params)
         overlapped = overlapped_on_device
-    # There all buckets of a step can run again if a rank is lost, so all are on their
-    # way at once, each as it is and as a sum; or there is one call.
-    whole = runtime.elastic() and not on_device
-    if whole:
-        twice = 2 * buckets.packed(sizes)
-        overlapped &= twice <= runtime.config().elastic_overlap_memory
-    cuts, calls, in_flight = buckets.timetable(
-        sizes,
-        cuts,
-        math.inf if on_device else memory,
-        overlapped=overlapped,
-        whole=whole,
-    )
+        memory = math.inf
+    cuts, calls, in_flight, overlapped = _timetable(sizes, cuts, memory, overlapped)
     chain = ties.chain_number(ctx) if overlapped else 0
 
     def call(kind: str, site: int, seq: Any) -> Any:
@@ -186,18 +189,32 @@ def _chained_several(
     memory: int,
     **params: Any,
 ) -> list[Any]:
-    """Of several devices: in calls that work in place, whatever `overlapped` says."""
-    del cuts, overlapped, overlapped_on_device, memory
+    """Of several devices, which meet in each call."""
+    del overlapped_on_device
     primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_SHARDS)
-    cuts = primitive.cuts(len(operands) - 1)
+    devices = len(program.devices)
+    # Inside of a shard_map a leaf is what one device has. Shards are rounded up, too.
+    sizes = [
+        math.prod(aval.shape) * aval.dtype.itemsize * (devices if program.mesh else 1)
+        + buckets.ALIGN * devices
+        for aval in ctx.avals_in[:-1]
+    ]
+    cuts, order, in_flight, overlapped = _timetable(sizes, cuts, memory, overlapped)
+    chain = ties.chain_number(ctx) if overlapped else 0
     calls = [
-        (
-            cut,
+        shards.call(
+            cuts[site],
             primitive.attributes(
-                "allreduce", primitive.select(params, cut), last=int(cut == cuts[-1])
+                "allreduce",
+                primitive.select(params, cuts[site]),
+                site=site | chain << 16 if overlapped else 0,
+                first=int(number == 0 and overlapped),
+                last=int(number == len(order) - 1),
+                in_flight=in_flight,
             ),
+            kind,
         )
-        for cut in cuts
+        for number, (kind, site) in enumerate(order)
     ]
     return shards.lower_chain(ctx, program, operands, calls)
 

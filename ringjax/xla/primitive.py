@@ -84,7 +84,8 @@ def collective(
     def several(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
         refuse_adasum(name, params["reduce_op"], NO_SHARDS)
         calls = [
-            (cut, attributes(name, select(params, cut))) for cut in cuts(len(operands))
+            shards.call(cut, attributes(name, select(params, cut)))
+            for cut in cuts(len(operands))
         ]
         if program.mesh is None and operands and not in_place:
             raise ValueError(

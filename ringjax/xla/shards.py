@@ -136,8 +136,14 @@ def of_mesh(mesh: Any, varying: Sequence[frozenset[str] | None]) -> Shards:
 
 # -- lowering --------------------------------------------------------------------------
 
-# The operands of a native call, and its attributes if the tensors were undivided.
-Calls = Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
+# Its operands, its attributes if the tensors were undivided, and the handler.
+Call = tuple[tuple[int, ...], Mapping[str, Any], str]
+Calls = Sequence[Call]
+
+
+def call(cut: tuple[int, ...], whole: Mapping[str, Any], kind: str = "run") -> Call:
+    """A call of a chain: a "run", or the "start" or the "done" of one."""
+    return cut, whole, _TARGET if kind == "run" else f"{_TARGET}_{kind}"
 
 
 def lower_chain(
@@ -159,7 +165,7 @@ def lower_check(
     """Lowers a call that only reads; `operands` as for a chain, results its order."""
     # The order value comes first in the primitive, and last in all calls.
     avals = [*ctx.avals_in[1:], ctx.avals_in[0]]
-    calls = [(tuple(range(len(avals) - 1)), whole)]
+    calls = [(tuple(range(len(avals) - 1)), whole, _CHECK)]
     if program.mesh is not None:
         own = _cut(of_mesh(program.mesh, _varying(avals[:-1])), calls)
         return _emit(ctx, operands, avals, own, kept=(), reads=True)[-1]
@@ -175,7 +181,10 @@ def lower_ordered(
     """Lowers calls that JAX's token of the ordered effect goes through."""
     if program.mesh is not None:
         own = _cut(of_mesh(program.mesh, _varying(ctx.avals_in)), calls)
-        return jax_private.emit_ordered(ctx, _TARGET, operands, own, in_place=in_place)
+        plain = [(cut, attributes) for cut, attributes, _ in own]
+        return jax_private.emit_ordered(
+            ctx, _TARGET, operands, plain, in_place=in_place
+        )
     # What XLA cuts has no tokens, so a number has to stand for it meanwhile.
     order, aval = ties.order_of_token(ctx)
     avals = [*ctx.avals_in, aval]
@@ -184,8 +193,13 @@ def lower_ordered(
     return out
 
 
-def _cut(shards: Shards, calls: Calls) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    return [(cut, shards.select(cut).attributes(whole)) for cut, whole in calls]
+def _cut(shards: Shards, calls: Calls) -> Calls:
+    return [(cut, shards.select(cut).attributes(w), target) for cut, w, target in calls]
+
+
+def _count(calls: Calls) -> int:
+    """The number of tensors of calls."""
+    return len({i for cut, _, _ in calls for i in cut})
 
 
 def _varying(avals: Sequence[Any]) -> list[frozenset[str] | None]:
@@ -213,13 +227,13 @@ def _emit(
     `reads`: they have no other result, and their tensors are returned as they are.
     """
     *values, order = operands
-    for number, (cut, attributes) in enumerate(calls):
+    for number, (cut, attributes, target) in enumerate(calls):
         types = [*(avals[i] for i in cut), avals[len(values)]]
         more = behind if number == 0 else ()
         changed = () if reads else cut
         *out, order = jax_private.emit(
             ctx,
-            _CHECK if reads else _TARGET,
+            target,
             [*(values[i] for i in cut), order, *more],
             [*types, *avals[len(avals) - len(more) :]],
             types[len(cut) - len(changed) :],
@@ -265,7 +279,9 @@ def _split(
             for r, shape in zip(args if reads else results, shapes, strict=False)
         ]
         own = _cut(of_shardings(here, shapes, chosen), calls)
-        frozen = tuple((cut, tuple(attributes.items())) for cut, attributes in own)
+        frozen = tuple(
+            (cut, tuple(named.items()), target) for cut, named, target in own
+        )
 
         def lower(*values: Any) -> Any:
             out = _part_p.bind(*values[:-1], calls=frozen, kept=kept, reads=reads)
@@ -286,13 +302,15 @@ def _split(
         sides = [" ".join(f"i{next(numbers)}" for _ in t.shape) for t in operands]
         return f"{', '.join(sides)} -> {', '.join(sides[first : count + 1])}"
 
-    call = custom_partitioning(lambda *values: values[first : count + 1])
-    call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
-    text = repr([(cut, sorted(whole.items())) for cut, whole in calls])
+    parted = custom_partitioning(lambda *values: values[first : count + 1])
+    parted.def_partition(
+        partition=partition, sharding_rule=rule, decode_shardings=False
+    )
+    text = repr([(cut, sorted(whole.items()), target) for cut, whole, target in calls])
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
     return jax_private.lower_function(
         ctx,
-        lambda *values: call(*values, digest),
+        lambda *values: parted(*values, digest),
         [*operands, *(value for value, _ in behind)],
         [*avals, *(aval for _, aval in behind)],
         avals[first:],
@@ -318,12 +336,12 @@ def _lower_part(
     ctx: Any, program: Any, *operands: Any, calls: Any, kept: Any, reads: bool
 ) -> list[Any]:
     del program
-    count = 1 + sum(len(cut) for cut, _ in calls)
+    count = 1 + _count(calls)
     out = _emit(
         ctx,
         operands[:count],
         ctx.avals_in,
-        [(cut, dict(attributes)) for cut, attributes in calls],
+        [(cut, dict(attributes), target) for cut, attributes, target in calls],
         kept=kept,
         behind=operands[count:],
         inside=True,
@@ -334,7 +352,7 @@ def _lower_part(
 
 def _part_shapes(*avals: Any, calls: Any, kept: Any, reads: bool) -> list[Any]:
     del kept
-    count = 1 + sum(len(cut) for cut, _ in calls)
+    count = 1 + _count(calls)
     out = [aval.update(weak_type=False) for aval in avals[:count]]
     return out[-1:] if reads else out
 

@@ -1,5 +1,5 @@
-// The FFI handlers for the CPU: Run, Start, Done, and Meet, which is Run for one of
-// several devices. They translate, nothing more.
+// The FFI handlers for the CPU: Run, Start, Done, and the same for one of several
+// devices, which meet. They translate, nothing more.
 #include <cstring>
 
 #include "ffi/handlers.h"
@@ -44,9 +44,38 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
   });
 }
 
+enum class Deed { kRun, kStart, kDone };
+
+// What all devices do together. The order values put it behind what was before.
+std::function<Status(uint64_t, const Call&)> BodyOf(Deed deed, const Invocation& it) {
+  const auto begin = [overlap = it.live.overlap, first = it.first, site = it.site] {
+    if (first) overlap->Begin(site);
+  };
+  switch (deed) {
+    case Deed::kRun:
+      if (!it.first) return nullptr;
+      return [begin, c = it.live.communicator](uint64_t ticket, const Call& call) {
+        begin();
+        return c->RunInTurn(ticket, call);
+      };
+    case Deed::kStart:
+      return [begin, overlap = it.live.overlap, site = it.site,
+              in_flight = it.in_flight](uint64_t, const Call& call) {
+        begin();
+        return overlap->Start(call, site, in_flight);
+      };
+    case Deed::kDone:
+      break;
+  }
+  return [overlap = it.live.overlap, site = it.site](uint64_t, const Call& call) {
+    return overlap->Done(call, site);
+  };
+}
+
 // Never waits: see engine/communicator/meeting.h. XLA keeps the buffers, the attributes
 // and what its program has in memory until the future is there, also if another part of
 // the program has failed meanwhile.
+template <Deed kDeed>
 ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, ffi::Dictionary attrs) {
   ffi::Promise promise;
@@ -66,12 +95,15 @@ ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
     part.devices = list("devices");
     part.shards = list("shards");
     part.done = [promise, in = it.order_in, out = it.order_out,
-                 advance = it.last](const Status& status) mutable {
+                 advance =
+                     it.last && kDeed != Deed::kStart](const Status& status) mutable {
       if (!status.ok()) return promise.SetError(ToError(status));
       PassOrder(in, out, advance);
       promise.SetAvailable();
     };
     part.call = std::move(it.call);
+    part.wants_turn = kDeed == Deed::kRun;
+    part.body = BodyOf(kDeed, it);
     return it.live.meeting->Join(std::move(part));
   });
   if (problem.failure()) promise.SetError(std::move(problem));
@@ -93,13 +125,19 @@ XLA_FFI_DEFINE_HANDLER(kStart, Start,
 XLA_FFI_DEFINE_HANDLER(kDone, Done,
                        ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kOrder, Order, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
-XLA_FFI_DEFINE_HANDLER(kMeet, Meet,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Ctx<ffi::RunId>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+
+auto OfOneDevice() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(kMeet, Meet<Deed::kRun>, OfOneDevice());
+XLA_FFI_DEFINE_HANDLER(kMeetStart, Meet<Deed::kStart>, OfOneDevice());
+XLA_FFI_DEFINE_HANDLER(kMeetDone, Meet<Deed::kDone>, OfOneDevice());
 
 }  // namespace
 
@@ -109,6 +147,8 @@ std::vector<std::pair<std::string, void*>> HostHandlers() {
                          {"ringjax_start", reinterpret_cast<void*>(kStart)},
                          {"ringjax_done", reinterpret_cast<void*>(kDone)},
                          {"ringjax_meet", reinterpret_cast<void*>(kMeet)},
+                         {"ringjax_meet_start", reinterpret_cast<void*>(kMeetStart)},
+                         {"ringjax_meet_done", reinterpret_cast<void*>(kMeetDone)},
                          {"ringjax_order", reinterpret_cast<void*>(kOrder)}});
   return all;
 }

@@ -35,7 +35,7 @@ STEPS = (
     LOOP
     + MESH
     + """
-tx = ringjax.allreduce_grads()
+tx = ringjax.allreduce_grads(overlap=OVERLAP, bucket_bytes=64)
 mine = 2.0**WORKER
 sizes = {"a": (4, 7), "b": (100_004,), "c": (3, 5)}
 grads = {name: put(np.full(size, mine, "f4"), None if name == "c" else "d")
@@ -98,11 +98,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_are_killed_and_all_devices_of_the_others_finish_the_step(
-    start: Start,
+    start: Start, overlap: bool
 ) -> None:
     env = dict(local_devices.environment(4)())
-    job = start(4, STEPS, env=env)
+    job = start(4, f"OVERLAP = {overlap}\n" + STEPS, env=env)
     begin(job, 5)
     alive = {0, 1, 2, 3}
     for victim in (2, 0, 3):
@@ -113,6 +114,19 @@ def test_ranks_are_killed_and_all_devices_of_the_others_finish_the_step(
     assert job.wait(1) == 0, job.story()
     check_steps(job, {1})
     assert job.lines(1, "compiled") == [["1"]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_die_within_a_call(start: Start, overlap: bool) -> None:
+    """One while its call moves data, another when it has its results."""
+    deaths = "call.moving=kill@2#25;call.complete=kill@0#60"
+    env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": deaths}
+    job = start(3, f"OVERLAP = {overlap}\n" + STEPS, env=env)
+    progress(job, {1}, 120)
+    stop(job)
+    assert job.wait(1) == 0, job.story()
+    assert [job.wait(worker) for worker in (0, 2)] == [-9, -9], job.story()
+    check_steps(job, {1})
 
 
 def test_a_device_that_does_not_come_is_named_within_the_timeout(

@@ -205,7 +205,8 @@ Status Meeting::Join(Part part) {
   std::vector<Part> parts = std::move(group->parts);
   open_.erase(group);
   // Within the lock, so that the order of calls is that in which groups were complete.
-  const uint64_t ticket = parts.front().communicator->TakeTicket();
+  const Part& one = parts.front();
+  const uint64_t ticket = one.wants_turn ? one.communicator->TakeTicket() : 0;
   lock.unlock();
   auto all = std::make_shared<std::vector<Part>>(std::move(parts));
   carriers.Carry([all, ticket] { Run(std::move(*all), ticket); });

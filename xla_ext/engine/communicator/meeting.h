@@ -41,8 +41,9 @@ struct Part {
   std::vector<int64_t> shards;
   std::function<void(const Status&)> done;  // once; results are in place if it is ok
   // What is done, once, with the call of all; if empty, the communicator runs it. The
-  // first of its own calls is in the turn of the ticket.
+  // first of its own calls is in the turn of the ticket, if it wants one.
   std::function<Status(uint64_t ticket, const Call& call)> body;
+  bool wants_turn = true;
 };
 
 class Meeting {

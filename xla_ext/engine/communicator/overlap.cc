@@ -105,9 +105,11 @@ void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
   const uint64_t copies = elastic() ? 2 : 1;  // what comes in is kept
   job->name = call.name;
   job->names = call.names;
+  job->partition = call.partition;
   job->call = call;
   job->call.name = job->name;
   job->call.names = job->names;
+  job->call.partition = job->partition;
   Release(job);  // of a START that failed
   arena_.Grow(copies * in_flight);
   job->block = arena_.Take(copies * bytes);

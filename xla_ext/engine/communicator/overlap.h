@@ -61,7 +61,7 @@ class Overlap {
  private:
   struct Job {
     Call call;  // tensors point into the block
-    std::string name, names;
+    std::string name, names, partition;
     std::byte* block = nullptr;           // of the arena
     std::unique_ptr<std::byte[]> beyond;  // or, if that had no room
     int64_t chain = 0;
