@@ -9,6 +9,7 @@ the native core.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,18 @@ def shares_gpu() -> bool:
     """Whether somebody has told NCCL that ranks may share a GPU, as tests do."""
     told = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
     return told or bool(os.environ.get("NCCL_HOSTID"))
+
+
+def memory_fraction() -> str:
+    """The part of the memory that JAX takes at once, where that is 0.9 or more."""
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
+        return ""
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        value = os.environ.get(name, "")
+        with contextlib.suppress(ValueError):  # JAX says what is wrong with it
+            if value and float(value) >= 0.9:
+                return value
+    return ""
 
 
 def _gpu(device: int) -> str:
@@ -258,6 +271,13 @@ class Devices:
                 "this ringjax was built without device code: no tensors are packed, "
                 "compression and scaling do not work on CUDA devices, and results of a "
                 "step that a lost rank has spoilt are not marked as NaN",
+            )
+        if greed := memory_fraction():
+            self._home.log(
+                "warning",
+                f"JAX takes {greed} of the GPU's memory, and NCCL needs some hundred "
+                "MB of the rest for each process set: set "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION to 0.85 or less if it finds none",
             )
         self._home.log(
             "debug", f"device {device}, NCCL {version_text(version)} at {path}"

@@ -124,6 +124,12 @@ inline Outcome Enqueue(Stream handle, std::function<void()> work) {
 
 #define STUB_DECLARE(member, name, types) STUB_EXPORT Outcome name types;
 RINGJAX_CUDA_FUNCTIONS(STUB_DECLARE)
+RINGJAX_CUDA_OPTIONAL(STUB_DECLARE)
+// What the tests of the stub use besides.
+STUB_EXPORT Outcome cuEventElapsedTime(float*, Event, Event);
+STUB_EXPORT Outcome cuMemAlloc_v2(Pointer*, size_t);
+STUB_EXPORT Outcome cuMemFree_v2(Pointer);
+STUB_EXPORT Outcome cuMemcpyDtoHAsync_v2(void*, Pointer, size_t, Stream);
 // For libnccl_stub.
 STUB_EXPORT Outcome cuLaunchHostFunc(Stream stream, HostFunction function, void* data);
 STUB_EXPORT unsigned long long stub_cuda_pushed(Stream stream);

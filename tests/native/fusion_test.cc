@@ -6,6 +6,7 @@
 #include <random>
 
 #include "check.h"
+#include "device/reduction.h"
 
 namespace ringjax {
 namespace {
@@ -216,6 +217,43 @@ TEST(FusionOfSegmentsByType) {
   CHECK(plan.in_place == (std::vector<size_t>{1, 3}));
   for (const Segment& s : plan.segments)
     CHECK_EQ(s.pieces.size(), s.dtype == DType::kBF16 ? 2u : 1u);
+}
+
+TEST(FusionPacksAveragesThatNcclWouldRound) {
+  Call call = MakeCall(
+      {MakeTensor(DType::kBF16, {4 << 20}), MakeTensor(DType::kF32, {4 << 20})});
+  for (const int size : {1, 2, 3, 4, 5, 6, 7, 8}) {
+    const bool rounds = size == 3 || (size > 4 && size < 8);
+    for (const Fusion mode : {Fusion::kHybrid, Fusion::kGroup}) {
+      call.reduce_op = ReduceOp::kAverage;
+      const FusionPlan plan = PlanOf(call, {.mode = mode}, size);
+      CheckPlan(call, plan);
+      CHECK_EQ(IsPacked(plan, 0), rounds);
+      CHECK(!IsPacked(plan, 1));
+      CHECK(!IsPacked(PlanOf(call, {.mode = mode, .can_pack = false}, size), 0));
+      call.reduce_op = ReduceOp::kSum;
+      CHECK(!IsPacked(PlanOf(call, {.mode = mode}, size), 0));
+    }
+  }
+}
+
+TEST(FactorsOfAveragesAreThoseOfTheMean) {
+  Call call = MakeCall({});
+  call.prescale = 2, call.postscale = 5;
+  for (const ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum})
+    for (const DType wire : {DType::kF16, DType::kBF16, DType::kF32})
+      for (const int size : {1, 2, 3, 6, 8}) {
+        call.reduce_op = op;
+        const Factors f = FactorsOf(call, wire, size);
+        const bool last = AveragesLast(call, wire, size);
+        CHECK_EQ(last,
+                 op == ReduceOp::kAverage && wire != DType::kF32 && size % 3 == 0);
+        CHECK(f.op == (last ? ReduceOp::kSum : op));
+        const double off = f.before * f.after * (last ? size : 1) - 10;
+        CHECK(off < 1e-12 && off > -1e-12);
+        if (wire == DType::kF16 && last) CHECK(f.before * size <= call.prescale);
+        if (wire != DType::kF16) CHECK_EQ(f.before, call.prescale);
+      }
 }
 
 TEST(FusionOfBroadcastsNeverConverts) {

@@ -257,6 +257,27 @@ def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> Non
         devices_of(home).open(0, "", {0: [0, 1, 2]})
 
 
+def test_jax_that_leaves_nccl_no_memory_is_warned_about(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned(**variables: str) -> bool:
+        for name in ("FRACTION", "PREALLOCATE"):
+            full = f"XLA_PYTHON_CLIENT_{'MEM_' * (name == 'FRACTION')}{name}"
+            monkeypatch.delenv(full, raising=False)
+            if name in variables:
+                monkeypatch.setenv(full, variables[name])
+        home = Home(core)
+        devices_of(home).open(0, "", {0: [0, 1]})
+        return any("of the GPU's memory" in line for line in home.lines)
+
+    assert warned(FRACTION=".95")
+    assert warned(FRACTION="0.9")
+    assert not warned()
+    assert not warned(FRACTION="0.85")
+    assert not warned(FRACTION="much")
+    assert not warned(FRACTION=".95", PREALLOCATE="false")
+
+
 def test_two_ranks_on_one_gpu_are_told_so(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:

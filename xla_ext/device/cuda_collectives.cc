@@ -155,17 +155,18 @@ Status CudaCommunicator::Fused(Work* work) {
   for (const Segment& s : plan.segments) {
     if (!reduces && rank() != call.root) break;  // only the root has something to say
     gather(s, [](const Tensor& t) { return t.in; });
-    RJ_TRY(kernels_->Pack(patches_, s.dtype, s.wire, reduces ? call.prescale : 1.0,
+    RJ_TRY(kernels_->Pack(patches_, s.dtype, s.wire,
+                          reduces ? FactorsOf(call, s.wire, size()).before : 1.0,
                           target));
   }
-  auto move = [&](const void* in, void* out, uint64_t elements, DType dtype,
-                  DType wire) -> Status {
+  auto move = [&](const void* in, void* out, uint64_t elements, DType dtype, DType wire,
+                  ReduceOp op) -> Status {
     if (!reduces)
       return Issued(work,
                     nccl_.Broadcast(in, out, elements * Width(wire), nccl::kInt8,
                                     call.root, comm_, work->stream),
                     "ncclBroadcast");
-    Result<Reduction> r = ReductionOf(dtype, wire, call.reduce_op, size());
+    Result<Reduction> r = ReductionOf(dtype, wire, op, size());
     if (!r.ok()) return r.status();
     return Issued(work,
                   nccl_.AllReduce(in, out, elements, r.value().type, r.value().op,
@@ -176,10 +177,11 @@ Status CudaCommunicator::Fused(Work* work) {
   const Status issued = Group(work, [&]() -> Status {
     for (const Segment& s : plan.segments)
       RJ_TRY(move(At(fused, s.offset), At(fused, s.offset), s.elements(), s.dtype,
-                  s.wire));
+                  s.wire, FactorsOf(call, s.wire, size()).op));
     for (size_t i : plan.in_place) {
       const Tensor& t = call.tensors[i];
-      RJ_TRY(move(t.in, t.out, Components(t), t.dtype, ComponentType(t.dtype)));
+      RJ_TRY(move(t.in, t.out, Components(t), t.dtype, ComponentType(t.dtype),
+                  call.reduce_op));
     }
     return OkStatus();
   });
@@ -191,7 +193,8 @@ Status CudaCommunicator::Fused(Work* work) {
     into.poison = 0;  // arithmetic may change the bits of a NaN: plain copies
   for (const Segment& s : plan.segments) {
     gather(s, [](const Tensor& t) { return t.out; });
-    RJ_TRY(kernels_->Unpack(patches_, s.dtype, s.wire, reduces ? call.postscale : 1.0,
+    RJ_TRY(kernels_->Unpack(patches_, s.dtype, s.wire,
+                            reduces ? FactorsOf(call, s.wire, size()).after : 1.0,
                             into));
     for (const Packed& p : s.pieces)
       if (!reduces) seal(p.tensor);
@@ -300,7 +303,8 @@ Status CudaCommunicator::Reducescatter(Work* work) {
               wire,
               RowElements(t),
               std::span(call.rows).subspan(i * p, p),
-              Converts(call, t),
+              Converts(call, t) ||
+                  (kernels_->available() && AveragesLast(call, wire, size())),
               {},
               {}};
     if (!all[i].converts) {
@@ -315,7 +319,8 @@ Status CudaCommunicator::Reducescatter(Work* work) {
   const auto target = TargetOf(work, fused.value());
   for (Scattered& s : all) {
     if (!s.converts) continue;
-    RJ_TRY(kernels_->Pack({&s.in, 1}, s.type, s.wire, call.prescale, target));
+    RJ_TRY(kernels_->Pack({&s.in, 1}, s.type, s.wire,
+                          FactorsOf(call, s.wire, size()).before, target));
     s.from = At(fused.value(), s.in.offset);
     s.to = At(fused.value(), s.out.offset);
   }
@@ -326,13 +331,16 @@ Status CudaCommunicator::Reducescatter(Work* work) {
   RJ_TRY(issued);
   for (const Scattered& s : all)
     if (s.converts)
-      RJ_TRY(kernels_->Unpack({&s.out, 1}, s.type, s.wire, call.postscale, target));
+      RJ_TRY(kernels_->Unpack({&s.out, 1}, s.type, s.wire,
+                              FactorsOf(call, s.wire, size()).after, target));
   return Seal(work, plain);
 }
 
 Status CudaCommunicator::Scatter(Work* work, const Scattered& s, DType dtype) {
-  const Result<Reduction> how =
-      ReductionOf(dtype, s.wire, work->call.reduce_op, size());
+  const Call& call = work->call;
+  const ReduceOp reduce =
+      s.converts ? FactorsOf(call, s.wire, size()).op : call.reduce_op;
+  const Result<Reduction> how = ReductionOf(dtype, s.wire, reduce, size());
   if (!how.ok()) return how.status();
   const auto [type, op] = how.value();
   if (AllEqual(s.rows)) {

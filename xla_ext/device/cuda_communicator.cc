@@ -55,7 +55,8 @@ uint64_t KeyOf(const Call& call) {
 
 bool CudaCommunicator::InContext() const {
   cuda::Context current = nullptr;
-  return driver_.CtxGetCurrent(&current) == cuda::kSuccess && current == context_;
+  return driver_.CtxGetCurrent(&current) == cuda::kSuccess &&
+         (current == nullptr || current == context_);
 }
 
 Status CudaCommunicator::Admit(const Call& call) const {
@@ -287,7 +288,7 @@ Status CudaCommunicator::Synchronize(cuda::Stream stream) {
     cuda::Outcome outcome = cuda::kNotReady;
     while (true) {
       if (closing_.load(std::memory_order_acquire)) return Check();
-      if ((outcome = driver_.StreamQuery(s)) != cuda::kNotReady) break;
+      if (!cuda::MayRun(outcome = driver_.StreamQuery(s))) break;
       if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
         return Status(Code::kCancelled, control_->Prefix() + "interrupted");
       std::this_thread::sleep_for(

@@ -73,7 +73,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   bool condemned() const { return condemned_.load(std::memory_order_acquire); }
   // Why calls are refused; ok while they are not.
   Status Check() const;
-  // Whether the context that is current on this thread is this communicator's.
+  // Whether the context that is current on this thread is this communicator's, or none
+  // is; then the driver refuses streams of another one.
   bool InContext() const;
 
   // Enqueues one call. Without a workspace, memory comes from the driver's pool.

@@ -71,7 +71,8 @@ Status CudaCommunicator::Open() {
   kernels_ = std::move(kernels.value());
   flights_ = std::make_unique<Flights>(driver_);
   int least = 0, greatest = 0;
-  RJ_CUDA(driver_, CtxGetStreamPriorityRange, &least, &greatest);
+  if (driver_.CtxGetStreamPriorityRange != nullptr)
+    RJ_CUDA(driver_, CtxGetStreamPriorityRange, &least, &greatest);
   RJ_CUDA(driver_, StreamCreateWithPriority, &comm_stream_, cuda::kStreamNonBlocking,
           greatest);
   RJ_CUDA(driver_, StreamCreateWithPriority, &side_stream_, cuda::kStreamNonBlocking,
@@ -250,7 +251,7 @@ void CudaCommunicator::ReleaseDevice() {
   // for it without end.
   const bool idle = Eventually(kGoodbye, [&] {
     for (cuda::Stream s : {comm_stream_, side_stream_})
-      if (s != nullptr && driver_.StreamQuery(s) == cuda::kNotReady) return false;
+      if (s != nullptr && cuda::MayRun(driver_.StreamQuery(s))) return false;
     return !flights_ || flights_->empty();
   });
   if (idle) {

@@ -143,7 +143,7 @@ void CudaCommunicator::Execute() {
   // not even do this in two seconds computes nothing any more.
   if (driver_.MemsetD32Async(words_, 1, 1, side_stream_) == cuda::kSuccess)
     for (int i = 0; i < 2000; ++i) {
-      if (driver_.StreamQuery(side_stream_) != cuda::kNotReady) break;
+      if (!cuda::MayRun(driver_.StreamQuery(side_stream_))) break;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   poisoned_ = true;

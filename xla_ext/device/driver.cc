@@ -26,8 +26,11 @@ Result<const Driver*> Load() {
                   "the CUDA driver is too old: libcuda.so.1 has no " #name);
   RINGJAX_CUDA_FUNCTIONS(RINGJAX_LOAD)
 #undef RINGJAX_LOAD
-  driver->FuncLoad =
-      reinterpret_cast<Outcome (*)(Function)>(dlsym(library, "cuFuncLoad"));
+#define RINGJAX_LOAD(member, name, types) \
+  driver->member =                        \
+      reinterpret_cast<Outcome(*) types>(dlsym(library, #name)); /* NOLINT */
+  RINGJAX_CUDA_OPTIONAL(RINGJAX_LOAD)
+#undef RINGJAX_LOAD
   if (Status s = driver->Check(driver->Init(0), "cuInit"); !s.ok())
     return Status(Code::kFailedPrecondition, s.message());
   return driver.release();  // lives as long as the process
@@ -67,7 +70,8 @@ Result<DriverInfo> DescribeDriver() {
     unsigned char uuid[16] = {};
     int major = 0, minor = 0;
     RJ_CUDA(driver, DeviceGet, &device, i);
-    RJ_CUDA(driver, DeviceGetName, name, sizeof name - 1, device);
+    if (driver.DeviceGetName != nullptr)
+      RJ_CUDA(driver, DeviceGetName, name, sizeof name - 1, device);
     RJ_CUDA(driver, DeviceGetUuid, uuid, device);
     RJ_CUDA(driver, DeviceGetAttribute, &major, kAttributeMajor, device);
     RJ_CUDA(driver, DeviceGetAttribute, &minor, kAttributeMinor, device);

@@ -28,6 +28,11 @@ using HostFunction = void (*)(void*);
 inline Pointer ToPointer(const void* p) { return reinterpret_cast<Pointer>(p); }
 
 inline constexpr Outcome kSuccess = 0, kInvalidValue = 1, kNotReady = 600;
+// Whether what an event or a stream was asked for may still be under way: a capture by
+// some thread can forbid to ask (900 to 908). Any other error is a device's last word.
+inline bool MayRun(Outcome outcome) {
+  return outcome == kNotReady || (outcome >= 900 && outcome <= 908);
+}
 inline constexpr unsigned kEventDisableTiming = 2, kStreamNonBlocking = 1;
 inline constexpr int kPointerDevice = 9;  // an int
 inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
@@ -37,11 +42,8 @@ inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
 #define RINGJAX_CUDA_FUNCTIONS(X)                                                    \
   X(Init, cuInit, (unsigned))                                                        \
   X(DriverGetVersion, cuDriverGetVersion, (int*))                                    \
-  X(GetErrorName, cuGetErrorName, (Outcome, const char**))                           \
-  X(GetErrorString, cuGetErrorString, (Outcome, const char**))                       \
   X(DeviceGetCount, cuDeviceGetCount, (int*))                                        \
   X(DeviceGet, cuDeviceGet, (Device*, int))                                          \
-  X(DeviceGetName, cuDeviceGetName, (char*, int, Device))                            \
   X(DeviceGetUuid, cuDeviceGetUuid, (unsigned char*, Device))                        \
   X(DeviceGetAttribute, cuDeviceGetAttribute, (int*, int, Device))                   \
   X(DevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (Context*, Device))            \
@@ -57,7 +59,6 @@ inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
     (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
      Stream, void**, void**))                                                        \
   X(StreamCreateWithPriority, cuStreamCreateWithPriority, (Stream*, unsigned, int))  \
-  X(CtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int*, int*))            \
   X(StreamDestroy, cuStreamDestroy_v2, (Stream))                                     \
   X(StreamQuery, cuStreamQuery, (Stream))                                            \
   X(StreamSynchronize, cuStreamSynchronize, (Stream))                                \
@@ -66,21 +67,25 @@ inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
   X(EventDestroy, cuEventDestroy_v2, (Event))                                        \
   X(EventRecord, cuEventRecord, (Event, Stream))                                     \
   X(EventQuery, cuEventQuery, (Event))                                               \
-  X(EventElapsedTime, cuEventElapsedTime, (float*, Event, Event))                    \
-  X(MemAlloc, cuMemAlloc_v2, (Pointer*, size_t))                                     \
-  X(MemFree, cuMemFree_v2, (Pointer))                                                \
   X(MemAllocAsync, cuMemAllocAsync, (Pointer*, size_t, Stream))                      \
   X(MemFreeAsync, cuMemFreeAsync, (Pointer, Stream))                                 \
   X(MemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, (Pointer, Pointer, size_t, Stream))       \
   X(MemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (Pointer, const void*, size_t, Stream))   \
-  X(MemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void*, Pointer, size_t, Stream))         \
   X(MemsetD32Async, cuMemsetD32Async, (Pointer, unsigned, size_t, Stream))
+
+// Those that a driver may be without: null.
+#define RINGJAX_CUDA_OPTIONAL(X)                                          \
+  X(GetErrorName, cuGetErrorName, (Outcome, const char**))                \
+  X(GetErrorString, cuGetErrorString, (Outcome, const char**))            \
+  X(DeviceGetName, cuDeviceGetName, (char*, int, Device))                 \
+  X(CtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int*, int*)) \
+  X(FuncLoad, cuFuncLoad, (Function))
 
 struct Driver {
 #define RINGJAX_MEMBER(member, name, types) Outcome(*member) types = nullptr;
   RINGJAX_CUDA_FUNCTIONS(RINGJAX_MEMBER)
+  RINGJAX_CUDA_OPTIONAL(RINGJAX_MEMBER)
 #undef RINGJAX_MEMBER
-  Outcome (*FuncLoad)(Function) = nullptr;  // from CUDA 12.4 on; may be null
 
   // Ok, or "cuEventRecord: CUDA_ERROR_...: what it means".
   Status Check(Outcome outcome, std::string_view what) const;

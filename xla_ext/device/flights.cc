@@ -48,7 +48,7 @@ void Flights::Drop() {
 std::optional<Flights::Oldest> Flights::Look() {
   std::lock_guard lock(mutex_);
   while (!flights_.empty() && flights_.front().closed &&
-         driver_.EventQuery(flights_.front().ended) != cuda::kNotReady) {
+         !cuda::MayRun(driver_.EventQuery(flights_.front().ended))) {
     spare_.push_back(flights_.front().begun);
     spare_.push_back(flights_.front().ended);
     flights_.pop_front();
@@ -57,7 +57,7 @@ std::optional<Flights::Oldest> Flights::Look() {
   Flight& first = flights_.front();
   const auto now = std::chrono::steady_clock::now();
   if (!first.since) {
-    if (driver_.EventQuery(first.begun) == cuda::kNotReady) return std::nullopt;
+    if (cuda::MayRun(driver_.EventQuery(first.begun))) return std::nullopt;
     first.since = now;
   }
   return Oldest{first.title, std::chrono::duration<double>(now - *first.since).count()};

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "device/reduction.h"
+
 namespace ringjax {
 namespace {
 
@@ -19,9 +21,15 @@ bool HasKernels(DType t) {
   return t != DType::kBool && t != DType::kI16 && t != DType::kU16;
 }
 
+bool Averages(const Call& call, const Tensor& t, int size) {
+  return call.op == Collective::kAllreduce &&
+         AveragesLast(call, WireType(call, t), size);
+}
+
 bool Packs(const Call& call, const Tensor& t, int size, const FusionOptions& options) {
   if (Converts(call, t)) return true;
   if (!options.can_pack) return false;
+  if (Averages(call, t, size)) return true;
   switch (options.mode) {
     case Fusion::kPack:
       return true;
@@ -112,7 +120,8 @@ Result<FusionPlan> PlanFusion(const Call& call, int size,
   }
   for (Segment& s : Collect(call, chosen)) {
     const bool alone = s.pieces.size() == 1 && options.mode == Fusion::kHybrid;
-    if (alone && !Converts(call, call.tensors[s.pieces[0].tensor])) {
+    const Tensor& first = call.tensors[s.pieces[0].tensor];
+    if (alone && !Converts(call, first) && !Averages(call, first, size)) {
       plan.in_place.push_back(
           s.pieces[0].tensor);  // packing it would join it to nothing
       continue;

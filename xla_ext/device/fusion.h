@@ -4,7 +4,8 @@
 // Hybrid, the default: small tensors are packed, because an operation on each costs
 // more than two copies of few bytes; large ones are reduced in place, because two
 // copies of many bytes cost more than an operation. What needs arithmetic on the way (a
-// wire type, a factor) is packed in every mode: the pass is needed anyway.
+// wire type, a factor, an average that NCCL would round) is packed in every mode: the
+// pass is needed anyway.
 #pragma once
 
 #include <cstdint>

@@ -70,9 +70,7 @@ Milestone::~Milestone() {
   ground_->spare_.push_back(event_);
 }
 
-bool Milestone::Passed() const {
-  return ground_->driver_.EventQuery(event_) != kNotReady;
-}
+bool Milestone::Passed() const { return !MayRun(ground_->driver_.EventQuery(event_)); }
 
 Status Milestone::Delay(Stream stream) const {
   const Bound bound(ground_->driver_, ground_->context_);

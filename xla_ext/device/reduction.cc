@@ -1,6 +1,8 @@
 // See reduction.h.
 #include "device/reduction.h"
 
+#include <bit>
+
 #include "device/fusion.h"
 
 namespace ringjax {
@@ -84,6 +86,21 @@ Result<Reduction> ReductionOf(DType type, DType wire, ReduceOp op, int size) {
       break;
   }
   return Status(Code::kInvalidArgument, "op=ADASUM is not a reduction of NCCL");
+}
+
+bool AveragesLast(const Call& call, DType wire, int size) {
+  return call.reduce_op == ReduceOp::kAverage &&
+         (wire == DType::kF16 || wire == DType::kBF16) &&
+         !std::has_single_bit(static_cast<unsigned>(size));
+}
+
+Factors FactorsOf(const Call& call, DType wire, int size) {
+  Factors f{call.prescale, call.postscale, call.reduce_op};
+  if (!AveragesLast(call, wire, size)) return f;
+  // A power of two, which rounds nothing but what is next to nothing.
+  const double room =
+      wire == DType::kF16 ? std::bit_ceil(static_cast<unsigned>(size)) : 1.0;
+  return {f.before / room, f.after * room / size, ReduceOp::kSum};
 }
 
 Status CheckReductions(const Call& call, int size) {
