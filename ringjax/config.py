@@ -155,7 +155,7 @@ class Config:
     tile_bytes: int = _setting(
         1 << 19,
         parsers.multiple_of(1 << 12, 1 << 28),
-        "an allreduce on one host passes through shared memory in such tiles, 0 = "
+        "sums on one host pass through shared memory in such tiles, 0 = "
         "through the rings",
     )
     tcp_streams: int = _setting(

@@ -98,6 +98,86 @@ TEST(AllreduceOverABoard) {
   }
 }
 
+// Rank r has rows[r] rows of `width` elements of the sum.
+void CheckReducescatter(Communicator& c, const std::vector<int64_t>& rows,
+                        int64_t width, const Options& o) {
+  const auto value = [](int rank, size_t i) {
+    return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 3) % 13);
+  };
+  int64_t all = 0, before = 0;
+  for (int r = 0; r < c.size(); ++r) {
+    if (r < c.rank()) before += rows[static_cast<size_t>(r)];
+    all += rows[static_cast<size_t>(r)];
+  }
+  const int64_t mine = rows[static_cast<size_t>(c.rank())];
+  std::vector<float> in(static_cast<size_t>(all * width)),
+      out(static_cast<size_t>(mine * width), -1.0f);
+  for (size_t i = 0; i < in.size(); ++i) in[i] = value(c.rank(), i);
+  Call call;
+  call.op = Collective::kReducescatter;
+  call.reduce_op = o.op;
+  call.wire = o.wire;
+  call.prescale = o.prescale;
+  call.postscale = o.postscale;
+  call.rows = rows;
+  call.tensors.push_back(
+      {DType::kF32, {all, width}, in.data(), out.data(), out.size() * 4});
+  CHECK(c.Run(call).ok());
+  for (size_t i = 0; i < out.size(); ++i) {
+    const size_t at = static_cast<size_t>(before * width) + i;
+    double want = 0;
+    for (int r = 0; r < c.size(); ++r) {
+      const double v = value(r, at) * o.prescale;
+      want = o.op == ReduceOp::kMax ? std::max(want, v) : want + v;
+    }
+    want *= o.postscale / (o.op == ReduceOp::kAverage ? c.size() : 1);
+    if (std::abs(out[i] - want) > 1e-5 * want + 1e-6)
+      return CHECK_EQ(out[i], static_cast<float>(want));
+  }
+  for (size_t i = 0; i < in.size(); ++i)
+    if (in[i] != value(c.rank(), i)) return CHECK_EQ(in[i], value(c.rank(), i));
+}
+
+// In a note, in one tile, in many, between allreduces that leave the board anywhere.
+TEST(ReducescatterOverABoard) {
+  for (const int p : {2, 3, 5}) {
+    World world(std::vector<int>(static_cast<size_t>(p), 0), "", 4096, 20, kTile);
+    world.Each([&](Communicator& c) {
+      for (const int64_t n : {0, 1, 3, 70, 1000, 9001}) {
+        const std::vector<int64_t> even(static_cast<size_t>(p), n);
+        std::vector<int64_t> uneven, one(static_cast<size_t>(p), 0);
+        for (int r = 0; r < p; ++r) uneven.push_back(r * n / 3);
+        one[1] = n;
+        for (const auto& rows : {even, uneven, one}) {
+          CheckReducescatter(c, rows, 1, {});
+          CheckReducescatter(c, rows, 7, {.op = ReduceOp::kAverage, .prescale = 2});
+          CheckReducescatter(c, rows, 3, {.op = ReduceOp::kMax});
+          CheckReducescatter(c, rows, 5,
+                             {.wire = static_cast<int>(DType::kBF16),
+                              .prescale = 2,
+                              .postscale = 0.5});
+        }
+        CheckAllreduce(c, {static_cast<size_t>(n) + 1}, {});
+      }
+    });
+    const OpStats stats = world.ranks[0]->stats().at("reducescatter");
+    CHECK_EQ(stats.algorithms.size(), size_t{1});
+    CHECK_EQ(stats.algorithms.at("shared"), stats.calls);
+  }
+}
+
+// A tile cannot be cut into so many lines.
+TEST(ReducescatterOfMoreRanksThanATileHasLines) {
+  constexpr size_t kRanks = 4096 / kLineBytes + 1;
+  World world(std::vector<int>(kRanks, 0), "", 4096, 60, 4096);
+  world.Each([&](Communicator& c) {
+    std::vector<int64_t> rows(kRanks, 40);
+    rows[3] = 0;
+    CheckReducescatter(c, rows, 2, {});
+    CheckAllreduce(c, {5000}, {});
+  });
+}
+
 TEST(ElementTypesOfEverySizeOverABoard) {
   World world({0, 0, 0}, "", 4096, 20, kTile);
   world.Each([](Communicator& c) {

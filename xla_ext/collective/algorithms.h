@@ -46,6 +46,7 @@ void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root
   double name##Cost(uint64_t bytes, const Topology&, const CostModel&)
 
 RJ_ALGORITHM(SharedAllreduce);
+RJ_ALGORITHM(SharedReducescatter);
 RJ_ALGORITHM(RingAllreduce);
 RJ_ALGORITHM(DirectAllreduce);
 RJ_ALGORITHM(HalvingAllreduce);

@@ -49,6 +49,7 @@ constexpr std::array kTable = {
     RJ_ROW(kBroadcast, "tree", TreeBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "hierarchical", HierarchicalBroadcast, HasHierarchy, kHosts),
+    RJ_ROW(kReducescatter, kShared, SharedReducescatter, HasBoard, kBoard),
     RJ_ROW(kReducescatter, "direct", DirectReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "ring", RingReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always, ""),

@@ -24,25 +24,33 @@ struct Range {
 
 // How a message is cut.
 struct Tiling {
-  uint64_t tile;   // elements of a tile
-  uint64_t tiles;  // of this message
-  uint64_t sets;   // slots in an area
-
-  // A message that fits one tile is one: going back and forth costs more than working
-  // at the same time gains.
-  Tiling(uint64_t count, const Arithmetic& a, const Board& board) {
-    const uint64_t wire = Width(a.wire);
-    const uint64_t lines = (count * wire + kLineBytes - 1) / kLineBytes;
-    tile = std::min<uint64_t>(board.tile_bytes(), lines * kLineBytes) / wire;
-    tiles = (count + tile - 1) / tile;
-    sets = board.area_bytes() / (tile * wire);
-  }
+  uint64_t tile = 0;   // elements of a tile; of each rank's in it, if it is scattered
+  uint64_t tiles = 0;  // of this message
+  uint64_t slot = 0;   // bytes
+  uint64_t sets = 0;   // slots in an area
 };
 
-class Run {
+// `count` elements, of which each of `blocks` has as much of a tile as the others. A
+// message that fits one tile is one: going back and forth costs more than working at
+// the same time gains.
+Tiling Cut(uint64_t count, uint64_t blocks, const Arithmetic& a, const Board& board) {
+  const uint64_t wire = Width(a.wire);
+  const uint64_t lines = (count * wire + kLineBytes - 1) / kLineBytes;
+  const uint64_t most = board.tile_bytes() / blocks / kLineBytes;
+  Tiling t;
+  t.tile = std::min(most, lines) * kLineBytes / wire;
+  if (t.tile == 0) return t;
+  t.tiles = (count + t.tile - 1) / t.tile;
+  t.slot = t.tile * blocks * wire;
+  t.sets = board.area_bytes() / t.slot;
+  return t;
+}
+
+// The order of things, and who waits for whom.
+class Tiles {
  public:
-  Run(const Memory& memory, uint64_t count, const Arithmetic& a, const Lane& lane,
-      Waiter* waiter)
+  Tiles(const Memory& memory, const Tiling& tiling, const Arithmetic& a,
+        const Lane& lane, Waiter* waiter, bool fetches)
       : memory_(memory),
         a_(a),
         lane_(lane),
@@ -52,14 +60,17 @@ class Run {
         size_(board_.size()),
         width_(Width(a.dtype)),
         wire_(Width(a.wire)),
-        count_(count),
-        tiling_(count, a, board_),
-        tile_(tiling_.tile),
-        tiles_(tiling_.tiles),
-        sets_(tiling_.sets),
-        first_(board_.used() / (tile_ * wire_)),
+        fetches_(fetches),
+        tile_(tiling.tile),
+        tiles_(tiling.tiles),
+        slot_(tiling.slot),
+        sets_(tiling.sets),
+        first_(board_.used() / slot_),
         base_(board_.mine(Board::kFetched)),
         known_(static_cast<size_t>(size_) * Board::kCounters, 0) {}
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+  virtual ~Tiles() = default;
 
   Status Loop() {
     uint64_t posted = 0, summed = 0, fetched = 0;
@@ -71,6 +82,7 @@ class Run {
         if (ready) {
           Sum(summed++);
           board_.Publish(Board::kSummed, base_ + summed);
+          if (!fetches_) board_.Publish(Board::kFetched, base_ + ++fetched);
         }
       }
       if (!ready && fetched < summed) {
@@ -97,34 +109,57 @@ class Run {
       RJ_TRY(CheckStall(
           lane_, *waiter_, [this] { return std::vector{late_}; }, kNotMoved));
     }
-    board_.Use(tiles_ * tile_ * wire_);
+    board_.Use(tiles_ * slot_);
     return OkStatus();
   }
 
-  void FetchAll() {
-    for (uint64_t k = 0; k < tiles_; ++k) Fetch(k);
-  }
+ protected:
+  virtual void Post(uint64_t k) = 0;
+  virtual void Sum(uint64_t k) = 0;
+  virtual void Fetch(uint64_t) {}  // if it fetches
 
- private:
   // Where tile `k` is, of a rank or (rank == size_) of all.
   std::byte* Slot(uint64_t k, int rank) const {
-    return board_.Area(rank) + (first_ + k) % sets_ * tile_ * wire_;
+    return board_.Area(rank) + (first_ + k) % sets_ * slot_;
   }
 
-  Range Tile(uint64_t k) const {
-    return {k * tile_, std::min(count_, (k + 1) * tile_)};
+  // This rank's values of `range`, as they travel.
+  void Write(std::byte* to, Range range) const {
+    const bool plain = IsPlain(a_, true);
+    for (uint64_t at = range.begin; at < range.end;) {
+      const Span from = memory_.in->At(at * width_, (range.end - at) * width_);
+      const uint64_t n = from.bytes / width_;
+      if (plain)
+        CopyBytes(to, from.data, from.bytes);
+      else
+        Encode(to, from.data, n, a_, true);
+      to += n * wire_;
+      at += n;
+    }
   }
 
-  // What `rank` adds up of a tile.
-  Range Part(Range tile, int rank) const {
-    const uint64_t line = kLineBytes / wire_, ranks = static_cast<uint64_t>(size_);
-    const uint64_t lines = (tile.end - tile.begin + line - 1) / line;
-    const uint64_t each = (lines + ranks - 1) / ranks * line;
-    const auto r = static_cast<uint64_t>(rank);
-    return {std::min(tile.end, tile.begin + r * each),
-            std::min(tile.end, tile.begin + (r + 1) * each)};
+  // `n` elements of all: `mine`, and those at `offset` in the slots of the others.
+  void Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset,
+           uint64_t n) const {
+    for (int i = 1; i < size_; ++i) {
+      // Ranks start with different peers, as in direct.cc.
+      const int peer = (rank_ + i) % size_;
+      Combine(sum, mine, Slot(k, peer) + offset, n, a_, i == 1, i == size_ - 1);
+      mine = sum;
+    }
   }
 
+  const Memory& memory_;
+  const Arithmetic& a_;
+  const Lane& lane_;
+  Waiter* waiter_;
+  Board& board_;
+  const int rank_, size_;
+  const uint64_t width_, wire_;
+  const bool fetches_;                         // or sums are for who makes them
+  const uint64_t tile_, tiles_, slot_, sets_;  // as in Tiling
+
+ private:
   // Whether all peers have done `tiles` tiles of this message.
   Status Reached(Board::Counter counter, uint64_t tiles, bool* ready) {
     return Passed(counter, base_ + tiles, ready);
@@ -156,7 +191,40 @@ class Run {
   // As far as a peer can be, given how far this rank is.
   uint64_t Most(Board::Counter counter) const {
     if (counter == Board::kPosted) return board_.mine(Board::kSummed) + sets_;
-    return board_.mine(counter == Board::kSummed ? Board::kPosted : Board::kSummed);
+    const bool sums = counter == Board::kSummed || !fetches_;
+    return board_.mine(sums ? Board::kPosted : Board::kSummed);
+  }
+
+  const uint64_t first_;         // the first slot to be used
+  const uint64_t base_;          // tiles of all messages before
+  std::vector<uint64_t> known_;  // counters of the peers
+  int late_ = -1;                // the peer that was waited for last
+};
+
+class Allreduce : public Tiles {
+ public:
+  Allreduce(const Memory& memory, uint64_t count, const Arithmetic& a, const Lane& lane,
+            Waiter* waiter)
+      : Tiles(memory, Cut(count, 1, a, *lane.board), a, lane, waiter, true),
+        count_(count) {}
+
+  void FetchAll() {
+    for (uint64_t k = 0; k < tiles_; ++k) Fetch(k);
+  }
+
+ private:
+  Range Tile(uint64_t k) const {
+    return {k * tile_, std::min(count_, (k + 1) * tile_)};
+  }
+
+  // What `rank` adds up of a tile.
+  Range Part(Range tile, int rank) const {
+    const uint64_t line = kLineBytes / wire_, ranks = static_cast<uint64_t>(size_);
+    const uint64_t lines = (tile.end - tile.begin + line - 1) / line;
+    const uint64_t each = (lines + ranks - 1) / ranks * line;
+    const auto r = static_cast<uint64_t>(rank);
+    return {std::min(tile.end, tile.begin + r * each),
+            std::min(tile.end, tile.begin + (r + 1) * each)};
   }
 
   // Calls visit(range) for what other ranks add up: before and behind our part.
@@ -171,26 +239,15 @@ class Run {
     return count_ * width_ >= kLong && out.data != in.data && !a_.compressed();
   }
 
-  void Post(uint64_t k) {
+  void Post(uint64_t k) override {
     const Range tile = Tile(k);
     std::byte* slot = Slot(k, rank_);
-    const bool plain = IsPlain(a_, true);
     ForOthers(tile, [&](Range range) {
-      std::byte* to = slot + (range.begin - tile.begin) * wire_;
-      for (uint64_t at = range.begin; at < range.end;) {
-        const Span from = memory_.in->At(at * width_, (range.end - at) * width_);
-        const uint64_t n = from.bytes / width_;
-        if (plain)
-          CopyBytes(to, from.data, from.bytes);
-        else
-          Encode(to, from.data, n, a_, true);
-        to += n * wire_;
-        at += n;
-      }
+      Write(slot + (range.begin - tile.begin) * wire_, range);
     });
   }
 
-  void Sum(uint64_t k) {
+  void Sum(uint64_t k) override {
     const FloatMode mode;  // one for all blocks
     const Range tile = Tile(k), part = Part(tile, rank_);
     const uint64_t block = kBlock / std::max(width_, wire_);
@@ -202,13 +259,7 @@ class Run {
       const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * wire_;
       const bool past = Past(out, own);
       std::byte* sum = past ? sums + offset : out.data;
-      const void* mine = own.data;
-      for (int i = 1; i < size_; ++i) {
-        // Ranks start with different peers, as in direct.cc.
-        const int peer = (rank_ + i) % size_;
-        Combine(sum, mine, Slot(k, peer) + offset, n, a_, i == 1, i == size_ - 1);
-        mine = sum;
-      }
+      Add(sum, own.data, k, offset, n);
       if (past)
         CopyPast(out.data, sum, n * width_);
       else if (a_.compressed())
@@ -219,7 +270,7 @@ class Run {
     }
   }
 
-  void Fetch(uint64_t k) {
+  void Fetch(uint64_t k) override {
     const Range tile = Tile(k);
     const std::byte* sums = Slot(k, size_);
     ForOthers(tile, [&](Range range) {
@@ -239,37 +290,80 @@ class Run {
     });
   }
 
-  const Memory& memory_;
-  const Arithmetic& a_;
-  const Lane& lane_;
-  Waiter* waiter_;
-  Board& board_;
-  const int rank_, size_;
-  const uint64_t width_, wire_, count_;
-  const Tiling tiling_;
-  const uint64_t tile_, tiles_, sets_;  // as there
-  const uint64_t first_;                // the first slot to be used
-  const uint64_t base_;                 // tiles of all messages before
-  std::vector<uint64_t> known_;         // counters of the peers
-  int late_ = -1;                       // the peer that was waited for last
+  const uint64_t count_;
+};
+
+// A slot has a part for each rank, of which the owner's own stays empty.
+class Reducescatter : public Tiles {
+ public:
+  Reducescatter(const Memory& memory, const std::vector<uint64_t>& counts,
+                const Tiling& tiling, const Arithmetic& a, const Lane& lane,
+                Waiter* waiter)
+      : Tiles(memory, tiling, a, lane, waiter, false), counts_(counts) {}
+
+ private:
+  // Elements of tile `k` that are for `rank`, counted from its first.
+  Range Part(uint64_t k, size_t rank) const {
+    return {std::min(counts_[rank], k * tile_),
+            std::min(counts_[rank], (k + 1) * tile_)};
+  }
+
+  void Post(uint64_t k) override {
+    uint64_t before = 0;
+    for (size_t r = 0; r < counts_.size(); before += counts_[r++]) {
+      if (r == static_cast<size_t>(rank_)) continue;
+      const Range part = Part(k, r);
+      Write(Slot(k, rank_) + r * tile_ * wire_,
+            {before + part.begin, before + part.end});
+    }
+  }
+
+  void Sum(uint64_t k) override {
+    const FloatMode mode;
+    const auto r = static_cast<size_t>(rank_);
+    uint64_t before = 0;
+    for (size_t other = 0; other < r; ++other) before += counts_[other];
+    const Range part = Part(k, r);
+    const uint64_t block = kBlock / std::max(width_, wire_);
+    for (uint64_t at = part.begin; at < part.end;) {
+      const uint64_t most = std::min(block, part.end - at) * width_;
+      const Span out = memory_.out->At(at * width_, most);
+      const Span own = memory_.in->At((before + at) * width_, out.bytes);
+      const uint64_t n = own.bytes / width_;
+      Add(out.data, own.data, k, (r * tile_ + at - part.begin) * wire_, n);
+      at += n;
+    }
+  }
+
+  const std::vector<uint64_t>& counts_;
 };
 
 }  // namespace
 
 Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
                         const Lane& lane, Waiter* waiter) {
-  return Run(memory, count, a, lane, waiter).Loop();
+  return Allreduce(memory, count, a, lane, waiter).Loop();
+}
+
+Status ReducescatterInTiles(const Memory& memory, const std::vector<uint64_t>& counts,
+                            const Arithmetic& a, const Lane& lane, Waiter* waiter,
+                            bool* could) {
+  const uint64_t longest = *std::max_element(counts.begin(), counts.end());
+  const Tiling tiling = Cut(longest, counts.size(), a, *lane.board);
+  *could = longest == 0 || tiling.tile > 0;
+  if (tiling.tiles == 0) return OkStatus();
+  return Reducescatter(memory, counts, tiling, a, lane, waiter).Loop();
 }
 
 uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board) {
-  const Tiling tiling(count, a, board);
+  const Tiling tiling = Cut(count, 1, a, board);
   if (tiling.tiles > tiling.sets) return 0;  // a slot is used twice
   return board.mine(Board::kFetched) + tiling.tiles;
 }
 
 void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
                 const Lane& lane) {
-  Run(memory, count, a, lane, nullptr).FetchAll();
+  Allreduce(memory, count, a, lane, nullptr).FetchAll();
 }
 
 bool FitsNote(uint64_t wire_bytes) { return wire_bytes <= Board::kNoteBytes; }
@@ -287,10 +381,11 @@ void PutNote(const Spans& in, const Arithmetic& a, const Lane& lane) {
   }
 }
 
-void ReduceNotes(const Spans& out, const Arithmetic& a, const Lane& lane) {
+void ReduceNotes(const Spans& out, uint64_t begin, const Arithmetic& a,
+                 const Lane& lane) {
   Board& board = *lane.board;
   const uint64_t turn = board.mine(Board::kAgreed);
-  uint64_t offset = Board::kHeaderBytes;
+  uint64_t offset = Board::kHeaderBytes + begin * Width(a.wire);
   for (uint64_t at = 0; at < out.bytes();) {
     const Span to = out.At(at, out.bytes() - at);
     const uint64_t n = to.bytes / Width(a.dtype);

@@ -1,4 +1,4 @@
-// Allreduce over a board: long messages tile by tile, short ones in a note.
+// Sums over a board: long messages tile by tile, short ones in a note.
 //
 // What the direct algorithm (collective/direct.cc) does over links, for ranks that all
 // map the same memory: a rank writes once what P - 1 others read. Each of P ranks adds
@@ -8,10 +8,11 @@
 //   sum     its own part, with that of every other slot -> result, and the common slot
 //   fetch   the other sums, from the common slot -> result
 //
-// so that a rank writes (P-1)/P n + n/P elements to shared memory and reads 2 (P-1)/P
-// n, and no rank reads another's private memory. Sets of slots take turns, so that
-// ranks may be at different tiles. After Graham and Shipman, "MPI support for
-// multi-core architectures: optimized shared memory collectives", EuroPVM/MPI 2008.
+// (a reducescatter ends with its sums), so that a rank writes (P-1)/P n + n/P elements
+// to shared memory and reads 2 (P-1)/P n, and no rank reads another's private memory.
+// Sets of slots take turns, so that ranks may be at different tiles. After Graham and
+// Shipman, "MPI support for multi-core architectures: optimized shared memory
+// collectives", EuroPVM/MPI 2008.
 #pragma once
 
 #include "engine/call/executor.h"
@@ -22,6 +23,12 @@ namespace ringjax {
 // Errors as Execute.
 Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
                         const Lane& lane, Waiter* waiter);
+
+// Of all elements, `counts` for each rank, this rank's, reduced, to memory.out.
+// `*could`: false if there are more ranks than parts of a tile; nothing was done.
+Status ReducescatterInTiles(const Memory& memory, const std::vector<uint64_t>& counts,
+                            const Arithmetic& a, const Lane& lane, Waiter* waiter,
+                            bool* could);
 
 // Where the ranks are on the board when all have added up their parts, if such a
 // message begins now and its sums stay on the board until the next call; else 0. From
@@ -35,8 +42,10 @@ void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
 bool FitsNote(uint64_t wire_bytes);
 // Before the ranks agree: this rank's values into the note of the coming turn.
 void PutNote(const Spans& in, const Arithmetic& a, const Lane& lane);
-// After they did: reduces the notes of all ranks, which are those of one call. Ranks
-// add up the same numbers in the same order, so they end with the same bits.
-void ReduceNotes(const Spans& out, const Arithmetic& a, const Lane& lane);
+// After they did: reduces the notes of all ranks, which are those of one call, from
+// element `begin` on. Ranks add up the same numbers in the same order, so they end with
+// the same bits.
+void ReduceNotes(const Spans& out, uint64_t begin, const Arithmetic& a,
+                 const Lane& lane);
 
 }  // namespace ringjax

@@ -162,7 +162,8 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   }
   if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
   if (note) {
-    ReduceNotes(requests[0].out, requests[0].arithmetic, lane_);
+    ReduceNotes(requests[0].out, requests[0].begin(rank()), requests[0].arithmetic,
+                lane_);
     Count(requests[0], kShared, requests[0].wire_bytes());
     requests.clear();
   }
@@ -256,10 +257,11 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
 bool Communicator::IsNote(const std::vector<Request>& requests) const {
   if (!lane_.board || requests.size() != 1 || aborted()) return false;
   const Request& request = requests[0];
-  if (request.problem.op != Collective::kAllreduce ||
+  const Collective op = request.problem.op;
+  if ((op != Collective::kAllreduce && op != Collective::kReducescatter) ||
       request.arithmetic.op == ReduceOp::kAdasum || !FitsNote(request.wire_bytes()))
     return false;
-  const std::string_view forced = ForcedAlgorithm(Collective::kAllreduce);
+  const std::string_view forced = ForcedAlgorithm(op);
   return forced.empty() || forced == kShared;
 }
 
@@ -300,7 +302,12 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
     return OkStatus();
   }
   Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
-  if (algorithm == kShared)
+  if (algorithm == kShared && request->problem.op == Collective::kReducescatter) {
+    bool could = false;
+    RJ_TRY(ReducescatterInTiles(request->memory, request->problem.counts,
+                                request->arithmetic, lane_, waiter, &could));
+    if (could) return OkStatus();
+  } else if (algorithm == kShared)
     return AllreduceInTiles(request->memory, request->problem.counts[0],
                             request->arithmetic, lane_, waiter);
   return Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <span>
 #include <string>
 #include <string_view>
@@ -153,7 +154,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return lane_.board && !progress_ && ForcedAlgorithm(op).empty();
   }
   // A call whose inputs all ranks have given in the last round, `values` by rank: whole
-  // tensors, but for broadcast nothing of the others than the root. Allreduce without
+  // tensors, but for broadcast nothing of the others than the root. Sums without
   // prescale, broadcast, allgather, and alltoall in equal parts, of one tensor.
   Status RunBeside(const Call& call,
                    std::span<const std::span<const std::byte>> values);
@@ -233,8 +234,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     uint64_t bytes = 0;
     uint64_t pieces = 0;  // of `in` at most, alike on all ranks
 
-    uint64_t wire_bytes() const {  // of one block of elements: allreduce, broadcast
-      return problem.counts[0] * Width(arithmetic.wire);
+    // Of what a sum is made of.
+    uint64_t wire_bytes() const {
+      return in.bytes() / Width(arithmetic.dtype) * Width(arithmetic.wire);
+    }
+    // The first element of the sum that is for `rank`.
+    uint64_t begin(int rank) const {
+      if (problem.op != Collective::kReducescatter) return 0;
+      return std::accumulate(problem.counts.begin(), problem.counts.begin() + rank,
+                             uint64_t{0});
     }
   };
 

@@ -89,7 +89,7 @@ Status Communicator::Complete(const Call& call, const Attempt& attempt) {
                         "do not agree about what was done"});
   Request& request = requests[0];
   if (note) {
-    ReduceNotes(request.out, request.arithmetic, lane_);
+    ReduceNotes(request.out, request.begin(rank()), request.arithmetic, lane_);
   } else {
     request.memory.in = &request.in;
     request.memory.out = &request.out;

@@ -55,7 +55,8 @@ namespace {
 // are equal, so what a rank receives from another tells how much that has.
 uint64_t GivenBy(const Call& call, size_t rank, size_t size) {
   const Tensor& t = call.tensors[0];
-  if (call.op == Collective::kAllreduce) return t.bytes();
+  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter)
+    return t.bytes();
   if (call.op == Collective::kBroadcast)
     return rank == static_cast<size_t>(call.root) ? t.bytes() : 0;
   uint64_t row = Width(t.dtype);
@@ -65,14 +66,15 @@ uint64_t GivenBy(const Call& call, size_t rank, size_t size) {
   return rows * row * (all ? 1 : size);
 }
 
-// In the order of the ranks, as notes are.
+// In the order of the ranks, as notes are: `n` elements from `begin` on.
 void Reduce(std::span<const std::span<const std::byte>> values, const Arithmetic& a,
-            void* out) {
-  const size_t n = values[0].size() / Width(a.dtype), last = values.size() - 1;
+            uint64_t begin, uint64_t n, void* out) {
+  const uint64_t width = Width(a.dtype);
+  const size_t last = values.size() - 1;
   if (n == 0) return;
-  std::memcpy(out, values[0].data(), values[0].size());
+  std::memcpy(out, values[0].data() + begin * width, n * width);
   for (size_t r = 1; r <= last; ++r)
-    Combine(out, out, values[r].data(), n, a, false, r == last);
+    Combine(out, out, values[r].data() + begin * width, n, a, false, r == last);
 }
 
 // What each rank has for this one, one after the other.
@@ -98,8 +100,10 @@ Status Communicator::RunBeside(const Call& call,
   auto* out = static_cast<std::byte*>(call.tensors[0].out);
   const auto root = static_cast<size_t>(call.root);
   const std::vector<Request> requests = Split(call);
-  if (call.op == Collective::kAllreduce) {
-    if (!requests.empty()) Reduce(values, requests[0].arithmetic, out);
+  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter) {
+    for (const Request& r : requests)
+      Reduce(values, r.arithmetic, r.begin(rank()),
+             call.tensors[0].room / Width(r.arithmetic.dtype), out);
   } else if (call.op == Collective::kBroadcast) {
     if (!values[root].empty())
       std::memcpy(out, values[root].data(), values[root].size());

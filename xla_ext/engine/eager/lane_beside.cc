@@ -11,18 +11,18 @@ namespace {
 constexpr uint64_t kMost = 8 << 10;  // bytes: more are not worth copying for nothing
 
 // Whether inputs as they are, and known to all, are enough for the very bits that a
-// call would find. (The order in which a reducescatter adds is its algorithm's.)
+// call would find.
 bool Qualifies(const Submission& s) {
   if (s.cuda || s.tensors.size() != 1 || s.tensors[0].bytes() > kMost) return false;
   switch (s.op) {
     case Collective::kAllreduce:
+    case Collective::kReducescatter:
       return s.prescale == 1 && s.reduce_op != ReduceOp::kAdasum;
     case Collective::kBroadcast:
     case Collective::kAllgather:
       return true;
     case Collective::kAlltoall:
       return s.splits.empty();
-    case Collective::kReducescatter:
     case Collective::kBarrier:
       break;
   }
