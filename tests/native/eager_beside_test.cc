@@ -73,6 +73,7 @@ void Allgather(EagerLane& lane, int rank, int size) {
   std::vector<Output> outputs;
   CHECK(Do(lane, request, &outputs).ok());
   CHECK_EQ(outputs[0].dims[0], static_cast<int64_t>(want.size()));
+  if (want.empty()) return;
   CHECK(std::memcmp(outputs[0].memory.get(), want.data(), want.size() * 4) == 0);
 }
 
