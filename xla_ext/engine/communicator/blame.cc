@@ -52,6 +52,11 @@ Status Communicator::Fail(const Call& call, const Status& cause) {
         blame.rank()));
     return Named(call, succession_->end_status());
   }
+  return Aborted(call);
+}
+
+// Who is to blame is known.
+Status Communicator::Aborted(const Call& call) const {
   return Named(call, abort_status());
 }
 

@@ -94,7 +94,7 @@ Status Communicator::InTurn(uint64_t ticket, const Call& call,
 Status Communicator::Guarded(const Call& call, const std::function<Status()>& body) {
   const Active active(this);
   // In one order with Active's mark, and with the abort before a report.
-  if (aborted_.load(std::memory_order_seq_cst)) return Fail(call, abort_status());
+  if (aborted_.load(std::memory_order_seq_cst)) return Aborted(call);
   try {
     const Status status = body();
     if (!aborted()) finished_.store(entered(), std::memory_order_relaxed);
@@ -105,7 +105,7 @@ Status Communicator::Guarded(const Call& call, const std::function<Status()>& bo
 }
 
 Status Communicator::Begin(const Call& call, Frame* frame) {
-  if (aborted()) return Fail(call, abort_status());
+  if (aborted()) return Aborted(call);
   if (Status left = CheckLeft(entered() + 1); !left.ok()) return Fail(call, left);
   // Counted and voted on even if it is not valid, so that all ranks stay in step.
   entered_.fetch_add(1, std::memory_order_relaxed);

@@ -316,7 +316,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string_view ForcedAlgorithm(Collective op) const;
   Status LookForCall(bool* called);
   std::vector<Waiter::Interest> Callers() const;
-  Status Fail(const Call& call, const Status& cause);
+  Status Fail(const Call& call, const Status& cause);  // ranks are those of here
+  Status Aborted(const Call& call) const;
   void AwaitAbort(std::chrono::milliseconds patience) const;  // whoever finds out why
   void AwaitNews() const;                                     // of a peer that stopped
   Status Blame(const Call& call, const Status& cause) const;

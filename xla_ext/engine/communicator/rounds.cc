@@ -125,7 +125,7 @@ Status Communicator::Await(Clock::time_point deadline, bool needed, bool* called
     closed_.resize(lane_.links.size(), false);
   }
   while (true) {
-    if (aborted()) return Fail(Round(), abort_status());
+    if (aborted()) return Aborted(Round());
     const Status gone = LookForCall(called);
     if (*called || woken_.exchange(false)) break;
     if (needed) {
