@@ -80,13 +80,15 @@ Status Communicator::Compare(const Call& call, const Status& fits, bool* refused
 
 Status Communicator::InTurn(uint64_t ticket, const Call& call,
                             const std::function<Status()>& body) {
-  const Status turn = turnstile_.Wait(ticket, [this] {
+  bool interrupted = false;
+  const Status turn = turnstile_.Wait(ticket, [&] {
     if (aborted()) return abort_status();
-    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
-      return Status(Code::kCancelled, "interrupted while waiting for its turn");
-    return OkStatus();
+    const InterruptCheck check = interrupt_check.load();
+    interrupted = check != nullptr && check();
+    if (!interrupted) return OkStatus();
+    return Status(Code::kCancelled, "interrupted while waiting for its turn");
   });
-  if (!turn.ok()) return Fail(call, turn);
+  if (!turn.ok()) return interrupted ? Fail(call, turn) : Aborted(call);
   const Turn here(&turnstile_);
   return Guarded(call, body);
 }
