@@ -28,19 +28,21 @@ struct Options {
   bool in_place = true;
 };
 
+// What a rank has of any tensor.
+float Value(int rank, size_t i) {
+  return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 3) % 13);
+}
+
 // `counts` tensors whose values are small integers, so that every order of adding them
 // up, and bf16, gives the same.
 void CheckAllreduce(Communicator& c, const std::vector<size_t>& counts,
                     const Options& o) {
   const int p = c.size();
-  auto value = [](int rank, size_t i) {
-    return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 3) % 13);
-  };
   std::vector<std::vector<float>> in, out;
   for (const size_t n : counts) {
     in.emplace_back(n);
     out.emplace_back(n, -1.0f);
-    for (size_t i = 0; i < n; ++i) in.back()[i] = value(c.rank(), i);
+    for (size_t i = 0; i < n; ++i) in.back()[i] = Value(c.rank(), i);
   }
   Call call;
   call.op = Collective::kAllreduce;
@@ -55,7 +57,7 @@ void CheckAllreduce(Communicator& c, const std::vector<size_t>& counts,
     for (size_t i = 0; i < counts[k]; ++i) {
       double want = o.op == ReduceOp::kProduct ? 1 : 0;
       for (int r = 0; r < p; ++r) {
-        const double v = value(r, i) * o.prescale;
+        const double v = Value(r, i) * o.prescale;
         if (o.op == ReduceOp::kProduct) want *= v;
         if (o.op == ReduceOp::kMax) want = std::max(want, v);
         if (o.op == ReduceOp::kSum || o.op == ReduceOp::kAverage) want += v;
@@ -67,8 +69,8 @@ void CheckAllreduce(Communicator& c, const std::vector<size_t>& counts,
         CHECK_EQ(got, static_cast<float>(want));
         return;
       }
-      if (!o.in_place && in[k][i] != value(c.rank(), i)) {
-        CHECK_EQ(in[k][i], value(c.rank(), i));
+      if (!o.in_place && in[k][i] != Value(c.rank(), i)) {
+        CHECK_EQ(in[k][i], Value(c.rank(), i));
         return;
       }
     }
@@ -101,9 +103,6 @@ TEST(AllreduceOverABoard) {
 // Rank r has rows[r] rows of `width` elements of the sum.
 void CheckReducescatter(Communicator& c, const std::vector<int64_t>& rows,
                         int64_t width, const Options& o) {
-  const auto value = [](int rank, size_t i) {
-    return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 3) % 13);
-  };
   int64_t all = 0, before = 0;
   for (int r = 0; r < c.size(); ++r) {
     if (r < c.rank()) before += rows[static_cast<size_t>(r)];
@@ -112,7 +111,7 @@ void CheckReducescatter(Communicator& c, const std::vector<int64_t>& rows,
   const int64_t mine = rows[static_cast<size_t>(c.rank())];
   std::vector<float> in(static_cast<size_t>(all * width)),
       out(static_cast<size_t>(mine * width), -1.0f);
-  for (size_t i = 0; i < in.size(); ++i) in[i] = value(c.rank(), i);
+  for (size_t i = 0; i < in.size(); ++i) in[i] = Value(c.rank(), i);
   Call call;
   call.op = Collective::kReducescatter;
   call.reduce_op = o.op;
@@ -127,7 +126,7 @@ void CheckReducescatter(Communicator& c, const std::vector<int64_t>& rows,
     const size_t at = static_cast<size_t>(before * width) + i;
     double want = 0;
     for (int r = 0; r < c.size(); ++r) {
-      const double v = value(r, at) * o.prescale;
+      const double v = Value(r, at) * o.prescale;
       want = o.op == ReduceOp::kMax ? std::max(want, v) : want + v;
     }
     want *= o.postscale / (o.op == ReduceOp::kAverage ? c.size() : 1);
@@ -135,7 +134,7 @@ void CheckReducescatter(Communicator& c, const std::vector<int64_t>& rows,
       return CHECK_EQ(out[i], static_cast<float>(want));
   }
   for (size_t i = 0; i < in.size(); ++i)
-    if (in[i] != value(c.rank(), i)) return CHECK_EQ(in[i], value(c.rank(), i));
+    if (in[i] != Value(c.rank(), i)) return CHECK_EQ(in[i], Value(c.rank(), i));
 }
 
 // In a note, in one tile, in many, between allreduces that leave the board anywhere.
