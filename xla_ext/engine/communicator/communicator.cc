@@ -304,14 +304,17 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
     return OkStatus();
   }
   Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
-  if (algorithm == kShared && request->problem.op == Collective::kReducescatter) {
-    bool could = false;
-    RJ_TRY(ReducescatterInTiles(request->memory, request->problem.counts,
-                                request->arithmetic, lane_, waiter, &could));
+  if (algorithm == kShared) {
+    const auto& counts = request->problem.counts;
+    bool could = true;
+    if (request->problem.op == Collective::kAllreduce)
+      RJ_TRY(AllreduceInTiles(request->memory, counts[0], request->arithmetic, lane_,
+                              waiter));
+    else
+      RJ_TRY(ReducescatterInTiles(request->memory, counts, request->arithmetic, lane_,
+                                  waiter, &could));
     if (could) return OkStatus();
-  } else if (algorithm == kShared)
-    return AllreduceInTiles(request->memory, request->problem.counts[0],
-                            request->arithmetic, lane_, waiter);
+  }
   return Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
 }
 
