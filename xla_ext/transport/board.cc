@@ -1,6 +1,8 @@
 // The layout of a board and its counters; boards of threads. See board.h.
 #include "transport/board.h"
 
+#include <algorithm>
+
 #include "transport/local_memory.h"
 
 namespace ringjax {
@@ -15,13 +17,23 @@ constexpr size_t RoundUp(size_t bytes, size_t unit) {
 
 // Neighbours must not start at the same place of a cache.
 constexpr size_t kStagger = 2 * kLineBytes;
-constexpr size_t kNoteStride = Board::kHeaderBytes + Board::kNoteBytes + kStagger - 64;
+// A call of 64 KiB, and what is said about it, fits a note, where that many ranks' notes
+// are not too much memory.
+constexpr size_t kMostNote = 65 << 10, kLeastNote = 16 << 10;
+constexpr size_t kMostNotes = 1 << 20;  // of all ranks in a turn
+constexpr size_t NoteBytes(int size) {
+  const size_t share = kMostNotes / static_cast<size_t>(size) / kPage * kPage;
+  return std::clamp(share, kLeastNote, kMostNote);
+}
+constexpr size_t NoteStride(size_t note) {
+  return note + kStagger;  // which has room for the header
+}
 constexpr size_t AreaStride(size_t tile_bytes) {
   return Board::kTiles * tile_bytes + kPage + kStagger;
 }
 
-size_t NoteBytes(int size) {
-  return RoundUp(2 * static_cast<size_t>(size) * kNoteStride, kPage);
+size_t BytesOfNotes(int size) {
+  return RoundUp(2 * static_cast<size_t>(size) * NoteStride(NoteBytes(size)), kPage);
 }
 
 }  // namespace
@@ -32,7 +44,7 @@ bool IsTileSize(size_t tile_bytes) {
 
 size_t BoardBytes(int size, size_t tile_bytes) {
   const auto ranks = static_cast<size_t>(size);
-  return RoundUp(RoundUp(ranks * sizeof(Board::Words), kPage) + NoteBytes(size) +
+  return RoundUp(RoundUp(ranks * sizeof(Board::Words), kPage) + BytesOfNotes(size) +
                      (ranks + 1) * AreaStride(tile_bytes),
                  kPage);
 }
@@ -40,16 +52,18 @@ size_t BoardBytes(int size, size_t tile_bytes) {
 Board::Board(std::byte* block, int rank, int size, size_t tile_bytes)
     : words_(reinterpret_cast<Words*>(block)),
       notes_(block + RoundUp(static_cast<size_t>(size) * sizeof(Words), kPage)),
-      areas_(notes_ + NoteBytes(size)),
+      areas_(notes_ + BytesOfNotes(size)),
       rank_(rank),
       size_(size),
+      note_bytes_(NoteBytes(size)),
       tile_bytes_(tile_bytes),
       seen_(static_cast<size_t>(size)) {}
 
 std::byte* Board::Note(uint64_t turn, int rank) const {
   const uint64_t set = turn % 2;
   return notes_ +
-         (set * static_cast<size_t>(size_) + static_cast<size_t>(rank)) * kNoteStride;
+         (set * static_cast<size_t>(size_) + static_cast<size_t>(rank)) *
+             NoteStride(note_bytes_);
 }
 
 std::byte* Board::Area(int rank) const {

@@ -21,16 +21,16 @@ class Board : public Waitable {
   // A rank's counters, each of which only grows.
   enum Counter { kAgreed, kPosted, kSummed, kFetched, kEnded, kCounters };
 
-  static constexpr size_t kNoteBytes = 16 << 10;  // the largest note
-  static constexpr size_t kHeaderBytes = 64;      // in front of a note
-  static constexpr size_t kTiles = 3;             // of tile_bytes, in an area
+  static constexpr size_t kHeaderBytes = 64;  // in front of a note
+  static constexpr size_t kTiles = 3;         // of tile_bytes, in an area
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  size_t note_bytes() const { return note_bytes_; }  // of the largest note
   size_t tile_bytes() const { return tile_bytes_; }
   size_t area_bytes() const { return kTiles * tile_bytes_; }
 
-  // The note of `rank` in this turn: kHeaderBytes, then up to kNoteBytes. Two sets take
+  // The note of `rank` in this turn: kHeaderBytes, then up to note_bytes. Two sets take
   // turns. Aligned to a cache line.
   std::byte* Note(uint64_t turn, int rank) const;
   // Of a rank, or of all together (rank == size()): area_bytes, aligned to a cache
@@ -84,7 +84,7 @@ class Board : public Waitable {
   std::byte* notes_;
   std::byte* areas_;
   const int rank_, size_;
-  const size_t tile_bytes_;
+  const size_t note_bytes_, tile_bytes_;
   uint64_t mine_[kCounters] = {};
   uint64_t used_ = 0;
   std::vector<Words> seen_;  // the words of each rank when Arm looked last

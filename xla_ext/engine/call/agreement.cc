@@ -126,18 +126,19 @@ struct Block {
 };
 static_assert(sizeof(Block) == 512, "blocks are of one size");
 
-Status CheckRound(const Frame& got, const Frame& mine, int peer) {
+// `note`: bytes that messages with values beside them may have.
+Status CheckRound(const Frame& got, const Frame& mine, uint64_t note, int peer) {
   if (!got.SameStream(mine) || got.kind != mine.kind) return OutOfStep(got, mine, peer);
-  const uint64_t most = got.beside > 0 ? Board::kNoteBytes : kMostMessage;
+  const uint64_t most = got.beside > 0 ? note : kMostMessage;
   if (got.bytes > most || got.beside > most + 1 - got.bytes)
     return Status(Code::kInternal, "announced a message beyond all bounds", peer);
   return OkStatus();
 }
 
 // Puts values behind the message in a note; not those that do not fit there.
-void PutBeside(const Beside& beside, std::byte* note, Frame* mine) {
+void PutBeside(const Beside& beside, size_t most, std::byte* note, Frame* mine) {
   const size_t size = beside.own.size();
-  if (!beside.given || mine->bytes + size > Board::kNoteBytes) return;
+  if (!beside.given || mine->bytes + size > most) return;
   if (size > 0)
     std::memcpy(note + Board::kHeaderBytes + mine->bytes, beside.own.data(), size);
   mine->beside = 1 + size;
@@ -150,9 +151,9 @@ Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter*
   Board& board = *lane.board;
   const uint64_t turn = board.mine(Board::kAgreed) + 1;
   std::byte* note = board.Note(turn, board.rank());
-  PutBeside(*beside, note, &mine);
+  PutBeside(*beside, board.note_bytes(), note, &mine);
   std::memcpy(note, &mine, sizeof mine);
-  if (own.size() <= Board::kNoteBytes)
+  if (own.size() <= board.note_bytes())
     std::memcpy(note + Board::kHeaderBytes, own.data(), own.size());
   board.Publish(Board::kAgreed, turn);
   RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
@@ -160,8 +161,8 @@ Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter*
     Frame& theirs = (*frames)[peer];
     note = board.Note(turn, peer);
     std::memcpy(&theirs, note, sizeof theirs);
-    RJ_TRY(CheckRound(theirs, mine, peer));
-    if (theirs.bytes <= Board::kNoteBytes)
+    RJ_TRY(CheckRound(theirs, mine, board.note_bytes(), peer));
+    if (theirs.bytes <= board.note_bytes())
       (*all)[peer].assign(reinterpret_cast<const char*>(note + Board::kHeaderBytes),
                           theirs.bytes);
     beside->whole = beside->whole && theirs.beside > 0;
@@ -199,7 +200,7 @@ Status PassOn(const Frame& mine, const std::string& own, const Lane& lane,
                        sent[step]));
     for (int i = reach; i < reach + static_cast<int>(count); ++i) {
       const Block& block = blocks[static_cast<size_t>(i)];
-      RJ_TRY(CheckRound(block.frame, mine, from));
+      RJ_TRY(CheckRound(block.frame, mine, 0, from));
       const int peer = (lane.rank + i) % size;
       (*frames)[peer] = block.frame;
       if (block.frame.bytes <= sizeof block.text)
@@ -310,7 +311,7 @@ Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& 
     RJ_TRY(PassOn(mine, own, lane, waiter, &frames, all));
   }
   (*all)[lane.rank] = own;
-  const uint64_t most = lane.board ? Board::kNoteBytes : sizeof(Block::text);
+  const uint64_t most = lane.board ? lane.board->note_bytes() : sizeof(Block::text);
   if (std::none_of(frames.begin(), frames.end(),
                    [most](const Frame& f) { return f.bytes > most; }))
     return OkStatus();

@@ -1,4 +1,4 @@
-// Post, sum, fetch; and notes. See tiles.h.
+// Post, sum, fetch. See tiles.h.
 #include "engine/call/tiles.h"
 
 #include <algorithm>
@@ -364,38 +364,6 @@ uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board) {
 void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
                 const Lane& lane) {
   Allreduce(memory, count, a, lane, nullptr).FetchAll();
-}
-
-bool FitsNote(uint64_t wire_bytes) { return wire_bytes <= Board::kNoteBytes; }
-
-void PutNote(const Spans& in, const Arithmetic& a, const Lane& lane) {
-  Board& board = *lane.board;
-  std::byte* to = board.Note(board.mine(Board::kAgreed) + 1, board.rank());
-  to += Board::kHeaderBytes;
-  for (uint64_t at = 0; at < in.bytes();) {
-    const Span from = in.At(at, in.bytes() - at);
-    const uint64_t n = from.bytes / Width(a.dtype);
-    Encode(to, from.data, n, a, true);
-    to += n * Width(a.wire);
-    at += from.bytes;
-  }
-}
-
-void ReduceNotes(const Spans& out, uint64_t begin, const Arithmetic& a,
-                 const Lane& lane) {
-  Board& board = *lane.board;
-  const uint64_t turn = board.mine(Board::kAgreed);
-  uint64_t offset = Board::kHeaderBytes + begin * Width(a.wire);
-  for (uint64_t at = 0; at < out.bytes();) {
-    const Span to = out.At(at, out.bytes() - at);
-    const uint64_t n = to.bytes / Width(a.dtype);
-    Decode(to.data, board.Note(turn, 0) + offset, n, a);
-    for (int r = 1; r < board.size(); ++r)
-      Combine(to.data, to.data, board.Note(turn, r) + offset, n, a, false,
-              r == board.size() - 1);
-    offset += n * Width(a.wire);
-    at += to.bytes;
-  }
 }
 
 }  // namespace ringjax

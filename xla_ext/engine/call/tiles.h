@@ -1,4 +1,4 @@
-// Sums over a board: long messages tile by tile, short ones in a note.
+// Sums over a board, tile by tile; short ones are notes (notes.h).
 //
 // What the direct algorithm (collective/direct.cc) does over links, for ranks that all
 // map the same memory: a rank writes once what P - 1 others read. Each of P ranks adds
@@ -37,15 +37,5 @@ uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board);
 // Of a message that was cut off after that: its results.
 void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
                 const Lane& lane);
-
-// Whether a request of so many bytes on the wire fits a note.
-bool FitsNote(uint64_t wire_bytes);
-// Before the ranks agree: this rank's values into the note of the coming turn.
-void PutNote(const Spans& in, const Arithmetic& a, const Lane& lane);
-// After they did: reduces the notes of all ranks, which are those of one call, from
-// element `begin` on. Ranks add up the same numbers in the same order, so they end with
-// the same bits.
-void ReduceNotes(const Spans& out, uint64_t begin, const Arithmetic& a,
-                 const Lane& lane);
 
 }  // namespace ringjax

@@ -10,6 +10,7 @@
 
 #include "base/failpoint.h"
 #include "engine/call/agreement.h"
+#include "engine/call/notes.h"
 #include "engine/call/reading.h"
 #include "engine/call/tiles.h"
 #include "engine/communicator/succession.h"
@@ -134,14 +135,22 @@ Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
   return AgreeOn(call, fits, *frame, waiter, agreement);
 }
 
+Status Communicator::RunDecided(const Call& call) {
+  return InTurn(turnstile_.Take(), call, [&] {
+    Attempt attempt;
+    return RunExclusive(call, &attempt, nullptr, true);
+  });
+}
+
 Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
-                                  const Status* fits) {
-  const Status status = Perform(call, attempt, fits);
+                                  const Status* fits, bool decided) {
+  const Status status = Perform(call, attempt, fits, decided);
   if (progress_ && !attempt->complete) Seal(attempt);
   return status;
 }
 
-Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* fits) {
+Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* fits,
+                             bool decided) {
   const auto start = Clock::now();
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
@@ -156,18 +165,19 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   if (lane_.board && attempt->rest != Attempt::Rest::kLost &&
       call.op != Collective::kAlltoall)
     attempt->turn = lane_.board->mine(Board::kAgreed) + 1;
-  if (note) PutNote(requests[0].in, requests[0].arithmetic, lane_);
-  RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
+  if (note) PutNote(requests[0].problem, requests[0].arithmetic, requests[0].in, lane_);
+  agreement.told_splits = note;
+  if (decided && valid.ok() && !note)
+    RJ_TRY(Begin(call, &frame));
+  else
+    RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
+  if (agreement.outcome.ok()) {
+    if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
+    if (note) RJ_TRY(TakeNotes(call, &requests, &agreement.outcome, attempt));
+  }
   if (!agreement.outcome.ok()) {
     Remember(call);
     return Close(call, agreement.outcome, Barrier::kFrames, frame, &waiter, attempt);
-  }
-  if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
-  if (note) {
-    ReduceNotes(requests[0].out, requests[0].begin(rank()), requests[0].arithmetic,
-                lane_);
-    Count(requests[0], kShared, requests[0].wire_bytes());
-    requests.clear();
   }
   if (progress_ && !requests.empty()) {
     progress_->set_repeatable(fits || call.KeepsInputs());
@@ -188,6 +198,26 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   if (attempt->rest != Attempt::Rest::kLost) barrier = Barrier::kNone;
   RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
   Record(call, start);
+  return OkStatus();
+}
+
+Status Communicator::TakeNotes(const Call& call, std::vector<Request>* requests,
+                               Status* outcome, Attempt* attempt) {
+  Request& request = requests->front();
+  const Problem& problem = request.problem;
+  const Arithmetic& arithmetic = request.arithmetic;
+  Values values;
+  bool whole = false;
+  const Status read = ReadNotes(problem, arithmetic, lane_, &values, &whole);
+  if (read.code() == Code::kMismatch) *outcome = Named(call, read);
+  if (!read.ok()) return outcome->ok() ? Fail(call, read) : OkStatus();
+  if (!whole) {
+    attempt->rest = Attempt::Rest::kLost;
+    return OkStatus();
+  }
+  Finish(problem, arithmetic, values, rank(), request.out);
+  Count(request, kShared, request.wire_bytes());
+  requests->clear();
   return OkStatus();
 }
 
@@ -226,7 +256,7 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
   if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
     return Fail(call, s);
   if (agreed && call.op == Collective::kAlltoall && !call.rows.empty() &&
-      !call.rows_known) {
+      !call.rows_known && !agreement->told_splits) {
     if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
       return Fail(call, s);
     if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
@@ -260,9 +290,11 @@ bool Communicator::IsNote(const std::vector<Request>& requests) const {
   if (!lane_.board || requests.size() != 1 || aborted()) return false;
   const Request& request = requests[0];
   const Collective op = request.problem.op;
-  if ((op != Collective::kAllreduce && op != Collective::kReducescatter) ||
-      request.arithmetic.op == ReduceOp::kAdasum || !FitsNote(request.wire_bytes()))
+  if (request.arithmetic.op == ReduceOp::kAdasum ||
+      !FitsNote(request.problem, request.arithmetic, *lane_.board))
     return false;
+  // A rank that is cut off there could not tell whether the bytes of all have come.
+  if (op == Collective::kAlltoall && progress_) return false;
   const std::string_view forced = ForcedAlgorithm(op);
   return forced.empty() || forced == kShared;
 }

@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <span>
 #include <string>
 #include <string_view>
@@ -118,6 +117,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // whether the call counts as finished, and is kUnavailable if not. `fits` is what the
   // caller thinks of the call; who repeats it is the caller, so inputs are its matter.
   Status RunOnce(const Call& call, const Status& fits = OkStatus());
+  // Of one without a succession, for a call about which all ranks know already that all
+  // of them make it and can: they agree once more only if its values go with that.
+  Status RunDecided(const Call& call);
 
   // -- as a generation ---------------------------------------------------------------
 
@@ -238,12 +240,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     uint64_t wire_bytes() const {
       return in.bytes() / Width(arithmetic.dtype) * Width(arithmetic.wire);
     }
-    // The first element of the sum that is for `rank`.
-    uint64_t begin(int rank) const {
-      if (problem.op != Collective::kReducescatter) return 0;
-      return std::accumulate(problem.counts.begin(), problem.counts.begin() + rank,
-                             uint64_t{0});
-    }
   };
 
   // Of this generation alone: serves `body` when it is the ticket's turn.
@@ -266,9 +262,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // In a turn: `body`, unless this was aborted; exceptions become a failure.
   Status Guarded(const Call& call, const std::function<Status()>& body);
   bool Continues() const { return generation() > 0; }
-  // `fits`: of RunOnce, else null.
-  Status RunExclusive(const Call& call, Attempt* attempt, const Status* fits = nullptr);
-  Status Perform(const Call& call, Attempt* attempt, const Status* fits);
+  // `fits`: of RunOnce, else null. `decided`: of RunDecided.
+  Status RunExclusive(const Call& call, Attempt* attempt, const Status* fits = nullptr,
+                      bool decided = false);
+  Status Perform(const Call& call, Attempt* attempt, const Status* fits, bool decided);
   // A call whose rest is on the board has no barrier at its end. So whoever stops says
   // so there and then looks once more, and whoever has all looks for who has stopped: a
   // rank that was frozen, say, returns from no call that the others run again.
@@ -287,6 +284,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   struct Agreement {
     Status outcome;
     bool refused = false;  // because no rank can
+    bool told_splits = false;  // goes in: of an alltoall, by notes
   };
   // The part before the data: begins the call, then agrees about it. Not ok: this
   // communicator has ended.
@@ -300,6 +298,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<Request> Split(const Call& call) const;
   // Whether the call is so short that its values go with the agreement.
   bool IsNote(const std::vector<Request>& requests) const;
+  // After the agreement about such a call: finishes it, which leaves no request, or
+  // finds that its bytes must travel after all; or `*outcome`, as in Agreement.
+  Status TakeNotes(const Call& call, std::vector<Request>* requests, Status* outcome,
+                   Attempt* attempt);
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
   // If the sums of this request, the only one, stay on the board: see Attempt::summed.
   uint64_t SumsStay(const Request& request);

@@ -4,6 +4,7 @@
 
 #include "base/failpoint.h"
 #include "engine/call/agreement.h"
+#include "engine/call/notes.h"
 #include "engine/call/tiles.h"
 #include "engine/communicator/communicator.h"
 #include "engine/communicator/succession.h"
@@ -89,7 +90,10 @@ Status Communicator::Complete(const Call& call, const Attempt& attempt) {
                         "do not agree about what was done"});
   Request& request = requests[0];
   if (note) {
-    ReduceNotes(request.out, request.begin(rank()), request.arithmetic, lane_);
+    Values values;
+    bool whole = false;
+    RJ_TRY(ReadNotes(request.problem, request.arithmetic, lane_, &values, &whole));
+    Finish(request.problem, request.arithmetic, values, rank(), request.out);
   } else {
     request.memory.in = &request.in;
     request.memory.out = &request.out;

@@ -1,10 +1,8 @@
 // Rounds: a communicator as a meeting place, for a thread that has it to itself. It
 // gives all ranks a message, or rests until somebody wants to. What the messages mean
 // is its user's matter (engine/eager/).
-#include <cstring>
-
-#include "base/reduce.h"
 #include "engine/call/agreement.h"
+#include "engine/call/notes.h"
 #include "engine/communicator/communicator.h"
 
 namespace ringjax {
@@ -49,70 +47,19 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
   });
 }
 
-namespace {
-
-// Bytes that each rank gives, by the call as this rank knows it. An alltoall's parts
-// are equal, so what a rank receives from another tells how much that has.
-uint64_t GivenBy(const Call& call, size_t rank, size_t size) {
-  const Tensor& t = call.tensors[0];
-  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter)
-    return t.bytes();
-  if (call.op == Collective::kBroadcast)
-    return rank == static_cast<size_t>(call.root) ? t.bytes() : 0;
-  uint64_t row = Width(t.dtype);
-  for (size_t d = 1; d < t.dims.size(); ++d) row *= static_cast<uint64_t>(t.dims[d]);
-  const bool all = call.op == Collective::kAllgather;
-  const auto rows = static_cast<uint64_t>(call.rows[all ? rank : size + rank]);
-  return rows * row * (all ? 1 : size);
-}
-
-// In the order of the ranks, as notes are: `n` elements from `begin` on.
-void Reduce(std::span<const std::span<const std::byte>> values, const Arithmetic& a,
-            uint64_t begin, uint64_t n, void* out) {
-  const uint64_t width = Width(a.dtype);
-  const size_t last = values.size() - 1;
-  if (n == 0) return;
-  std::memcpy(out, values[0].data() + begin * width, n * width);
-  for (size_t r = 1; r <= last; ++r)
-    Combine(out, out, values[r].data() + begin * width, n, a, false, r == last);
-}
-
-// What each rank has for this one, one after the other.
-void Gather(std::span<const std::span<const std::byte>> values, size_t begin,
-            size_t parts, std::byte* out) {
-  for (const auto& given : values) {
-    const size_t bytes = given.size() / parts;
-    if (bytes > 0) std::memcpy(out, given.data() + begin * bytes, bytes);
-    out += bytes;
-  }
-}
-
-}  // namespace
-
 Status Communicator::RunBeside(const Call& call,
                                std::span<const std::span<const std::byte>> values) {
   const auto start = Clock::now();
   if (Status valid = Validate(call); !valid.ok()) return Named(call, valid);
-  for (size_t r = 0; r < values.size(); ++r)
-    if (values[r].size() != GivenBy(call, r, values.size()))
-      return Fail(call, {Code::kInternal, "has told of other bytes than it gave",
-                         static_cast<int>(r)});
-  auto* out = static_cast<std::byte*>(call.tensors[0].out);
-  const auto root = static_cast<size_t>(call.root);
-  const std::vector<Request> requests = Split(call);
-  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter) {
-    for (const Request& r : requests)
-      Reduce(values, r.arithmetic, r.begin(rank()),
-             call.tensors[0].room / Width(r.arithmetic.dtype), out);
-  } else if (call.op == Collective::kBroadcast) {
-    if (!values[root].empty())
-      std::memcpy(out, values[root].data(), values[root].size());
-  } else {
-    const bool all = call.op == Collective::kAllgather;
-    Gather(values, all ? 0 : static_cast<size_t>(rank()), all ? 1 : values.size(), out);
+  for (const Request& r : Split(call)) {  // one, or none of nothing
+    Values sorted;
+    const int other = SortOut(r.problem, r.arithmetic, rank(), values, &sorted);
+    if (other >= 0)
+      return Fail(call,
+                  {Code::kInternal, "has told of other bytes than it gave", other});
+    Finish(r.problem, r.arithmetic, sorted, rank(), r.out);
+    Count(r, kShared, values[static_cast<size_t>(rank())].size());
   }
-  for (const Request& request : requests)
-    Count(request, kShared, values[rank()].size());
   Record(call, start);
   return OkStatus();
 }

@@ -144,6 +144,7 @@ class EagerLane {
     uint64_t order = 0;       // among this rank's submissions
     uint64_t generation = 0;  // number of the one whose ranks `root` means
     double timeout = -1;      // of EagerRequest
+    bool waits = false;       // likewise
   };
   using TaskPtr = std::shared_ptr<Task>;
   static constexpr char kJoin[] = "join";
@@ -201,6 +202,7 @@ class EagerLane {
 
   // Decisions (lane_execute.cc).
   Status Run(const Decision& decision, const Beside* values);
+  static bool CannotFail(const Decision& decision);
   Status Perform(const Decision& decision, const Beside* values, Batch* batch);
   Status OpenDevice(const Submission& first);
   Status Build(const Decision& decision, Batch* batch) const;

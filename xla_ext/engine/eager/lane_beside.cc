@@ -8,12 +8,15 @@
 namespace ringjax {
 namespace {
 
-constexpr uint64_t kMost = 8 << 10;  // bytes: more are not worth copying for nothing
+// Bytes. More are not worth copying for nothing, or are summed up faster in parts.
+constexpr uint64_t kMost = 8 << 10;
+constexpr uint64_t kMostIfWaits = 64 << 10;  // likely that all others submit it, too
 
 // Whether inputs as they are, and known to all, are enough for the very bits that a
 // call would find.
-bool Qualifies(const Submission& s) {
-  if (s.cuda || s.tensors.size() != 1 || s.tensors[0].bytes() > kMost) return false;
+bool Qualifies(const Submission& s, bool waits) {
+  const uint64_t most = waits && s.op != Collective::kAllreduce ? kMostIfWaits : kMost;
+  if (s.cuda || s.tensors.size() != 1 || s.tensors[0].bytes() > most) return false;
   switch (s.op) {
     case Collective::kAllreduce:
     case Collective::kReducescatter:
@@ -34,7 +37,7 @@ bool Qualifies(const Submission& s) {
 Beside EagerLane::Offer() const {
   Beside beside;
   const auto task = std::static_pointer_cast<const Task>(negotiation_->Lone());
-  if (!task || !Qualifies(*task) || !communicator_->HasBeside(task->op)) return beside;
+  if (!task || !Qualifies(*task, task->waits) || !communicator_->HasBeside(task->op)) return beside;
   beside.given = true;
   if (task->op != Collective::kBroadcast || task->root == communicator_->rank())
     beside.own = {static_cast<const std::byte*>(task->ins[0]),

@@ -63,12 +63,14 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
   std::shared_ptr<EagerBackend> backend;
   auto mark = Mark(request, &backend);
   if (!mark.ok()) return Shown(present->Prefix(), request.what.Title(), mark.status());
+  request.what.placed = !request.outs.empty();
   auto task = std::make_shared<Task>(std::move(request.what));
   task->ins = std::move(request.ins);
   task->outs = std::move(request.outs);
   task->rooms = std::move(request.rooms);
   task->mark = std::move(mark.value());
   task->timeout = request.timeout;
+  task->waits = request.waits;
   task->generation = succession_ ? present->generation() : 0;
   // Kept here: once the lane has the task, it may end it and forget the ticket.
   const auto ticket = std::make_shared<Ticket>(gate_);

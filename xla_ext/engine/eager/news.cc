@@ -25,8 +25,9 @@ enum Flag : uint8_t {
   kPrescale = 4,  // other than 1, as are the postscale factors
   kPostscale = 8,
   kSplits = 16,
+  kPlaced = 32,
 };
-constexpr uint8_t kAllFlags = 31;
+constexpr uint8_t kAllFlags = 63;
 
 constexpr size_t kSealBytes = 4;
 constexpr size_t kRealBytes = 8;
@@ -94,7 +95,8 @@ void NewsWriter::Description(const Submission& s) {
   bytes_ += static_cast<char>(s.op);
   bytes_ += static_cast<char>(
       (s.cuda ? kCuda : 0) | (s.alone ? kAlone : 0) | (prescale ? kPrescale : 0) |
-      (postscale ? kPostscale : 0) | (s.splits.empty() ? 0 : kSplits));
+      (postscale ? kPostscale : 0) | (s.splits.empty() ? 0 : kSplits) |
+      (s.placed ? kPlaced : 0));
   Text(s.name);
   bytes_ += static_cast<char>(s.reduce_op);
   Varint(static_cast<uint64_t>(s.root));
@@ -237,6 +239,7 @@ Status NewsReader::Description(NewsItem* item) {
   s->root = static_cast<int>(root);
   s->cuda = flags & kCuda;
   s->alone = flags & kAlone;
+  s->placed = flags & kPlaced;
   if (Status possible = CheckSubmission(*s, size_); !possible.ok())
     return Damaged(possible.message().c_str());
   item->kind = NewsItem::Kind::kDescription;

@@ -92,14 +92,15 @@ bool Submission::Reduces() const {
 bool Submission::Same(const Submission& other) const {
   return op == other.op && reduce_op == other.reduce_op && root == other.root &&
          Equal(prescale, other.prescale) && Equal(postscale, other.postscale) &&
-         cuda == other.cuda && alone == other.alone && name == other.name &&
-         tensors == other.tensors && splits == other.splits;
+         cuda == other.cuda && alone == other.alone && placed == other.placed &&
+         name == other.name && tensors == other.tensors && splits == other.splits;
 }
 
 uint64_t Submission::Hash() const {
   ringjax::Hash hash;
   hash.Add(static_cast<uint64_t>(op) | static_cast<uint64_t>(reduce_op) << 8 |
            static_cast<uint64_t>(cuda) << 16 | static_cast<uint64_t>(alone) << 17 |
+           static_cast<uint64_t>(placed) << 18 |
            static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32);
   hash.Add(prescale);
   hash.Add(postscale);

@@ -30,7 +30,8 @@ struct Submission {
   int root = 0;  // rank in the set
   double prescale = 1, postscale = 1;
   bool cuda = false;
-  bool alone = false;  // never fused with others
+  bool alone = false;   // never fused with others
+  bool placed = false;  // its rank has memory for the results
   std::vector<Piece> tensors;
   // alltoall: rows for each rank of the set, tensor by tensor; empty: equal parts.
   std::vector<int64_t> splits;

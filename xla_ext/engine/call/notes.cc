@@ -1,0 +1,199 @@
+// What goes with an agreement, and results from that alone. See notes.h.
+#include "engine/call/notes.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "transport/board.h"
+#include "transport/copy.h"
+
+namespace ringjax {
+namespace {
+
+// Each rank adds up all of an allreduce by itself, which is more work than a part of
+// it, and worth it where one exchange less is.
+constexpr uint64_t kMostSummedByAll = 16 << 10;  // bytes
+
+// In front of the bytes of an alltoall: whether they are there, then for each rank the
+// bytes sent to it, then for each the bytes expected of it.
+class Table {
+ public:
+  static uint64_t Bytes(size_t size) { return (1 + 2 * size) * sizeof(uint64_t); }
+
+  Table(const std::byte* at, size_t size) : words_(1 + 2 * size) {
+    std::memcpy(words_.data(), at, Bytes(size));
+  }
+
+  bool whole() const { return words_[0] != 0; }
+  uint64_t sent(size_t rank) const { return words_[1 + rank]; }
+  uint64_t expected(size_t rank) const { return words_[1 + words_.size() / 2 + rank]; }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+std::byte* Text(const Lane& lane, uint64_t turn, size_t rank) {
+  return lane.board->Note(turn, static_cast<int>(rank)) + Board::kHeaderBytes;
+}
+
+uint64_t Sum(std::span<const uint64_t> counts) {
+  return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+}
+
+// Bytes that `rank` gives; not of an alltoall, where others do not know.
+uint64_t GivenBy(const Problem& problem, const Arithmetic& a, size_t rank) {
+  switch (problem.op) {
+    case Collective::kBroadcast:
+      return rank == static_cast<size_t>(problem.root) ? problem.counts[0] : 0;
+    case Collective::kAllgather:
+      return problem.counts[rank];
+    default:
+      return Sum(problem.counts) * Width(a.wire);
+  }
+}
+
+// Appends `in` as it travels.
+void Write(std::byte* to, const Spans& in, const Arithmetic& a) {
+  for (uint64_t at = 0; at < in.bytes();) {
+    const Span from = in.At(at, in.bytes() - at);
+    const uint64_t n = from.bytes / Width(a.dtype);
+    if (IsPlain(a, true))
+      CopyBytes(to, from.data, from.bytes);
+    else
+      Encode(to, from.data, n, a, true);
+    to += n * Width(a.wire);
+    at += from.bytes;
+  }
+}
+
+// Of all values, those from byte `offset` on.
+void AddUp(const Values& values, uint64_t offset, const Arithmetic& a,
+           const Spans& out) {
+  const size_t last = values.size() - 1;
+  for (uint64_t at = 0; at < out.bytes();) {
+    const Span to = out.At(at, out.bytes() - at);
+    const uint64_t n = to.bytes / Width(a.dtype);
+    Decode(to.data, values[0].data() + offset, n, a);
+    for (size_t r = 1; r <= last; ++r)
+      Combine(to.data, to.data, values[r].data() + offset, n, a, false, r == last);
+    offset += n * Width(a.wire);
+    at += to.bytes;
+  }
+}
+
+// One after the other.
+void Gather(const Values& values, const Spans& out) {
+  uint64_t place = 0;
+  for (const auto& given : values)
+    for (size_t done = 0; done < given.size();) {
+      const Span to = out.At(place, given.size() - done);
+      CopyBytes(to.data, given.data() + done, to.bytes);
+      done += to.bytes;
+      place += to.bytes;
+    }
+}
+
+// Whether every rank expects what every other one sends to it.
+bool Agree(const std::vector<Table>& tables) {
+  for (size_t from = 0; from < tables.size(); ++from)
+    for (size_t to = 0; to < tables.size(); ++to)
+      if (tables[from].sent(to) != tables[to].expected(from)) return false;
+  return true;
+}
+
+Status ReadTables(const Lane& lane, Values* values, bool* whole) {
+  const auto size = static_cast<size_t>(lane.board->size());
+  const auto rank = static_cast<size_t>(lane.board->rank());
+  const uint64_t turn = lane.board->mine(Board::kAgreed);
+  std::vector<Table> tables;
+  for (size_t r = 0; r < size; ++r) tables.emplace_back(Text(lane, turn, r), size);
+  if (!Agree(tables))
+    return Status(Code::kMismatch,
+                  "splits and received_splits of the ranks do not fit together. "
+                  "Nothing was exchanged.");
+  *whole =
+      std::all_of(tables.begin(), tables.end(), [](const Table& t) { return t.whole(); });
+  if (!*whole) return OkStatus();
+  const uint64_t room = lane.board->note_bytes() - Table::Bytes(size);
+  for (size_t r = 0; r < size; ++r) {
+    uint64_t before = 0;
+    for (size_t to = 0; to < rank; ++to) before += std::min(tables[r].sent(to), room + 1);
+    const uint64_t bytes = tables[r].sent(rank);
+    if (before > room || bytes > room - before)
+      return Status(Code::kUnavailable, "shared memory is damaged: impossible splits",
+                    static_cast<int>(r));
+    values->emplace_back(Text(lane, turn, r) + Table::Bytes(size) + before, bytes);
+  }
+  return OkStatus();
+}
+
+}  // namespace
+
+bool FitsNote(const Problem& problem, const Arithmetic& a, const Board& board) {
+  const auto size = static_cast<size_t>(board.size());
+  if (problem.op == Collective::kAlltoall)
+    return Table::Bytes(size) <= board.note_bytes();
+  uint64_t most = 0;
+  for (size_t r = 0; r < size; ++r) most = std::max(most, GivenBy(problem, a, r));
+  const bool by_all = problem.op == Collective::kAllreduce;
+  return most <= (by_all ? kMostSummedByAll : board.note_bytes());
+}
+
+void PutNote(const Problem& problem, const Arithmetic& a, const Spans& in,
+             const Lane& lane) {
+  const Board& board = *lane.board;
+  const auto size = static_cast<size_t>(board.size());
+  std::byte* to = Text(lane, board.mine(Board::kAgreed) + 1,
+                       static_cast<size_t>(board.rank()));
+  if (problem.op == Collective::kBroadcast && board.rank() != problem.root) return;
+  if (problem.op == Collective::kAlltoall) {
+    const uint64_t whole = in.bytes() <= board.note_bytes() - Table::Bytes(size);
+    std::memcpy(to, &whole, sizeof whole);
+    std::memcpy(to + sizeof whole, problem.counts.data(), 2 * size * sizeof(uint64_t));
+    if (!whole) return;
+    to += Table::Bytes(size);
+  }
+  Write(to, in, a);
+}
+
+Status ReadNotes(const Problem& problem, const Arithmetic& a, const Lane& lane,
+                 Values* values, bool* whole) {
+  values->clear();
+  *whole = true;
+  if (problem.op == Collective::kAlltoall) return ReadTables(lane, values, whole);
+  const uint64_t turn = lane.board->mine(Board::kAgreed);
+  for (size_t r = 0; r < static_cast<size_t>(lane.board->size()); ++r)
+    values->emplace_back(Text(lane, turn, r), GivenBy(problem, a, r));
+  return OkStatus();
+}
+
+int SortOut(const Problem& problem, const Arithmetic& a, int rank,
+            std::span<const std::span<const std::byte>> given, Values* values) {
+  const size_t size = given.size();
+  values->clear();
+  for (size_t r = 0; r < size; ++r) {
+    const bool parts = problem.op == Collective::kAlltoall;
+    const uint64_t part = parts ? problem.counts[size + r] : GivenBy(problem, a, r);
+    if (given[r].size() != part * (parts ? size : 1)) return static_cast<int>(r);
+    const uint64_t before = parts ? part * static_cast<uint64_t>(rank) : 0;
+    values->push_back(given[r].subspan(before, part));
+  }
+  return -1;
+}
+
+void Finish(const Problem& problem, const Arithmetic& a, const Values& values, int rank,
+            const Spans& out) {
+  const auto before = static_cast<size_t>(rank);
+  switch (problem.op) {
+    case Collective::kAllreduce:
+      return AddUp(values, 0, a, out);
+    case Collective::kReducescatter:
+      return AddUp(values, Sum(std::span(problem.counts).first(before)) * Width(a.wire),
+                   a, out);
+    default:
+      return Gather(values, out);
+  }
+}
+
+}  // namespace ringjax
