@@ -1,6 +1,7 @@
 """All collectives of all peers in one table: `python -m benchmarks.collectives`.
 
-The peers take turns as in allreduce.py, each in the one way that leaves least to copy.
+The peers take turns as in allreduce.py, each in the one way that leaves least to copy;
+only the limit has several, of which the best counts.
 How to read the table: README.md.
 """
 
@@ -21,6 +22,7 @@ from benchmarks.peers.table import MPI, PEERS
 NAMES = [name for name, entry in PEERS.items() if entry.kind.collectives]
 SIZES = (4 * KIB, 64 * KIB, MIB, 64 * MIB)
 QUICK = {"ranks": [2], "sizes": [4 * KIB, MIB], "rounds": 2, "seconds": 0.01}
+SHARE = "of limit"
 Row = dict[str, Any]
 
 
@@ -76,29 +78,49 @@ def rounds_of(row: Row) -> list[float]:
     return [statistics.median(batches) for batches in row["rounds_us"]]
 
 
-def cell(row: Row, best: Row | None) -> str:
+def best(rows: Sequence[Row]) -> dict[str, Row]:
+    """By peer, of its variants that with the fastest round, as in turns.compare."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        other = found.get(row["peer"])
+        if other is None or min(rounds_of(row)) < min(rounds_of(other)):
+            found[row["peer"]] = row
+    return found
+
+
+def cell(row: Row, mpi: Row | None) -> str:
     """Microseconds, their spread over the rounds, and the ratio to the best MPI."""
     times = rounds_of(row)
     text = spread(times, 0 if min(times) >= 1000 else 1)
-    if best is None:
+    if mpi is None:
         return text
-    return f"{text} {statistics.median(ratios(times, rounds_of(best))):6.2f}"
+    return f"{text} {statistics.median(ratios(times, rounds_of(mpi))):6.2f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows of one number of ranks: a line for each case, a column for each peer."""
-    lines: dict[str, dict[str, Row]] = {}
+    """All rows of one number of ranks: a line for each case, a column for each peer.
+
+    With the limit there is one more: the share of it that ringjax reaches.
+    """
+    lines: dict[str, list[Row]] = {}
     for row in rows:
-        lines.setdefault(row["case"], {})[row["peer"]] = row
+        lines.setdefault(row["case"], []).append(row)
     peers = list(dict.fromkeys(row["peer"] for row in rows))
+    columns = list(peers)
+    if {"limit", "ringjax"} <= set(peers):
+        columns.insert(columns.index("ringjax") + 1, SHARE)
     head = "us (min .. max)" + (" / MPI" if any(p in MPI for p in peers) else "")
-    text = [[head, *peers, "foreign"]]
-    for case, found in lines.items():
+    text = [[head, *columns, "foreign"]]
+    for case, of_case in lines.items():
+        found = best(of_case)
         mpis = [found[peer] for peer in MPI if peer in found]
-        best = min(mpis, key=lambda row: min(rounds_of(row)), default=None)
-        cells = [cell(found[p], best) if p in found else "-" for p in peers]
+        mpi = min(mpis, key=lambda row: min(rounds_of(row)), default=None)
+        cells = {peer: cell(row, mpi) for peer, row in found.items()}
+        if (share := found.get("ringjax", {}).get("share")) is not None:
+            cells[SHARE] = f"{share:.2f}"
         foreign = [r["foreign"] for r in found.values() if r["foreign"] is not None]
-        text.append([case, *cells, f"{max(foreign):.2f}" if foreign else "-"])
+        last = f"{max(foreign):.2f}" if foreign else "-"
+        text.append([case, *(cells.get(column, "-") for column in columns), last])
     widths = [max(map(len, column)) for column in zip(*text, strict=True)]
     return "\n".join(
         f"{first:{widths[0]}}"
@@ -109,7 +131,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def show(case: Case, ranks: int, rows: Sequence[Row]) -> None:
     """Says that a case is done."""
-    times = (f"{row['peer']} {statistics.median(rounds_of(row)):.1f}" for row in rows)
+    found = best(rows).items()
+    times = (f"{peer} {statistics.median(rounds_of(row)):.1f}" for peer, row in found)
     print(f"# {case.title}: {', '.join(times)}", flush=True)
 
 

@@ -199,7 +199,7 @@ def measure(
     for world in worlds:
         names = world.variants[case.kind]
         if case.collective:  # each has a case of its own
-            names = [name for name in names if name == case.collective]
+            names = [n for n in names if n.partition(": ")[0] == case.collective]
         if names and case.dtype in world.dtypes:
             asked.append((world, names))
     most = affordable([len(n) for _, n in asked], case.size, ranks, _free_memory())

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.adapter import KINDS, Array, Operation, Peer, Shapes
+from benchmarks.harness import patterns
+from benchmarks.peers.adapter import KINDS, Operation, Peer, Shapes
 from benchmarks.peers.table import PEERS
 
 
@@ -49,45 +50,21 @@ def check(peer: Peer) -> None:
         raise ArithmeticError(f"the sum of 1..{peer.size} came out as {total}")
 
 
-def given(name: str, rank: int, size: int, count: int) -> Array:
-    """What a rank gives to a collective; `count` numbers are the whole vector."""
-    own = count // size if name == "allgather" else count
-    return _pattern(own) + np.float32(rank)
-
-
-def expected(name: str, rank: int, size: int, count: int) -> Array:
-    """What a rank must get: small integers, whose sums are exact."""
-    pattern, ranks = _pattern(count), np.arange(size, dtype=np.float32)
-    mine = slice(rank * (count // size), (rank + 1) * (count // size))
-    if name == "broadcast":
-        return pattern
-    if name == "allgather":
-        return np.concatenate([pattern[: count // size] + r for r in ranks])
-    if name == "alltoall":
-        return np.concatenate([pattern[mine] + r for r in ranks])
-    total = pattern * np.float32(size) + ranks.sum()
-    return total[mine] if name == "reducescatter" else total
-
-
-def _pattern(count: int) -> Array:
-    return np.arange(count, dtype=np.float32) % np.float32(7)
-
-
-def collective(peer: Peer, name: str, count: int) -> Operation:
+def collective(peer: Peer, variant: str, count: int) -> Operation:
     """A collective that has given the right result once.
 
     Raises:
       ArithmeticError: it has not.
     """
-    array = given(name, peer.rank, peer.size, count)
-    right = expected(name, peer.rank, peer.size, count)
-    in_place = name in ("allreduce", "broadcast")
-    out = array if in_place else np.zeros_like(right)
-    step = peer.collective(name, array, out)
+    name = variant.partition(": ")[0]
+    array = patterns.given(name, peer.rank, peer.size, count)
+    right = patterns.expected(name, peer.rank, peer.size, count)
+    out = patterns.room(name, array, right)
+    step = peer.collective(variant, array, out)
     result = step()
     got = out if result is None else peer.local(result)
     if not np.array_equal(got.reshape(-1), right):
-        raise ArithmeticError(f"{name} of {count} numbers came out wrong")
+        raise ArithmeticError(f"{variant} of {count} numbers came out wrong")
     array.fill(0)  # or sums in place would grow from call to call
     return step
 

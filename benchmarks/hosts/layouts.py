@@ -1,6 +1,6 @@
-"""Which rank sits where, and how fast an allreduce between hosts can be at best.
+"""Which rank sits where, and how fast collectives between hosts can be at best.
 
-Arithmetic and names only. Making the hosts: namespaces.py; running: allreduce.py.
+Arithmetic and names only. Making the hosts: namespaces.py; running: collectives.py.
 """
 
 from __future__ import annotations
@@ -83,18 +83,30 @@ class Layout:
             return [(0, "127.0.0.1"), (1, "127.0.0.1")]
         return [(host * self.ranks, address(host)) for host in range(self.hosts)]
 
-    def bounds(self, size: int) -> tuple[float, float] | None:
-        """Seconds in which a link could carry an allreduce of `size` bytes, at best.
+    def crossing(self, collective: str, size: int, *, ring: bool = False) -> float:
+        """Bytes over the busiest link in one direction, at the least.
 
-        The first is for a ring through all ranks, which fills every link as if each
-        rank had a host of its own; the second for one that reduces inside the hosts
-        first, which nothing can beat: Patarasuk and Yuan, JPDC 69 (2009).
+        `size` is that of the whole vector: the result of an allgather, what each rank
+        gives to an alltoall or a reducescatter. With `ring`, of one through all ranks,
+        which fills every link as if each rank had a host of its own; else of what works
+        inside the hosts first, which nothing can beat: Patarasuk and Yuan, JPDC 69
+        (2009). What an alltoall gives is different for each rank: nothing helps there.
         """
-        if self.bytes_per_second is None:
+        if collective == "broadcast":  # every host must receive all of it
+            return float(size)
+        n = self.size if ring and collective != "alltoall" else self.hosts
+        times = {"allreduce": 2, "alltoall": self.ranks}.get(collective, 1)
+        return times * (n - 1) / n * size
+
+    def bounds(self, collective: str, size: int) -> tuple[float, float] | None:
+        """Seconds in which a link could carry that at best: in a ring, and at all."""
+        rate = self.bytes_per_second
+        if rate is None:
             return None
-        once = size / self.bytes_per_second
-        ring, hosts = (2 * (n - 1) / n * once for n in (self.size, self.hosts))
-        return ring, hosts
+        ring, least = (
+            self.crossing(collective, size, ring=way) / rate for way in (True, False)
+        )
+        return ring, least
 
     def environment(self, rank: int, job: str, secret: str) -> dict[str, str]:
         """What makes a process `rank`, besides this process's environment."""

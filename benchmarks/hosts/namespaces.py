@@ -3,7 +3,7 @@
 A host is a namespace whose eth0 is one end of a veth pair; the other end is on the
 bridge. A token bucket on both ends holds the rate in both directions. There is no added
 latency and no loss: netem is not in every kernel. Root only. What runs in the hosts is
-allreduce.py's business; whatever it is ends here, with everything that was made.
+collectives.py's business; whatever it is ends here, with everything that was made.
 """
 
 from __future__ import annotations

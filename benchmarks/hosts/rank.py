@@ -1,8 +1,8 @@
 """One rank of a job between hosts: times what its plan says, in turns.
 
-Started by allreduce.py on its host, with the variables that make it a rank. Every item
-of the plan gets a short burst in each round, so that what else the machine does meets
-all of them alike. Rank 0 prints the results as JSON, one line for each item.
+Started by collectives.py on its host, with the variables that make it a rank. Every
+item of the plan gets a short burst in each round, so that what else the machine does
+meets all of them alike. Rank 0 prints the results as JSON, one line for each item.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import ringjax
+from benchmarks.harness import patterns
 from ringjax import _native, runtime
 
 Step = Callable[[], Any]
@@ -36,24 +37,37 @@ class Core:
     def __init__(self) -> None:
         self.communicator = runtime.communicator()
 
+    def call(self, name: str, given: Any, out: Any, op: str = "Sum") -> None:
+        """A collective from one numpy array to another one, or in place; root 0."""
+        part = max(given.size, out.size) // ringjax.size()
+        counts = {"allreduce": 0, "broadcast": 0, "alltoall": 2}.get(name, 1)
+        which = _native.COLLECTIVES[name], _native.REDUCE_OPS[op]
+        rows = [part] * (counts * ringjax.size())
+        self.communicator.execute(*which, [given], [out], counts=rows)
+
     def allreduce(self, array: Any, op: str = "Sum") -> Any:
         """Reduces a numpy array in place."""
-        which = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS[op]
-        self.communicator.execute(*which, [array], [array])
+        self.call("allreduce", array, array, op)
         return array
 
-    def check(self, size: int) -> None:
-        """The sum of a rank-dependent array must be right in every element."""
-        rank, ranks = ringjax.rank(), ringjax.size()
-        cycle = (np.arange(size // 4) % 13).astype(np.float32)
-        got = self.allreduce(cycle + rank)
-        want = cycle * ranks + ranks * (ranks - 1) / 2
-        if not np.array_equal(got, want):
-            raise ArithmeticError(f"rank {rank}: the sum of {size} bytes is wrong")
+    def collective(self, name: str, count: int) -> tuple[Step, str]:
+        """A call that has given the right result once, and by which algorithm."""
+        place = ringjax.rank(), ringjax.size(), count
+        array, right = patterns.given(name, *place), patterns.expected(name, *place)
+        out = patterns.room(name, array, right)
+        before = self.algorithms(name)
+        self.call(name, array, out)
+        if not np.array_equal(out, right):
+            raise ArithmeticError(
+                f"rank {place[0]}: {name} of {count} numbers is wrong"
+            )
+        used = [a for a, n in self.algorithms(name).items() if n > before.get(a, 0)]
+        array.fill(0)  # or sums in place would grow from call to call
+        return partial(self.call, name, array, out), "+".join(used)
 
-    def algorithms(self) -> dict[str, int]:
+    def algorithms(self, name: str) -> dict[str, int]:
         """How often each algorithm has been used."""
-        return dict(self.communicator.stats()["allreduce"].get("algorithms", {}))
+        return dict(self.communicator.stats().get(name, {}).get("algorithms", {}))
 
     def exposed(self) -> float:
         """Seconds that this rank has waited so far for buckets to arrive."""
@@ -157,7 +171,7 @@ class Item:
         self.exposed.clear()
 
     def result(self) -> dict[str, Any]:
-        """As allreduce.py reads it."""
+        """As collectives.py reads it."""
         busy = self.busy / (self.wall * (os.cpu_count() or 1))
         return {
             **self.about,
@@ -189,20 +203,16 @@ def in_turns(items: Sequence[Item], rounds: int, core: Core) -> None:
 
 
 def sizes(plan: dict[str, Any], core: Core) -> None:
-    """The allreduce of each size, next to plain streams that carry the least bytes."""
-    hosts = len(plan["ring"])
+    """Each collective and size, next to plain streams that carry the least bytes."""
     streams = [Streams(flows, plan["ring"], core) for flows in plan["flows"]]
-    for size in plan["sizes"]:
-        before = core.algorithms()
-        core.check(size)
-        used = [a for a, n in core.algorithms().items() if n > before.get(a, 0)]
-        array = np.zeros(size // 4, np.float32)
-        about = {"kind": "allreduce", "size": size, "algorithm": "+".join(used)}
-        items = [Item(about, partial(core.allreduce, array))]
-        crossing = 2 * (hosts - 1) * size // hosts
+    for name, size, crossing in plan["cases"]:
+        about = {"collective": name, "size": size}
+        step, algorithm = core.collective(name, size // 4)
+        kind = {"kind": "collective", "algorithm": algorithm}
+        items = [Item(about | kind, step)]
         for flows, plain in zip(plan["flows"], streams, strict=True):
-            about = {"kind": "streams", "size": size, "flows": flows}
-            items.append(Item(about, partial(plain.move, crossing)))
+            kind = {"kind": "streams", "flows": flows}
+            items.append(Item(about | kind, partial(plain.move, crossing)))
         in_turns(items, plan["rounds"], core)
     for plain in streams:
         plain.close()
@@ -291,7 +301,7 @@ def main() -> None:
     ringjax.init()
     core = Core()
     core.allreduce(np.zeros(1))
-    if plan["sizes"]:
+    if plan["cases"]:
         sizes(plan, core)
     if plan["batch"]:
         model(plan, core)

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.adapter import Array, Operation, Peer, Shapes
+from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
 SOURCE_FOLDER = Path(__file__).resolve().parents[1] / "limit"
 BUILD = SOURCE_FOLDER.parents[1] / "build" / "benchmarks"
-SOURCES = ("limit.cc", "limit_tcp.h")
 FLAGS = "-std=c++20 -O3 -march=native -shared -fPIC -pthread -Wall -Wextra -Wshadow"
 # Looks before a waiting rank lets others run: they may need its core, or may not.
 SPINS_CROWDED, SPINS = 100, 1000
@@ -29,7 +28,7 @@ SPINS_CROWDED, SPINS = 100, 1000
 # from that core's own: which tile is best depends on the caches.
 # Whether memcpy or a loop of vector stores is better depends on how far apart the cores
 # are.
-_MEMCPY, _STREAMED, _VECTOR = range(3)  # limit.cc
+_MEMCPY, _STREAMED, _VECTOR = range(3)  # limit_copy.h
 # variant -> bytes of a tile, and how to copy
 VARIANTS = {
     "in place, 512 KiB tiles": (512 << 10, _MEMCPY),
@@ -37,6 +36,18 @@ VARIANTS = {
     "in place, 1 MiB tiles": (1 << 20, _MEMCPY),
     "vector copies, 512 KiB tiles": (512 << 10, _VECTOR),
 }
+
+# Of the other collectives: the same, and which way. What is read is added up in pieces.
+_IN_TILES, _READ, _READ_AND_WRITE = range(3)  # limit_collectives.h
+MOVES = {
+    "512 KiB tiles": (512 << 10, _MEMCPY, _IN_TILES),
+    "512 KiB tiles, vector copies": (512 << 10, _VECTOR, _IN_TILES),
+    "512 KiB tiles, streamed out": (512 << 10, _STREAMED, _IN_TILES),
+    "read": (128 << 10, _MEMCPY, _READ),
+    "read, streamed out": (128 << 10, _STREAMED, _READ),
+    "read and written": (0, _MEMCPY, _READ_AND_WRITE),  # of a broadcast
+}
+_MOVED = COLLECTIVES[1:]  # in the order of limit_collectives.h
 
 
 class CannotBuild(RuntimeError):
@@ -56,6 +67,18 @@ class _Job(ctypes.Structure):
     )
 
 
+class _Move(ctypes.Structure):
+    _fields_ = (
+        ("given", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+        ("piece", ctypes.c_size_t),
+        ("which", ctypes.c_int),
+        ("way", ctypes.c_int),
+        ("copying", ctypes.c_int),
+    )
+
+
 def build(folder: Path = BUILD) -> Path:
     """The shared object; compiles it unless that was done before.
 
@@ -66,14 +89,14 @@ def build(folder: Path = BUILD) -> Path:
     if shutil.which(compiler[0]) is None:
         raise CannotBuild(f"no compiler {compiler[0]} here")
     recipe = [platform.node(), *compiler, FLAGS]
-    recipe += [(SOURCE_FOLDER / name).read_text() for name in SOURCES]
+    recipe += [path.read_text() for path in sorted(SOURCE_FOLDER.iterdir())]
     digest = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:16]
     library = folder / f"liblimit-{digest}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f"{library.name}.{os.getpid()}"
         words = [*compiler, *FLAGS.split(), "-o", str(beside)]
-        words += [str(SOURCE_FOLDER / SOURCES[0]), "-lrt"]
+        words += [str(SOURCE_FOLDER / "limit.cc"), "-lrt"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CannotBuild(f"{shlex.join(words)}:\n{done.stderr[-2000:]}")
@@ -88,6 +111,8 @@ def load(library: Path) -> Any:
     native.limit_join.argtypes = (ctypes.c_char_p, number, number, number)
     native.limit_join.restype = pointer
     native.limit_allreduce.argtypes = (pointer, pointer, number)
+    native.limit_move.argtypes = (pointer, pointer, number)
+    native.limit_can_read.argtypes = (pointer,)
     native.limit_transfer.argtypes = (pointer, size, number, number)
     native.limit_leave.argtypes = (pointer,)
     native.limit_leave.restype = None
@@ -98,16 +123,38 @@ def _pointers(arrays: list[Any]) -> Any:
     return np.array([a.ctypes.data for a in arrays], np.uintp)
 
 
-class Allreduce:
-    """A loop that the native code runs; the arrays are `inputs` and `outputs`."""
+class Native:
+    """A function of limit.cc that does something so many times, for this rank."""
+
+    def __init__(self, function: Any, *words: Any) -> None:
+        self._function, self._words = function, words
+
+    def repeat(self, calls: int) -> None:
+        """So many of them."""
+        if self._function(*self._words, calls):
+            raise ConnectionError("another rank of the limit is missing")
+
+    def __call__(self) -> None:
+        """One of them."""
+        self.repeat(1)
+
+
+class Allreduce(Native):
+    """An allreduce of the arrays `inputs`, into `outputs`, which may be the same."""
 
     def __init__(
-        self, native: Any, rank: int, inputs: list[Any], variant: str, scale: float
+        self,
+        native: Any,
+        rank: int,
+        inputs: list[Any],
+        variant: str,
+        scale: float,
+        *,
+        in_place: bool = False,
     ) -> None:
         tile, copying = VARIANTS[variant]
-        self.inputs, self._native, self._rank = inputs, native, rank
-        self.outputs = inputs
-        if copying == _STREAMED:
+        self.inputs = self.outputs = inputs
+        if copying == _STREAMED and not in_place:
             self.outputs = [np.empty_like(a) for a in inputs]
             for array in self.outputs:
                 array.fill(0)  # the first touch is no part of the limit
@@ -115,32 +162,36 @@ class Allreduce:
         self._kept = (_pointers(inputs), _pointers(self.outputs), ends)
         places = [array.ctypes.data for array in self._kept]
         half = inputs[0].dtype.itemsize == 2
-        self._job = _Job(*places, len(inputs), tile, scale, half, copying)
-
-    def repeat(self, calls: int) -> None:
-        """So many allreduces."""
-        if self._native.limit_allreduce(self._rank, ctypes.byref(self._job), calls):
-            raise ConnectionError("another rank of the limit is missing")
-
-    def __call__(self) -> None:
-        """One allreduce."""
-        self.repeat(1)
+        job = _Job(*places, len(inputs), tile, scale, half, copying)
+        super().__init__(native.limit_allreduce, rank, ctypes.pointer(job))
 
 
-class Transfer:
-    """Bytes over plain TCP; half of them in either direction with two streams."""
+class Move(Native):
+    """Another collective, from an array into another one or, of a broadcast, itself."""
 
-    def __init__(self, native: Any, rank: int, size: int, streams: int) -> None:
-        self._native, self._words = native, (rank, size, streams)
+    def __init__(
+        self, native: Any, rank: int, variant: str, given: Array, out: Array, size: int
+    ) -> None:
+        name, _, how = variant.partition(": ")
+        piece, copying, way = MOVES[how]
+        whole = given.nbytes * (size if name == "allgather" else 1)
+        places = given.ctypes.data, out.ctypes.data
+        self._kept = given, out
+        move = _Move(*places, whole, piece, _MOVED.index(name), way, copying)
+        super().__init__(native.limit_move, rank, ctypes.pointer(move))
 
-    def repeat(self, calls: int) -> None:
-        """So many transfers."""
-        if self._native.limit_transfer(*self._words, calls):
-            raise ConnectionError("another rank of the limit is missing")
 
-    def __call__(self) -> None:
-        """One transfer."""
-        self.repeat(1)
+def variants(can_read: bool) -> tuple[str, ...]:
+    """Of all collectives: its name, a colon, and how, as in VARIANTS or MOVES."""
+    names = [f"allreduce: {how}" for how in VARIANTS]
+    for name in _MOVED:
+        for how, (_, copying, way) in MOVES.items():
+            # Its root has nothing to copy for itself, and only it may write.
+            idle = name == "broadcast" and (way, copying) == (_READ, _STREAMED)
+            other = name != "broadcast" and way == _READ_AND_WRITE
+            if not (idle or other) and (can_read or way == _IN_TILES):
+                names.append(f"{name}: {how}")
+    return tuple(names)
 
 
 class Limit(Peer):
@@ -148,7 +199,7 @@ class Limit(Peer):
 
     arrays = models = tuple(VARIANTS)
     streams = ("1 stream", "2 streams")
-    collectives = ("allreduce",)
+    collectives = variants(can_read=True)
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank, self.size = rank, size
@@ -163,6 +214,8 @@ class Limit(Peer):
         self._self = self._native.limit_join(name, rank, size, spins)
         if not self._self:
             raise ConnectionError(f"the limit has no place for rank {rank} of {size}")
+        if not self._native.limit_can_read(self._self):
+            self.collectives = variants(can_read=False)
         first = next(iter(VARIANTS))
         one = [np.zeros(1, np.float32)]
         self._total = Allreduce(self._native, self._self, one, first, 1.0)
@@ -179,7 +232,7 @@ class Limit(Peer):
         if variant in self.streams:
             size = 4 * sum(int(np.prod(s)) for s in shapes)
             streams = 1 + self.streams.index(variant)
-            return Transfer(self._native, self._self, size, streams)
+            return Native(self._native.limit_transfer, self._self, size, streams)
         held, arrays = self._arrays
         if held != (key := (list(shapes), dtype)):
             self._arrays = (None, [])  # first, so that memory is not held twice
@@ -192,8 +245,11 @@ class Limit(Peer):
         return Allreduce(self._native, self._self, arrays, variant, scale)
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function, of the variant that works in place."""
-        return Allreduce(self._native, self._self, [out], next(iter(VARIANTS)), 1.0)
+        """Makes the blocking function; `name` says how, too."""
+        which, _, how = name.partition(": ")
+        if which == "allreduce":
+            return Allreduce(self._native, self._self, [out], how, 1.0, in_place=True)
+        return Move(self._native, self._self, name, given, out, self.size)
 
     def close(self) -> None:
         """Leaves the world."""

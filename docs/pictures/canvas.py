@@ -1,12 +1,13 @@
 """A canvas of SVG, for the few shapes that the pictures here are made of.
 
 Colours stand on a card of their own, so that a picture is readable on a light page and
-on a dark one. The standard library is enough; plots of measurements are matplotlib's.
+on a dark one. The standard library is enough.
 """
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 INK, FAINT, CARD = "#1f2933", "#7b8794", "#fbfbf9"
@@ -83,6 +84,23 @@ class Canvas:
         """A line with a tip at its end."""
         ends = {"x1": x, "y1": y, "x2": to_x, "y2": to_y}
         self._add("line", **ends, stroke=INK, marker_end="url(#tip)")
+
+    def path(
+        self,
+        points: Sequence[tuple[float, float]],
+        colour: str,
+        *,
+        dashed: bool = False,
+        marked: bool = False,
+    ) -> None:
+        """A line through points, with a dot on each if they are marked."""
+        dash = {"stroke_dasharray": "4 4"} if dashed else {}
+        words = " ".join(f"{x},{y}" for x, y in points)
+        width = 1 if dashed else 1.8
+        style = {"fill": "none", "stroke": colour, "stroke_width": width, **dash}
+        self._add("polyline", points=words, **style)
+        for x, y in points if marked else ():
+            self._add("circle", cx=x, cy=y, r=2.6, fill=colour)
 
     def svg(self) -> str:
         """The file's text."""

@@ -6,14 +6,16 @@ draws them again and compares.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from canvas import BLUE, FAINT, GREEN, ORANGE, RANKS, RED, Canvas  # noqa: E402
+from chart import LINES, Panel  # noqa: E402
 
 
 def gradient() -> Canvas:
@@ -106,10 +108,62 @@ def recovery() -> Canvas:
     return c
 
 
+MICROSECONDS = dict(
+    zip(
+        (0.1, 1, 10, 100, 1e3, 1e4, 1e5, 1e6),
+        ("0.1 µs", "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s"),
+        strict=True,
+    )
+)
+MEBIBYTES = {1 / 4: "¼ MiB", 1: "1 MiB", 4: "4 MiB", 16: "16 MiB", 64: "64 MiB"}
+MEBIBYTES |= {256: "256 MiB", 1024: "1 GiB", 4096: "4 GiB"}
+
+
+def ranks() -> Canvas:
+    """Time and memory against ranks, of what benchmarks/by_ranks.py has measured."""
+    c = Canvas.of(760, 600, "Time and memory against the ranks of one host")
+    data = json.loads((HERE / "ranks.json").read_text())
+    times, memory = data["times"], data["memory"]
+    counts = sorted({point["ranks"] for point in times})
+    names = list(dict.fromkeys(point["collective"] for point in times))
+    sizes = list(dict.fromkeys(point["size"] for point in times))
+    places = [(70 + 380 * (i % 2), 60 + 280 * (i // 2), 290, 190) for i in range(4)]
+    for size, place in zip(sizes, places, strict=False):
+        of_size = [point for point in times if point["size"] == size]
+        seen = [p[k] for p in of_size for k in ("us", "limit_us") if k in p]
+        panel = Panel(c, place, counts, ticks(MICROSECONDS, seen))
+        panel.frame(f"{size}: time of a call")
+        for name, colour in zip(names, LINES, strict=False):
+            for key in ("limit_us", "us"):
+                points = [p for p in of_size if p["collective"] == name and key in p]
+                curve = {p["ranks"]: p[key] for p in points}
+                panel.curve(curve, colour, dashed=key != "us")
+    shown = {"shared MiB": ("shared by all", 50), "init MiB/rank": ("own, a rank", -10)}
+    seen = [row[key] for row in memory for key in shown]
+    panel = Panel(c, places[3], counts, ticks(MEBIBYTES, seen))
+    panel.frame("memory after init")
+    for (key, (name, below)), colour in zip(shown.items(), LINES, strict=False):
+        panel.curve({row["ranks"]: row[key] for row in memory}, colour)
+        x, y = panel.at(counts[-1], memory[-1][key])
+        c.text(x, y + below, name, anchor="end", fill=colour)
+    for i, (name, colour) in enumerate(zip(names, LINES, strict=False)):
+        c.text(20 + 102 * i, 580, name, fill=colour)
+    c.text(740, 580, "dashed: limit of the memory", anchor="end", fill=FAINT)
+    return c
+
+
+def ticks(named: Mapping[float, str], seen: Sequence[float]) -> dict[float, str]:
+    """Those around all that is to be seen; a tenth may stick out."""
+    low = max(t for t in named if t <= 1.1 * min(seen) or t == min(named))
+    high = min(t for t in named if t >= max(seen) / 1.1 or t == max(named))
+    return {t: name for t, name in named.items() if low <= t <= high}
+
+
 PICTURES: dict[str, Callable[[], Canvas]] = {
     "gradient": gradient,
     "board": board,
     "recovery": recovery,
+    "ranks": ranks,
 }
 
 

@@ -1,7 +1,6 @@
 """The comparison in benchmarks/ without its peers: shapes, options, ratios, tables.
 
-And that the limit, which all are held against, adds up right: run as a program, this
-file is one rank of it. No time is looked at.
+The limit has a file of its own: test_limit.py. No time is looked at.
 """
 
 from __future__ import annotations
@@ -9,20 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from support.launch import ROOT, environment
+from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
 from benchmarks.harness import launchers, options, plots, report, shapes, turns
 from benchmarks.harness.turns import Case, Variant
-from benchmarks.peers import limit
 from benchmarks.peers.table import PEERS, Entry
 
 # -- shapes and options ----------------------------------------------------------------
@@ -311,78 +307,3 @@ def test_where_it_was_measured_is_told() -> None:
     about = json.loads(json.dumps(report.about()))
     assert about["machine"]["cpus"] >= 1 and about["machine"]["cpu"]
     assert about["when"][:2] == "20"
-
-
-# -- the limit -------------------------------------------------------------------------
-
-# Below and above what goes at once, not a multiple of lines, and more than two tiles.
-COUNTS = [1, 3, 1000, 4096, 4097, 40_001, 400_003]
-# Many small ones across a tile, one that is larger than a tile.
-TENSORS = [*range(1, 200), 150_001, 7, *range(5, 60)]
-
-
-def inputs(rank: int, count: int, dtype: Any) -> Any:
-    """Numbers whose sums are rounded."""
-    return np.random.default_rng((rank, count)).random(count, np.float32).astype(dtype)
-
-
-def check_sums(rank: int, size: int, port: int) -> int:
-    """One rank: every variant, dtype and shape against numpy; how many were right."""
-    import ml_dtypes
-
-    own = limit.Limit(rank, size, port)
-    done = 0
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        for name in limit.VARIANTS:
-            for counts in (*([n] for n in COUNTS), TENSORS):
-                arrays = [inputs(rank, n, dtype) for n in counts]
-                scale = np.float32(1.0 if len(counts) == 1 else 1 / size)
-                step = limit.Allreduce(own._native, own._self, arrays, name, scale)
-                step()
-                for n, out in zip(counts, step.outputs, strict=True):
-                    parts = [inputs(r, n, dtype) for r in range(size)]
-                    total = np.sum(np.array(parts, np.float32), axis=0)
-                    want = (total * scale).astype(dtype)
-                    np.testing.assert_array_equal(out, want, f"{name} {dtype} {n}")
-                done += 1
-    assert own.total(rank + 1.0) == size * (size + 1) / 2
-    for _ in range(300):  # sets of slots take turns across calls of all lengths
-        step()
-    own.close()
-    return done
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_limit_adds_up(size: int) -> None:
-    limit.build()
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(size), str(40_000 + size)],
-            env=environment("limit", {"PYTHONPATH": paths}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    said = [rank.communicate(timeout=50)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
-    cases = 2 * len(limit.VARIANTS) * (len(COUNTS) + 1)
-    assert [text.split()[-1] for text in said] == [str(cases)] * size
-
-
-def test_a_limit_that_cannot_be_built_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(limit.CannotBuild, match="no compiler no-such-compiler here"):
-        limit.build(tmp_path)
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(limit.CannotBuild, match=r"limit\.cc -lrt"):
-        limit.build(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-if __name__ == "__main__":
-    print(check_sums(*map(int, sys.argv[1:])))

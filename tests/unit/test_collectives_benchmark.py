@@ -12,7 +12,7 @@ from support.launch import ROOT
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
 from benchmarks import collectives
-from benchmarks.harness import turns, worker
+from benchmarks.harness import patterns, turns, worker
 from benchmarks.harness.turns import Case, Variant
 from benchmarks.peers.adapter import COLLECTIVES, Peer
 
@@ -56,9 +56,9 @@ def test_bad_options_are_refused(
     ],
 )
 def test_what_rank_1_of_2_must_get(name: str, right: list[int]) -> None:
-    given = worker.given(name, 1, 2, 4).tolist()
+    given = patterns.given(name, 1, 2, 4).tolist()
     assert given == ([1, 2] if name == "allgather" else [1, 2, 3, 4])
-    assert worker.expected(name, 1, 2, 4).tolist() == right
+    assert patterns.expected(name, 1, 2, 4).tolist() == right
 
 
 class OneRank(Peer):
@@ -110,15 +110,17 @@ class World:
         self.peer = peer
 
 
-def rows(**times: list[float]) -> list[dict[str, Any]]:
+def variant(peer: str, name: str, *times: float) -> Variant:
+    """One that took so many milliseconds in each round."""
+    rounds = [[t / 1e3] for t in times]
+    return Variant(World(peer), name, rounds=rounds, wall=1.0, busy=0.5, own=0.25)
+
+
+def rows(*more: Variant, **times: list[float]) -> list[dict[str, Any]]:
     """What is measured of one case, from the milliseconds of each round."""
     case = Case("alltoall, 4 KiB", [(1024,)], "collectives", collective="alltoall")
-    about = {"wall": 1.0, "busy": 0.5, "own": 0.25}
-    variants = [
-        Variant(World(peer), "alltoall", rounds=[[t / 1e3] for t in of], **about)
-        for peer, of in times.items()
-    ]
-    found = turns.compare(variants, case, ranks=2)
+    variants = [variant(peer, "alltoall", *of) for peer, of in times.items()]
+    found = turns.compare([*more, *variants], case, ranks=2)
     return [{"case": case.title, **row} for row in found]
 
 
@@ -138,3 +140,48 @@ def test_the_table_compares_with_the_best_mpi() -> None:
 def test_without_an_mpi_there_is_no_ratio() -> None:
     head, line = collectives.table(rows(ringjax=[0.02])).splitlines()
     assert "MPI" not in head and "20.0 (20.0 .. 20.0)  " in line
+
+
+def test_the_limit_is_its_variant_with_the_fastest_round() -> None:
+    often = variant("limit", "alltoall: often", 0.02, 0.02, 0.02)
+    once = variant("limit", "alltoall: once", 0.01, 0.03, 0.03)
+    found = rows(often, once, ringjax=[0.04, 0.04, 0.06], mpich=[0.02, 0.02, 0.03])
+    head, line = (x.split() for x in collectives.table(found).splitlines())
+    assert head[6:] == ["limit", "ringjax", "of", "limit", "mpich", "foreign"]
+    limit, ours = ["30.0", "(10.0", "..", "30.0)"], ["40.0", "(40.0", "..", "60.0)"]
+    assert line[3:] == [*limit, "1.00", *ours, "2.00", "0.50", *line[-6:]]
+    without = collectives.table(rows(often, mpich=[0.02, 0.02, 0.03]))
+    assert "of limit" not in without
+
+
+class Worlds:
+    """One peer with variants, that says what it is asked for."""
+
+    peer, dtypes = "limit", ("float32",)
+
+    def __init__(self) -> None:
+        names = ["broadcast: a", "broadcast: b", "alltoall"]
+        self.variants = {"collectives": names}
+        self.prepared: list[str] = []
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        if request["do"] == "prepare":
+            self.prepared = request["variants"]
+            return [{}]
+        return [{"seconds": [0.001] * request["batches"], "cpu": 0.0}]
+
+
+def test_each_case_asks_for_the_variants_of_its_collective() -> None:
+    options = collectives.parse(["--rounds", "2", "--sizes", "4K"])
+    world = Worlds()
+    quiet = turns.Quiet(0.0)
+    asked = {}
+    for case in collectives.cases(options, 2):
+        world.prepared = []
+        found = turns.measure([world], case, 2, options, quiet)
+        assert [row["variant"] for row in found] == world.prepared
+        asked[case.collective] = world.prepared
+    assert {k: v for k, v in asked.items() if v} == {
+        "broadcast": ["broadcast: a", "broadcast: b"],
+        "alltoall": ["alltoall"],
+    }

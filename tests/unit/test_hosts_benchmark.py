@@ -20,9 +20,10 @@ from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks.hosts import allreduce, namespaces
+from benchmarks.hosts import collectives, namespaces
 from benchmarks.hosts.layouts import Layout, parse_rate, parse_size
 from benchmarks.hosts.namespaces import Namespaces
+from benchmarks.peers.adapter import COLLECTIVES
 from ringjax.config import Config
 from ringjax.control.launch_environment import find
 
@@ -32,16 +33,47 @@ MIB = 1 << 20
 
 
 def test_bounds_of_four_hosts() -> None:
-    one, two = Layout(4, 1, "1gbit"), Layout(4, 2, "1gbit")
-    assert one.bounds(125_000_000) == pytest.approx((1.5, 1.5))
-    assert two.bounds(125_000_000) == pytest.approx((1.75, 1.5))
-    assert Layout(4, 2, "10gbit").bounds(125_000_000) == pytest.approx((0.175, 0.15))
-    assert Layout(2, 1, "500mbit").bounds(62_500_000) == pytest.approx((1.0, 1.0))
+    def bounds(layout: str, rate: str, size: int = 125_000_000) -> Any:
+        hosts, ranks = map(int, layout.split("x"))
+        return Layout(hosts, ranks, rate).bounds("allreduce", size)
+
+    assert bounds("4x1", "1gbit") == pytest.approx((1.5, 1.5))
+    assert bounds("4x2", "1gbit") == pytest.approx((1.75, 1.5))
+    assert bounds("4x2", "10gbit") == pytest.approx((0.175, 0.15))
+    assert bounds("2x1", "500mbit", 62_500_000) == pytest.approx((1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "ring", "least"),
+    [
+        ("allreduce", 1.75, 1.5),
+        ("broadcast", 1.0, 1.0),
+        ("allgather", 0.875, 0.75),
+        ("alltoall", 1.5, 1.5),  # two ranks a host, each of which has others' parts
+        ("reducescatter", 0.875, 0.75),
+    ],
+)
+def test_bounds_of_each_collective(name: str, ring: float, least: float) -> None:
+    bounds = Layout(4, 2, "1gbit").bounds(name, 125_000_000)
+    assert bounds == pytest.approx((ring, least))
 
 
 def test_without_a_rate_there_is_no_bound() -> None:
-    assert Layout(4, 1).bounds(MIB) is None
-    assert Layout.parse("loopback").bounds(MIB) is None
+    for name in COLLECTIVES:
+        assert Layout(4, 1).bounds(name, MIB) is None
+        assert Layout.parse("loopback").bounds(name, MIB) is None
+
+
+def test_plain_streams_carry_what_must_cross() -> None:
+    words = ["--collectives", "alltoall", "broadcast", "--sizes", "4096", "16M"]
+    options = collectives.parse(words)
+    assert collectives.cases(Layout(2, 3), options) == [
+        ("alltoall", 4080, 6120),
+        ("alltoall", 16 * MIB - 16, 3 * 8 * MIB - 24),
+        ("broadcast", 4080, 4080),
+        ("broadcast", 16 * MIB - 16, 16 * MIB - 16),
+    ]
+    assert collectives.parse([]).collectives == ["allreduce"]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +83,7 @@ def test_without_a_rate_there_is_no_bound() -> None:
 def test_share_of_the_communication_that_is_hidden(
     none: float, in_turn: float, overlapped: float, share: float
 ) -> None:
-    assert allreduce.hidden(none, in_turn, overlapped) == pytest.approx(share)
+    assert collectives.hidden(none, in_turn, overlapped) == pytest.approx(share)
 
 
 # -- options ---------------------------------------------------------------------------
@@ -82,7 +114,7 @@ def test_sizes_and_rates_are_read() -> None:
 
 def test_every_layout_meets_every_rate_but_loopback_has_none() -> None:
     words = ["--layouts", "4x1", "loopback", "4x2", "--rates", "1gbit", "10gbit"]
-    titles = [layout.title for layout in allreduce.worlds(allreduce.parse(words))]
+    titles = [layout.title for layout in collectives.worlds(collectives.parse(words))]
     assert titles == [
         "2 ranks over loopback TCP, no shared memory",
         "4 hosts x 1, 1gbit",
@@ -93,13 +125,21 @@ def test_every_layout_meets_every_rate_but_loopback_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--rounds", "0"], ["--batch", "-1"], ["--flows", "0"], ["--rates", "x"]]
+    "words",
+    [
+        ["--rounds", "0"],
+        ["--batch", "-1"],
+        ["--flows", "0"],
+        ["--rates", "x"],
+        ["--sizes", "16"],
+        ["--collectives", "x"],
+    ],
 )
 def test_wrong_options_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        allreduce.parse(words)
+        collectives.parse(words)
     assert end.value.code == 2
     assert words[0] in capsys.readouterr().err
 
@@ -107,7 +147,7 @@ def test_wrong_options_are_refused(
 def test_only_root_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit, match="only root may make network namespaces"):
-        allreduce.main(["--layouts", "4x1"])
+        collectives.main(["--layouts", "4x1"])
 
 
 # -- ranks -----------------------------------------------------------------------------
@@ -144,13 +184,13 @@ def test_a_rank_that_fails_ends_the_world_and_shows_its_log(tmp_path: Path) -> N
         fails = namespaces.spawn([sys.executable, "-c", "1 / 0"], os.environ, file)
     try:
         with pytest.raises(
-            allreduce.HostsError, match="(?s)rank 1 .*ZeroDivisionError"
+            collectives.HostsError, match="(?s)rank 1 .*ZeroDivisionError"
         ):
-            allreduce._wait([waits, fails], 50, [log, log])
+            collectives._wait([waits, fails], 50, [log, log])
         with pytest.raises(
-            allreduce.HostsError, match="rank 0 has failed .no end in time"
+            collectives.HostsError, match="rank 0 has failed .no end in time"
         ):
-            allreduce._wait([waits], 0, [log])
+            collectives._wait([waits], 0, [log])
     finally:
         for process in (waits, fails):
             process.kill()
@@ -294,7 +334,8 @@ def test_the_table_holds_the_shares() -> None:
     bound = 1.5 * size / 125e6
     results = [
         {
-            "kind": "allreduce",
+            "kind": "collective",
+            "collective": "allreduce",
             "size": size,
             "algorithm": "hierarchical",
             "seconds": bound / 0.8,
@@ -304,26 +345,31 @@ def test_the_table_holds_the_shares() -> None:
         *(
             {
                 "kind": "streams",
+                "collective": name,
                 "size": size,
                 "flows": flows,
                 "seconds": bound / share,
                 "rounds": [bound / share] * 3,
                 "busy": 0.1,
             }
-            for flows, share in ((1, 0.9), (2, 0.95))
+            for name, flows, share in (
+                ("allreduce", 1, 0.9),
+                ("allreduce", 2, 0.95),
+                ("broadcast", 1, 2.0),  # not those of an allreduce
+            )
         ),
     ]
-    (row,) = allreduce.allreduce_rows(results, layout)
+    (row,) = collectives.rows_of(results, layout)
     assert row["share_of_bound"] == pytest.approx(0.8)
     assert row["share_of_ring_bound"] == pytest.approx(0.8 * 1.75 / 1.5)
     assert row["share_of_streams"] == pytest.approx(0.8 / 0.95)
     json.dumps(row)
-    text = allreduce.table(layout, [row])
+    text = collectives.table(layout, [row])
     assert "4 hosts x 2, 1gbit" in text
-    assert "0.800" in text and "hierarchical" in text
-    (free,) = allreduce.allreduce_rows(results, Layout.parse("loopback"))
+    assert "0.800" in text and "hierarchical" in text and "allreduce" in text
+    (free,) = collectives.rows_of(results, Layout.parse("loopback"))
     assert free["share_of_bound"] is None
-    assert "0.84" in allreduce.table(Layout.parse("loopback"), [free])
+    assert "0.84" in collectives.table(Layout.parse("loopback"), [free])
 
 
 def test_the_model_is_compared_round_by_round() -> None:
@@ -343,11 +389,11 @@ def test_the_model_is_compared_round_by_round() -> None:
         }
         for name, rounds in seconds.items()
     ]
-    row = allreduce.model_row(results, Layout(4, 1, "1gbit"))
+    row = collectives.model_row(results, Layout(4, 1, "1gbit"))
     assert row is not None
     assert row["hidden"] == pytest.approx(0.9)
     assert row["hidden_rounds"] == pytest.approx([0.9, 0.9, 1.0])
     assert row["hidden_waiting"] == pytest.approx(0.95)
-    text = allreduce.model_text(row)
+    text = collectives.model_text(row)
     assert "hidden: 0.90 (0.90 .. 1.00), of the waiting: 0.95 (20.0 ms left)" in text
-    assert allreduce.model_row([], Layout(4, 1, "1gbit")) is None
+    assert collectives.model_row([], Layout(4, 1, "1gbit")) is None

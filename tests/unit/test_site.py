@@ -88,12 +88,12 @@ def test_a_picture_is_what_its_code_draws() -> None:
     assert kept == {name: make().svg() for name, make in draw.PICTURES.items()}
 
 
-@pytest.mark.parametrize("name", ["board", "gradient", "recovery"])
+@pytest.mark.parametrize("name", ["board", "gradient", "ranks", "recovery"])
 def test_a_picture_keeps_to_its_card(name: str) -> None:
     root = ET.parse(DOCS / "pictures" / f"{name}.svg").getroot()
     width, height = int(root.attrib["width"]), int(root.attrib["height"])
     for shape in root.iter():
-        x, y = float(shape.get("x", 0)), float(shape.get("y", 0))
+        x, y = (float(shape.get(n, shape.get(f"c{n}", 0))) for n in "xy")
         right = x + float(shape.get("width", 0)) if "rx" in shape.attrib else x
         bottom = y + float(shape.get("height", 0)) if "rx" in shape.attrib else y
         assert 0 <= x <= right <= width and 0 <= y <= bottom <= height, shape.attrib

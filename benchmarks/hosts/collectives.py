@@ -1,4 +1,4 @@
-"""Allreduce between hosts, as root: `python -m benchmarks.hosts.allreduce`.
+"""Collectives between hosts, as root: `python -m benchmarks.hosts.collectives`.
 
 Builds hosts as network namespaces with links of a given rate, and times ringjax in them
 next to plain TCP streams, the least that the links must carry, and the backward pass of
@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.hosts.layouts import LOOPBACK, Layout, parse_rate, parse_size
 from benchmarks.hosts.namespaces import Namespaces, spawn
+from benchmarks.peers.adapter import COLLECTIVES
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -47,6 +48,17 @@ def run(layout: Layout, options: argparse.Namespace, folder: Path) -> list[Any]:
         return _run(layout, options, folder, network)
 
 
+def cases(layout: Layout, options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """Each collective and size, in whole numbers a rank, and what plain TCP carries."""
+    whole = 4 * layout.size
+    sizes = [size // whole * whole for size in options.sizes]
+    return [
+        (name, size, round(layout.crossing(name, size)))
+        for name in options.collectives
+        for size in sizes
+    ]
+
+
 def _run(
     layout: Layout,
     options: argparse.Namespace,
@@ -56,7 +68,7 @@ def _run(
     job, secret = secrets.token_hex(8), secrets.token_hex(32)
     plan = {
         "ring": layout.ring,
-        "sizes": options.sizes,
+        "cases": cases(layout, options),
         "flows": options.flows,
         "rounds": options.rounds,
         "batch": options.batch if network is not None else 0,
@@ -105,18 +117,18 @@ def _wait(
 # -- what is printed -------------------------------------------------------------------
 
 
-def allreduce_rows(results: Sequence[Any], layout: Layout) -> list[dict[str, Any]]:
-    """One row for each size, with its bounds and the plain streams beside it."""
+def rows_of(results: Sequence[Any], layout: Layout) -> list[dict[str, Any]]:
+    """One row for each collective and size, with its bounds and the plain streams."""
     rows = []
-    for mine in (r for r in results if r["kind"] == "allreduce"):
-        size, seconds = mine["size"], mine["seconds"]
+    for mine in (r for r in results if r["kind"] == "collective"):
+        name, size, seconds = mine["collective"], mine["size"], mine["seconds"]
         plain = {
             r["flows"]: r
             for r in results
-            if r["kind"] == "streams" and r["size"] == size
+            if r["kind"] == "streams" and (r["collective"], r["size"]) == (name, size)
         }
         best = min(plain.values(), key=lambda r: float(r["seconds"]))
-        bounds = layout.bounds(size)
+        bounds = layout.bounds(name, size)
         rows.append(
             {
                 **mine,
@@ -152,7 +164,7 @@ def model_row(results: Sequence[Any], layout: Layout) -> dict[str, Any] | None:
         for r in results
         if (r["kind"], r.get("variant")) == ("model", "overlapped")
     )
-    bounds = layout.bounds(size)
+    bounds = layout.bounds("allreduce", size)
     usual = {name: statistics.median(seconds) for name, seconds in rounds.items()}
     return {
         "size": size,
@@ -176,7 +188,8 @@ def table(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
     """The rows of one world as text."""
     lines = [
         f"\n{layout.title}",
-        f"{'size':>10} {'algorithm':>13} {'ms':>9} {'(min .. max)':>18} {'bound':>8} "
+        f"{'':13} {'size':>10} {'algorithm':>20} {'ms':>9} {'(min .. max)':>18} "
+        f"{'bound':>8} "
         f"{'share':>6} {'ring':>6} {'plain':>8} {'share':>6} {'busy':>5}",
     ]
     for row in rows:
@@ -184,7 +197,8 @@ def table(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
         spread = f"({min(times):.1f} .. {max(times):.1f})"
         plain = min(row["streams"].values()) * 1e3
         lines.append(
-            f"{row['size'] / MIB:6.2f} MiB {row['algorithm']:>13} "
+            f"{row['collective']:13} {row['size'] / MIB:6.2f} MiB "
+            f"{row['algorithm']:>20} "
             f"{row['seconds'] * 1e3:9.2f} {spread:>18} {_ms(row['bound']):>8} "
             f"{_share(row['share_of_bound']):>6} "
             f"{_share(row['share_of_ring_bound']):>6} {plain:8.2f} "
@@ -217,7 +231,9 @@ def _share(value: float | None) -> str:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; ends the process with a message if they are wrong."""
-    p = argparse.ArgumentParser(prog="benchmarks.hosts.allreduce", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="benchmarks.hosts.collectives", description=__doc__
+    )
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     layouts = [LOOPBACK, "2x1", "4x1", "4x2"]
     p.add_argument(
@@ -231,6 +247,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--sizes", nargs="*", type=parse_size, default=[MIB, 16 * MIB, 100 * MIB]
     )
+    p.add_argument(
+        "--collectives", nargs="+", choices=COLLECTIVES, default=["allreduce"]
+    )
     p.add_argument("--flows", nargs="+", type=int, default=[1, 2], help="plain (1 2)")
     p.add_argument("--rounds", type=int, default=5, help="turns of everything (5)")
     p.add_argument("--batch", type=int, default=48, help="of the model; 0: none (48)")
@@ -240,6 +259,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = p.parse_args(words)
     if options.rounds < 1 or options.batch < 0 or min(options.flows) < 1:
         p.error("--rounds and --flows must be 1 or more, --batch 0 or more")
+    if min(options.sizes, default=MIB) < 4 * max(x.size for x in options.layouts):
+        p.error("--sizes must be 4 bytes or more for each rank")
     return options
 
 
@@ -259,7 +280,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     if os.geteuid() != 0 and not all(layout.loopback for layout in options.layouts):
         raise SystemExit(
-            "benchmarks.hosts.allreduce: only root may make network namespaces; "
+            "benchmarks.hosts.collectives: only root may make network namespaces; "
             "--layouts loopback does without"
         )
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -273,9 +294,9 @@ def main(words: Sequence[str] | None = None) -> None:
                 results = run(layout, options, Path(folder))
             except (HostsError, RuntimeError, OSError) as error:
                 raise SystemExit(
-                    f"benchmarks.hosts.allreduce: {layout.title}: {error}"
+                    f"benchmarks.hosts.collectives: {layout.title}: {error}"
                 ) from None
-            rows = allreduce_rows(results, layout)
+            rows = rows_of(results, layout)
             step = model_row(results, layout)
             print(table(layout, rows) if rows else f"\n{layout.title}")
             if step is not None:
@@ -283,7 +304,7 @@ def main(words: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
             about = {"layout": layout.title, "hosts": layout.hosts}
             about |= {"ranks_per_host": layout.ranks, "rate": layout.rate}
-            found.append({**about, "allreduce": rows, "model": step})
+            found.append({**about, "collectives": rows, "model": step})
     report = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": {"cpus": os.cpu_count(), "kernel": platform.release()},

@@ -1,0 +1,41 @@
+"""What ranks give to a collective, and what they must get: small integers in float32.
+
+Their sums are exact, so that results can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def given(name: str, rank: int, size: int, count: int) -> Array:
+    """What a rank gives to a collective; `count` numbers are the whole vector."""
+    own = count // size if name == "allgather" else count
+    return _pattern(own) + np.float32(rank)
+
+
+def expected(name: str, rank: int, size: int, count: int) -> Array:
+    """What a rank must get; a broadcast is that of rank 0."""
+    pattern, ranks = _pattern(count), np.arange(size, dtype=np.float32)
+    mine = slice(rank * (count // size), (rank + 1) * (count // size))
+    if name == "broadcast":
+        return pattern
+    if name == "allgather":
+        return np.concatenate([pattern[: count // size] + r for r in ranks])
+    if name == "alltoall":
+        return np.concatenate([pattern[mine] + r for r in ranks])
+    total: Array = pattern * np.float32(size) + ranks.sum()
+    return total[mine] if name == "reducescatter" else total
+
+
+def room(name: str, array: Array, right: Array) -> Array:
+    """Where the result goes: the array that was given, or as much as is right."""
+    return array if name in ("allreduce", "broadcast") else np.zeros_like(right)
+
+
+def _pattern(count: int) -> Array:
+    return np.arange(count, dtype=np.float32) % np.float32(7)
