@@ -26,8 +26,11 @@ from jax._src.interpreters import pxla as _pxla
 ABSTRACT = _core.abstract_token
 
 
-class _Effect(_effects.Effect):
-    """Equal and hashed by type: the singletons below end up in JAX's cache keys."""
+class Ring(_effects.Effect):
+    """Ordered: JAX threads a token through all calls that carry it.
+
+    Equal and hashed by type: the one below ends up in JAX's cache keys.
+    """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -37,10 +40,6 @@ class _Effect(_effects.Effect):
 
     def __repr__(self) -> str:
         return type(self).__name__
-
-
-class Ring(_Effect):
-    """Ordered: JAX threads a token through all calls that carry it."""
 
 
 RING = Ring()
@@ -98,14 +97,15 @@ _without_token = threading.Event()  # this process has such programs
 def _begin_order_within_the_program() -> None:
     """Lets a program on the one CPU device make its first token itself.
 
-    JAX hands a token into and out of every program with an ordered call, and calls such
-    programs from Python: 65 to 85 us. What one thread calls, XLA's CPU client runs in
-    the order of the calls without it. So JAX threads the token through the program and
-    all functions in it as ever, but the program neither takes nor returns one, and JAX
-    calls it as it calls those without effects.
+    JAX hands a token into and out of every program with an ordered call, and therefore
+    calls it from Python: 90 us. What one thread calls, XLA's CPU client runs in that
+    order anyway. So JAX threads the token through the program and all functions in it
+    as ever, but the program neither takes nor returns one, and JAX calls it as one
+    without effects: from C++.
     """
-    lower_module: Any = _mlir.lower_jaxpr_to_module
-    lower_body: Any = _mlir.jaxpr_subcomp
+    lowering: Any = _mlir
+    lower_module = lowering.lower_jaxpr_to_module
+    lower_body = lowering.jaxpr_subcomp
 
     def lower_jaxpr_to_module(name: Any, jaxpr: Any, **options: Any) -> Any:
         effects = options["ordered_effects"]
@@ -124,12 +124,12 @@ def _begin_order_within_the_program() -> None:
     ) -> Any:
         if jaxpr is _entry.jaxpr:
             _entry.jaxpr = None
-            first = {RING: _mlir.create_token()}
-            tokens = _mlir.TokenSet({**dict(tokens.items()), **first})
+            first = lowering.create_token()
+            tokens = lowering.TokenSet({**dict(tokens.items()), RING: first})
         return lower_body(ctx, jaxpr, stack, tokens, *rest, **options)
 
-    _mlir.lower_jaxpr_to_module = lower_jaxpr_to_module
-    _mlir.jaxpr_subcomp = jaxpr_subcomp
+    lowering.lower_jaxpr_to_module = lower_jaxpr_to_module
+    lowering.jaxpr_subcomp = jaxpr_subcomp
 
 
 def _is_ordered_by_xla(jaxpr: Any, options: Any) -> bool:
@@ -152,10 +152,10 @@ def wait() -> None:
     Raises:
       JaxRuntimeError: a program that takes a token has failed.
     """
-    jax.effects_barrier()
     if _without_token.is_set():
         device = jax.local_devices(backend="cpu")[0]
         _behind(jax.device_put(np.uint32(0), device)).block_until_ready()
+    jax.effects_barrier()
 
 
 _behind = jax.jit(lambda x: x + 1)

@@ -107,7 +107,7 @@ def test_every_collective_lowers_for_cuda() -> None:
         lambda x: ringjax.barrier() or x,
     ):
         (here,), (there,) = calls(f, jnp.ones(2)), on_cuda(f, jnp.ones(2))
-        # The same call, whose token is not from outside; the platform chooses the handler.
+        # The same call but for its token; the platform chooses the handler.
         assert (here.target, here.rest) == (there.target, there.rest)
         assert len(here.operands) == len(there.operands)
         assert here.operands[-1] != there.operands[-1] == "%arg0"

@@ -1,4 +1,4 @@
-"""The token that orders stand-alone calls: within the program, or placed and waited for.
+"""The token that orders stand-alone calls: in a program, or placed and waited for.
 
 One process, a job of one. What xla/tokens.py changes in JAX are shortcuts: these tests
 hold them against JAX's own way. That calls stay in order is in ranks/jax/.
@@ -136,7 +136,7 @@ def test_waits_for_what_nobody_kept() -> None:
     assert seen == [1]
 
 
-# -- programs that take a token ---------------------------------------------------------
+# -- programs that take a token --------------------------------------------------------
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_control_without_tokens_disagrees(world) -> None:
 
 
 class Programs:
-    """Programs of all kinds that share no data, slow on one rank and quick on another."""
+    """Programs of all kinds that share no data, slow on one rank, quick on another."""
 
     def __init__(self, rank: int) -> None:
         tx = ringjax.allreduce_grads()
