@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax.xla import tokens
+
 Array = np.ndarray[Any, Any]
 
 
@@ -105,4 +107,4 @@ def wait(values: Iterable[Any]) -> None:
         JaxRuntimeError: the program that makes one of them has failed.
     """
     jax.block_until_ready([value for value in values if not value.is_deleted()])
-    jax.effects_barrier()
+    tokens.wait()

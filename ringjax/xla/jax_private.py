@@ -44,7 +44,7 @@ def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
     """Installs ``rule(*avals, **params) -> avals``; `ordered` adds the effects."""
     if ordered:
         primitive.def_effectful_abstract_eval(
-            lambda *avals, **params: (rule(*avals, **params), set(tokens.EFFECTS))
+            lambda *avals, **params: (rule(*avals, **params), {tokens.RING})
         )
     else:
         primitive.def_abstract_eval(rule)
@@ -346,7 +346,7 @@ def emit_ordered(
             attributes=attributes,
         )
         out += results
-    ctx.set_tokens_out(mlir.TokenSet({tokens.RING: token}))
+    ties.set_token(ctx, token)
     return out
 
 
@@ -397,7 +397,7 @@ def _drain() -> None:
     ties.forget()
     if not _bridge.backends_are_initialized():
         return  # nothing ever ran, or JAX's own exit came first
-    waits = [jax.effects_barrier, *(a.block_until_ready for a in jax.live_arrays())]
+    waits = [tokens.wait, *(a.block_until_ready for a in jax.live_arrays())]
     for wait in waits:
         # A failure is reported where the result is used, if anywhere.
         with contextlib.suppress(Exception):

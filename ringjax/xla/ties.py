@@ -94,5 +94,11 @@ def token_of_order(ctx: Any, order: Any, aval: Any) -> None:
     rule = jax.ffi.ffi_lowering("ringjax_order")
     local = ctx.replace(avals_in=[aval], avals_out=[tokens.ABSTRACT])
     (token,) = rule(local, order)
-    ctx.set_tokens_out(mlir.TokenSet({tokens.RING: token}))
+    set_token(ctx, token)
     note_value(ctx, order, aval)
+
+
+def set_token(ctx: Any, token: Any) -> None:
+    """JAX's token of the `Ring` effect from here on; those of others stay."""
+    after = mlir.TokenSet({tokens.RING: token})
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(after))

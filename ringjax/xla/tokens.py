@@ -1,8 +1,8 @@
 """JAX's effects and tokens, which order the collectives that carry no seq.
 
 Like ``jax_private.py`` it touches what is private to JAX, and nothing but tokens: the
-two effects of a stand-alone collective, a shortcut for the token between two programs,
-and what becomes of tokens after a failure.
+effect of a stand-alone collective, programs that need no token from outside, a shortcut
+for it between two that do, and what becomes of tokens after a failure.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax._src import compilation_cache as _cache
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import pxla as _pxla
 
 ABSTRACT = _core.abstract_token
 
 
-class _Effect(_effects.Effect):
-    """Equal and hashed by type: the singletons below end up in JAX's cache keys."""
+class Ring(_effects.Effect):
+    """Ordered: JAX threads a token through all calls that carry it.
+
+    Equal and hashed by type: the one below ends up in JAX's cache keys.
+    """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -35,26 +42,16 @@ class _Effect(_effects.Effect):
         return type(self).__name__
 
 
-class Ring(_Effect):
-    """Ordered: JAX threads a token through all calls that carry it."""
+RING = Ring()
 
-
-class RingIO(_Effect):
-    """Unordered: keeps programs compiled ahead of time on the path with tokens."""
-
-
-RING, RING_IO = Ring(), RingIO()
-EFFECTS = frozenset({RING, RING_IO})
-
-for _type in (Ring, RingIO):
-    for _allowed in (
-        _effects.lowerable_effects,
-        _effects.control_flow_allowed_effects,
-        _effects.custom_derivatives_allowed_effects,
-        _effects.remat_allowed_effects,
-    ):
-        _allowed.add_type(_type)
-_effects.ordered_effects.add_type(Ring)
+for _allowed in (
+    _effects.lowerable_effects,
+    _effects.control_flow_allowed_effects,
+    _effects.custom_derivatives_allowed_effects,
+    _effects.remat_allowed_effects,
+    _effects.ordered_effects,
+):
+    _allowed.add_type(Ring)
 # Or JAX refuses a program over several devices before _check_devices can say why.
 _effects.shardable_ordered_effects.add_type(Ring)
 
@@ -85,6 +82,102 @@ def _leave_tokens_in_place() -> None:
 
 
 _leave_tokens_in_place()
+
+
+class _Entry(threading.local):
+    """The program being lowered, until its first token is made."""
+
+    jaxpr: Any = None
+
+
+_entry = _Entry()
+_without_token = threading.Event()  # this process has such programs
+
+
+def _begin_order_within_the_program() -> None:
+    """Lets a program on the one CPU device make its first token itself.
+
+    JAX hands a token into and out of every program with an ordered call, and therefore
+    calls it from Python: 90 us. What one thread calls, XLA's CPU client runs in that
+    order anyway. So JAX threads the token through the program and all functions in it
+    as ever, but the program neither takes nor returns one, and JAX calls it as one
+    without effects: from C++.
+    """
+    lowering: Any = _mlir
+    lower_module = lowering.lower_jaxpr_to_module
+    lower_body = lowering.jaxpr_subcomp
+
+    def lower_jaxpr_to_module(name: Any, jaxpr: Any, **options: Any) -> Any:
+        effects = options["ordered_effects"]
+        before = _entry.jaxpr
+        if RING in effects and _is_ordered_by_xla(jaxpr, options):
+            effects.remove(RING)  # the caller's list, by which it will call the program
+            _entry.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+            _without_token.set()
+        try:
+            return lower_module(name, jaxpr, **options)
+        finally:
+            _entry.jaxpr = before
+
+    def jaxpr_subcomp(
+        ctx: Any, jaxpr: Any, stack: Any, tokens: Any, *rest: Any, **options: Any
+    ) -> Any:
+        if jaxpr is _entry.jaxpr:
+            _entry.jaxpr = None
+            first = lowering.create_token()
+            tokens = lowering.TokenSet({**dict(tokens.items()), RING: first})
+        return lower_body(ctx, jaxpr, stack, tokens, *rest, **options)
+
+    lowering.lower_jaxpr_to_module = lower_jaxpr_to_module
+    lowering.jaxpr_subcomp = jaxpr_subcomp
+
+
+def _is_ordered_by_xla(jaxpr: Any, options: Any) -> bool:
+    """Whether what one thread calls is run in that order, and its errors are seen."""
+    return bool(
+        tuple(options["platforms"]) == ("cpu",)
+        and options["num_partitions"] == 1
+        and options["backend"] is not None
+        and options["backend"].local_device_count() == 1
+        and jaxpr.out_avals  # else nothing but the token would tell of a failure
+    )
+
+
+_begin_order_within_the_program()
+
+
+def wait() -> None:
+    """Returns when all that this thread has called is finished, also if dropped since.
+
+    Raises:
+      JaxRuntimeError: a program that takes a token has failed.
+    """
+    if _without_token.is_set():
+        device = jax.local_devices(backend="cpu")[0]
+        _behind(jax.device_put(np.uint32(0), device)).block_until_ready()
+    jax.effects_barrier()
+
+
+_behind = jax.jit(lambda x: x + 1)
+
+
+def _call_with_tokens_ahead_of_time() -> None:
+    """Keeps programs that take a token off the fast way of `lower().compile()`.
+
+    JAX forgets there that it hands over none.
+    """
+    executable: Any = _pxla.MeshExecutable
+    create = executable.create_cpp_call
+
+    def create_cpp_call(self: Any, *rest: Any) -> Any:
+        if getattr(self.unsafe_call, "ordered_effects", None):
+            return None
+        return create(self, *rest)
+
+    executable.create_cpp_call = create_cpp_call
+
+
+_call_with_tokens_ahead_of_time()
 
 
 def _cache_no_tokens_of_several_devices() -> None:

@@ -97,6 +97,19 @@ def test_a_donation_that_nothing_can_use() -> None:
         assert aliases(lambda x: reduce(x)[:2], PAIR[0], donate=0) == [[]]
 
 
+def test_the_last_result_is_the_memory_of_the_next() -> None:
+    """What docs/jit.md says of large results: no new memory, and no copy."""
+    step = jax.jit(lambda x, memory: reduce(x), donate_argnums=1, keep_unused=True)
+    x, result = jnp.full(1000, 3.0), jnp.zeros(1000)
+    text = step.lower(x, result).compile().as_text() or ""
+    assert not re.findall(r" copy\(", text[text.index("ENTRY") :])
+    place = result.unsafe_buffer_pointer()
+    for _ in range(3):
+        result = step(x, result)
+        assert result.unsafe_buffer_pointer() == place
+        np.testing.assert_array_equal(result, x)
+
+
 def test_a_reshaped_argument_is_the_same_memory() -> None:
     matrix = np.ones((2, 3), np.float32)
     assert aliases(lambda x: reduce(x.reshape(-1)), matrix) == [[]]

@@ -245,8 +245,8 @@ def test_in_an_elastic_job_a_step_is_on_its_way_as_a_whole(
 def test_the_chain_has_no_effect_and_keeps_fast_dispatch() -> None:
     jaxpr = jax.make_jaxpr(lambda x, s: chained([x], s))(jnp.ones(3), SEQ)
     assert not jaxpr.effects
-    names = sorted(map(repr, jax.make_jaxpr(ringjax.allreduce)(jnp.ones(3)).effects))
-    assert names == ["Ring", "RingIO"]
+    effects = jax.make_jaxpr(ringjax.allreduce)(jnp.ones(3)).effects
+    assert list(map(repr, effects)) == ["Ring"]
 
 
 def test_unused_results_stay_in_order() -> None:

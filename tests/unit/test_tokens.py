@@ -1,11 +1,12 @@
-"""The token that orders stand-alone calls: placed once, waited for, and never lost.
+"""The token that orders stand-alone calls: in a program, or placed and waited for.
 
-One process, a job of one. What xla/tokens.py changes in JAX is a shortcut: these tests
-hold it against JAX's own way.
+One process, a job of one. What xla/tokens.py changes in JAX are shortcuts: these tests
+hold them against JAX's own way. That calls stay in order is in ranks/jax/.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,12 +55,98 @@ def token() -> Any:
     return JAX._dispatch.runtime_tokens.current_tokens.get(tokens.RING)
 
 
-@jax.jit
-def reduced(x: Any) -> Any:
+def reduce(x: Any) -> Any:
     return ringjax.allreduce(x, op=ringjax.Sum)
 
 
-def test_a_token_in_place_is_not_placed_again(placed: list[Any]) -> None:
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that JAX calls from Python from now on, instead of from C++."""
+    names: list[str] = []
+    call = JAX._pxla.ExecuteReplicated.__call__
+
+    def __call__(self: Any, *arguments: Any) -> Any:  # noqa: N807
+        names.append(self.name)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(JAX._pxla.ExecuteReplicated, "__call__", __call__)
+    return names
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_program_on_one_device_takes_no_token(launches, ahead) -> None:
+    program = jax.jit(reduce)
+    text = program.lower(jnp.ones(3)).as_text()
+    assert text.count("stablehlo.create_token") == 1
+    assert "token" not in next(x for x in text.splitlines() if "public @main" in x)
+    call = program.lower(jnp.ones(3)).compile() if ahead else program
+    for _ in range(5):
+        np.testing.assert_array_equal(call(jnp.ones(3)), np.ones(3))
+    assert launches.count("jit(reduce)") == 1  # the first time
+    assert token() is None
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_program_without_results_does(launches, ahead) -> None:
+    """Its token is all that tells when it is done, and if it failed."""
+    program = jax.jit(lambda: ringjax.barrier())
+    call = program.lower().compile() if ahead else program
+    seen = set()
+    for _ in range(5):
+        call()
+        seen.add(token())
+    assert len(launches) == len(seen) == 5
+
+
+def test_beside_the_order_of_others() -> None:
+    seen: list[int] = []
+
+    def tell(x: Any, number: int) -> None:
+        io_callback(lambda _: seen.append(number), None, x, ordered=True)
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        tell(x, 1)
+        x = jax.jit(reduce)(x)
+        tell(x, 2)
+        x = reduce(x)
+        tell(x, 3)
+        return x
+
+    for _ in range(3):
+        np.testing.assert_array_equal(program(jnp.ones(3)), np.ones(3))
+    jax.effects_barrier()
+    assert seen == [1, 2, 3] * 3
+
+
+def test_waits_for_what_nobody_kept() -> None:
+    seen: list[int] = []
+
+    def slow(x: Any) -> Any:
+        time.sleep(0.3)
+        seen.append(1)
+        return x
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        return reduce(jax.pure_callback(slow, x, x))
+
+    program(jnp.ones(3))
+    tokens.wait()
+    assert seen == [1]
+
+
+# -- programs that take a token --------------------------------------------------------
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A program that takes one, as if it were for another device."""
+    monkeypatch.setattr(tokens, "_is_ordered_by_xla", lambda *_: False)
+    return jax.jit(lambda x: reduce(x))
+
+
+def test_a_token_in_place_is_not_placed_again(placed: list[Any], reduced: Any) -> None:
     for _ in range(3):
         before = token()
         reduced(jnp.ones(3)).block_until_ready()
@@ -98,21 +185,21 @@ class _Array:
             raise self._error
 
 
-def test_a_program_waits_for_the_one_before() -> None:
+def test_a_program_waits_for_the_one_before(reduced: Any) -> None:
     array = _Array(set())
     JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = JAX._core.Token(array)
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert array.waits
 
 
-def test_a_token_elsewhere_is_placed(placed: list[Any]) -> None:
+def test_a_token_elsewhere_is_placed(placed: list[Any], reduced: Any) -> None:
     elsewhere = JAX._core.Token(_Array({"another device"}))
     JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = elsewhere
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert elsewhere in placed
 
 
-def test_the_error_of_the_program_before_is_raised() -> None:
+def test_the_error_of_the_program_before_is_raised(reduced: Any) -> None:
     failed = _Array(set(jax.devices()), ValueError("of the program before"))
     JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = JAX._core.Token(failed)
     with pytest.raises(ValueError, match="of the program before"):
