@@ -61,7 +61,8 @@ def applies(op: str, algorithm: str, host: list[int]) -> bool:
         return True
     ranks = [host.count(h) for h in sorted(set(host))]
     several = 1 < len(ranks) < len(host)
-    return several and (op != "allgather" or len(set(ranks)) == 1)
+    needs_even = op in ("allgather", "reducescatter")
+    return several and (not needs_even or len(set(ranks)) == 1)
 
 
 def prove(
@@ -291,11 +292,21 @@ def test_hierarchical_numbers_on_even_hosts(hosts: int, ranks: int) -> None:
     leaving = 2 * (hosts - 1) * n // hosts
     assert crossing("allreduce", "hierarchical", n, host) == [leaving] * hosts
 
-    counts = even_counts("allgather", len(host), n)
-    report = prove("allgather", "hierarchical", counts, host)
-    assert report["steps"] == 1 + (hosts - 1)
-    leaving = (hosts - 1) * n // hosts
-    assert crossing("allgather", "hierarchical", n, host) == [leaving] * hosts
+    for op in ("allgather", "reducescatter"):
+        report = prove(op, "hierarchical", even_counts(op, len(host), n), host)
+        assert report["steps"] == 1 + (hosts - 1)
+        leaving = (hosts - 1) * n // hosts
+        assert crossing(op, "hierarchical", n, host) == [leaving] * hosts
+
+
+@pytest.mark.parametrize("root", [0, 3])
+@pytest.mark.parametrize("host", [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2], [0, 1, 1, 1]])
+def test_a_chain_crosses_each_link_once(host: list[int], root: int) -> None:
+    n = 60
+    report = prove("broadcast", "chain", [[n]] * len(host), host, root)
+    assert report["steps"] == len(host) - 1
+    assert max(report["sent"]) == n
+    assert sum(crossing("broadcast", "chain", n, host)) == n * (len(set(host)) - 1)
 
 
 @pytest.mark.parametrize("host", [[0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 0, 1]])

@@ -63,8 +63,10 @@ RJ_ALGORITHM(HierarchicalAllgather);
 RJ_ALGORITHM(RingReducescatter);
 RJ_ALGORITHM(DirectReducescatter);
 RJ_ALGORITHM(HalvingReducescatter);
+RJ_ALGORITHM(HierarchicalReducescatter);
 
 RJ_ALGORITHM(TreeBroadcast);
+RJ_ALGORITHM(ChainBroadcast);
 RJ_ALGORITHM(DirectBroadcast);
 RJ_ALGORITHM(HierarchicalBroadcast);
 

@@ -7,6 +7,7 @@
 //   ... by halving       2 log2 H instead of 2 (H - 1), and as halving.cc has it where
 //                        H is no power of two: for many hosts and few bytes
 //   allgather, even      1 + (H - 1)                    (H - 1) / H n
+//   reducescatter, even  1 + (H - 1)                    (H - 1) / H n
 //   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n at the root's
 //
 // Even hosts work in lanes: rank i of every host takes part i of the vector between the
@@ -15,6 +16,7 @@
 // leader each speaks for the others.
 #include <algorithm>
 #include <bit>
+#include <map>
 
 #include "collective/algorithms.h"
 #include "collective/cost.h"
@@ -165,6 +167,41 @@ Schedule HierarchicalAllgather(const Problem& problem, const Topology& topology)
   return builder.Take();
 }
 
+// Inside the host first, each rank for its lane: its blocks, in the order in which the
+// lane sends them. kIn stays untouched, so sums live in scratch.
+Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topology) {
+  const HostRanks hosts = Hosts(topology);
+  const Seat seat(hosts, topology.rank);
+  const Group lane = seat.Lane(hosts);
+  const Blocks blocks = Blocks::Of(problem.counts);
+  const auto blocks_of = [&](const std::vector<int>& ranks) {
+    std::vector<Range> ranges;
+    for (const int r : ranks) ranges.push_back(blocks.At(r));
+    return ranges;
+  };
+  ScheduleBuilder builder;
+  std::map<uint64_t, Slice> sums;  // by the offset of the block
+  uint64_t used = 0;
+  for (int s = 1; s <= lane.size(); ++s) {
+    const int h = Wrap(lane.index - s, lane.size());
+    const Range block = blocks.At(lane.At(h));
+    const Slice sum{Region::kScratch, used, block.count};
+    used += block.count;
+    if (block.count > 0) sums[block.offset] = sum;
+    AddDirectReduceScatter(&builder, seat.local,
+                           blocks_of(hosts[static_cast<size_t>(h)]), false, sum);
+  }
+  builder.ReserveScratch(used);
+  const int rounds = lane.size() - 1;
+  AddRingReduceScatter(&builder, lane, blocks_of(lane.ranks),
+                       [&](int round, Range block) -> Slice {
+                         if (round == rounds - 1 || block.count == 0)
+                           return {Region::kOut, 0, block.count};
+                         return sums.at(block.offset);
+                       });
+  return builder.Take();
+}
+
 // The root leads its own host.
 Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
@@ -230,6 +267,14 @@ double HierarchicalAllgatherCost(uint64_t bytes, const Topology& topology,
   const Traffic traffic(topology, model);
   const Topology host = FullHost(traffic.widest());
   return DirectAllgatherCost(bytes, host, model) +
+         BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
+}
+
+double HierarchicalReducescatterCost(uint64_t bytes, const Topology& topology,
+                                     const CostModel& model) {
+  const Traffic traffic(topology, model);
+  const Topology host = FullHost(traffic.widest());
+  return DirectReducescatterCost(bytes, host, model) +
          BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
 }
 

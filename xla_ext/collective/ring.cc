@@ -5,10 +5,13 @@
 //   allreduce     2 (P - 1)  2 (P - 1) / P n
 //   reducescatter   P - 1      (P - 1) / P n
 //   allgather       P - 1      (P - 1) / P n
+//   broadcast       P - 1      n; a ring that is cut open: a chain
 //
-// Both halves of the allreduce send as little as any algorithm can: Patarasu and Yuan,
+// The chain goes from host to host, so that n crosses each host's link once: what comes
+// in is passed on at once. Both halves of the allreduce send as little as any algorithm can: Patarasu and Yuan,
 // "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 #include <algorithm>
+#include <vector>
 
 #include "collective/algorithms.h"
 #include "collective/cost.h"
@@ -85,6 +88,40 @@ Schedule RingAllgather(const Problem& problem, const Topology& topology) {
   AddRingAllgather(&builder, World(topology), blocks);
   builder.Finish(own);
   return builder.Take();
+}
+
+Schedule ChainBroadcast(const Problem& problem, const Topology& topology) {
+  const Range whole{0, problem.counts[0]};
+  auto hosts = Hosts(topology);
+  const auto has_root = [&](const std::vector<int>& ranks) {
+    return std::find(ranks.begin(), ranks.end(), problem.root) != ranks.end();
+  };
+  const auto first = std::find_if(hosts.begin(), hosts.end(), has_root);
+  std::rotate(hosts.begin(), first, hosts.end());
+  std::rotate(hosts[0].begin(),
+              std::find(hosts[0].begin(), hosts[0].end(), problem.root),
+              hosts[0].end());
+  std::vector<int> chain;
+  for (const auto& ranks : hosts) chain.insert(chain.end(), ranks.begin(), ranks.end());
+  const auto here = std::find(chain.begin(), chain.end(), topology.rank);
+  ScheduleBuilder builder;
+  if (here != chain.begin()) builder.Recv(*(here - 1), whole);
+  if (here + 1 != chain.end()) builder.Send(*(here + 1), whole);
+  if (topology.rank == problem.root) builder.Finish(whole);
+  return builder.Take();
+}
+
+// As if rank 0 were the root, so that the choice does not depend on it.
+double ChainBroadcastCost(uint64_t bytes, const Topology& topology,
+                          const CostModel& model) {
+  Traffic traffic(topology, model);
+  int before = -1;
+  for (const auto& ranks : Hosts(topology))
+    for (const int rank : ranks) {
+      if (before >= 0) traffic.Send(before, rank, static_cast<double>(bytes));
+      before = rank;
+    }
+  return traffic.Seconds(topology.size - 1);
 }
 
 double RingAllreduceCost(uint64_t bytes, const Topology& topology,
