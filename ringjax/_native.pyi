@@ -389,6 +389,9 @@ class EagerLane:
         """From the next round on, reports there what it does."""
     def join(self) -> Ticket:
         """This rank has nothing more to submit until all ranks have joined."""
+    def hold(self) -> None:
+        """What is submitted wakes nobody until `release`, so that it goes together."""
+    def release(self) -> None: ...
     def abort(self, message: str, rank: int = -1) -> None: ...
     def close(self) -> None:
         """Ends it, bounded in time; what is pending fails."""

@@ -7,6 +7,7 @@ array becomes those is in arrays.py, and in the adapter packages.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import warnings
@@ -167,6 +168,21 @@ def submit(
     except _native.StatusError as error:
         raise errors.from_status(error) from None
     return Handle(ticket, finish)
+
+
+@contextlib.contextmanager
+def together(process_set: runtime.ProcessSet = _global) -> Iterator[None]:
+    """Within it, what is submitted waits for the rest, and travels with it.
+
+    Fewer rounds and larger messages. Whoever waits for an operation in the block, or a
+    round that another rank begins, takes along what there is.
+    """
+    native = runtime.lane(process_set, "together")
+    native.hold()
+    try:
+        yield
+    finally:
+        native.release()
 
 
 def join(process_set: runtime.ProcessSet = _global) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringjax import runtime
-from ringjax.eager import alike
+from ringjax.eager import alike, lane
 from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp
 from ringjax.torch import mpi_ops
@@ -207,11 +207,20 @@ class Gradients:
 
     def _send_bucket(self) -> None:
         bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
-        for unit in bucket:
-            try:
-                self._flights[unit] = self._send(unit)
-            except RingjaxError as error:  # `collect` raises it, after the others
-                self._flights[unit] = _Flight(partial(_fail, error), [])
+        if not bucket:
+            return
+        try:
+            with lane.together(self.settings.process_set):
+                for unit in bucket:
+                    self._flights[unit] = self._try_to_send(unit)
+        except RingjaxError as error:
+            self._flights.update(dict.fromkeys(bucket, _failed(error)))
+
+    def _try_to_send(self, unit: Unit) -> _Flight:
+        try:
+            return self._send(unit)
+        except RingjaxError as error:
+            return _failed(error)
 
     def _send(self, unit: Unit) -> _Flight:
         how = self.settings
@@ -280,6 +289,11 @@ def _hook(owner: weakref.ref[Gradients]) -> Callable[[Tensor], None]:
 def _remove(removers: list[Any]) -> None:
     for remover in removers:
         remover.remove()
+
+
+def _failed(error: RingjaxError) -> _Flight:
+    """What `collect` raises, after all others have ended."""
+    return _Flight(partial(_fail, error), [])
 
 
 def _fail(error: RingjaxError) -> Any:

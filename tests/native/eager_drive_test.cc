@@ -38,6 +38,31 @@ TEST(eager_callers_that_wait_do_the_work) {
   }
 }
 
+TEST(eager_what_is_held_goes_together) {
+  for (const int size : {1, 2, 3, 5}) {
+    Eager world(size);
+    world.Each([&](EagerLane& lane, int) {
+      for (int i = 0; i < 20; ++i) {
+        std::vector<Floats> all(30, Floats(10, 1));
+        std::vector<std::shared_ptr<Ticket>> tickets;
+        lane.Hold();
+        for (size_t k = 0; k < all.size(); ++k)
+          tickets.push_back(
+              lane.Submit(Place(std::to_string(k), &all[k], &all[k])).value());
+        if (i % 4 == 0) {  // who waits for what is held does so in vain no longer
+          lane.Hurry();
+          CHECK(tickets[0]->Wait().ok());
+        }
+        lane.Release();
+        for (const auto& ticket : tickets) CHECK(ticket->Wait().ok());
+        for (const Floats& x : all) CHECK_EQ(x[9], static_cast<float>(size));
+      }
+    });
+    // One by one they would be some hundred.
+    for (auto& lane : world.lanes) CHECK(lane->stats().calls < 20 * 8);
+  }
+}
+
 TEST(eager_callers_that_wait_go_with_those_that_do_not) {
   for (const size_t tile : {0, 4096}) {
     Eager world(3, {}, tile);

@@ -171,6 +171,7 @@ void Wait(BoundTicket& self, std::optional<uint64_t> stream) {
     status = self.ticket->status();
   } else {
     nb::gil_scoped_release release;
+    if (self.bound->lane.holds()) self.bound->lane.Hurry();
     status = self.ticket->Wait();
   }
   if (status.ok()) status = self.ticket->Follow(stream.value_or(self.ticket->stream()));
@@ -410,6 +411,8 @@ void BindEager(nb::module_& m) {
              Raise(ticket.status());
              return BoundTicket{self, std::move(ticket.value())};
            })
+      .def("hold", [](BoundLane& b) { b.lane.Hold(); })
+      .def("release", [](BoundLane& b) { b.lane.Release(); })
       .def(
           "abort",
           [](BoundLane& b, const std::string& message, int rank) {

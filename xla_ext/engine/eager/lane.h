@@ -110,6 +110,13 @@ class EagerLane {
   Result<std::shared_ptr<Ticket>> Submit(EagerRequest request);
   // This rank has nothing more to submit until all others say so as well.
   Result<std::shared_ptr<Ticket>> Join();
+  // Between the first two nobody is woken by what is submitted: it goes together, or
+  // with a round that begins for another reason. May be nested; from any thread. Hurry:
+  // somebody waits for what is held.
+  void Hold() { held_.fetch_add(1, std::memory_order_acq_rel); }
+  void Release();
+  void Hurry();
+  bool holds() const { return held_.load(std::memory_order_acquire) != 0; }
 
   // Fails everything pending and later; callable from any thread.
   void Abort(const Status& status);
@@ -252,6 +259,8 @@ class EagerLane {
   std::mutex wheel_;
   // Callers that wait, ever; what the lane's own thread has seen of them.
   std::atomic<uint64_t> callers_{0};
+  std::atomic<int> held_{0};           // Hold without Release, so many
+  std::atomic<bool> hurried_{false};  // what is held must go all the same
   uint64_t callers_seen_ = 0;
 
   // Written by the thread with mutex_ held, so that it alone reads them without.

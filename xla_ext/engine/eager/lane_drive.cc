@@ -36,7 +36,7 @@ void EagerLane::Loop(std::unique_lock<std::mutex>* wheel) {
 // With the wheel: one round if there is a reason for one, else waits for that. Not ok:
 // the communicator has been aborted.
 Status EagerLane::Turn(Clock::time_point until) {
-  TakeIn();
+  if (!holds() || hurried_.exchange(false)) TakeIn();
   if (Clock::now() >= next_look_) Watch();
   if (negotiation_->HasNews()) {
     RJ_TRY(Gather());

@@ -82,14 +82,32 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
     RJ_TRY(Enlist(task, backend));
     task->keep = request.keep;
     here = communicator_;
-    if (!request.waits) Recall();
+    if (!request.waits && !holds()) Recall();
   }
   if (request.waits) {
+    if (holds()) hurried_.store(true);
     callers_.fetch_add(1, std::memory_order_relaxed);
     if (Drive(*ticket)) return ticket;
   }
-  here->Wake();
+  // In one order with Release: what it has not seen is not held any more.
+  if (request.waits || !held_.load(std::memory_order_seq_cst)) here->Wake();
   return ticket;
+}
+
+void EagerLane::Release() {
+  if (held_.fetch_sub(1, std::memory_order_seq_cst) == 1) Hurry();
+}
+
+void EagerLane::Hurry() {
+  if (!owner_.IsHere()) return;
+  if (holds()) hurried_.store(true);
+  std::shared_ptr<Communicator> here;
+  {
+    std::lock_guard lock(mutex_);
+    here = communicator_;
+    if (!incoming_.empty()) Recall();
+  }
+  here->Wake();
 }
 
 // Where the submitter's stream is, for tensors on a device.
@@ -146,6 +164,7 @@ Result<std::shared_ptr<Ticket>> EagerLane::Join() {
                            "others"});
     joined_ = ticket;
     joins_ = true;
+    hurried_.store(true);
     here = communicator_;
     Recall();
     if (succession_)
