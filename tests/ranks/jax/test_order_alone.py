@@ -198,6 +198,17 @@ def test_control_programs_of_two_threads_disagree(world) -> None:
             jax.block_until_ready([small(), *out])
 
 
+@pytest.mark.ranks(2)
+def test_an_error_outside_of_jit_has_one_class(world) -> None:
+    """JAX raises a ValueError where a program fails that it calls from C++."""
+    rows = [jnp.ones(3), jnp.ones(4)]
+    for _ in range(2):  # the first time, JAX calls from Python
+        for x in rows:
+            jax.block_until_ready(alone(x, "rows"))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=DISAGREE):
+            jax.block_until_ready(alone(rows[world.rank], "rows"))
+
+
 EXIT = """
 import time
 import jax, jax.numpy as jnp, numpy as np, ringjax
