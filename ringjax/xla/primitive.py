@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ringjax import _native, runtime
@@ -113,13 +114,19 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
     """
     primitive, params = _primitives[collective], {**DEFAULTS, **params}
     cuts = programs(operands)
-    if len(cuts) == 1:
-        return list(primitive.bind(*operands, **params))
-    return [
-        y
-        for cut in cuts
-        for y in primitive.bind(*(operands[i] for i in cut), **select(params, cut))
-    ]
+    try:
+        if len(cuts) == 1:
+            return list(primitive.bind(*operands, **params))
+        return [
+            y
+            for cut in cuts
+            for y in primitive.bind(*(operands[i] for i in cut), **select(params, cut))
+        ]
+    except ValueError as error:
+        # What JAX's C++ makes of a failure while it calls a program, here one of ours.
+        if "RINGJAX[" in str(error):
+            raise jax.errors.JaxRuntimeError(str(error)) from None
+        raise
 
 
 def programs(operands: Sequence[Any]) -> buckets.Cuts:

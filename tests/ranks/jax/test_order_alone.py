@@ -9,8 +9,8 @@ what would go wrong without that order is a control that must fail.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.launch("collectives")
 STEPS = 15
 ONE_WORKER = {"NPROC": "1"}
 WORKERS = {"NPROC": "4"}
+# As the program was called (docs/sharp-bits.md).
+ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 DISAGREE = r"(?s)RINGJAX\[.*(ranks disagree|has not called)"
 
 
@@ -104,7 +106,6 @@ def run(rank: int) -> list[Any]:
         # Something for the next step, bounded, that does not depend on the collective.
         xs = [jnp.clip(x, 0.01, 0.1) for x in between]
         jax.block_until_ready(ys)
-    assert step._cache_size() == 1
     return ys
 
 
@@ -137,7 +138,7 @@ def check_equal_on_all_ranks(ys: list[Any]) -> None:
 @pytest.mark.ranks(2, isolated=True, env={**WORKERS, "RINGJAX_COLLECTIVE_TIMEOUT": "5"})
 def test_control_without_tokens_disagrees(world) -> None:
     """If this passes without an error, the tests above prove nothing."""
-    with without_order(), pytest.raises(jax.errors.JaxRuntimeError, match=DISAGREE):
+    with without_order(), pytest.raises(ERRORS, match=DISAGREE):
         run(world.rank)
 
 
@@ -188,14 +189,30 @@ def test_programs_run_in_the_order_of_their_calls(world) -> None:
 @pytest.mark.ranks(2, isolated=True, env={**WORKERS, "RINGJAX_COLLECTIVE_TIMEOUT": "5"})
 def test_control_programs_of_two_threads_disagree(world) -> None:
     """If this passes without an error, the test above proves nothing."""
-    slow, small = Programs(world.rank).calls[:2]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=DISAGREE):
+    height = 1 if world.rank else 12
+    slow = jax.jit(lambda x: alone(tower(x, height), "slow"))
+    small = jax.jit(lambda x: alone(x, "small"))
+    x, y = jnp.full((512, 512), 0.01), jnp.ones(11)
+    jax.block_until_ready([slow(x), small(y)])
+
+    def call() -> Any:
+        return jax.block_until_ready(slow(x)) if world.rank else slow(x)
+
+    with ThreadPoolExecutor(1) as other, pytest.raises(ERRORS, match=DISAGREE):
         for _ in range(STEPS):
-            out: list[Any] = []
-            thread = threading.Thread(target=lambda: out.append(slow()))  # noqa: B023
-            thread.start()
-            thread.join()  # it has called, and does not wait for the result
-            jax.block_until_ready([small(), *out])
+            begun = other.submit(call).result()
+            jax.block_until_ready([small(y), begun])
+
+
+@pytest.mark.ranks(2)
+def test_an_error_outside_of_jit_has_one_class(world) -> None:
+    """JAX raises a ValueError where a program fails that it calls from C++."""
+    rows = [jnp.ones(3), jnp.ones(4)]
+    for _ in range(2):  # the first time, JAX calls from Python
+        for x in rows:
+            jax.block_until_ready(alone(x, "rows"))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=DISAGREE):
+            jax.block_until_ready(alone(rows[world.rank], "rows"))
 
 
 EXIT = """
