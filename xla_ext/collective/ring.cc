@@ -8,8 +8,9 @@
 //   broadcast       P - 1      n; a ring that is cut open: a chain
 //
 // The chain goes from host to host, so that n crosses each host's link once: what comes
-// in is passed on at once. Both halves of the allreduce send as little as any algorithm can: Patarasu and Yuan,
-// "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+// in is passed on at once. Both halves of the allreduce send as little as any algorithm
+// can: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+// workstations", JPDC 2009.
 #include <algorithm>
 #include <vector>
 

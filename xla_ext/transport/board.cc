@@ -17,8 +17,8 @@ constexpr size_t RoundUp(size_t bytes, size_t unit) {
 
 // Neighbours must not start at the same place of a cache.
 constexpr size_t kStagger = 2 * kLineBytes;
-// A call of 64 KiB, and what is said about it, fits a note, where that many ranks' notes
-// are not too much memory.
+// A call of 64 KiB, and what is said about it, fits a note, where that many ranks'
+// notes are not too much memory.
 constexpr size_t kMostNote = 65 << 10, kLeastNote = 16 << 10;
 constexpr size_t kMostNotes = 1 << 20;  // of all ranks in a turn
 constexpr size_t NoteBytes(int size) {
@@ -61,9 +61,8 @@ Board::Board(std::byte* block, int rank, int size, size_t tile_bytes)
 
 std::byte* Board::Note(uint64_t turn, int rank) const {
   const uint64_t set = turn % 2;
-  return notes_ +
-         (set * static_cast<size_t>(size_) + static_cast<size_t>(rank)) *
-             NoteStride(note_bytes_);
+  return notes_ + (set * static_cast<size_t>(size_) + static_cast<size_t>(rank)) *
+                      NoteStride(note_bytes_);
 }
 
 std::byte* Board::Area(int rank) const {

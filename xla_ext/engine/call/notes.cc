@@ -112,13 +112,14 @@ Status ReadTables(const Lane& lane, Values* values, bool* whole) {
     return Status(Code::kMismatch,
                   "splits and received_splits of the ranks do not fit together. "
                   "Nothing was exchanged.");
-  *whole =
-      std::all_of(tables.begin(), tables.end(), [](const Table& t) { return t.whole(); });
+  *whole = std::all_of(tables.begin(), tables.end(),
+                       [](const Table& t) { return t.whole(); });
   if (!*whole) return OkStatus();
   const uint64_t room = lane.board->note_bytes() - Table::Bytes(size);
   for (size_t r = 0; r < size; ++r) {
     uint64_t before = 0;
-    for (size_t to = 0; to < rank; ++to) before += std::min(tables[r].sent(to), room + 1);
+    for (size_t to = 0; to < rank; ++to)
+      before += std::min(tables[r].sent(to), room + 1);
     const uint64_t bytes = tables[r].sent(rank);
     if (before > room || bytes > room - before)
       return Status(Code::kUnavailable, "shared memory is damaged: impossible splits",
@@ -144,8 +145,8 @@ void PutNote(const Problem& problem, const Arithmetic& a, const Spans& in,
              const Lane& lane) {
   const Board& board = *lane.board;
   const auto size = static_cast<size_t>(board.size());
-  std::byte* to = Text(lane, board.mine(Board::kAgreed) + 1,
-                       static_cast<size_t>(board.rank()));
+  std::byte* to =
+      Text(lane, board.mine(Board::kAgreed) + 1, static_cast<size_t>(board.rank()));
   if (problem.op == Collective::kBroadcast && board.rank() != problem.root) return;
   if (problem.op == Collective::kAlltoall) {
     const uint64_t whole = in.bytes() <= board.note_bytes() - Table::Bytes(size);

@@ -4,7 +4,8 @@
 //   allreduce, reducescatter   its values, as they travel; who needs sums adds them up
 //   broadcast                  the root's bytes
 //   allgather                  its bytes
-//   alltoall                   a table of how many bytes it sends to and expects of each
+//   alltoall                   a table of how many bytes it sends to and expects of
+//   each
 //                              rank, then its bytes
 //
 // The table makes the exchange of splits needless that an alltoall begins with

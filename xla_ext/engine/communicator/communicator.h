@@ -283,7 +283,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // What all ranks know about a call before it begins. Not ok: nobody does.
   struct Agreement {
     Status outcome;
-    bool refused = false;  // because no rank can
+    bool refused = false;      // because no rank can
     bool told_splits = false;  // goes in: of an alltoall, by notes
   };
   // The part before the data: begins the call, then agrees about it. Not ok: this

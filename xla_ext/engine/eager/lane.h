@@ -259,7 +259,7 @@ class EagerLane {
   std::mutex wheel_;
   // Callers that wait, ever; what the lane's own thread has seen of them.
   std::atomic<uint64_t> callers_{0};
-  std::atomic<int> held_{0};           // Hold without Release, so many
+  std::atomic<int> held_{0};          // Hold without Release, so many
   std::atomic<bool> hurried_{false};  // what is held must go all the same
   uint64_t callers_seen_ = 0;
 

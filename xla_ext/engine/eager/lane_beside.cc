@@ -37,7 +37,8 @@ bool Qualifies(const Submission& s, bool waits) {
 Beside EagerLane::Offer() const {
   Beside beside;
   const auto task = std::static_pointer_cast<const Task>(negotiation_->Lone());
-  if (!task || !Qualifies(*task, task->waits) || !communicator_->HasBeside(task->op)) return beside;
+  if (!task || !Qualifies(*task, task->waits) || !communicator_->HasBeside(task->op))
+    return beside;
   beside.given = true;
   if (task->op != Collective::kBroadcast || task->root == communicator_->rank())
     beside.own = {static_cast<const std::byte*>(task->ins[0]),

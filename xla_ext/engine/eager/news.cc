@@ -93,10 +93,10 @@ void NewsWriter::Description(const Submission& s) {
   const bool prescale = !Is(s.prescale, 1), postscale = !Is(s.postscale, 1);
   Head(kDescription, kOther);
   bytes_ += static_cast<char>(s.op);
-  bytes_ += static_cast<char>(
-      (s.cuda ? kCuda : 0) | (s.alone ? kAlone : 0) | (prescale ? kPrescale : 0) |
-      (postscale ? kPostscale : 0) | (s.splits.empty() ? 0 : kSplits) |
-      (s.placed ? kPlaced : 0));
+  bytes_ +=
+      static_cast<char>((s.cuda ? kCuda : 0) | (s.alone ? kAlone : 0) |
+                        (prescale ? kPrescale : 0) | (postscale ? kPostscale : 0) |
+                        (s.splits.empty() ? 0 : kSplits) | (s.placed ? kPlaced : 0));
   Text(s.name);
   bytes_ += static_cast<char>(s.reduce_op);
   Varint(static_cast<uint64_t>(s.root));
