@@ -313,7 +313,11 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
   request->memory.out = &request->out;
   if (request->arithmetic.op == ReduceOp::kAdasum)
     return RunAdasum(request, frame, waiter);
-  Result<const Planned*> planned = PlanFor(request->problem, request->bytes);
+  // Ranks must choose alike, and of an alltoall none knows how much the others give.
+  constexpr uint64_t kLong = uint64_t{1} << 30;
+  const bool unknown = request->problem.op == Collective::kAlltoall;
+  Result<const Planned*> planned =
+      PlanFor(request->problem, unknown ? kLong : request->bytes);
   if (!planned.ok()) return planned.status();
   const Plan& plan = planned.value()->plan;
   AddScratch(request, plan.scratch * Width(request->arithmetic.dtype));
