@@ -26,15 +26,17 @@ class BoundLane : public std::enable_shared_from_this<BoundLane> {
  public:
   BoundLane(std::shared_ptr<Communicator> communicator, EagerOptions options)
       : lane(std::move(communicator), options) {}
-  ~BoundLane() {
+  ~BoundLane() { Close(); }
+  BoundLane(const BoundLane&) = delete;
+  BoundLane& operator=(const BoundLane&) = delete;
+
+  void Close() {
     {
       nb::gil_scoped_release release;
       lane.Close();
     }
     LetGo();
   }
-  BoundLane(const BoundLane&) = delete;
-  BoundLane& operator=(const BoundLane&) = delete;
 
   void LetGo() {
     if (!lane.has_ended()) return;
@@ -419,14 +421,7 @@ void BindEager(nb::module_& m) {
             b.lane.Abort(Status(Code::kUnavailable, message, rank));
           },
           "message"_a, "rank"_a = -1)
-      .def("close",
-           [](BoundLane& b) {
-             {
-               nb::gil_scoped_release release;
-               b.lane.Close();
-             }
-             b.LetGo();
-           })
+      .def("close", &BoundLane::Close)
       .def_prop_ro("takes_cuda", [](const BoundLane& b) { return b.cuda() != nullptr; })
       .def_prop_ro("joined",
                    [](const BoundLane& b) {
