@@ -55,6 +55,13 @@ struct Seat {
   Group local;
 };
 
+// The blocks of some ranks, in their order.
+Blocks BlocksOf(const std::vector<int>& ranks, const Blocks& blocks) {
+  std::vector<Range> ranges;
+  for (const int r : ranks) ranges.push_back(blocks.At(r));
+  return ranges;
+}
+
 // Ring blocks come in falling order from the own one; passing them on in that order,
 // one by one, keeps the data moving.
 void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
@@ -151,17 +158,13 @@ Schedule HierarchicalAllgather(const Problem& problem, const Topology& topology)
   const Group lane = seat.Lane(hosts);
   const Blocks blocks = Blocks::Of(problem.counts);
   const Range own = blocks.At(topology.rank);
-  const auto blocks_of = [&](const std::vector<int>& ranks) {
-    std::vector<Range> ranges;
-    for (const int r : ranks) ranges.push_back(blocks.At(r));
-    return ranges;
-  };
   ScheduleBuilder builder;
   builder.Move(own, {Region::kIn, 0, own.count});
-  AddRingAllgather(&builder, lane, blocks_of(lane.ranks));
+  AddRingAllgather(&builder, lane, BlocksOf(lane.ranks, blocks));
   for (int s = 0; s < lane.size(); ++s) {
     const int h = Wrap(lane.index - s, lane.size());
-    AddDirectAllgather(&builder, seat.local, blocks_of(hosts[static_cast<size_t>(h)]));
+    AddDirectAllgather(&builder, seat.local,
+                       BlocksOf(hosts[static_cast<size_t>(h)], blocks));
   }
   builder.Finish(own);
   return builder.Take();
@@ -174,11 +177,6 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
   const Seat seat(hosts, topology.rank);
   const Group lane = seat.Lane(hosts);
   const Blocks blocks = Blocks::Of(problem.counts);
-  const auto blocks_of = [&](const std::vector<int>& ranks) {
-    std::vector<Range> ranges;
-    for (const int r : ranks) ranges.push_back(blocks.At(r));
-    return ranges;
-  };
   ScheduleBuilder builder;
   std::map<uint64_t, Slice> sums;  // by the offset of the block
   uint64_t used = 0;
@@ -189,11 +187,11 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
     used += block.count;
     if (block.count > 0) sums[block.offset] = sum;
     AddDirectReduceScatter(&builder, seat.local,
-                           blocks_of(hosts[static_cast<size_t>(h)]), false, sum);
+                           BlocksOf(hosts[static_cast<size_t>(h)], blocks), false, sum);
   }
   builder.ReserveScratch(used);
   const int rounds = lane.size() - 1;
-  AddRingReduceScatter(&builder, lane, blocks_of(lane.ranks),
+  AddRingReduceScatter(&builder, lane, BlocksOf(lane.ranks, blocks),
                        [&](int round, Range block) -> Slice {
                          if (round == rounds - 1 || block.count == 0)
                            return {Region::kOut, 0, block.count};
@@ -240,6 +238,14 @@ Topology Leaders(int hosts) {
   return leaders;
 }
 
+// Once through the lanes, and `inside` the hosts before or after that.
+double InLanes(double (*inside)(uint64_t, const Topology&, const CostModel&),
+               uint64_t bytes, const Topology& topology, const CostModel& model) {
+  const Traffic traffic(topology, model);
+  return inside(bytes, FullHost(traffic.widest()), model) +
+         BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
+}
+
 // The part of an allreduce inside the hosts.
 double InsideHosts(uint64_t bytes, const Traffic& traffic, const CostModel& model) {
   const auto cost = traffic.even() ? DirectAllreduceCost : TreeAllreduceCost;
@@ -264,18 +270,12 @@ double HierarchicalHalvingAllreduceCost(uint64_t bytes, const Topology& topology
 
 double HierarchicalAllgatherCost(uint64_t bytes, const Topology& topology,
                                  const CostModel& model) {
-  const Traffic traffic(topology, model);
-  const Topology host = FullHost(traffic.widest());
-  return DirectAllgatherCost(bytes, host, model) +
-         BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
+  return InLanes(DirectAllgatherCost, bytes, topology, model);
 }
 
 double HierarchicalReducescatterCost(uint64_t bytes, const Topology& topology,
                                      const CostModel& model) {
-  const Traffic traffic(topology, model);
-  const Topology host = FullHost(traffic.widest());
-  return DirectReducescatterCost(bytes, host, model) +
-         BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
+  return InLanes(DirectReducescatterCost, bytes, topology, model);
 }
 
 double HierarchicalBroadcastCost(uint64_t bytes, const Topology& topology,

@@ -41,16 +41,14 @@ uint64_t Sum(std::span<const uint64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
 }
 
-// Bytes that `rank` gives; not of an alltoall, where others do not know.
-uint64_t GivenBy(const Problem& problem, const Arithmetic& a, size_t rank) {
-  switch (problem.op) {
-    case Collective::kBroadcast:
-      return rank == static_cast<size_t>(problem.root) ? problem.counts[0] : 0;
-    case Collective::kAllgather:
-      return problem.counts[rank];
-    default:
-      return Sum(problem.counts) * Width(a.wire);
-  }
+// Bytes that each rank gives; not of an alltoall, where others do not know.
+std::vector<uint64_t> Given(const Problem& problem, const Arithmetic& a, size_t size) {
+  if (problem.op == Collective::kAllgather) return problem.counts;
+  if (problem.op != Collective::kBroadcast)
+    return std::vector(size, Sum(problem.counts) * Width(a.wire));
+  std::vector<uint64_t> given(size);
+  given[static_cast<size_t>(problem.root)] = problem.counts[0];
+  return given;
 }
 
 // Appends `in` as it travels.
@@ -135,10 +133,10 @@ bool FitsNote(const Problem& problem, const Arithmetic& a, const Board& board) {
   const auto size = static_cast<size_t>(board.size());
   if (problem.op == Collective::kAlltoall)
     return Table::Bytes(size) <= board.note_bytes();
-  uint64_t most = 0;
-  for (size_t r = 0; r < size; ++r) most = std::max(most, GivenBy(problem, a, r));
+  const std::vector<uint64_t> given = Given(problem, a, size);
   const bool by_all = problem.op == Collective::kAllreduce;
-  return most <= (by_all ? kMostSummedByAll : board.note_bytes());
+  return *std::max_element(given.begin(), given.end()) <=
+         (by_all ? kMostSummedByAll : board.note_bytes());
 }
 
 void PutNote(const Problem& problem, const Arithmetic& a, const Spans& in,
@@ -164,18 +162,21 @@ Status ReadNotes(const Problem& problem, const Arithmetic& a, const Lane& lane,
   *whole = true;
   if (problem.op == Collective::kAlltoall) return ReadTables(lane, values, whole);
   const uint64_t turn = lane.board->mine(Board::kAgreed);
-  for (size_t r = 0; r < static_cast<size_t>(lane.board->size()); ++r)
-    values->emplace_back(Text(lane, turn, r), GivenBy(problem, a, r));
+  const auto size = static_cast<size_t>(lane.board->size());
+  const std::vector<uint64_t> given = Given(problem, a, size);
+  for (size_t r = 0; r < size; ++r) values->emplace_back(Text(lane, turn, r), given[r]);
   return OkStatus();
 }
 
 int SortOut(const Problem& problem, const Arithmetic& a, int rank,
             std::span<const std::span<const std::byte>> given, Values* values) {
   const size_t size = given.size();
+  const bool parts = problem.op == Collective::kAlltoall;
+  std::vector<uint64_t> whole;
+  if (!parts) whole = Given(problem, a, size);
   values->clear();
   for (size_t r = 0; r < size; ++r) {
-    const bool parts = problem.op == Collective::kAlltoall;
-    const uint64_t part = parts ? problem.counts[size + r] : GivenBy(problem, a, r);
+    const uint64_t part = parts ? problem.counts[size + r] : whole[r];
     if (given[r].size() != part * (parts ? size : 1)) return static_cast<int>(r);
     const uint64_t before = parts ? part * static_cast<uint64_t>(rank) : 0;
     values->push_back(given[r].subspan(before, part));

@@ -354,8 +354,9 @@ Status EagerLane::Perform(const Decision& decision, const Beside* values,
     return built.ok() ? communicator_->RunBeside(batch->call, values->all)
                       : communicator_->Named(batch->call, built);
   const bool decided = !first.cuda && !succession_ && CannotFail(decision);
-  if (decided && built.ok()) return communicator_->RunDecided(batch->call);
-  if (decided) {  // a place was too small, and there is no memory: the others go on
+  if (decided) {
+    if (built.ok()) return communicator_->RunDecided(batch->call);
+    // A place was too small, and there is no memory: the others go on.
     communicator_->GiveUp(built.code(), batch->name + " failed: " + built.message());
     return communicator_->Named(batch->call, built);
   }

@@ -164,7 +164,7 @@ Result<std::shared_ptr<Ticket>> EagerLane::Join() {
                            "others"});
     joined_ = ticket;
     joins_ = true;
-    hurried_.store(true);
+    if (holds()) hurried_.store(true);
     here = communicator_;
     Recall();
     if (succession_)
