@@ -1,7 +1,9 @@
 // Negotiation under random programs: ranks submit the same named operations in orders
 // of their own, at paces of their own, some with a planted difference, and join when
 // they run out. Whatever the interleaving: all ranks decide alike, every submission
-// ends exactly once and as it must, and nothing is left over.
+// ends exactly once and as it must, and nothing is left over. The two shortcuts that
+// lanes take after a decision (no call, no agreement) are taken by all ranks or none,
+// and only where they are right.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -114,6 +116,8 @@ Operation RandomOperation(const std::string& name, int size, Random& random) {
     Plant(&operation.by_rank[Below(random, static_cast<size_t>(size))], size, random);
     operation.alike = false;
   }
+  const bool usual = !Chance(random, 3);  // all ranks have places, or some only
+  for (Submission& s : operation.by_rank) s.placed = usual || Chance(random, 2);
   for (const Submission& s : operation.by_rank)
     CHECK_EQ(CheckSubmission(s, size).message(), "");
   return operation;
@@ -165,6 +169,8 @@ class Simulation {
     }
   }
 
+  inline static size_t shortcuts = 0;  // rounds of all that ran that were all
+
   // Twice, so that the end of a join leaves nothing behind.
   void Run() {
     for (int phase = 0; phase < 2; ++phase) {
@@ -172,11 +178,12 @@ class Simulation {
       for (size_t idle = 0; idle < 200 && !Done(); ++idle) {
         for (int r = 0; r < ranks_.size(); ++r) Move(r);
         if (Chance(random_, 2)) continue;  // more may gather for the next round
+        const Shortcut lone = Ask();
         const auto messages = ranks_.Take();
         for (int r = 0; r < ranks_.size(); ++r)
           if (Chance(random_, 4)) Move(r);  // while the messages travel
         ranks_.seen.clear();
-        ranks_.Give(messages);
+        CheckShortcut(lone, ranks_.Give(messages));
         for (const auto& [r, decisions] : ranks_.seen) {
           if (!decisions.empty()) idle = 0;
           for (const Decision& decision : decisions) Obey(r, decision);
@@ -277,7 +284,38 @@ class Simulation {
     began_.erase(mine.get());
   }
 
-  // Exactly the ranks that make this step take part, and it runs if they can.
+  // What each rank would give beside its news, and below which ids are old ones.
+  struct Shortcut {
+    std::vector<SubmissionPtr> lone;
+    std::vector<uint64_t> first_ids;
+  };
+
+  Shortcut Ask() {
+    Shortcut shortcut;
+    for (int r = 0; r < ranks_.size(); ++r) {
+      shortcut.lone.push_back(ranks_[r].Lone());
+      shortcut.first_ids.push_back(ranks_[r].next_id());
+    }
+    return shortcut;
+  }
+
+  // Where all ranks have given values and would take them for those of the decision,
+  // each rank's are of the very submission that was decided about.
+  void CheckShortcut(const Shortcut& shortcut, const std::vector<Decision>& decided) {
+    for (uint64_t first_id : shortcut.first_ids)
+      CHECK_EQ(first_id, shortcut.first_ids[0]);  // so all judge alike
+    const bool whole = std::all_of(shortcut.lone.begin(), shortcut.lone.end(),
+                                   [](const SubmissionPtr& s) { return s != nullptr; });
+    if (!whole || !RunOneNew(decided, shortcut.first_ids[0])) return;
+    ++shortcuts;
+    for (size_t r = 0; r < shortcut.lone.size(); ++r) {
+      const SubmissionPtr& s = decided[0].fused[0].by_rank[r];
+      CHECK(s && s->Same(*shortcut.lone[r]));
+    }
+  }
+
+  // Exactly the ranks that make this step take part, and it runs if they can. It goes
+  // without an agreement where every rank of the job has given it a place, not else.
   void CheckVerdict(size_t step, const Submission& mine, const Ready& ready,
                     const Decision& decision) {
     const auto& operations = program_[step];
@@ -285,13 +323,20 @@ class Simulation {
         operations.begin(), operations.end(),
         [&](const Operation& o) { return o.by_rank[0].name == mine.name; });
     std::set<std::string> forms;
+    bool all_placed = true;
     for (int r = 0; r < ranks_.size(); ++r) {
       const auto i = static_cast<size_t>(r);
       CHECK_EQ(ready.by_rank[i] != nullptr, step < state_[i].steps);
-      if (!ready.by_rank[i]) continue;
+      if (!ready.by_rank[i]) {
+        all_placed = false;
+        continue;
+      }
       CHECK(ready.by_rank[i]->Same(operation->by_rank[i]));
+      all_placed = all_placed && operation->by_rank[i].placed;
       forms.insert(Form(operation->by_rank[i]));
     }
+    if (decision.fused.size() == 1) CHECK_EQ(decision.IsPlaced(), all_placed);
+    CHECK(!decision.IsPlaced() || all_placed);
     const bool no_root = mine.op == Collective::kBroadcast &&
                          !ready.by_rank[static_cast<size_t>(mine.root)];
     CHECK(forms.size() == 1 || !operation->alike);
@@ -327,6 +372,7 @@ class Simulation {
 };
 
 TEST(NegotiationOfRandomPrograms) {
+  Simulation::shortcuts = 0;
   for (uint64_t seed = 0; seed < 1000; ++seed) {
     const int before = testing::failures;
     Simulation(seed).Run();
@@ -335,6 +381,7 @@ TEST(NegotiationOfRandomPrograms) {
       return;
     }
   }
+  CHECK(Simulation::shortcuts > 100);
 }
 
 // Some ranks never submit some names: exactly these wait, expire, and can be repeated.

@@ -164,7 +164,9 @@ Status EagerLane::Round() {
     stats_.cached = hits_before_ + negotiation_->hits();
   }
   sealed_ = false;
-  const Beside* values = HaveCome(beside, decisions, first_id) ? &beside : nullptr;
+  // Who gave values submitted nothing else, so they are those of what is new.
+  const bool come = beside.whole && RunOneNew(decisions, first_id);
+  const Beside* values = come ? &beside : nullptr;
   for (const Decision& decision : decisions) RJ_TRY(Carry(decision, values));
   const bool looks = hurries_ || next_look_ == Clock::time_point::max();
   if (negotiation_->pending() > 0 && looks) next_look_ = Clock::now();

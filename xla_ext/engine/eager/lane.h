@@ -194,8 +194,6 @@ class EagerLane {
 
   // Values beside the news (lane_beside.cc).
   Beside Offer() const;
-  static bool HaveCome(const Beside& beside, const std::vector<Decision>& decisions,
-                       uint64_t first_id);
 
   // Generations (lane_generation.cc).
   struct Inheritance;
@@ -209,7 +207,6 @@ class EagerLane {
 
   // Decisions (lane_execute.cc).
   Status Run(const Decision& decision, const Beside* values);
-  static bool CannotFail(const Decision& decision);
   Status Perform(const Decision& decision, const Beside* values, Batch* batch);
   Status OpenDevice(const Submission& first);
   Status Build(const Decision& decision, Batch* batch) const;

@@ -46,15 +46,4 @@ Beside EagerLane::Offer() const {
   return beside;
 }
 
-// Whether the values are those of the one decision of this round: alike on all ranks,
-// since all have seen the same messages. Who gave values submitted nothing else, so if
-// nobody had heard of the operation before, they are that operation's.
-bool EagerLane::HaveCome(const Beside& beside, const std::vector<Decision>& decisions,
-                         uint64_t first_id) {
-  if (!beside.whole || decisions.size() != 1) return false;
-  const Decision& only = decisions[0];
-  return only.kind == Decision::Kind::kRun && only.fused.size() == 1 &&
-         only.fused[0].id >= first_id;
-}
-
 }  // namespace ringjax

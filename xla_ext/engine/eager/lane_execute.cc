@@ -334,16 +334,6 @@ Status EagerLane::Lost(const Decision& decision, const Status& status) const {
   return status;
 }
 
-// Whether all that ranks need for the call is there, and all know that: no rank has
-// joined, or is to find memory for a result.
-bool EagerLane::CannotFail(const Decision& decision) {
-  return std::all_of(
-      decision.fused.begin(), decision.fused.end(), [](const Ready& ready) {
-        return std::all_of(ready.by_rank.begin(), ready.by_rank.end(),
-                           [](const SubmissionPtr& s) { return s && s->placed; });
-      });
-}
-
 // Builds the call and runs it, or finishes it with values that have come already.
 Status EagerLane::Perform(const Decision& decision, const Beside* values,
                           Batch* batch) {
@@ -353,7 +343,7 @@ Status EagerLane::Perform(const Decision& decision, const Beside* values,
   if (values != nullptr)  // nobody waits for this rank
     return built.ok() ? communicator_->RunBeside(batch->call, values->all)
                       : communicator_->Named(batch->call, built);
-  const bool decided = !first.cuda && !succession_ && CannotFail(decision);
+  const bool decided = !first.cuda && !succession_ && decision.IsPlaced();
   if (decided) {
     if (built.ok()) return communicator_->RunDecided(batch->call);
     // A place was too small, and there is no memory: the others go on.

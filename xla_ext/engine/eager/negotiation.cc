@@ -23,6 +23,20 @@ constexpr size_t kMostNews = size_t{1} << 20;
 
 }  // namespace
 
+bool Decision::IsPlaced() const {
+  return std::all_of(fused.begin(), fused.end(), [](const Ready& ready) {
+    return std::all_of(ready.by_rank.begin(), ready.by_rank.end(),
+                       [](const SubmissionPtr& s) { return s && s->placed; });
+  });
+}
+
+bool RunOneNew(const std::vector<Decision>& decisions, uint64_t first_id) {
+  if (decisions.size() != 1) return false;
+  const Decision& only = decisions[0];
+  return only.kind == Decision::Kind::kRun && only.fused.size() == 1 &&
+         only.fused[0].id >= first_id;
+}
+
 struct Negotiation::State {
   explicit State(NegotiationOptions o)
       : options(std::move(o)), numbering(options.cache_capacity) {

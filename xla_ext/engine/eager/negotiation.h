@@ -42,7 +42,15 @@ struct Decision {
   std::vector<Ready> fused;
   Status status;         // kFail
   int last_joined = -1;  // kJoined: rank in the set
+
+  // Whether all that ranks need to run it is there, and all know that: no rank has
+  // joined, or is to find memory for a result.
+  bool IsPlaced() const;
 };
+
+// Whether `decisions`, all of one round, run one operation and nothing else, and nobody
+// had heard of it before: its id is not below `first_id`.
+bool RunOneNew(const std::vector<Decision>& decisions, uint64_t first_id);
 
 struct NegotiationOptions {
   int rank = 0, size = 1;         // in the set
