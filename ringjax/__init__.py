@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     )
     from ringjax.collectives.reducescatter import reducescatter as reducescatter
     from ringjax.compression import Compression as Compression
+    from ringjax.observe.statistics import recent_calls as recent_calls
+    from ringjax.observe.statistics import stats as stats
     from ringjax.ops import Adasum as Adasum
     from ringjax.ops import Average as Average
     from ringjax.ops import Max as Max
@@ -88,6 +90,7 @@ _NAMES = {
     "world.timeouts": "collective_timeout",
     "optim": "allreduce_grads",
     "sync": "allgather_object allreduce_metrics broadcast_object broadcast_parameters",
+    "observe.statistics": "recent_calls stats",
     "timeline": "start_timeline stop_timeline",
     "ops": "Adasum Average Max Min Product Sum",
     "runtime.build": """

@@ -29,7 +29,7 @@ class Communicator:
         members: Sequence[int],
         links: Sequence[tuple[Any, ...]],
         doorbell: int,
-        options: Mapping[str, float | str | Mapping[str, float]],
+        options: Mapping[str, float | str | Mapping[str, float] | Recorder],
         board: tuple[int, int, list[int]] | None = None,
         succession: Succession | None = None,
     ) -> None:
@@ -277,6 +277,27 @@ class CudaCommunicator:
     def close(self) -> None:
         """Ends it: in good order and bounded in time, or at once after a failure."""
     def stats(self) -> dict[str, Any]: ...
+
+class Recorder:
+    """Calls of a process, as its communicators tell; of all its epochs.
+
+    Keeps `capacity` of them, and sums of all. The first communicator that fails for the
+    end of a job writes them to `path`, unless that is empty.
+    """
+
+    def __init__(self, capacity: int, who: str, path: str = "") -> None: ...
+    def events(self) -> list[dict[str, Any]]:
+        """Those that are kept, the oldest first; see ringjax.recent_calls."""
+    def totals(self) -> list[dict[str, Any]]:
+        """By set, lane and collective; see ringjax.stats."""
+    def forget(self) -> None:
+        """Begins anew."""
+    @property
+    def count(self) -> int:
+        """Of all that were ever added."""
+    @property
+    def dumped(self) -> str:
+        """The path, once it has been written."""
 
 class Timeline:
     def __init__(self, path: str, mark_rounds: bool) -> None:

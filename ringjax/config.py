@@ -261,6 +261,12 @@ class Config:
         "mark the rounds of negotiation in it",
         "TIMELINE_MARK_CYCLES",
     )
+    record_dir: str = _setting(
+        "",
+        str,
+        "where a rank writes its last calls when the job fails; off: nowhere; "
+        "default: the system's folder for temporary files",
+    )
     failpoints: str = _setting(
         "", fail.checked, "for tests: where to die, wait or fail, see failpoints.py"
     )

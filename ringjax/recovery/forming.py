@@ -102,6 +102,7 @@ class Former:
         bell: an eventfd for the heartbeats to ring.
         whereabouts: answers what the heartbeats are asked.
         log: takes a level and a sentence.
+        recorder: hears of all calls, in all epochs.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class Former:
         bell: int,
         whereabouts: Whereabouts,
         log: Callable[[str, str], None],
+        recorder: _native.Recorder,
     ) -> None:
+        self._recorder = recorder
         self._config, self._ticket, self._reception = config, ticket, reception
         self._bell, self._log = bell, log
         self._whereabouts = whereabouts
@@ -141,6 +144,7 @@ class Former:
         )
         epoch = Epoch(self._config, standing, fabric, self._bell, self._whereabouts)
         epoch.cost = {} if before is None else before.cost
+        epoch.recorder = self._recorder
         return epoch
 
     def connect(

@@ -16,6 +16,7 @@ from ringjax.config import Config
 from ringjax.links.descriptors import Mesh
 from ringjax.links.mesh import Fabric
 from ringjax.world.coordinates import Standing
+from ringjax.world.lanes import LANE
 from ringjax.world.whereabouts import Whereabouts
 
 SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
@@ -36,6 +37,7 @@ class Epoch:
         communicators: by number.
         successions: what those among them belong to that outlive the epoch.
         cost: the constants of the links; of the communicators that come.
+        recorder: hears of the calls of the communicators that come.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Epoch:
         self.communicators: dict[int, _native.Communicator] = {}
         self.successions: dict[int, _native.Succession] = {}
         self.cost: dict[str, float] = {}
+        self.recorder: _native.Recorder | None = None
         self._notify, self._whereabouts = notify, whereabouts
         # What the core holds, by communicator: numbers and inodes of the sockets.
         self._sockets: dict[int, list[tuple[int, int]]] = {}
@@ -138,6 +141,9 @@ class Epoch:
                 "collective_timeout": config.collective_timeout,
                 "algorithm": config.algorithm,
                 "cost": self.cost,
+                "set": number & (LANE - 1),
+                "named": number & LANE,
+                **({} if self.recorder is None else {"recorder": self.recorder}),
             },
             **({} if succession is None else {"succession": succession}),
         )

@@ -23,7 +23,7 @@ from ringjax.errors import Mismatch, from_status
 from ringjax.links import calibration
 from ringjax.links.mesh import Fabric
 from ringjax.settings import horovod_variables
-from ringjax.world import devices, lanes
+from ringjax.world import devices, lanes, record
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.introduction import (
@@ -48,9 +48,11 @@ class World:
         standing: this rank's coordinates.
         sets: the process sets and their ranks, also those without this rank.
         failed: why this rank fails, once it does.
+        recorder: has heard of all calls since `init`.
     """
 
     elastic = False
+    recorder: _native.Recorder
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -89,7 +91,11 @@ class World:
         self._epoch = Epoch(
             self.config, self.standing, fabric, whereabouts=self._whereabouts
         )
+        job = "" if fabric is None else fabric.job
+        self.recorder = record.recorder(self.config, f"rank {place.rank}", job)
+        self._epoch.recorder = self.recorder
         self._calibrate(self.connect(0, range(place.size), "world"))
+        self.recorder.forget()
         self.sets[0] = list(range(place.size))
         self.devices = devices.Devices(self, self._count_devices())
         self.lanes.add(0, self.sets[0], "world")

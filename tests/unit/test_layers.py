@@ -22,7 +22,7 @@ NATIVE = ROOT / "xla_ext"
 # Packages and lone modules, the top floor first: imports go down, or stay on a floor.
 FLOORS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"},
-    {"optim", "sync", "elastic"},
+    {"optim", "sync", "elastic", "observe"},
     {"collectives", "compression"},
     {"xla", "eager"},
     {"runtime", "timeline", "recovery", "world"},
@@ -62,14 +62,21 @@ LONGEST_FUNCTION = 60
 
 # room -> the rooms, beside itself, whose headers it may include
 ENGINE = {"engine/call", "engine/communicator", "engine/heartbeat", "engine/eager"}
+ENGINE |= {"engine/recorder"}
 INCLUDES = {
     "base": set(),
     "transport": {"base"},
     "collective": {"base"},
     "engine/call": {"base", "transport", "collective"},
-    "engine/communicator": {"base", "transport", "collective", "engine/call"},
+    "engine/recorder": {"base", "collective"},
+    "engine/communicator": {
+        *("base", "transport", "collective", "engine/call", "engine/recorder")
+    },
     "engine/heartbeat": {"base", "transport", "engine/call", "engine/communicator"},
-    "engine/eager": {"base", "collective", "engine/call", "engine/communicator"},
+    "engine/eager": {
+        *("base", "collective", "engine/call", "engine/communicator"),
+        "engine/recorder",
+    },
     "cuda": set(),  # also read by compilers that know no other folder
     "cuda/cuda_on_cpu.h": {"base", "cuda"},  # what the device would bring
     "device": {"base", "collective", "cuda", *ENGINE},

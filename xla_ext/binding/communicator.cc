@@ -144,6 +144,10 @@ CommunicatorOptions MakeOptions(int id, std::string name, int rank,
   o.collective_timeout = Number(options, "collective_timeout", 300);
   if (options.contains("algorithm"))
     o.algorithm = nb::cast<std::string>(options["algorithm"]);
+  if (options.contains("recorder"))
+    o.recorder = nb::cast<std::shared_ptr<Recorder>>(options["recorder"]);
+  o.set = static_cast<int>(Number(options, "set", id));
+  o.named = Number(options, "named", 0) != 0;
   if (options.contains("cost")) o.cost = ReadCost(nb::cast<nb::dict>(options["cost"]));
   if (o.topology.size < 1 || rank < 0 || rank >= o.topology.size ||
       o.members.size() != o.topology.host.size())

@@ -246,6 +246,7 @@ NB_MODULE(_native, m) {
       "A failed call of the core; `code` names the kind, `rank` the culprit or -1.",
       PyExc_RuntimeError, nullptr);
   m.attr("StatusError") = nb::handle(status_error);
+  BindRecorder(m);
   BindHostCommunicator(m);
   BindHeartbeat(m);
   BindSchedules(m);

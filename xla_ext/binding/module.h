@@ -20,6 +20,7 @@ void BindHostCommunicator(nanobind::module_& m);
 void BindSchedules(nanobind::module_& m);   // algorithms, schedule, verify
 void BindDevice(nanobind::module_& m);      // CUDA and NCCL
 void BindEager(nanobind::module_& m);       // operations by name
+void BindRecorder(nanobind::module_& m);    // what was exchanged lately
 void BindTensorFlow(nanobind::module_& m);  // its tensors, within kernels
 
 // Descriptors that are closed unless somebody releases them.

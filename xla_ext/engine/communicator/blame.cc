@@ -57,7 +57,10 @@ Status Communicator::Fail(const Call& call, const Status& cause) {
 
 // Who is to blame is known.
 Status Communicator::Aborted(const Call& call) const {
-  return Named(call, abort_status());
+  const Status reason = abort_status();
+  const bool ends_job = !succession_ && reason.rank() >= 0;
+  if (ends_job && options_.recorder) options_.recorder->Dump(reason.message());
+  return Named(call, reason);
 }
 
 void Communicator::End(const Status& blame) {

@@ -72,8 +72,13 @@ Status Communicator::Compare(const Call& call, const Status& fits, bool* refused
     Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
     Frame frame;
     Agreement agreement;
+    event_ = Event::Now();
     RJ_TRY(Enter(call, fits, &frame, &waiter, &agreement));
     *refused = agreement.refused;
+    event_.agreed = Clock::now();
+    event_.device = true;
+    for (const Tensor& t : call.tensors) event_.bytes += t.bytes();
+    Report(call, event_.agreed, agreement.outcome.code());
     Remember(call);
     return agreement.outcome;
   });
@@ -100,6 +105,7 @@ Status Communicator::Guarded(const Call& call, const std::function<Status()>& bo
   if (aborted_.load(std::memory_order_seq_cst)) return Aborted(call);
   try {
     const Status status = body();
+    if (!status.ok() && aborted()) Report(call, Clock::now(), status.code());
     if (!aborted()) finished_.store(entered(), std::memory_order_relaxed);
     return status;
   } catch (const std::exception& e) {  // out of memory, most likely: peers must know
@@ -151,7 +157,7 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
 
 Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* fits,
                              bool decided) {
-  const auto start = Clock::now();
+  event_ = Event::Now();
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
   Agreement agreement;
@@ -171,11 +177,13 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
     RJ_TRY(Begin(call, &frame));
   else
     RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
+  event_.agreed = Clock::now();
   if (agreement.outcome.ok()) {
     if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
     if (note) RJ_TRY(TakeNotes(call, &requests, &agreement.outcome, attempt));
   }
   if (!agreement.outcome.ok()) {
+    Report(call, event_.agreed, agreement.outcome.code());
     Remember(call);
     return Close(call, agreement.outcome, Barrier::kFrames, frame, &waiter, attempt);
   }
@@ -197,7 +205,7 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   // What the board has, or nothing, needs no rank to wait for the others' results.
   if (attempt->rest != Attempt::Rest::kLost) barrier = Barrier::kNone;
   RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
-  Record(call, start);
+  Record(call);
   return OkStatus();
 }
 
@@ -221,13 +229,28 @@ Status Communicator::TakeNotes(const Call& call, std::vector<Request>* requests,
   return OkStatus();
 }
 
-void Communicator::Record(const Call& call, Clock::time_point start) {
+void Communicator::Record(const Call& call) {
   const auto end = Clock::now();
+  Report(call, end, Code::kOk);
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(call.op)];
   ++stats.calls;
-  stats.seconds += std::chrono::duration<double>(end - start).count();
+  stats.seconds += std::chrono::duration<double>(end - event_.entered).count();
   Note(call, end);
+}
+
+void Communicator::Report(const Call& call, Clock::time_point end, Code outcome) {
+  event_.done = end;
+  // A lane tells of its operations itself, but not of those that never come to it.
+  if (!options_.recorder || (options_.named && !aborted())) return;
+  event_.op = call.op;
+  event_.named = options_.named;
+  event_.outcome = outcome;
+  event_.set = options_.set;
+  event_.epoch = options_.epoch;
+  event_.sequence = entered();
+  event_.SetName(call.name);
+  options_.recorder->Add(event_);
 }
 
 void Communicator::Remember(const Call& call) {
@@ -301,6 +324,8 @@ bool Communicator::IsNote(const std::vector<Request>& requests) const {
 
 void Communicator::Count(const Request& request, std::string_view algorithm,
                          uint64_t sent_bytes) {
+  event_.bytes += request.bytes;
+  event_.algorithm = algorithm;
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(request.problem.op)];
   stats.bytes += request.bytes;

@@ -28,6 +28,7 @@
 #include "engine/communicator/farewell.h"
 #include "engine/communicator/inquiry.h"
 #include "engine/communicator/progress.h"
+#include "engine/recorder/recorder.h"
 
 namespace ringjax {
 
@@ -46,6 +47,10 @@ struct CommunicatorOptions {
   double collective_timeout = 300;  // seconds, 0 = never
   std::string algorithm;  // "", a name, or "allreduce:ring,broadcast:binomial"
   CostModel cost;
+  std::shared_ptr<Recorder> recorder;  // hears of every call; may be null
+  int set = 0;                         // number of the process set, for it
+  // The calls are an eager lane's, which tells the recorder what they were made of.
+  bool named = false;
 };
 
 // What was exchanged, per collective. `bytes` counts the tensors, not the wire.
@@ -212,6 +217,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // CommunicatorOptions. Between two calls; forgets plans and statistics.
   void SetCost(const CostModel& cost, const std::string& algorithm);
 
+  // Of the thread that has just made a call here: what became of it.
+  const Event& event() const { return event_; }
+  const std::shared_ptr<Recorder>& recorder() const { return options_.recorder; }
   uint64_t entered() const { return entered_.load(std::memory_order_relaxed); }
   // The last call that has ended here, or an earlier one.
   uint64_t finished() const { return finished_.load(std::memory_order_relaxed); }
@@ -332,9 +340,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void NoteWaiting(const Call& call, const std::vector<int>& peers);
   void AskWhereTheyAre(const Call& call, const std::vector<int>& peers);
   void StoppedWaiting();
-  void Remember(const Call& call);                         // the one that has ended
-  void Record(const Call& call, Clock::time_point start);  // that, and counts it
-  void Note(const Call& call, Clock::time_point end);      // with mutex_ held
+  void Remember(const Call& call);                     // the one that has ended
+  void Record(const Call& call);                       // that, and counts it
+  void Note(const Call& call, Clock::time_point end);  // with mutex_ held
+  // To the recorder: event_, which is over.
+  void Report(const Call& call, Clock::time_point end, Code outcome);
   std::string Waited(const std::vector<int>& peers) const;
   // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
@@ -351,6 +361,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<uint64_t> entered_{0};   // sequence number of the call being served
   std::atomic<uint64_t> finished_{0};  // of the one that has ended last
   Patience patience_;                  // of that call
+  Event event_;                        // that call, as far as it has come
   bool noted_ = false;                 // that it waits for long: in waiting_
   std::map<std::vector<uint64_t>, Planned> plans_;
   std::vector<std::byte> scratch_;

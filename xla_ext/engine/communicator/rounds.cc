@@ -27,6 +27,7 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
   if (beside == nullptr) beside = &nothing;
   return InTurn(turnstile_.Take(), Round(), [&] {
     Frame frame;
+    event_ = Event::Now();
     RJ_TRY(Begin(Round(), &frame));
     if (own.size() > kMostMessage)
       return Fail(Round(), {Code::kInternal, "has more to tell than fits a message"});
@@ -49,7 +50,8 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
 
 Status Communicator::RunBeside(const Call& call,
                                std::span<const std::span<const std::byte>> values) {
-  const auto start = Clock::now();
+  event_ = Event::Now();
+  event_.agreed = event_.entered;
   if (Status valid = Validate(call); !valid.ok()) return Named(call, valid);
   for (const Request& r : Split(call)) {  // one, or none of nothing
     Values sorted;
@@ -60,7 +62,7 @@ Status Communicator::RunBeside(const Call& call,
     Finish(r.problem, r.arithmetic, sorted, rank(), r.out);
     Count(r, kShared, values[static_cast<size_t>(rank())].size());
   }
-  Record(call, start);
+  Record(call);
   return OkStatus();
 }
 

@@ -119,7 +119,9 @@ Status Succession::AwaitTurn(const Communicator& caller, uint64_t ticket,
   const Status turn = turnstile_.Wait(ticket, [this] { return Stop(); });
   if (turn.ok()) return turn;
   if (turn.code() == Code::kCancelled) Interrupt(caller, turn.message());
-  return caller.Named(call, end_status());
+  const Status end = end_status();
+  if (end.rank() >= 0 && caller.recorder()) caller.recorder()->Dump(end.message());
+  return caller.Named(call, end);
 }
 
 Status Succession::Run(const Communicator& caller, uint64_t ticket, const Call& call,

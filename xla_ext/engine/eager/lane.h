@@ -148,6 +148,7 @@ class EagerLane {
     std::shared_ptr<DevicePoint> mark;
     void* keep = nullptr;
     std::shared_ptr<Ticket> ticket;
+    Clock::time_point since = Clock::now();
     uint64_t order = 0;       // among this rank's submissions
     uint64_t generation = 0;  // number of the one whose ranks `root` means
     double timeout = -1;      // of EagerRequest
@@ -224,6 +225,9 @@ class EagerLane {
   Timeline::Row RowOf(const Submission& s) const;
   void RecordRun(const Decision& decision) const;
   void RecordEnd(const Decision& decision, const Status& status) const;
+  // To the communicator's recorder: all have been ready since `agreed`.
+  void Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
+              const Status& status) const;
 
   // Stalls (lane_watch.cc).
   void Watch();

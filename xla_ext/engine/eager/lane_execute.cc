@@ -371,6 +371,7 @@ Status EagerLane::Run(const Decision& decision, const Beside* values) {
   batch.outputs.resize(batch.tasks.size());
   const Submission& first = *decision.fused[0].any;
   Status status;
+  const auto agreed = Clock::now();
   RecordRun(decision);
   // That all ranks are ready is all that a barrier is.
   const bool runs = first.op != Collective::kBarrier;
@@ -387,6 +388,7 @@ Status EagerLane::Run(const Decision& decision, const Beside* values) {
     if (status.ok())
       std::memcpy(out, batch.call.tensors[i].out, batch.call.tensors[i].room);
   RecordEnd(decision, status);
+  Report(batch.tasks, agreed, status);
   {
     std::lock_guard lock(mutex_);
     ++stats_.calls;

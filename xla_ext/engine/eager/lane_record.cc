@@ -1,5 +1,5 @@
-// What the lane tells a timeline. The negotiation hears from every rank, so one rank's
-// file shows when each of them was ready.
+// What the lane tells the recorder, and a timeline. The negotiation hears from every
+// rank, so one rank's file shows when each of them was ready.
 #include "engine/eager/lane.h"
 
 namespace ringjax {
@@ -42,6 +42,29 @@ void EagerLane::RecordEnd(const Decision& decision, const Status& status) const 
       recording_->Failed(RowOf(s), status.message());
     else
       recording_->Ended(RowOf(s), s.Describe());
+  }
+}
+
+void EagerLane::Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
+                       const Status& status) const {
+  const auto& recorder = communicator_->recorder();
+  if (!recorder) return;
+  Event event = communicator_->event();  // of the call that they were made of, if any
+  event.agreed = agreed;
+  event.done = Clock::now();
+  event.named = true;
+  event.outcome = status.code();
+  event.set = communicator_->options().set;
+  event.epoch = communicator_->epoch();
+  event.sequence = communicator_->entered();
+  for (const TaskPtr& task : tasks) {
+    event.op = task->op;
+    event.device = task->cuda;
+    event.entered = task->since;
+    event.bytes = 0;
+    for (const Submission::Piece& piece : task->tensors) event.bytes += piece.bytes();
+    event.SetName(task->name);
+    recorder->Add(event);
   }
 }
 

@@ -6,27 +6,14 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/json.h"
+
 namespace ringjax {
 namespace {
 
 // The closing bracket is written behind every batch and overwritten by the next, so
 // that the file is whole whenever somebody looks.
 constexpr char kClose[] = "\n]\n";
-
-std::string Quoted(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    if (static_cast<unsigned char>(c) < 0x20) {
-      char code[8];
-      std::snprintf(code, sizeof code, "\\u%04x", c);
-      out += code;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
-}
 
 std::string Upper(std::string_view text) {
   std::string out(text);

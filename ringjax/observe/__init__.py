@@ -1,0 +1,1 @@
+"""What a job does while it runs: its calls, who waits for whom, and where they go."""

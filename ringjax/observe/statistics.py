@@ -1,0 +1,107 @@
+"""What this rank has exchanged so far: sums of all its calls, and the last of them.
+
+The core's recorder hears of every call (`xla_ext/engine/recorder/`). A call has three
+instants on the clock of its own process: it came, all ranks had come, it was over. What
+is before the second is waiting for other ranks, what is after it moves data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringjax import runtime
+from ringjax.world.lanes import LANE
+
+# Upper ends of a histogram's buckets, in seconds; the last bucket has no end.
+BUCKETS = tuple(2.0**b * 1e-6 for b in range(25))
+
+
+def stats() -> dict[str, Any]:
+    """Sums of all that this rank has exchanged since `init`, as numbers and dicts.
+
+    Costs some microseconds, and no communication: ranks compare what they like.
+
+    Returns:
+        ``rank``, ``size`` and ``epoch`` of now; ``calls``, of all lanes; and in
+        ``process_sets``, by number (0 is the world) and lane, each collective. The
+        lanes are ``compiled`` (in jit) and ``named`` (`ringjax.eager`, PyTorch,
+        TensorFlow, Keras). Of a collective:
+
+        * ``calls``, ``failures``; ``bytes`` of this rank's tensors
+        * ``wait_seconds``: from the call (a named one: from its submission) until all
+          ranks had come; ``most_waited`` is the longest of these
+        * ``move_seconds``: from then on until the result was there; on CUDA devices
+          the time is the stream's, and not in here
+        * ``wait_histogram``, ``move_histogram``: calls by time, the first below 1 µs,
+          each further one below twice as much, the last all others
+
+        For the compiled lane there is also, of the present epoch, ``sent_bytes`` and
+        ``algorithms`` of each collective, and ``exposed_seconds``: how long programs
+        have waited at the end of a step for what overlaps with it.
+
+    Raises:
+        NotInitialized: before `init`.
+
+    Example:
+        >>> import numpy as np, ringjax
+        >>> ringjax.init()
+        >>> x = ringjax.eager.allreduce(np.ones(4, "f4"), name="x")
+        >>> seen = ringjax.stats()["process_sets"][0]["named"]["allreduce"]
+        >>> seen["bytes"] >= 16, seen["failures"], len(seen["wait_histogram"])
+        (True, 0, 26)
+    """
+    world = runtime.current("stats")
+    totals = world.recorder.totals()
+    sets: dict[int, dict[str, Any]] = {}
+    for one in totals:
+        lane = _lane(sets, one.pop("set"), one.pop("named"))
+        lane[one.pop("op")] = one
+    for number, communicator in world.communicators.items():
+        if number >= LANE:
+            continue
+        for op, more in communicator.stats().items():
+            compiled = _lane(sets, number, named=False)
+            if op == "overlap":
+                compiled["exposed_seconds"] = more["exposed_seconds"]
+            elif op in compiled:
+                compiled[op] |= {k: more[k] for k in ("sent_bytes", "algorithms")}
+    return {
+        "rank": world.standing.rank,
+        "size": world.standing.size,
+        "epoch": world.epoch.number,
+        "calls": sum(one["calls"] for one in totals),
+        "process_sets": sets,
+    }
+
+
+def _lane(sets: dict[int, dict[str, Any]], number: int, named: bool) -> dict[str, Any]:
+    lanes = sets.setdefault(number, {"compiled": {}, "named": {}})
+    lane: dict[str, Any] = lanes["named" if named else "compiled"]
+    return lane
+
+
+def recent_calls() -> list[dict[str, Any]]:
+    """The last calls of this rank, 1,024 at most, the oldest first.
+
+    Also written to a file when the job ends with an error, whose name each rank then
+    prints; `RINGJAX_RECORD_DIR` says where.
+
+    Returns:
+        For each ``op``, ``name``, ``named`` (of that lane), ``set``, ``epoch``,
+        ``seq`` (its number there, the same on all ranks), ``bytes``, ``algorithm``,
+        ``device``, ``ok``, and ``entered``, ``agreed``, ``done`` in seconds of
+        `time.monotonic`; ``agreed`` is None if not all ranks have come.
+
+    Raises:
+        NotInitialized: before `init`.
+
+    Example:
+        >>> import numpy as np, ringjax
+        >>> ringjax.init()
+        >>> x = ringjax.eager.allreduce(np.ones(4, "f4"), name="x")
+        >>> last = ringjax.recent_calls()[-1]
+        >>> last["name"], last["entered"] <= last["agreed"] <= last["done"]
+        ('x', True)
+    """
+    events: list[dict[str, Any]] = runtime.current("recent_calls").recorder.events()
+    return events

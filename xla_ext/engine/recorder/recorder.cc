@@ -1,0 +1,174 @@
+// The ring, the sums, the file at the end. See recorder.h.
+#include "engine/recorder/recorder.h"
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "base/json.h"
+
+namespace ringjax {
+namespace {
+
+double Seconds(Event::Clock::duration time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+size_t BucketOf(double seconds) {
+  const double us = std::clamp(seconds * 1e6, 0.0, 1e15);
+  const auto bucket = static_cast<size_t>(std::bit_width(static_cast<uint64_t>(us)));
+  return std::min(bucket, Totals::kBuckets - 1);
+}
+
+bool Came(Event::Clock::time_point when) { return when != Event::Clock::time_point(); }
+
+// Seconds since the recording's first instant, as a number of JSON.
+std::string At(Event::Clock::time_point when, Event::Clock::time_point zero) {
+  if (!Came(when)) return "null";
+  char text[32];
+  std::snprintf(text, sizeof text, "%.6f", Seconds(when - zero));
+  return text;
+}
+
+std::string LineOf(const Event& e, Event::Clock::time_point zero) {
+  const std::string_view name(e.name, e.length);
+  char numbers[160];
+  std::snprintf(numbers, sizeof numbers,
+                ", \"set\": %d, \"epoch\": %" PRIu32 ", \"seq\": %" PRIu64
+                ", \"bytes\": %" PRIu64 ", \"code\": %d",
+                e.set, e.epoch, e.sequence, e.bytes, static_cast<int>(e.outcome));
+  return "{\"op\": " + Quoted(Name(e.op)) + ", \"name\": " + Quoted(name) +
+         ", \"lane\": " + (e.named ? "\"named\"" : "\"compiled\"") + numbers +
+         ", \"algorithm\": " + Quoted(e.algorithm) +
+         ", \"entered\": " + At(e.entered, zero) +
+         ", \"agreed\": " + At(e.agreed, zero) + ", \"done\": " + At(e.done, zero) +
+         "}\n";
+}
+
+}  // namespace
+
+Event Event::Now() {
+  Event event;
+  event.entered = Clock::now();
+  return event;
+}
+
+void Event::SetName(std::string_view text) {
+  length = static_cast<uint8_t>(std::min(text.size(), kMostName));
+  while (length > 0 && length < text.size() &&
+         (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80)
+    --length;  // not within a character
+  std::memcpy(name, text.data(), length);
+}
+
+double Event::wait_seconds() const {
+  return Seconds((Came(agreed) ? agreed : done) - entered);
+}
+
+double Event::move_seconds() const { return Came(agreed) ? Seconds(done - agreed) : 0; }
+
+Recorder::Recorder(size_t capacity, std::string who, std::string path)
+    : capacity_(std::max<size_t>(capacity, 1)),
+      who_(std::move(who)),
+      path_(std::move(path)) {
+  ring_.reserve(capacity_);
+}
+
+void Recorder::Add(const Event& event) {
+  const double waited = event.wait_seconds(), moved = event.move_seconds();
+  std::lock_guard lock(mutex_);
+  if (ring_.size() < capacity_)
+    ring_.push_back(event);
+  else
+    ring_[count_ % capacity_] = event;
+  ++count_;
+  Totals& t = totals_[{event.set, event.named, event.op}];
+  ++t.calls;
+  t.bytes += event.bytes;
+  t.failures += event.outcome != Code::kOk;
+  t.wait_seconds += waited;
+  t.move_seconds += moved;
+  t.most_waited = std::max(t.most_waited, waited);
+  ++t.wait[BucketOf(waited)];
+  ++t.move[BucketOf(moved)];
+}
+
+std::vector<Event> Recorder::Latest() const {
+  std::lock_guard lock(mutex_);
+  std::vector<Event> latest = ring_;
+  if (count_ > capacity_)
+    std::rotate(latest.begin(),
+                latest.begin() + static_cast<std::ptrdiff_t>(count_ % capacity_),
+                latest.end());
+  return latest;
+}
+
+std::map<Recorder::Key, Totals> Recorder::totals() const {
+  std::lock_guard lock(mutex_);
+  return totals_;
+}
+
+uint64_t Recorder::count() const {
+  std::lock_guard lock(mutex_);
+  return count_;
+}
+
+void Recorder::Forget() {
+  std::lock_guard lock(mutex_);
+  ring_.clear();
+  count_ = 0;
+  totals_.clear();
+}
+
+void Recorder::Dump(const std::string& reason) {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(ended_, true) || path_.empty() || count_ == 0) return;
+  }
+  const std::string why_not = Write(reason);
+  if (why_not.empty())
+    std::fprintf(stderr, "[ringjax %s] its last calls are in %s\n", who_.c_str(),
+                 path_.c_str());
+  else
+    std::fprintf(stderr, "[ringjax %s] its last calls could not be written to %s: %s\n",
+                 who_.c_str(), path_.c_str(), why_not.c_str());
+  std::lock_guard lock(mutex_);
+  written_ = why_not.empty();
+}
+
+std::string Recorder::dumped() const {
+  std::lock_guard lock(mutex_);
+  return written_ ? path_ : "";
+}
+
+std::string Recorder::Write(const std::string& reason) const {
+  const std::vector<Event> latest = Latest();
+  const auto zero = latest.front().entered;
+  const auto age = Event::Clock::now() - zero;
+  const double began =
+      Seconds(std::chrono::system_clock::now().time_since_epoch() - age);
+  char head[96];
+  std::snprintf(head, sizeof head, ", \"began\": %.6f, \"calls\": %" PRIu64, began,
+                count());
+  std::string text =
+      "{\"who\": " + Quoted(who_) + head + ", \"reason\": " + Quoted(reason) + "}\n";
+  for (const Event& event : latest) text += LineOf(event, zero);
+  // "x": whoever has put a link in its place finds nothing written through it.
+  std::remove(path_.c_str());
+  std::FILE* file = std::fopen(path_.c_str(), "wxe");
+  if (file == nullptr) return std::strerror(errno);
+  const bool whole = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const int failed = whole ? 0 : errno;
+  if (std::fclose(file) != 0 || !whole) {
+    const int error = whole ? errno : failed;
+    std::remove(path_.c_str());  // half of it helps nobody
+    return std::strerror(error);
+  }
+  return "";
+}
+
+}  // namespace ringjax
