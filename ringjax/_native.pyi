@@ -7,6 +7,11 @@ COLLECTIVES: dict[str, int]
 REDUCE_OPS: dict[str, int]
 DTYPES: dict[str, int]
 
+def waits_since(
+    recorder: Recorder, seen: int
+) -> tuple[int, list[tuple[bool, int, int]]]:
+    """How many calls there were, and the waits of those after the first `seen`."""
+
 class StatusError(RuntimeError):
     """A failed call of the core."""
 
@@ -183,6 +188,19 @@ class Heartbeat:
         """
     def answer(self, newest: int, place: str) -> None:
         """Answers the questions up to that number: "it is at train.py:41 in load"."""
+    def share_waits(self, recorder: Recorder | None) -> None:
+        """From now on its waits go to the first rank, with each beat."""
+    def say_where(self, place: str) -> None:
+        """Where the program is, which goes with them."""
+    def take_waits(
+        self,
+    ) -> dict[int, tuple[int, float, float, list[tuple[bool, int, int]], str]]:
+        """What the peers have told since the last time, by rank.
+
+        Returns:
+            Calls and seconds of waiting and moving in all; (named, sequence,
+            microseconds) of the last ones; where the program was seen.
+        """
     def close(self) -> None: ...
 
 class CudaCommunicator:
@@ -290,6 +308,8 @@ class Recorder:
         """Those that are kept, the oldest first; see ringjax.recent_calls."""
     def totals(self) -> list[dict[str, Any]]:
         """By set, lane and collective; see ringjax.stats."""
+    def busy(self) -> tuple[float, float]:
+        """Seconds in which some call waited, and in which some call moved data."""
     def forget(self) -> None:
         """Begins anew."""
     @property

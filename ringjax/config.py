@@ -261,6 +261,11 @@ class Config:
         "mark the rounds of negotiation in it",
         "TIMELINE_MARK_CYCLES",
     )
+    report: float = _setting(
+        0.0,
+        parsers.seconds(),
+        "between two reports of what all ranks wait for, 0 = none",
+    )
     record_dir: str = _setting(
         "",
         str,

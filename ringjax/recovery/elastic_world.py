@@ -22,7 +22,7 @@ from ringjax.recovery.carried_calls import Calls
 from ringjax.recovery.generation import Generation, Step, numbers, reason, steps
 from ringjax.recovery.rehearsal import Rehearsal
 from ringjax.recovery.thread import Recovery
-from ringjax.world import devices, record
+from ringjax.world import devices
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.introduction import check_agreement, hello
@@ -86,21 +86,14 @@ class ElasticWorld(World):
         self._reception = forming.reception(ticket, self.config, self.log, self.broken)
         described = hello(place.rank, place.size, self.config)
         described |= self._reception.described()
-        self.recorder = record.recorder(
-            self.config, f"worker {self.config.worker}", ticket.job
-        )
+        self.begin_recording(f"worker {self.config.worker}", ticket.job)
         self.enlistment = forming.enlist(ticket, self.config, described)
         self._registry.begin(0)
         self.recovery = Recovery(self, self.enlistment)
         self._whereabouts = Whereabouts(self.log)
         self._former = forming.Former(
-            self.config,
-            ticket,
-            self._reception,
-            self.recovery.bell,
-            self._whereabouts,
-            self.log,
-            self.recorder,
+            *(self.config, ticket, self._reception, self.recovery.bell),
+            *(self._whereabouts, self.log, self.recorder),
         )
         first = self.enlistment.first
         if isinstance(first, Members):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ringjax import _native
 from ringjax.config import Config
+from ringjax.control.session import Member
 from ringjax.links.descriptors import Mesh
 from ringjax.links.mesh import Fabric
 from ringjax.world.coordinates import Standing
@@ -211,6 +212,16 @@ class Epoch:
         communicator = self.communicators.get(number)
         every = communicator.stats().values() if communicator is not None else ()
         return sum(int(stats.get("calls", 0)) for stats in every)
+
+    @property
+    def heartbeat(self) -> _native.Heartbeat | None:
+        """What watches the other ranks; None if this one is alone, and at the end."""
+        return self._heartbeat
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All ranks of it, as they know each other; none if this one is alone."""
+        return [] if self.fabric is None else self.fabric.members
 
     def lost(self) -> list[tuple[int, str]]:
         """The ranks that the heartbeat has lost, and why, the first one first."""

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from ringjax import config
 
+_COMPILERS = ("jax/_src/compiler.py", "jax/_src/compilation_cache.py")
 _MOST_FRAMES, _MOST_BYTES = 40, 8 << 10  # of a stack that is printed
 # Not the user's code: this package, and whatever is installed or comes with Python.
 _OURS = os.path.dirname(os.path.abspath(config.__file__)) + os.sep  # all of ringjax
@@ -138,6 +139,21 @@ def place(frame: FrameType | None) -> str:
     code = mine.f_code
     file = os.path.basename(code.co_filename)
     return f"it is at {file}:{mine.f_lineno} in {code.co_name}"
+
+
+def doing() -> str:
+    """Where the main thread is, "train.py:41 in load", and whether it compiles.
+
+    Example:
+        >>> ":" in doing()
+        True
+    """
+    frame = _main_frame()
+    compiling = frame is not None and any(
+        f.f_code.co_filename.endswith(_COMPILERS) for f in _outwards(frame)
+    )
+    where = place(frame).removeprefix("it is at ")
+    return f"{where} (compiling)" if compiling else where
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:

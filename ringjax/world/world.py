@@ -32,6 +32,7 @@ from ringjax.world.introduction import (
     host_names,
     listening_hosts,
 )
+from ringjax.world.report import Reporter, to_standard_error
 from ringjax.world.whereabouts import Whereabouts
 
 _told: set[str] = set()  # each once, however often ringjax is initialised
@@ -63,6 +64,7 @@ class World:
         self._meeting: Meeting | None = None
         self.secret = b""  # a job of one has none
         self._whereabouts: Whereabouts | None = None
+        self._reporter: Reporter | None = None
         self.devices = devices.Devices(self, [0])
         self.lanes = lanes.Lanes(self)
         place = launch_environment.find(config)
@@ -92,7 +94,7 @@ class World:
             self.config, self.standing, fabric, whereabouts=self._whereabouts
         )
         job = "" if fabric is None else fabric.job
-        self.recorder = record.recorder(self.config, f"rank {place.rank}", job)
+        self.begin_recording(f"rank {place.rank}", job)
         self._epoch.recorder = self.recorder
         self._calibrate(self.connect(0, range(place.size), "world"))
         self.recorder.forget()
@@ -100,6 +102,25 @@ class World:
         self.devices = devices.Devices(self, self._count_devices())
         self.lanes.add(0, self.sets[0], "world")
         self.lanes.open_timeline()
+
+    def begin_recording(self, who: str, job: str) -> None:
+        """Calls are heard of from now on, and reported if the settings want that."""
+        self.recorder = record.recorder(self.config, who, job)
+        if self.config.report > 0:
+            self._reporter = Reporter(self, self.config.report, to_standard_error)
+
+    def end_report(self) -> None:
+        """The first rank prints its summary. May be called twice."""
+        if self._reporter is not None:
+            self._reporter.close()
+
+    def beats(self) -> tuple[_native.Heartbeat | None, int, Sequence[str]]:
+        """The heartbeat of now, this rank, and the names of the hosts by rank."""
+        epoch = self._epoch
+        if epoch is None:
+            return None, 0, []
+        names = [str(m.hello.get("hostname") or "") for m in epoch.members]
+        return epoch.heartbeat, epoch.standing.rank, names
 
     def _come_together(self, place: launch_environment.Place) -> Fabric:
         config = self.config
@@ -330,6 +351,7 @@ class World:
     def stop(self) -> None:
         """Fails what is pending, so that nothing waits for it."""
         text = self.failed or _CLOSED
+        self.end_report()
         self.devices.stop(text, self.rank)
         if self._epoch is not None:
             self._epoch.abort(text, self.rank)
@@ -337,6 +359,7 @@ class World:
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
         epoch, meeting = self._epoch, self._meeting
+        self.end_report()
         self.devices.close()  # first: what the devices still do needs all ranks
         self.lanes.close()
         if not self.failed:

@@ -72,6 +72,18 @@ TEST(RecorderTellsWaitingFromMoving) {
   CHECK_EQ(t.move[2] + t.move[3], 2u);
 }
 
+TEST(RecorderCountsWhatOverlapsOnce) {
+  Recorder recorder(8, "rank 0", "");
+  Event one = Allreduce("a", 1000, 10);
+  Event other = one;
+  other.entered += microseconds(500);
+  other.agreed += microseconds(500);
+  other.done += microseconds(500);
+  for (const Event& event : {one, other, one}) recorder.Add(event);
+  CHECK(std::abs(recorder.busy().waiting - 1.5e-3) < 1e-9);
+  CHECK(std::abs(recorder.busy().moving - 20e-6) < 1e-9);
+}
+
 TEST(RecorderCutsNamesBetweenCharacters) {
   Event event;
   event.SetName(std::string(Event::kMostName - 1, 'x') + "\xc3\xa4");

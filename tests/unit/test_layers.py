@@ -72,7 +72,10 @@ INCLUDES = {
     "engine/communicator": {
         *("base", "transport", "collective", "engine/call", "engine/recorder")
     },
-    "engine/heartbeat": {"base", "transport", "engine/call", "engine/communicator"},
+    "engine/heartbeat": {
+        *("base", "transport", "engine/call", "engine/communicator"),
+        "engine/recorder",
+    },
     "engine/eager": {
         *("base", "collective", "engine/call", "engine/communicator"),
         "engine/recorder",

@@ -215,6 +215,26 @@ nb::list Lost(const Heartbeat& self) {
   return all;
 }
 
+nb::list AsList(const std::vector<Waited>& waits) {
+  nb::list all;
+  for (const Waited& w : waits) all.append(nb::make_tuple(w.named, w.sequence, w.us));
+  return all;
+}
+
+nb::dict TakeWaits(Heartbeat& self) {
+  std::map<int, Waits> taken;
+  {
+    nb::gil_scoped_release release;
+    taken = self.TakeWaits();
+  }
+  nb::dict all;
+  for (const auto& [rank, waits] : taken)
+    all[nb::int_(rank)] =
+        nb::make_tuple(waits.calls, waits.wait_seconds, waits.move_seconds,
+                       AsList(waits.latest), ToText(waits.place));
+  return all;
+}
+
 void BindHeartbeat(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Heartbeat>(m, "Heartbeat")
@@ -232,7 +252,14 @@ void BindHeartbeat(nb::module_& m) {
       .def("left", &Heartbeat::left, Unlocked())
       .def("asked", &AskedOf)
       .def("answer", &Heartbeat::Answer, "newest"_a, "place"_a, Unlocked())
+      .def("share_waits", &Heartbeat::ShareWaits, "recorder"_a.none(), Unlocked())
+      .def("say_where", &Heartbeat::SayWhere, "place"_a, Unlocked())
+      .def("take_waits", &TakeWaits)
       .def("close", &Heartbeat::Stop, Unlocked());
+  m.def("waits_since", [](const Recorder& recorder, uint64_t seen) {
+    const auto waits = WaitsSince(recorder, &seen, 4096);
+    return nb::make_tuple(seen, AsList(waits));
+  });
 }
 
 }  // namespace

@@ -81,6 +81,11 @@ void BindRecorder(nb::module_& m) {
            "capacity"_a, "who"_a, "path"_a = "")
       .def("events", &Events)
       .def("totals", &Sums)
+      .def("busy",
+           [](const Recorder& r) {
+             const Busy busy = r.busy();
+             return nb::make_tuple(busy.waiting, busy.moving);
+           })
       .def("forget", &Recorder::Forget)
       .def_prop_ro("count", &Recorder::count)
       .def_prop_ro("dumped", &Recorder::dumped);

@@ -58,7 +58,8 @@ Status Communicator::Fail(const Call& call, const Status& cause) {
 // Who is to blame is known.
 Status Communicator::Aborted(const Call& call) const {
   const Status reason = abort_status();
-  const bool ends_job = !succession_ && reason.rank() >= 0;
+  // (Of a lane, what waits in it is still to be told.)
+  const bool ends_job = !succession_ && !options_.named && reason.rank() >= 0;
   if (ends_job && options_.recorder) options_.recorder->Dump(reason.message());
   return Named(call, reason);
 }

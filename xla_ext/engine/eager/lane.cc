@@ -258,6 +258,9 @@ void EagerLane::FailAll(const Status& cause) {
     incoming_.clear();
     for (const auto& [key, task] : active_) tasks.push_back(task);
   }
+  Report(tasks, {}, cause);
+  const auto& recorder = communicator_->recorder();
+  if (recorder && cause.rank() >= 0) recorder->Dump(cause.message());
   for (const TaskPtr& task : tasks)
     Finish({task}, Named(task->Describe(), cause), nullptr);
   FinishJoin(Named(kJoin, cause), -1);

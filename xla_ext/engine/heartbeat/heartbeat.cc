@@ -152,6 +152,7 @@ void Heartbeat::Work() {
     AnswerWhatIsDue();
     if (Now() >= next_beat) {
       Beat();
+      TellWaits();
       CheckSilence();
       // All ranks of a host beat together: then a wake finds what many have sent.
       next_beat = (std::floor(Now() / interval_) + 1) * interval_;
@@ -223,10 +224,11 @@ bool Heartbeat::Sensible(const Message& message) const {
         return state.peer.rank == message.culprit;
       });
   return known && message.magic == Message().magic && message.length <= kMostText &&
-         message.type >= Type::kBeat && message.type <= Type::kLetGo &&
+         message.type >= Type::kBeat && message.type <= Type::kWaits &&
          (message.type != Type::kAsk || message.length >= sizeof(AskHead)) &&
          (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead)) &&
-         (message.type != Type::kLetGo || message.length >= sizeof(Gone));
+         (message.type != Type::kLetGo || message.length >= sizeof(Gone)) &&
+         (message.type != Type::kWaits || message.length >= sizeof(WaitsHead));
 }
 
 // Takes one message off the input; false if there is none yet.
@@ -249,6 +251,7 @@ bool Heartbeat::Parse(State* state) {
   if (message.type == Type::kAsk) OnAsk(state, text);
   if (message.type == Type::kAnswer) OnAnswer(state, text);
   if (message.type == Type::kLetGo) OnLetGo(state, text);
+  if (message.type == Type::kWaits) OnWaits(state, text);
   if (message.type == Type::kFail) {
     text = Printable(text, kMostText);
     const bool itself = message.culprit < 0 || message.culprit == rank;

@@ -30,10 +30,28 @@
 #include "engine/communicator/communicator.h"
 #include "engine/communicator/farewell.h"
 #include "engine/communicator/inquiry.h"
+#include "engine/recorder/recorder.h"
 #include "transport/channel.h"
 #include "transport/link.h"
 
 namespace ringjax {
+
+// How long a rank waited in a call of the world for the others.
+struct Waited {
+  uint32_t sequence = 0;  // the low bits of the call's
+  bool named = false;     // of the eager lane, where several may have one sequence
+  uint32_t us = 0;
+};
+// What a rank has told of its waiting, in all and lately.
+struct Waits {
+  uint64_t calls = 0;
+  double wait_seconds = 0, move_seconds = 0;
+  std::vector<Waited> latest;
+  std::string place;  // where its program was seen last
+};
+// Of a recorder's calls those after `*seen`, which is moved on; the newest, if too
+// many.
+std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t most);
 
 class Heartbeat : public Inquiry,
                   public Farewell,
@@ -79,6 +97,13 @@ class Heartbeat : public Inquiry,
   std::vector<int> Holding(int communicator, uint32_t epoch,
                            const std::vector<int>& ranks) const override;
 
+  // Waits (waits.cc). From now on this rank's go to the first rank with each beat;
+  // null: no more. Where its program is goes with them.
+  void ShareWaits(std::shared_ptr<Recorder> recorder);
+  void SayWhere(const std::string& place);
+  // What the peers have told since the last time, by rank.
+  std::map<int, Waits> TakeWaits();
+
   // For who was rung: the questions to this rank that wait for an answer.
   struct Asked {
     uint64_t newest = 0;              // its number; 0: there is none
@@ -89,7 +114,7 @@ class Heartbeat : public Inquiry,
   void Answer(uint64_t newest, const std::string& place);
 
  private:
-  enum class Type : uint8_t { kBeat = 1, kFail, kLeave, kAsk, kAnswer, kLetGo };
+  enum class Type : uint8_t { kBeat = 1, kFail, kLeave, kAsk, kAnswer, kLetGo, kWaits };
   struct Message {  // on the wire, followed by `length` bytes of text
     uint32_t magic = 0x42484752;
     Type type = Type::kBeat;
@@ -113,6 +138,11 @@ class Heartbeat : public Inquiry,
   struct Gone {  // the text of kLetGo
     int32_t communicator = 0;
     uint32_t epoch = 0;
+  };
+  struct WaitsHead {  // of the text of kWaits; then pairs of numbers, then a place
+    uint32_t count = 0, pad = 0;
+    uint64_t calls = 0;
+    double wait = 0, move = 0;
   };
   static constexpr size_t kMostGone = 4096;  // communicators of a peer
   struct AnswerHead {  // of the text of kAnswer, which goes on with the report
@@ -149,6 +179,7 @@ class Heartbeat : public Inquiry,
     std::map<int, uint64_t> finished;  // if it has left: calls, by communicator
     std::map<int, Inquired> inquired;  // by communicator
     std::map<int, uint32_t> gone;      // let go: the last epoch, by communicator
+    Waits waits;
   };
 
   void Expect();
@@ -173,6 +204,8 @@ class Heartbeat : public Inquiry,
   void OnAsk(State* state, const std::string& text);
   void OnAnswer(State* state, const std::string& text);
   void OnLetGo(State* state, const std::string& text);
+  void OnWaits(State* state, const std::string& text);
+  void TellWaits();
   void AnswerWhatIsDue();
   void Reply(State* state, const AskHead& head, const std::string& place);
   std::shared_ptr<Communicator> Watched(int id) const;
@@ -189,6 +222,9 @@ class Heartbeat : public Inquiry,
   std::vector<Open> questions_;  // to this rank, oldest first
   std::vector<std::pair<int, std::string>> lost_;
   std::vector<std::weak_ptr<Communicator>> watched_;
+  std::shared_ptr<Recorder> recorder_;  // whose waits are told, or null
+  uint64_t shared_ = 0;                 // of its calls, those that were told
+  std::string where_;
   double last_look_ = 0;
   uint32_t token_ = 0;     // of the last own question
   uint64_t question_ = 0;  // number of the last one to us

@@ -24,6 +24,15 @@ size_t BucketOf(double seconds) {
   return std::min(bucket, Totals::kBuckets - 1);
 }
 
+// Adds what is between the two and later than `*counted`, in seconds.
+void Cover(Event::Clock::time_point from, Event::Clock::time_point to,
+           Event::Clock::time_point* counted, double* seconds) {
+  from = std::max(from, *counted);
+  if (to <= from) return;
+  *seconds += Seconds(to - from);
+  *counted = to;
+}
+
 bool Came(Event::Clock::time_point when) { return when != Event::Clock::time_point(); }
 
 // Seconds since the recording's first instant, as a number of JSON.
@@ -92,6 +101,9 @@ void Recorder::Add(const Event& event) {
   t.failures += event.outcome != Code::kOk;
   t.wait_seconds += waited;
   t.move_seconds += moved;
+  const auto agreed = Came(event.agreed) ? event.agreed : event.done;
+  Cover(event.entered, agreed, &waited_, &busy_.waiting);
+  Cover(agreed, event.done, &moved_, &busy_.moving);
   t.most_waited = std::max(t.most_waited, waited);
   ++t.wait[BucketOf(waited)];
   ++t.move[BucketOf(moved)];
@@ -112,6 +124,11 @@ std::map<Recorder::Key, Totals> Recorder::totals() const {
   return totals_;
 }
 
+Busy Recorder::busy() const {
+  std::lock_guard lock(mutex_);
+  return busy_;
+}
+
 uint64_t Recorder::count() const {
   std::lock_guard lock(mutex_);
   return count_;
@@ -122,6 +139,7 @@ void Recorder::Forget() {
   ring_.clear();
   count_ = 0;
   totals_.clear();
+  busy_ = {};
 }
 
 void Recorder::Dump(const std::string& reason) {

@@ -60,6 +60,12 @@ struct Totals {
   Histogram wait{}, move{};
 };
 
+// Seconds in which at least one call waited, or moved data; calls that overlap count
+// once.
+struct Busy {
+  double waiting = 0, moving = 0;
+};
+
 class Recorder {
  public:
   using Key = std::tuple<int, bool, Collective>;  // set, named, op
@@ -71,6 +77,7 @@ class Recorder {
   void Add(const Event& event);       // from any thread
   std::vector<Event> Latest() const;  // the oldest first
   std::map<Key, Totals> totals() const;
+  Busy busy() const;
   uint64_t count() const;  // of all that were ever added
   void Forget();           // begins anew
 
@@ -89,6 +96,8 @@ class Recorder {
   std::vector<Event> ring_;
   uint64_t count_ = 0;
   std::map<Key, Totals> totals_;
+  Busy busy_;
+  Event::Clock::time_point waited_, moved_;  // up to here it is in busy_
   bool ended_ = false, written_ = false;
 };
 

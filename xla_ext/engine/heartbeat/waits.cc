@@ -1,0 +1,102 @@
+// How long everybody has waited: each rank's last waits travel with its beats to the
+// first rank of the world, which tells from them whom all wait for. See heartbeat.h.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "engine/heartbeat/heartbeat.h"
+
+namespace ringjax {
+namespace {
+
+constexpr uint32_t kNamed = uint32_t{1} << 31;
+constexpr size_t kMostInBeat = 96;
+constexpr size_t kMostKept = 4096;  // of a peer, until somebody takes them
+constexpr size_t kMostPlace = 180;  // bytes
+
+}  // namespace
+
+void Heartbeat::ShareWaits(std::shared_ptr<Recorder> recorder) {
+  std::lock_guard lock(mutex_);
+  recorder_ = std::move(recorder);
+  shared_ = recorder_ ? recorder_->count() : 0;
+}
+
+void Heartbeat::SayWhere(const std::string& place) {
+  std::lock_guard lock(mutex_);
+  where_ = std::string(Cut(place, kMostPlace));
+}
+
+std::map<int, Waits> Heartbeat::TakeWaits() {
+  std::lock_guard lock(mutex_);
+  std::map<int, Waits> all;
+  for (State& state : states_) {
+    all[state.peer.rank] = state.waits;
+    state.waits.latest.clear();
+  }
+  return all;
+}
+
+// Waits of the world's calls since the last time, the newest that there is room for.
+std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t most) {
+  const std::vector<Event> latest = recorder.Latest();
+  const uint64_t count = recorder.count();
+  const uint64_t fresh =
+      std::min<uint64_t>(count - std::min(*seen, count), latest.size());
+  *seen = count;
+  std::vector<Waited> waits;
+  for (size_t i = latest.size() - fresh; i < latest.size(); ++i) {
+    const Event& event = latest[i];
+    if (event.set != 0 || event.outcome != Code::kOk) continue;
+    const double us = std::clamp(event.wait_seconds() * 1e6, 0.0, 2e9);
+    waits.push_back({static_cast<uint32_t>(event.sequence), event.named,
+                     static_cast<uint32_t>(us)});
+  }
+  if (waits.size() > most) waits.erase(waits.begin(), waits.end() - most);
+  return waits;
+}
+
+void Heartbeat::TellWaits() {
+  std::lock_guard lock(mutex_);
+  State* first = nullptr;
+  for (State& state : states_)
+    if (state.peer.rank < rank_ && (!first || state.peer.rank < first->peer.rank))
+      first = &state;
+  if (!recorder_ || first == nullptr) return;
+  const std::vector<Waited> waits = WaitsSince(*recorder_, &shared_, kMostInBeat);
+  WaitsHead head;
+  head.count = static_cast<uint32_t>(waits.size());
+  const Busy busy = recorder_->busy();
+  head.calls = recorder_->count();
+  head.wait = busy.waiting;
+  head.move = busy.moving;
+  std::string text(reinterpret_cast<const char*>(&head), sizeof head);
+  for (const Waited& w : waits) {
+    const uint32_t words[2] = {w.sequence, w.us | (w.named ? kNamed : 0)};
+    text.append(reinterpret_cast<const char*>(words), sizeof words);
+  }
+  Send(first, Type::kWaits, text + where_);
+}
+
+void Heartbeat::OnWaits(State* state, const std::string& text) {
+  WaitsHead head;
+  std::memcpy(&head, text.data(), sizeof head);
+  const size_t words = 2 * sizeof(uint32_t);
+  if (head.count > (text.size() - sizeof head) / words) return;  // says nothing
+  std::lock_guard lock(mutex_);
+  Waits& waits = state->waits;
+  waits.calls = head.calls;
+  waits.wait_seconds = head.wait;
+  waits.move_seconds = head.move;
+  for (size_t i = 0; i < head.count; ++i) {
+    uint32_t word[2];
+    std::memcpy(word, text.data() + sizeof head + i * words, words);
+    waits.latest.push_back({word[0], (word[1] & kNamed) != 0, word[1] & ~kNamed});
+  }
+  if (waits.latest.size() > kMostKept)
+    waits.latest.erase(waits.latest.begin(), waits.latest.end() - kMostKept);
+  waits.place = Printable(
+      std::string_view(text).substr(sizeof head + head.count * words), kMostPlace);
+}
+
+}  // namespace ringjax
