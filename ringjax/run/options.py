@@ -283,6 +283,12 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         help="eager operations to remember (RINGJAX_CACHE_CAPACITY)",
     )
     add(
+        "--report",
+        type=_number(float, 0),
+        metavar="SECONDS",
+        help="print as often what all ranks wait for (RINGJAX_REPORT)",
+    )
+    add(
         "--timeline-filename",
         metavar="FILE",
         help="where rank 0 writes what eager operations do (RINGJAX_TIMELINE)",
@@ -364,6 +370,7 @@ _VARIABLES = {
     "elastic_timeout": "RINGJAX_ELASTIC_TIMEOUT",
     "log_level": "RINGJAX_LOG_LEVEL",
     "network_interfaces": "RINGJAX_NETWORK_INTERFACES",
+    "report": "RINGJAX_REPORT",
     "timeline_filename": "RINGJAX_TIMELINE",
 }
 

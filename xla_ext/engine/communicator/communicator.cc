@@ -241,8 +241,7 @@ void Communicator::Record(const Call& call) {
 
 void Communicator::Report(const Call& call, Clock::time_point end, Code outcome) {
   event_.done = end;
-  // A lane tells of its operations itself, but not of those that never come to it.
-  if (!options_.recorder || (options_.named && !aborted())) return;
+  if (!options_.recorder || options_.named) return;  // a lane tells of its operations
   event_.op = call.op;
   event_.named = options_.named;
   event_.outcome = outcome;

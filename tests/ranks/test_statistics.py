@@ -1,0 +1,170 @@
+"""What a rank knows of its calls: sums, the last ones, reports, the file at the end."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.launch import StartJob
+from support.rank_worker import World
+
+import ringjax
+from ringjax import eager
+
+LATE = 0.02  # seconds
+
+
+def _named() -> None:
+    eager.allreduce(np.ones(1000, np.float32), name="x")
+
+
+@jax.jit
+def _reduce(x: jax.Array) -> jax.Array:
+    return ringjax.allreduce(x, name="y")
+
+
+def _compiled() -> None:
+    jax.block_until_ready(_reduce(jnp.ones(1000)))
+
+
+def _of(lane: str) -> dict[str, Any]:
+    found: dict[str, Any] = ringjax.stats()["process_sets"][0][lane]["allreduce"]
+    return found
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("lane", ["named", "compiled"])
+def test_waiting_is_told_from_moving(world: World, lane: str) -> None:
+    call: Callable[[], None] = {"named": _named, "compiled": _compiled}[lane]
+    call()
+    before = _of(lane)
+    for _ in range(5):
+        eager.barrier(name="together")
+        if world.rank == 0:
+            time.sleep(LATE)
+        call()
+    after = _of(lane)
+    assert after["calls"] - before["calls"] == 5
+    assert after["bytes"] - before["bytes"] == 5 * 4000
+    assert after["failures"] == before["failures"]
+    for kind in ("wait", "move"):
+        assert sum(after[f"{kind}_histogram"]) == after["calls"]
+    waited = after["wait_seconds"] - before["wait_seconds"]
+    if world.rank > 0:
+        assert waited > 5 * LATE * 0.9
+        assert after["most_waited"] > LATE * 0.9
+    if lane == "compiled" and world.size > 1:
+        assert after["algorithms"] and after["sent_bytes"] > 0
+    last = [c for c in ringjax.recent_calls() if c["named"] == (lane == "named")][-1]
+    assert (last["op"], last["bytes"], last["set"], last["ok"]) == (
+        *("allreduce", 4000, 0),
+        True,
+    )
+    assert last["name"] == {"named": "x", "compiled": "y"}[lane]
+    assert last["entered"] <= last["agreed"] <= last["done"] <= time.monotonic()
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(2, 3)
+def test_process_sets_have_sums_of_their_own(world: World) -> None:
+    pair = ringjax.add_process_set([0, 1])
+    try:
+        if world.rank < 2:
+            eager.allgather(np.ones((2, 2)), name="pair", process_set=pair)
+        sets = ringjax.stats()["process_sets"]
+        number = pair.process_set_id
+        assert (number in sets) == (world.rank < 2)
+        if world.rank < 2:
+            assert sets[number]["named"]["allgather"]["calls"] == 1
+    finally:
+        eager.barrier(name="all are here")
+        ringjax.remove_process_set(pair)
+
+
+REPORTED = """
+import time
+import numpy as np
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+
+def load():
+    time.sleep(0.03)
+
+until = time.monotonic() + 6
+while True:
+    time.sleep(0.01)
+    if ringjax.rank() == 1:
+        load()
+    eager.allreduce(np.ones(100), name="gradients")
+    over = np.array([time.monotonic() > until], np.float64)
+    if eager.allreduce(over, ringjax.Max, name="over")[0]:
+        break
+"""
+
+
+def test_a_report_names_the_rank_that_all_wait_for(start_job: StartJob) -> None:
+    job = start_job(3, REPORTED, options=["--report", "2"])
+    assert job.wait(60) == 0, job.logs()
+    text = job.output(0)
+    blocks = text.split("ringjax report: ")[1:]
+    assert len(blocks) >= 2, job.logs()
+    for block in blocks:
+        (named,) = re.findall(r"^ +(\d)  .*<- all wait for it$", block, re.MULTILINE)
+        assert named == "1", block
+        (place,) = re.findall(r"^ +1  .* ms  (\S+ in \w+)", block, re.MULTILINE)
+        assert place.endswith("in load"), block
+    assert "the slowest was rank 1" in text
+    for rank in (1, 2):
+        assert "ringjax report" not in job.output(rank)
+
+
+def test_without_report_nothing_is_printed(start_job: StartJob) -> None:
+    job = start_job(2, "import ringjax\nringjax.init()\n")
+    assert job.wait(60) == 0, job.logs()
+    assert "ringjax" not in job.output(0) + job.output(1), job.logs()
+
+
+FAILS = """
+import os, signal
+import numpy as np
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+for step in range(3):
+    eager.allreduce(np.ones(4), name=f"step {step}")
+if ringjax.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+eager.allreduce(np.ones(4), name="lost")
+"""
+
+
+@pytest.mark.parametrize("place", ["", "missing"])
+def test_the_last_calls_are_in_a_file_when_a_job_fails(
+    start_job: StartJob, tmp_path: Path, place: str
+) -> None:
+    folder = tmp_path / place
+    job = start_job(3, FAILS, env={"RINGJAX_RECORD_DIR": str(folder)})
+    assert job.wait(60) != 0
+    text = job.output(0)
+    if place:
+        assert f"could not be written to {folder}" in text, job.logs()
+        assert "PeerLost" in text
+        return
+    (path,) = re.findall(r"\[ringjax rank 0\] its last calls are in (\S+)", text)
+    head, *calls = map(json.loads, Path(path).read_text().splitlines())
+    assert head["who"] == "rank 0" and "rank 1" in head["reason"]
+    assert [c["name"] for c in calls] == [*(f"step {i}" for i in range(3)), "lost"]
+    assert all(c["lane"] == "named" and c["op"] == "allreduce" for c in calls)
+    assert [c["agreed"] is None for c in calls] == [False, False, False, True]

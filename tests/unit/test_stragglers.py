@@ -1,0 +1,67 @@
+"""Whom all wait for: the judgement alone, with waits that a test makes up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ringjax.world.stragglers import FEWEST, MOST_OPEN, Stragglers
+
+
+def _told(size: int, calls: int, late: dict[int, int], noise: int = 50) -> Stragglers:
+    """Of ranks that come up to `noise` microseconds late, some later still."""
+    seen, rng = Stragglers(size), random.Random(7)
+    for call in range(calls):
+        came = [rng.randrange(noise) + late.get(rank, 0) for rank in range(size)]
+        for rank in rng.sample(range(size), size):
+            seen.hear(rank, [(False, call, max(came) - came[rank])])
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 64])
+def test_the_late_rank_is_named(size: int) -> None:
+    late = size - 1
+    seen = _told(size, 100, {late: 3000})
+    assert seen.calls == 100
+    assert seen.culprit(elapsed=100 * 0.03) == late
+    assert seen.late[late].times == 100
+    assert 0.0028 < seen.late[late].typical < 0.0031
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 64])
+def test_nobody_is_named_among_equals(size: int) -> None:
+    assert _told(size, 1000, {}).culprit(elapsed=1000 * 0.03) is None
+
+
+def test_a_rank_that_is_always_last_by_next_to_nothing_is_not_named() -> None:
+    assert _told(4, 1000, {2: 60}).culprit(elapsed=1000 * 0.03) is None
+
+
+def test_few_calls_say_nothing() -> None:
+    assert _told(2, FEWEST - 1, {1: 10**6}).culprit(elapsed=1.0) is None
+
+
+def test_of_several_operations_in_a_call_the_least_wait_counts() -> None:
+    seen = Stragglers(2)
+    for call in range(20):
+        seen.hear(0, [(True, call, 9000), (True, call, 5000)])
+        seen.hear(1, [(True, call, 4000), (True, call, 10)])
+    assert seen.culprit(elapsed=1.0) == 1
+    assert abs(seen.late[1].typical - 0.00499) < 1e-9
+
+
+def test_lanes_have_numbers_of_their_own() -> None:
+    seen = Stragglers(2)
+    seen.hear(0, [(True, 1, 5)])
+    seen.hear(1, [(False, 1, 5)])
+    assert seen.calls == 0
+
+
+def test_what_a_rank_never_tells_is_forgotten() -> None:
+    seen = Stragglers(2)
+    seen.hear(0, [(False, call, 1) for call in range(3 * MOST_OPEN)])
+    seen.hear(1, [(False, 0, 1)])  # forgotten
+    assert seen.calls == 0
+    seen.hear(1, [(False, 3 * MOST_OPEN - 1, 1)])
+    assert seen.calls == 1
