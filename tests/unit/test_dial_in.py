@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from support import leaks
 from support.elastic_member import RUN
-from support.fault_proxy import Fault, FaultProxy
+from support.fault_proxy import FaultProxy
 from support.launch import environment
 from support.ringrun import sh
 
@@ -169,8 +169,12 @@ def test_a_static_job(site: Site) -> None:
 
 
 def test_agents_end_as_the_job_does(site: Site) -> None:
+    wait = 'while ! [ -e "$FOLDER/end" ]; do sleep 0.05; done; exit 7'
+    job = site.listen("-np", "2", *sh(wait))
     agents = [site.join("a"), site.join("b"), site.join("idle")]
-    job = site.listen("-np", "2", *sh('sleep "$RINGJAX_RANK"; exit 7'))
+    for agent in agents:
+        agent.wait_for("joined the job")
+    site.end()
     assert job.wait() == 7, job.output
     assert [agent.wait() for agent in agents] == [7, 7, 7]
 
@@ -345,7 +349,7 @@ def test_hosts_come_and_go(site: Site) -> None:
     site.end()
     assert job.wait() == 0, job.output
     assert [p.wait() for p in (agents[0], agents[2], again)] == [0, 0, 0]
-    assert len(job.lines("was declared lost: lost its connection")) == 2
+    assert len(job.lines(" lost")) == 2  # their host, or their connection
     assert not job.lines("asked to leave")
 
 
@@ -432,19 +436,18 @@ def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(site: Site) -
 
 def test_a_connection_that_breaks_costs_nothing(site: Site) -> None:
     target = ("127.0.0.1", site.port)
-    # What host b says of its start takes 700 bytes, and of another epoch 230.
-    with FaultProxy(target, up=Fault(cut_after=800), times=1) as proxy:
-        words = ["-np", "3", "--min-np", "1", "--max-np", "4"]
+    with FaultProxy(target) as proxy:
+        words = ["-np", "3", "--min-np", "1", "--max-np", "3"]
         job = site.listen(*words, *site.rank)
         agents = [site.join("a"), site.join("b", 2, port=proxy.address[1])]
         job.wait_for("epoch 0 start: ./3", 3)
         pids = [site.pids(worker) for worker in range(3)]
-        agents.append(site.join("c"))
+        proxy.cut()
         agents[1].wait_for("is gone: 2 ranks here go on, and another is looked for")
         leaks.settle(lambda: [] if proxy.connections == 2 else ["not yet"], 5)
         time.sleep(4)  # longer than a host may be silent
         assert [site.pids(worker) for worker in range(3)] == pids
         site.end()
         assert job.wait() == 0, job.output
-        assert [agent.wait() for agent in agents] == [0, 0, 0]
-        assert len(job.lines("has come")) == 3 and not job.lines("lost")
+        assert [agent.wait() for agent in agents] == [0, 0]
+        assert len(job.lines("has come")) == 2 and not job.lines("lost")
