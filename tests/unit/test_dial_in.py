@@ -403,8 +403,7 @@ def test_a_launcher_that_starts_anew_takes_the_members_back(site: Site) -> None:
     again = site.listen(
         "-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1", *site.rank
     )
-    again.wait_for("repair: ./3", 3)
-    again.wait_for("resize: ./4", 4)  # with a new worker on a host of its own
+    again.wait_for("epoch . resize: ./4", 4)  # with a new worker on a host of its own
     # That of the killed one's own host has a second to end.
     time.sleep(1.5)
     assert sum(_runs(pid) for pid in pids) == 3
