@@ -272,6 +272,17 @@ def test_sigterm_in_a_static_job_is_a_failure(site: Site) -> None:
     assert agents[0].wait() == agents[1].wait() == 143
 
 
+def test_a_killed_agent_of_a_static_job(site: Site) -> None:
+    agents = [site.join("a"), site.join("b")]
+    job = site.listen("-np", "2", "sleep", "60")
+    leaks.settle(lambda: [] if _texts(site).count("sleep 60") == 2 else ["wait"], 10)
+    agents[1].kill()
+    assert job.wait() == 255
+    assert job.lines("rank 1 (b): lost its host, whose agent is gone"), job.output
+    assert agents[0].wait() == 255
+    agents[1].wait()
+
+
 def test_a_killed_launcher_of_a_static_job_takes_its_ranks_along(site: Site) -> None:
     agent = site.join("a")
     job = site.listen("-np", "1", "sleep", "60")

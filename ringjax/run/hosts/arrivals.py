@@ -27,6 +27,7 @@ from ringjax.run.hosts.fleet import Agent, Fleet
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import Host, check_name
 
+_MOST = 1 << 31  # numbers of workers are less
 _TAKEN = 5.0  # seconds for a ringrun that was there before to let the port go
 
 
@@ -221,8 +222,9 @@ class Arrivals:
 def _check_ranks(message: Message) -> None:
     for rank in message["ranks"]:
         numbers = (rank["id"], rank["pid"], rank["seat"], rank.get("code", 0))
-        if not all(type(number) is int and number >= 0 for number in numbers):
+        if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
             raise ValueError(f"it has a rank {rank!r}")
     memory = message["memory"] or {"next": 0, "own": []}
-    if not all(type(number) is int for number in (memory["next"], *memory["own"])):
+    numbers = (memory["next"], *memory["own"])
+    if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
         raise ValueError(f"it remembers {memory!r}")

@@ -81,10 +81,13 @@ class DialledAgent(Agent):
         self._failure = ""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._bell, selectors.EVENT_READ, self._answered)
-        self._deadline = time.monotonic() + calling.patience
+        self._until(calling.patience)
         self._dial(0.0)
 
     # Finding ringrun.
+
+    def _until(self, patience: float) -> None:
+        self._patient, self._deadline = patience, time.monotonic() + patience
 
     def _dial(self, pause: float, failure: str = "") -> None:
         """A thread looks for it. Nothing is started meanwhile, so forks are safe."""
@@ -113,7 +116,7 @@ class DialledAgent(Agent):
                 if not self._welcomed:
                     break
             except OSError as error:
-                self._failure = f"{error}, for {calling.patience:g} s"
+                self._failure = f"{error}, for {self._patient:g} s"
             now = time.monotonic()
             if now + pause >= self._deadline:
                 break
@@ -166,7 +169,7 @@ class DialledAgent(Agent):
                 f"the ringrun at {where} is gone: {count} rank{'s' * (count != 1)} "
                 f"here go on, and another is looked for, up to {self._patience:g} s"
             )
-            self._deadline = time.monotonic() + self._patience
+            self._until(self._patience)
             self._dial(0.0)
 
     def _give_up(self, why: str) -> NoReturn:

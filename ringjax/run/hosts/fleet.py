@@ -397,10 +397,13 @@ class Fleet:
 
         Agents that came by themselves end with `code`.
         """
-        for agent in self._remote.values():
-            if agent.rendezvous and agent.channel is not None:
-                self._tell(agent, {"do": "status", "code": code})
-                agent.channel.flush(limit)
+        came = [agent for agent in self._remote.values() if agent.rendezvous]
+        for agent in came:
+            self._tell(agent, {"do": "status", "code": code})
+        deadline = time.monotonic() + limit
+        for agent in came:
+            if agent.channel is not None:
+                agent.channel.flush(max(0.0, deadline - time.monotonic()))
                 agent.channel.close()
         if self._descriptors is not None:
             self._descriptors.close()
