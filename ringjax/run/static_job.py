@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ringjax.run.ending import AFTER_FAILURE, Ending
-from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import Slot, assign, in_order, own_addresses
@@ -109,9 +108,7 @@ class Job:
             return
         from ringjax.run.hosts.arrivals import Arrivals  # costs others nothing
 
-        arrivals = self._arrivals = Arrivals(
-            self._spec, self._fleet, self.console.note, self._came, elastic=False
-        )
+        arrivals = self._arrivals = Arrivals(self._spec, self._fleet, self.console.note)
         deadline = time.monotonic() + listening.patience
         while (count := sum(host.slots for host in arrivals.hosts)) < self.size:
             if self._ending.begun:
@@ -125,11 +122,6 @@ class Job:
             self._turn()
         self._place(assign(sorted(arrivals.hosts, key=in_order), self.size))
 
-    def _came(self, host: str, hello: Message) -> None:
-        ranks = [rank["id"] for rank in hello["ranks"] if "code" not in rank]
-        if ranks:  # of a job that had begun before this one
-            self._fleet.signal(signal.SIGKILL, ranks)
-
     def _start_ranks(self) -> None:
         from ringjax.control import rendezvous
 
@@ -140,7 +132,7 @@ class Job:
         remote = [host for host in hosts if not fleet.is_local(host)]
         where: Mapping[str, Any]
         if spec.listening is not None:
-            secret, job = spec.listening.secret, spec.listening.job
+            secret = spec.listening.secret
             where = spec.listening.rendezvous
         else:
             where = {"hosts": own_addresses(remote, spec.interfaces)}

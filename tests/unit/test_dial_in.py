@@ -155,6 +155,7 @@ def _knock(site: Site) -> tuple[socket.socket, Callable[[Message], Message]]:
     return sock, ask
 
 
+MEMORY: Message = {"job": "1" * 16, "next": 3, "places": [[0, "a"]]}
 HELLO: Message = {
     "is": "hello",
     "host": "a",
@@ -183,7 +184,11 @@ def test_what_agents_may_not_say(site: Site) -> None:
         ({"ranks": [{"id": -1, "pid": 1, "seat": 0}]}, "it has a rank"),
         ({"ranks": [{}]}, "id"),
         ({"ranks": 5}, "iterable"),
-        ({"memory": {"next": "x", "own": []}}, "it remembers"),
+        ({"memory": MEMORY | {"next": "x"}}, "it remembers"),
+        ({"memory": MEMORY | {"places": [[0, 1]]}}, "it remembers hosts"),
+        ({"memory": MEMORY | {"places": [7]}}, ""),
+        ({"memory": MEMORY | {"job": "../x"}}, "it remembers job"),
+        ({"memory": {"job": "1" * 16}}, "places"),
     ]
     for change, why in wrong:
         sock, ask = _knock(site)
@@ -325,6 +330,36 @@ def test_a_launcher_that_starts_anew_takes_the_members_back(site: Site) -> None:
 
 def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def test_most_hosts_are_lost_with_the_launcher(site: Site) -> None:
+    job, agents = _begin(site, "-H", "localhost:1")
+    job.wait_for("resize: ./4", 4)
+    job.kill()
+    agents[1].kill()
+    job.wait()
+    agents[1].wait()
+    words = ["-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1"]
+    again = site.listen(*words, *site.rank)
+    agents[1] = site.join("b", 2)  # its name says that what ran there has ended
+    again.wait_for("epoch . resize: ./4", 4)
+    again.wait_for("epoch [1-9].* repair: 0/1")  # it is no new beginning
+    site.end()
+    assert again.wait() == 0, again.output
+    assert [agent.wait() for agent in agents] == [0, 0]
+
+
+def test_a_job_that_begins_afresh_ends_the_ranks_of_the_one_before(site: Site) -> None:
+    job, agents = _begin(site)
+    job.kill()
+    job.wait()
+    agents[0].wait_for("1 rank here go on")
+    pid = site.pids(0) + site.pids(1) + site.pids(2)
+    again = site.listen("-np", "3", *sh("exit 3"))  # of a fixed size, and another one
+    assert again.wait() == 3, again.output
+    assert [agent.wait() for agent in agents] == [3, 3]
+    assert all(agent.lines("another job has begun") for agent in agents)
+    assert not any(_runs(each) for each in pid)
 
 
 def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(site: Site) -> None:

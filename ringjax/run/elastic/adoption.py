@@ -1,8 +1,9 @@
 """Ranks that an earlier ringrun has started, and that come with their hosts' agents.
 
-The agents remember for the next ringrun what it has to know: which numbers of workers
-were used, and which of those ran beside ringrun itself and ended with it. Decides
-nothing about members; that is the coordinator's, to which the members come back.
+The agents remember for the next ringrun what it has to know: the job, which numbers of
+workers were used, and where each one ran. What ran beside ringrun itself has ended with
+it, and what an agent should have and does not, with the agent that was there before.
+Decides nothing about members; that is the coordinator's, to which they come back.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.output import Console
 
-_GONE = "ended with the ringrun that had started it"
+_OWN = ""  # a host that does not come by itself
+_GONE = "ended with the ringrun or the agent that had started it"
 
 
 class Adoption:
     """What agents bring along.
 
     Attributes:
-        resumes: ranks of a job that had begun run.
-        done: they have all ended, and some of them without an error.
+        job: the id of the job, once it is known; it may have been another ringrun's.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class Adoption:
         self._roster, self._seating = roster, seating
         self._fleet, self._console = fleet, console
         self._coordinator: CoordinatorProcess | None = None
+        self.job = ""
+        self._places: dict[int, str] = {}  # of workers before this ringrun -> hosts
 
     @property
     def resumes(self) -> bool:
@@ -47,10 +50,16 @@ class Adoption:
         codes = [worker.exit_code for worker in self._roster.workers.values()]
         return 0 in codes and None not in codes
 
+    def job_for(self, memory: Message) -> str:
+        """The job of an agent that remembers this; of another one it is to forget."""
+        self.job = self.job or memory.get("job", "")
+        return self.job
+
     def take(self, host: str, hello: Message) -> None:
         """A host has come; its seats are there."""
-        memory = hello["memory"] or {"next": 0, "own": []}
+        memory = hello["memory"] or {"next": 0, "places": []}
         self._roster.reserve(memory["next"])
+        self._places |= dict(memory["places"])
         unwanted = []
         for rank in hello["ranks"]:
             worker = self._roster.workers.get(rank["id"])
@@ -58,12 +67,12 @@ class Adoption:
                 self._adopt(host, rank)
             elif not worker.runs and "code" not in rank:
                 unwanted.append(worker.number)  # the others went on without it
-        for number in memory["own"]:
+        for number, place in self._places.items():
+            here = place == _OWN or self._fleet.has_come(place)
             worker = self._roster.workers.get(number)
-            if worker is None or not worker.seat.host:
-                self._ended(
-                    number, Seat("localhost", 0, 0), 128 + signal.SIGKILL, _GONE
-                )
+            if here and (worker is None or not worker.seat.host):
+                seat = Seat(place or "localhost", 0, 0)
+                self._ended(number, seat, 128 + signal.SIGKILL, _GONE)
         if unwanted:
             self._fleet.signal(signal.SIGKILL, unwanted)
 
@@ -101,8 +110,9 @@ class Adoption:
 
     def memory(self) -> Message:
         """What agents are to remember."""
-        own = [w.number for w in self._roster.running() if self._is_own(w.seat.host)]
-        return {"next": self._roster.next, "own": own}
-
-    def _is_own(self, host: str) -> bool:
-        return not self._fleet.has_come(host)
+        places = [
+            (worker.number, host if self._fleet.has_come(host) else _OWN)
+            for worker in self._roster.running()
+            if (host := worker.seat.host)
+        ]
+        return {"job": self.job, "next": self._roster.next, "places": places}

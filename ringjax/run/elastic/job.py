@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ringjax.run.hosts.arrivals import Arrivals
 
 _TICK = 0.1  # seconds between two looks at the clock
+_GATHERING = 2.0  # seconds for agents with ranks of a job that had begun
 
 
 class ElasticJob:
@@ -144,7 +145,11 @@ class ElasticJob:
         from ringjax.run.hosts.arrivals import Arrivals  # costs others nothing
 
         self._discovery = Arrivals(
-            self._spec, self._fleet, self.console.note, self._came, elastic=True
+            self._spec,
+            self._fleet,
+            self.console.note,
+            self._came,
+            self._adoption.job_for,
         )
 
     def _wait_for_hosts(self) -> None:
@@ -155,6 +160,7 @@ class ElasticJob:
                 return  # it has begun already
             count, needed = len(self._seating.seats), self._elastic.min_np
             waited = time.monotonic() - begun
+            settled = self._spec.listening is None or waited > _GATHERING
             if self._spec.listening is not None and waited < self._spec.start_timeout:
                 needed = self._elastic.np or needed
             if self._discovery.hopeless:
@@ -162,7 +168,7 @@ class ElasticJob:
                     f"--host-discovery-script {self._elastic.script}: "
                     f"{self._discovery.trouble}"
                 )
-            elif self._discovery.hosts is not None and count >= needed:
+            elif self._discovery.hosts is not None and count >= needed and settled:
                 return
             elif waited > self._timeout:
                 why = f", {self._discovery.trouble}" if self._discovery.trouble else ""
@@ -178,13 +184,14 @@ class ElasticJob:
         secret, job = secrets.token_bytes(32), secrets.token_hex(8)
         names = dict.fromkeys(host.name for host in self._hosts)
         if spec.listening is not None:
-            secret, job = spec.listening.secret, spec.listening.job
+            secret, job = spec.listening.secret, self._adoption.job or job
             where = spec.listening.rendezvous
         else:
             remote = [name for name in names if not self._fleet.is_local(name)]
             if self._discovery is not None:
                 remote = [ANY]
             where = {"hosts": own_addresses(remote, spec.interfaces)}
+        self._adoption.job = job
         count = min(elastic.np or elastic.max_np, len(self._seating.seats))
         self._coordinator = self._make_coordinator(
             secret,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import selectors
 import socket
 import time
@@ -55,7 +56,9 @@ class Arrivals:
         fleet: gets the agents.
         note: takes sentences for people.
         welcome: is told of a host and of what its agent has said.
-        elastic: when ringrun is gone, the ranks go on, and wait for another.
+        job_for: the id of the job that an agent belongs to which remembers something
+            of a job. With one, the job is elastic: when ringrun is gone, the ranks go
+            on, and wait for another.
 
     Raises:
         StartupError: it cannot listen there.
@@ -68,14 +71,14 @@ class Arrivals:
         spec: Spec,
         fleet: Fleet,
         note: Callable[[str], None],
-        welcome: Callable[[str, Message], None],
-        *,
-        elastic: bool,
+        welcome: Callable[[str, Message], None] = lambda host, message: None,
+        job_for: Callable[[Message], str] | None = None,
     ) -> None:
         assert spec.listening is not None
         listening = self._listening = spec.listening
         self._fleet, self._note, self._welcome = fleet, note, welcome
-        self._patience = listening.patience if elastic else 0.0
+        self._job_for = job_for or (lambda memory: "")
+        self._patience = listening.patience if job_for else 0.0
         self._guests: dict[str, _Guest] = {}  # by host
         self._slots: dict[str, int] = {}  # of those that do not leave
         self._selector = selectors.EpollSelector()
@@ -155,7 +158,10 @@ class Arrivals:
             return
         host, guest.token = message["host"], message["token"]
         before = self._guests.get(host)
-        guest.channel.send({"do": "welcome", "patience": self._patience})
+        job = self._job_for(message["memory"])
+        if message["memory"].get("job", job) != job:  # it ends these ranks
+            message = {**message, "ranks": [], "memory": {}}
+        guest.channel.send({"do": "welcome", "patience": self._patience, "job": job})
         if before is not None and before.token == guest.token:
             self._come_back(before, guest, message)
             return
@@ -224,7 +230,12 @@ def _check_ranks(message: Message) -> None:
         numbers = (rank["id"], rank["pid"], rank["seat"], rank.get("code", 0))
         if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
             raise ValueError(f"it has a rank {rank!r}")
-    memory = message["memory"] or {"next": 0, "own": []}
-    numbers = (memory["next"], *memory["own"])
+    memory = message["memory"] or {"job": "", "next": 0, "places": []}
+    if not re.fullmatch("([0-9a-f]{16})?", memory["job"]):
+        raise ValueError(f"it remembers job {memory['job']!r}")
+    places = dict(memory["places"])
+    numbers = (memory["next"], *places)
     if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
         raise ValueError(f"it remembers {memory!r}")
+    if not all(isinstance(host, str) for host in places.values()):
+        raise ValueError(f"it remembers hosts {places!r}")

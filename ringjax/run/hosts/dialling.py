@@ -27,6 +27,7 @@ from ringjax.control.session import SERVER_RANK, reach, watch
 from ringjax.control.tls import offer
 from ringjax.control.waiting import writable
 from ringjax.errors import AuthenticationError
+from ringjax.run.hosts import processes
 from ringjax.run.hosts.agent import Agent
 from ringjax.run.hosts.channel import Message
 
@@ -111,7 +112,9 @@ class DialledAgent(Agent):
                 )
                 break
             except AuthenticationError as error:
-                self._failure = f"{error} (RINGJAX_SECRET, or RINGJAX_SECRET_FILE)"
+                self._failure = str(error)
+                if "secret" in self._failure:
+                    self._failure += " (RINGJAX_SECRET, or RINGJAX_SECRET_FILE)"
                 # Later it may be a stranger on the port that the right one will take.
                 if not self._welcomed:
                     break
@@ -184,6 +187,8 @@ class DialledAgent(Agent):
                 if not self._welcomed:
                     where = self._calling.address
                     _note(f"joined the job at {where} as host {self._calling.host}")
+                if self._memory.get("job", message["job"]) != message["job"]:
+                    self._forget()
                 self._welcomed = self._here = True
                 self._patience = float(message["patience"])
                 if self._leaving:
@@ -196,6 +201,18 @@ class DialledAgent(Agent):
                 os._exit(message["code"])
             case _:
                 super()._obey(message)
+
+    def _forget(self) -> None:
+        """Another job has begun meanwhile: ends the ranks of the one before."""
+        _note("another job has begun: the ranks of the one before are ended")
+        for child in self._children.values():
+            for descriptor in child.pipes.values():
+                self._selector.unregister(descriptor)
+                os.close(descriptor)
+        processes.sweep(limit=1.0)
+        self._memory = {}
+        for known in (self._children, self._ids, self._ended, self._seats):
+            known.clear()
 
     def _refused(self, why: str, again: bool) -> None:
         """ringrun does not want us, or not yet."""
