@@ -7,10 +7,14 @@ IPv6.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import socket
 import struct
+import time
 from collections.abc import Sequence
+
+from ringjax.errors import StartupError
 
 _SIOCGIFADDR = 0x8915
 
@@ -48,6 +52,40 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def listen_on(
+    hosts: Sequence[str], port: int = 0, patience: float = 0.0
+) -> list[socket.socket]:
+    """Listening sockets on all of these addresses.
+
+    Args:
+        patience: seconds for somebody to let go of the port who is about to end.
+
+    Raises:
+        StartupError: one cannot be had.
+    """
+    found: list[socket.socket] = []
+    deadline = time.monotonic() + patience
+    try:
+        for host in hosts:
+            where = show(host, port)
+            found.append(_listen_patiently(host, port, deadline))
+    except OSError as error:
+        for sock in found:
+            sock.close()
+        raise StartupError(f"cannot listen on {where}: {error.strerror}") from error
+    return found
+
+
+def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
+    while True:
+        try:
+            return listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:

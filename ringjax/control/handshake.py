@@ -48,11 +48,17 @@ class Purpose(enum.IntEnum):
     RENDEZVOUS = 1
     CONTROL = 2
     DATA = 3
+    AGENT = 4
+
+    @property
+    def links(self) -> bool:
+        """Whether it is a connection between ranks."""
+        return self in (Purpose.CONTROL, Purpose.DATA)
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a connection claims to be. Ranks are world ranks, -1 is the rendezvous.
+    """What a connection claims to be. Ranks are world ranks, -1 is a server.
 
     Attributes:
         tls: what the caller says of it; not to be trusted before it has proved itself.
@@ -133,7 +139,7 @@ def call(secret: bytes, introduction: Introduction) -> _Steps:
     said += answer[_ANSWER.size :]
     proof = schedule.mac(b"caller", said)
     said += proof
-    link = introduction.purpose != Purpose.RENDEZVOUS
+    link = introduction.purpose.links
     theirs = _offer(_ANSWER.unpack_from(answer)[1])
     try:
         encrypted = agree(introduction.tls, theirs, link=link)
@@ -171,7 +177,7 @@ def answer(
     proof = yield reply, _MAC
     _verify(proof, schedule.mac(b"caller", said))
     said += proof
-    link = introduction.purpose != Purpose.RENDEZVOUS
+    link = introduction.purpose.links
     encrypted = agree(tls, introduction.tls, link=link)
     welcome, layer, key = schedule.mac(b"welcome", said), None, b""
     if encrypted:

@@ -128,8 +128,8 @@ class Reception:
         return Offer.NONE if sock.family == socket.AF_UNIX else self._tls
 
     def _accepts(self, introduction: Introduction) -> str:
-        if introduction.purpose == Purpose.RENDEZVOUS:
-            return "looks for the rendezvous, which is not here"
+        if not introduction.purpose.links:
+            return "looks for a server, which is not here"
         if self._rank < 0:
             # An epoch that has not reached this rank yet: the connection waits.
             late = introduction.epoch < self._oldest

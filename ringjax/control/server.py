@@ -23,7 +23,7 @@ from ringjax.control import addresses as address
 from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
 from ringjax.control.sealing import MOST_BYTES, Keys, Message
 from ringjax.control.tls import offer
-from ringjax.errors import AuthenticationError, StartupError
+from ringjax.errors import AuthenticationError
 
 MOST_UNREAD = 4 * MOST_BYTES  # bytes that wait for one peer before it is given up
 
@@ -124,15 +124,9 @@ class Service(abc.ABC):
         self._closing = False
         self._thread: threading.Thread | None = None
         doors = list(listeners)
-        try:
-            for host in [address.loopback()] if hosts is None else hosts:
-                doors.append(address.listen(host, port))
-        except OSError as error:
-            for door in doors:
-                door.close()
-            raise StartupError(
-                f"cannot listen on {address.show(host, port)}: {error.strerror}"
-            ) from error
+        doors += address.listen_on(
+            [address.loopback()] if hosts is None else hosts, port
+        )
         self.addresses = [address.show(*s.getsockname()[:2]) for s in doors]
         self.selector = selectors.DefaultSelector()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

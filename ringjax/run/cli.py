@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ringjax import stderr
 from ringjax.config import Config
+from ringjax.control import addresses
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, options
 from ringjax.run.hosts import slots
-from ringjax.run.hosts.host_command import Spec, check_agent_command
+from ringjax.run.hosts.host_command import Listening, Spec, check_agent_command
 from ringjax.run.start import job_of
 from ringjax.run.static_job import Job
 from ringjax.settings import version as package
@@ -85,6 +87,7 @@ def launch(args: argparse.Namespace) -> int:
         stdin=args.stdin == "0",
         allocation=slots.allocation(base),
         agent_command=args.agent_command and check_agent_command(args.agent_command),
+        listening=_listening(args.listen, config) if args.listen else None,
     )
     job = job_of(
         spec,
@@ -119,6 +122,68 @@ def launch(args: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
+# The id of a job that has none; the secret tells jobs apart.
+_JOB = b"ringrun!".hex()
+
+
+def _secret(config: Config, option: str) -> bytes:
+    secret = config.secret_bytes()
+    if secret is None:
+        raise ValueError(
+            f"{option}: no secret; give all hosts the same one in a file that "
+            "RINGJAX_SECRET_FILE names, or in RINGJAX_SECRET: openssl rand -hex 32"
+        )
+    return secret
+
+
+def _listening(where: str, config: Config) -> Listening:
+    """What --listen asks for.
+
+    Raises:
+        ValueError: it cannot be read, or there is no secret.
+    """
+    host, colon, port = where.rpartition(":")
+    number = int(port) if port.isdecimal() and len(port) <= 5 else 0
+    if not 0 < number < 65535 or (colon and not host):
+        raise ValueError(f"--listen {where!r}: expected PORT or ADDRESS:PORT")
+    found = [host.removeprefix("[").removesuffix("]")]
+    return Listening(
+        addresses=found if host else addresses.of_interfaces(config.network_interfaces),
+        port=number,
+        secret=_secret(config, "--listen"),
+        job=config.job or _JOB,
+        patience=config.elastic_timeout,
+        silence=config.failure_timeout,
+    )
+
+
+def join(args: argparse.Namespace) -> NoReturn:
+    """Be a host of the job that --join names.
+
+    Raises:
+        ValueError: what is given does not go together.
+    """
+    from ringjax.run.hosts import dialling  # costs others nothing
+
+    if args.command or args.listen:
+        raise ValueError("--join: the command is given to ringrun --listen")
+    config = Config.from_env({**environ.inherited(), **options.environment(args)})
+    if len(addresses.parse(args.join)) != 1:
+        raise ValueError(f"--join {args.join!r}: expected HOST:PORT")
+    dialling.join(
+        dialling.Calling(
+            address=args.join,
+            secret=_secret(config, "--join"),
+            job=config.job or _JOB,
+            host=slots.check_name(config.hostname or socket.gethostname()),
+            slots=args.slots or 1,
+            patience=config.elastic_timeout,
+            silence=config.failure_timeout,
+            tls=config.tls,
+        )
+    )
+
+
 def version() -> str:
     """ringjax's version, as --version prints it."""
     return f"ringrun {package.version()}"
@@ -145,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(report(), end="")
             return 0
+        if args.join:
+            join(args)
         if not args.command:
             raise ValueError("no command given; try: ringrun -np 2 python train.py")
         return launch(args)

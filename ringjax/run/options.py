@@ -166,7 +166,23 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_agent(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
+        "--listen",
+        default="",
+        metavar="[ADDRESS:]PORT",
+        help="hosts come by themselves, by ringrun --join there, besides those of -H. "
+        "Ranks call the next port. All need the same RINGJAX_SECRET, or _SECRET_FILE. "
+        "With --min-np they may come and go; one that was started anew goes on",
+    )
+    add(
+        "--join",
+        default="",
+        metavar="HOST:PORT",
+        help="be a host of the job that ringrun --listen has at this address, with "
+        "--slots; the command is there. Waits for it up to --elastic-timeout",
+    )
+    add(
         "--agent-command",
         default="",
         metavar="COMMAND",
@@ -237,7 +253,8 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         dest="slots",
         type=_number(int, 1),
         metavar="N",
-        help="of hosts that the script prints without a number (1)",
+        help="of hosts that the script prints without a number, and of a host that "
+        "joins (1)",
     )
     add(
         "--blacklist-cooldown-range",

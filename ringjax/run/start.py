@@ -71,6 +71,25 @@ def find_hosts(
     return places.assign(found, np or sum(host.slots for host in found))
 
 
+def _with_own(
+    spec: Spec, script: str | None, host_list: str | None, hostfile: str | None
+) -> Spec:
+    """Hosts come by themselves; those that are named are there besides.
+
+    Raises:
+        ValueError: it is asked for what does not go together.
+    """
+    assert spec.listening is not None
+    if script is not None:
+        raise ValueError("--listen: hosts come by themselves; give no script")
+    if spec.stdin:
+        raise ValueError("--stdin 0: not with --listen, nobody knows where rank 0 is")
+    own = named_hosts(host_list, hostfile, {}, None) or ()
+    return dataclasses.replace(
+        spec, listening=dataclasses.replace(spec.listening, own=own)
+    )
+
+
 def job_of(
     spec: Spec,
     config: Config,
@@ -108,10 +127,24 @@ def job_of(
     if spec.stdin and (min_np is not None or script is not None):
         raise ValueError("--stdin 0: not in an elastic job, where rank 0 may be lost")
     waits = elastic.pop("elastic_timeout", None)
+    listens = spec.listening is not None
+    if listens:
+        spec = _with_own(spec, script, hosts, hostfile)
+        hosts = hostfile = None
     if min_np is None and script is None:
         bounds.refuse_without(
-            {**elastic, "max_np": max_np, "elastic_timeout": waits}, names
+            {
+                **elastic,
+                "max_np": max_np,
+                "elastic_timeout": None if listens else waits,
+            },
+            names,
         )
+        if listens:
+            if np is None:
+                raise ValueError("--listen: say how many processes to start: -np")
+            console = Console(np, directory=directory, timestamps=timestamps)
+            return Job(spec, console, np)
         slots = find_hosts(np, hosts, hostfile, variables or {})
         if spec.stdin and not places.is_local(slots[0].host):
             raise ValueError(f"--stdin 0: rank 0 is on another host, {slots[0].host}")
@@ -122,7 +155,8 @@ def job_of(
     from ringjax.run.elastic.job import ElasticJob  # costs others nothing
 
     given = None
-    if script is None or hosts is not None or hostfile is not None:
+    named = script is None or hosts is not None or hostfile is not None
+    if named and not listens:
         given = named_hosts(hosts, hostfile, variables or {}, max_np or np)
     change = bounds.settle(
         np=np,
@@ -130,6 +164,7 @@ def job_of(
         max_np=max_np,
         hosts=given,
         script=script,
+        listens=listens,
         names=names,
         **elastic,
     )

@@ -7,22 +7,24 @@ SIGTERM, then SIGKILL. Starts no rank itself: that is hosts/agent.py, one on eac
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringjax.run.ending import AFTER_FAILURE, Ending
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
-from ringjax.run.hosts.slots import own_addresses
+from ringjax.run.hosts.slots import Slot, assign, in_order, own_addresses
 from ringjax.run.output import Console
 from ringjax.run.verdict import Verdict
 
 if TYPE_CHECKING:
     from ringjax.control.rendezvous import Server
+    from ringjax.run.hosts.arrivals import Arrivals
 
 _TICK = 0.1  # seconds between two looks at the rendezvous server
 
@@ -48,18 +50,22 @@ def interrupted(number: int, results: dict[int, bytes]) -> Outcome:
 class Job:
     """A running job. `run` starts it, returns when nothing of it is left.
 
+    Args:
+        size: number of its ranks, if their hosts have yet to come by themselves.
+
     Attributes:
         size: number of its ranks.
         console: shows their output.
     """
 
-    def __init__(self, spec: Spec, console: Console) -> None:
+    def __init__(self, spec: Spec, console: Console, size: int = 0) -> None:
         self._spec = spec
         self.console = console
-        self.size = len(spec.slots)
+        self.size = size or len(spec.slots)
         self._fleet = Fleet(spec, console, self)
         self._ending = Ending()
-        self._verdict = Verdict([slot.host for slot in spec.slots], console.last_error)
+        self._place(spec.slots)
+        self._arrivals: Arrivals | None = None
         self._results: dict[int, bytearray] = {}
         self._server: Server | None = None
         self._reports = 0
@@ -70,9 +76,11 @@ class Job:
         """Start everything, wait for the end, leave nothing behind."""
         try:
             self._fleet.start()
-            self._start_ranks()
-            while not (self._verdict.over or self._ending.given_up):
-                self._turn()
+            self._wait_for_hosts()
+            if not self._ending.begun:
+                self._start_ranks()
+                while not (self._verdict.over or self._ending.given_up):
+                    self._turn()
         finally:
             self._end()
         return self._outcome()
@@ -88,6 +96,32 @@ class Job:
 
     # Starting.
 
+    def _place(self, slots: Sequence[Slot]) -> None:
+        self._spec = dataclasses.replace(self._spec, slots=slots)
+        hosts = [slot.host for slot in slots]
+        self._verdict = Verdict(hosts, self.console.last_error)
+
+    def _wait_for_hosts(self) -> None:
+        """Until there is room for all ranks, if hosts come by themselves."""
+        listening = self._spec.listening
+        if listening is None:
+            return
+        from ringjax.run.hosts.arrivals import Arrivals  # costs others nothing
+
+        arrivals = self._arrivals = Arrivals(self._spec, self._fleet, self.console.note)
+        deadline = time.monotonic() + listening.patience
+        while (count := sum(host.slots for host in arrivals.hosts)) < self.size:
+            if self._ending.begun:
+                return
+            if time.monotonic() > deadline:
+                self._no_start(
+                    f"--listen found {count} of {self.size} slots in "
+                    f"{listening.patience:g} s"
+                )
+                return
+            self._turn()
+        self._place(assign(sorted(arrivals.hosts, key=in_order), self.size))
+
     def _start_ranks(self) -> None:
         from ringjax.control import rendezvous
 
@@ -96,11 +130,17 @@ class Job:
         job = secrets.token_hex(8)
         hosts = list(dict.fromkeys(slot.host for slot in spec.slots))
         remote = [host for host in hosts if not fleet.is_local(host)]
+        where: Mapping[str, Any]
+        if spec.listening is not None:
+            secret = spec.listening.secret
+            where = spec.listening.rendezvous
+        else:
+            where = {"hosts": own_addresses(remote, spec.interfaces)}
         self._server = rendezvous.Server(
             secret,
             job,
             self.size,
-            hosts=own_addresses(remote, spec.interfaces),
+            **where,
             start_timeout=spec.start_timeout,
             tls=spec.tls,
         )
@@ -140,6 +180,8 @@ class Job:
 
     def _ask_server(self) -> None:
         """Take note of who joined and who reported a failure, before who exited."""
+        if self._arrivals is not None:
+            self._arrivals.tick(time.monotonic())
         if self._server is None:
             return
         joined = self._server.joined
@@ -203,11 +245,13 @@ class Job:
     def _end(self) -> None:
         """Have every agent kill what is left, read the last output, close."""
         limit = 2.0 if self._ending.signalled is None else 0.3
+        if self._arrivals is not None:
+            self._arrivals.close()
         self._fleet.end(limit)
         self._ask_server()
         if self._server is not None:
             self._server.close()
-        self._fleet.close(limit)
+        self._fleet.close(limit, self._outcome().exit_code)
         self.console.close()
 
     def _outcome(self) -> Outcome:
@@ -219,4 +263,6 @@ class Job:
             return Outcome(1, reason=self._start_failure, results=results)
         if blame is not None:
             return Outcome(blame.exit_code, blame.rank, blame.reason, results)
+        if not self._verdict.over or not self._spec.slots:
+            return Outcome(1, reason="the job did not come to its end")
         return Outcome(0, results=results)

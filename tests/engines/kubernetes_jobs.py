@@ -1,45 +1,146 @@
-"""Manifests of examples/kubernetes: strictly valid, and what they set is understood.
+"""Manifests of examples/kubernetes: strictly valid, and run as far as is possible here.
 
-There is no cluster here; schemas are those of kubernetes-validate.
+Schemas are those of kubernetes-validate and of Kubeflow's models; what runs the pods is
+in kubernetes.py, as there is no cluster.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import ROOT
+from support.elastic_member import RUN
+from support.launch import ROOT, StartJob
 
 from ringjax.config import Config
 from ringjax.control import launch_environment
 
 validation = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
-FILE = ROOT / "examples" / "kubernetes" / "indexed-job.yaml"
+models = pytest.importorskip("kubeflow_trainer_api.models")
+pytest.importorskip("kmock")
+
+from engines import kubernetes  # noqa: E402  (needs what was looked for above)
+
+FOLDER = ROOT / "examples" / "kubernetes"
+FILES = sorted(file.name for file in FOLDER.glob("*.yaml"))
+_MODELS = {
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
+}
+# There is no schema of it on PyPI: what v2beta1 has at these places.
+_MPI_JOB = {
+    "spec": {"slotsPerWorker", "sshAuthMountPath", "mpiReplicaSpecs", "runPolicy"}
+    | {"mpiImplementation", "launcherCreationPolicy", "runLauncherAsWorker"},
+    "replica": {"replicas", "restartPolicy", "template"},
+}
+_WRONG = (AssertionError, ValueError, validation.ValidationError)
+# Tables whose keys are the user's, or of no schema.
+_FREE = ("labels", "selector", "jax", "requests", "limits", "mpiReplicaSpecs")
+needs_pods = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        bool(kubernetes.missing()), reason=kubernetes.missing() or "all is here"
+    ),
+]
 
 
-def _documents(text: str) -> list[dict[str, Any]]:
+def _documents(name: str) -> list[dict[str, Any]]:
+    text = (FOLDER / name).read_text()
     return [document for document in yaml.safe_load_all(text) if document]
 
 
-def test_the_manifests_are_valid() -> None:
-    kinds = []
-    for document in _documents(FILE.read_text()):
+def _validate(document: dict[str, Any]) -> None:
+    """Raises if anything is wrong or unknown, also in what a template has inside."""
+    kind = document["kind"]
+    if kind in _MODELS:
+        model = getattr(models, _MODELS[kind])
+        known = model.from_dict(document).to_dict()
+        _compare(document, known, kind)  # what it does not know, it drops
+        for job in _jobs(document):
+            validation.validate(job, "1.37", strict=True)
+    elif kind == "MPIJob":
+        assert document["apiVersion"] == "kubeflow.org/v2beta1"
+        assert document["spec"].keys() <= _MPI_JOB["spec"]
+        for replica in document["spec"]["mpiReplicaSpecs"].values():
+            assert replica.keys() <= _MPI_JOB["replica"]
+            pod = {**replica["template"]["spec"], "restartPolicy": "Never"}
+            job = _job({"template": {**replica["template"], "spec": pod}})
+            validation.validate(job, "1.37", strict=True)
+    else:
         validation.validate(document, "1.37", strict=True)
-        kinds.append(document["kind"])
-    assert kinds == ["Service", "Job"]
 
 
-def test_a_wrong_key_is_found() -> None:
-    text = FILE.read_text().replace("completionMode:", "completionMod:")
-    with pytest.raises(validation.ValidationError):
-        for document in _documents(text):
-            validation.validate(document, "1.37", strict=True)
+def _job(spec: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "a"},
+        "spec": spec,
+    }
+
+
+def _jobs(document: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = document["spec"]
+    if document["kind"] == "ClusterTrainingRuntime":
+        spec = spec["template"]["spec"]
+    return [_job(each["template"]["spec"]) for each in spec.get("replicatedJobs", ())]
+
+
+def _compare(given: Any, known: Any, path: str) -> None:
+    if isinstance(given, dict):
+        for key, value in given.items():
+            assert key in known, f"{path} has no {key}"
+            _compare(value, known[key], f"{path}.{key}")
+    elif isinstance(given, list):
+        for value, found in zip(given, known, strict=True):
+            _compare(value, found, path)
+    else:
+        assert given == known, path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_manifests_are_valid(name: str) -> None:
+    for document in _documents(name):
+        _validate(document)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the tables are that have keys of an API's, and not of the user's."""
+    if isinstance(value, dict):
+        if path and path[-1] not in _FREE:
+            yield path
+        for key, inner in value.items():
+            yield from _paths(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _paths(inner, (*path, number))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_key_is_found_anywhere(name: str) -> None:
+    for document in _documents(name):
+        for path in _paths(document):
+            if document["kind"] == "MPIJob" and path[:1] == ("metadata",):
+                continue
+            wrong = yaml.safe_load(yaml.safe_dump(document))
+            place = wrong
+            for step in path:
+                place = place[step]
+            place["replicaz"] = 3
+            with pytest.raises(_WRONG):
+                _validate(wrong)
+                print(f"not noticed: {document['kind']} {path}")
 
 
 def test_pods_learn_their_place() -> None:
-    service, job = _documents(FILE.read_text())
+    service, job = _documents("indexed-job.yaml")
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
@@ -55,3 +156,212 @@ def test_pods_learn_their_place() -> None:
     assert not place.one_host
     first = f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert (place.first_host, place.ports) == (first, (29400,))
+
+
+# What runs in the pods.
+
+STATIC = """
+import numpy as np
+import ringjax
+
+ringjax.init()
+total = int(ringjax.allreduce(np.ones(3), op=ringjax.Sum)[0])
+print("rank", ringjax.rank(), "of", ringjax.size(), total, flush=True)
+"""
+# Trains until there is a file `end`; says in a file how many there are.
+ELASTIC = """
+import socket, time
+from pathlib import Path
+import numpy as np
+import ringjax
+
+folder = Path({folder!r})
+ringjax.init()
+me = folder / f"size-{{socket.gethostname()}}-{{time.time_ns()}}"
+
+@ringjax.elastic.run
+def train(state):
+    size = end = 0
+    while not end:
+        mine = [1.0, float((folder / "end").exists())]
+        count, end = ringjax.allreduce(np.array(mine), op=ringjax.Sum)
+        state.step += 1
+        if int(count) != size:
+            size = int(count)
+            with me.open("a") as file:
+                file.write(f"{{state.step}} {{size}} {{time.time()}}\\n")
+        time.sleep(0.02)
+        state.commit()
+
+train(ringjax.elastic.State(step=0))
+print("end", flush=True)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    program = request.param.format(folder=str(tmp_path))
+    found = kubernetes.Cluster(tmp_path, program)
+    found.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "train"},
+            "stringData": {"secret": "5a" * 32},
+        }
+    )
+    try:
+        yield found
+    finally:
+        left = found.close()
+    assert not left, left
+
+
+static = pytest.mark.parametrize("cluster", [STATIC], indirect=True)
+elastic = pytest.mark.parametrize("cluster", [ELASTIC], indirect=True)
+
+
+def _sizes(folder: Path, host: str) -> list[tuple[int, int, float]]:
+    """What the newest rank on a host has said: step, size, time."""
+    files = sorted(folder.glob(f"size-{host}-*"), key=lambda f: f.stat().st_ctime_ns)
+    lines = files[-1].read_text().split("\n")[:-1] if files else []
+    return [(int(a), int(b), float(c)) for a, b, c in map(str.split, lines)]
+
+
+def _wait_for(cluster: Any, size: int, hosts: list[str]) -> None:
+    """Until the ranks on these hosts all say that there are so many."""
+
+    def so_many() -> bool:
+        last = [_sizes(cluster.folder, host)[-1:] for host in hosts]
+        return all(each and each[0][1] == size for each in last)
+
+    cluster.wait_for(so_many, f"{size} ranks on {', '.join(hosts)}")
+
+
+def _seconds(cluster: Any, host: str, size: int, since: float) -> float:
+    """From then to the first step of so many."""
+    times = [t for _, n, t in _sizes(cluster.folder, host) if n == size and t > since]
+    return times[0] - since
+
+
+def _kill(cluster: Any, pod: str) -> float:
+    now = time.time()
+    cluster.pods[pod].kill()
+    return now
+
+
+@static
+class TestStatic:
+    pytestmark = needs_pods
+
+    def test_an_indexed_job(self, cluster: Any) -> None:
+        for document in _documents("indexed-job.yaml"):
+            cluster.apply(document)
+        cluster.wait_for(lambda: cluster.status("train"), "the end")
+        assert cluster.status("train") == "Complete", cluster.logs()
+        said = [cluster.pods[f"train-{n}"].output.strip() for n in range(4)]
+        assert said == [f"rank {n} of 4 4" for n in range(4)]
+
+    def test_a_train_job(self, cluster: Any) -> None:
+        runtime, train_job = _documents("trainjob.yaml")
+        cluster.apply(kubernetes.job_set_of(train_job, runtime))
+        cluster.wait_for(lambda: cluster.status("train-node-0"), "the end")
+        assert cluster.status("train-node-0") == "Complete", cluster.logs()
+        said = [cluster.pods[f"train-node-0-{n}"].output.strip() for n in range(4)]
+        assert said == [f"rank {n} of 4 4" for n in range(4)]
+
+
+@elastic
+class TestElastic:
+    pytestmark = needs_pods
+
+    def test_a_job_that_changes(self, cluster: Any) -> None:
+        for document in _documents("elastic-job.yaml"):
+            cluster.apply(document)
+        names = [f"train-{n}" for n in range(6)]
+        _wait_for(cluster, 4, names[:4])
+        killed = _kill(cluster, "train-2")
+        _wait_for(cluster, 3, ["train-0", "train-1", "train-3"])
+        _wait_for(cluster, 4, names[:4])
+        pause = _seconds(cluster, "train-1", 3, killed)
+        print(f"a pod killed: the next step after {pause:.2f} s")
+        assert cluster.failures == {"train-2": 1}
+        cluster.scale("train", 6)
+        _wait_for(cluster, 6, names)
+        cluster.scale("train", 3)
+        cluster.wait_for(lambda: len(cluster.pods) == 3, "three pods")
+        _wait_for(cluster, 3, names[:3])
+        _kill(cluster, "train-0")
+        _wait_for(cluster, 2, names[1:3])
+        _wait_for(cluster, 3, names[:3])
+        steps = [step for step, _, _ in _sizes(cluster.folder, "train-1")]
+        assert steps == sorted(steps) and len(steps) > 5  # one process, all the time
+        (cluster.folder / "end").touch()
+        cluster.wait_for(lambda: cluster.status("train"), "the end")
+        assert cluster.status("train") == "Complete", cluster.logs()
+        assert cluster.failures == {"train-0": 1, "train-2": 1}
+
+    def test_a_job_set(self, cluster: Any) -> None:
+        (job_set,) = _documents("jobset.yaml")
+        cluster.apply(job_set)
+        hosts = [f"train-host-{n}-0" for n in range(4)]
+        _wait_for(cluster, 4, hosts)
+        _kill(cluster, "train-host-1-0")
+        _wait_for(cluster, 3, [hosts[0], *hosts[2:]])
+        _wait_for(cluster, 4, hosts)
+        before = dict(cluster.pods)
+        _kill(cluster, "train-ringrun-0-0")
+        again = "and another is looked for"
+        cluster.wait_for(lambda: again in cluster.output(hosts[0]), "a loss")
+        cluster.wait_for(
+            lambda: cluster.output("train-ringrun-0-0").count("has come") == 4,
+            "all hosts at the new ringrun",
+        )
+        assert [cluster.pods[h] for h in hosts] == [before[h] for h in hosts]
+        assert _sizes(cluster.folder, hosts[0])[-1][1] == 4
+        (cluster.folder / "end").touch()
+        for job in ("train-ringrun-0", *(f"train-host-{n}" for n in range(4))):
+            cluster.wait_for(lambda job=job: cluster.status(job), f"the end of {job}")
+            assert cluster.status(job) == "Complete", cluster.logs()
+
+
+# As OpenSSH: options, a host, then the words of a command for the login shell.
+SSH = """#!/bin/sh
+while :; do case "$1" in -*) shift;; *) break;; esac; done
+shift
+cd / && exec env -u RINGJAX_SECRET sh -c "$*"
+"""
+
+
+def test_an_mpi_job(start_job: StartJob, tmp_path: Path) -> None:
+    """The launcher's words, with a stand-in for ssh; the operator writes the script."""
+    (mpi_job,) = _documents("mpijob.yaml")
+    roles = mpi_job["spec"]["mpiReplicaSpecs"]
+    (launcher,) = roles["Launcher"]["template"]["spec"]["containers"]
+    words = launcher["command"]
+    assert (words[0], words[-2:]) == ("ringrun", ["python", "train.py"])
+    assert words[words.index("--slots") + 1] == str(mpi_job["spec"]["slotsPerWorker"])
+    script = tmp_path / "discover_hosts.sh"
+
+    def running(*numbers: int) -> None:
+        lines = [f"echo train-worker-{n}.train.default.svc" for n in numbers]
+        (tmp_path / "new").write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        (tmp_path / "new").chmod(0o755)
+        (tmp_path / "new").rename(script)
+
+    running(0, 1)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    options = [w if w != "/etc/mpi/discover_hosts.sh" else str(script) for w in words]
+    env = {
+        "FOLDER": str(tmp_path),
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    }
+    job = start_job(2, RUN, env, options[1:-2])
+    job.wait_for(1, "epoch 0 start: 1/2")
+    running(0, 1, 2)
+    job.wait_for(0, "resize: 0/3")
+    running(0, 2)
+    job.wait_for(0, "resize: 0/2")
+    (tmp_path / "end").touch()
+    assert job.wait(30) == 0

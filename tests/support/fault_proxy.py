@@ -86,6 +86,12 @@ class FaultProxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
+    def cut(self) -> None:
+        """Resets the connections that there are now."""
+        self._loop.call_soon_threadsafe(
+            lambda: [task.cancel() for task in list(self._open) if task is not None]
+        )
+
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         starting = asyncio.start_server(self._connected, sock=self._listener)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import leaks
+from support.elastic_member import MEMBER, RUN
 from support.launch import Job
 
 StartJob = Callable[..., Job]
@@ -24,58 +25,6 @@ echo "$1" >> "$SSH_LOG"
 shift
 cd / && exec env -u RINGJAX_SECRET sh -c "$*"
 """
-# Follows the coordinator until there is a file $FOLDER/end; says "epoch E: rank/size".
-MEMBER = """
-import os, signal, sys, time
-from pathlib import Path
-from ringjax.config import Config
-from ringjax.membership.enlistment import *
-
-config = Config.from_env()
-folder = Path(os.environ["FOLDER"])
-worker = config.worker
-wants_to_leave = []
-signal.signal(signal.SIGTERM, lambda *_: wants_to_leave.append(True))
-
-def say(text):
-    print(text, flush=True)
-
-def enlist():
-    return join(
-        config.rendezvous, bytes.fromhex(config.secret), config.job, worker, {},
-        config.start_timeout, elastic_timeout=config.elastic_timeout,
-    )
-
-def follow(job):
-    epoch = -1
-    orders = [job.first]
-    while not (folder / "end").exists():
-        for order in orders:
-            match order:
-                case Welcome():
-                    say("welcome")
-                    job.ready()
-                    (folder / f"ready {worker}").touch()
-                case Members():
-                    epoch = order.epoch
-                    place = f"{order.rank}/{len(order.members)}"
-                    say(f"epoch {epoch} {order.kind}: {place}")
-                case Revoke():
-                    job.report(epoch, {})
-                case Update():
-                    job.pause(epoch, order.number)
-                case Dismissed() | Fenced() | Stopped():
-                    say(type(order).__name__)
-                    sys.exit(0 if isinstance(order, Dismissed) else 3)
-        if wants_to_leave:
-            wants_to_leave.clear()
-            job.leaving()
-        orders = job.poll(0.02)
-    job.leave()
-    say("end")
-
-"""
-RUN = MEMBER + "follow(enlist())\n"
 
 
 @pytest.fixture

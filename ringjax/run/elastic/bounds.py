@@ -70,12 +70,13 @@ def settle(
     max_np: int | None = None,
     hosts: Sequence[Host] | None = None,
     script: str | None = None,
+    listens: bool = False,
     slots: int | None = None,
     reset_limit: int | None = None,
     cooldown_range: Sequence[float] | None = None,
     names: Mapping[str, str],
 ) -> Elastic:
-    """The record of what was asked for.
+    """The record of what was asked for; `listens`: hosts come by themselves.
 
     Raises:
         ValueError: something does not fit together; it is named by `names`.
@@ -91,7 +92,9 @@ def settle(
         raise ValueError(f"{names['script']}: it finds the hosts; do not give others")
     if script is None and slots is not None:
         raise ValueError(f"{names['slots']}: only for hosts that a script finds")
-    if script is None and hosts is None:
+    if listens:
+        np = np or min_np
+    elif script is None and hosts is None:
         if np is None:
             raise ValueError(f"{names['np']}: say how many processes to start")
         hosts = [Host("localhost", max(np, max_np or np))]

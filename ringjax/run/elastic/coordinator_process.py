@@ -25,7 +25,6 @@ from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.tls import offer
-from ringjax.errors import StartupError
 from ringjax.run import environ
 from ringjax.run.elastic.liveness import Pulse
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
@@ -43,7 +42,8 @@ class CoordinatorProcess:
     Args:
         secret: the job's secret.
         job: its id.
-        hosts: the addresses to listen on.
+        hosts, port: the addresses to listen on, and the port there.
+        resume: the job had begun under another ringrun, which is gone.
         note: shows a line when the process was lost.
         numbers: the other arguments of `Coordinator`.
 
@@ -57,12 +57,15 @@ class CoordinatorProcess:
         job: str,
         *,
         hosts: Sequence[str],
+        port: int = 0,
+        resume: bool = False,
         note: Callable[[str], None],
         **numbers: Any,
     ) -> None:
         offer(str(numbers.get("tls", "auto")))  # before there is a process to fail
         self._note = note
-        self._listeners = _listen(hosts)
+        # One that was there before may be about to end.
+        self._listeners = address.listen_on(hosts, port, 5.0 if port else 0.0)
         self._orders: Message = {
             "do": "serve",
             "secret": secret.hex(),
@@ -76,7 +79,7 @@ class CoordinatorProcess:
         self._expected: set[int] = set()
         self._lost: dict[int, Message] = {}
         self._finished: list[int] = []
-        self._begun = False
+        self._begun = resume
         silence = float(numbers.get("failure_timeout", _PATIENCE))
         self._patience = max(silence, _PATIENCE)
         self._pulse = Pulse(self._patience)
@@ -202,18 +205,6 @@ class CoordinatorProcess:
         for sock in self._listeners:
             sock.close()
         self._selector.close()
-
-
-def _listen(hosts: Sequence[str]) -> list[socket.socket]:
-    found: list[socket.socket] = []
-    for host in hosts:
-        try:
-            found.append(address.listen(host))
-        except OSError as error:
-            for sock in found:
-                sock.close()
-            raise StartupError(f"cannot listen on {host}: {error.strerror}") from error
-    return found
 
 
 class _Served:

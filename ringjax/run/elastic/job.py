@@ -16,8 +16,9 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ringjax.run.elastic.adoption import Adoption
 from ringjax.run.elastic.bounds import Elastic
 from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.replacement import Keeper
@@ -25,6 +26,7 @@ from ringjax.run.elastic.seats import Seat, Seating
 from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.ending import AFTER_FAILURE, Ending
 from ringjax.run.hosts.blacklist import Blacklist
+from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.discovery import Discovery
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
@@ -32,7 +34,11 @@ from ringjax.run.hosts.slots import ANY, Host, own_addresses
 from ringjax.run.output import Console
 from ringjax.run.static_job import Outcome, interrupted
 
+if TYPE_CHECKING:
+    from ringjax.run.hosts.arrivals import Arrivals
+
 _TICK = 0.1  # seconds between two looks at the clock
+_GATHERING = 2.0  # seconds for agents with ranks of a job that had begun
 
 
 class ElasticJob:
@@ -90,7 +96,8 @@ class ElasticJob:
             console.remove,
         )
         self._hosts: Sequence[Host] = elastic.hosts or ()
-        self._discovery: Discovery | None = None
+        self._adoption = Adoption(self._roster, self._seating, self._fleet, console)
+        self._discovery: Discovery | Arrivals | None = None
         if elastic.script:
             self._discovery = Discovery(
                 elastic.script, elastic.slots, self._fleet, console.note
@@ -104,6 +111,7 @@ class ElasticJob:
         """Start everything, wait for the end, leave nothing behind."""
         try:
             self._fleet.start()
+            self._listen()
             self._seating.update(self._hosts)
             self._wait_for_hosts()
             if not self._ending.begun:
@@ -130,23 +138,42 @@ class ElasticJob:
 
     # Starting.
 
+    def _listen(self) -> None:
+        """Takes in agents, if they come by themselves."""
+        if self._spec.listening is None:
+            return
+        from ringjax.run.hosts.arrivals import Arrivals  # costs others nothing
+
+        self._discovery = Arrivals(
+            self._spec,
+            self._fleet,
+            self.console.note,
+            self._came,
+            self._adoption.job_for,
+        )
+
     def _wait_for_hosts(self) -> None:
-        """Until the discovery script has found room for enough workers."""
-        deadline = time.monotonic() + self._timeout
-        needed = self._elastic.min_np
+        """Until there is room for enough workers."""
+        begun = time.monotonic()
         while self._discovery is not None and not self._ending.begun:
-            count = len(self._seating.seats)
+            if self._adoption.resumes:
+                return  # it has begun already
+            count, needed = len(self._seating.seats), self._elastic.min_np
+            waited = time.monotonic() - begun
+            settled = self._spec.listening is None or waited > _GATHERING
+            if self._spec.listening is not None and waited < self._spec.start_timeout:
+                needed = self._elastic.np or needed
             if self._discovery.hopeless:
                 self._give_up(
                     f"--host-discovery-script {self._elastic.script}: "
                     f"{self._discovery.trouble}"
                 )
-            elif self._discovery.hosts is not None and count >= needed:
+            elif self._discovery.hosts is not None and count >= needed and settled:
                 return
-            elif time.monotonic() > deadline:
+            elif waited > self._timeout:
                 why = f", {self._discovery.trouble}" if self._discovery.trouble else ""
                 self._give_up(
-                    f"--host-discovery-script found {count} of at least {needed} slots "
+                    f"{self._discovery.name} found {count} of at least {needed} slots "
                     f"in {self._timeout:g} s{why}"
                 )
             else:
@@ -156,7 +183,15 @@ class ElasticJob:
         elastic, spec = self._elastic, self._spec
         secret, job = secrets.token_bytes(32), secrets.token_hex(8)
         names = dict.fromkeys(host.name for host in self._hosts)
-        remote = [name for name in names if not self._fleet.is_local(name)]
+        if spec.listening is not None:
+            secret, job = spec.listening.secret, self._adoption.job or job
+            where = spec.listening.rendezvous
+        else:
+            remote = [name for name in names if not self._fleet.is_local(name)]
+            if self._discovery is not None:
+                remote = [ANY]
+            where = {"hosts": own_addresses(remote, spec.interfaces)}
+        self._adoption.job = job
         count = min(elastic.np or elastic.max_np, len(self._seating.seats))
         self._coordinator = self._make_coordinator(
             secret,
@@ -164,16 +199,17 @@ class ElasticJob:
             np=count,
             min_np=elastic.min_np,
             max_np=elastic.max_np,
-            hosts=own_addresses(
-                remote if self._discovery is None else [ANY], spec.interfaces
-            ),
             start_timeout=spec.start_timeout,
             elastic_timeout=self._timeout,
             failure_timeout=self._failure_timeout,
             tls=spec.tls,
             note=self.console.note,
+            resume=self._adoption.resumes,
+            **where,
         )
         self._coordinator.start()
+        self._adoption.introduce(self._coordinator)
+        self._seating.closed = self._adoption.done
         self._keeper.coordinator = self._coordinator
         self._fleet.selector.register(
             self._coordinator.wakeup, selectors.EVENT_READ, lambda: None
@@ -183,7 +219,7 @@ class ElasticJob:
             "RINGJAX_SECRET": secret.hex(),
             "RINGJAX_JOB": job,
             "RINGJAX_ELASTIC": "1",
-            "RINGJAX_SPREAD": str(int(len(names) > 1)),
+            "RINGJAX_SPREAD": str(int(len(names) > 1 or spec.listening is not None)),
         }
         if spec.verbose:
             self.console.note(
@@ -201,6 +237,8 @@ class ElasticJob:
             self.console.add(worker.number, seat.number)
             self._coordinator.expected(worker.number)
             started.append(worker)
+        if started:
+            self._fleet.remember(self._adoption.memory())
         for host in dict.fromkeys(worker.seat.host for worker in started):
             orders = [self._order(w) for w in started if w.seat.host == host]
             self._fleet.spawn(host, orders, self._spec.env, self._spec.payload)
@@ -254,7 +292,7 @@ class ElasticJob:
                 self._decided(*self._coordinator.events.get_nowait())
 
     def _decided(self, event: str, *details: Any) -> None:
-        workers = self._roster.workers
+        known = self._roster.known
         match event, *details:
             case ["members", _, kind, members]:
                 if kind == "start" and self._roster.members:
@@ -264,16 +302,16 @@ class ElasticJob:
                     )
                 self._entered(members)
             case ["ready", number]:
-                workers[number].ready = True
+                known(number).ready = True
             case ["fenced", number, why]:
-                self._keeper.fence(workers[number], why, time.monotonic())
+                self._keeper.fence(known(number), why, time.monotonic())
             case ["failure", number, text]:
-                workers[number].report = workers[number].report or text
+                known(number).report = known(number).report or text
             case ["finished", number]:
-                workers[number].finished = True
+                known(number).finished = True
                 self._seating.closed = True
             case ["dismissed", number, _]:
-                workers[number].dismissed = True
+                known(number).dismissed = True
             case ["waiting", text]:
                 if self._roster.present():
                     self.console.note(text)
@@ -305,16 +343,27 @@ class ElasticJob:
             )
 
     def _discover(self, now: float) -> None:
-        """Follow the discovery script: who has no seat any more is asked to leave."""
+        """Follow the hosts: who has no seat any more is asked to leave."""
         if self._discovery is None:
             return
         self._discovery.tick(now)
+        self._follow(now)
+
+    def _follow(self, now: float) -> None:
+        assert self._discovery is not None
         hosts = self._discovery.hosts
         if hosts is None or hosts == self._hosts:
             return
         self._hosts = hosts
         for number in self._seating.update(hosts):
-            self._keeper.dismiss(number, now)
+            if self._roster.workers[number].runs:
+                self._keeper.dismiss(number, now)
+
+    def _came(self, host: str, hello: Message) -> None:
+        """The agent of a host has come by itself, perhaps with ranks."""
+        self._follow(time.monotonic())
+        self._adoption.take(host, hello)
+        self._fleet.remember(self._adoption.memory())
 
     def _check_number(self, now: float) -> None:
         """Too few workers and nobody to be started: not for ever."""
@@ -344,7 +393,7 @@ class ElasticJob:
         if stream == "result":
             self._results.setdefault(name, bytearray()).extend(data)
             return
-        if not data:
+        if not data and name >= 0:  # else it is an agent's client
             self._roster.workers[name].streams.discard(stream)
         self.console.write(name, stream, data)
 
@@ -365,11 +414,13 @@ class ElasticJob:
     def _end(self) -> None:
         """Have every agent kill what is left, read the last output, close."""
         limit = 2.0 if self._ending.signalled is None else 0.3
+        if self._discovery is not None:
+            self._discovery.close()
         self._fleet.end(limit)
         if self._coordinator is not None:
             self._ask_coordinator()
             self._coordinator.close()
-        self._fleet.close(limit)
+        self._fleet.close(limit, self._outcome().exit_code)
         self.console.close()
 
     def _outcome(self) -> Outcome:

@@ -68,7 +68,7 @@ class Keeper:
         if roster.members:
             return roster.over() and not roster.heirs()
         if self._seating.closed:
-            return all(worker.settled for worker in roster.workers)
+            return all(worker.settled for worker in roster.workers.values())
         return self._seating.all_failed()
 
     def ended(self, worker: Worker, code: int, text: str, now: float) -> None:
@@ -90,6 +90,8 @@ class Keeper:
     def fence(self, worker: Worker, why: str, now: float) -> None:
         """It was declared lost."""
         worker.why = why
+        if not worker.seat.host:  # nobody will tell of its end
+            self.ended(worker, 255, why, now)
         if worker.runs and worker.fenced is None:
             worker.fenced = now
             self._fenced.append(worker)
@@ -104,7 +106,7 @@ class Keeper:
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        for worker in self._roster.workers:
+        for worker in self._roster.workers.values():
             if worker.settled:
                 continue
             if worker.exit_code is not None:

@@ -110,6 +110,13 @@ class Seating:
         elif seat.gone:  # it is back, and free as soon as its worker has left
             seat.gone = seat.released = False
 
+    def occupy(self, host: str, index: int, worker: int) -> Seat:
+        """The seat of a worker that was there before."""
+        self._offer(host, index)
+        seat = self._seats[host, index]
+        seat.worker = worker
+        return seat
+
     def _vacate(self, seat: Seat) -> None:
         seat.worker = None
         if seat.gone:

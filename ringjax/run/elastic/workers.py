@@ -87,28 +87,44 @@ class Roster:
     def __init__(self, min_np: int, last_words: Callable[[int], str]) -> None:
         self._min_np = min_np
         self._last_words = last_words
-        self.workers: list[Worker] = []
+        self.workers: dict[int, Worker] = {}  # by number
+        self.next = 0  # the least number that was never used
         self.members: dict[int, int] = {}  # of the latest epoch: number -> rank
         self.resets = 0
 
     def add(self, seat: Seat) -> Worker:
         """A new worker for a seat."""
-        worker = Worker(len(self.workers), seat)
-        seat.worker = worker.number
-        self.workers.append(worker)
+        seat.worker = self.next
+        return self.adopt(self.next, seat)
+
+    def adopt(self, number: int, seat: Seat) -> Worker:
+        """A worker that an earlier ringrun has started, in its seat."""
+        worker = self.workers.setdefault(number, Worker(number, seat))
+        worker.seat = seat
+        self.reserve(number + 1)
         return worker
+
+    def known(self, number: int) -> Worker:
+        """A worker of which the coordinator speaks, though its host may not be here."""
+        if number not in self.workers:
+            self.adopt(number, Seat("", number, number, number))
+        return self.workers[number]
+
+    def reserve(self, number: int) -> None:
+        """Workers of all numbers below this one may have been there."""
+        self.next = max(self.next, number)
 
     def running(self) -> list[Worker]:
         """Those whose process is there."""
-        return [worker for worker in self.workers if worker.runs]
+        return [worker for worker in self.workers.values() if worker.runs]
 
     def counting(self) -> int:
         """How many work for the job, or will."""
-        return sum(worker.counts for worker in self.workers)
+        return sum(worker.counts for worker in self.workers.values())
 
     def enter(self, members: Mapping[int, int], now: float) -> list[Worker]:
         """An epoch has begun; returns who is new in it, by rank."""
-        new = [self.workers[n] for n in members if n not in self.members]
+        new = [self.known(n) for n in members if n not in self.members]
         if self.members and self.members.keys() != members.keys():
             self.resets += 1
         self.members = dict(members)
@@ -127,11 +143,11 @@ class Roster:
 
     def several_hosts(self) -> bool:
         """Whether it has to be said where a worker runs."""
-        return len({worker.seat.host for worker in self.workers}) > 1
+        return len({worker.seat.host for worker in self.workers.values()}) > 1
 
     def who(self, worker: Worker, *, place: bool) -> str:
         """A worker's name for people; with its host if there are several."""
-        where = [f"on {worker.seat.host}"] if place else []
+        where = [f"on {worker.seat.host}"] if place and worker.seat.host else []
         pid = [f"pid {worker.pid}"] if worker.pid else []
         name = f"worker {worker.number}"
         if worker.rank is not None:
@@ -175,19 +191,20 @@ class Roster:
         """Whether all that matter have ended: the members, or all if there are none."""
         if self.members:
             return all(self.workers[n].settled for n in self.members)
-        return all(worker.settled for worker in self.workers)
+        return all(worker.settled for worker in self.workers.values())
 
     def heirs(self) -> int:
         """Newcomers that may begin the job afresh once its last member has ended."""
         last = [self.workers[n] for n in self.members]
         if not all(worker.may_have_heirs for worker in last):
             return 0
-        count = sum(w.counts and w.ready and w not in last for w in self.workers)
+        others = [w for w in self.workers.values() if w not in last]
+        count = sum(worker.counts and worker.ready for worker in others)
         return count if count >= self._min_np else 0
 
     def succeeded(self) -> list[Worker]:
         """Who has done the job's work to its end, by rank."""
-        done = [w for w in self.workers if w.exit_code == 0 and _is_through(w)]
+        done = [w for w in self.workers.values() if w.exit_code == 0 and _is_through(w)]
         if self.members:
             done = [worker for worker in done if worker.rank is not None]
         return sorted(done, key=lambda w: (_rank(w), w.number))
@@ -207,7 +224,7 @@ class Roster:
 
     def blame(self, *, place: bool) -> Blame | None:
         """The worker that failed first: of the last members, or of all."""
-        failed = [worker for worker in self.workers if worker.exit_code]
+        failed = [worker for worker in self.workers.values() if worker.exit_code]
         last = [worker for worker in failed if worker.number in self.members]
         if any(self.own_fault(worker) for worker in last) or not failed:
             failed = last

@@ -3,7 +3,8 @@
 ringrun starts one on its own machine and has one started on every other, over ssh or by
 an engine such as Slurm, whose variables the ranks there keep; all of them get
 everything (environment with the secret, command, directory) on standard input and
-forward output and exit codes on standard output, never anything in argv. An agent whose
+forward output and exit codes on standard output, never anything in argv. One that comes
+by itself is in dialling.py. An agent whose
 standard input closes, or whose parent is gone, kills every process below it and ends:
 that is why no rank outlives ringrun, however it dies. Knows no collective, no rank.
 """
@@ -20,13 +21,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ringjax.control import open_files
 from ringjax.control.waiting import readable
 from ringjax.run import environ
 from ringjax.run.hosts import processes
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
+
+if TYPE_CHECKING:
+    from ringjax.control.sealing import Keys
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20  # bytes not yet taken by ringrun before we stop reading the ranks
@@ -36,11 +40,9 @@ _GRACE = 1.0  # seconds between SIGTERM and SIGKILL when ringrun is gone
 class Agent:
     """One selector loop over the channel, the children's pipes and signals."""
 
-    def __init__(self, reader: int, writer: int) -> None:
+    def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._channel = Channel(
-            self._selector, reader, writer, self._obey, lambda: self._abandon()
-        )
+        self._channel: Channel | None = None
         self._children: dict[int, processes.Child] = {}
         self._ids: dict[int, int] = {}
         self._gifts: socket.socket | None = None
@@ -61,22 +63,36 @@ class Agent:
             signal.signal(number, lambda *_: None)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._signalled)
 
+    def connect(self, reader: int, writer: int, keys: Keys | None = None) -> Channel:
+        """From now on ringrun is at the other end; `keys` if it is a socket's."""
+        channel = Channel(
+            self._selector, reader, writer, self._obey, lambda: self._cut(), keys
+        )
+        self._channel = channel
+        return channel
+
     def run(self) -> NoReturn:
         """Serve until the job is over; never returns."""
         processes.adopt_orphans()
-        self._channel.send({"is": "hello", "pid": os.getpid()})
         while True:
             for key, _ in self._selector.select(self._timeout()):
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._resume()
-            if self._ending is not None:
-                self._finish(self._ending)
+            self._after_turn()
 
     def _timeout(self) -> float | None:
         if self._ending is not None:
             return max(0.0, min(0.05, self._ending - time.monotonic()))
         return None
+
+    def _after_turn(self) -> None:
+        if self._ending is not None:
+            self._finish(self._ending)
+
+    def _say(self, message: Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
 
     # What ringrun asks for.
 
@@ -127,7 +143,7 @@ class Agent:
             reason = getattr(error, "strerror", None) or str(error)
             text = f"cannot run {argv[0]!r}: {reason}"
             code = 127 if missing else 126
-            self._channel.send({"is": "exited", "id": name, "code": code, "text": text})
+            self._say({"is": "exited", "id": name, "code": code, "text": text})
             return
         child.takes_group = order.get("takes_group", False)
         self._children[name] = child
@@ -138,7 +154,7 @@ class Agent:
                 selectors.EVENT_READ,
                 lambda n=name, s=stream, d=descriptor: self._forward(n, s, d),
             )
-        self._channel.send({"is": "started", "id": name, "pid": child.pid})
+        self._say({"is": "started", "id": name, "pid": child.pid})
 
     def _accept(self, descriptor: int) -> None:
         """Take descriptors for children from ringrun on this socket, as they come."""
@@ -184,10 +200,17 @@ class Agent:
             self._selector.unregister(descriptor)
             os.close(descriptor)
             self._children[name].pipes.pop(stream, None)
-        text = base64.b64encode(data).decode()
-        self._channel.send({"is": "output", "id": name, "stream": stream, "data": text})
-        if self._channel.pending > _BACKLOG and self._ending is None:
+        self._hand_on(name, stream, data)
+        if self._pending > _BACKLOG and self._ending is None:
             self._pause()
+
+    def _hand_on(self, name: int, stream: str, data: bytes) -> None:
+        text = base64.b64encode(data).decode()
+        self._say({"is": "output", "id": name, "stream": stream, "data": text})
+
+    @property
+    def _pending(self) -> int:
+        return 0 if self._channel is None else self._channel.pending
 
     def _pause(self) -> None:
         """Stop reading the ranks: they wait in their own writes, nothing piles up."""
@@ -198,7 +221,7 @@ class Agent:
                     self._paused.append((descriptor, key.data))
 
     def _resume(self) -> None:
-        if self._paused and (self._ending or self._channel.pending < _BACKLOG // 2):
+        if self._paused and (self._ending or self._pending < _BACKLOG // 2):
             for descriptor, callback in self._paused:
                 self._selector.register(descriptor, selectors.EVENT_READ, callback)
             self._paused.clear()
@@ -206,8 +229,9 @@ class Agent:
     def _signalled(self) -> None:
         numbers = os.read(self._wakeup, 256)
         self._report(processes.reap(self._leaders()))
-        if any(number != signal.SIGCHLD for number in numbers):
-            self._abandon()
+        for number in numbers:
+            if number != signal.SIGCHLD:
+                self._asked_to_end(number)
 
     def _leaders(self) -> set[int]:
         """The children that take what is left of their group with them."""
@@ -224,20 +248,35 @@ class Agent:
                 continue  # an adopted orphan
             process = self._children[name].process
             process.returncode = code  # Popen must not wait for it again
-            self._channel.send({"is": "exited", "id": name, "code": code})
+            self._say({"is": "exited", "id": name, "code": code})
 
     # How it ends.
 
+    def _asked_to_end(self, number: int) -> None:
+        self._abandon()
+
+    def _cut(self) -> None:
+        """ringrun is gone."""
+        self._abandon()
+
     def _finish(self, deadline: float) -> None:
         """After `end`: forward what is left in the pipes, say goodbye, exit."""
-        drained = not any(child.pipes for child in self._children.values())
-        if drained or time.monotonic() > deadline:
-            self._channel.send({"is": "bye"})
-            self._channel.flush(limit=5.0)
+        if self._drained or time.monotonic() > deadline:
+            self._goodbye()
             os._exit(0)
 
-    def _abandon(self) -> NoReturn:
-        """ringrun is gone: end every process below us, then ourselves."""
+    @property
+    def _drained(self) -> bool:
+        """Whether the processes have closed their pipes."""
+        return not any(child.pipes for child in self._children.values())
+
+    def _goodbye(self) -> None:
+        self._say({"is": "bye"})
+        if self._channel is not None:
+            self._channel.flush(limit=5.0)
+
+    def _abandon(self, code: int = 1) -> NoReturn:
+        """End every process below us, then ourselves."""
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
@@ -246,12 +285,14 @@ class Agent:
             time.sleep(0.01)
             processes.reap()
         processes.sweep(limit=2.0)
-        os._exit(1)
+        os._exit(code)
 
 
 def main() -> NoReturn:
     """Entry point."""
-    Agent(*standard_streams()).run()
+    agent = Agent()
+    agent.connect(*standard_streams())
+    agent.run()
 
 
 if __name__ == "__main__":

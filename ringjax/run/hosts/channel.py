@@ -1,8 +1,9 @@
-"""Messages between ringrun and its host agents: one JSON object per line over pipes.
+"""Messages between ringrun and its host agents: JSON objects, a line each over pipes.
 
 Both directions are non-blocking and queued, so neither side ever waits for the other:
 a terminal that is not read must not keep a Ctrl-C from arriving. No authentication of
-its own: the pipes are inherited, or ssh carries them.
+its own: the pipes are inherited, or ssh carries them; and over the socket of an agent
+that has dialled in, the messages are sealed with the keys of its handshake.
 """
 
 from __future__ import annotations
@@ -14,16 +15,53 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringjax.control.waiting import writable
+from ringjax.errors import AuthenticationError
+
+if TYPE_CHECKING:
+    from ringjax.control.sealing import Keys
 
 Message = dict[str, Any]
 _CHUNK = 1 << 16
 
 
+class _Lines:
+    """A message is a line; what is none is left out.
+
+    A login shell may greet us on its standard output before the agent speaks.
+    """
+
+    def __init__(self) -> None:
+        self._incoming = bytearray()
+
+    def seal(self, message: Message) -> bytes:
+        return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+    def feed(self, piece: bytes) -> list[Message]:
+        start = len(self._incoming)  # earlier bytes hold no line end
+        self._incoming += piece
+        end = self._incoming.rfind(b"\n", start) + 1
+        lines = bytes(self._incoming[:end]).splitlines()
+        del self._incoming[:end]
+        return [found for line in lines if (found := self._read(line)) is not None]
+
+    @staticmethod
+    def _read(line: bytes) -> Message | None:
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return message if isinstance(message, dict) else None
+
+
 class Channel:
-    """A pair of pipe ends in a selector whose data are callbacks taking no argument."""
+    """A pair of descriptors in a selector whose data are callbacks without arguments.
+
+    Args:
+        keys: of the handshake on the socket that both are; None: they are pipes.
+    """
 
     def __init__(
         self,
@@ -32,13 +70,16 @@ class Channel:
         writer: int,
         on_message: Callable[[Message], None],
         on_close: Callable[[], None],
+        keys: Keys | None = None,
     ) -> None:
         self._selector = selector
         self._reader = reader
         self._writer = writer
         self._on_message = on_message
         self._on_close = on_close
-        self._incoming = bytearray()
+        lines = _Lines()
+        self._sealer = lines if keys is None else keys.sealer()
+        self._opener = lines if keys is None else keys.opener()
         self._outgoing: deque[memoryview] = deque()
         self._waiting = False
         self.closed = False
@@ -55,8 +96,7 @@ class Channel:
         """Queue a message; what fits into the pipe leaves at once."""
         if self.closed:
             return
-        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
-        self._outgoing.append(memoryview(line))
+        self._outgoing.append(memoryview(self._sealer.seal(message)))
         if not self._waiting:
             self._write()
 
@@ -120,27 +160,15 @@ class Channel:
         if not data:
             self._lost()
             return
-        start = len(self._incoming)  # earlier bytes hold no line end
-        self._incoming += data
-        end = self._incoming.find(b"\n", start)
-        done = 0
-        while end >= 0:
-            line = bytes(self._incoming[done:end])
-            done = end + 1
-            end = self._incoming.find(b"\n", done)
-            self._deliver(line)
+        try:
+            messages = self._opener.feed(data)
+        except AuthenticationError:
+            self._lost()
+            return
+        for message in messages:
+            self._on_message(message)
             if self.closed:
                 return
-        del self._incoming[:done]
-
-    def _deliver(self, line: bytes) -> None:
-        # A login shell may greet us on its standard output before the agent speaks.
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(message, dict):
-            self._on_message(message)
 
 
 def standard_streams() -> tuple[int, int]:

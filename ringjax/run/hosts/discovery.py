@@ -37,6 +37,8 @@ class Discovery:
         hopeless: whether the very first run showed that it cannot be run at all.
     """
 
+    name = "--host-discovery-script"
+
     def __init__(
         self, script: str, slots: int, runner: Runner, warn: Callable[[str], None]
     ) -> None:
@@ -74,6 +76,9 @@ class Discovery:
             self._runner.signal(signal.SIGKILL, [self._running])
         else:  # it is gone, but something that it has started holds its output open
             self._answered(self._runs, 1, "", "")
+
+    def close(self) -> None:
+        """Nothing to be closed: what runs, the fleet ends."""
 
     def _answered(self, run: int, code: int, out: str, err: str) -> None:
         if run != self._runs or self._running is None:

@@ -44,12 +44,13 @@ class Observer(Protocol):
 
 
 @dataclass(slots=True)
-class _Agent:
+class Agent:
     """The agent on a host.
 
     Attributes:
         client: what reaches it from here: ssh, srun.
         by_engine: an engine has set its environment.
+        rendezvous: where its ranks find the job, for one that has come by itself.
         names: the processes that it has and had to start.
     """
 
@@ -57,6 +58,7 @@ class _Agent:
     number: int
     client: str = ""
     by_engine: bool = False
+    rendezvous: str = ""
     channel: Channel | None = None
     ended: bool = False
     names: set[int] = field(default_factory=set)
@@ -89,10 +91,10 @@ class Fleet:
         self.selector = selectors.DefaultSelector()
         self._guardian: subprocess.Popen[bytes] | None = None
         self._descriptors: socket.socket | None = None
-        self._local = _Agent("localhost", 0)
-        self._remote: dict[str, _Agent] = {}
+        self._local = Agent("localhost", 0)
+        self._remote: dict[str, Agent] = {}
         self._own: dict[str, bool] = {}  # host -> whether it is this machine
-        self._clients: dict[int, _Agent] = {}  # by the name of their client
+        self._clients: dict[int, Agent] = {}  # by the name of their client
         self._errands: dict[int, _Errand] = {}
         self._names = 0  # of clients and errands: they count downwards
 
@@ -129,20 +131,22 @@ class Fleet:
             self._own[host] = is_local(host)
         return self._own[host]
 
-    def _agent(self, host: str) -> _Agent:
+    def _agent(self, host: str) -> Agent:
         """The agent on a host; started if there is none, or none any more."""
+        agent = self._remote.get(host)
+        if agent is not None and agent.rendezvous:
+            return agent
         if self.is_local(host):
             return self._local
-        agent = self._remote.get(host)
         if agent is None or agent.done:
             agent = self._remote[host] = self._connect(host)
         return agent
 
-    def _connect(self, host: str) -> _Agent:
+    def _connect(self, host: str) -> Agent:
         self._names -= 1
         argv, by_engine = reach(host, self._spec)
         client = os.path.basename(argv[0])
-        agent = _Agent(host, self._names, client, by_engine)
+        agent = Agent(host, self._names, client, by_engine)
         self._clients[agent.number] = agent
         self._console.labels[agent.number] = host
         stdin, ours = os.pipe()
@@ -156,6 +160,15 @@ class Fleet:
             "descriptors": 2,
         }
         self._order(self._local, [order], environ.inherited(), None)
+        return agent
+
+    def take(self, host: str, channel: Channel, via: str, names: set[int]) -> Agent:
+        """An agent that has come by itself, and has processes of these names.
+
+        `via`: where its ranks find the job, from there.
+        """
+        agent = Agent(host, 0, "", True, via, channel, names=names)
+        self._remote[host] = agent
         return agent
 
     def give_input(self) -> None:
@@ -177,13 +190,13 @@ class Fleet:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _open(self, agent: _Agent, reader: int, writer: int) -> Channel:
+    def _open(self, agent: Agent, reader: int, writer: int) -> Channel:
         return Channel(
             self.selector,
             reader,
             writer,
-            lambda message: self._heard(agent, message),
-            lambda: self._lost(agent),
+            lambda message: self.heard(agent, message),
+            lambda: self._closed(agent),
         )
 
     # What is asked of them.
@@ -200,8 +213,13 @@ class Fleet:
         agent.names.update(order["id"] for order in orders)
         if agent is not self._local:
             env, kept = environ.for_host(env, self._spec.handed_on)
-            orders = [{**order, "env": {**kept, **order["env"]}} for order in orders]
+            via = {"RINGJAX_RENDEZVOUS": agent.rendezvous} if agent.rendezvous else {}
+            orders = [
+                {**order, "env": {**kept, **order["env"], **via}} for order in orders
+            ]
         self._order(agent, orders, env, payload)
+        if agent.ended and agent.rendezvous:  # it has just gone
+            self._lost_names(agent, "lost its host")
 
     def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:
         """Run a command here; `done` gets its exit code, output and error output.
@@ -217,7 +235,7 @@ class Fleet:
 
     def _order(
         self,
-        agent: _Agent,
+        agent: Agent,
         orders: Sequence[Message],
         env: Mapping[str, str],
         payload: bytes | None,
@@ -247,7 +265,17 @@ class Fleet:
             if ids := sorted(known if names is None else known.intersection(names)):
                 self._tell(agent, {**message, "ids": ids})
 
-    def _tell(self, agent: _Agent, message: Message) -> None:
+    def has_come(self, host: str) -> bool:
+        """Whether the agent of a host has come by itself."""
+        return host in self._remote and bool(self._remote[host].rendezvous)
+
+    def remember(self, memory: Message) -> None:
+        """Agents that came by themselves keep this for the next ringrun."""
+        for agent in self._remote.values():
+            if agent.rendezvous:
+                self._tell(agent, {"do": "remember", "memory": memory})
+
+    def _tell(self, agent: Agent, message: Message) -> None:
         if agent.channel is not None:
             agent.channel.send(message)
 
@@ -263,7 +291,8 @@ class Fleet:
                 key.data()
         return bool(events)
 
-    def _heard(self, agent: _Agent, message: Message) -> None:
+    def heard(self, agent: Agent, message: Message) -> None:
+        """An agent has said something."""
         name = message.get("id", 0)
         match message.get("is"):
             case "output":
@@ -288,7 +317,7 @@ class Fleet:
             errand.open.discard(stream)
             self._run(name, errand)
 
-    def _exited(self, agent: _Agent, name: int, code: int, text: str) -> None:
+    def _exited(self, agent: Agent, name: int, code: int, text: str) -> None:
         agent.names.discard(name)
         errand = self._errands.get(name)
         if errand is not None:
@@ -318,7 +347,12 @@ class Fleet:
         out, err = texts
         errand.done(errand.code, out, err or errand.text)
 
-    def _lost(self, agent: _Agent) -> None:
+    def lost(self, agent: Agent, text: str) -> None:
+        """The connection of an agent that came by itself has ended."""
+        agent.ended = True
+        self._lost_names(agent, text)
+
+    def _closed(self, agent: Agent) -> None:
         if agent.ended:
             return
         if agent is not self._local:
@@ -332,7 +366,7 @@ class Fleet:
         for other in self._remote.values():
             self._lost_names(other, "the agent on the first host died")
 
-    def _lost_names(self, agent: _Agent, text: str) -> None:
+    def _lost_names(self, agent: Agent, text: str) -> None:
         names = sorted(agent.names)
         agent.names.clear()
         agent.pids.clear()
@@ -355,11 +389,22 @@ class Fleet:
                     if self.selector.get_map().get(key.fd) is key:
                         key.data()
             for agent in agents:
-                if agent.channel is not None:
+                if agent.channel is not None and not agent.rendezvous:
                     agent.channel.close()
 
-    def close(self, limit: float) -> None:
-        """Wait for the agent on this machine, and forget everything."""
+    def close(self, limit: float, code: int = 1) -> None:
+        """Wait for the agent on this machine, and forget everything.
+
+        Agents that came by themselves end with `code`.
+        """
+        came = [agent for agent in self._remote.values() if agent.rendezvous]
+        for agent in came:
+            self._tell(agent, {"do": "status", "code": code})
+        deadline = time.monotonic() + limit
+        for agent in came:
+            if agent.channel is not None:
+                agent.channel.flush(max(0.0, deadline - time.monotonic()))
+                agent.channel.close()
         if self._descriptors is not None:
             self._descriptors.close()
         if self._guardian is not None:

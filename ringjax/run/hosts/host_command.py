@@ -9,9 +9,37 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from ringjax.run import environ
-from ringjax.run.hosts.slots import Slot
+from ringjax.run.hosts.slots import Host, Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Where ringrun waits for agents that come by themselves, and for ranks.
+
+    Attributes:
+        addresses: of this machine.
+        port: for agents; ranks call the next one.
+        secret, job: the job's, which the agents know.
+        own: hosts of the job that need not come.
+        patience: seconds to wait for hosts.
+        silence: seconds without an answer until a host counts as lost.
+    """
+
+    addresses: Sequence[str]
+    port: int
+    secret: bytes
+    job: str
+    own: Sequence[Host] = ()
+    patience: float = 600.0
+    silence: float = 5.0
+
+    @property
+    def rendezvous(self) -> Mapping[str, Any]:
+        """Where ranks call, as their server takes it."""
+        return {"hosts": self.addresses, "port": self.port + 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +51,7 @@ class Spec:
         stdin: rank 0 reads what ringrun's own standard input has.
         allocation: hosts of the Slurm job that we run in.
         agent_command: what starts agents on other hosts instead of ssh and srun.
+        listening: agents come by themselves.
     """
 
     command: Sequence[str]
@@ -39,6 +68,7 @@ class Spec:
     stdin: bool = False
     allocation: Set[str] = frozenset()
     agent_command: str = ""
+    listening: Listening | None = None
 
 
 def agent_command() -> list[str]:

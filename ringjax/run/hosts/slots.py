@@ -61,6 +61,17 @@ class Slot:
         }
 
 
+def check_name(name: str) -> str:
+    """A host's name, as it stands.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a host name")
+    return name
+
+
 def _host(name: str, slots: str | None, where: str) -> Host:
     """Check one entry; `where` opens the error text."""
     if name.startswith("[") and name.endswith("]") and _ADDRESS6.fullmatch(name[1:-1]):
@@ -255,6 +266,17 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
                 )
             )
     return slots
+
+
+def in_order(host: Host) -> list[tuple[int, str]]:
+    """A key that sorts hosts by name, with numbers as numbers.
+
+    Example:
+        >>> [h.name for h in sorted([Host("n-10", 1), Host("n-9", 1)], key=in_order)]
+        ['n-9', 'n-10']
+    """
+    pieces = re.split(r"([0-9]+)", host.name)
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
 
 
 def is_local(name: str) -> bool:

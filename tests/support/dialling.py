@@ -1,0 +1,129 @@
+"""Launchers and agents of one job, `ringrun --listen` and `--join`, on this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from ringjax.control import addresses
+from support import leaks
+from support.elastic_member import RUN
+from support.launch import environment
+
+WORDS = [sys.executable, "-P", "-m", "ringjax.run"]
+
+
+def _free_ports() -> int:
+    """A port; it and the next one are free."""
+    while True:
+        port = random.randrange(20000, 30000)
+        try:
+            for number in (port, port + 1):
+                addresses.listen("127.0.0.1", number).close()
+        except OSError:
+            continue
+        return port
+
+
+class Site:
+    """A launcher and its agents, as often as they are started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[Process] = []
+        self.id = uuid.uuid4().hex[:12]
+        self.port = _free_ports()
+        self.secret = secrets.token_bytes(32)
+        self._count = 0
+        (folder / "script.py").write_text(RUN)
+        self.rank = [sys.executable, "-P", str(folder / "script.py")]
+
+    def start(self, *words: str, **env: str) -> Process:
+        self._count += 1
+        log = self.folder / f"{self._count}.log"
+        variables = {
+            "RINGJAX_SECRET": self.secret.hex(),
+            "FOLDER": str(self.folder),
+            "RINGJAX_FAILURE_TIMEOUT": "3",
+            **env,
+        }
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*WORDS, *words],
+                env=environment(self.id, variables),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started.append(Process(process, log))
+        return self._started[-1]
+
+    def listen(self, *words: str, **env: str) -> Process:
+        return self.start("--listen", f"127.0.0.1:{self.port}", *words, **env)
+
+    def join(
+        self, host: str, slots: int = 1, *words: str, port: int = 0, **env: str
+    ) -> Process:
+        where = ["--join", f"localhost:{port or self.port}", "--slots", str(slots)]
+        return self.start(*where, *words, **{"RINGJAX_HOSTNAME": host, **env})
+
+    def pids(self, worker: int) -> list[int]:
+        """The processes that are a worker of the job."""
+        number = f"RINGJAX_WORKER={worker}".encode()
+        return [
+            pid
+            for pid, text in leaks.processes(self.id).items()
+            if "script.py" in text
+            and "ringjax.run" not in text
+            and number in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ]
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+
+    def close(self) -> list[str]:
+        found = leaks.settle(lambda: list(leaks.processes(self.id).values()))
+        for pid in leaks.processes(self.id):
+            os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.wait()
+        return found
+
+
+class Process:
+    """A ringrun and what it has written."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log = process, log
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def lines(self, word: str) -> list[str]:
+        return [line for line in self.output.splitlines() if word in line]
+
+    def wait_for(self, text: str, count: int = 1, seconds: float = 20) -> None:
+        """Until it has been written so often, as a regular expression."""
+        deadline = time.monotonic() + seconds
+        while len(re.findall(text, self.output)) < count:
+            assert time.monotonic() < deadline, f"no {text!r} in\n{self.output}"
+            time.sleep(0.02)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float = 20) -> int:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it still runs\n{self.output}") from None

@@ -1,0 +1,59 @@
+"""A rank of an elastic job that keeps to the coordinator's protocol by itself.
+
+Without jax and without the native core, so that it starts in a moment.
+"""
+
+from __future__ import annotations
+
+# Follows the coordinator until there is a file $FOLDER/end; says "epoch E: rank/size".
+MEMBER = """
+import os, signal, sys, time
+from pathlib import Path
+from ringjax.config import Config
+from ringjax.membership.enlistment import *
+
+config = Config.from_env()
+folder = Path(os.environ["FOLDER"])
+worker = config.worker
+wants_to_leave = []
+signal.signal(signal.SIGTERM, lambda *_: wants_to_leave.append(True))
+
+def say(text):
+    print(text, flush=True)
+
+def enlist():
+    return join(
+        config.rendezvous, bytes.fromhex(config.secret), config.job, worker, {},
+        config.start_timeout, elastic_timeout=config.elastic_timeout,
+    )
+
+def follow(job):
+    epoch = -1
+    orders = [job.first]
+    while not (folder / "end").exists():
+        for order in orders:
+            match order:
+                case Welcome():
+                    say("welcome")
+                    job.ready()
+                    (folder / f"ready {worker}").touch()
+                case Members():
+                    epoch = order.epoch
+                    place = f"{order.rank}/{len(order.members)}"
+                    say(f"epoch {epoch} {order.kind}: {place}")
+                case Revoke():
+                    job.report(epoch, {})
+                case Update():
+                    job.pause(epoch, order.number)
+                case Dismissed() | Fenced() | Stopped():
+                    say(type(order).__name__)
+                    sys.exit(0 if isinstance(order, Dismissed) else 3)
+        if wants_to_leave:
+            wants_to_leave.clear()
+            job.leaving()
+        orders = job.poll(0.02)
+    job.leave()
+    say("end")
+
+"""
+RUN = MEMBER + "follow(enlist())\n"

@@ -1,0 +1,394 @@
+"""Agents that dial in: `ringrun --listen` and `ringrun --join`, killed on either side.
+
+All on this machine, each agent under a host name of its own. Pods are in tests/engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support import leaks
+from support.dialling import Process, Site
+from support.fault_proxy import FaultProxy
+from support.ringrun import sh
+
+from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.session import reach
+from ringjax.run.cli import _JOB
+from ringjax.run.hosts.channel import Message
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(tmp_path)
+    yield found
+    left = found.close()
+    assert not left, left
+
+
+SHOW = sh('echo "$RINGJAX_RANK on $RINGJAX_HOSTNAME, $WHOSE; $RINGJAX_RENDEZVOUS"')
+
+
+def test_a_static_job(site: Site) -> None:
+    agents = [site.join("pod-10", 1, WHOSE="engine")]
+    job = site.listen("-np", "3", *SHOW, WHOSE="ringrun")
+    agents.append(site.join("pod-9", 2, WHOSE="engine"))
+    assert job.wait() == 0, job.output
+    assert [agent.wait() for agent in agents] == [0, 0]
+    where = f"localhost:{site.port + 1}"
+    assert sorted(job.lines("<stdout>")) == [
+        f"[0]<stdout>:0 on pod-9, engine; {where}",
+        f"[1]<stdout>:1 on pod-9, engine; {where}",
+        f"[2]<stdout>:2 on pod-10, engine; {where}",
+    ]
+
+
+def test_ranks_of_two_hosts_compute(site: Site) -> None:
+    program = site.folder / "sum.py"
+    program.write_text(
+        "import numpy as np, ringjax; ringjax.init()\n"
+        "print(ringjax.allreduce(np.ones(3), op=ringjax.Sum), ringjax.cross_size())\n"
+    )
+    agents = [site.join("a"), site.join("b")]
+    job = site.listen("-np", "2", sys.executable, str(program))
+    assert job.wait(40) == 0, job.output
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert job.output.count("<stdout>:[2. 2. 2.] 2") == 2
+
+
+def test_agents_end_as_the_job_does(site: Site) -> None:
+    wait = 'while ! [ -e "$FOLDER/end" ]; do sleep 0.05; done; exit 7'
+    job = site.listen("-np", "2", *sh(wait))
+    agents = [site.join("a"), site.join("b"), site.join("idle")]
+    for agent in agents:
+        agent.wait_for("joined the job")
+    site.end()
+    assert job.wait() == 7, job.output
+    assert [agent.wait() for agent in agents] == [7, 7, 7]
+
+
+def test_what_does_not_come_in_time(site: Site) -> None:
+    agent = site.join("a", 1, "--elastic-timeout", "5")
+    job = site.listen("-np", "2", "--elastic-timeout", "2", *SHOW)
+    assert job.wait() == 1
+    assert "did not start: --listen found 1 of 2 slots in 2 s" in job.output
+    assert agent.wait() == 1
+
+
+def test_a_launcher_that_is_not_there(site: Site) -> None:
+    agent = site.join("a", 1, "--elastic-timeout", "4")
+    assert agent.wait() == 1
+    where = f"the ringrun at localhost:{site.port}: Connection refused"
+    assert agent.lines(f"waits up to 1 s more: {where}"), agent.output
+    assert agent.lines(f"ringrun --join: {where}, for 4 s"), agent.output
+
+
+def test_a_name_that_nobody_knows(site: Site) -> None:
+    agent = site.start("--join", "nowhere.invalid:29400", "--elastic-timeout", "1")
+    assert agent.wait() == 1
+    assert agent.lines("the ringrun at nowhere.invalid:29400: "), agent.output
+
+
+def test_another_secret_is_refused(site: Site) -> None:
+    job = site.listen("--min-np", "1", *site.rank)
+    job.wait_for("")
+    agent = site.join("a", RINGJAX_SECRET="cd" * 32)
+    assert agent.wait() == 1
+    assert agent.lines("does not know this job's secret (RINGJAX_SECRET, or")
+    job.wait_for("refused a connection from 127.0.0.1: it .* it has another secret")
+    job.kill(signal.SIGTERM)
+    assert job.wait() == 143
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--join", "a"], "'a': expected host:port"),
+        (["--join", "a:1,b:1"], "expected HOST:PORT"),
+        (["--join", "a:1", "true"], "the command is given to ringrun --listen"),
+        (["--join", "a:1", "--slots", "0"], "0 is less than 1"),
+        (["--listen", "65535", "-np", "1", "true"], "expected PORT or ADDRESS:PORT"),
+        (["--listen", ":7", "-np", "1", "true"], "expected PORT or ADDRESS:PORT"),
+        (["--listen", "29400", "true"], "say how many processes to start: -np"),
+        (["--listen", "1", "--host-discovery-script", "x", "true"], "give no script"),
+        (["--listen", "1", "-np", "1", "--stdin", "0", "true"], "where rank 0 is"),
+    ],
+)
+def test_bad_options(site: Site, words: list[str], why: str) -> None:
+    done = site.start(*words)
+    assert done.wait() == 2
+    assert why in done.output
+
+
+@pytest.mark.parametrize(
+    "words", [["--listen", "1", "-np", "1", "x"], ["--join", "a:1"]]
+)
+def test_a_secret_is_needed(site: Site, words: list[str]) -> None:
+    done = site.start(*words, RINGJAX_SECRET="")
+    assert done.wait() == 2
+    assert f"{words[0]}: no secret; give all hosts the same one" in done.output
+
+
+# What an agent may say.
+
+
+def _knock(site: Site) -> tuple[socket.socket, Callable[[Message], Message]]:
+    """Proves the secret; the function says something and returns the answer."""
+    who = Introduction(_JOB, Purpose.AGENT, 0, -1)
+    where = f"127.0.0.1:{site.port}"
+    sock, keys, _ = reach(where, site.secret, who, time.monotonic() + 5, "ringrun")
+    sealer, opener = keys.sealer(), keys.opener()
+
+    def ask(message: Message) -> Message:
+        sock.sendall(sealer.seal(message))
+        while not (found := opener.feed(sock.recv(1 << 16))):
+            pass
+        return found[0]
+
+    return sock, ask
+
+
+MEMORY: Message = {"job": "1" * 16, "next": 3, "places": [[0, "a"]]}
+HELLO: Message = {
+    "is": "hello",
+    "host": "a",
+    "slots": 1,
+    "token": "x",
+    "via": "localhost",
+    "ranks": [],
+    "memory": {},
+}
+
+
+def test_what_agents_may_not_say(site: Site) -> None:
+    job = site.listen("--min-np", "4", "-H", "localhost:1", *site.rank)
+    agent = site.join("there")
+    agent.wait_for("joined the job")
+    wrong: list[tuple[Message, str]] = [
+        ({"slots": 0}, "host a has 0 slots"),
+        ({"slots": True}, "host a has True slots"),
+        ({"slots": 1 << 40}, "slots"),
+        ({"host": "-oProxy"}, "is not a host name"),
+        ({"host": 3}, "it said no host"),
+        ({"via": ""}, "it said no host"),
+        ({"host": "localhost"}, "localhost is a host of ringrun's own"),
+        ({"is": "bye"}, "it said no hello"),
+        ({"token": None}, "it said no hello"),
+        ({"ranks": [{"id": -1, "pid": 1, "seat": 0}]}, "it has a rank"),
+        ({"ranks": [{}]}, "id"),
+        ({"ranks": 5}, "iterable"),
+        ({"memory": MEMORY | {"next": "x"}}, "it remembers"),
+        ({"memory": MEMORY | {"places": [[0, 1]]}}, "it remembers hosts"),
+        ({"memory": MEMORY | {"places": [7]}}, ""),
+        ({"memory": MEMORY | {"job": "../x"}}, "it remembers job"),
+        ({"memory": {"job": "1" * 16}}, "places"),
+    ]
+    for change, why in wrong:
+        sock, ask = _knock(site)
+        with sock:
+            answer = ask({**HELLO, **change})
+        assert answer["do"] == "refuse" and not answer["again"], change
+        assert why in answer["text"]
+    sock, ask = _knock(site)
+    with sock:
+        answer = ask({**HELLO, "host": "there"})
+    assert answer["again"]
+    assert answer["text"] == "a host there is here already, from 127.0.0.1"
+    with socket.create_connection(("127.0.0.1", site.port)) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n" * 20)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(100) == b""
+    job.wait_for("does not speak ringjax")
+    who = Introduction(_JOB, Purpose.RENDEZVOUS, 0, -1)
+    with pytest.raises(Exception, match="closed the connection"):
+        reach(f"127.0.0.1:{site.port}", site.secret, who, time.monotonic() + 5)
+    job.kill(signal.SIGTERM)
+    assert job.wait() == agent.wait() == 143
+
+
+def test_two_hosts_of_one_name(site: Site) -> None:
+    job = site.listen("--min-np", "1", "-np", "2", *site.rank)
+    first = site.join("a")
+    first.wait_for("joined the job")
+    second = site.join("a")
+    second.wait_for("not yet: a host a is here already, from 127.0.0.1")
+    first.kill()
+    second.wait_for("joined the job", seconds=5)
+    assert len(second.lines("not yet")) == 1
+    job.kill(signal.SIGTERM)
+    assert job.wait() == second.wait() == 143
+    first.wait()
+
+
+# Elastic jobs.
+
+
+def _begin(site: Site, *words: str) -> tuple[Process, list[Process]]:
+    job = site.listen("-np", "3", "--min-np", "1", "--max-np", "8", *words, *site.rank)
+    agents = [site.join("a"), site.join("b", 2)]
+    job.wait_for("epoch 0 start: ./3", 3)
+    return job, agents
+
+
+def test_hosts_come_and_go(site: Site) -> None:
+    job, agents = _begin(site)
+    agents.append(site.join("c", 2))
+    job.wait_for("resize: ./5", 5)
+    agents[1].kill()
+    job.wait_for(r"repair: ./3", 3)
+    agents[1].wait()
+    again = site.join("b", 2)
+    job.wait_for("resize: ./5", 10)
+    site.end()
+    assert job.wait() == 0, job.output
+    assert [p.wait() for p in (agents[0], agents[2], again)] == [0, 0, 0]
+    assert len(job.lines(" lost")) == 2  # their host, or their connection
+    assert not job.lines("asked to leave")
+
+
+def test_sigterm_has_a_host_leave(site: Site) -> None:
+    job, agents = _begin(site)
+    agents[1].kill(signal.SIGTERM)
+    job.wait_for("epoch . resize: 0/1")
+    assert agents[1].wait() == 143
+    assert len(job.lines("asked to leave: its slot is gone")) == 2
+    assert job.output.count("Dismissed") == 2
+    site.end()
+    assert job.wait() == 0, job.output
+    assert agents[0].wait() == 0
+
+
+def test_sigterm_in_a_static_job_is_a_failure(site: Site) -> None:
+    agents = [site.join("a"), site.join("b")]
+    job = site.listen("-np", "2", "sleep", "60")
+    agents[1].wait_for("joined")
+    agents[0].wait_for("joined")
+    time.sleep(0.5)
+    agents[1].kill(signal.SIGTERM)
+    assert job.wait() == 143
+    assert job.lines(r"rank 1 (b) was killed by signal 15 (SIGTERM)"), job.output
+    assert agents[0].wait() == agents[1].wait() == 143
+
+
+def test_a_killed_agent_of_a_static_job(site: Site) -> None:
+    agents = [site.join("a"), site.join("b")]
+    job = site.listen("-np", "2", "sleep", "60")
+    leaks.settle(lambda: [] if _texts(site).count("sleep 60") == 2 else ["wait"], 10)
+    agents[1].kill()
+    assert job.wait() == 255
+    assert job.lines("rank 1 (b): lost its host, whose agent is gone"), job.output
+    assert agents[0].wait() == 255
+    agents[1].wait()
+
+
+def test_a_killed_launcher_of_a_static_job_takes_its_ranks_along(site: Site) -> None:
+    agent = site.join("a")
+    job = site.listen("-np", "1", "sleep", "60")
+    job.wait_for("host a has come")
+    leaks.settle(lambda: [] if "sleep 60" in _texts(site) else ["not yet"], 10)
+    job.kill()
+    job.wait()
+    assert agent.wait() == 1
+    assert agent.lines(f"the ringrun at localhost:{site.port} is gone")
+    assert "sleep 60" not in _texts(site)
+
+
+def _texts(site: Site) -> list[str]:
+    return list(leaks.processes(site.id).values())
+
+
+def test_a_launcher_that_starts_anew_takes_the_members_back(site: Site) -> None:
+    job, agents = _begin(site, "-H", "localhost:1")
+    job.wait_for("resize: ./4", 4)
+    pids = [pid for worker in range(4) for pid in site.pids(worker)]
+    job.kill()
+    job.wait()
+    agents[1].wait_for("2 ranks here go on, and another is looked for")
+    again = site.listen(
+        "-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1", *site.rank
+    )
+    again.wait_for("epoch . resize: ./4", 4)  # with a new worker on a host of its own
+    # That of the killed one's own host has a second to end.
+    time.sleep(1.5)
+    assert sum(_runs(pid) for pid in pids) == 3
+    assert site.pids(4) and not site.pids(5)
+    agents[0].kill()
+    agents[0].wait()
+    again.wait_for("was declared lost: lost its connection .*; 3 ranks go on")
+    site.end()
+    assert again.wait() == 0, again.output
+    assert agents[1].wait() == 0
+    assert len(agents[1].lines("joined")) == 1
+
+
+def _runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_most_hosts_are_lost_with_the_launcher(site: Site) -> None:
+    job, agents = _begin(site, "-H", "localhost:1")
+    job.wait_for("resize: ./4", 4)
+    job.kill()
+    agents[1].kill()
+    job.wait()
+    agents[1].wait()
+    words = ["-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1"]
+    again = site.listen(*words, *site.rank)
+    agents[1] = site.join("b", 2)  # its name says that what ran there has ended
+    again.wait_for("epoch . resize: ./4", 4)
+    again.wait_for("epoch [1-9].* repair: 0/1")  # it is no new beginning
+    site.end()
+    assert again.wait() == 0, again.output
+    assert [agent.wait() for agent in agents] == [0, 0]
+
+
+def test_a_job_that_begins_afresh_ends_the_ranks_of_the_one_before(site: Site) -> None:
+    job, agents = _begin(site)
+    job.kill()
+    job.wait()
+    agents[0].wait_for("1 rank here go on")
+    pid = site.pids(0) + site.pids(1) + site.pids(2)
+    again = site.listen("-np", "3", *sh("exit 3"))  # of a fixed size, and another one
+    assert again.wait() == 3, again.output
+    assert [agent.wait() for agent in agents] == [3, 3]
+    assert all(agent.lines("another job has begun") for agent in agents)
+    assert not any(_runs(each) for each in pid)
+
+
+def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(site: Site) -> None:
+    job, agents = _begin(site)
+    job.kill()
+    job.wait()
+    agents[1].wait_for("go on")
+    site.end()
+    leaks.settle(lambda: [t for t in _texts(site) if "script.py" in t], 10)
+    again = site.listen("-np", "3", "--min-np", "1", *site.rank)
+    assert again.wait() == 0, again.output
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert not again.lines("epoch")  # nothing was begun afresh
+
+
+def test_a_connection_that_breaks_costs_nothing(site: Site) -> None:
+    target = ("127.0.0.1", site.port)
+    with FaultProxy(target) as proxy:
+        words = ["-np", "3", "--min-np", "1", "--max-np", "3"]
+        job = site.listen(*words, *site.rank)
+        agents = [site.join("a"), site.join("b", 2, port=proxy.address[1])]
+        job.wait_for("epoch 0 start: ./3", 3)
+        pids = [site.pids(worker) for worker in range(3)]
+        proxy.cut()
+        agents[1].wait_for("is gone: 2 ranks here go on, and another is looked for")
+        leaks.settle(lambda: [] if proxy.connections == 2 else ["not yet"], 5)
+        time.sleep(4)  # longer than a host may be silent
+        assert [site.pids(worker) for worker in range(3)] == pids
+        site.end()
+        assert job.wait() == 0, job.output
+        assert [agent.wait() for agent in agents] == [0, 0]
+        assert len(job.lines("has come")) == 2 and not job.lines("lost")
