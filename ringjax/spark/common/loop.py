@@ -154,6 +154,34 @@ def train(make: Callable[..., Learner], job: Job, *args: Any) -> tuple[Any, ...]
         return (history, checkpoint) if runtime.rank() == 0 else None
 
 
+def grouped(
+    means: Sequence[float], labels: Sequence[str], groups: Sequence[Any]
+) -> dict[str, Any]:
+    """The loss, and each group's metrics by label, as Horovod's history has them.
+
+    Example:
+        >>> grouped([0.5, 0.9], ["y"], [["accuracy"]])
+        {'loss': 0.5, 'all_metrics': [{'group_0_y': 0.9}]}
+    """
+    loss, *rest = means
+    left = iter(rest)
+    metrics = [
+        {f"group_{n}_{label}": next(left) for label in labels}
+        for n, _ in enumerate(groups)
+    ]
+    return {"loss": loss, "all_metrics": metrics}
+
+
+def rowwise(shape: Sequence[int]) -> list[int]:
+    """The shape of an array of rows, whether that of a row begins with -1 or not.
+
+    Example:
+        >>> rowwise([2]), rowwise([-1, 2])
+        ([-1, 2], [-1, 2])
+    """
+    return [-1, *(shape[1:] if shape and shape[0] == -1 else shape)]
+
+
 class initialized:  # noqa: N801  (used like a function)
     """ringjax, for as long as a with statement, unless it is there already."""
 

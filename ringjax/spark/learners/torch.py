@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import ringjax.torch as hvd
-from ringjax.spark.common.loop import History, Job
+from ringjax.spark.common.loop import History, Job, grouped, rowwise
 from ringjax.spark.common.rows import Batch
 
 Shapes = Sequence[Sequence[int]] | None
@@ -78,15 +78,7 @@ class TorchLearner:
 
     def report(self, means: Sequence[float]) -> dict[str, Any]:
         """The loss, and the metrics in their groups."""
-        loss, *rest = means
-        left = iter(rest)
-        return {
-            "loss": loss,
-            "all_metrics": [
-                {f"group_{n}_{label}": next(left) for label in self._job.labels}
-                for n, _ in enumerate(self._spec["metrics"])
-            ],
-        }
+        return grouped(means, self._job.labels, self._spec["metrics"])
 
     def dumps(self, history: History) -> bytes:
         """A checkpoint, with the learning rate of one rank."""
@@ -219,11 +211,6 @@ def load_checkpoint(checkpoint: bytes) -> dict[str, Any]:
         io.BytesIO(checkpoint), map_location="cpu", weights_only=True
     )
     return state
-
-
-def rowwise(shape: Sequence[int]) -> list[int]:
-    """The shape of an array of rows, whether that of a row begins with -1 or not."""
-    return [-1, *(shape[1:] if shape and shape[0] == -1 else shape)]
 
 
 def tensor(values: np.ndarray[Any, Any], shape: Sequence[int] | None = None) -> Any:
