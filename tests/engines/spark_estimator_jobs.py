@@ -6,24 +6,27 @@ What needs no Spark has ranks of `ringjax.run`, and Parquet files of pyarrow.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# Keras loads TensorFlow if it is there, which may not be beside PyTorch.
 os.environ.setdefault("KERAS_BACKEND", "jax")
+sys.modules["tensorflow"] = None  # type: ignore[assignment]
 
 import numpy as np
 import pytest
 
-pa = pytest.importorskip("pyarrow", reason="Spark's extra is not installed")
 pytest.importorskip("pyspark", reason="Spark's extra is not installed")
-import pyarrow.parquet as pq  # noqa: E402
+from engines.local_spark import local_spark
+from engines.parquet_data import ROWS, stored, table
 
-import ringjax  # noqa: E402
-from ringjax.spark.common.backend import Backend  # noqa: E402
-from ringjax.spark.common.rows import Rows, decoded  # noqa: E402
-from ringjax.spark.common.store import Store  # noqa: E402
+import ringjax
+from ringjax.spark.common.backend import Backend
+from ringjax.spark.common.rows import Rows
+from ringjax.spark.common.store import Store
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -32,7 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-ROWS = 101
 
 
 class Here(Backend):
@@ -55,142 +57,9 @@ class Here(Backend):
         return self.size
 
 
-def table(rows: int = ROWS, seed: int = 0) -> Any:
-    random = np.random.default_rng(seed)
-    features = random.normal(size=(rows, 2))
-    return pa.table(
-        {
-            "features": pa.array(features.tolist()),
-            "y": (features.prod(1) < 0).astype(np.float64),
-            "weight": random.random(rows),
-            "number": np.arange(rows),
-        }
-    )
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
-    """Training data in three files with row groups of 13 rows, and 20 for validation."""
-    found = Store.create(str(tmp_path / "a store"))
-    for path, whole, files in (
-        (found.get_train_data_path(), table(), 3),
-        (found.get_val_data_path(), table(20, 1), 1),
-    ):
-        folder = Path(found.get_localized_path(path))
-        folder.mkdir(parents=True)
-        each = -(-len(whole) // files)
-        for n in range(files):
-            part = whole.slice(n * each, each)
-            pq.write_table(part, folder / f"{n}.parquet", row_group_size=13)
-    return found
-
-
-def numbers(rows: Rows, rank: int, size: int, batch: int = 8, **how: Any) -> list[Any]:
-    batches = rows.batches(rank, size, batch, **how)
-    return [(b.columns["number"].tolist() if b.rows else [], b.share) for b in batches]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("how", [{}, {"seed": 1}, {"seed": 1, "epoch": 1, "buffer": 5}])
-def test_every_row_goes_to_one_rank(store: Any, size: int, how: dict[str, Any]) -> None:
-    rows = Rows.of(store, store.get_train_data_path(), ["number"])
-    assert rows.count == ROWS
-    mine = [numbers(rows, rank, size, **how) for rank in range(size)]
-    counts = [sum(len(batch) for batch, _ in steps) for steps in mine]
-    assert sorted(n for steps in mine for batch, _ in steps for n in batch) == list(
-        range(ROWS)
-    )
-    assert max(counts) - min(counts) <= 1
-    assert {len(steps) for steps in mine} == {rows.steps(size, 8)}
-    for step in zip(*mine, strict=True):
-        total = sum(len(batch) for batch, _ in step)
-        assert [s for _, s in step] == [size * len(batch) / total for batch, _ in step]
-
-
-def test_the_order_of_rows(store: Any) -> None:
-    rows = Rows.of(store, store.get_train_data_path(), ["number"])
-
-    def order(**how: Any) -> list[int]:
-        return [n for batch, _ in numbers(rows, 0, 1, **how) for n in batch]
-
-    assert order() == list(range(ROWS)) == order(seed=1, buffer=0)
-    assert order(seed=1) == order(seed=1) != order(seed=1, epoch=1)
-    near = order(seed=1, buffer=1)  # the row groups only
-    assert near != list(range(ROWS)) and sorted(near) == list(range(ROWS))
-
-
-def test_too_few_rows(store: Any) -> None:
-    rows = Rows.of(store, store.get_val_data_path(), ["number"])
-    with pytest.raises(ValueError, match="20 rows are too few for 21 ranks"):
-        next(rows.batches(0, 21, 1))
-
-
-def test_rows_are_read_piece_by_piece(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank opens the files of its own rows only, and decodes a group once at most."""
-    from ringjax.spark.common import rows as module
-
-    seen: list[int] = []
-    real = module.decoded
-
-    def noted(array: Any, name: str) -> Any:
-        seen.append(len(array))
-        return real(array, name)
-
-    monkeypatch.setattr(module, "decoded", noted)
-    rows = Rows.of(store, store.get_train_data_path(), ["number"], keep=True)
-    batches = rows.batches(1, 4, 4)
-    next(batches)
-    assert seen == [1, 8]  # of rows 25 to 50; the second file begins with 34
-    list(batches)
-    assert seen == [1, 8, 13, 3]
-    list(rows.batches(1, 4, 4))
-    assert seen == [1, 8, 13, 3]  # it was kept
-
-
-def vectors(*rows: Any) -> Any:
-    kind = pa.struct(
-        [
-            ("type", pa.int8()),
-            ("size", pa.int32()),
-            ("indices", pa.list_(pa.int32())),
-            ("values", pa.list_(pa.float64())),
-        ]
-    )
-    names = ("type", "size", "indices", "values")
-    return pa.array([dict(zip(names, row, strict=True)) for row in rows], kind)
-
-
-DENSE, SPARSE = (1, None, None, [1.0, 0.0, 2.0]), (0, 3, [0, 2], [3.0, 4.0])
-
-
-@pytest.mark.parametrize(
-    ("array", "expected"),
-    [
-        (pa.array([1, 2], pa.int32()), [1, 2]),
-        (pa.array([True, False]), [True, False]),
-        (pa.array([[[1, 2]], [[3, 4]]]), [[[1, 2]], [[3, 4]]]),
-        (pa.array([[1, 2], [3, 4]], pa.list_(pa.int8(), 2)), [[1, 2], [3, 4]]),
-        (vectors(DENSE, DENSE), [[1, 0, 2], [1, 0, 2]]),
-        (vectors(SPARSE, DENSE), [[3, 0, 4], [1, 0, 2]]),
-        (
-            vectors(DENSE, SPARSE, (0, 3, [], []), DENSE).slice(1),
-            [[3, 0, 4], [0, 0, 0], [1, 0, 2]],
-        ),
-    ],
-)
-def test_columns(array: Any, expected: Any) -> None:
-    found = decoded(array)
-    np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    "array", [pa.array([[1], [1, 2]]), vectors(SPARSE, (0, 4, [0], [1.0]))]
-)
-def test_rows_of_different_lengths(array: Any) -> None:
-    with pytest.raises(ValueError, match=r"column x: rows have \d to \d values"):
-        decoded(array, "x")
+    return stored(tmp_path)
 
 
 # -- training: two ranks give what one process gives -----------------------------------
@@ -209,7 +78,10 @@ def torch_model() -> Any:
 
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Sigmoid()
+        torch.nn.Linear(2, 8),
+        torch.nn.Tanh(),
+        torch.nn.Linear(8, 1),
+        torch.nn.Sigmoid(),
     )
 
 
@@ -233,7 +105,7 @@ def torch_estimator(store: Any, **params: Any) -> Any:
 
 
 def test_torch_steps_are_those_of_one_process(store: Any) -> None:
-    """Each step's gradient is the mean over the rows of both ranks, the last one's, too."""
+    """A step's gradient is the mean over the rows of both ranks, even of the last."""
     estimator = torch_estimator(
         store, backend=Here(2), batch_size=8, epochs=2, validation=0.2
     )
@@ -352,7 +224,10 @@ def test_two_ranks_are_like_one(store: Any, make: Callable[..., Any]) -> None:
         models.append(estimator.fit_on_parquet())
     one, two = (model.getHistory() for model in models)
     if isinstance(one, list):
-        one, two = ({k: [e[k]["loss"] for e in h] for k in ("train", "validation")} for h in (one, two))
+        one, two = (
+            {k: [e[k]["loss"] for e in h] for k in ("train", "validation")}
+            for h in (one, two)
+        )
     else:
         one, two = ({k: h[k] for k in ("loss", "val_loss")} for h in (one, two))
     for name in one:
@@ -387,3 +262,167 @@ def test_a_run_goes_on_from_its_checkpoint(
         np.testing.assert_allclose(a, b, atol=1e-6)
     again = make(store, run_id="parts", epochs=3, **how).fit_on_parquet()
     assert epochs(again) == 6
+
+
+# -- DataFrames ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[Any]:
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs a Java runtime")
+    with local_spark("local[2]") as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any) -> Any:
+    """Vectors, every second one a sparse one."""
+    from pyspark.ml.linalg import Vectors
+
+    rows = []
+    for row in table().to_pylist():
+        values = row["features"]
+        sparse = Vectors.sparse(2, dict(enumerate(values)))
+        row["features"] = sparse if row["number"] % 2 else Vectors.dense(values)
+        row["val"] = row["number"] % 5 == 0
+        rows.append(row)
+    return spark.createDataFrame(rows).coalesce(2)
+
+
+def test_fit_and_transform(frame: Any, tmp_path: Path) -> None:
+    """By Spark's tasks, with a validation column; the model says what it said."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    store = Store.create(str(tmp_path / "store"))
+    how: dict[str, Any] = {"num_proc": 2, "batch_size": 16, "epochs": 2}
+    estimator = torch_estimator(store, **how, validation="val")
+    model = estimator.fit(frame)
+    history = model.getHistory()
+    assert [entry["epoch"] for entry in history] == [0, 1]
+    assert 0 < history[1]["validation"]["loss"] < 1
+    assert store.exists(f"{store.get_checkpoint_path(model.getRunId())}/checkpoint")
+    written = Rows.of(store, store.get_train_data_path(0), ["y"])
+    validated = Rows.of(store, store.get_val_data_path(0), ["y"])
+    assert (written.count, validated.count) == (80, 21)
+
+    out = model.setOutputCols(["p"]).transform(frame)
+    assert dict(out.dtypes)["p"] == "double"
+    rows = out.orderBy("number").collect()
+    features = torch.tensor(table()["features"].to_pylist(), dtype=torch.float32)
+    with torch.no_grad():
+        expected = model.getModel()(features)[:, 0]
+    np.testing.assert_allclose([row.p for row in rows], expected, rtol=1e-5)
+    assert rows[1].features.toArray().tolist() == table()["features"][1].as_py()
+
+    # The same DataFrame is not written again; other Params are given for one fit.
+    file = Path(store.get_localized_path(store.get_train_data_path(0)), "_SUCCESS")
+    before = file.stat().st_mtime_ns
+    again = estimator.fit(frame, {estimator.epochs: 1})
+    assert len(again.getHistory()) == 1 and estimator.getEpochs() == 2
+    assert file.stat().st_mtime_ns == before
+
+
+def test_save_and_load(spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml import Pipeline, PipelineModel
+
+    estimator = torch_estimator(None, run_id="run", epochs=7)
+    estimator.write().overwrite().save(str(tmp_path / "estimator"))
+    loaded = type(estimator).load(str(tmp_path / "estimator"))
+    assert (loaded.uid, loaded.getEpochs(), loaded.getRunId()) == (
+        *(estimator.uid, 7, "run"),
+    )
+    assert loaded.getStore() is None
+    pipeline = Pipeline(stages=[estimator])
+    pipeline.save(str(tmp_path / "pipeline"))
+    assert Pipeline.load(str(tmp_path / "pipeline")).getStages()[0].getEpochs() == 7
+
+    from ringjax.spark.torch import TorchModel
+
+    model = TorchModel(
+        model=torch_model(),
+        feature_columns=["features"],
+        label_columns=["y"],
+        history=[{"epoch": 0}],
+    )
+    stages = PipelineModel(stages=[model])
+    stages.save(str(tmp_path / "model"))
+    back = PipelineModel.load(str(tmp_path / "model")).stages[0]
+    assert back.getHistory() == [{"epoch": 0}]
+    assert back.getOutputCols() == ["y__output"]
+    pairs = zip(
+        model.getModel().parameters(), back.getModel().parameters(), strict=True
+    )
+    assert all((a == b).all() for a, b in pairs)
+
+
+@pytest.mark.parametrize("make", [flax_estimator, keras_estimator])
+def test_models_predict(
+    store: Any, frame: Any, tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    how = {"backend": Here(1), "batch_size": 51, "epochs": 1}
+    model = make(store, **how, sample_weight_col=None).fit_on_parquet()
+    model.save(str(tmp_path / "model"))
+    loaded = type(model).load(str(tmp_path / "model"))
+    rows = loaded.transform(frame).orderBy("number").collect()
+    features = np.array(table()["features"].to_pylist(), np.float32)
+    whole = model.getModel()
+    expected = whole.predict(features) if hasattr(whole, "predict") else whole(features)
+    found = [row.y__output for row in rows]
+    np.testing.assert_allclose(found, np.asarray(expected)[:, 0], rtol=1e-4)
+
+
+def test_several_values_are_a_vector(frame: Any) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from pyspark.ml.linalg import DenseVector
+
+    from ringjax.spark.common import util
+    from ringjax.spark.torch import TorchModel
+
+    model = TorchModel(
+        model=torch.nn.Linear(2, 3),
+        feature_columns=["features"],
+        label_columns=["y"],
+        input_shapes=[[-1, 2]],
+        _metadata=util._get_metadata(frame.drop("val")),
+    )
+    row = model.transform(frame).head()
+    assert isinstance(row.y__output, DenseVector) and len(row.y__output) == 3
+
+
+def test_what_is_wrong_is_said_before_anything_starts(
+    frame: Any, tmp_path: Path
+) -> None:
+    store = Store.create(str(tmp_path))
+    one = {"backend": Here(1)}
+    for params, message in (
+        ({**one, "feature_cols": ["none"]}, "no column none; there are"),
+        ({**one, "validation": "none"}, "no column none"),
+        ({**one, "validation": 1.5}, "expected a fraction below 1"),
+        ({**one, "input_shapes": [[3]]}, "column features has 2 values in a row"),
+        ({**one, "num_proc": 2}, "both given"),
+        ({"backend": Here(102)}, "101 rows are too few for 102 ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch_estimator(store, **params).fit(frame)
+    with pytest.raises(TypeError, match="no Param batchsize"):
+        torch_estimator(store, batchsize=3)
+
+
+def test_columns_of_a_frame(frame: Any) -> None:
+    from pyspark.ml.linalg import DenseVector, SparseVector
+
+    from ringjax.spark.common import constants, util
+
+    types, shapes, sizes = util._get_col_info(frame)
+    assert types["features"] == {DenseVector, SparseVector}
+    assert (shapes["features"], sizes["features"], shapes["y"]) == (2, 2, 1)
+    found = util._get_metadata(frame.select("features"))["features"]
+    assert found["intermediate_format"] == constants.ARRAY
+    schema = util.get_spark_df_output_schema(
+        frame.schema, ["y"], ["p"], util._get_metadata(frame.select("y"))
+    )
+    assert schema["p"].dataType == schema["y"].dataType
+    train, val, part = util._train_val_split(frame, "val")
+    assert (train.count(), val.count()) == (80, 21) and "val" not in train.columns
+    assert util._train_val_split(frame, 0.2)[2] == 0.2
+    assert part == 0.0

@@ -137,7 +137,9 @@ def _get_metadata(df: Any) -> dict[str, dict[str, Any]]:
     types, shapes, sizes = _get_col_info(df)
     found = {}
     for field in df.schema.fields:
-        dense, sparse = (kind in types[field.name] for kind in (DenseVector, SparseVector))
+        dense, sparse = (
+            kind in types[field.name] for kind in (DenseVector, SparseVector)
+        )
         kind, how = type(field.dataType), constants.NOCHANGE
         if dense:
             kind, how = DenseVector, constants.ARRAY

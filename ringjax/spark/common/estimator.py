@@ -240,7 +240,9 @@ class HorovodModel(Model, ModelParams, Saved):
         first = df.select(*features).limit(1).toArrow().combine_chunks().to_batches()
         several = [False] * len(labels)
         if first:
-            outputs = make()([decoded(first[0].column(name), name) for name in features])
+            outputs = make()(
+                [decoded(first[0].column(name), name) for name in features]
+            )
             several = [output[0].size > 1 for output in outputs]
         schema = get_spark_df_output_schema(df.schema, labels, names, metadata, several)
         kinds = [schema[name].dataType for name in names]

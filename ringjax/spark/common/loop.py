@@ -140,8 +140,10 @@ def train(make: Callable[..., Learner], job: Job, *args: Any) -> tuple[Any, ...]
         checkpoint = b""
         for epoch in range(done, done + left):
             batches = itertools.islice(stream, job.epoch_steps)
-            entry = {"epoch": epoch}
-            entry["train"] = learner.report(_means(map(_counted(learner.learn), batches)))
+            entry: dict[str, Any] = {"epoch": epoch}
+            entry["train"] = learner.report(
+                _means(map(_counted(learner.learn), batches))
+            )
             if job.val_rows is not None:
                 judged = map(_counted(learner.judge), job.validation())
                 entry["validation"] = learner.report(_means(judged))

@@ -34,7 +34,10 @@ class Accessible(Params):
             regular = name.title().replace("_", "")
             get, put = _IRREGULAR.get(name, (regular, regular))
             accessors = [(f"get{regular}", _getter(name)), (f"get{get}", _getter(name))]
-            accessors += [(f"set{regular}", _setter(name)), (f"set{put}", _setter(name))]
+            accessors += [
+                (f"set{regular}", _setter(name)),
+                (f"set{put}", _setter(name)),
+            ]
             for accessor, function in accessors:
                 if not hasattr(cls, accessor):
                     setattr(cls, accessor, function)
@@ -114,7 +117,9 @@ class EstimatorParams(Accessible):
         "partitions_per_process", "Parquet files for a rank", TypeConverters.toInt
     )
     run_id = _param(
-        "run_id", "a run that is there goes on from its checkpoint", TypeConverters.toString
+        "run_id",
+        "a run that is there goes on from its checkpoint",
+        TypeConverters.toString,
     )
     transformation_fn = _param("transformation_fn", "changes the columns of a batch")
     gradient_compression = _param("gradient_compression", "what gradients travel as")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyspark.ml.linalg import DenseVector, VectorUDT
-from pyspark.sql import functions
 from pyspark.sql.types import BooleanType
 
 from ringjax.spark.common import constants
@@ -52,9 +51,7 @@ class TrainingDataCache:
                 # Numbers that nobody uses are given again.
                 taken = {p.index for p in self._known.values() if p.users}
                 index = next(i for i in range(len(taken) + 1) if i not in taken)
-                self._known = {
-                    k: p for k, p in self._known.items() if p.index != index
-                }
+                self._known = {k: p for k, p in self._known.items() if p.index != index}
                 found = self._known[whole] = _Prepared(index, frame, columns)
             found.users += 1
         try:
@@ -200,8 +197,8 @@ def _of_column(kind: Any, row: Any) -> dict[str, Any]:
     size = int(row[0].size) if hasattr(row[0], "size") else 1
     vector = isinstance(kind, VectorUDT) or (kind is None and row.ndim > 1)
     if kind is None and not vector:
-        from pyspark.sql.pandas.types import from_arrow_type
         import pyarrow as pa
+        from pyspark.sql.pandas.types import from_arrow_type
 
         kind = from_arrow_type(pa.array(row).type)
     return {
@@ -245,7 +242,7 @@ def _train_val_split(
     if not isinstance(validation, str):
         train, val = df.randomSplit([1.0 - validation, validation], seed)
         return train, val, validation
-    column = functions.col(validation)
+    column = df[validation]
     if not isinstance(df.schema[validation].dataType, BooleanType):
         column = column > 0
     val, train = df.filter(column), df.filter(~column)

@@ -94,7 +94,8 @@ class Rows:
 
     def steps(self, size: int, batch_size: int) -> int:
         """The batches of an epoch, the same for all ranks."""
-        return -(-(-(-self.count // size)) // batch_size)
+        most = -(-self.count // size)
+        return -(-most // batch_size)
 
     def batches(
         self,
@@ -268,7 +269,7 @@ def _vectors(array: Any, name: str) -> np.ndarray[Any, Any]:
     dense = array.field("type").to_numpy(zero_copy_only=False) == 1
     lists = array.field("values")
     counts = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    values = lists.flatten().to_numpy(zero_copy_only=False)
+    values: np.ndarray[Any, Any] = lists.flatten().to_numpy(zero_copy_only=False)
     sizes = np.nan_to_num(array.field("size").to_numpy(zero_copy_only=False))
     width = _check_alike(np.where(dense, counts, sizes), name)
     if dense.all():

@@ -31,6 +31,8 @@ class FlaxLearner:
 
     def __init__(self, job: Job, spec: bytes) -> None:
         self._job = job
+        self._params: Any = None
+        self._rest: Any = None
         self._spec: dict[str, Any] = cloudpickle.loads(spec)
         compression = self._spec["gradient_compression"] or Compression.none
         self._tx = optax.chain(
@@ -47,14 +49,14 @@ class FlaxLearner:
         self._graph = nnx.split(model)[0]
         model.train()
         self._training = nnx.split(model)[0]
-        _, self._params, self._rest = nnx.split(model, nnx.Param, ...)
+        parts: Any = nnx.split(model, nnx.Param, ...)
+        self._params, self._rest = parts[1:]
 
     def learn(self, batch: Batch) -> list[float]:
         """A step; the means of the loss and of all metrics over its rows."""
         given = self._given(batch, self._job.batch_size)
-        self._params, self._rest, self._state, means = self._learn(
-            self._params, self._rest, self._state, *given
-        )
+        found: Any = self._learn(self._params, self._rest, self._state, *given)
+        self._params, self._rest, self._state, means = found
         return [float(mean) for mean in means]
 
     def judge(self, batch: Batch) -> list[float]:
@@ -155,7 +157,8 @@ class FlaxLearner:
         for group in spec["metrics"]:
             functions = group * len(pairs) if len(group) == 1 else group
             means += [mean(f, *p, there) for f, p in zip(functions, pairs, strict=True)]
-        return means, nnx.split(model, nnx.Param, ...)[2]
+        parts: Any = nnx.split(model, nnx.Param, ...)
+        return means, parts[2]
 
     def _shaped(self, labels: Sequence[Any]) -> Sequence[Any]:
         shapes = self._spec["label_shapes"]
@@ -195,7 +198,7 @@ def predictor(
     def predict(columns: Sequence[Array]) -> list[Array]:
         count = len(columns[0])
         rows = 1 << (count - 1).bit_length()  # few programs for many numbers of rows
-        shapes = input_shapes or [None] * len(columns)
+        shapes: Any = input_shapes or [None] * len(columns)
         pairs = zip(columns, shapes, strict=True)
         outputs = call(state, *(array(x, shape, rows) for x, shape in pairs))
         found = outputs if isinstance(outputs, list | tuple) else [outputs]

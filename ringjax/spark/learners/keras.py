@@ -183,7 +183,7 @@ def _lasting(model: Any) -> list[Any]:
 def _keeper(keras: Any, job: Job, history: dict[str, Any]) -> Any:
     """Keeps a checkpoint after each epoch, and what was measured."""
 
-    class Keeper(keras.callbacks.Callback):  # type: ignore[misc]
+    class Keeper(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
             self.history = {name: list(values) for name, values in history.items()}

@@ -226,7 +226,7 @@ def predictor(
     loaded = cloudpickle.loads(model).eval()
 
     def predict(columns: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        shapes = input_shapes or [None] * len(columns)
+        shapes: Any = input_shapes or [None] * len(columns)
         pairs = zip(columns, shapes, strict=True)
         with torch.no_grad():
             outputs = loaded(*(tensor(column, shape) for column, shape in pairs))
