@@ -3,6 +3,8 @@
 What needs no Spark has ranks of `ringjax.run`, and Parquet files of pyarrow.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import os
