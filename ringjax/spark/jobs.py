@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from ringjax.errors import LaunchError
@@ -153,12 +154,12 @@ def session() -> SparkSession:
     Raises:
         RuntimeError: there is none.
     """
-    spark = SparkSession.getActiveSession()
-    if spark is None:
+    try:
+        return SparkSession.active()  # of this thread, or of another
+    except PySparkException as error:
         raise RuntimeError(
             "Could not find an active SparkContext: make a SparkSession first"
-        )
-    return spark
+        ) from error
 
 
 def parallelism(spark: SparkSession) -> int:

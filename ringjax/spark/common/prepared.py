@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,56 +20,74 @@ from ringjax.spark.common.rows import Rows
 Metadata = dict[str, dict[str, Any]]
 
 
+Properties = tuple[int, int, Metadata, float]
+
+
 @dataclass
 class _Prepared:
-    """A DataFrame's files: their number in the store, what they are of."""
+    """A DataFrame's files: their number in the store, and what they are of."""
 
     index: int
     frame: Any
     columns: set[str]
+    properties: Properties
     users: int = 0
-    properties: tuple[int, int, Metadata, float] | None = None
 
 
 class TrainingDataCache:
     """Which DataFrames are in which store."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         self._known: dict[tuple[Any, ...], _Prepared] = {}
 
     @contextlib.contextmanager
     def use(
-        self, frame: Any, columns: set[str], *key: Any
-    ) -> Iterator[tuple[_Prepared, bool]]:
-        """The place of a DataFrame, and whether its files are there already."""
+        self,
+        frame: Any,
+        columns: set[str],
+        store: Any,
+        validation: float | str | None,
+        seed: int | None,
+        write: Callable[[int], Properties],
+    ) -> Iterator[int]:
+        """The number of a DataFrame's files, which are written if they are not there.
+
+        Args:
+            frame, columns, validation, seed: what they are of.
+            store: where they are.
+            write: writes them under a number; what is known of them then.
+        """
         with self.lock:
-            whole = (id(frame), *key)
-            found = self._known.get(whole)
-            there = found is not None and columns <= found.columns
-            if found is None or not there:
+            key = (id(frame), store.get_train_data_path(), validation, seed)
+            found = self._known.get(key)
+            if (
+                found is None
+                or not columns <= found.columns
+                or not store.exists(store.get_train_data_path(found.index))
+            ):
                 # Numbers that nobody uses are given again.
                 taken = {p.index for p in self._known.values() if p.users}
                 index = next(i for i in range(len(taken) + 1) if i not in taken)
-                self._known = {k: p for k, p in self._known.items() if p.index != index}
-                found = self._known[whole] = _Prepared(index, frame, columns)
+                known = self._known.items()
+                self._known = {k: p for k, p in known if p.index != index}
+                found = _Prepared(index, frame, columns, write(index))
+                self._known[key] = found
             found.users += 1
         try:
-            yield found, there and found.properties is not None
-        except BaseException:
-            found.properties = None
-            raise
+            yield found.index
         finally:
-            found.users -= 1
+            with self.lock:
+                found.users -= 1
 
-    def properties(self, index: int) -> tuple[int, int, Metadata, float]:
+    def properties(self, index: int) -> Properties:
         """Training rows, validation rows, metadata, bytes of a row.
 
         Raises:
             KeyError: no such number.
         """
         for known in self._known.values():
-            if known.index == index and known.properties is not None:
+            if known.index == index:
                 return known.properties
         raise KeyError(index)
 
@@ -87,7 +105,7 @@ def clear_training_cache() -> None:
     _training_cache.clear()
 
 
-def get_dataset_properties(dataset_idx: int) -> tuple[int, int, Metadata, float]:
+def get_dataset_properties(dataset_idx: int) -> Properties:
     """Training rows, validation rows, metadata of the columns, bytes of a row."""
     return _training_cache.properties(dataset_idx)
 
@@ -139,24 +157,26 @@ def prepare_data(
     if sample_weight_col:
         names.append(sample_weight_col)
     _check_columns(names, df.columns)
-    place = (store.get_train_data_path(), validation, seed)
-    with _training_cache.use(df, set(names), *place) as (known, there):
-        if not there:
-            if verbose:
-                print(f"writing to {store.get_train_data_path(known.index)}")
-            part = df.select([*names, *([validation] * isinstance(validation, str))])
-            frames = _train_val_split(part, validation, seed)[:2]
-            paths = store.get_train_data_path, store.get_val_data_path
-            for frame, path in zip(frames, paths, strict=True):
-                if frame is not None:
-                    files = frame.coalesce(num_processes * partitions_per_process)
-                    files.write.mode("overwrite").parquet(path(known.index))
-            known.properties = get_simple_meta_from_parquet(
-                *(store, label_columns, features, sample_weight_col, known.index),
-                schema=df.schema,
-                validates=frames[1] is not None,
-            )
-        yield known.index
+
+    def write(number: int) -> Properties:
+        if verbose:
+            print(f"writing to {store.get_train_data_path(number)}")
+        part = df.select([*names, *([validation] * isinstance(validation, str))])
+        frames = _train_val_split(part, validation, seed)[:2]
+        paths = store.get_train_data_path, store.get_val_data_path
+        for frame, path in zip(frames, paths, strict=True):
+            if frame is not None:
+                files = frame.coalesce(num_processes * partitions_per_process)
+                files.write.mode("overwrite").parquet(path(number))
+        return get_simple_meta_from_parquet(
+            *(store, label_columns, features, sample_weight_col, number),
+            schema=df.schema,
+            validates=frames[1] is not None,
+        )
+
+    use = _training_cache.use(df, set(names), store, validation, seed, write)
+    with use as number:
+        yield number
 
 
 def get_simple_meta_from_parquet(
@@ -167,7 +187,7 @@ def get_simple_meta_from_parquet(
     dataset_idx: int | None = None,
     schema: Any = None,
     validates: bool = True,
-) -> tuple[int, int, Metadata, float]:
+) -> Properties:
     """Training rows, validation rows, metadata of the columns, bytes of a row.
 
     Raises:

@@ -27,8 +27,8 @@ class TorchLearner:
     """
 
     def __init__(self, job: Job, spec: bytes) -> None:
-        spec_: dict[str, Any] = cloudpickle.loads(spec)
-        self._job, self._spec = job, spec_
+        given: dict[str, Any] = cloudpickle.loads(spec)
+        self._job, self._spec = job, given
         if job.seeded:
             torch.manual_seed(job.seed)
         self._device = torch.device("cpu")
@@ -36,21 +36,21 @@ class TorchLearner:
             number = hvd.local_rank() % torch.cuda.device_count()
             torch.cuda.set_device(number)
             self._device = torch.device("cuda", number)
-        self._model = spec_["model"].to(self._device)
-        plain = bound(spec_["optimizer"], self._model)
+        self._model = given["model"].to(self._device)
+        plain = bound(given["optimizer"], self._model)
         plain.load_state_dict(scaled(plain.state_dict(), hvd.size()))
-        compression = spec_["gradient_compression"]
+        compression = given["gradient_compression"]
         self._optimizer = hvd.DistributedOptimizer(
             plain,
             named_parameters=self._model.named_parameters(),
-            backward_passes_per_step=spec_["backward_passes_per_step"],
+            backward_passes_per_step=given["backward_passes_per_step"],
             **({"compression": compression} if compression else {}),
         )
-        self._losses = spec_["loss"]
-        if spec_["loss_constructors"]:
-            self._losses = [make() for make in spec_["loss_constructors"]]
+        self._losses = given["loss"]
+        if given["loss_constructors"]:
+            self._losses = [make() for make in given["loss_constructors"]]
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
-        self._minibatch = spec_["train_minibatch_fn"] or self._pass
+        self._minibatch = given["train_minibatch_fn"] or self._pass
         self._passes = 0
 
     def learn(self, batch: Batch) -> list[float]:
