@@ -1,7 +1,8 @@
-"""A rank's rows of Parquet files: which, in what order, and how they are decoded."""
+"""A rank's rows of Parquet files, and the stores that they are in; without Spark."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from engines.parquet_data import ROWS, stored
 
 pa = pytest.importorskip("pyarrow", reason="Spark's extra is not installed")
 from ringjax.spark.common.rows import Rows, decoded  # noqa: E402
+from ringjax.spark.common.store import (  # noqa: E402
+    DBFSLocalStore,
+    FilesystemStore,
+    HDFSStore,
+    Store,
+)
 
 
 @pytest.fixture
@@ -124,3 +131,76 @@ def test_columns(array: Any, expected: Any) -> None:
 def test_rows_of_different_lengths(array: Any) -> None:
     with pytest.raises(ValueError, match=r"column x: rows have \d to \d values"):
         decoded(array, "x")
+
+
+# -- stores ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("root", "host", "port", "full"),
+    [
+        ("hdfs://node:8020/user/out", "node", 8020, "hdfs://node:8020/user/out"),
+        ("hdfs:///user/out", "default", 0, "hdfs:///user/out"),
+        ("/user/out", "default", 0, "hdfs:///user/out"),
+    ],
+)
+def test_a_store_in_hdfs(root: str, host: str, port: int, full: str) -> None:
+    found = copy.copy(HDFSStore(root, val_path="/val"))  # as a rank gets it
+    assert (found._hdfs_kwargs["host"], found._hdfs_kwargs["port"]) == (host, port)
+    assert found.get_full_path("/user/out") == full
+    assert found.get_localized_path(full) == "/user/out"
+    assert found.get_train_data_path(3) == f"{full}/intermediate_train_data.3"
+    assert found.get_val_data_path() == full.replace("/user/out", "/val")
+    assert found.get_checkpoint_path("run") == f"{full}/runs/run"
+
+
+def test_what_is_no_store_in_hdfs() -> None:
+    for path in ("file:///user/out", "hdfs://node:8020"):
+        with pytest.raises(ValueError, match="not a folder in HDFS"):
+            HDFSStore(path)
+
+
+@pytest.mark.parametrize("prefix", ["/dbfs/", "dbfs:/", "file:///dbfs/", "file:/dbfs/"])
+def test_a_store_in_databricks(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(Store.create("/dbfs/runs")) is FilesystemStore
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17.0")
+    found = Store.create(f"{prefix}runs")
+    assert isinstance(found, DBFSLocalStore)
+    assert found.prefix_path == "file:///dbfs/runs"
+    with pytest.raises(ValueError, match="not a path below /dbfs"):
+        DBFSLocalStore("dbfs://runs")
+
+
+def test_files_in_a_store(tmp_path: Path) -> None:
+    found = Store.create(str(tmp_path))
+    file = f"{found.get_run_path('run')}/a.ckpt"
+    assert not found.exists(file)
+    found.write_text(file, "text")
+    assert found.read(file) == b"text"
+    assert [Path(f).name for f in found.get_checkpoints("run")] == ["a.ckpt"]
+    with found.get_local_output_dir_fn("run")() as folder:
+        Path(folder, "b").write_text("b")
+        found.sync_fn("run")(folder)
+    assert found.read(f"{found.get_run_path('run')}/b") == b"b"
+    assert not found.is_parquet_dataset(found.get_train_data_path())
+
+
+def test_a_filesystem_of_fsspec() -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    found = Store.create("memory://here/runs")
+    found.write_text("memory://here/runs/file", "text")
+    assert found.read("memory://here/runs/file") == b"text"
+
+
+def test_params_have_accessors() -> None:
+    pytest.importorskip("pyspark", reason="Spark's extra is not installed")
+    from ringjax.spark.common.params import EstimatorParams, ModelParams
+
+    params = EstimatorParams()
+    for name in ("ShufflingBufferSize", "TrainReaderNumWorker", "NumProc", "Epochs"):
+        assert getattr(params, f"set{name}")(7) is params
+        assert getattr(params, f"get{name}")() == 7
+    assert params.setInMemoryCacheAll(True).getInMemoryCacheAll() is True
+    assert ModelParams().setLabelColoumns(["y"]).getLabelColumns() == ["y"]
+    with pytest.raises(TypeError, match="EstimatorParams has no Param batchsize"):
+        params.setParams(batchsize=3)
