@@ -235,6 +235,24 @@ def test_a_rank_that_raises_is_tried_again(spark: SparkSession, tmp_path: Path) 
     assert results[0]["rank"] == 0
 
 
+def test_all_ranks_raise_at_once(spark: SparkSession, tmp_path: Path) -> None:
+    """Nobody is left who has the state, so the job ends, with the error."""
+
+    def fn(folder: str) -> None:
+        import ringjax
+
+        ringjax.init()
+        once = Path(folder, str(ringjax.rank()))
+        there = once.exists()
+        once.touch()
+        ringjax.barrier()
+        if not there:
+            raise ValueError("all at once")
+
+    with pytest.raises(LaunchError, match="ValueError: all at once"):
+        ringjax.spark.run_elastic(fn, (str(tmp_path),), num_proc=2, min_np=1)
+
+
 def test_a_program_that_always_fails_ends(spark: SparkSession) -> None:
     def fn() -> None:
         raise ValueError("always")
