@@ -44,19 +44,22 @@ test: $(VENV)/torch $(VENV)/installed-test  ## all tests: plain pytest, which la
 # In an environment of its own: their packages are large, and pull others along.
 ENGINES ?= ray spark slurm kubernetes
 test-engines: $(VENV)-engines/installed  ## Ray, Spark and Slurm for real: nodes and workers killed
-	@failed=; for engine in $(ENGINES); do \
-	  echo "$$engine:"; \
-	  $(VENV)-engines/bin/pytest -n 0 -p no:kmock tests/engines/$${engine}_jobs.py $(TESTS) || failed="$$failed $$engine"; \
-	done; \
+	@failed=; for engine in $(ENGINES); do for file in tests/engines/$${engine}*_jobs.py; do \
+	  echo "$$file:"; \
+	  $(VENV)-engines/bin/pytest -n 0 -p no:kmock $$file $(TESTS) || failed="$$failed $$file"; \
+	done; done; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 $(VENV)-engines/installed: pyproject.toml $(NATIVE)
-	@echo 'The tests of engines need Ray and Spark: 0.6 GB to download, 2 GB on disk. Spark'
+	@echo 'The tests of engines need Ray, Spark and frameworks: 1 GB to download, 3 GB on disk. Spark'
 	@echo 'also needs Java, and Slurm root and: apt-get install slurmd slurmctld slurm-client munge'
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip --quiet --disable-pip-version-check install \
-	  --editable '.[ray,spark]' 'pytest>=8' pytest-timeout 'pytest-xdist>=3.6' hypothesis \
-	  kubernetes-validate kubeflow_trainer_api kmock pyyaml
+	  --editable '.[ray,spark,keras]' 'pyspark[connect]' flax 'pytest>=8' pytest-timeout \
+	  'pytest-xdist>=3.6' hypothesis kubernetes-validate kubeflow_trainer_api kmock pyyaml
+	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1+cpu/p' pyproject.toml); \
+	$(VENV)-engines/bin/python -m pip --quiet install "torch==$$torch" 2>/dev/null || \
+	  echo "pip finds no CPU build of PyTorch, whose estimators are not tested then."
 	@touch $@
 
 lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format, codespell

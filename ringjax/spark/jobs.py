@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from ringjax.errors import LaunchError
@@ -153,20 +154,21 @@ def session() -> SparkSession:
     Raises:
         RuntimeError: there is none.
     """
-    spark = SparkSession.getActiveSession()
-    if spark is None:
+    try:
+        return SparkSession.active()  # of this thread, or of another
+    except PySparkException as error:
         raise RuntimeError(
             "Could not find an active SparkContext: make a SparkSession first"
-        )
-    return spark
+        ) from error
 
 
 def parallelism(spark: SparkSession) -> int:
     """How many tasks can run at once."""
     try:
         return int(spark.sparkContext.defaultParallelism)
-    except Exception:  # Spark Connect has no context
-        return int(spark.conf.get("spark.default.parallelism", "1") or 1)
+    except Exception:  # Spark Connect has no context; it divides what has no division
+        parts = spark.range(1 << 16).selectExpr("spark_partition_id() AS part")
+        return int(parts.selectExpr("max(part) + 1").head()[0])
 
 
 def _settings(
@@ -190,7 +192,10 @@ def launch(
     Raises:
         LaunchError: the job has failed.
     """
-    tasks = _Tasks(spark, job, rank)
+    room = None
+    if start_timeout is not None and not isinstance(spark, SparkSession):
+        room = parallelism(spark)  # Spark Connect only tells while there is room
+    tasks = _Tasks(spark, job, rank, room)
     tasks.start()
     begin, told = time.monotonic(), False
     try:
@@ -249,9 +254,11 @@ class _Tasks(threading.Thread):
         error: why Spark gave up.
     """
 
-    def __init__(self, spark: SparkSession, job: EngineJob, rank: Rank) -> None:
+    def __init__(
+        self, spark: SparkSession, job: EngineJob, rank: Rank, room: int | None
+    ) -> None:
         super().__init__(name="spark-job", daemon=True)
-        self._spark, self._job, self._rank = spark, job, rank
+        self._spark, self._job, self._rank, self._room = spark, job, rank, room
         self._tag = f"ringjax.spark.run.{next(_jobs)}"
         self.ended = threading.Event()
         self.rows: list[Any] = []
@@ -262,6 +269,8 @@ class _Tasks(threading.Thread):
         size, barrier = self._rank.size, not self._rank.elastic
         try:
             self._spark.addTag(self._tag)  # of this thread
+            if isinstance(self._spark, SparkSession):
+                self._spark.sparkContext.setJobGroup(self._tag, "ringjax")
             frame = self._spark.range(0, size, 1, size)
             tasks = frame.mapInArrow(self._rank, SCHEMA, barrier=barrier)
             self.rows = tasks.collect()
@@ -280,15 +289,29 @@ class _Tasks(threading.Thread):
 
     def check_number(self, seconds: float) -> None:
         """Stops the job if Spark has not even started all of its tasks."""
-        try:
-            tracker = self._spark.sparkContext.statusTracker()
-        except Exception:  # Spark Connect has no context
+        size = self._rank.size
+        if self._job.elastic:
             return
-        stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
-        count = sum(int(stage.numActiveTasks) for stage in stages if stage is not None)
-        if count < self._rank.size and not self._job.elastic:
+        if isinstance(self._spark, SparkSession):
+            count, room = self._tasks_begun(), parallelism(self._spark)
+        elif self._room is not None and self._room < size:
+            count, room = 0, self._room
+        else:
+            return
+        if count < size:
             self._job.stop(
-                f"Spark has started {count} of {self._rank.size} tasks within "
-                f"{seconds:.0f} s; it has room for {parallelism(self._spark)} at once: "
-                "are there enough executors and cores?"
+                f"Spark has started {count} of {size} tasks within {seconds:.0f} s; it "
+                f"has room for {room} at once: are there enough executors and cores?"
             )
+
+    def _tasks_begun(self) -> int:
+        """The tasks of this job that have started."""
+        tracker = self._spark.sparkContext.statusTracker()
+        jobs = map(tracker.getJobInfo, tracker.getJobIdsForGroup(self._tag))
+        stages = [number for job in jobs if job is not None for number in job.stageIds]
+        infos = map(tracker.getStageInfo, stages)
+        return sum(
+            int(info.numActiveTasks + info.numCompletedTasks)
+            for info in infos
+            if info is not None
+        )

@@ -64,7 +64,8 @@ class Rank:
         else:
             rank, own = _place(context, node)
             number = rank
-        env = {**environ.inherited(), **self.ticket, **own, **self._gpus(context)}
+        # What somebody says of GPUs counts more than what Spark has assigned.
+        env = {**environ.inherited(), **self._gpus(context), **self.ticket, **own}
         env["PYTHONPATH"] = environ.agent_path()
         ended = _run(self.argv, env, self.payload, rank if rank >= 0 else number)
         if self.elastic and ended.code:
@@ -87,6 +88,12 @@ class Rank:
     def _gpus(self, context: TaskContext) -> dict[str, str]:
         gpus = context.resources().get("gpu") if self.use_gpu else None
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)} if gpus else {}
+
+
+def get_available_devices() -> list[str]:
+    """The GPUs that a rank sees, those that Spark has assigned to its task."""
+    gpus = environ.inherited().get("CUDA_VISIBLE_DEVICES", "")
+    return gpus.split(",") if gpus else []
 
 
 def _place(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]:

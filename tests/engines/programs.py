@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -61,10 +62,55 @@ def wait_for_sizes(folder: Path, size: int, count: int, seconds: float = 60) -> 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         texts = [
-            f.read_text().split("\n") for f in folder.iterdir() if f.name.isdigit()
+            f.read_text().split("\n")
+            for f in folder.iterdir()
+            if f.name.isdigit() and Path("/proc", f.name).exists()
         ]
         last = [lines[-2].split()[1] for lines in texts if len(lines) > 1]
         if last.count(str(size)) >= count:
             return
         time.sleep(0.05)
     raise TimeoutError(f"no {count} processes in a job of {size}: {texts}")
+
+
+def train_until(folder: str) -> list[tuple[int, float]]:
+    """An elastic training that ends when there is a file `stop`.
+
+    Returns, and keeps in files, the size of the job and the time where it changed.
+    """
+    import numpy as np
+
+    import ringjax
+
+    ringjax.init()
+    sizes: list[tuple[int, float]] = []
+
+    @ringjax.elastic.run
+    def loop(state: Any) -> None:
+        while not state.ends:
+            mine = np.array([1, Path(folder, "stop").exists()])
+            size, ends = ringjax.allreduce(mine, op=ringjax.Sum).tolist()
+            if not sizes or sizes[-1][0] != size:
+                sizes.append((size, time.time()))
+                with Path(folder, str(os.getpid())).open("a") as file:
+                    file.write(f"{ringjax.rank()} {size} {sizes[-1][1]}\n")
+            time.sleep(0.01)
+            state.ends = bool(ends)
+            state.commit()
+
+    loop(ringjax.elastic.State(ends=False))
+    return sizes
+
+
+def next_steps(folder: Path, since: float) -> list[float]:
+    """The seconds after which those whose job shrank made their next step."""
+    found = []
+    for file in folder.glob("[0-9]*"):
+        lines = [line.split() for line in file.read_text().splitlines()]
+        pairs = itertools.pairwise(lines)
+        found += [
+            float(b[2]) - since
+            for a, b in pairs
+            if float(b[2]) > since > float(a[2]) and int(b[1]) < int(a[1])
+        ]
+    return found

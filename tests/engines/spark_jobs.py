@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shutil
 import signal
 import sys
@@ -12,10 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from engines import programs
+from engines.local_spark import local_spark
 from pyspark.sql import SparkSession
 
 import ringjax.spark
@@ -31,32 +32,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
     """Two executors in processes of their own, with room for two tasks each."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-    patch.setenv("SPARK_LOCAL_HOSTNAME", "localhost")
-    patch.setenv("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.master("local-cluster[2,2,512]")
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.executor.memory": "512m",
-        "spark.driver.extraJavaOptions": JVM,
-        "spark.executor.extraJavaOptions": JVM,
-        "spark.task.maxFailures": "5",
-    }
-    for key, value in settings.items():
-        builder = builder.config(key, value)
-    session = builder.getOrCreate()
-    yield session
-    session.stop()
-    patch.undo()
+    more = {"spark.executor.memory": "512m", "spark.task.maxFailures": "5"}
+    with local_spark("local-cluster[2,2,512]", **more) as session:
+        yield session
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -108,6 +91,16 @@ def test_too_few_slots(spark: SparkSession) -> None:
         ringjax.spark.run(programs.allreduce, num_proc=5, start_timeout=3)
 
 
+def test_slow_tasks_have_started(spark: SparkSession) -> None:
+    """They only take longer than all of them may take to start."""
+
+    def fn() -> int:
+        time.sleep(7)
+        return 1
+
+    assert ringjax.spark.run(fn, num_proc=2, start_timeout=6) == [1, 1]
+
+
 def test_no_session() -> None:
     code = "import ringjax.spark; ringjax.spark.run(print, num_proc=1)"
     import subprocess
@@ -155,29 +148,58 @@ def test_distributor_here() -> None:
         ringjax.spark.Distributor(2, min_processes=3)
 
 
-def test_a_killed_executor(spark: SparkSession, tmp_path: Path) -> None:
-    """The others go on at once, and Spark's next try of the task joins them."""
-    steps = 3000
-    killed: list[float] = []
+def test_random_kills(spark: SparkSession, tmp_path: Path) -> None:
+    """Executors and ranks: the others go on at once, Spark's next tries join them."""
+    times = random_kills(spark, tmp_path, ["executor", "rank", "executor"], seed=1)
+    print("the next step of all survivors came after", [f"{t:.2f} s" for t in times])
+    assert max(times) < 10
+
+
+def random_kills(
+    spark: SparkSession, folder: Path, kinds: list[str], seed: int
+) -> list[float]:
+    """Kills one of four ranks, or one of two executors, again and again.
+
+    Returns:
+        After how many seconds all survivors had made a step, for each kill.
+    """
+    random = Random(seed)
+    times: list[float] = []
+    failed: list[BaseException] = []
 
     def kill() -> None:
-        programs.wait_for_sizes(tmp_path, 4, 4)
-        killed.append(time.time())
-        os.kill(_executors()[0], signal.SIGKILL)
+        try:
+            for kind in kinds:
+                programs.wait_for_sizes(folder, 4, 4, seconds=120)
+                time.sleep(random.random())
+                # Of a rank's file the name is its process.
+                ranks = [int(f.name) for f in folder.iterdir() if _lives(f.name)]
+                victim = random.choice(_executors() if kind == "executor" else ranks)
+                began = time.time()
+                os.kill(victim, signal.SIGKILL)
+                left = 2 if kind == "executor" else 3
+                while len(found := programs.next_steps(folder, began)) < left:
+                    assert time.time() < began + 60, f"{kind}: {found}"
+                    time.sleep(0.05)
+                times.append(max(found))
+            programs.wait_for_sizes(folder, 4, 4, seconds=120)
+        except BaseException as error:
+            failed.append(error)
+        (folder / "stop").touch()
 
     killer = threading.Thread(target=kill)
     killer.start()
     results = ringjax.spark.run_elastic(
-        programs.train, (str(tmp_path), steps, 0.01), num_proc=4, min_num_proc=1
+        programs.train_until, (str(folder),), num_proc=4, min_num_proc=1
     )
     killer.join()
-    assert [result["rank"] for result in results] == list(range(len(results)))
-    stayed = [r for r in results if any(size == 4 for _, size, _ in r["sizes"])]
-    lost = [[w for _, s, w in r["sizes"] if s < 4 and w > killed[0]] for r in stayed]
-    after = min(min(times) for times in lost if times) - killed[0]
-    print(f"the next step of a survivor came {after:.2f} s after the kill")
+    assert not failed, failed
     assert len(results) == 4
-    assert after < 5
+    return times
+
+
+def _lives(name: str) -> bool:
+    return name.isdigit() and Path("/proc", name).exists()
 
 
 def _executors() -> list[int]:
@@ -185,13 +207,14 @@ def _executors() -> list[int]:
     mine = {os.getpid()}
     found = []
     for entry in sorted(Path("/proc").iterdir(), key=lambda p: p.name.zfill(10)):
-        if not entry.name.isdigit():
-            continue
-        stat = (entry / "stat").read_text()
-        if int(stat.rpartition(")")[2].split()[1]) in mine:
-            mine.add(int(entry.name))
+        try:
+            stat = (entry / "stat").read_text()
             line = (entry / "cmdline").read_bytes()
-            if re.search(rb"CoarseGrainedExecutorBackend", line) and b"java" in line:
+        except OSError:  # no process, or not any more
+            continue
+        if entry.name.isdigit() and int(stat.rpartition(")")[2].split()[1]) in mine:
+            mine.add(int(entry.name))
+            if b"java" in line and b"CoarseGrainedExecutorBackend" in line:
                 found.append(int(entry.name))
     return found
 
@@ -210,6 +233,24 @@ def test_a_rank_that_raises_is_tried_again(spark: SparkSession, tmp_path: Path) 
     results = ringjax.spark.run_elastic(fn, (str(tmp_path),), num_proc=2, min_np=1)
     assert (tmp_path / "failed").exists()
     assert results[0]["rank"] == 0
+
+
+def test_all_ranks_raise_at_once(spark: SparkSession, tmp_path: Path) -> None:
+    """Nobody is left who has the state, so the job ends, with the error."""
+
+    def fn(folder: str) -> None:
+        import ringjax
+
+        ringjax.init()
+        once = Path(folder, str(ringjax.rank()))
+        there = once.exists()
+        once.touch()
+        ringjax.barrier()
+        if not there:
+            raise ValueError("all at once")
+
+    with pytest.raises(LaunchError, match="ValueError: all at once"):
+        ringjax.spark.run_elastic(fn, (str(tmp_path),), num_proc=2, min_np=1)
 
 
 def test_a_program_that_always_fails_ends(spark: SparkSession) -> None:

@@ -36,22 +36,25 @@ ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # they start jobs, 
 # names that say nothing; nobody here imports them.
 HANDING_ON = ("common", "runner")
 FLOOR |= dict.fromkeys(HANDING_ON, 1)
-HOROVODS_NAMES = (*HANDING_ON, "tensorflow/util.py")
+HOROVODS_NAMES = (*HANDING_ON, "tensorflow/util.py", "spark/common")
 MOST_AT_THE_TOP = 16
 
 JAX = {"jax", "jaxlib", "optax"}
 JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
-JAX_MODULES = {"ringjax.elastic.jax_leaves"}  # loaded where the program has loaded JAX
+# Loaded where the program has loaded JAX, or wants it.
+JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.learners.flax"}
 JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
 # Adapters of more than one framework: Keras is part of TensorFlow, and has backends.
 MORE = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
+MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFrame
 # What is not ringjax's own configuration: the whole environment to hand on to ranks,
 # the traces of another launcher, the system's folder for sockets, what NCCL and JAX
 # read when they start.
 ENVIRONMENT_READERS = {
     *("config.py", "run/environ.py", "world/devices.py"),
     *("control/launch_environment.py", "control/rendezvous_lookup.py"),
+    "spark/learners/keras.py",  # says which backend a task's Keras has
     "horovod/functions.py",  # changes it for a while, if a program asks for that
     "runtime/visit.py",  # holds a job's variables in it as long as a call
 }

@@ -1,0 +1,7 @@
+"""Horovod's words for the format of a column in between; here no format changes."""
+
+ARRAY = "array"
+CUSTOM_SPARSE = "custom_sparse_format"
+NOCHANGE = "nochange"
+BYTES_PER_GIB = 1 << 30
+TOTAL_BUFFER_MEMORY_CAP_GIB = 4

@@ -1,0 +1,104 @@
+"""`FlaxEstimator` and `FlaxModel`: Flax models on DataFrames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+from pyspark.ml.param.shared import Param, Params
+
+from ringjax.spark.common import loop
+from ringjax.spark.common.columns import check_shape_compatibility, to_list
+from ringjax.spark.common.estimator import (
+    HorovodEstimator,
+    HorovodModel,
+    Predict,
+    pickled,
+)
+from ringjax.spark.common.params import EstimatorParams as EstimatorParams
+from ringjax.spark.common.prepared import Metadata
+from ringjax.spark.learners import flax as learner
+
+
+class FlaxEstimator(HorovodEstimator):
+    """Trains a Flax model on a DataFrame.
+
+    Learning rates are taken as they are. Floating-point columns are float32.
+
+    Args:
+        model: an `flax.nnx.Module`, called with an array for each of `feature_cols`;
+            one of linen as `flax.nnx.bridge.ToNNX` makes it.
+        optimizer: an optax transformation.
+        loss: a function of output and label, as optax has them: it gives a value, or an
+            array of them, for each row. Or a list of one for each label.
+        metrics: groups of functions like it: one for all labels, or each.
+        input_shapes: the shapes of the inputs, with -1 or nothing for the rows.
+        params: the others are those of all estimators, see `explainParams`.
+
+    Raises:
+        TypeError: there is no such Param.
+
+    Example:
+        >>> FlaxEstimator(feature_cols=["x"], label_cols=["y"]).getEpochs()
+        1
+    """
+
+    input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
+    _kind = "flax"
+
+    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
+        check_shape_compatibility(
+            *(metadata, self.getFeatureCols(), self.getLabelCols()),
+            input_shapes=self.getInputShapes(),
+            label_shapes=self.getLabelShapes(),
+        )
+
+    def _spec(self) -> bytes:
+        if self.getLoss() is None or self.getOptimizer() is None:
+            raise ValueError("loss and optimizer must be given")
+        count = len(self.getLabelCols())
+        return pickled(
+            model=self.getModel(),
+            optimizer=self.getOptimizer(),
+            loss=to_list(self.getLoss(), count),
+            loss_weights=to_list(self.getLossWeights(), count) or [1 / count] * count,
+            metrics=[g if isinstance(g, list) else [g] for g in self.getMetrics()],
+            input_shapes=self.getInputShapes(),
+            label_shapes=self.getLabelShapes(),
+            gradient_compression=self.getGradientCompression(),
+        )
+
+    def _env(self) -> dict[str, str]:
+        return super()._env() if self.getUseGpu() else {"JAX_PLATFORMS": "cpu"}
+
+    def _trainer(self) -> Callable[[loop.Job, bytes], Any]:
+        return partial(loop.train, learner.FlaxLearner)
+
+    def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
+        history, checkpoint = result
+        return FlaxModel(
+            history=history,
+            model=cloudpickle.loads(checkpoint)["model"],
+            feature_columns=self.getFeatureCols(),
+            input_shapes=self.getInputShapes(),
+            label_columns=self.getLabelCols(),
+            run_id=run_id,
+            _metadata=metadata,
+        )
+
+
+class FlaxModel(HorovodModel):
+    """A trained Flax model, which adds predictions to a DataFrame.
+
+    Args:
+        params: `model`, `history`, `feature_columns`, `label_columns`, `input_shapes`,
+            `run_id`.
+    """
+
+    input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
+
+    def _predictor(self) -> Callable[[], Predict]:
+        model = cloudpickle.dumps(self.getModel())
+        return partial(learner.predictor, model, self.getInputShapes())

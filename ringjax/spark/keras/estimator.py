@@ -1,0 +1,135 @@
+"""`KerasEstimator` and `KerasModel`: Keras models on DataFrames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import keras
+from pyspark.ml.param.shared import Param, Params
+
+from ringjax.spark.common import loop
+from ringjax.spark.common.columns import check_shape_compatibility
+from ringjax.spark.common.estimator import (
+    HorovodEstimator,
+    HorovodModel,
+    Predict,
+    pickled,
+)
+from ringjax.spark.common.params import EstimatorParams as EstimatorParams
+from ringjax.spark.common.prepared import Metadata
+from ringjax.spark.learners import keras as learner
+
+
+class KerasEstimator(HorovodEstimator):
+    """Trains a Keras model on a DataFrame, on the backend that Keras has here.
+
+    The learning rate is multiplied by the number of ranks, as Horovod does it.
+
+    Args:
+        model: a model whose inputs are known, one for each of `feature_cols`.
+        optimizer: an optimizer; that of a compiled model by default.
+        loss: a loss, or one for each output.
+        metrics: those of `compile`.
+        custom_objects: the program's own classes and functions by their names.
+        callbacks: Keras's callbacks, for all ranks.
+        checkpoint_callback: a `ModelCheckpoint`; the model is what it has saved last.
+        backend_env: variables for the ranks.
+        params: the others are those of all estimators, see `explainParams`.
+
+    Raises:
+        TypeError: there is no such Param.
+
+    Example:
+        >>> KerasEstimator(feature_cols=["x"], label_cols=["y"], epochs=3).getEpochs()
+        3
+    """
+
+    custom_objects = Param(Params._dummy(), "custom_objects", "classes by their names")
+    checkpoint_callback = Param(
+        Params._dummy(), "checkpoint_callback", "says what is kept"
+    )
+    backend_env = Param(Params._dummy(), "backend_env", "variables for the ranks")
+    _kind = "keras"
+
+    def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The shapes of the model's inputs, and of its outputs; -1: any."""
+        model = self.getModel()
+        inputs, outputs = (
+            [[n or -1 for n in tensor.shape] for tensor in tensors]
+            for tensors in (model.inputs, model.outputs)
+        )
+        return inputs, outputs
+
+    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
+        check_shape_compatibility(
+            *(metadata, self.getFeatureCols(), self.getLabelCols()),
+            input_shapes=self.get_model_shapes()[0],
+            label_shapes=self.getLabelShapes(),
+        )
+
+    def _spec(self) -> bytes:
+        model = self.getModel()
+        optimizer = self.getOptimizer() or getattr(model, "optimizer", None)
+        if self.getLoss() is None or optimizer is None:
+            raise ValueError("loss and optimizer must be given")
+        return pickled(
+            model=model,
+            optimizer=keras.optimizers.get(optimizer),
+            loss=self.getLoss(),
+            loss_weights=self.getLossWeights(),
+            metrics=self.getMetrics(),
+            callbacks=self.getCallbacks() or [],
+            checkpoint_callback=self.getCheckpointCallback(),
+            gradient_compression=self.getGradientCompression(),
+            label_shapes=self.getLabelShapes(),
+            floatx=keras.config.floatx(),
+        )
+
+    def _env(self) -> dict[str, str]:
+        backend = {"KERAS_BACKEND": keras.backend.backend()}
+        return {**super()._env(), **backend, **(self.getBackendEnv() or {})}
+
+    def _trainer(self) -> Callable[[loop.Job, bytes], Any]:
+        return partial(learner.train, cloudpickle.dumps(self.getCustomObjects() or {}))
+
+    def _load_model_from_checkpoint(self, run_id: str) -> bytes:
+        return super()._load_checkpoint(run_id)
+
+    def _load_checkpoint(self, run_id: str) -> bytes:
+        return self._load_model_from_checkpoint(run_id)
+
+    def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
+        history, checkpoint = result
+        objects = cloudpickle.dumps(self.getCustomObjects() or {})
+        model = learner.unpickled(cloudpickle.dumps(self.getModel()), objects)
+        model.set_weights(cloudpickle.loads(checkpoint)["weights"])
+        return KerasModel(
+            history=history,
+            model=model,
+            feature_columns=self.getFeatureCols(),
+            label_columns=self.getLabelCols(),
+            custom_objects=self.getCustomObjects() or {},
+            run_id=run_id,
+            _metadata=metadata,
+            _floatx=keras.config.floatx(),
+        )
+
+
+class KerasModel(HorovodModel):
+    """A trained Keras model, which adds predictions to a DataFrame.
+
+    Args:
+        params: `model`, `history`, `feature_columns`, `label_columns`,
+            `custom_objects`, `run_id`.
+    """
+
+    custom_objects = Param(Params._dummy(), "custom_objects", "classes by their names")
+    _floatx = Param(Params._dummy(), "_floatx", "what a float is")
+
+    def _predictor(self) -> Callable[[], Predict]:
+        model = cloudpickle.dumps(self.getModel())
+        objects = cloudpickle.dumps(self.getCustomObjects() or {})
+        return partial(learner.predictor, keras.backend.backend(), model, objects)

@@ -1,0 +1,146 @@
+"""`TorchEstimator` and `TorchModel`: PyTorch models on DataFrames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+from pyspark.ml.param.shared import Param, Params
+
+from ringjax.spark.common import loop
+from ringjax.spark.common.columns import check_shape_compatibility, to_list
+from ringjax.spark.common.estimator import (
+    HorovodEstimator,
+    HorovodModel,
+    Predict,
+    copied,
+    pickled,
+)
+from ringjax.spark.common.params import EstimatorParams as EstimatorParams
+from ringjax.spark.common.prepared import Metadata
+from ringjax.spark.learners import torch as learner
+
+
+class TorchEstimator(HorovodEstimator):
+    """Trains a PyTorch model on a DataFrame.
+
+    The learning rate is multiplied by the number of ranks, as Horovod does it. Inputs,
+    labels and weights are float32.
+
+    Args:
+        model: a module, called with a tensor for each of `feature_cols`.
+        optimizer: one with the parameters of the model.
+        loss: a function of output and label, or a list of one for each label. With
+            `sample_weight_col` it takes `reduction="none"`.
+        loss_constructors: functions that make losses, instead.
+        metrics: groups of functions of output and label: one for all labels, or each.
+        input_shapes: the shapes of the inputs, with -1 or nothing for the rows.
+        train_minibatch_fn: makes a step instead: ``(model, optimizer,
+            transform_outputs, loss_fn, inputs, labels, sample_weights)`` to outputs and
+            loss.
+        backward_passes_per_step: gradients are reduced after so many steps.
+        params: the others are those of all estimators, see `explainParams`.
+
+    Raises:
+        TypeError: there is no such Param.
+        ValueError: `loss` and `loss_constructors` are both given.
+
+    Example:
+        >>> estimator = TorchEstimator(feature_cols=["x"], label_cols=["y"], epochs=3)
+        >>> estimator.setBatchSize(64).getBatchSize()
+        64
+    """
+
+    input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
+    loss_constructors = Param(Params._dummy(), "loss_constructors", "they make losses")
+    train_minibatch_fn = Param(Params._dummy(), "train_minibatch_fn", "makes a step")
+    backward_passes_per_step = Param(
+        Params._dummy(), "backward_passes_per_step", "steps for a reduction"
+    )
+    _kind = "pytorch"
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__(**params)
+        self._setDefault(backward_passes_per_step=1)
+        if params.get("loss") is not None and params.get("loss_constructors"):
+            raise ValueError("loss and loss_constructors are both given")
+
+    def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
+        """The optimizer, with the parameters of the model."""
+        optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
+        return learner.bound(optimizer, model) if model and optimizer else optimizer
+
+    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
+        check_shape_compatibility(
+            *(metadata, self.getFeatureCols(), self.getLabelCols()),
+            input_shapes=self.getInputShapes(),
+            label_shapes=self.getLabelShapes(),
+        )
+
+    def _spec(self) -> bytes:
+        count = len(self.getLabelCols())
+        losses = self.getLoss(), self.getLossConstructors()
+        if losses == (None, None) or self.getOptimizer() is None:
+            raise ValueError("loss and optimizer must be given")
+        weights = to_list(self.getLossWeights(), count) or [1 / count] * count
+        groups = [g if isinstance(g, list) else [g] for g in self.getMetrics() or []]
+        return pickled(
+            model=self.getModel(),
+            optimizer=self.getOptimizer(),
+            loss=to_list(losses[0], count),
+            loss_constructors=to_list(losses[1], count),
+            loss_weights=weights,
+            metrics=groups,
+            input_shapes=self.getInputShapes(),
+            label_shapes=self.getLabelShapes(),
+            train_minibatch_fn=self.getTrainMinibatchFn(),
+            gradient_compression=self.getGradientCompression(),
+            backward_passes_per_step=self.getBackwardPassesPerStep(),
+        )
+
+    def _trainer(self) -> Callable[[loop.Job, bytes], Any]:
+        return partial(loop.train, learner.TorchLearner)
+
+    def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
+        history, checkpoint = result
+        state = learner.load_checkpoint(checkpoint)
+        model, optimizer = copied((self.getModel(), self.getOptimizer()))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return TorchModel(
+            history=history,
+            model=model.eval(),
+            optimizer=optimizer,
+            feature_columns=self.getFeatureCols(),
+            input_shapes=self.getInputShapes(),
+            label_columns=self.getLabelCols(),
+            run_id=run_id,
+            _metadata=metadata,
+            loss=self.getLoss(),
+            loss_constructors=self.getLossConstructors(),
+        )
+
+
+class TorchModel(HorovodModel):
+    """A trained PyTorch model, which adds predictions to a DataFrame.
+
+    Args:
+        params: `model`, `optimizer`, `history`, `feature_columns`, `label_columns`,
+            `input_shapes`, `run_id`, `loss`, `loss_constructors`.
+    """
+
+    optimizer = Param(Params._dummy(), "optimizer", "the optimizer in its last state")
+    input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
+    loss = Param(Params._dummy(), "loss", "the losses")
+    loss_constructors = Param(Params._dummy(), "loss_constructors", "they make losses")
+
+    def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
+        """The optimizer, with the parameters of the model."""
+        optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
+        return learner.bound(optimizer, model) if model and optimizer else optimizer
+
+    def _predictor(self) -> Callable[[], Predict]:
+        model = cloudpickle.dumps(self.getModel())
+        return partial(learner.predictor, model, self.getInputShapes())

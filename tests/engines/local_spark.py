@@ -1,0 +1,49 @@
+"""A Spark session on this machine only, quick to start. One for a file of tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
+
+@contextmanager
+def local_spark(master: str, *, connect: bool = False, **more: str) -> Iterator[Any]:
+    """A session, which is stopped at the end.
+
+    Args:
+        master: `local[2]` or `local-cluster[2,2,512]`.
+        connect: by Spark Connect, with a server that is started for it.
+        more: settings.
+    """
+    from pyspark.sql import SparkSession
+
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    patch.setenv("SPARK_LOCAL_HOSTNAME", "localhost")
+    patch.setenv("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder
+    if connect:
+        session = builder.remote(master).getOrCreate()
+    else:
+        settings = {
+            "spark.ui.enabled": "false",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.extraJavaOptions": JVM,
+            "spark.executor.extraJavaOptions": JVM,
+            **more,
+        }
+        for key, value in settings.items():
+            builder = builder.config(key, value)
+        session = builder.master(master).getOrCreate()
+    try:
+        yield session
+    finally:
+        session.stop()
+        patch.undo()
