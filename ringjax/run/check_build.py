@@ -101,6 +101,8 @@ def report() -> str:
         + _package("jaxlib", "jaxlib", "jaxlib")
         + _package("optax", "optax", "Optax")
         + _package("flax", "flax", "Flax")
+        + _adapter("tensorflow", "TensorFlow")
+        + _adapter("keras", "Keras")
         + _adapter("torch", "PyTorch")
         + "\nAvailable Transports:\n"
         + _line(core, "native core (ringjax._native)")
