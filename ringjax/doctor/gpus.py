@@ -38,15 +38,14 @@ def devices(host: Host) -> Iterator[Finding]:
             yield warn(text, "unset CUDA_VISIBLE_DEVICES", "startuperror")
         else:
             why = about.get("driver_error")
-            text = f"the kernel has some, the driver shows none: {why}"
-            mend = "nvidia-smi; docker run --gpus all …; ldconfig -p | grep libcuda"
-            yield fail(text, mend, "startuperror")
+            text = f"the kernel has some, the driver shows none: {why} (Docker: "
+            yield fail(f"{text}--gpus all)", "nvidia-smi", "startuperror")
     if not found:
         return
     names = ", ".join(dict.fromkeys(str(device["name"]) for device in found))
     if len(found) < host.ranks:
         text = f"{host.ranks} ranks and {len(found)} GPUs ({names})"
-        mend = f"ringrun -np {len(found)}, or -H {host.name}:{len(found)}"
+        mend = f"ringrun -H {host.name}:{len(found)}"
         yield fail(text, mend, "startuperror")
     else:
         yield ok(f"{len(found)} x {names}")
@@ -55,9 +54,7 @@ def devices(host: Host) -> Iterator[Finding]:
         yield warn(text, "pip install --force-reinstall ringjax", "startuperror")
     if not library("libnccl.so*", "nvidia/nccl/lib"):
         text = "NCCL is not found"
-        yield fail(
-            text, "pip install nvidia-nccl-cu12, or RINGJAX_NCCL=", "startuperror"
-        )
+        yield fail(text, "pip install nvidia-nccl-cu12", "startuperror")
 
 
 def nccl_variables(host: Host) -> Iterator[Finding]:

@@ -27,21 +27,22 @@ _PAIR = 4 << 20  # bytes that two ranks share
 
 def dev_shm(host: Host) -> Iterator[Finding]:
     """There is room: ringjax takes memfds, but NCCL and PyTorch's loaders need it."""
-    mend = "docker run --shm-size=8g …, or sudo mount -o remount,size=8g /dev/shm"
     try:
         found = os.statvfs(_SHM)
     except OSError as error:
-        yield warn(f"{error.strerror}: NCCL and PyTorch's loaders need it", mend)
+        text = f"{error.strerror}: NCCL and PyTorch's loaders need it"
+        yield warn(text, "sudo mount -t tmpfs tmpfs /dev/shm")
         return
     size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     if not os.access(_SHM, os.W_OK):
         yield warn("this user may not write there", "sudo chmod 1777 /dev/shm")
     elif size < _LEAST_SHM:
-        text = f"{size >> 20} MiB are too few for NCCL and PyTorch's loaders"
-        yield warn(text, mend)
+        text = f"{size >> 20} MiB are too few for NCCL and PyTorch's loaders (Docker: "
+        mend = "sudo mount -o remount,size=8g /dev/shm"
+        yield warn(f"{text}--shm-size=8g)", mend)
     elif free < _LEAST_SHM:
         text = f"{free >> 20} of {size >> 20} MiB are free: something was left there"
-        yield warn(text, "ls -lS /dev/shm; rm what nobody uses")
+        yield warn(text, "ls -lS /dev/shm  # and remove what nobody uses")
     else:
         yield ok(f"{free >> 20} MiB free")
 
@@ -53,7 +54,7 @@ def memfd(host: Host) -> Iterator[Finding]:
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         small = 0 <= limit < _PAIR
-        mend = "ulimit -f unlimited" if small else "docker run --memory=8g …"
+        mend = "ulimit -f unlimited" if small else "free -m"
         why = "files may not be that large (RLIMIT_FSIZE)" if small else error.strerror
         text = f"{_PAIR >> 20} MiB of shared memory cannot be had: {why}"
         yield warn(f"{text}; ranks would use TCP, which is slower", mend)
@@ -66,9 +67,9 @@ def descriptors(host: Host) -> Iterator[Finding]:
     needed = 256 + _DESCRIPTORS * (host.size - 1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if open_files.allow(needed):
-        text = f"at most {hard} (ulimit -Hn), and a rank needs {needed}"
-        mend = "sudo prlimit --pid $$ --nofile=65536, LimitNOFILE= of systemd, "
-        mend += "docker run --ulimit nofile=65536"
+        text = f"at most {hard} (ulimit -Hn), and a rank needs {needed} (Docker: "
+        text += "--ulimit nofile=65536, systemd: LimitNOFILE=)"
+        mend = "sudo prlimit --pid $$ --nofile=65536"
         yield fail(text, mend, "outofdescriptors")
     else:
         yield ok(f"{needed} needed")
@@ -83,17 +84,40 @@ def address_space(host: Host) -> Iterator[Finding]:
 
 
 def processes(host: Host) -> Iterator[Finding]:
-    """This user may start the threads that ranks have."""
-    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    """Ranks may start the threads that they have: this user, and this control group."""
     needed = _THREADS * host.ranks
-    if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # root has no limit
-        return
-    left = limit - _threads_of(os.geteuid())
+    user = os.geteuid()
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit != resource.RLIM_INFINITY and user != 0:  # root has no limit
+        rest = max(0, limit - _threads_of(user))
+        if rest < needed:
+            text = f"{rest} more threads of this user (ulimit -u); {needed} are needed"
+            yield warn(text, "ulimit -u unlimited")
+    left, group = threads_left()
     if left < needed:
         text = (
-            f"{max(0, left)} more threads allowed (ulimit -u {limit}); {needed} needed"
+            f"the control group lets {max(0, left):.0f} more threads start; {needed} "
         )
-        yield warn(text, "ulimit -u unlimited, or TasksMax= of systemd")
+        text += "are needed (Docker: --pids-limit, systemd: TasksMax=)"
+        yield warn(text, f"echo max | sudo tee {group / 'pids.max'}")
+
+
+def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
+    """How many more the strictest control group allows, and which; else infinity.
+
+    Args:
+        root: where /proc and the control groups are, for tests.
+    """
+    least, where = float("inf"), root
+    for folder, _ in machine_memory.groups(root, "pids"):
+        try:
+            most = int((folder / "pids.max").read_text())
+            left = most - int((folder / "pids.current").read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        if left < least:
+            least, where = left, folder
+    return least, where
 
 
 def _threads_of(user: int) -> int:
@@ -114,14 +138,13 @@ def cpus(host: Host) -> Iterator[Finding]:
     share, group = quota()
     count = f"{host.ranks} rank{'s' * (host.ranks > 1)}"
     if share < min(here, host.ranks):
-        text = f"{count}, and the control group gives {share:.2g} of {here} CPUs"
-        value, file = (
-            ("max", "cpu.max") if (group / "cpu.max").exists() else ("-1", _QUOTA)
+        text = (
+            f"{count}, and the control group gives {share:.2g} of {here} CPUs (Docker: "
         )
-        mend = (
-            f"echo {value} | sudo tee {group / file}, or docker run --cpus={host.ranks}"
-        )
-        yield warn(text, mend, "without-an-error")
+        text += f"--cpus={host.ranks})"
+        old = (group / _QUOTA).exists()
+        value, file = ("-1", group / _QUOTA) if old else ("max", group / "cpu.max")
+        yield warn(text, f"echo {value} | sudo tee {file}", "without-an-error")
     elif here < host.ranks:
         everywhere = os.cpu_count() or here
         text = f"{count} on {here} CPUs"
@@ -160,12 +183,12 @@ def memory(host: Host) -> Iterator[Finding]:
     """As much as the ranks take before they have a model."""
     left = machine_memory.available()
     text = f"{left >> 20} MiB for {host.ranks} rank{'s' * (host.ranks > 1)}"
-    fitting = max(1, left // _RANK)
-    mend = f"docker run --memory=…, --mem= of Slurm, or ringrun -np {fitting}"
+    mend = f"ringrun -np {left // _RANK}" if left >= _RANK else "free -m; ulimit -a"
+    larger = "(Docker: --memory, Slurm: --mem)"
     if left < _BARE * host.ranks:
-        yield fail(f"{text}: not enough to start them", mend, "peerlost")
+        yield fail(f"{text}: not enough to start them {larger}", mend, "peerlost")
     elif left < _RANK * host.ranks:
-        text += f"; each takes some {_RANK >> 20} MiB before it has a model"
+        text += f"; each takes some {_RANK >> 20} MiB before it has a model {larger}"
         yield warn(text, mend, "peerlost")
     else:
         yield ok(text)

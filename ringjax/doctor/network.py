@@ -5,7 +5,7 @@ What is looked at is what `calling.py` has found when every host called every ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ringjax.control import addresses
@@ -18,15 +18,13 @@ def loopback(host: Host) -> Iterator[Finding]:
     """ringrun and the ranks of one host meet there."""
     here = addresses.loopback()
     try:
-        addresses.listen(here).close()
-        up = bool(addresses.by_interface().get("lo"))
-    except OSError:
-        up = False
-    if up:
-        yield ok(here)
-    else:
-        text = "the loopback interface is down or has no address"
+        with addresses.listen(here) as sock:
+            addresses.connect((here, sock.getsockname()[1]), 1.0).close()
+    except OSError as error:
+        text = f"this host does not reach itself at {here}: {error.strerror or error}"
         yield fail(text, "sudo ip link set lo up", "startuperror")
+    else:
+        yield ok(here)
 
 
 def chosen_interfaces(host: Host) -> Iterator[Finding]:
@@ -127,16 +125,19 @@ def ports(job: Job) -> Iterator[tuple[str, Finding]]:
             if any(not call["error"] for call in calls):
                 pairs += 1
                 continue
-            remote = [c for c in calls if not addresses.is_loopback(c["address"])]
-            tried = "; ".join(f"{c['address']}: {c['error']}" for c in remote or calls)
-            text = f"does not reach {other} ({tried or 'it has no address'})"
-            yield report.name, fail(text, _opened(report, other), "unreachable")
+            tried = "; ".join(f"{call['address']}: {call['error']}" for call in calls)
+            if tried:  # else another check says why it has no address
+                mend = _opened(report, other, calls)
+                text = f"does not reach {other} ({tried})"
+                yield report.name, fail(text, mend, "unreachable")
     if pairs:
         yield "", ok(f"{pairs} of {pairs} ways open")
 
 
-def _opened(report: Report, other: str) -> str:
-    """The command by which a host lets another one in, and how to see where it ends."""
+def _opened(report: Report, other: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    """The command that opens the way from a host to another one."""
+    if not any(call["error"] in ("timed out", "Connection refused") for call in calls):
+        return f"on {report.name}: ip route get {calls[0]['address']}"
     mine = [
         address
         for name in _in_use(report)

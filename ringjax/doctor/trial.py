@@ -142,35 +142,31 @@ def judge(found: Mapping[str, Any]) -> Iterator[Finding]:
         return
     speed, limit = (SIZE * factor / found[k] / 1e9 for k in ("allreduce", "copy"))
     text = f"allreduce of {SIZE >> 20} MiB: {speed:.3g} GB/s busbw"
+    if "tcp" in found["transports"] and found["hosts"] == 1:
+        text += ", over TCP though all ranks are on one host"
+        yield warn(text, "unset RINGJAX_SHM", "without-an-error")
+        return
     usual = found.get("predicted")
     if usual is None:
-        yield from _on_one_host(found, text, speed / limit, limit)
+        yield from _on_one_host(text, speed / limit, limit)
         return
     model = SIZE * factor / usual / 1e9
-    days = found["remembered"] / 86400
-    since = f"remembered for {days:.1f} days" if days > 0 else "measured just now"
+    hours = found["remembered"] / 3600
+    since = f"remembered for {hours:.0f} hours" if hours > 0 else "measured just now"
     if found["allreduce"] > _SLOWER * usual:
         text += f", and {model:.3g} by the calibration ({since}): the network is busy"
-        mend = f"rm -f {found['file']}" if days > 0 else "ringjax doctor, once more"
+        mend = f"rm -f {found['file']}" if hours > 0 else "ringjax doctor"
         yield warn(text, mend, "without-an-error")
     else:
         yield ok(f"{text}, {model:.3g} by the calibration ({since})")
 
 
-def _on_one_host(
-    found: Mapping[str, Any], text: str, part: float, limit: float
-) -> Iterator[Finding]:
-    if "tcp" in found["transports"] and found["hosts"] == 1:
-        text += ", over TCP though all ranks are on one host"
-        yield warn(text, "unset RINGJAX_SHM; ringjax doctor", "without-an-error")
-        return
+def _on_one_host(text: str, part: float, limit: float) -> Iterator[Finding]:
     text += f", {part:.2f} of a plain copy's {limit:.3g}"
     if part < _POOR:
         load = os.getloadavg()[0]
         text += f"; {load:.1f} programs want {len(os.sched_getaffinity(0))} CPUs"
-        yield warn(
-            text, "top; ringjax doctor, once nothing else runs", "without-an-error"
-        )
+        yield warn(text, "top  # and again once nothing else runs", "without-an-error")
     else:
         yield ok(text)
 
