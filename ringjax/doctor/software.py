@@ -15,7 +15,7 @@ from ringjax.doctor.finding import Finding, Host, Job, Report, fail, ok, warn
 # What ssh, a shell or Python says -> what is the case, and a command.
 _REASONS = (
     (
-        r"Permission denied",
+        r"Permission denied( \(|, please)",
         "ssh is not let in without a question",
         "ssh-copy-id {host}",
     ),
@@ -40,7 +40,7 @@ _REASONS = (
         "ping -c 1 {name}; ip route get ADDRESS",
     ),
     (
-        r"cannot run 'ssh'",
+        r"ssh ended \(127\)",
         "there is no ssh client on this machine",
         "sudo apt-get install openssh-client",
     ),
@@ -50,7 +50,7 @@ _REASONS = (
         "ssh {host} {python} -m pip install ringjax=={version}",
     ),
     (
-        r"(?i)no such file or directory|not found|Permission denied.*python",
+        r"(?i)no such file or directory|not found|permission denied",
         "this Python is not at the same path there (a shell without a terminal reads "
         "no .bashrc, activates nothing)",
         "ssh {host} ls -l {python}",

@@ -313,6 +313,7 @@ def test_a_job_that_runs_over_tcp_on_one_host() -> None:
 
 def test_a_job_on_a_network_that_is_slower_than_it_was() -> None:
     about = {"ranks": 2, "hosts": 2, "allreduce": 0.5, "copy": 0.01, "predicted": 0.1}
+    about |= {"transports": {"tcp": 1}}
     [slow] = trial.judge(about | {"remembered": 7200.0, "file": "/x/network-1.json"})
     assert slow.status == "warn" and "remembered for 2 hours" in slow.text
     assert slow.mend == "rm -f /x/network-1.json"
