@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ringjax.doctor import gpus, limits, names, network, software
+from ringjax.doctor import gpus, limits, names, network, sharing, software
 from ringjax.doctor.finding import Finding, Host, Job, warn
 
 OfHost = Callable[[Host], Iterator[Finding]]
@@ -35,17 +35,20 @@ CHECKS = (
     Check("loopback", of_host=network.loopback),
     Check("interfaces", of_host=network.chosen_interfaces, of_job=network.interfaces),
     Check("ports", of_job=network.ports),
+    Check("port range", of_host=network.port_range),
     Check("messages", of_job=network.large_messages),
     Check("core", of_host=software.core),
     Check("versions", of_host=software.fitting, of_job=software.alike),
     Check("settings", of_host=software.settings),
-    Check("/dev/shm", of_host=limits.dev_shm),
-    Check("memfd", of_host=limits.memfd),
+    Check("/dev/shm", of_host=sharing.dev_shm),
+    Check("memfd", of_host=sharing.memfd),
+    Check("reading", of_host=sharing.reading),
     Check("descriptors", of_host=limits.descriptors),
     Check("address space", of_host=limits.address_space),
     Check("processes", of_host=limits.processes),
     Check("CPUs", of_host=limits.cpus),
     Check("memory", of_host=limits.memory),
+    Check("temporary files", of_host=limits.temporary_files),
     Check("GPUs", of_host=gpus.devices),
     Check("NCCL", of_host=gpus.nccl_variables),
     Check("clocks", of_job=network.clocks),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -100,7 +99,7 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], Job]:
     survey = Survey(places, spec)
     words = _words(args, places)
     local = survey.is_local()
-    job = Job(reports=survey.run(), words=shlex.join(words), is_local=local)
+    job = Job(reports=survey.run(), is_local=local)
     rows: list[Row] = []
     for check in CHECKS:
         for found in job.reports.values():

@@ -53,6 +53,16 @@ def fail(text: str, mend: str, help_: str = "doctor") -> Finding:
     return Finding(FAIL, text, mend, help_)
 
 
+def count(number: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> count(1, "rank"), count(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """What a check of one host knows.
@@ -102,12 +112,10 @@ class Job:
     """What a check of the whole job knows: the hosts, in the order of -H.
 
     Attributes:
-        words: how ringrun is told the same hosts, for commands.
         is_local: by host, whether ringrun would take it for this machine.
     """
 
     reports: Mapping[str, Report]
-    words: str = ""
     is_local: Mapping[str, bool] = field(default_factory=dict)
 
     @property

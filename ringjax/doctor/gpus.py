@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ringjax.control import addresses
-from ringjax.doctor.finding import Finding, Host, fail, ok, warn
+from ringjax.doctor.finding import Finding, Host, count, fail, ok, warn
 from ringjax.run.check_build import library
 
 _OFF = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_P2P_LEVEL")
@@ -44,7 +44,7 @@ def devices(host: Host) -> Iterator[Finding]:
         return
     names = ", ".join(dict.fromkeys(str(device["name"]) for device in found))
     if len(found) < host.ranks:
-        text = f"{host.ranks} ranks and {len(found)} GPUs ({names})"
+        text = f"{count(host.ranks, 'rank')} and {count(len(found), 'GPU')} ({names})"
         mend = f"ringrun -H {host.name}:{len(found)}"
         yield fail(text, mend, "startuperror")
     else:

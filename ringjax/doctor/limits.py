@@ -1,65 +1,27 @@
-"""Checks of what the system allows on a host: memory, descriptors, processes, CPUs.
+"""Checks of what the system allows on a host: descriptors, processes, CPUs, memory.
 
-Settings of ringjax itself are in software.py.
+What ranks share is in sharing.py, settings of ringjax itself are in software.py.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from ringjax.control import open_files
-from ringjax.doctor.finding import Finding, Host, fail, ok, warn
+from ringjax.doctor.finding import Finding, Host, count, fail, ok, warn
 from ringjax.links import memory as machine_memory
-from ringjax.links import shared_memory
 
-_SHM = Path("/dev/shm")
-_LEAST_SHM = 256 << 20  # bytes; Docker gives 64 MiB
 _RANK = 512 << 20  # bytes that a rank of JAX has taken before its model
 _BARE = 96 << 20  # bytes without which Python and numpy do not start
 _ADDRESSES = 32 << 30  # bytes of address space that XLA maps and hardly uses
+_LEAST_FILES = 64 << 20  # bytes
 _THREADS = 64  # that a rank starts at least
 _DESCRIPTORS = 10  # for each other rank
-_PAIR = 4 << 20  # bytes that two ranks share
-
-
-def dev_shm(host: Host) -> Iterator[Finding]:
-    """There is room: ringjax takes memfds, but NCCL and PyTorch's loaders need it."""
-    try:
-        found = os.statvfs(_SHM)
-    except OSError as error:
-        text = f"{error.strerror}: NCCL and PyTorch's loaders need it"
-        yield warn(text, "sudo mount -t tmpfs tmpfs /dev/shm")
-        return
-    size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
-    if not os.access(_SHM, os.W_OK):
-        yield warn("this user may not write there", "sudo chmod 1777 /dev/shm")
-    elif size < _LEAST_SHM:
-        text = f"{size >> 20} MiB are too few for NCCL and PyTorch's loaders (Docker: "
-        mend = "sudo mount -o remount,size=8g /dev/shm"
-        yield warn(f"{text}--shm-size=8g)", mend)
-    elif free < _LEAST_SHM:
-        text = f"{free >> 20} of {size >> 20} MiB are free: something was left there"
-        yield warn(text, "ls -lS /dev/shm  # and remove what nobody uses")
-    else:
-        yield ok(f"{free >> 20} MiB free")
-
-
-def memfd(host: Host) -> Iterator[Finding]:
-    """Ranks of a host can share memory; they would use TCP otherwise."""
-    try:
-        os.close(shared_memory.make(_PAIR))
-    except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        small = 0 <= limit < _PAIR
-        mend = "ulimit -f unlimited" if small else "free -m"
-        why = "files may not be that large (RLIMIT_FSIZE)" if small else error.strerror
-        text = f"{_PAIR >> 20} MiB of shared memory cannot be had: {why}"
-        yield warn(f"{text}; ranks would use TCP, which is slower", mend)
-    else:
-        yield ok("ranks of this host share memory")
 
 
 def descriptors(host: Host) -> Iterator[Finding]:
@@ -136,10 +98,10 @@ def cpus(host: Host) -> Iterator[Finding]:
     """Each rank has one: by affinity, and by the quota of the control group."""
     here = len(os.sched_getaffinity(0))
     share, group = quota()
-    count = f"{host.ranks} rank{'s' * (host.ranks > 1)}"
+    ranks = count(host.ranks, "rank")
     if share < min(here, host.ranks):
         text = (
-            f"{count}, and the control group gives {share:.2g} of {here} CPUs (Docker: "
+            f"{ranks}, and the control group gives {share:.2g} of {here} CPUs (Docker: "
         )
         text += f"--cpus={host.ranks})"
         old = (group / _QUOTA).exists()
@@ -147,11 +109,11 @@ def cpus(host: Host) -> Iterator[Finding]:
         yield warn(text, f"echo {value} | sudo tee {file}", "without-an-error")
     elif here < host.ranks:
         everywhere = os.cpu_count() or here
-        text = f"{count} on {here} CPUs"
+        text = f"{ranks} on {count(here, 'CPU')}"
         text += f" of {everywhere} (affinity)" if here < everywhere else ""
         yield warn(text, f"ringrun -np {here}", "without-an-error")
     else:
-        yield ok(f"{here} for {count}")
+        yield ok(f"{here} for {ranks}")
 
 
 _QUOTA = "cpu.cfs_quota_us"
@@ -182,7 +144,7 @@ def quota(root: Path = Path("/")) -> tuple[float, Path]:
 def memory(host: Host) -> Iterator[Finding]:
     """As much as the ranks take before they have a model."""
     left = machine_memory.available()
-    text = f"{left >> 20} MiB for {host.ranks} rank{'s' * (host.ranks > 1)}"
+    text = f"{left >> 20} MiB for {count(host.ranks, 'rank')}"
     mend = f"ringrun -np {left // _RANK}" if left >= _RANK else "free -m; ulimit -a"
     larger = "(Docker: --memory, Slurm: --mem)"
     if left < _BARE * host.ranks:
@@ -192,3 +154,19 @@ def memory(host: Host) -> Iterator[Finding]:
         yield warn(text, mend, "peerlost")
     else:
         yield ok(text)
+
+
+def temporary_files(host: Host) -> Iterator[Finding]:
+    """There is a place for them, with room: XLA, Triton and many programs want one."""
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            free = shutil.disk_usage(file.name).free
+            where = os.path.dirname(file.name)
+    except OSError as error:
+        yield warn(f"none can be made: {error}", "export TMPDIR=$HOME")
+        return
+    if free < _LEAST_FILES:
+        text = f"{free >> 20} MiB are free in {where}"
+        yield warn(text, f"du -sh {where}/* | sort -h  # or another TMPDIR")
+    else:
+        yield ok(f"{free >> 20} MiB free in {where}")

@@ -6,12 +6,15 @@ What is looked at is what `calling.py` has found when every host called every ot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ringjax.control import addresses
 from ringjax.doctor.finding import Finding, Host, Job, Report, fail, ok, warn
 
 _CLOCK = 0.5  # seconds between two clocks
+_PORTS = 8  # of a rank for each other one, at most
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def loopback(host: Host) -> Iterator[Finding]:
@@ -25,6 +28,21 @@ def loopback(host: Host) -> Iterator[Finding]:
         yield fail(text, "sudo ip link set lo up", "startuperror")
     else:
         yield ok(here)
+
+
+def port_range(host: Host) -> Iterator[Finding]:
+    """The system has enough ports to give away: one or two for each pair of ranks."""
+    needed = _PORTS * max(1, host.ranks) * (1 if host.alone else host.size)
+    try:
+        low, high = map(int, _RANGE.read_text().split())
+    except (OSError, ValueError):
+        return
+    if high - low + 1 < needed:
+        text = (
+            f"{high - low + 1} ports for outgoing connections; {needed} may be needed"
+        )
+        mend = 'sudo sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
+        yield warn(text, mend, "unreachable")
 
 
 def chosen_interfaces(host: Host) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from pathlib import Path
 import pytest
 from support.doctor import DOCTOR, Visit, needs_root, visit
 from support.launch import ROOT, environment
+from support.stubs import stub_environment
 
 from ringjax.doctor import checks, limits, report, software, trial
 from ringjax.doctor.finding import Finding, Host, Job, Report, ok, warn
 
+_NETWORK = ["unshare", "-n"]
 MOUNTS = ["unshare", "-m", "--propagation", "private"]
 # What a machine for tests may rightly be warned about.
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
@@ -66,7 +69,7 @@ def test_a_name_without_an_address(tmp_path: Path) -> None:
 
 @needs_root("unshare", "ip")
 def test_loopback_is_down(tmp_path: Path) -> None:
-    found = mended("loopback", "FAIL", tmp_path, inside=["unshare", "-n"])
+    found = mended("loopback", "FAIL", tmp_path, inside=_NETWORK)
     assert found.mend("loopback") == "sudo ip link set lo up"
 
 
@@ -95,6 +98,80 @@ def test_no_memory_can_be_shared() -> None:
     [(status, text)] = found.of("memfd")
     assert status == "warn" and "RLIMIT_FSIZE" in text
     assert found.mend("memfd") == "ulimit -f unlimited"
+
+
+def _forbidden(number: int) -> list[str]:
+    """What runs a command whose processes may not make a system call, of x86-64."""
+    code = f"""
+import ctypes, os, struct, sys
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, {number}), (0x06, 0, 0, 0x50001)]
+program = b"".join(struct.pack("HBBI", *step) for step in [*steps, (6, 0, 0, 0x7FFF0000)])
+kept = ctypes.create_string_buffer(program)
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(38, 1, 0, 0, 0)
+if libc.prctl(22, 2, ctypes.byref(Filter(4, ctypes.addressof(kept))), 0, 0):
+    sys.exit(os.strerror(ctypes.get_errno()))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+    if platform.machine() != "x86_64":
+        pytest.skip("the numbers of system calls are those of x86-64")
+    words = [sys.executable, "-c", code]
+    tried = subprocess.run([*words, "true"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"no filter of system calls: {tried.stderr}")
+    return words
+
+
+def test_a_container_that_forbids_to_read_the_memory_of_others() -> None:
+    found = one(inside=_forbidden(310))  # process_vm_readv
+    [row] = [row for row in found.rows() if row["check"] == "reading"]
+    assert "may not read each other's memory (Operation not permitted)" in row["text"]
+    default = Path("/proc/sys/kernel/yama/ptrace_scope")
+    usual = default.exists() and default.read_text().strip() == "1"
+    assert row["status"] == ("ok" if usual else "warn")
+
+
+def test_a_container_without_memfd() -> None:
+    from ringjax.doctor import sharing
+
+    # ringrun's agents need one for themselves, so a process of the check alone.
+    script = "from ringjax.doctor import sharing\n"
+    script += "print([f.text for f in sharing.memfd(None)])"
+    done = subprocess.run(
+        [*_forbidden(319), sys.executable, "-c", script],
+        env=environment("doctor", {}),
+        capture_output=True,
+        text=True,
+    )
+    assert sharing.memfd and "cannot be had: Operation not permitted" in done.stdout
+
+
+@needs_root("unshare", "ip")
+def test_few_ports(tmp_path: Path) -> None:
+    range_ = "/proc/sys/net/ipv4/ip_local_port_range"
+    before = f"ip link set lo up; echo 60000 60003 > {range_}"
+    found = mended("port range", "warn", tmp_path, before=before, inside=_NETWORK)
+    assert found.of("port range")[0][1].startswith("4 ports for outgoing connections")
+
+
+@needs_root("unshare")
+def test_no_room_for_temporary_files() -> None:
+    before = "mount -t tmpfs -o size=1m tmpfs /tmp"
+    if str(ROOT).startswith("/tmp") or sys.executable.startswith("/tmp"):
+        before = "mount -t tmpfs -o size=1m tmpfs /var/tmp; export TMPDIR=/var/tmp"
+    found = one(before=before, inside=MOUNTS)
+    [(status, text)] = found.of("temporary files")
+    assert status == "warn" and text.startswith("1 MiB are free in /")
+
+
+def test_more_ranks_than_gpus() -> None:
+    env = stub_environment(CUDA_STUB_DEVICES=1)
+    found = one("-np", "2", env=env)
+    [(status, text)] = found.of("GPUs")[:1]
+    assert status == "FAIL" and text.startswith("2 ranks and 1 GPUs")
+    assert found.mend("GPUs") == "ringrun -H localhost:1"
 
 
 def test_too_few_descriptors() -> None:
