@@ -38,9 +38,7 @@ def port_range(host: Host) -> Iterator[Finding]:
     except (OSError, ValueError):
         return
     if high - low + 1 < needed:
-        text = (
-            f"{high - low + 1} ports for outgoing connections; {needed} may be needed"
-        )
+        text = f"{high - low + 1} ports for calls to others; {needed} may be needed"
         mend = 'sudo sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
         yield warn(text, mend, "unreachable")
 
