@@ -137,6 +137,9 @@ def ports(job: Job) -> Iterator[tuple[str, Finding]]:
     """Every host reaches every other one on a port that the system has chosen."""
     pairs = 0
     for report in job.reached:
+        if len(job.reached) > 1 and not report.calls:
+            text = f"its calls to the others did not end {report.trouble}".rstrip()
+            yield report.name, fail(text, f"ssh {report.name} uptime", "unreachable")
         for other, calls in report.calls.items():
             if any(not call["error"] for call in calls):
                 pairs += 1

@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from support.doctor import DOCTOR, Visit, needs_root, visit
 from support.launch import ROOT, environment
 from support.stubs import stub_environment
 
-from ringjax.doctor import checks, limits, report, software, trial
+from ringjax.doctor import checks, limits, network, report, software, trial
 from ringjax.doctor.finding import Finding, Host, Job, Report, ok, warn
 
 _NETWORK = ["unshare", "-n"]
@@ -435,6 +436,14 @@ def test_versions_that_differ_are_marked() -> None:
     assert re.search(r"b +2\* +3\*", text)
 
 
+def test_calls_that_do_not_end() -> None:
+    job = _job("a", "b")
+    job.reports["b"].calls = {"a": [{"error": ""}]}
+    (host, found), (_, fine) = network.ports(job)
+    assert (host, found.status, fine.status) == ("a", "FAIL", "ok")
+    assert "did not end" in found.text
+
+
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(host: Host) -> list[Finding]:
         raise KeyError(host.name)
@@ -478,6 +487,8 @@ def test_every_finding_leads_to_a_paragraph() -> None:
 
 
 def test_the_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["ringjax"] == "ringjax.__main__:main"
     words = [sys.executable, "-m", "ringjax"]
     done = subprocess.run([*words, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "doctor" in done.stdout
