@@ -1,18 +1,24 @@
 """Times one collective by size: `ringrun -np 4 python -m ringjax.bench allreduce`.
 
-Prints columns as nccl-tests does; every result is first checked against numpy. Not a
-comparison with other libraries: that is benchmarks/ in the checkout. algbw is size over
-time, busbw the least that the busiest link must have carried, over time: see P.
-Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms, JPDC 69 (2009).
+Prints columns as nccl-tests does; every result is first checked against numpy. Arrays
+are where JAX puts them: on the GPU of each rank if it has one. Not a comparison with
+other libraries: that is benchmarks/ in the checkout. algbw is size over time, busbw the
+least that the busiest link must have carried, over time: see P. Patarasuk, X. Yuan,
+Bandwidth optimal all-reduce algorithms, JPDC 69 (2009). limit is the busbw that the
+machine would allow: of one copy of the data, made by all ranks at the same time, or
+between hosts of the network as it was measured when the job started.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import collectives, ops, runtime
+from ringjax import collectives, ops, runtime, sync
 from ringjax.settings.version import version
 
 REDUCING, IN_PLACE = ("allreduce", "reducescatter"), ("allreduce", "broadcast")
@@ -36,9 +42,19 @@ DTYPES = {
     "i64": "int64",
     "u8": "uint8",
 }
-FIELDS = ("size", "count", "dtype", "median", "min", "algbw", "busbw", "algorithm")
-UNITS = ("B", "elements", "", "us", "us", "GB/s", "GB/s", "")
-COLUMNS = "{:>12} {:>12} {:>6} {:>10} {:>10} {:>8} {:>8}  {}"
+FIELDS = (
+    *("size", "count", "dtype", "median", "min", "p99"),
+    *("algbw", "busbw", "limit", "algorithm"),
+)
+UNITS = ("B", "elements", "", "us", "us", "us", "GB/s", "GB/s", "GB/s", "")
+COLUMNS = "{:>11} {:>11} {:>5} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7}  {}"
+NOISY = 0.25  # of the median between the quartiles
+_FASTER = 0.9  # of the time of a smaller size
+MARKS = {
+    "*": f"the quartiles of the batches are more than {NOISY:.0%} of the median apart: "
+    "something else runs here; try -n 101",
+    "^": "faster than a smaller size above, so one of the two was disturbed",
+}
 
 
 def parse_size(text: str) -> int:
@@ -114,6 +130,8 @@ class Bench:
         self.collective, self.barrier = options.collective, options.barrier
         self.dtype = jnp.dtype(DTYPES[options.dtype])
         self.rank, self.ranks = runtime.rank(), runtime.size()
+        self.gpu = jax.local_devices()[0].platform != "cpu"
+        self.limit = self._of_network()
         function = getattr(collectives, self.collective)
         takes: dict[str, Any] = {"broadcast": {"root_rank": 0}}
         takes |= {name: {"op": getattr(ops, options.op)} for name in REDUCING}
@@ -130,7 +148,11 @@ class Bench:
             self.call = jax.jit(self.call, donate_argnums=donated)
 
     def row(self, size: int) -> dict[str, Any]:
-        """Checks and times one size; every rank must call it."""
+        """Checks and times one size; every rank must call it.
+
+        Returns:
+            FIELDS, in bytes, microseconds and GB/s; None where there is no such thing.
+        """
         count = self.ranks * max(1, size // self.dtype.itemsize // self.ranks)
         about = (self.collective, self.rank, self.ranks, count, self.dtype)
         values = tensor(*about)
@@ -143,16 +165,29 @@ class Bench:
         before = self._algorithms()
         # So many calls that the clock does not count; the same on all ranks.
         calls = max(1, min(50, (256 << 10) // size))
-        times = self._times(jnp.asarray(values), calls)
-        used = [a for a, n in self._algorithms().items() if n > before.get(a, 0)]
         size = 0 if self.barrier else count * self.dtype.itemsize
+        copying = Copying(size if self.limit is None and not self.gpu else 0)
+        times, alone = self._times(jnp.asarray(values), calls, copying)
+        used = [a for a, n in self._algorithms().items() if n > before.get(a, 0)]
         median = statistics.median(times)
+        row = dict.fromkeys(FIELDS) | {
+            "size": size,
+            "count": size // self.dtype.itemsize,
+            "dtype": self.options.dtype,
+            "median": median * 1e6,
+            "min": min(times) * 1e6,
+            "p99": float(np.quantile(alone, 0.99, method="higher")) * 1e6,
+            "spread": spread(times),
+            "algorithm": "+".join(used),
+        }
+        if self.barrier:
+            return row
+        factor = bus_factor(self.collective, self.ranks)
+        limit = self.limit
+        if copying.times:
+            limit = size / statistics.median(copying.times) / 1e9 * factor
         algbw = size / median / 1e9
-        busbw = algbw * bus_factor(self.collective, self.ranks)
-        dtype, count = self.options.dtype, size // self.dtype.itemsize
-        rates = (median * 1e6, min(times) * 1e6, algbw, busbw)
-        row = (size, count, dtype, *rates, "+".join(used))
-        return dict(zip(FIELDS, row, strict=True))
+        return row | {"algbw": algbw, "busbw": algbw * factor, "limit": limit}
 
     def _step(self, x: Any) -> Any:
         out = jax.block_until_ready(self.call(x))
@@ -160,39 +195,124 @@ class Bench:
             jax.effects_barrier()
         return out
 
-    def _times(self, x: Any, calls: int) -> list[float]:
-        """Seconds per call, one number for each batch, of the rank that took longest.
+    def _times(
+        self, x: Any, calls: int, copying: Copying
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of a call on the rank that took longest, and of all ranks together.
 
         The slowest rank counts: the root of a broadcast is done before the others.
+
+        Returns:
+            A mean for each batch; and each call alone. On a GPU, where calls are
+            queued as a program queues them, both are the means.
         """
-        mine = []
+        mine, alone, copies = [], [], []
         for batch in range(-self.options.warmup, self.options.batches):
             collectives.barrier()
-            start = time.perf_counter()
+            ends = [time.perf_counter()]
             for _ in range(calls):
-                out = self._step(x)
+                out = self.call(x) if self.gpu else self._step(x)
                 x = out if self.options.mode == "donated" else x
+                ends.append(time.perf_counter())
+            if self.gpu:
+                jax.block_until_ready(out)
+                ends = [ends[0], ends[0] + (time.perf_counter() - ends[0]) / calls]
             if batch >= 0:
-                mine.append((time.perf_counter() - start) / calls)
-        slowest = collectives.allreduce(jnp.asarray(mine, jnp.float32), ops.Max)
-        return [float(t) for t in slowest]
+                mine.append((ends[-1] - ends[0]) / (len(ends) - 1))
+                alone += np.diff(ends).tolist()
+            if copying.size:
+                collectives.barrier()  # all at once, as in a collective
+                copies.append(copying.seconds(calls))
+        slowest = self._slowest([*mine, *alone, *copies])
+        copying.times = slowest[len(mine) + len(alone) :]
+        return slowest[: len(mine)], slowest[len(mine) : len(mine) + len(alone)]
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """Of each number the largest that a rank has."""
+        most = collectives.allreduce(jnp.asarray(seconds, jnp.float32), ops.Max)
+        return [float(t) for t in most]
+
+    def _of_network(self) -> float | None:
+        """GB/s of busbw that the network allows; None on one host, or if unknown.
+
+        Of what all ranks of a host send together, each byte crosses the network once.
+        """
+        hosts = runtime.communicator(op="bench").hosts
+        here, count = hosts.count(hosts[0]), len(set(hosts))
+        known = runtime.config().calibrate != "off"
+        if count == 1 or not known or self.gpu or self.collective == "barrier":
+            return None
+        byte = runtime.communicator(op="bench").cost["remote_byte"]
+        crossing = bus_factor(self.collective, count)
+        crossing *= here if self.collective == "alltoall" else 1
+        return bus_factor(self.collective, self.ranks) / crossing / byte / 1e9
 
     def _algorithms(self) -> dict[str, int]:
         stats = runtime.communicator(op="bench").stats().get(self.collective, {})
         return dict(stats.get("algorithms", {}))
 
 
-def line(row: dict[str, Any]) -> str:
+class Copying:
+    """Copies of `size` bytes from memory to memory of this rank, to compare with.
+
+    Attributes:
+        times: seconds of one copy on the slowest rank, one for each batch.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.times: list[float] = []
+        self._from, self._to = np.ones(size, np.uint8), np.ones(size, np.uint8)
+
+    def seconds(self, copies: int) -> float:
+        """Of one of so many copies in a row."""
+        start = time.perf_counter()
+        for _ in range(copies):
+            np.copyto(self._to, self._from)
+        return (time.perf_counter() - start) / copies
+
+
+def spread(times: Sequence[float]) -> float:
+    """Half of the times lie so close together, as a part of the median."""
+    low, middle, high = np.quantile(times, (0.25, 0.5, 0.75))
+    return float((high - low) / middle)
+
+
+def mark(row: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> str:
+    """What of MARKS is to be said about a row that follows others."""
+    faster = any(row["median"] < _FASTER * other["median"] for other in before)
+    return ("*" if row["spread"] > NOISY else "") + ("^" if faster else "")
+
+
+def digits(value: Any) -> str:
+    """A number with three significant digits; "-" if there is none.
+
+    Example:
+        >>> [digits(x) for x in (1065.019, 27.449, 0.24612, None, "ring")]
+        ['1070', '27.4', '0.246', '-', 'ring']
+    """
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    if value <= 0 or not math.isfinite(value):
+        return f"{value:.3g}"
+    decimals = 2 - math.floor(math.log10(float(f"{value:.2e}")))
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def line(row: dict[str, Any], marks: str = "") -> str:
     """A row as text."""
-    values = [f"{v:.3f}" if isinstance(v, float) else v for v in row.values()]
-    return COLUMNS.format(*values).rstrip()
+    values = {name: digits(row[name]) for name in FIELDS}
+    values["median"] = marks + values["median"]
+    if row["size"] == 0:
+        values |= {"size": "-", "count": "-"}
+    return COLUMNS.format(*values.values()).rstrip()
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; ends the process with a message if they are wrong."""
     p = argparse.ArgumentParser(prog="ringjax.bench", description=__doc__)
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.add_argument("collective", choices=COLLECTIVES)
+    p.add_argument("collective", nargs="?", choices=COLLECTIVES, default="allreduce")
     p.add_argument("-b", "--begin", type=parse_size, default="4K", help="smallest size")
     p.add_argument("-e", "--end", type=parse_size, default="64M", help="largest size")
     p.add_argument("-f", "--factor", type=int, default=4, help="from size to size")
@@ -216,6 +336,31 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _where() -> str:
+    """The hosts, their ranks and what those compute on: `one: ranks 0-3 on 4 x cpu`."""
+    mine = (socket.gethostname(), jax.local_devices()[0].device_kind)
+    places = sync.allgather_object(mine)
+    found = []
+    for host in dict.fromkeys(host for host, _ in places):
+        ranks = [rank for rank, place in enumerate(places) if place[0] == host]
+        counts = Counter(kind for name, kind in places if name == host)
+        kinds = " and ".join(f"{n} x {kind}" for kind, n in counts.items())
+        which = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        found.append(f"{host}: rank{'s' * (len(ranks) > 1)} {which} on {kinds}")
+    return "; ".join(found)
+
+
+def ending(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The lines below the table, as nccl-tests has them."""
+    marks = dict.fromkeys("".join(mark(r, rows[:i]) for i, r in enumerate(rows)))
+    lines = [f"# {sign}: {MARKS[sign]}" for sign in marks]
+    lines.append("# Out of bounds values : 0 OK")  # or `check` would have raised
+    rates = [row["busbw"] for row in rows if row["busbw"] is not None]
+    if rates:
+        lines.append(f"# Avg bus bandwidth    : {digits(statistics.mean(rates))} GB/s")
+    return lines
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Runs the benchmark on this rank; rank 0 prints the table."""
     options = parse(words)
@@ -231,17 +376,22 @@ def main(words: Sequence[str] | None = None) -> None:
         "hosts": runtime.cross_size(),
         **{k: getattr(options, k) for k in ("collective", "op", "mode")},
     }
+    where = _where()
     if talks:
         print("#", ", ".join(f"{k} {v}" for k, v in about.items()))
+        print("#", where)
         print(COLUMNS.format(*FIELDS), COLUMNS.format(*UNITS), sep="\n", flush=True)
     sizes = size_steps(options.begin, options.end, options.factor)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for size in sizes[:1] if options.barrier else sizes:  # a barrier has no size
         rows.append(bench.row(size))
         if talks:
-            print(line(rows[-1]), flush=True)
-    if talks and options.json:
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            print(line(rows[-1], mark(rows[-1], rows[:-1])), flush=True)
+    if talks:
+        print(*ending(rows), sep="\n", flush=True)
+        if options.json:
+            written = {**about, "where": where, "rows": rows}
+            options.json.write_text(json.dumps(written, indent=1) + "\n")
     runtime.shutdown()
 
 

@@ -136,7 +136,7 @@ def of_interfaces(names: str = "") -> list[str]:
     Raises:
         ValueError: an interface does not exist or has no address.
     """
-    found = _by_interface()
+    found = by_interface()
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in found:
@@ -148,7 +148,8 @@ def of_interfaces(names: str = "") -> list[str]:
     return sorted(dict.fromkeys(addresses), key=is_loopback)
 
 
-def _by_interface() -> dict[str, list[str]]:
+def by_interface() -> dict[str, list[str]]:
+    """The addresses of each interface that has some."""
     found: dict[str, list[str]] = {}
     for name, address in (*_version_4(), *_version_6()):
         found.setdefault(name, []).append(address)

@@ -22,7 +22,7 @@ def available(root: Path = Path("/")) -> int:
     limits = [_NO_LIMIT]
     with contextlib.suppress(OSError, ValueError):
         limits.append(_table(root / "proc/meminfo", ":")["MemAvailable"] << 10)
-    for folder, version in _groups(root):
+    for folder, version in groups(root, "memory"):
         # Not every group has a limit, and the files may go away with the group.
         with contextlib.suppress(OSError, ValueError, KeyError):
             limits.append(_left_2(folder) if version == 2 else _left_1(folder))
@@ -55,15 +55,20 @@ def _reclaimable(stat: dict[str, int], prefix: str) -> int:
     return max(0, inactive + active // 2 - sum(stat.get(name, 0) for name in names))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """The memory groups that this process is in, from its own up, and their version."""
+def groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The groups that limit this process, from its own up, and their version.
+
+    Args:
+        root: where /proc and the control groups are, for tests.
+        controller: "memory" or "cpu"; version 2 has one tree for all.
+    """
     with contextlib.suppress(OSError, ValueError):
-        own = _own_groups((root / "proc/self/cgroup").read_text())
+        own = _own_groups((root / "proc/self/cgroup").read_text(), controller)
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
             kind, _, options = after.split()[:3]
             version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0)
-            if not version or (version == 1 and "memory" not in options.split(",")):
+            if not version or (version == 1 and controller not in options.split(",")):
                 continue
             base, place = (_unescaped(word) for word in before.split()[3:5])
             top = root / place.lstrip("/")
@@ -78,14 +83,14 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
                 yield top, version
 
 
-def _own_groups(text: str) -> dict[int, str]:
-    """The path of our memory group, by version, from /proc/self/cgroup."""
+def _own_groups(text: str, controller: str) -> dict[int, str]:
+    """The path of our group, by version, from /proc/self/cgroup."""
     found = {}
     for line in text.splitlines():
         number, kinds, path = line.split(":", 2)
         if number == "0" and not kinds:
             found[2] = path
-        elif "memory" in kinds.split(","):
+        elif controller in kinds.split(","):
             found[1] = path
     return found
 

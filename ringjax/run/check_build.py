@@ -48,7 +48,7 @@ def _adapter(module: str, title: str) -> str:
     return _package(module, module, title).replace("\n", f" (ringjax.{module})\n")
 
 
-def _library(pattern: str, packages: str) -> str | None:
+def library(pattern: str, packages: str) -> str | None:
     """Path of a shared library, from a pip package or where the linker looks."""
     roots = [
         *(os.path.join(path, packages) for path in _site_paths()),
@@ -90,8 +90,8 @@ def _devices(cuda: dict[str, Any]) -> str:
 
 def report() -> str:
     """The text that --check-build prints."""
-    nccl = _library("libnccl.so*", "nvidia/nccl/lib")
-    driver = _library("libcuda.so*", "")
+    nccl = library("libnccl.so*", "nvidia/nccl/lib")
+    driver = library("libcuda.so*", "")
     core = _found("ringjax._native")
     memfd = hasattr(os, "memfd_create")
     return (
@@ -101,6 +101,8 @@ def report() -> str:
         + _package("jaxlib", "jaxlib", "jaxlib")
         + _package("optax", "optax", "Optax")
         + _package("flax", "flax", "Flax")
+        + _adapter("tensorflow", "TensorFlow")
+        + _adapter("keras", "Keras")
         + _adapter("torch", "PyTorch")
         + "\nAvailable Transports:\n"
         + _line(core, "native core (ringjax._native)")

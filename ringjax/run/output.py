@@ -47,6 +47,7 @@ class Console:
         timestamps: put the local time before every prefix.
         python: write to sys.stdout and sys.stderr, which a notebook may have replaced,
             and not to the descriptors of the process.
+        plain: on standard output one rank speaks for all: no prefixes there.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Console:
         directory: str | None = None,
         timestamps: bool = False,
         python: bool = False,
+        plain: bool = False,
     ) -> None:
         self._size = size
+        self._plain = plain
         self._timestamps = timestamps
         self._python = python
         self._terminal = {1: _is_terminal(sys.stdout), 2: _is_terminal(sys.stderr)}
@@ -201,6 +204,8 @@ class Console:
         if rank < 0:
             return f"ringrun: {self.labels[rank]}: ".encode()
         rank = self.ranks.get(rank, rank)
+        if self._plain and stream == "stdout":
+            return f"{time_text} ".lstrip().encode()
         if not self._terminal[_STREAMS[stream]]:
             return f"{time_text}[{rank}]<{stream}>:".encode()
         label = f"[{rank:{len(str(self._size - 1))}d}]"

@@ -7,6 +7,7 @@ elastic/job.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from ringjax.run.static_job import Job
 if TYPE_CHECKING:
     from ringjax.run.elastic.job import ElasticJob
 
+# A program of ours in which rank 0 prints what all ranks have measured.
+_ONE_TABLE = ("-m", "ringjax.bench")
 # What the arguments are called in Python.
 _NAMES = {
     **{key: key for key in ("np", "min_np", "max_np", *bounds.ONLY_ELASTIC)},
@@ -149,7 +152,11 @@ def job_of(
         if spec.stdin and not places.is_local(slots[0].host):
             raise ValueError(f"--stdin 0: rank 0 is on another host, {slots[0].host}")
         console = Console(
-            len(slots), directory=directory, timestamps=timestamps, python=python
+            len(slots),
+            directory=directory,
+            timestamps=timestamps,
+            python=python,
+            plain=_ONE_TABLE in itertools.pairwise(spec.command),
         )
         return Job(dataclasses.replace(spec, slots=slots), console)
     from ringjax.run.elastic.job import ElasticJob  # costs others nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,10 +100,53 @@ def test_bad_options_are_refused(
     assert text in capsys.readouterr().err
 
 
+def row(size: int, median: float, **more: Any) -> dict[str, Any]:
+    values = dict.fromkeys(bench.FIELDS) | {"size": size, "dtype": "f32"}
+    return values | {"median": median, "spread": 0.0, "busbw": 1.0} | more
+
+
 def test_rows_line_up_with_the_columns() -> None:
-    values = (4096, 1024, "f32", 12.3456, 10.0, 0.5, 0.75, "ring")
-    text = bench.line(dict(zip(bench.FIELDS, values, strict=True)))
+    values = (4096, 1024, "f32", 1234.56, 10.0, 98.76, 0.5, 0.75, None, "ring")
+    text = bench.line(dict(zip(bench.FIELDS, values, strict=True)), "*")
     head = bench.COLUMNS.format(*bench.FIELDS)
     for field, shown in zip(bench.FIELDS[:-1], text.split(), strict=False):
         assert text.index(shown) + len(shown) == head.index(field) + len(field)
-    assert text.endswith("12.346     10.000    0.500    0.750  ring")
+    assert text.endswith(" *1230      10.0      98.8   0.500   0.750       -  ring")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((999.6, "1000"), (99.96, "100"), (9.996, "10.0"), (0.0012345, "0.00123")),
+        *((123456.0, "123000"), (0.0, "0"), (float("inf"), "inf"), (7, "7")),
+    ],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert bench.digits(value) == text
+
+
+def test_a_noisy_row_and_one_that_is_out_of_order_are_marked() -> None:
+    assert bench.spread([1.0, 1.0, 1.0, 1.0, 9.0]) == 0
+    assert bench.spread([1.0, 2.0, 3.0]) == pytest.approx(0.5)
+    small, large = row(1 << 18, 1065.0), row(1 << 20, 752.8, spread=0.3)
+    assert bench.mark(small) == ""
+    assert bench.mark(large, [small]) == "*^"
+    assert bench.mark(row(1 << 20, 1060.0), [small]) == ""  # by chance
+
+
+def test_the_end_has_an_average_and_explains_its_marks() -> None:
+    *notes, bounds, average = bench.ending([row(8, 2.0), row(16, 1.0, busbw=2.0)])
+    assert [note[:3] for note in notes] == ["# ^"]
+    assert bounds == "# Out of bounds values : 0 OK"
+    assert average == "# Avg bus bandwidth    : 1.50 GB/s"
+    barrier = row(0, 2.0, busbw=None)
+    assert bench.ending([barrier]) == [bounds]
+    assert bench.line(barrier).split() == ["-", "-", "f32", "2.00", *"------"]
+
+
+def test_nothing_need_be_said() -> None:
+    options = bench.parse([])
+    assert (options.collective, options.begin, options.end) == (
+        *("allreduce", 4 << 10),
+        64 << 20,
+    )

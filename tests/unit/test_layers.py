@@ -21,7 +21,8 @@ NATIVE = ROOT / "xla_ext"
 
 # Packages and lone modules, the top floor first: imports go down, or stay on a floor.
 FLOORS = (
-    {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"},
+    {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
+    | {"doctor", "__main__"},
     {"optim", "sync", "elastic", "observe"},
     {"collectives", "compression"},
     {"xla", "eager"},
@@ -147,7 +148,7 @@ def test_imports_point_downwards(path: Path) -> None:
         if theirs in FLOOR:
             assert FLOOR[theirs] <= FLOOR[mine], f"{mine} must not import {name}"
             if theirs == "run":
-                users = ("run", "runner", *ENGINES)
+                users = ("run", "runner", "doctor", *ENGINES)
                 assert mine in users, f"{mine} must not import the launcher"
         if top in JAX:
             allowed = mine in JAX_USERS or module in JAX_MODULES

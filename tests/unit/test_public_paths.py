@@ -128,7 +128,9 @@ def test_what_documents_and_examples_use_is_there(framework: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["ringjax.config", "ringjax.bench"])
+@pytest.mark.parametrize(
+    "module", ["ringjax.config", "ringjax.bench", "ringjax.doctor"]
+)
 def test_modules_that_are_programs(module: str) -> None:
     words = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50)

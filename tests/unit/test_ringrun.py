@@ -280,7 +280,10 @@ def test_version_and_check_build() -> None:
     assert text.startswith(f"ringjax v{ringjax.__version__}:\n")
     for word in ("JAX", "shared memory", "TCP", "NCCL"):
         assert word in text
-    assert re.search(r"\[X\] PyTorch \d+\.\d+\S* \(ringjax\.torch\)\n", text)
+    for title in ("TensorFlow", "Keras", "PyTorch"):
+        module = title.lower().removeprefix("py")
+        version = rf"\[X\] {title} \d+\.\d+\S* \(ringjax\.{module}\)\n"
+        assert re.search(version, text), text
 
 
 def test_everything_public_is_there() -> None:

@@ -6,6 +6,7 @@ No test looks at how long something took.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,11 @@ def test_every_collective_is_checked_and_timed(
     assert row["count"] == (0 if collective == "barrier" else share)
     assert row["size"] == 4 * row["count"]
     assert 0 < row["min"] <= row["median"]
+    assert row["p99"] > 0 and row["spread"] >= 0
+    if collective == "barrier":
+        assert row["busbw"] is row["limit"] is None
+        return
+    assert (row["limit"] > 0) == (world.size > 1)
     factor = bench.bus_factor(collective, world.size)
     assert row["busbw"] == pytest.approx(row["algbw"] * factor)
 
@@ -68,8 +74,12 @@ def test_as_a_program(start_job: StartJob, tmp_path: Path) -> None:
     command = ["-m", "ringjax.bench", "allreduce", *words, "--json", str(file)]
     job = start_job(2, [sys.executable, *command])
     assert job.wait() == 0, job.logs()
-    head, names, units, *rows = job.output(0).splitlines()
+    head, where, names, units, *rows = job.output(0).splitlines()
     assert head.startswith("# ringjax") and "ranks 2" in head
+    assert re.fullmatch(r"# \S+: ranks 0-1 on 2 x cpu", where)
+    rows = [r for r in rows if not r.startswith(("# *", "# ^"))]
+    assert rows.pop().startswith("# Avg bus bandwidth    : ")
+    assert rows.pop() == "# Out of bounds values : 0 OK"
     assert names.split()[:2] == ["size", "count"] and "GB/s" in units
     assert [row.split()[:3] for row in rows] == [
         ["1024", "128", "f64"],
@@ -77,6 +87,7 @@ def test_as_a_program(start_job: StartJob, tmp_path: Path) -> None:
         ["16384", "2048", "f64"],
     ]
     assert not job.output(1)
+    assert f"\n{names}\n" in job.launcher_output(), "without a prefix"
     written = json.loads(file.read_text())
     assert written["ranks"] == 2 and written["mode"] == "donated"
     assert [row["size"] for row in written["rows"]] == [1024, 4096, 16384]

@@ -1,0 +1,37 @@
+"""The command `ringjax`, also as `python -m ringjax`: a table of what it can do.
+
+Training starts with `ringrun`. Each command is a module with a function `main`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+# name -> (module, what it does)
+COMMANDS = {
+    "doctor": ("ringjax.doctor.cli", "what would keep a job from running well here?"),
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: ringjax COMMAND [options]", "", *lines, ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; the command's exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] in (["-h"], ["--help"]):
+        print(_usage(), end="")
+        return 0
+    if not words or words[0] not in COMMANDS:
+        sys.stderr.write(_usage())
+        return 2
+    module = importlib.import_module(COMMANDS[words[0]][0])
+    return int(module.main(words[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

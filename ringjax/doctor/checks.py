@@ -1,0 +1,68 @@
+"""The table of all checks, those first that are the reason most often.
+
+To add one: write a function, put it into a row. It takes a `Host`, runs on each host
+with the environment of the ranks there and yields findings; or it takes the `Job`, runs
+once where `ringjax doctor` does, and yields pairs of a host's name, "" for all, and a
+finding. What yields nothing is not shown. tests/unit/test_doctor.py has a planted fault
+for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ringjax.doctor import gpus, limits, names, network, sharing, software
+from ringjax.doctor.finding import Finding, Host, Job, warn
+
+OfHost = Callable[[Host], Iterator[Finding]]
+OfJob = Callable[[Job], Iterator[tuple[str, Finding]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A row: a name, and a function of one of the two kinds."""
+
+    name: str
+    of_host: OfHost | None = None
+    of_job: OfJob | None = None
+
+
+CHECKS = (
+    Check("ssh", of_job=software.reached),
+    Check("name", of_host=names.own_name),
+    Check("other names", of_job=names.other_names),
+    Check("loopback", of_host=network.loopback),
+    Check("interfaces", of_host=network.chosen_interfaces, of_job=network.interfaces),
+    Check("ports", of_job=network.ports),
+    Check("port range", of_host=network.port_range),
+    Check("messages", of_job=network.large_messages),
+    Check("core", of_host=software.core),
+    Check("versions", of_host=software.fitting, of_job=software.alike),
+    Check("settings", of_host=software.settings),
+    Check("/dev/shm", of_host=sharing.dev_shm),
+    Check("memfd", of_host=sharing.memfd),
+    Check("reading", of_host=sharing.reading),
+    Check("descriptors", of_host=limits.descriptors),
+    Check("address space", of_host=limits.address_space),
+    Check("processes", of_host=limits.processes),
+    Check("CPUs", of_host=limits.cpus),
+    Check("memory", of_host=limits.memory),
+    Check("temporary files", of_host=limits.temporary_files),
+    Check("GPUs", of_host=gpus.devices),
+    Check("NCCL", of_host=gpus.nccl_variables),
+    Check("clocks", of_job=network.clocks),
+)
+
+
+def on_host(host: Host) -> dict[str, list[Finding]]:
+    """Runs the checks of one host, on it."""
+    found = {}
+    for check in CHECKS:
+        if check.of_host is not None:
+            try:
+                found[check.name] = list(check.of_host(host))
+            except Exception as error:  # one bad check must not hide the others
+                text = f"the check itself has failed: {type(error).__name__}: {error}"
+                found[check.name] = [warn(text, "ringrun --check-build")]
+    return found

@@ -1,0 +1,175 @@
+"""The end of a doctor's visit: a real job for three seconds, and how fast it was.
+
+`python -m ringjax.doctor.trial` is one rank of it. What is compared is measured in
+turns: an allreduce, and a plain copy of as much by all ranks at once. Between hosts the
+cost model's constants are compared, too: they may be remembered from another day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax import _native, eager, runtime
+from ringjax.doctor.finding import Finding, fail, ok, warn
+from ringjax.links import calibration, cost_file
+from ringjax.ops import ReduceOp
+from ringjax.run import environ
+
+SIZE = 8 << 20  # bytes
+_SECONDS = 3.0
+_LEAST, _EVERY = 4, 4  # rounds; and between two looks at the clock
+_PATIENCE = 60.0  # seconds for the whole job
+_POOR = 0.15  # of the limit
+_SLOWER = 4.0  # than the constants say
+_MARK = "ringjax doctor: "
+
+
+def main() -> None:
+    """One rank; rank 0 prints what all have measured."""
+    born = time.time()
+    runtime.init()
+    found = _measure()
+    if runtime.rank() == 0:
+        print(_MARK + json.dumps(found | _network(born)), flush=True)
+    runtime.shutdown()
+
+
+def _measure() -> dict[str, Any]:
+    """Seconds of an allreduce and of a copy, each on the rank that took longest."""
+    tensor, source = np.ones(SIZE // 4, "f4"), np.ones(SIZE // 4, "f4")
+    target = np.empty_like(source)
+    times: list[tuple[float, float]] = []
+    start = time.perf_counter()
+    while True:
+        eager.barrier()
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        copied = time.perf_counter() - begun
+        eager.barrier()
+        begun = time.perf_counter()
+        eager.allreduce(tensor, ReduceOp.Max, name="doctor", out=tensor)
+        times.append((time.perf_counter() - begun, copied))
+        if len(times) % _EVERY == 0:
+            going = np.array([time.perf_counter() - start < _SECONDS])
+            if not eager.broadcast(going, 0, name="going")[0]:
+                break
+    slowest = eager.allreduce(np.array(times), ReduceOp.Max, name="times")
+    # Other programs only add time, and what is asked is what the machine can do.
+    moved, copied = (float(x) for x in np.asarray(slowest)[_LEAST // 2 :].min(axis=0))
+    return {"ranks": runtime.size(), "allreduce": moved, "copy": copied}
+
+
+def _network(born: float) -> dict[str, Any]:
+    """What the cost model says of the same allreduce, and since when it knows."""
+    world = runtime.current("doctor")
+    communicator = runtime.communicator(op="doctor")
+    stats, hosts = communicator.stats(), list(communicator.hosts)
+    found: dict[str, Any] = {
+        "transports": stats["transports"],
+        "hosts": len(set(hosts)),
+    }
+    network = calibration.describe(world.members, hosts) if world.members else None
+    if network is None or runtime.config().calibrate == "off":
+        return found
+    used = stats.get("allreduce", {}).get("algorithms", {})
+    predicted = dict(_native.predict("allreduce", SIZE, hosts, communicator.cost))
+    usual = [predicted[name] for name in used if name in predicted]
+    file = cost_file.path_of(runtime.config().cache_folder(), network)
+    try:
+        age = born - os.stat(file).st_mtime
+    except OSError:
+        age = 0.0
+    return found | {
+        "predicted": max(usual, default=min(predicted.values())),
+        "remembered": age if age > 0 else 0.0,
+        "file": file,
+    }
+
+
+# What `ringjax doctor` makes of it.
+
+
+def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
+    """Runs the job with these options of ringrun, and judges."""
+    python = [sys.executable, "-P", "-m"]
+    words = [*python, "ringjax.run", *options, *python, "ringjax.doctor.trial"]
+    env = {**variables, "PYTHONPATH": environ.agent_path()}
+    process = subprocess.Popen(
+        words,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    command = f"ringrun {' '.join(options)} {sys.executable} -m ringjax.doctor.trial"
+    try:
+        out, err = process.communicate(timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+        return [fail(f"a job did not end within {_PATIENCE:.0f} s", command, "stalled")]
+    except BaseException:  # Ctrl-C: ringrun ends its ranks
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        raise
+    if process.returncode:
+        lines = [line for line in err.splitlines() if line.startswith("ringrun: ")]
+        reason = (lines or err.splitlines() or ["it said nothing"])[-1]
+        anchor = re.search(r"Help: \S+#(\w+)", err)
+        text = f"a job of this size fails: {reason.removeprefix('ringrun: ')}"
+        return [fail(text, command, anchor[1] if anchor else "startuperror")]
+    return list(judge(json.loads(out.partition(_MARK)[2].splitlines()[0])))
+
+
+def judge(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the numbers of a job mean; seconds and bytes."""
+    factor = 2 * (found["ranks"] - 1) / found["ranks"]
+    if not factor:
+        yield ok("a job of one rank ran")
+        return
+    speed, limit = (SIZE * factor / found[k] / 1e9 for k in ("allreduce", "copy"))
+    text = f"allreduce of {SIZE >> 20} MiB: {speed:.3g} GB/s busbw"
+    if "tcp" in found["transports"] and found["hosts"] == 1:
+        text += ", over TCP though all ranks are on one host"
+        yield warn(text, "unset RINGJAX_SHM", "without-an-error")
+        return
+    usual = found.get("predicted")
+    if usual is None:
+        yield from _on_one_host(text, speed / limit, limit)
+        return
+    model = SIZE * factor / usual / 1e9
+    hours = found["remembered"] / 3600
+    since = f"remembered for {hours:.0f} hours" if hours > 0 else "measured just now"
+    if found["allreduce"] > _SLOWER * usual:
+        text += f", and {model:.3g} by the calibration ({since}): the network is busy"
+        mend = f"rm -f {found['file']}" if hours > 0 else "ringjax doctor"
+        yield warn(text, mend, "without-an-error")
+    else:
+        yield ok(f"{text}, {model:.3g} by the calibration ({since})")
+
+
+def _on_one_host(text: str, part: float, limit: float) -> Iterator[Finding]:
+    text += f", {part:.2f} of a plain copy's {limit:.3g}"
+    if part < _POOR:
+        load = os.getloadavg()[0]
+        text += f"; {load:.1f} programs want {len(os.sched_getaffinity(0))} CPUs"
+        yield warn(text, "top  # and again once nothing else runs", "without-an-error")
+    else:
+        yield ok(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Running `ringjax doctor` where something is broken for real.
+
+What is broken is a shell's affair: a script in a namespace of its own, which says where
+the doctor comes in. Its mend is run there, too, and then the doctor once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.launch import ROOT, environment
+
+DOCTOR = [sys.executable, "-P", "-m", "ringjax", "doctor", "--json"]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What one run of the doctor has said."""
+
+    code: int
+    found: dict[str, object]
+
+    def of(self, check: str, host: str = "") -> list[tuple[str, str]]:
+        """Status and text of what a check has found that is not ok."""
+        return [
+            (row["status"], row["text"])
+            for row in self.rows()
+            if row["check"] == check and row["status"] != "ok" and host in row["host"]
+        ]
+
+    def rows(self) -> list[dict[str, str]]:
+        """Everything, one dictionary for each finding."""
+        rows = self.found["checks"]
+        assert isinstance(rows, list)
+        return rows
+
+    def mend(self, check: str) -> str:
+        """The command that is to mend what a check has found."""
+        return next(r["mend"] for r in self.rows() if r["check"] == check and r["mend"])
+
+    def complaints(self) -> set[str]:
+        """The checks that have found something."""
+        return {row["check"] for row in self.rows() if row["status"] != "ok"}
+
+
+def needs_root(*programs: str) -> pytest.MarkDecorator:
+    """Skips a test for a user who may not break this machine's namespaces."""
+    why = "" if os.geteuid() == 0 else "only root may make such a namespace"
+    absent = [name for name in programs if shutil.which(name) is None]
+    if absent:
+        why = f"there is no {', '.join(absent)}"
+    return pytest.mark.skipif(bool(why), reason=why or "possible")
+
+
+def visit(
+    *words: str,
+    before: str = "",
+    inside: Sequence[str] = (),
+    trial: bool = False,
+    env: Mapping[str, str] | None = None,
+    again: bool = False,
+    folder: Path | None = None,
+) -> list[Visit]:
+    """Runs the doctor after a script, in one shell.
+
+    Args:
+        words: options of the doctor.
+        before: what breaks the machine; a failure of it fails the test.
+        inside: what the shell runs in: `unshare -m`.
+        trial: also the job at the end.
+        env: variables added.
+        again: mend what it has said, each with `sudo` being nothing, and run again.
+        folder: an empty one; needed with `again`.
+    """
+    command = [*DOCTOR, *([] if trial else ["--no-trial"]), *words]
+    quoted = " ".join(f"'{word}'" for word in command)
+    variables = environment("doctor", {"NO_COLOR": "1", **(env or {})})
+    script = f"set -e\n{before}\nset +e\n{quoted}; echo rc=$?\n"
+    if again:
+        assert folder is not None
+        (folder / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
+        (folder / "sudo").chmod(0o755)
+        variables["PATH"] = f"{folder}{os.pathsep}{variables['PATH']}"
+        pick = f"'{sys.executable}' -c '{_PICK}'"
+        script += f"{quoted} | {pick} > '{folder}/mend'; . '{folder}/mend' >&2\n"
+        script += f"{quoted}; echo rc=$?\n"
+    done = subprocess.run(
+        [*inside, shutil.which("bash") or "sh", "-c", script],
+        env=variables,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    parts = done.stdout.split("rc=")
+    assert len(parts) == (3 if again else 2), done.stdout + done.stderr
+    codes = [int(part.split()[0]) for part in parts[1:]]
+    texts = [parts[0], *(part.partition("\n")[2] for part in parts[1:-1])]
+    return [Visit(c, json.loads(t)) for c, t in zip(codes, texts, strict=True)]
+
+
+# The commands of what is not ok, as a script.
+_PICK = (
+    "import json, sys; "
+    'print(*[r["mend"] for r in json.load(sys.stdin)["checks"]'
+    ' if r["status"] != "ok"], sep="\\n")'
+)

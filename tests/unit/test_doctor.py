@@ -1,0 +1,500 @@
+"""`ringjax doctor` on one host: each fault is planted for real, and named.
+
+Where the mend is a command for this machine, it is run, and then all is well again.
+Several hosts: test_doctor_hosts.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from support.doctor import DOCTOR, Visit, needs_root, visit
+from support.launch import ROOT, environment
+from support.stubs import stub_environment
+
+from ringjax.doctor import checks, limits, network, report, software, trial
+from ringjax.doctor.finding import Finding, Host, Job, Report, ok, warn
+
+_NETWORK = ["unshare", "-n"]
+MOUNTS = ["unshare", "-m", "--propagation", "private"]
+# What a machine for tests may rightly be warned about.
+TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
+
+
+def one(*words: str, **more: object) -> Visit:
+    [found] = visit(*words, **more)  # type: ignore[arg-type]
+    return found
+
+
+def mended(check: str, status: str, folder: Path, **more: object) -> Visit:
+    """Finds a fault, runs the command that mends it, and finds it no more."""
+    first, second = visit(again=True, folder=folder, **more)  # type: ignore[arg-type]
+    assert [s for s, _ in first.of(check)] == [status], first.found
+    assert first.code == (status == "FAIL")
+    assert not second.of(check), (first.mend(check), second.found)
+    return first
+
+
+def test_a_healthy_machine() -> None:
+    found = one("-np", "2", trial=True)
+    assert found.code == 0
+    assert found.complaints() <= TOLERATED, found.found
+    named = [row["check"] for row in found.rows()]
+    assert named[-1] == "trial" and {"name", "loopback", "core", "memfd"} <= {*named}
+    text = found.rows()[-1]["text"]
+    assert re.match(r"allreduce of 8 MiB: \S+ GB/s busbw, \S+ of a plain copy's", text)
+
+
+@needs_root("unshare", "hostname")
+def test_a_name_without_an_address(tmp_path: Path) -> None:
+    hosts, empty = tmp_path / "hosts", tmp_path / "empty"
+    hosts.write_text("127.0.0.1 localhost\n")
+    empty.write_text("hosts: files\n")
+    before = f"""
+    mount --bind {hosts} /etc/hosts; mount --bind {empty} /etc/nsswitch.conf
+    hostname rj-nameless
+    """
+    found = mended("name", "warn", tmp_path, before=before, inside=[*MOUNTS, "-u"])
+    assert "'rj-nameless' has no address" in found.of("name")[0][1]
+    assert "localhost" in hosts.read_text()
+
+
+@needs_root("unshare", "ip")
+def test_loopback_is_down(tmp_path: Path) -> None:
+    found = mended("loopback", "FAIL", tmp_path, inside=_NETWORK)
+    assert found.mend("loopback") == "sudo ip link set lo up"
+
+
+@needs_root("unshare")
+def test_a_small_dev_shm(tmp_path: Path) -> None:
+    before = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    found = mended("/dev/shm", "warn", tmp_path, before=before, inside=MOUNTS)
+    assert "64 MiB are too few" in found.of("/dev/shm")[0][1]
+
+
+@needs_root("unshare")
+def test_a_full_dev_shm() -> None:
+    before = """
+    mount -t tmpfs -o size=300m tmpfs /dev/shm
+    dd if=/dev/zero of=/dev/shm/left bs=1M count=100 status=none
+    """
+    [(status, text)] = one(before=before, inside=MOUNTS).of("/dev/shm")
+    assert (status, text) == (
+        "warn",
+        "200 of 300 MiB are free: something was left there",
+    )
+
+
+def test_no_memory_can_be_shared() -> None:
+    found = one(before="ulimit -f 100")
+    [(status, text)] = found.of("memfd")
+    assert status == "warn" and "RLIMIT_FSIZE" in text
+    assert found.mend("memfd") == "ulimit -f unlimited"
+
+
+def _forbidden(number: int) -> list[str]:
+    """What runs a command whose processes may not make a system call, of x86-64."""
+    code = f"""
+import ctypes, os, struct, sys
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, {number}), (0x06, 0, 0, 0x50001)]
+steps += [(0x06, 0, 0, 0x7FFF0000)]
+program = b"".join(struct.pack("HBBI", *step) for step in steps)
+kept = ctypes.create_string_buffer(program)
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(38, 1, 0, 0, 0)
+if libc.prctl(22, 2, ctypes.byref(Filter(4, ctypes.addressof(kept))), 0, 0):
+    sys.exit(os.strerror(ctypes.get_errno()))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+    if platform.machine() != "x86_64":
+        pytest.skip("the numbers of system calls are those of x86-64")
+    words = [sys.executable, "-c", code]
+    tried = subprocess.run([*words, "true"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"no filter of system calls: {tried.stderr}")
+    return words
+
+
+def test_a_container_that_forbids_to_read_the_memory_of_others() -> None:
+    found = one(inside=_forbidden(310))  # process_vm_readv
+    [row] = [row for row in found.rows() if row["check"] == "reading"]
+    assert "may not read each other's memory (Operation not permitted)" in row["text"]
+    default = Path("/proc/sys/kernel/yama/ptrace_scope")
+    usual = default.exists() and default.read_text().strip() == "1"
+    assert row["status"] == ("ok" if usual else "warn")
+
+
+def test_a_container_without_memfd() -> None:
+    # ringrun's agents need one for themselves, so a process of the check alone.
+    script = "from ringjax.doctor import sharing\n"
+    script += "print([f.text for f in sharing.memfd(None)])"
+    done = subprocess.run(
+        [*_forbidden(319), sys.executable, "-c", script],
+        env=environment("doctor", {}),
+        capture_output=True,
+        text=True,
+    )
+    assert "cannot be had: Operation not permitted" in done.stdout
+
+
+@needs_root("unshare", "ip")
+def test_few_ports(tmp_path: Path) -> None:
+    range_ = "/proc/sys/net/ipv4/ip_local_port_range"
+    before = f"ip link set lo up; echo 60000 60003 > {range_}"
+    found = mended("port range", "warn", tmp_path, before=before, inside=_NETWORK)
+    assert found.of("port range")[0][1].startswith("4 ports for calls to others")
+
+
+@needs_root("unshare")
+def test_no_room_for_temporary_files() -> None:
+    before = "mount -t tmpfs -o size=1m tmpfs /tmp"
+    if str(ROOT).startswith("/tmp") or sys.executable.startswith("/tmp"):
+        before = "mount -t tmpfs -o size=1m tmpfs /var/tmp; export TMPDIR=/var/tmp"
+    found = one(before=before, inside=MOUNTS)
+    [(status, text)] = found.of("temporary files")
+    assert status == "warn" and text.startswith("1 MiB are free in /")
+
+
+def test_more_ranks_than_gpus() -> None:
+    env = stub_environment(CUDA_STUB_DEVICES=1)
+    found = one("-np", "2", env=env)
+    [(status, text)] = found.of("GPUs")[:1]
+    assert status == "FAIL" and text.startswith("2 ranks and 1 GPU (")
+    assert found.mend("GPUs") == "ringrun -H localhost:1"
+
+
+def test_too_few_descriptors() -> None:
+    found = one(before="ulimit -n 200")
+    assert found.code == 1
+    # Not every root may raise it again, so the mend is not tried.
+    assert found.mend("descriptors") == "sudo prlimit --pid $$ --nofile=65536"
+    assert "at most 200 (ulimit -Hn)" in found.of("descriptors")[0][1]
+    row = next(r for r in found.rows() if r["check"] == "descriptors")
+    assert row["help"].endswith("troubleshooting.html#outofdescriptors")
+
+
+def test_a_limit_of_the_address_space() -> None:
+    found = one(before=f"ulimit -v {8 << 20}")
+    assert [s for s, _ in found.of("address space")] == ["warn"]
+    assert found.mend("address space") == "ulimit -v unlimited"
+
+
+@needs_root("setpriv")
+def test_too_few_threads() -> None:
+    # Another user, who may read this Python wherever it is.
+    nobody = ["setpriv", "--reuid=65534", "--clear-groups"]
+    nobody += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    before = "ulimit -u 60; export HOME=/nonexistent PYTHONDONTWRITEBYTECODE=1"
+    found = one("-np", "2", before=before, inside=nobody)
+    [(status, text)] = found.of("processes")
+    assert status == "warn" and "128 are needed" in text
+
+
+def _cgroup(controller: str) -> Path:
+    """A new group of version 1 or 2 that limits something; skips if there is none."""
+    old, new = Path("/sys/fs/cgroup", controller), Path("/sys/fs/cgroup")
+    name = f"ringjax-doctor-{os.getpid()}"
+    try:
+        if (old / "cgroup.procs").exists():
+            group = old / name
+        elif controller in (new / "cgroup.subtree_control").read_text().split():
+            group = new / name
+        else:
+            pytest.skip(f"no control groups for {controller}")
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control groups for {controller}: {error}")
+    return group
+
+
+@needs_root()
+def test_a_quota_of_cpus(tmp_path: Path) -> None:
+    group = _cgroup("cpu")
+    old = (group / "cpu.cfs_quota_us").exists()
+    file, value = ("cpu.cfs_quota_us", "50000") if old else ("cpu.max", "50000 100000")
+    before = f"echo {value} > {group / file}; echo $$ > {group}/cgroup.procs"
+    try:
+        found = mended("CPUs", "warn", tmp_path, before=before)
+    finally:
+        group.rmdir()
+    assert "the control group gives 0.5 of" in found.of("CPUs")[0][1]
+    assert str(group / file) in found.mend("CPUs")
+
+
+@needs_root()
+def test_a_limit_of_memory() -> None:
+    group = _cgroup("memory")
+    old = (group / "memory.limit_in_bytes").exists()
+    file = "memory.limit_in_bytes" if old else "memory.max"
+    before = f"echo {700 << 20} > {group / file}; echo $$ > {group}/cgroup.procs"
+    try:
+        found = one("-np", "2", before=before)
+    finally:
+        group.rmdir()
+    [(status, text)] = found.of("memory")
+    assert status == "warn" and "for 2 ranks; each takes some 512 MiB" in text
+    assert found.mend("memory") == "ringrun -np 1"
+
+
+def test_fewer_cpus_than_ranks() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    found = one("-np", "3", inside=["taskset", "-c", str(cpu)])
+    assert found.of("CPUs")[0][1].startswith("3 ranks on 1 CPU")
+    assert found.mend("CPUs") == "ringrun -np 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status", "text"),
+    [
+        ("RINGJAX_HEARTBEAT", "soon", "FAIL", "RINGJAX_HEARTBEAT is 'soon'"),
+        ("RINGJAX_HEARBEAT", "1", "warn", "is it RINGJAX_HEARTBEAT?"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant(
+    name: str, value: str, status: str, text: str
+) -> None:
+    found = one(env={name: value})
+    [(how, said)] = found.of("settings")
+    assert how == status and text in said
+    assert found.mend("settings").startswith(f"unset {name};")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("NCCL_P2P_DISABLE", "1", "turns a fast way off"),
+        ("NCCL_SHM_DISABLE", "1", "turns a fast way off"),
+        ("NCCL_SOCKET_IFNAME", "ib", "names no interface here"),
+        ("GLOO_SOCKET_IFNAME", "=eth", "names no interface here"),
+    ],
+)
+def test_a_variable_of_nccl_that_was_left(name: str, value: str, text: str) -> None:
+    [(status, said)] = one(env={name: value}).of("NCCL")
+    # FAIL where there are GPUs, which would not start.
+    assert status in ("warn", "FAIL") and f"{name}={value}" in said and text in said
+
+
+def test_variables_of_nccl_that_are_right() -> None:
+    env = {"NCCL_P2P_DISABLE": "0", "NCCL_SOCKET_IFNAME": "^docker", "NCCL_DEBUG": "1"}
+    assert not one(env=env).of("NCCL")
+
+
+@needs_root("unshare")
+@pytest.mark.parametrize(
+    ("visible", "status", "text"),
+    [(None, "FAIL", "the driver shows none"), ("-1", "warn", "CUDA_VISIBLE_DEVICES")],
+)
+def test_a_gpu_without_a_driver(visible: str | None, status: str, text: str) -> None:
+    before = """
+    test -e /dev/nvidia0 && exit 7
+    mkdir -p /mnt; mount -t tmpfs tmpfs /mnt; cp -a /dev/null /dev/urandom /mnt
+    touch /mnt/nvidia0; mkdir /mnt/shm; mount --move /mnt /dev
+    """
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    [(how, said)] = one(before=before, inside=MOUNTS, env=env).of("GPUs")
+    assert how == status and text in said
+
+
+@needs_root("unshare")
+def test_a_core_that_does_not_load(tmp_path: Path) -> None:
+    from ringjax import _native
+
+    broken = tmp_path / "core"
+    broken.write_bytes(b"not for this machine")
+    before = f"mount --bind {broken} {_native.__file__}"
+    found = one(before=before, inside=MOUNTS)
+    [(status, text)] = found.of("core")
+    assert status == "FAIL" and "the native core does not load" in text
+    assert "pip install --force-reinstall" in found.mend("core")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "text"),
+    [
+        ("jaxlib", "0.7.1", f"jax {metadata.version('jax')} with jaxlib 0.7.1"),
+        ("jax", "0.4.30", "jax 0.4.30, and ringjax takes jax<"),
+    ],
+)
+def test_versions_that_do_not_fit(
+    tmp_path: Path, name: str, version: str, text: str
+) -> None:
+    folder = tmp_path / f"{name}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    path = os.pathsep.join([str(tmp_path), environment("", {})["PYTHONPATH"]])
+    found = one(env={"PYTHONPATH": path}).of("versions")
+    assert found[0][0] == "FAIL" and text in found[0][1]
+
+
+def test_a_host_without_ssh() -> None:
+    found = one("-H", "some-host:1", env={"PATH": "/nonexistent"})
+    [(status, text)] = found.of("ssh")
+    assert status == "FAIL" and "no ssh client" in text
+
+
+@needs_root("unshare", "ssh")
+def test_a_name_that_ssh_does_not_know() -> None:
+    found = one("-H", "some-host.invalid:1", inside=["unshare", "-n"])
+    assert found.code == 1
+    [(status, text)] = found.of("ssh")
+    assert status == "FAIL" and "the name has no address here" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "mend"),
+    [
+        ("u@one: Permission denied (publickey).", "not let in", "ssh-copy-id one"),
+        ("Host key verification failed.", "does not trust", "ssh-keygen -R one"),
+        ("connect to host one port 22: Connection timed out", "not reached", "ping"),
+        ("connect to host one port 22: Connection refused", "no ssh server", "ssh; an"),
+        ("env: /opt/python: No such file or directory", "same path", "ls -l"),
+        ("python: No module named ringjax", "not what it needs", "pip install"),
+        ("something else", "something else", "ssh -v one"),
+    ],
+)
+def test_what_ssh_says(said: str, text: str, mend: str, tmp_path: Path) -> None:
+    # No server is needed for these words, which are OpenSSH's, a shell's and Python's.
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\necho Welcome. >&2\necho '{said}' >&2\nexit 255\n")
+    ssh.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    found = one("-H", "one:1", env={"PATH": path})
+    [(status, how)] = found.of("ssh")
+    assert status == "FAIL" and text in how and said in how
+    assert mend in found.mend("ssh")
+
+
+def test_a_job_that_does_not_run() -> None:
+    found = one("-np", "2", trial=True, env={"RINGJAX_ALGORITHM": "nonsense"})
+    assert found.code == 1
+    [(status, text)] = found.of("trial")
+    assert status == "FAIL" and "nonsense" in text
+
+
+def test_a_job_that_runs_over_tcp_on_one_host() -> None:
+    found = one("-np", "2", trial=True, env={"RINGJAX_SHM": "0"})
+    [(status, text)] = found.of("trial")
+    assert status == "warn" and "over TCP though all ranks are on one host" in text
+
+
+def test_a_job_on_a_network_that_is_slower_than_it_was() -> None:
+    about = {"ranks": 2, "hosts": 2, "allreduce": 0.5, "copy": 0.01, "predicted": 0.1}
+    about |= {"transports": {"tcp": 1}}
+    [slow] = trial.judge(about | {"remembered": 7200.0, "file": "/x/network-1.json"})
+    assert slow.status == "warn" and "remembered for 2 hours" in slow.text
+    assert slow.mend == "rm -f /x/network-1.json"
+    [well] = trial.judge(about | {"allreduce": 0.11, "remembered": 0.0, "file": ""})
+    assert well.status == "ok" and "measured just now" in well.text
+
+
+def test_as_text() -> None:
+    words = [word for word in DOCTOR if word != "--json"]
+    env = environment("doctor", {"NCCL_P2P_DISABLE": "1"})
+    done = subprocess.run(
+        [*words, "--no-trial"], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    said = r"warn  NCCL +NCCL_P2P_DISABLE=1 turns a fast way off"
+    [at] = [i for i, text in enumerate(lines) if re.fullmatch(said, text)]
+    assert lines[at + 1].strip() == "mend: unset NCCL_P2P_DISABLE"
+    assert re.search(r"\d warn; each line above says what mends it\.", lines[-1])
+
+
+def _job(*hosts: str) -> Job:
+    facts = {"versions": {"jax": "1"}, "machine": "m"}
+    return Job(reports={h: Report(name=h, ranks=1, facts=dict(facts)) for h in hosts})
+
+
+def test_what_many_hosts_say_alike_is_one_line() -> None:
+    job = _job(*"abcdef")
+    rows = [("memfd", name, ok("fine")) for name in "abcdef"]
+    rows += [("name", name, warn("bad", "mend it")) for name in "abcde"]
+    text = report.table(rows, job, colour=False)
+    assert text.count("fine") == text.count("bad") == 1
+    assert "a, b, c, 2 more  bad" in text
+    assert report.worst(rows) == "warn"
+
+
+def test_versions_that_differ_are_marked() -> None:
+    job = _job("a", "b")
+    job.reports["b"].facts["versions"] = {"jax": "2", "torch": "3"}
+    [(_, jax), (_, torch)] = software.alike(job)
+    assert (jax.status, torch.status) == ("FAIL", "warn")
+    text = report.table([], job, colour=False)
+    assert re.search(r"b +2\* +3\*", text)
+
+
+def test_calls_that_do_not_end() -> None:
+    job = _job("a", "b")
+    job.reports["b"].calls = {"a": [{"error": ""}]}
+    (host, found), (_, fine) = network.ports(job)
+    assert (host, found.status, fine.status) == ("a", "FAIL", "ok")
+    assert "did not end" in found.text
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(host: Host) -> list[Finding]:
+        raise KeyError(host.name)
+
+    rows = (checks.Check("broken", of_host=broken),)  # type: ignore[arg-type]
+    monkeypatch.setattr(checks, "CHECKS", rows)
+    host = Host(name="one", ranks=1, size=1, hosts=["one"])
+    [found] = checks.on_host(host)["broken"]
+    assert found.status == "warn" and "KeyError: 'one'" in found.text
+
+
+def test_groups_of_version_2(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    mount = "30 23 0:26 / /cg rw - cgroup2 cgroup rw\n"
+    (tmp_path / "proc/self/mountinfo").write_text(mount)
+    group = tmp_path / "cg/job"
+    group.mkdir(parents=True)
+    (tmp_path / "cg/cpu.max").write_text("max 100000\n")
+    (group / "cpu.max").write_text("150000 100000\n")
+    (group / "pids.max").write_text("100\n")
+    (group / "pids.current").write_text("90\n")
+    assert limits.quota(tmp_path) == (1.5, group)
+    assert limits.threads_left(tmp_path) == (10, group)
+    (group / "pids.max").write_text("max\n")
+    assert limits.threads_left(tmp_path)[0] == float("inf")
+
+
+def test_every_finding_leads_to_a_paragraph() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    heads = re.findall(r"(?m)^## (.*)$", page)
+    anchors = {head.lower().replace(" ", "-") for head in heads}
+    used = {"doctor"}  # where nothing else is said
+    for file in (ROOT / "ringjax" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and len(node.args) == 3:
+                name = getattr(node.func, "id", "")
+                if name in ("warn", "fail", "say"):
+                    used |= set(re.findall(r"'([a-z-]+)'", ast.unparse(node.args[2])))
+    assert {"unreachable", "startuperror", "without-an-error"} < used <= anchors
+
+
+def test_the_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["ringjax"] == "ringjax.__main__:main"
+    words = [sys.executable, "-m", "ringjax"]
+    done = subprocess.run([*words, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "doctor" in done.stdout
+    done = subprocess.run([*words, "nurse"], capture_output=True, text=True)
+    assert done.returncode == 2 and "usage: ringjax COMMAND" in done.stderr
+    done = subprocess.run(
+        [*words, "doctor", "-H", "a:x"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "ringjax doctor: -H: slots of 'a'" in done.stderr
