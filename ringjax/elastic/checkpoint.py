@@ -109,7 +109,7 @@ class Checkpointer:
         self.every = every
         self.seconds = seconds
         self.keep = keep
-        self._commits = 0
+        self._commits = self._written = 0
         self._begun = float("-inf")
         self._thread: threading.Thread | None = None
         self._state: Any = None
@@ -219,7 +219,18 @@ class Checkpointer:
     def _on_commit(self) -> None:
         self._commits += 1
         soon = time.monotonic() - self._begun < self.seconds
-        if self._commits % self.every == 0 and not soon and runtime.rank() == 0:
+        if (
+            self._commits % self.every == 0
+            and not soon
+            and runtime.rank() == 0
+            and self.save(self._state)
+        ):
+            self._written = self._commits
+
+    def save_last(self) -> None:
+        """Begins to write the last commit, unless that was done when it was made."""
+        if self._state is not None and self._written < self._commits:
+            self.wait()
             self.save(self._state)
 
     # -- the thread --------------------------------------------------------------------

@@ -12,6 +12,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
@@ -28,6 +29,9 @@ _R = TypeVar("_R")
 _S = TypeVar("_S", bound=State)
 _Trainer = Callable[Concatenate[_S, _P], _R]
 
+# Seconds within which SIGTERMs are one wish: a scheduler signals ringrun and its ranks,
+# and ringrun hands it on.
+_ONE_WISH = 1.0
 _ATTEMPTS = 3  # restarts without a commit between them, for what is no loss of a rank
 
 
@@ -90,9 +94,11 @@ class _Elastic:
         state: State,
         warm_up: Callable[[Any], Any] | None,
         load: Callable[[], bool] | None,
+        save: Callable[[], None] | None,
     ) -> None:
         self._state = state
         self._load = load
+        self._save = save
         self._having = Having.COMMITTED
         self._first = True
         # What a reset callback calls together with others finds everybody: a program
@@ -118,8 +124,12 @@ class _Elastic:
 
     def begin(self) -> None:
         change, self._change = self._change, 0
-        if change and not runtime.pause(change):
-            raise SystemExit(0)  # this rank was asked to leave, and has left
+        if change:
+            writes = self._save is not None and runtime.rank() == 0
+            if not runtime.pause(change):
+                if self._save is not None and writes:
+                    self._save()  # perhaps they have all left
+                raise SystemExit(0)  # this rank was asked to leave, and has left
         agreed = agreement.agree(self._having)
         resets, self._resets = self._resets, True
         if self._first:
@@ -212,6 +222,7 @@ def _decorated(
         notification_manager.init()
         notification_manager.register_listener(state)
         load = None if checkpointer is None else checkpointer.attach(state)
+        save = None if checkpointer is None else checkpointer.save_last
         try:
             if not runtime.elastic():
                 return _train(
@@ -219,7 +230,7 @@ def _decorated(
                 )
             with _leaving_on_sigterm():
                 return _train(
-                    *(func, state, _Elastic(state, warm_up, load), args, kwargs)
+                    *(func, state, _Elastic(state, warm_up, load, save), args, kwargs)
                 )
         finally:
             notification_manager.remove_listener(state)
@@ -281,7 +292,8 @@ def run(
     In an elastic job (``ringrun --min-np``) a lost rank costs nothing but its part of
     the step: the others finish it without that rank. At the next commit the function
     starts again with the smaller job, or with ranks that have joined. SIGTERM makes
-    this rank leave at its next commit, without an error anywhere. After an exception
+    this rank leave at its next commit, without an error anywhere; another one, a second
+    or more later, ends it. After an exception
     of ringjax all ranks go back to the last commit; after three of them without a
     commit between it is raised.
 
@@ -293,8 +305,8 @@ def run(
         warm_up: called with the state in a rank that joins, before it joins: calls the
             step once, so that it is compiled while the others train. Collectives run
             alone in it, and what it does to the state is undone.
-        checkpointer: writes the state to disk at commits, and brings back the newest
-            one when the job starts.
+        checkpointer: writes the state to disk at commits and when rank 0 leaves, and
+            brings back the newest one when the job starts.
 
     Returns:
         The function that trains, or, if `func` is not given, the decorator.
@@ -328,7 +340,7 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """Within it the first SIGTERM is a wish to leave; a second one means it.
+    """Within it the first SIGTERM is a wish to leave; one that comes later means it.
 
     Only the main thread may say what a signal does; elsewhere nothing changes.
     """
@@ -338,12 +350,18 @@ def _leaving_on_sigterm() -> Iterator[None]:
         yield
         return
 
+    asked = float("inf")
+
     def leave(signum: int, frame: object) -> None:
+        nonlocal asked
+        asked = time.monotonic()
         signal.signal(signal.SIGTERM, again)
         # Not here: the interrupted code may hold the locks that this needs.
         threading.Thread(target=runtime.leave_at_next_pause, daemon=True).start()
 
     def again(signum: int, frame: object) -> None:
+        if time.monotonic() - asked < _ONE_WISH:
+            return
         signal.signal(signal.SIGTERM, before)
         os.kill(os.getpid(), signal.SIGTERM)
 

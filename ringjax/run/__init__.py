@@ -87,7 +87,7 @@ def run(
     from ringjax.config import Config
     from ringjax.errors import LaunchError
     from ringjax.run import environ, task
-    from ringjax.run.hosts import slots as slots_of
+    from ringjax.run.hosts import allocations
     from ringjax.run.hosts.host_command import Spec
     from ringjax.run.start import job_of
 
@@ -117,7 +117,7 @@ def run(
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
         verbose=verbose,
-        allocation=slots_of.allocation(base),
+        allocation=allocations.reachable(base),
     )
     job = job_of(
         spec,

@@ -20,7 +20,7 @@ from ringjax.config import Config
 from ringjax.control import addresses
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, options
-from ringjax.run.hosts import slots
+from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.host_command import Listening, Spec, check_agent_command
 from ringjax.run.start import job_of
 from ringjax.run.static_job import Job
@@ -30,16 +30,20 @@ if TYPE_CHECKING:
     from ringjax.run.elastic.job import ElasticJob
 
 _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
-_LIMIT = 1.9  # seconds from the first signal to the end, whatever happens
 
 
 class _Signals:
-    """SIGINT, SIGTERM and SIGHUP end the job; a second one at once."""
+    """SIGINT, SIGTERM, SIGHUP end the job, a second one at once; SIGUSR1 is handed on.
+
+    Attributes:
+        handed_on: whether there was a SIGUSR1.
+    """
 
     def __init__(self, job: Job | ElasticJob) -> None:
         self._job = job
         self._first: int | None = None
         self._late = False
+        self.handed_on = False
 
     def install(self) -> None:
         """Take over the signals."""
@@ -47,7 +51,12 @@ class _Signals:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
             signal.signal(number, self._handle)
+        signal.signal(signal.SIGUSR1, self._hand_on)
         signal.signal(signal.SIGALRM, self._expire)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.handed_on = True
+        self._job.hand_on(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._late = self._first is not None
@@ -58,10 +67,11 @@ class _Signals:
     def _expire(self, number: int, frame: FrameType | None) -> None:
         # The loop may hang in a write to a terminal that nobody reads. Then we just
         # die: the agents see it and end the ranks.
-        if self._late or not self._job.stopping:
+        patience = self._job.patience()
+        if self._late or patience is None:
             os._exit(128 + (self._first or number))
         self._late = True
-        signal.setitimer(signal.ITIMER_REAL, _LIMIT - _HEARD)
+        signal.setitimer(signal.ITIMER_REAL, patience or _HEARD)
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -85,7 +95,7 @@ def launch(args: argparse.Namespace) -> int:
         verbose=args.verbose,
         handed_on=frozenset(given),
         stdin=args.stdin == "0",
-        allocation=slots.allocation(base),
+        allocation=allocations.reachable(base),
         agent_command=args.agent_command and check_agent_command(args.agent_command),
         listening=_listening(args.listen, config) if args.listen else None,
     )
@@ -115,10 +125,13 @@ def launch(args: argparse.Namespace) -> int:
     for name in (item for item in args.handed_on if "=" not in item):
         if name not in given:
             job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
-    _Signals(job).install()
+    signals = _Signals(job)
+    signals.install()
     outcome = job.run()
     if outcome.reason:
         job.console.note(outcome.reason)
+    if signals.handed_on and outcome.left and (text := allocations.requeue(base)):
+        job.console.note(text)
     return outcome.exit_code
 
 

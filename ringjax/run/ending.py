@@ -25,11 +25,16 @@ AFTER_SIGINT: Plan = (
     (0.3, None),
 )
 AFTER_SIGTERM: Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None))
+# Time to leave at a commit. Kubernetes and Slurm give 30 s, unless told otherwise.
+TO_LEAVE: Plan = ((0.0, signal.SIGTERM), (25.0, signal.SIGKILL), (0.3, None))
 AT_ONCE: Plan = ((0.0, signal.SIGKILL), (0.2, None))
 
 
 class Ending:
     """The plan of a job's end, once there is one.
+
+    Args:
+        after_sigterm: the plan when somebody asks for the end by SIGTERM.
 
     Attributes:
         signalled: the signal that ended ringrun, None if it was something else.
@@ -37,7 +42,8 @@ class Ending:
         given_up: whether the plan is through, whoever is left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after_sigterm: Plan = AFTER_SIGTERM) -> None:
+        self._after_sigterm = after_sigterm
         self._plan: deque[tuple[float, int | None]] = deque()
         self._next = 0.0
         self.signalled: int | None = None
@@ -61,7 +67,13 @@ class Ending:
         if again:
             self.begin(AT_ONCE)
         else:
-            self.begin(AFTER_SIGINT if number == signal.SIGINT else AFTER_SIGTERM)
+            plans = {signal.SIGINT: AFTER_SIGINT, signal.SIGTERM: self._after_sigterm}
+            self.begin(plans.get(signal.Signals(number), AFTER_SIGTERM))
+
+    @property
+    def longest(self) -> float:
+        """Seconds that what is left of the plan may take."""
+        return sum(seconds for seconds, _ in self._plan)
 
     def timeout(self, longest: float) -> float:
         """Seconds until `due` has something, at most `longest`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringjax.config import Config
 from ringjax.run.elastic import bounds
+from ringjax.run.hosts import allocations
 from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.output import Console
@@ -36,9 +37,9 @@ def named_hosts(
     variables: Mapping[str, str],
     np: int | None,
 ) -> list[places.Host] | None:
-    """The hosts that were asked for or that Slurm has allocated; None: this one.
+    """The hosts that were asked for or that we have been given; None: this one.
 
-    An allocation of one host may have more processes than tasks, if `np` says so.
+    An allocation of one host may have more processes than slots, if `np` says so.
 
     Raises:
         ValueError: saying what cannot be read.
@@ -49,10 +50,10 @@ def named_hosts(
         return places.parse_hosts(host_list)
     if hostfile is not None:
         return places.parse_hostfile(hostfile)
-    found = places.slurm_hosts(variables)
-    if found is None or len(found) > 1:
-        return found
-    return [places.Host(found[0].name, np or found[0].slots)]
+    found = allocations.find(variables)
+    if found is None or len(found.hosts) > 1:
+        return None if found is None else list(found.hosts)
+    return [places.Host(found.hosts[0].name, np or found.hosts[0].slots)]
 
 
 def find_hosts(
@@ -61,7 +62,7 @@ def find_hosts(
     hostfile: str | None,
     variables: Mapping[str, str],
 ) -> list[places.Slot]:
-    """The slots of a job, from what was asked for or from the Slurm allocation.
+    """The slots of a job, from what was asked for or from the allocation.
 
     Raises:
         ValueError: saying what cannot be read or does not fit.
@@ -120,7 +121,7 @@ def job_of(
         min_np: makes the job elastic, as a script does.
         max_np: the most ranks of an elastic job.
         directory, timestamps, python: see `Console`.
-        variables: the environment that may hold a Slurm allocation.
+        variables: the environment that may tell of an allocation.
         names: what the arguments of elastic jobs are called where they were given.
         elastic: the others of them, see `elasticity.settle`.
 

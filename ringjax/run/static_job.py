@@ -31,12 +31,18 @@ _TICK = 0.1  # seconds between two looks at the rendezvous server
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended; `rank` is the one to blame, -1 if there is none."""
+    """How a job ended.
+
+    Attributes:
+        rank: the one to blame, -1 if there is none.
+        left: nobody is, the ranks left when ringrun was asked to have them leave.
+    """
 
     exit_code: int
     rank: int = -1
     reason: str = ""
     results: dict[int, bytes] = field(default_factory=dict)
+    left: bool = False
 
 
 def interrupted(number: int, results: dict[int, bytes]) -> Outcome:
@@ -71,6 +77,7 @@ class Job:
         self._reports = 0
         self._joined = False
         self._start_failure = ""
+        self._handed_on: list[int] = []
 
     def run(self) -> Outcome:
         """Start everything, wait for the end, leave nothing behind."""
@@ -89,10 +96,13 @@ class Job:
         """End the job because ringrun got a signal; a second one ends it at once."""
         self._ending.interrupt(number)
 
-    @property
-    def stopping(self) -> bool:
-        """Whether the ranks have been told to end."""
-        return self._ending.stopping
+    def hand_on(self, number: int) -> None:
+        """Soon sends the ranks a signal that ringrun got."""
+        self._handed_on.append(number)
+
+    def patience(self) -> float | None:
+        """Seconds that the ranks have to end, None if nobody has told them to."""
+        return self._ending.longest if self._ending.stopping else None
 
     # Starting.
 
@@ -177,6 +187,8 @@ class Job:
         if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_server):
             self.console.idle()
         self._advance()
+        while self._handed_on:
+            self._fleet.signal(self._handed_on.pop(0), range(self.size))
 
     def _ask_server(self) -> None:
         """Take note of who joined and who reported a failure, before who exited."""

@@ -112,3 +112,35 @@ def test_a_template_without_a_place_for_the_host() -> None:
     done = ringrun("--agent-command", "rsh", "-np", "1", "true")
     assert done.returncode == 2
     assert "--agent-command 'rsh': expected a command with {host} in it" in done.stderr
+
+
+def test_lsf_and_grid_engine(engine: dict[str, str], tmp_path: Path) -> None:
+    """Their programs are the stand-in, too; the host is a word of its own."""
+    stand_in = ENGINE.replace("-*) shift;;", "-*) shift;;\n    n1|n2) NODE=$1; shift;;")
+    for name in ("blaunch", "qrsh"):
+        (tmp_path / name).write_text(stand_in)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("n1 1 all.q\nn2 1 all.q\n")
+    for given, command in (
+        ({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 1 n2 1"}, "-z n2 env"),
+        ({"JOB_ID": "7", "PE_HOSTFILE": str(tmp_path / "hosts")}, "-inherit -nos"),
+    ):
+        done = ringrun(*SHOW, **engine, **given)
+        assert _lines(done) == [
+            "[0]<stdout>:n1 n1 GPU-n1 engine",
+            "[1]<stdout>:n2 n2 GPU-n2 engine",
+        ], done.stderr
+        assert command in Path(engine["ENGINE_LOG"]).read_text().splitlines()[-1]
+
+
+def test_a_host_that_the_engine_wants_back(engine: dict[str, str]) -> None:
+    """Its agent hands SIGTERM on, and the ranks there may end in their own way."""
+    wanted = sh(
+        '[ "$RINGJAX_RANK" = 0 ] && sleep 0.5 && exit 0\n'
+        "trap 'sleep 0.2; echo ended well; exit 0' TERM\n"
+        "kill $PPID\n"
+        "while :; do sleep 0.05; done"
+    )
+    done = ringrun(*wanted, **engine, **_allocation("n[1-2]", "1(x2)"))
+    assert done.returncode == 0, done.stderr
+    assert _lines(done) == ["[1]<stdout>:ended well"]

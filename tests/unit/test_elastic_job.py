@@ -314,7 +314,11 @@ def test_sigterm_is_a_wish_to_leave(job: Runtime) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_sigterm_means_it(job: Runtime) -> None:
+@pytest.mark.parametrize("wish", [0.0, 60.0])
+def test_a_later_sigterm_means_it(
+    job: Runtime, monkeypatch: pytest.MonkeyPatch, wish: float
+) -> None:
+    monkeypatch.setattr(loop, "_ONE_WISH", wish)
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: got.append(signum))
     try:
@@ -329,7 +333,7 @@ def test_a_second_sigterm_means_it(job: Runtime) -> None:
         train(State(step=0))
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert got == [signal.SIGTERM]
+    assert got == [signal.SIGTERM] * (wish == 0.0)
 
 
 def test_in_another_thread_signals_stay_as_they_are(job: Runtime) -> None:
@@ -376,6 +380,25 @@ def test_a_state_that_nobody_has_is_not_made_up(
         return state.step
 
     assert train(State(step=0)) == 3
+
+
+@pytest.mark.parametrize(("rank", "written"), [(0, [2]), (1, [])])
+def test_rank_0_writes_its_last_commit_when_it_leaves(
+    job: Runtime, tmp_path, rank: int, written: list[int]
+) -> None:
+    job.patch.setattr(runtime, "rank", lambda: rank)
+
+    @run(checkpointer=Checkpointer(tmp_path, every=100))
+    def train(state: State) -> None:
+        while True:
+            state.step += 1
+            if state.step == 2:
+                job.change, job.stays = 7, False
+            state.commit()
+
+    with pytest.raises(SystemExit):
+        train(State(step=0))
+    assert Checkpointer(tmp_path).numbers() == written
 
 
 def test_a_loss_before_the_state_is_sent_starts_again(

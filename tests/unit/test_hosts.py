@@ -1,4 +1,4 @@
-"""Host lists, host files, Slurm allocations, and the ranks' places in them."""
+"""Host lists, host files, and the ranks' places in them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from ringjax.run.hosts.host_command import check_agent_command
 from ringjax.run.hosts.slots import (
     Host,
-    allocation,
     assign,
     is_local,
     own_addresses,
     parse_hostfile,
     parse_hosts,
-    slurm_hosts,
 )
 from ringjax.run.start import find_hosts
 
@@ -87,44 +85,6 @@ def test_missing_hostfile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "tasks", "expected"),
-    [
-        ("n1,n2", "2(x2)", [Host("n1", 2), Host("n2", 2)]),
-        ("n[08-10]", "1(x2),4", [Host("n08", 1), Host("n09", 1), Host("n10", 4)]),
-        ("a[1,3]-ib,b", "2", [Host("a1-ib", 2), Host("a3-ib", 2), Host("b", 2)]),
-        ("lonely", "4", [Host("lonely", 4)]),
-    ],
-)
-def test_slurm(nodelist: str, tasks: str, expected: list[Host] | None) -> None:
-    environ = {"SLURM_JOB_NODELIST": nodelist, "SLURM_TASKS_PER_NODE": tasks}
-    assert slurm_hosts(environ) == expected
-
-
-def test_outside_slurm() -> None:
-    assert slurm_hosts({}) is None
-    assert allocation({"SLURM_JOB_NODELIST": "n1"}) == frozenset()
-
-
-def test_slurm_with_gpus_and_no_number_of_tasks() -> None:
-    environ = {
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_TASKS_PER_NODE": "1(x2)",
-        "SLURM_GPUS_ON_NODE": "4",
-    }
-    assert slurm_hosts(environ) == [Host("n1", 4), Host("n2", 4)]
-    assert slurm_hosts(environ | {"SLURM_NTASKS": "2"}) == [
-        Host("n1", 1),
-        Host("n2", 1),
-    ]
-
-
-def test_one_host_of_slurm_may_have_more_ranks_than_tasks() -> None:
-    environ = {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2"}
-    assert [slot.host for slot in find_hosts(None, None, None, environ)] == ["n1"] * 2
-    assert len(find_hosts(3, None, None, environ)) == 3
-
-
-@pytest.mark.parametrize(
     ("template", "message"),
     [
         ("kubectl exec pod", "expected a command with {host} in it"),
@@ -179,7 +139,8 @@ def test_too_few_slots() -> None:
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("x slots=2\n")
-    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    environ = {"SLURM_JOB_ID": "7", **nodes}
 
     def names(np: int | None, hosts: str | None, hostfile: str | None) -> list[str]:
         return [slot.host for slot in find_hosts(np, hosts, hostfile, environ)]

@@ -118,6 +118,20 @@ def test_sigterm_to_all_ends_the_job(start: StartJob, least: str) -> None:
     assert said(job)[-1] == "every rank has left, as it was asked to"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ringrun_is_asked_to_have_all_leave(
+    start: StartJob, number: signal.Signals
+) -> None:
+    job = start(3, RUN)
+    for rank in range(3):
+        job.wait_for(rank, "epoch 0 start")
+    os.kill(job.pid, number)
+    assert job.wait(20) == 143
+    assert all("Dismissed" in job.output(rank) for rank in range(3))
+    ends = {signal.SIGTERM: "ended by SIGTERM"}
+    assert said(job)[-1] == ends.get(number, "every rank has left, as it was asked to")
+
+
 def test_an_exception_is_said_and_the_rank_replaced(
     start: StartJob, folder: Path
 ) -> None:

@@ -184,6 +184,16 @@ def test_sigterm(start: Start) -> None:
     assert seconds < 5
 
 
+def test_sigusr1_is_handed_on(start: Start) -> None:
+    script = "trap 'echo got it; exit 3' USR1; echo ready; while :; do sleep 0.05; done"
+    job = start("-np", "2", "sh", "-c", script)
+    job.read_until("ready", 2)
+    job.process.send_signal(signal.SIGUSR1)
+    code, text, _ = job.end()
+    assert code == 3
+    assert text.count("]<stdout>:got it") == 2
+
+
 def test_control_c_while_nobody_reads_our_output(start: Start) -> None:
     job = start("-np", "2", "sh", "-c", "yes flood")
     job.read_until("flood")

@@ -272,6 +272,9 @@ class _Served:
 
 def main() -> None:
     """Entry point."""
+    # Its life is ringrun's, whatever a batch system sends to all processes of a job.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     _Served(*standard_streams()).run()
 
 

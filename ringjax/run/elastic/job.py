@@ -24,7 +24,7 @@ from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.replacement import Keeper
 from ringjax.run.elastic.seats import Seat, Seating
 from ringjax.run.elastic.workers import Roster, Worker
-from ringjax.run.ending import AFTER_FAILURE, Ending
+from ringjax.run.ending import AFTER_FAILURE, TO_LEAVE, Ending
 from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.discovery import Discovery
@@ -77,7 +77,7 @@ class ElasticJob:
         self._make_coordinator = coordinator
         self._coordinator: CoordinatorProcess | None = None
         self._fleet = Fleet(spec, console, self)
-        self._ending = Ending()
+        self._ending = Ending(TO_LEAVE)
         blacklist = Blacklist(elastic.cooldown) if elastic.blacklists else None
         self._seating = Seating(
             (),
@@ -106,6 +106,7 @@ class ElasticJob:
         self._results: dict[int, bytearray] = {}
         self._short_since = math.inf
         self._stop = ""
+        self._leave = ""
 
     def run(self) -> Outcome:
         """Start everything, wait for the end, leave nothing behind."""
@@ -126,10 +127,13 @@ class ElasticJob:
         """End the job because ringrun got a signal; a second one ends it at once."""
         self._ending.interrupt(number)
 
-    @property
-    def stopping(self) -> bool:
-        """Whether the workers have been told to end."""
-        return self._ending.stopping
+    def hand_on(self, number: int) -> None:
+        """Soon asks all workers to leave: for them the signal would be the end."""
+        self._leave = signal.Signals(number).name
+
+    def patience(self) -> float | None:
+        """Seconds that the workers have to end, None if nobody has told them to."""
+        return self._ending.longest if self._ending.stopping else None
 
     def _is_over(self) -> bool:
         if self._ending.begun:
@@ -271,9 +275,19 @@ class ElasticJob:
             self._discover(now)
             self._start_workers(now)
             self._check_number(now)
+        if self._leave and not (self._seating.closed or self._ending.begun):
+            self._seating.closed = True  # nobody joins any more
+            self.console.note(f"{self._leave}: all ranks leave at their next commit")
+            self._signal(signal.SIGTERM)
         for number in self._ending.due():
-            running = [worker.number for worker in self._roster.running()]
-            self._fleet.signal(number, running)
+            self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        running = [worker.number for worker in self._roster.running()]
+        # Leaving is the rank's own affair: what it has started helps it to its commit.
+        asked = self._leave or self._ending.signalled == signal.SIGTERM
+        alone = number == signal.SIGTERM and bool(asked)
+        self._fleet.signal(number, running, alone=alone)
 
     def _give_up(self, why: str) -> None:
         """The job cannot go on."""
@@ -428,9 +442,10 @@ class ElasticJob:
         blobs = {number: bytes(data) for number, data in self._results.items()}
         if self._ending.signalled is not None:
             return interrupted(self._ending.signalled, blobs)
-        if roster.all_left():  # as if ringrun itself had been asked to
+        if roster.all_left() or (self._leave and not roster.members):
+            # As if ringrun itself had been asked to.
             why = "every rank has left, as it was asked to"
-            return Outcome(128 + signal.SIGTERM, reason=why)
+            return Outcome(128 + signal.SIGTERM, reason=why, left=True)
         if self._stop:
             return Outcome(1, reason=self._stop)
         if roster.success():

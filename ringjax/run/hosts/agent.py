@@ -49,6 +49,7 @@ class Agent:
         self._descriptors: deque[int] = deque()  # that ringrun has sent, in its order
         self._paused: list[tuple[int, Callable[[], None]]] = []
         self._ending: float | None = None
+        self._watches = self._asked_back = False
         self._wakeup, wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(wakeup, False)
@@ -59,6 +60,7 @@ class Agent:
             signal.SIGINT,
             signal.SIGHUP,
             signal.SIGQUIT,
+            signal.SIGUSR1,
         ):
             signal.signal(number, lambda *_: None)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._signalled)
@@ -87,6 +89,8 @@ class Agent:
         return None
 
     def _after_turn(self) -> None:
+        if self._asked_back and not (self._ids or self._watches or self._ending):
+            self._ending = time.monotonic() + 0.5
         if self._ending is not None:
             self._finish(self._ending)
 
@@ -183,6 +187,7 @@ class Agent:
 
     def _watch(self, parent: int) -> None:
         """End when `parent` dies, even if a fork of it holds our pipe open."""
+        self._watches = True
         try:
             descriptor = os.pidfd_open(parent)
         except ProcessLookupError:
@@ -227,7 +232,7 @@ class Agent:
             self._paused.clear()
 
     def _signalled(self) -> None:
-        numbers = os.read(self._wakeup, 256)
+        numbers = set(os.read(self._wakeup, 256))
         self._report(processes.reap(self._leaders()))
         for number in numbers:
             if number != signal.SIGCHLD:
@@ -253,7 +258,17 @@ class Agent:
     # How it ends.
 
     def _asked_to_end(self, number: int) -> None:
-        self._abandon()
+        """SIGTERM: a batch system wants this host back, and insists on it after a while.
+
+        The ranks here may use that time; ringrun hears of their end, or of its own.
+        """
+        if number == signal.SIGTERM:
+            self._asked_back = True
+            for name in self._ids.values():
+                if name >= 0:  # and no client: they carry what is said
+                    self._children[name].signal(signal.SIGTERM, alone=True)
+        elif number != signal.SIGUSR1:  # for the ranks, if they know what to do with it
+            self._abandon()
 
     def _cut(self) -> None:
         """ringrun is gone."""
@@ -271,7 +286,8 @@ class Agent:
         return not any(child.pipes for child in self._children.values())
 
     def _goodbye(self) -> None:
-        self._say({"is": "bye"})
+        if not self._asked_back:  # ringrun may want something that we do not do
+            self._say({"is": "bye"})
         if self._channel is not None:
             self._channel.flush(limit=5.0)
 

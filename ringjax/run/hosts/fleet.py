@@ -144,7 +144,7 @@ class Fleet:
 
     def _connect(self, host: str) -> Agent:
         self._names -= 1
-        argv, by_engine = reach(host, self._spec)
+        argv, env, by_engine = reach(host, self._spec)
         client = os.path.basename(argv[0])
         agent = Agent(host, self._names, client, by_engine)
         self._clients[agent.number] = agent
@@ -159,7 +159,7 @@ class Fleet:
             "env": {},
             "descriptors": 2,
         }
-        self._order(self._local, [order], environ.inherited(), None)
+        self._order(self._local, [order], env, None)
         return agent
 
     def take(self, host: str, channel: Channel, via: str, names: set[int]) -> Agent:

@@ -9,9 +9,10 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringjax.run import environ
+from ringjax.run.hosts.allocations import Allocation
 from ringjax.run.hosts.slots import Host, Slot
 
 
@@ -49,8 +50,8 @@ class Spec:
     Attributes:
         handed_on: variables of `env` that other hosts get whatever they are about.
         stdin: rank 0 reads what ringrun's own standard input has.
-        allocation: hosts of the Slurm job that we run in.
-        agent_command: what starts agents on other hosts instead of ssh and srun.
+        allocation: of the batch system that we run in.
+        agent_command: what starts agents on other hosts, whatever else could.
         listening: agents come by themselves.
     """
 
@@ -66,7 +67,7 @@ class Spec:
     verbose: bool = False
     handed_on: Set[str] = frozenset()
     stdin: bool = False
-    allocation: Set[str] = frozenset()
+    allocation: Allocation | None = None
     agent_command: str = ""
     listening: Listening | None = None
 
@@ -76,21 +77,33 @@ def agent_command() -> list[str]:
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
-def reach(host: str, spec: Spec) -> tuple[list[str], bool]:
-    """The command that starts the agent on another host, by the engine there or ssh.
+class Client(NamedTuple):
+    """The command that starts the agent on another host; all else goes over its pipes.
 
-    All else goes over its standard input.
-
-    Returns:
-        The command; and whether an engine starts the agent, and has set on that host
-        what its processes are to have: which GPUs, for example.
+    Attributes:
+        env: its environment.
+        by_engine: an engine starts the agent, and has set on that host what its
+            processes are to have: which GPUs, for example.
     """
+
+    argv: list[str]
+    env: dict[str, str]
+    by_engine: bool
+
+
+def reach(host: str, spec: Spec) -> Client:
+    """How the agent on a host is started: by a batch system, another engine, or ssh."""
+    env = environ.inherited()
     program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
     if spec.agent_command:
-        return _filled(spec.agent_command, host, program), True
-    if host in spec.allocation:
-        return [*_srun(host), *program], True
-    return [*_ssh(host, spec), host, "exec " + shlex.join(program)], False
+        return Client(_filled(spec.agent_command, host, program), env, True)
+    found = spec.allocation
+    if found is not None and found.reaches(host):
+        words = [word.replace("{host}", host) for word in found.command]
+        env = {name: env[name] for name in env.keys() - found.unset}
+        return Client([*words, *program], env, True)
+    argv = [*_ssh(host, spec), host, "exec " + shlex.join(program)]
+    return Client(argv, env, False)
 
 
 def _filled(template: str, host: str, program: Sequence[str]) -> list[str]:
@@ -124,19 +137,6 @@ def check_agent_command(template: str) -> str:
             "such as 'kubectl exec -i {host} --'"
         )
     return template
-
-
-def _srun(host: str) -> list[str]:
-    return [
-        "srun",
-        *("--nodes=1", "--ntasks=1", f"--nodelist={host}"),
-        "--overlap",  # the step of the batch script holds the CPUs
-        "--cpu-bind=none",  # one task, but all the ranks of this host
-        "--export=ALL",
-        "--unbuffered",
-        # Another host's end, or a rank's, is for ringrun to judge.
-        *("--no-kill", "--kill-on-bad-exit=0"),
-    ]
 
 
 def _ssh(host: str, spec: Spec) -> list[str]:

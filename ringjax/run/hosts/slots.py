@@ -1,4 +1,4 @@
-"""Where ranks run: host lists, host files, Slurm, and which rank gets which slot.
+"""Where ranks run: host lists, host files, and which rank gets which slot.
 
 Names and counts only, plus the question "is this host me, and under which address do
 the others reach me". Nothing here starts a process or opens a connection.
@@ -10,11 +10,10 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ringjax.control import addresses
-from ringjax.control.slurm import hosts_of
 
 # A host is handed to ssh as an argument: it must never look like an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
@@ -72,7 +71,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def _host(name: str, slots: str | None, where: str) -> Host:
+def host_of(name: str, slots: str | None, where: str) -> Host:
     """Check one entry; `where` opens the error text."""
     if name.startswith("[") and name.endswith("]") and _ADDRESS6.fullmatch(name[1:-1]):
         name = name[1:-1]
@@ -91,11 +90,11 @@ def _split(entry: str, where: str) -> Host:
     """Read `host`, `host:slots` or `[v6 address]:slots`."""
     name, colon, slots = entry.rpartition(":")
     if not colon or entry.endswith("]"):
-        return _host(entry, None, where)
-    return _host(name, slots, where)
+        return host_of(entry, None, where)
+    return host_of(name, slots, where)
 
 
-def _merge(hosts: Iterable[Host]) -> list[Host]:
+def merged(hosts: Iterable[Host]) -> list[Host]:
     """Hosts in order of first mention; slots of repeated mentions add up."""
     slots: dict[str, int] = {}
     for host in hosts:
@@ -112,7 +111,7 @@ def parse_hosts(text: str) -> list[Host]:
     entries = [entry.strip() for entry in text.split(",")]
     if not any(entries):
         raise ValueError("-H: no host given; write for example host1:2,host2:2")
-    return _merge(_split(entry, "-H") for entry in entries if entry)
+    return merged(_split(entry, "-H") for entry in entries if entry)
 
 
 def parse_hostfile(path: str | os.PathLike[str]) -> list[Host]:
@@ -142,10 +141,10 @@ def parse_hostfile(path: str | os.PathLike[str]) -> list[Host]:
         if slots is None:
             hosts.append(_split(words[0], where))
         else:
-            hosts.append(_host(words[0], slots, where))
+            hosts.append(host_of(words[0], slots, where))
     if not hosts:
         raise ValueError(f"--hostfile {os.fspath(path)}: no host in it")
-    return _merge(hosts)
+    return merged(hosts)
 
 
 def parse_discovered(text: str, slots: int) -> list[Host]:
@@ -163,67 +162,7 @@ def parse_discovered(text: str, slots: int) -> list[Host]:
         host = _split(line, "--host-discovery-script")
         counted = ":" in line and not line.endswith("]")
         found.append(host if counted else Host(host.name, slots))
-    return _merge(found)
-
-
-def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
-    """Hosts of the Slurm allocation that we run in, with a slot for each task.
-
-    For each GPU, if the job asked for GPUs and for no number of tasks.
-
-    Returns:
-        None outside of an allocation.
-
-    Raises:
-        ValueError: naming the variable that cannot be read.
-
-    Example:
-        >>> slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4"})
-        [Host(name='n1', slots=4), Host(name='n2', slots=4)]
-    """
-    nodelist = environ.get("SLURM_JOB_NODELIST")
-    if not nodelist:
-        return None
-    try:
-        names = hosts_of(nodelist)
-    except ValueError as error:
-        raise ValueError(f"SLURM_JOB_NODELIST: {error}") from None
-    counts = _slurm_tasks(environ, len(names))
-    return _merge(
-        _host(name, count, "SLURM_JOB_NODELIST")
-        for name, count in zip(names, counts, strict=False)
-    )
-
-
-def _slurm_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
-    """How many tasks each of the nodes has."""
-    asked = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    if gpus and not asked:
-        return [gpus] * nodes
-    counts: list[str] = []
-    for entry in environ.get("SLURM_TASKS_PER_NODE", "1").split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
-        if match is None:
-            raise ValueError(f"SLURM_TASKS_PER_NODE: cannot read {entry!r}")
-        # More than there are nodes are of no use.
-        counts += [match[1]] * min(int(match[2] or 1), nodes)
-    return counts + counts[-1:] * (nodes - len(counts))
-
-
-def allocation(environ: Mapping[str, str]) -> frozenset[str]:
-    """The hosts that Slurm's `srun` reaches from here; none outside of a job.
-
-    Example:
-        >>> sorted(allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}))
-        ['n1', 'n2']
-    """
-    if not environ.get("SLURM_JOB_ID"):
-        return frozenset()
-    try:
-        return frozenset(hosts_of(environ.get("SLURM_JOB_NODELIST", "")))
-    except ValueError:  # who needs it says so
-        return frozenset()
+    return merged(found)
 
 
 def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
