@@ -33,17 +33,12 @@ _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
 
 
 class _Signals:
-    """SIGINT, SIGTERM, SIGHUP end the job, a second one at once; SIGUSR1 is handed on.
-
-    Attributes:
-        handed_on: whether there was a SIGUSR1.
-    """
+    """SIGINT, SIGTERM, SIGHUP end the job, a second one at once; SIGUSR1 goes on."""
 
     def __init__(self, job: Job | ElasticJob) -> None:
         self._job = job
         self._first: int | None = None
         self._late = False
-        self.handed_on = False
 
     def install(self) -> None:
         """Take over the signals."""
@@ -55,7 +50,6 @@ class _Signals:
         signal.signal(signal.SIGALRM, self._expire)
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        self.handed_on = True
         self._job.hand_on(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -125,12 +119,11 @@ def launch(args: argparse.Namespace) -> int:
     for name in (item for item in args.handed_on if "=" not in item):
         if name not in given:
             job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
-    signals = _Signals(job)
-    signals.install()
+    _Signals(job).install()
     outcome = job.run()
     if outcome.reason:
         job.console.note(outcome.reason)
-    if signals.handed_on and outcome.left and (text := allocations.requeue(base)):
+    if outcome.left and (text := allocations.requeue(base)):
         job.console.note(text)
     return outcome.exit_code
 

@@ -35,7 +35,7 @@ class Outcome:
 
     Attributes:
         rank: the one to blame, -1 if there is none.
-        left: nobody is, the ranks left when ringrun was asked to have them leave.
+        left: nobody is, the ranks left because the place is wanted for something else.
     """
 
     exit_code: int

@@ -1,5 +1,8 @@
 """A small Slurm of our own: two nodes on this machine, nothing in /etc, no services.
 
+Each has two GPUs, which are null devices under other names. Jobs in the partition
+`urgent` preempt others, which are queued again.
+
 Needs root, and Debian's packages slurmd, slurmctld, slurm-client and munge.
 """
 
@@ -10,6 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -31,7 +35,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmctldPort=36817
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
@@ -40,10 +44,16 @@ JobRequeue=1
 KillWait=5
 SlurmdTimeout=10
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
-NodeName=DEFAULT CPUs=4 RealMemory=1000
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+GresTypes=gpu
+NodeName=DEFAULT CPUs=64 RealMemory=1000 Gres=gpu:2
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[36821-36822]
-PartitionName=p Nodes=ALL Default=YES State=UP
+PartitionName=p Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=4
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
 """
+_DEVICES = "NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n"
 
 
 def missing() -> str:
@@ -69,9 +79,13 @@ class Slurm:
         config.write_text(_SETTINGS.format(host=host, folder=folder))
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir()
+        (folder / "gres.conf").write_text(_DEVICES.format(folder=folder))
+        for name in ("gpu0", "gpu1"):
+            os.mknod(folder / name, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
         self.env = {
             **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
             "SLURM_CONF": str(config),
+            "PYTHONPATH": str(Path(__file__).parent.parent),
         }
 
     def start(self) -> None:
@@ -88,7 +102,15 @@ class Slurm:
             time.sleep(0.02)
         self._run("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
-            self._run("slurmd", "-D", "-N", node)
+            self.start_slurmd(node)
+        self.wait_until_idle()
+
+    def start_slurmd(self, node: str) -> None:
+        """A node comes, or comes back."""
+        self._run("slurmd", "-D", "-N", node)
+
+    def wait_until_idle(self) -> None:
+        """Until both nodes are there and have nothing to do."""
         self.wait_for(["sinfo", "-h", "-o", "%t %D"], "idle 2")
 
     def _run(self, name: str, *words: str) -> None:
@@ -138,7 +160,8 @@ class Slurm:
         file = self.folder / "job.sh"
         file.write_text(f"#!/bin/sh\n{script}")
         output = f"--output={self.folder}/%j.out"
-        return self.ask("sbatch", "--parsable", output, *options, str(file))
+        more = ["--open-mode=append", output]
+        return self.ask("sbatch", "--parsable", *more, *options, str(file))
 
     def output(self, job: str) -> str:
         return (self.folder / f"{job}.out").read_text()

@@ -33,6 +33,29 @@ import os, sys
 from engines import programs
 print("end", programs.train(sys.argv[1], int(sys.argv[2]), 0.02)["sizes"], flush=True)
 """
+# Every step adds 1, whoever is there; checkpoints come only when rank 0 leaves.
+COUNT = """
+import os, sys, time
+import numpy as np
+import ringjax
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+ringjax.init()
+
+@ringjax.elastic.run(checkpointer=ringjax.elastic.Checkpointer(folder, every=10**9))
+def train(state):
+    begin = state.step
+    while state.step < steps:
+        state.total += float(ringjax.allreduce(np.ones(3))[0])
+        state.step += 1
+        if state.step == begin + 20:
+            print("trains from", begin, flush=True)
+        time.sleep(0.02)
+        state.commit()
+    print("end", int(state.total), flush=True)
+
+train(ringjax.elastic.State(step=0, total=0.0))
+"""
 RINGRUN = f"{sys.executable} -P -m ringjax.run"
 
 
@@ -50,6 +73,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def program(slurm: Slurm) -> Path:
     (slurm.folder / "train.py").write_text(PROGRAM)
     (slurm.folder / "elastic.py").write_text(TRAIN)
+    (slurm.folder / "count.py").write_text(COUNT)
     return slurm.folder / "train.py"
 
 
@@ -169,6 +193,79 @@ def test_scancel_leaves_nothing(slurm: Slurm, program: Path, tmp_path: Path) -> 
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "ranks are left behind"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--gpus-per-node=2",
+        "--gres=gpu:2 --ntasks-per-node=2",
+        "--gpus=4 --ntasks-per-node=2",
+        "--gpus-per-task=1 --ntasks-per-node=2",
+        "--gpus-per-node=2 --ntasks-per-node=2 --mem-per-cpu=100 --cpus-per-task=2",
+    ],
+)
+def test_gpus_of_the_step(slurm: Slurm, options: str) -> None:
+    """Every rank sees all GPUs that the job has on its node, and takes its own."""
+    show = "echo $SLURMD_NODENAME $RINGJAX_LOCAL_RANK $CUDA_VISIBLE_DEVICES"
+    job = slurm.submit(f"{RINGRUN} sh -c '{show}'\n", "--nodes=2", *options.split())
+    assert slurm.wait(job) == "COMPLETED 0:0", slurm.output(job)
+    places = [f"{node} {local}" for node in ("n1", "n2") for local in (0, 1)]
+    assert _ranks(slurm.output(job)) == [f"{place} 0,1" for place in places]
+
+
+def test_gpus_that_are_spread_unevenly(slurm: Slurm) -> None:
+    job = slurm.submit(f"{RINGRUN} true\n", "--nodes=2", "--gpus=3")
+    assert slurm.wait(job).startswith("FAILED")
+    assert "ask for --gpus-per-node instead of --gpus" in slurm.output(job)
+
+
+def _count(slurm: Slurm, folder: Path, *options: str) -> str:
+    words = f"{slurm.folder}/count.py {folder} 300"
+    script = f"exec {RINGRUN} --min-np 1 {sys.executable} {words}\n"
+    alone = ["--nodes=2", "--ntasks-per-node=1", "--exclusive", "--requeue"]
+    job = slurm.submit(script, *alone, *options)
+    _wait_for(slurm, job, "trains from 0")
+    return job
+
+
+def _resumed(slurm: Slurm, job: str) -> str:
+    """Waits until a job was queued again and has ended; what both its lives wrote."""
+    slurm.wait_for(["squeue", "-h", "-j", job, "-o", "%t %r"], "PD BeginTime")
+    # Which is in two minutes, so long Slurm knows the old one's credential.
+    slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now")
+    assert slurm.wait(job, 90) == "COMPLETED 0:0", slurm.output(job)
+    text = slurm.output(job)
+    assert text.count("]<stdout>:end 300\n") == 2, text
+    begins = [int(step) for step in re.findall(r"trains from (\d+)", text)]
+    assert begins[0] == 0 and max(begins) >= 20, text
+    return text
+
+
+def test_requeue(slurm: Slurm, program: Path, tmp_path: Path) -> None:
+    job = _count(slurm, tmp_path)
+    slurm.ask("scontrol", "requeue", job)
+    assert "ringrun: ended by SIGTERM" in _resumed(slurm, job)
+
+
+def test_a_warning_before_the_end(slurm: Slurm, program: Path, tmp_path: Path) -> None:
+    job = _count(slurm, tmp_path, "--signal=B:USR1@60", "--time=10")
+    slurm.ask("scancel", "--signal=USR1", "--batch", job)
+    text = _resumed(slurm, job)
+    assert "ringrun: SIGUSR1: all ranks leave at their next commit" in text
+    assert f"ringrun: job {job} is queued again" in text
+
+
+@pytest.mark.parametrize("signals", [[], ["--signal=B:USR1@60"]])
+def test_preemption(
+    slurm: Slurm, program: Path, tmp_path: Path, signals: list[str]
+) -> None:
+    job = _count(slurm, tmp_path, "--time=10", *signals)
+    urgent = ["--nodes=2", "--exclusive", "--partition=urgent"]
+    other = slurm.submit("sleep 1\n", *urgent)
+    assert slurm.wait(other) == "COMPLETED 0:0"
+    text = _resumed(slurm, job)
+    assert ("SIGUSR1: all ranks leave" in text) == bool(signals), text
 
 
 def test_a_lost_node(slurm: Slurm, program: Path, tmp_path: Path) -> None:

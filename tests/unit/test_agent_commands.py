@@ -144,3 +144,26 @@ def test_a_host_that_the_engine_wants_back(engine: dict[str, str]) -> None:
     done = ringrun(*wanted, **engine, **_allocation("n[1-2]", "1(x2)"))
     assert done.returncode == 0, done.stderr
     assert _lines(done) == ["[1]<stdout>:ended well"]
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "said"),
+    [
+        ("RUNNING", 0, "ringrun: job 7 is queued again"),
+        ("RUNNING", 1, "ringrun: job 7 is not queued again: this is disabled"),
+        ("COMPLETING", 0, "ringrun: every rank has left, as it was asked to"),
+    ],
+)
+def test_slurm_queues_a_job_again_that_has_left(
+    tmp_path: Path, state: str, code: int, said: str
+) -> None:
+    (tmp_path / "scontrol").write_text(
+        f"#!/bin/sh\n[ $1 = show ] && echo JobId=7 JobState={state} && exit\n"
+        f"[ \"$1 $2\" = 'requeue 7' ] && echo this is disabled >&2; exit {code}\n"
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    wanted = sh("kill -USR1 $(ps -o ppid= $PPID); sleep 100")
+    done = ringrun(*("-np", "1", "--min-np", "1"), *wanted, SLURM_JOB_ID="7", **path)
+    assert done.returncode == 143
+    assert done.stderr.splitlines()[-1] == said

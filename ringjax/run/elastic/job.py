@@ -445,7 +445,8 @@ class ElasticJob:
         if roster.all_left() or (self._leave and not roster.members):
             # As if ringrun itself had been asked to.
             why = "every rank has left, as it was asked to"
-            return Outcome(128 + signal.SIGTERM, reason=why, left=True)
+            left = bool(self._leave or self._fleet.asked_back)
+            return Outcome(128 + signal.SIGTERM, reason=why, left=left)
         if self._stop:
             return Outcome(1, reason=self._stop)
         if roster.success():

@@ -264,6 +264,7 @@ class Agent:
         """
         if number == signal.SIGTERM:
             self._asked_back = True
+            self._say({"is": "asked back"})
             for name in self._ids.values():
                 if name >= 0:  # and no client: they carry what is said
                     self._children[name].signal(signal.SIGTERM, alone=True)

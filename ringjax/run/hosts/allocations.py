@@ -172,20 +172,27 @@ def _lines(path: str, name: str) -> list[str]:
 
 
 def requeue(environ: Environ) -> str:
-    """Has Slurm queue the job that we run in once more.
+    """Has Slurm queue the job that we run in once more, unless it is ending it.
 
     Returns:
-        A sentence about it; empty outside of a job of Slurm's.
+        A sentence about it; empty if there is nothing to say.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return ""
     try:
-        done = subprocess.run(
-            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=60
-        )
+        if "JobState=RUNNING" not in _scontrol("show", "job", job).split():
+            return ""
+        _scontrol("requeue", job)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"scontrol requeue {job}: {error}"
-    if done.returncode:
-        return f"scontrol requeue {job}: {(done.stderr or done.stdout).strip()}"
+        why = (getattr(error, "stderr", "") or str(error)).strip()
+        return f"job {job} is not queued again: {why}"
     return f"job {job} is queued again"
+
+
+def _scontrol(*words: str) -> str:
+    """What Slurm's `scontrol` says."""
+    done = subprocess.run(
+        ["scontrol", *words], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout

@@ -251,8 +251,12 @@ class DialledAgent(Agent):
     # How it ends.
 
     def _asked_to_end(self, number: int) -> None:
-        """SIGTERM: the ranks leave at their next commit. Again, or another: at once."""
-        if number != signal.SIGTERM or self._leaving or not self._ids:
+        """SIGTERM: the ranks leave at their next commit. Again, or another: at once.
+
+        SIGUSR1 is what Slurm is told to send before (--signal).
+        """
+        asks = number in (signal.SIGTERM, signal.SIGUSR1)
+        if not asks or self._leaving or not self._ids:
             self._abandon(128 + number)
         self._leaving = True
         self._leave()

@@ -82,7 +82,11 @@ class _Errand:
 
 
 class Fleet:
-    """Starts agents and talks to them; `turn` is the job's one loop."""
+    """Starts agents and talks to them; `turn` is the job's one loop.
+
+    Attributes:
+        asked_back: hosts that somebody there wants back: their agent got SIGTERM.
+    """
 
     def __init__(self, spec: Spec, console: Console, observer: Observer) -> None:
         self._spec = spec
@@ -96,6 +100,7 @@ class Fleet:
         self._own: dict[str, bool] = {}  # host -> whether it is this machine
         self._clients: dict[int, Agent] = {}  # by the name of their client
         self._errands: dict[int, _Errand] = {}
+        self.asked_back: set[str] = set()
         self._names = 0  # of clients and errands: they count downwards
 
     # Agents.
@@ -304,6 +309,8 @@ class Fleet:
             case "exited":
                 agent.pids.pop(name, None)
                 self._exited(agent, name, message["code"], message.get("text", ""))
+            case "asked back":
+                self.asked_back.add(agent.host)
             case "bye":
                 agent.ended = True
 
