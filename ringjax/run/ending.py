@@ -71,9 +71,10 @@ class Ending:
             self.begin(plans.get(signal.Signals(number), AFTER_SIGTERM))
 
     @property
-    def longest(self) -> float:
-        """Seconds that what is left of the plan may take."""
-        return sum(seconds for seconds, _ in self._plan)
+    def patience(self) -> float | None:
+        """Seconds that the ranks have to end, None if nobody has told them to."""
+        left = sum(seconds for seconds, _ in self._plan)
+        return left if self.stopping else None
 
     def timeout(self, longest: float) -> float:
         """Seconds until `due` has something, at most `longest`."""

@@ -101,8 +101,8 @@ class Job:
         self._handed_on.append(number)
 
     def patience(self) -> float | None:
-        """Seconds that the ranks have to end, None if nobody has told them to."""
-        return self._ending.longest if self._ending.stopping else None
+        """See `Ending.patience`."""
+        return self._ending.patience
 
     # Starting.
 

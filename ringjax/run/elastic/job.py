@@ -105,8 +105,7 @@ class ElasticJob:
         self._shared: dict[str, str] = {}
         self._results: dict[int, bytearray] = {}
         self._short_since = math.inf
-        self._stop = ""
-        self._leave = ""
+        self._stop = self._leave = ""
 
     def run(self) -> Outcome:
         """Start everything, wait for the end, leave nothing behind."""
@@ -132,8 +131,8 @@ class ElasticJob:
         self._leave = signal.Signals(number).name
 
     def patience(self) -> float | None:
-        """Seconds that the workers have to end, None if nobody has told them to."""
-        return self._ending.longest if self._ending.stopping else None
+        """See `Ending.patience`."""
+        return self._ending.patience
 
     def _is_over(self) -> bool:
         if self._ending.begun:
@@ -284,9 +283,8 @@ class ElasticJob:
 
     def _signal(self, number: int) -> None:
         running = [worker.number for worker in self._roster.running()]
-        # Leaving is the rank's own affair: what it has started helps it to its commit.
         asked = self._leave or self._ending.signalled == signal.SIGTERM
-        alone = number == signal.SIGTERM and bool(asked)
+        alone = number == signal.SIGTERM and bool(asked)  # its own may help it to leave
         self._fleet.signal(number, running, alone=alone)
 
     def _give_up(self, why: str) -> None:
@@ -443,8 +441,7 @@ class ElasticJob:
         if self._ending.signalled is not None:
             return interrupted(self._ending.signalled, blobs)
         if roster.all_left() or (self._leave and not roster.members):
-            # As if ringrun itself had been asked to.
-            why = "every rank has left, as it was asked to"
+            why = "every rank has left, as it was asked to"  # or ringrun itself
             left = bool(self._leave or self._fleet.asked_back)
             return Outcome(128 + signal.SIGTERM, reason=why, left=left)
         if self._stop:

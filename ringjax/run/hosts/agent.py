@@ -258,7 +258,7 @@ class Agent:
     # How it ends.
 
     def _asked_to_end(self, number: int) -> None:
-        """SIGTERM: a batch system wants this host back, and insists on it after a while.
+        """SIGTERM: a batch system wants this host back, and insists on it later.
 
         The ranks here may use that time; ringrun hears of their end, or of its own.
         """
