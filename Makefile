@@ -53,7 +53,8 @@ test-engines: $(VENV)-engines/installed  ## Ray, Spark, Slurm, mpirun and others
 $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	@echo 'The tests of engines need Ray, Spark and frameworks: 1 GB to download, 3 GB on disk. Spark'
 	@echo 'also needs Java, and Slurm root and: apt-get install slurmd slurmctld slurm-client munge'
-	@echo "MPI's launchers are two wheels, and: apt-get install openmpi-bin mpich"
+	@echo "MPI's launchers are two wheels, and: apt-get install openmpi-bin mpich; Grid Engine"
+	@echo 'needs root and: apt-get install gridengine-master gridengine-exec gridengine-client'
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip --quiet --disable-pip-version-check install \
 	  --editable '.[ray,spark,keras]' 'pyspark[connect]' flax 'pytest>=8' pytest-timeout \

@@ -27,6 +27,8 @@ from ringjax.control.session import News, Session, join, knock
 from ringjax.errors import AuthenticationError, StartupError
 
 _FIRST_PORT, _PORTS = 61000, 4500  # above what Linux gives away by itself
+# What needs none.
+_NO_SECRET = {"Slurm": "; or run ringrun in the batch script, which needs none"}
 # Takes the secret and the job's id, returns what others must know about this rank.
 OpenDoors = Callable[[bytes, str], dict[str, Any]]
 
@@ -214,7 +216,7 @@ def _given_secret(place: Place, config: Config) -> bytes:
             f"the job has {place.size} ranks ({place.source}) but no secret: set "
             f"RINGJAX_SECRET_FILE to a file that all of them can read and only you "
             f"(openssl rand -hex 32 > FILE; chmod 600 FILE), or RINGJAX_SECRET to what "
-            f"is in it"
+            f"is in it{_NO_SECRET.get(place.source, '')}"
         )
     return secret
 

@@ -126,7 +126,10 @@ def join(
         try:
             return knock(addresses, secret, job, hello, deadline, tls, news)
         except OSError as error:
-            why: Exception = StartupError(str(error))
+            hint = ""
+            if patient and isinstance(error, _Unknown):
+                hint = "; set MASTER_ADDR to a name or address that this host knows"
+            why: Exception = StartupError(f"{error}{hint}")
         except AuthenticationError as error:
             if not patient:
                 raise
@@ -171,6 +174,10 @@ def knock(
     return session
 
 
+class _Unknown(OSError):
+    """The name of a host means nothing here, or not yet."""
+
+
 def reach(
     addresses: str,
     secret: bytes,
@@ -203,6 +210,8 @@ def reach(
             stranger = AuthenticationError(f"{where} {error}")
         except OSError as error:
             absent = OSError(f"{where}: {error.strerror or error}")
+            if isinstance(error, socket.gaierror):
+                absent = _Unknown(f"{where}: {error.strerror}")
     raise stranger or absent or OSError("no address")
 
 

@@ -186,8 +186,9 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
         "--agent-command",
         default="",
         metavar="COMMAND",
-        help="what starts ringrun's agent on a host, instead of srun in an allocation "
-        "of Slurm and ssh elsewhere; {host} stands for its name: "
+        help="what starts ringrun's agent on a host, instead of srun, blaunch or qrsh "
+        "in an allocation of a batch system and ssh elsewhere; {host} stands for its "
+        "name: "
         "'kubectl exec -i {host} --'",
     )
 
@@ -217,7 +218,8 @@ With --min-np or --host-discovery-script ranks may be lost and join while the jo
 the others go on, and a new process starts in the place of each that died, at once the
 first time, then after 1, 2, 4 ... 30 s if it goes on to fail soon. A process that gets
 a SIGTERM leaves at its next commit, and its place stays empty unless fewer than
---min-np are left. The job ends with 0 if those who are its ranks at the end do. A line
+--min-np are left. SIGUSR1 to ringrun asks all of them to leave, SIGTERM gives them 25 s
+for it. The job ends with 0 if those who are its ranks at the end do. A line
 of output has the rank that its process has at the time; with --output-filename the
 first -np processes write to DIR/rank.N, later ones to DIR/worker.N.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import sys
@@ -56,6 +57,34 @@ def train(state):
 
 train(ringjax.elastic.State(step=0, total=0.0))
 """
+# Each step hashes the one before, so the end proves that all were made once, in order.
+CHAIN = """
+import os, sys, time
+import numpy as np
+import ringjax
+
+folder, said = sys.argv[1], 0
+ringjax.init()
+
+@ringjax.elastic.run
+def train(state):
+    global said
+    while not state.done:
+        mine = np.array([state.step + 1.0, os.path.exists(folder + "/end")])
+        number, done = ringjax.allreduce(mine)
+        state.chain = (31 * state.chain + int(number)) % 1000003
+        state.step += 1
+        state.done = bool(done > 0)
+        if said != ringjax.size():
+            said = ringjax.size()
+            with open(f"{folder}/{os.getpid()}", "a") as file:
+                file.write(f"{ringjax.rank()} {said} {time.time()}\\n")
+        time.sleep(0.01)
+        state.commit()
+    print("end", state.step, state.chain, flush=True)
+
+train(ringjax.elastic.State(step=0, chain=1, done=False))
+"""
 RINGRUN = f"{sys.executable} -P -m ringjax.run"
 
 
@@ -74,6 +103,7 @@ def program(slurm: Slurm) -> Path:
     (slurm.folder / "train.py").write_text(PROGRAM)
     (slurm.folder / "elastic.py").write_text(TRAIN)
     (slurm.folder / "count.py").write_text(COUNT)
+    (slurm.folder / "chain.py").write_text(CHAIN)
     return slurm.folder / "train.py"
 
 
@@ -114,6 +144,19 @@ def test_srun_on_two_nodes_says_what_is_missing(slurm: Slurm, program: Path) -> 
     assert slurm.wait(job).startswith("FAILED")
     text = slurm.output(job)
     assert "RINGJAX_SECRET_FILE" in text, text
+    assert "or run ringrun in the batch script, which needs none" in text, text
+
+
+def test_srun_where_a_name_does_not_resolve(slurm: Slurm, program: Path) -> None:
+    secret = "RINGJAX_SECRET=7365637265742d7365637265742d313233"
+    start = f"export RINGJAX_START_TIMEOUT=8 {secret}\n"
+    step = f"srun {sys.executable} {program}\n"
+    job = slurm.submit(start + step, "--nodes=2")
+    assert slurm.wait(job).startswith("FAILED")
+    assert "set MASTER_ADDR to a name or address that" in slurm.output(job)
+    known = start + "export MASTER_ADDR=127.0.0.1\n" + step
+    job = slurm.submit(known, "--nodes=2", "--time=1")
+    assert slurm.wait(job) == "COMPLETED 0:0", slurm.output(job)
 
 
 def test_a_rank_that_fails_ends_the_job(slurm: Slurm, program: Path) -> None:
@@ -152,11 +195,7 @@ def test_a_killed_agent_is_replaced(
 
     job = _elastic(slurm, tmp_path / "sizes", 700)
     programs.wait_for_sizes(tmp_path / "sizes", 2, 2)
-    agents = [
-        pid
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if _is_agent(pid, "n2")
-    ]
+    agents = _pids("agent", "n2", tmp_path)
     assert len(agents) == 1
     killed = time.time()
     os.kill(agents[0], signal.SIGKILL)
@@ -171,14 +210,28 @@ def test_a_killed_agent_is_replaced(
     print(f"the survivor's next step came {min(sizes) - killed:.2f} s after the kill")
 
 
-def _is_agent(pid: int, node: str) -> bool:
+def _pids(what: str, node: str, folder: Path) -> list[int]:
+    """The agents or ranks on a node, or the sruns that carry what they say."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [pid for pid in pids if _is(what, pid, node, folder)]
+
+
+def _is(what: str, pid: int, node: str, folder: Path) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    name = f"SLURMD_NODENAME={node}".encode()
-    return b"ringjax.run.hosts.agent" in words and b"python" in words[0] and name in env
+    if what == "srun":
+        return words[0] == b"srun" and f"--nodelist={node}".encode() in words
+    # Of a step: ringrun itself has an agent, too, and goes with it.
+    there = f"SLURMD_NODENAME={node}".encode() in env and any(
+        entry.startswith(b"SLURM_STEP_ID=") for entry in env
+    )
+    return there and {
+        "agent": b"ringjax.run.hosts.agent" in words,
+        "rank": (folder / str(pid)).exists(),
+    }.get(what, False)
 
 
 def test_scancel_leaves_nothing(slurm: Slurm, program: Path, tmp_path: Path) -> None:
@@ -266,6 +319,87 @@ def test_preemption(
     assert slurm.wait(other) == "COMPLETED 0:0"
     text = _resumed(slurm, job)
     assert ("SIGUSR1: all ranks leave" in text) == bool(signals), text
+
+
+def test_an_array_is_one_job(slurm: Slurm, program: Path, tmp_path: Path) -> None:
+    """Task 0 has ringrun and a rank; the others come, and one is cancelled."""
+    from engines import programs
+
+    (tmp_path / "sizes").mkdir()
+    words = f"{slurm.folder}/elastic.py {tmp_path}/sizes 300"
+    script = f"""
+export RINGJAX_HOSTNAME=t$SLURM_ARRAY_TASK_ID
+export RINGJAX_SECRET=7365637265742d7365637265742d313233
+if [ $SLURM_ARRAY_TASK_ID = 0 ]; then
+  exec {RINGRUN} -H localhost:1 --listen 29431 --min-np 1 {sys.executable} {words}
+fi
+exec {RINGRUN} --join 127.0.0.1:29431 --slots 1
+"""
+    job = slurm.submit(script, "--array=0-2", "--nodes=1", "--ntasks=1")
+    programs.wait_for_sizes(tmp_path / "sizes", 3, 3)
+    slurm.ask("scancel", f"{job}_2")
+    programs.wait_for_sizes(tmp_path / "sizes", 2, 2)
+    numbers = slurm.ask("squeue", "-h", "-o", "%A %K").splitlines()
+    tasks = {task: number for number, task in map(str.split, numbers)}
+    for task in ("0", "1"):
+        state = slurm.wait(tasks[task])
+        assert state == "COMPLETED 0:0", slurm.output(tasks["0"])
+    assert slurm.output(tasks["0"]).count("]<stdout>:end") == 2
+
+
+def test_kills_at_random_moments(slurm: Slurm, program: Path, tmp_path: Path) -> None:
+    """Agents, ranks, sruns and slurmd, on one node at a time; the others train on."""
+    seed = int(os.environ.get("RINGJAX_TEST_SEED", random.randrange(10**6)))
+    chance = random.Random(seed)
+    script = f"exec {RINGRUN} --min-np 1 {sys.executable} {slurm.folder}/chain.py "
+    options = ["--nodes=2", "--ntasks-per-node=2", "--no-kill"]
+    job = slurm.submit(f"{script}{tmp_path}\n", *options)
+    deeds: list[str] = []
+    begin = time.monotonic()
+    try:
+        _wait_for_four(tmp_path)
+        while time.monotonic() - begin < 45:
+            what, node = chance.choice(KILLS)
+            deeds.append(f"{time.monotonic() - begin:.1f} s: {what} on {node}")
+            if what == "slurmd":
+                slurm.kill_slurmd(node)
+                time.sleep(chance.uniform(0, 1))
+                slurm.start_slurmd(node)
+            else:
+                for pid in _pids(what, node, tmp_path)[: chance.randint(1, 2)]:
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(chance.uniform(0, 1))
+            _wait_for_four(tmp_path)
+        (tmp_path / "end").touch()
+        assert slurm.wait(job) == "COMPLETED 0:0"
+        text = slurm.output(job)
+        ends = re.findall(r"\]<stdout>:end (\d+) (\d+)", text)
+        assert len(ends) == 4 and len(set(ends)) == 1
+        chain = 1
+        for step in range(1, int(ends[0][0]) + 1):
+            chain = (31 * chain + step) % 1000003
+        assert int(ends[0][1]) == chain
+    except BaseException as error:
+        error.add_note(f"RINGJAX_TEST_SEED={seed}: {deeds}\n{slurm.output(job)}")
+        raise
+    print(f"{len(deeds)} kills, {ends[0][0]} steps")
+
+
+KILLS = [(what, node) for what in ("agent", "rank", "srun") for node in ("n1", "n2")]
+KILLS += [("slurmd", "n2")]  # n1's has ringrun
+
+
+def _wait_for_four(folder: Path, seconds: float = 40) -> None:
+    """Until four ranks that live train together."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = [file for file in folder.iterdir() if file.name.isdigit()]
+        live = [file for file in found if Path(f"/proc/{file.name}").exists()]
+        last = [(file.read_text().split("\n") * 2)[-2].split()[1:2] for file in live]
+        if last.count(["4"]) == 4:
+            return
+        assert time.monotonic() < deadline, f"sizes of {live}: {last}"
+        time.sleep(0.05)
 
 
 def test_a_lost_node(slurm: Slurm, program: Path, tmp_path: Path) -> None:
