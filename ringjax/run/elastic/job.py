@@ -275,17 +275,10 @@ class ElasticJob:
             self._start_workers(now)
             self._check_number(now)
         if self._leave and not (self._seating.closed or self._ending.begun):
-            self._seating.closed = True  # nobody joins any more
-            self.console.note(f"{self._leave}: all ranks leave at their next commit")
-            self._signal(signal.SIGTERM)
+            self._keeper.dismiss_all(self._leave)
+        asked = bool(self._leave) or self._ending.signalled == signal.SIGTERM
         for number in self._ending.due():
-            self._signal(number)
-
-    def _signal(self, number: int) -> None:
-        running = [worker.number for worker in self._roster.running()]
-        asked = self._leave or self._ending.signalled == signal.SIGTERM
-        alone = number == signal.SIGTERM and bool(asked)  # its own may help it to leave
-        self._fleet.signal(number, running, alone=alone)
+            self._keeper.signal(number, asked=asked)
 
     def _give_up(self, why: str) -> None:
         """The job cannot go on."""

@@ -104,6 +104,19 @@ class Keeper:
         self._note(f"{who} is asked to leave: its slot is gone")
         self._signaller.signal(signal.SIGTERM, [number], alone=True)
 
+    def dismiss_all(self, why: str) -> None:
+        """The whole job is asked to leave."""
+        self._seating.closed = True  # nobody joins any more
+        self._note(f"{why}: all ranks leave at their next commit")
+        self.signal(signal.SIGTERM, asked=True)
+
+    def signal(self, number: int, *, asked: bool) -> None:
+        """Signal all workers that run; `asked`: SIGTERM is a wish that they leave."""
+        running = [worker.number for worker in self._roster.running()]
+        # What a rank has started may have to help it to its next commit.
+        alone = asked and number == signal.SIGTERM
+        self._signaller.signal(number, running, alone=alone)
+
     def tick(self, now: float) -> None:
         """Do what is due."""
         for worker in self._roster.workers.values():
