@@ -188,7 +188,9 @@ class Job:
             self.console.idle()
         self._advance()
         while self._handed_on:
-            self._fleet.signal(self._handed_on.pop(0), range(self.size))
+            # Not what they have started: that may not know what to do with it.
+            ranks = range(self.size)
+            self._fleet.signal(self._handed_on.pop(0), ranks, alone=True)
 
     def _ask_server(self) -> None:
         """Take note of who joined and who reported a failure, before who exited."""
