@@ -7,10 +7,16 @@ from typing import Any
 
 import ray
 
-from ringjax.ray import actors
-from ringjax.ray.actors import Place
+from ringjax.ray.actors import nothing
+from ringjax.ray.elastic_jobs import ElasticJob
 from ringjax.ray.ray_logger import Callbacks
-from ringjax.run.engine_job import EngineJob
+from ringjax.ray.static_jobs import StaticJob
+from ringjax.run.environ import own_settings
+
+
+def is_client() -> bool:
+    """Whether this process is a client (`ray://`) of a cluster, not a part of it."""
+    return bool(ray.util.client.ray.is_connected())
 
 
 def run(
@@ -65,71 +71,50 @@ def run(
     if not 1 <= least <= most:
         raise ValueError(f"num_workers={num_workers}: expected 1 <= least <= most")
     if reset_limit is not None and not elastic:
-        raise ValueError(
-            "reset_limit: only for elastic jobs; give (least, most) workers"
-        )
-    resources = dict(
-        {"CPU": 1} if resources_per_worker is None else resources_per_worker
-    )
+        raise ValueError("reset_limit: only for elastic jobs; give (least, most)")
     if not ray.is_initialized():
         ray.init()
-    notices = Callbacks(callbacks)
-    call = Call(fn, tuple(args), dict(kwargs or {}), notices.queue)
-    try:
-        if elastic:
-            spread = placement_strategy in ("SPREAD", "STRICT_SPREAD")
-            place = Place(resources, strategy="SPREAD" if spread else "DEFAULT")
-            return actors.Elastic(
-                (least, most),
-                place,
-                env or {},
-                call,
-                start_timeout=start_timeout,
-                reset_limit=reset_limit,
-                each=notices.serve,
-            ).run()
-        group = actors.group_for([resources] * least, placement_strategy, start_timeout)
-        place = Place(resources, group, range(least), own=True)
-        return _static(least, place, env or {}, call, start_timeout, notices)
-    finally:
-        notices.close()
+    needs = {"CPU": 1.0} if resources_per_worker is None else resources_per_worker
+    options: dict[str, Any] = {
+        "env": {**own_settings(), **(env or {})},
+        "strategy": placement_strategy,
+        "start_timeout": start_timeout,
+    }
+    if elastic:
+        options |= {"sizes": (least, most), "reset_limit": reset_limit}
+    else:
+        options["size"] = least
+    named = dict(kwargs or {})
+    with Callbacks(callbacks) as notices:
+        options["queue"] = notices.queue
+
+        def task(_: Any) -> Any:
+            return fn(*args, **named)
+
+        if not is_client():
+            return _run(task, needs, options, notices.serve)
+        remote = ray.remote(num_cpus=0, max_retries=0)(_run)
+        ref = remote.remote(task, needs, options)
+        try:
+            return list(notices.fetch(ref))
+        except KeyboardInterrupt:
+            ray.cancel(ref, force=True)  # and with it end the actors, which it owns
+            raise
 
 
-class Call:
-    """What each actor is asked to do."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        queue: Any,
-    ) -> None:
-        self._queue = queue
-        self._task = ray.put((fn, args, kwargs))  # once, however many actors
-
-    def __call__(self, handle: Any, ticket: Mapping[str, str]) -> Any:
-        """Asks an actor; returns Ray's reference to the result."""
-        if self._queue is not None:
-            handle.set_queue.remote(self._queue)
-        return handle.call.remote(ticket, self._task)
-
-
-def _static(
-    size: int,
-    place: Place,
-    env: Mapping[str, str],
-    call: Call,
-    timeout: float,
-    notices: Callbacks,
+def _run(
+    task: Callable[[Any], Any],
+    needs: Mapping[str, float],
+    options: dict[str, Any],
+    each: Callable[[], None] = nothing,
 ) -> list[Any]:
-    handles: list[Any] = []
+    if "sizes" in options:
+        spread = options["strategy"] in ("SPREAD", "STRICT_SPREAD")
+        options["strategy"] = "SPREAD" if spread else "DEFAULT"
+        return ElasticJob(task, needs, each=each, **options).run()
+    queue = options.pop("queue")
+    job = StaticJob(needs, **options)
     try:
-        handles, nodes = actors.placed(place, size, {}, timeout)
-        with EngineJob(size, env=env) as job:
-            tickets = job.tickets(nodes)
-            calls = {call(h, tickets[n]): n for n, h in enumerate(handles)}
-            return actors.gather(job, calls, notices.serve)
+        return job.call(task, queue, each, leave=True)
     finally:
-        actors.end(handles)
-        place.remove()
+        job.close()

@@ -1,10 +1,12 @@
-"""What rank 0 tells the driver while it runs: Horovod's `ray_logger`."""
+"""What a worker tells the driver while it runs: Horovod's `ray_logger`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ray
+from ray.exceptions import RayTaskError
 from ray.util.queue import Empty, Queue
 
 from ringjax import runtime
@@ -18,18 +20,23 @@ def configure(queue: Any) -> None:
     _queue = queue
 
 
-def log(info: Mapping[str, Any] | None) -> None:
-    """Hands a dictionary to the `callbacks` of the driver; on rank 0 alone.
+def log(info_dict: Any, chief_only: bool = True) -> None:
+    """Hands a dictionary to the `callbacks` of the driver.
+
+    Args:
+        info_dict: what to hand over; None: nothing.
+        chief_only: on rank 0 alone.
 
     Raises:
         ValueError: it is no dictionary.
     """
-    if info is None or _queue is None:
+    if info_dict is None or _queue is None:
         return
-    if not isinstance(info, Mapping):
-        raise ValueError(f"ray_logger.log: expected a dict, not {type(info).__name__}")
-    if not runtime.is_initialized() or runtime.rank() == 0:
-        _queue.put(dict(info))
+    if not isinstance(info_dict, Mapping):
+        kind = type(info_dict).__name__
+        raise ValueError(f"ray_logger.log: expected a dict, not {kind}")
+    if not chief_only or not runtime.is_initialized() or runtime.rank() == 0:
+        _queue.put(dict(info_dict))
 
 
 class Callbacks:
@@ -38,6 +45,14 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callable[[Any], None]] | None) -> None:
         self._callbacks = list(callbacks or ())
         self.queue = Queue(actor_options={"num_cpus": 0}) if self._callbacks else None
+
+    def __enter__(self) -> Callbacks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.serve()
+        if self.queue is not None:
+            self.queue.shutdown()
 
     def serve(self) -> None:
         """Hands on what has come."""
@@ -49,8 +64,11 @@ class Callbacks:
             for callback in self._callbacks:
                 callback(message)
 
-    def close(self) -> None:
-        """Hands on the last, and ends the queue."""
-        self.serve()
-        if self.queue is not None:
-            self.queue.shutdown()
+    def fetch(self, ref: Any) -> Any:
+        """Waits for what the cluster does for this client; raises what it raised."""
+        try:
+            while not ray.wait([ref], timeout=0.1)[0]:
+                self.serve()
+            return ray.get(ref)
+        except RayTaskError as error:
+            raise error.cause from None

@@ -8,11 +8,17 @@ from typing import Any
 
 import ray
 
-from ringjax.ray import actors
-from ringjax.ray.actors import Place
-from ringjax.ray.jobs import Call
+from ringjax.ray.actors import nothing
+from ringjax.ray.adapter import Adapter, BaseParams, setting, variables
+from ringjax.ray.elastic_v2 import ElasticParams
+from ringjax.ray.jobs import is_client
 from ringjax.ray.ray_logger import Callbacks
-from ringjax.run.engine_job import EngineJob
+from ringjax.ray.static_jobs import StaticJob
+from ringjax.run.engine_job import EngineJob, places
+from ringjax.run.environ import own_settings
+
+Function = Callable[..., Any]
+Functions = Sequence[Callable[[Any], None]]
 
 
 @dataclass
@@ -20,46 +26,140 @@ class MiniSettings:
     """What `create_settings` returns; those without a word have no effect here.
 
     Attributes:
+        nics: network interfaces that the workers may use.
         timeout_s: for all workers to call `init`.
         placement_group_timeout_s: for the cluster to have room.
-        nics: network interfaces that the workers may use.
-        elastic_timeout: for newcomers if too few workers are left.
-        min_num_proc, max_num_proc, reset_limit: of an elastic job.
+        discovery: a `HostDiscovery`, for `override_discovery=False`.
     """
 
-    timeout_s: float = 30
-    ssh_identity_file: str | None = None
-    ssh_str: str | None = None
-    placement_group_timeout_s: float = 100
     nics: Sequence[str] | None = None
-    elastic_timeout: float = 600
-    min_num_proc: int = 1
-    max_num_proc: int | None = None
-    reset_limit: int | None = None
-
-    def env(self) -> dict[str, str]:
-        """The same as settings of ringjax."""
-        found = {
-            "RINGJAX_START_TIMEOUT": f"{self.timeout_s:g}",
-            "RINGJAX_ELASTIC_TIMEOUT": f"{self.elastic_timeout:g}",
-        }
-        if self.nics:
-            found["RINGJAX_NETWORK_INTERFACES"] = ",".join(sorted(self.nics))
-        return found
+    verbose: int = 1
+    key: Any = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: float = 300
+    placement_group_timeout_s: float = 100
+    elastic: bool = False
+    discovery: Any = None
 
 
-def resources_of(cpus: float, use_gpu: bool, gpus: float | None) -> dict[str, float]:
-    """What a worker needs, in Ray's words.
+class Coordinator:
+    """Brings workers together that something else has started.
 
-    Raises:
-        ValueError: GPUs are counted but not used.
+    Args:
+        settings: of `create_settings`.
     """
-    if gpus is not None and not use_gpu:
-        raise ValueError("gpus_per_worker is set, but use_gpu is False")
-    if gpus is not None and gpus <= 0:
-        raise ValueError(f"gpus_per_worker={gpus}: expected more than 0")
-    found = {"CPU": float(cpus)}
-    return found | ({"GPU": float(gpus or 1)} if use_gpu else {})
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.hostnames: set[str] = set()
+        self.node_id_by_rank: dict[str, list[int]] = {}
+        self._job: EngineJob | None = None
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.node_id_by_rank.values()))
+
+    @property
+    def node_id_string(self) -> str:
+        """The nodes, with the numbers of workers on them."""
+        found = self.node_id_by_rank.items()
+        return ",".join(f"{node}:{len(ranks)}" for node, ranks in found)
+
+    def register(self, hostname: str, node_id: str, world_rank: int) -> None:
+        """Takes note of a worker."""
+        self.hostnames.add(hostname)
+        self.node_id_by_rank.setdefault(node_id, []).append(world_rank)
+
+    def finalize_registration(self) -> dict[int, dict[str, int]]:
+        """Rank -> the variables that say where it is among the others."""
+        where = {r: n for n, ranks in self.node_id_by_rank.items() for r in ranks}
+        found = places([where[rank] for rank in sorted(where)])
+        names = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        return {
+            rank: {f"HOROVOD_{name}": int(place[f"HOROVOD_{name}"]) for name in names}
+            for rank, place in zip(sorted(where), found, strict=True)
+        }
+
+    def establish_rendezvous(self) -> dict[str, str]:
+        """Starts the server where they meet; the variables that all of them need."""
+        self._job = EngineJob(self.world_size, env=variables(self.settings))
+        return self._job.common_ticket()
+
+
+@dataclass
+class StaticParams(BaseParams):
+    """Of a job of a fixed size, given by `num_workers` or by `num_hosts`."""
+
+    num_workers: int | None = None
+    num_hosts: int | None = None
+    num_workers_per_host: int | None = 1
+    use_current_placement_group: bool = True
+    elastic = False
+
+    @property
+    def adapter(self) -> type[StaticAdapter]:
+        """What does the work."""
+        return StaticAdapter
+
+
+class StaticAdapter(Adapter):
+    """Keeps the actors of a job of fixed size; see `RayExecutor`."""
+
+    params: StaticParams
+    strategy: StaticJob | None = None
+
+    def start(
+        self, executable: Sequence[Any] = (None, (), {}), env: Mapping[str, str] = {}
+    ) -> None:
+        """Starts the actors, and makes an object of a class on each."""
+        params = self.params
+        together = 1 if params.num_workers else params.num_workers_per_host or 1
+        self.strategy = StaticJob(
+            params.resources(),
+            size=params.num_workers or (params.num_hosts or 0) * together,
+            env=env,
+            strategy="PACK" if params.num_workers else "STRICT_SPREAD",
+            start_timeout=float(setting(self.settings, "placement_group_timeout_s")),
+            together=together,
+            inherit=params.use_current_placement_group,
+        )
+        self.workers = self.strategy.workers
+        try:
+            made = [w.start_executable.remote(*executable) for w in self.workers]
+            self.strategy.gather(made)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def execute(
+        self,
+        fn: Callable[[Any], Any],
+        queue: Any = None,
+        each: Callable[[], None] = nothing,
+    ) -> list[Any]:
+        """Calls `fn(executable)` on all workers; the results, by rank."""
+        return self._running().call(fn, queue, each)
+
+    def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """The same, but Ray's references to the results, at once."""
+        return [w.execute.remote(fn) for w in self._running().workers]
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Calls `fn(executable)` on rank 0 alone."""
+        return ray.get(self._running().workers[0].execute.remote(fn))
+
+    def _running(self) -> StaticJob:
+        if self.strategy is None:
+            raise ValueError("RayExecutor: it was shut down; call start() first")
+        return self.strategy
+
+    def shutdown(self) -> None:
+        """Ends the actors."""
+        job, self.strategy, self.workers = self.strategy, None, []
+        if job is not None:
+            job.close()
 
 
 class RayExecutor:
@@ -67,17 +167,20 @@ class RayExecutor:
 
     With `num_workers` they are packed onto few nodes; `num_hosts` nodes get
     `num_workers_per_host` each. With `min_workers` the job is elastic: then `run`
-    starts and ends actors itself, and they do not stay.
+    starts and ends actors itself, and they do not stay. For a client of a cluster
+    (`ray://`) an actor there does the work.
 
     Args:
         settings: from `create_settings`.
-        num_workers: how many; in an elastic job, where it may be left out, no more to
-            begin with than there is room for.
+        num_workers: how many.
         num_hosts, num_workers_per_host: the same by nodes.
         cpus_per_worker, use_gpu, gpus_per_worker: what each needs.
         use_current_placement_group: take that in which this process runs, if any.
-        min_workers, max_workers, reset_limit, elastic_timeout: of an elastic job.
-        cooldown_range, override_discovery: without effect; Ray knows its nodes.
+        min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout,
+        override_discovery: of an elastic job, see `ElasticParams`.
+
+    Attributes:
+        adapter: holds `workers`, Ray's actors; itself an actor for a client.
 
     Raises:
         ValueError: arguments do not fit together.
@@ -100,7 +203,10 @@ class RayExecutor:
     ) -> MiniSettings:
         """The settings, to be changed where one likes."""
         return MiniSettings(
-            timeout_s, ssh_identity_file, ssh_str, placement_group_timeout_s, nics
+            nics=nics,
+            ssh_identity_file=ssh_identity_file,
+            timeout_s=timeout_s,
+            placement_group_timeout_s=placement_group_timeout_s,
         )
 
     def __init__(
@@ -108,10 +214,10 @@ class RayExecutor:
         settings: Any = None,
         num_workers: int | None = None,
         num_hosts: int | None = None,
-        num_workers_per_host: int = 1,
-        cpus_per_worker: int = 1,
+        num_workers_per_host: int | None = 1,
+        cpus_per_worker: float = 1,
         use_gpu: bool = False,
-        gpus_per_worker: int | None = None,
+        gpus_per_worker: float | None = None,
         use_current_placement_group: bool = True,
         min_workers: int | None = None,
         max_workers: int | None = None,
@@ -120,39 +226,40 @@ class RayExecutor:
         elastic_timeout: float = 600,
         override_discovery: bool = True,
     ) -> None:
-        if num_workers is not None and num_hosts is not None:
-            raise ValueError("num_workers and num_hosts: give only one of them")
-        if max_workers is not None and min_workers is None:
-            raise ValueError("max_workers: only for elastic jobs; give min_workers")
+        if max_workers and (not min_workers or min_workers <= 0):
+            raise ValueError("`max_workers` provided without a positive `min_workers`.")
+        if min_workers and num_workers:
+            raise ValueError("Both `min_workers` and `num_workers` provided.")
+        if num_workers and num_hosts:
+            raise ValueError("Both `num_workers` and `num_hosts` provided.")
         if num_workers is num_hosts is min_workers is None:
-            raise ValueError("give num_workers, num_hosts or min_workers")
-        self.settings = settings if settings is not None else MiniSettings()
-        self._resources = resources_of(cpus_per_worker, use_gpu, gpus_per_worker)
-        self._hosts, self._per_host = num_hosts, num_workers_per_host
-        self._size = num_workers or (num_hosts or 0) * num_workers_per_host
-        self._use_current = use_current_placement_group
-        self._sizes: tuple[int, int] | None = None
+            raise ValueError("Give `num_workers`, `num_hosts` or `min_workers`.")
+        needs = cpus_per_worker, use_gpu, gpus_per_worker
+        self.params: StaticParams | ElasticParams
         if min_workers is not None:
-            most = max_workers or max(self._size, min_workers)
-            self._sizes = (min_workers, most)
-        self._reset_limit, self._elastic_timeout = reset_limit, elastic_timeout
-        self._env: dict[str, str] = {}
-        self._executable: tuple[Any, ...] = (None, None, None)
-        self._job: EngineJob | None = None
-        self._place: Place | None = None
-        self.workers: list[Any] = []
-
-    @property
-    def adapter(self) -> RayExecutor:
-        """Holds `workers`, in Horovod's words."""
-        return self
+            self.params = ElasticParams(
+                *needs,
+                min_workers=min_workers,
+                max_workers=max_workers,
+                reset_limit=reset_limit,
+                cooldown_range=cooldown_range,
+                elastic_timeout=elastic_timeout,
+                override_discovery=override_discovery,
+            )
+        else:
+            sizes = num_workers, num_hosts, num_workers_per_host
+            self.params = StaticParams(*needs, *sizes, use_current_placement_group)
+        self.settings = settings if settings is not None else self.create_settings()
+        self.settings.elastic = self.params.elastic
+        self.adapter: Any = None
+        self._remote = False
 
     def start(
         self,
         executable_cls: Callable[..., Any] | None = None,
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
+        extra_env_vars: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts the workers, and makes an object of a class on each.
 
@@ -168,56 +275,27 @@ class RayExecutor:
         self.shutdown()
         if not ray.is_initialized():
             ray.init()
-        self._env = {**self.settings.env(), **(extra_env_vars or {})}
-        self._executable = (executable_cls, executable_args, executable_kwargs)
-        if self._sizes is not None:
-            if executable_cls is not None:
-                raise ValueError("executable_cls: not in an elastic job")
-            return
-        timeout = float(self.settings.placement_group_timeout_s)
-        try:
-            self._place = self._find_place(timeout)
-            self.workers, nodes = actors.placed(
-                self._place, self._size, {}, timeout + self.settings.timeout_s
-            )
-            self._job = EngineJob(self._size, env=self._env)
-            tickets = self._job.tickets(nodes)
-            pairs = zip(self.workers, tickets, strict=True)
-            ray.get([worker.update_env_vars.remote(t) for worker, t in pairs])
-            calls = [w.start_executable.remote(*self._executable) for w in self.workers]
-            self._gather(calls)
-        except BaseException:
-            self.shutdown()
-            raise
+        self._remote, adapter = is_client(), self.params.adapter
+        make = ray.remote(num_cpus=0)(adapter).remote if self._remote else adapter
+        self.adapter = make(self.settings, self.params)
+        env = {**own_settings(), **variables(self.settings)}
+        env |= {name: str(value) for name, value in (extra_env_vars or {}).items()}
+        made = executable_cls, executable_args or (), executable_kwargs or {}
+        self._do("start", made, env)
 
-    def _find_place(self, timeout: float) -> Place:
-        if self._use_current:
-            place = actors.current_group(self._resources, self._size)
-            if place is not None:
-                return place
-        if self._hosts is None:
-            bundles, strategy = [self._resources] * self._size, "PACK"
-            indices = list(range(self._size))
-        else:
-            whole = {k: v * self._per_host for k, v in self._resources.items()}
-            bundles, strategy = [whole] * self._hosts, "STRICT_SPREAD"
-            indices = [n // self._per_host for n in range(self._size)]
-        group = actors.group_for(bundles, strategy, timeout)
-        return Place(self._resources, group, indices, own=True)
-
-    def _gather(
-        self, calls: Sequence[Any], callbacks: Callbacks | None = None
-    ) -> list[Any]:
-        assert self._job is not None
-        self._job.again()
-        ranks = {ref: rank for rank, ref in enumerate(calls)}
-        each = callbacks.serve if callbacks is not None else lambda: None
-        return actors.gather(self._job, ranks, each)
+    def _do(self, what: str, *args: Any, callbacks: Functions | None = None) -> Any:
+        if self.adapter is None:
+            raise ValueError(f"RayExecutor.{what}: call start() first")
+        method = getattr(self.adapter, what)
+        with Callbacks(callbacks) as notices:
+            if what == "execute":
+                args += (notices.queue,)
+            if self._remote:
+                return notices.fetch(method.remote(*args))
+            return method(*args, *[notices.serve] * (what == "execute"))
 
     def execute(
-        self,
-        fn: Callable[[Any], Any],
-        callbacks: Sequence[Callable[[Any], None]] | None = None,
+        self, fn: Callable[[Any], Any], callbacks: Functions | None = None
     ) -> list[Any]:
         """Calls `fn(executable)` on all workers; the results, by rank.
 
@@ -226,51 +304,24 @@ class RayExecutor:
             callbacks: get what rank 0 gives to `ray_logger.log`.
 
         Raises:
-            LaunchError: a worker failed.
+            LaunchError: a worker failed; in an elastic job, the job did.
+            TimeoutError: an elastic job finds no room.
         """
-        self._started("execute")
-        notices = Callbacks(callbacks)
-        try:
-            if notices.queue is not None:
-                for worker in self.workers:
-                    worker.set_queue.remote(notices.queue)
-            return self._gather([w.execute.remote(fn) for w in self.workers], notices)
-        finally:
-            notices.close()
+        return list(self._do("execute", fn, callbacks=callbacks))
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Function,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callable[[Any], None]] | None = None,
+        callbacks: Functions | None = None,
     ) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` on all workers; the results, by rank.
-
-        Raises:
-            LaunchError: a worker failed; in an elastic job, the job did.
-        """
-        args, kwargs = args or (), kwargs or {}
-        if self._sizes is None:
-            return self.execute(lambda _: fn(*args, **kwargs), callbacks)
-        notices = Callbacks(callbacks)
-        limits = {"RINGJAX_ELASTIC_TIMEOUT": f"{self._elastic_timeout:g}"}
-        try:
-            return actors.Elastic(
-                self._sizes,
-                Place(self._resources),
-                {**self._env, **limits},
-                Call(fn, args, kwargs, notices.queue),
-                start_timeout=float(self.settings.placement_group_timeout_s),
-                reset_limit=self._reset_limit,
-                each=notices.serve,
-            ).run()
-        finally:
-            notices.close()
+        """Calls `fn(*args, **kwargs)` on all workers; as `execute` otherwise."""
+        return self.execute(_applied(fn, args, kwargs), callbacks)
 
     def run_remote(
         self,
-        fn: Callable[..., Any],
+        fn: Function,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
@@ -279,9 +330,7 @@ class RayExecutor:
         Raises:
             NotImplementedError: the job is elastic.
         """
-        self._started("run_remote")
-        args, kwargs = args or (), kwargs or {}
-        return [w.execute.remote(lambda _: fn(*args, **kwargs)) for w in self.workers]
+        return list(self._do("run_remote", _applied(fn, args, kwargs)))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Calls `fn(executable)` on rank 0 alone, and returns its result.
@@ -289,22 +338,19 @@ class RayExecutor:
         Raises:
             NotImplementedError: the job is elastic.
         """
-        self._started("execute_single")
-        return ray.get(self.workers[0].execute.remote(fn))
-
-    def _started(self, what: str) -> None:
-        if self._sizes is not None:
-            raise NotImplementedError(f"RayExecutor.{what}: not in an elastic job; run")
-        if not self.workers:
-            raise ValueError(f"RayExecutor.{what}: call start() first")
+        return self._do("execute_single", fn)
 
     def shutdown(self) -> None:
         """Ends the workers. May be called twice."""
-        actors.end(self.workers)
-        self.workers = []
-        job, self._job = self._job, None
-        if job is not None:
-            job.close()
-        place, self._place = self._place, None
-        if place is not None:
-            place.remove()
+        adapter, self.adapter = self.adapter, None
+        if adapter is not None and self._remote:
+            ray.kill(adapter)  # and with it the actors and the group, which it owns
+        elif adapter is not None:
+            adapter.shutdown()
+
+
+def _applied(
+    fn: Function, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[Any], Any]:
+    given, named = tuple(args or ()), dict(kwargs or {})
+    return lambda _: fn(*given, **named)

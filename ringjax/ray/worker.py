@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from ringjax.ray import ray_logger
-from ringjax.runtime import visit
+from ringjax.runtime import lifecycle, visit
 
 
 class BaseHorovodWorker:
@@ -22,8 +22,9 @@ class BaseHorovodWorker:
         executable: what `start_executable` has made.
     """
 
+    executable: Any = None
+
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
-        self.executable: Any = None
         place = {"HOROVOD_RANK": world_rank, "HOROVOD_SIZE": world_size}
         self.update_env_vars(place)
 
@@ -35,16 +36,16 @@ class BaseHorovodWorker:
         """The name of the node's machine."""
         return socket.gethostname()
 
-    def node(self) -> str:
-        """A name of the node, for people and different from all others'.
-
-        Two nodes of Ray on one machine are two hosts.
-        """
-        return f"{self.hostname()}-{self.node_id()[:8]}"
-
     def get_gpu_ids(self) -> list[Any]:
         """The GPUs that Ray has assigned to this actor."""
         return list(ray.get_gpu_ids())
+
+    def place(self) -> tuple[str, list[Any]]:
+        """A name of the node, for people and unlike all others', and the GPUs there.
+
+        Two nodes of Ray on one machine are two hosts.
+        """
+        return f"{self.hostname()}-{self.node_id()[:8]}", self.get_gpu_ids()
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
         """Sets variables of the environment."""
@@ -70,14 +71,13 @@ class BaseHorovodWorker:
             args, kwargs = executable_args or (), executable_kwargs or {}
             self.executable = visit.stay(executable_cls, args, kwargs)
 
-    def execute(self, func: Callable[[Any], Any]) -> Any:
-        """Calls `func(executable)` as a rank; the job lasts until `func` leaves it."""
-        return visit.stay(func, (self.executable,))
+    def execute(self, func: Callable[[Any], Any], leave: bool = False) -> Any:
+        """Calls `func(executable)` as a rank.
 
-    def call(
-        self,
-        ticket: Mapping[str, str],
-        task: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-    ) -> Any:
-        """Calls a function as the rank that the ticket is for; the job ends with it."""
-        return visit.visit(ticket, *task)
+        The job lasts until `func` leaves it, or ends with the call if `leave` is true.
+        """
+        try:
+            return visit.stay(func, (self.executable,))
+        finally:
+            if leave:
+                lifecycle.shutdown()

@@ -37,7 +37,10 @@ ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # they start jobs, 
 # names that say nothing; nobody here imports them.
 HANDING_ON = ("common", "runner")
 FLOOR |= dict.fromkeys(HANDING_ON, 1)
-HOROVODS_NAMES = (*HANDING_ON, "tensorflow/util.py", "spark/common")
+HOROVODS_NAMES = (
+    *HANDING_ON,
+    *("tensorflow/util.py", "spark/common", "ray/utils.py"),
+)
 MOST_AT_THE_TOP = 16
 
 JAX = {"jax", "jaxlib", "optax"}

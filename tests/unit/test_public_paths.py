@@ -37,7 +37,8 @@ MODULES = {
         ringjax.config ringjax.data ringjax.data.data_loader_base ringjax.data.sampler
         ringjax.eager ringjax.elastic ringjax.errors ringjax.ops ringjax.ray ringjax.run
         ringjax.run.engine_job ringjax.spark
-        ringjax.runner ringjax.runner.common.util.env ringjax.runner.elastic.worker
+        ringjax.runner ringjax.runner.common.util.env ringjax.runner.elastic.discovery
+        ringjax.runner.elastic.worker
         ringjax.runtime ringjax.timeline
     """,
     "jax": """

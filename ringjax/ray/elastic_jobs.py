@@ -1,0 +1,237 @@
+"""An elastic job of actors: those that are lost are replaced while it runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from ringjax.ray import actors
+from ringjax.ray.actors import LOOK, nothing
+from ringjax.ray.discovery import HostDiscovery
+from ringjax.run.engine_job import EngineJob
+
+log = logging.getLogger("ringjax.ray")
+_SOON = 3.0  # a worker that failed after less than these seconds has failed soon
+_LONGEST_PAUSE = 30.0
+_FENCED = 5.0  # seconds for a worker that was declared lost to end by itself
+_DISCOVERY = 1.0  # seconds between two questions which hosts there are
+
+
+@dataclass(slots=True, eq=False)
+class _Actor:
+    """One actor of an elastic job.
+
+    Attributes:
+        handle: Ray's.
+        pending: what is asked of it: its place, and then the function's result.
+        host: where it was told to be; "": anywhere.
+        node: where it is; "": it has not started.
+        number: its worker's, once it has a ticket.
+        limit: when it should have ended; 0: it may go on.
+    """
+
+    handle: Any
+    pending: Any
+    host: str
+    node: str = ""
+    number: int = -1
+    limit: float = 0.0
+
+
+class ElasticJob:
+    """An elastic job of actors, which are replaced while it runs.
+
+    Args:
+        fn: called as `fn(None)` in each.
+        needs: resources of an actor.
+        sizes: least and most workers.
+        env: variables for all.
+        strategy: Ray's scheduling strategy.
+        start_timeout: seconds for the least number of actors to be started.
+        reset_limit: how often the members may change; None: without limit.
+        discovery: says how many may be where; None: Ray knows.
+        queue: where `ray_logger.log` puts what it is given.
+        each: called some times a second.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        needs: Mapping[str, float],
+        *,
+        sizes: tuple[int, int],
+        env: Mapping[str, str],
+        start_timeout: float,
+        strategy: str = "DEFAULT",
+        reset_limit: int | None = None,
+        discovery: HostDiscovery | None = None,
+        queue: Any = None,
+        each: Callable[[], None] = nothing,
+    ) -> None:
+        self._task, self._queue, self._each = ray.put(fn), queue, each
+        self._needs, self._strategy, self._env = needs, strategy, env
+        self._least, self._most = sizes
+        self._start_timeout, self._reset_limit = start_timeout, reset_limit
+        self._discovery = discovery
+        self._offered = {} if discovery is not None else {"": self._most}
+        self._ask_again = 0.0
+        self._actors: list[_Actor] = []
+        self._numbers = 0
+        self._failures = 0  # in a row, each soon after the start
+        self._not_before = 0.0
+        self._last_words = ""  # of an actor that did not start
+
+    def run(self) -> list[Any]:
+        """Until the job is over; the results, by rank.
+
+        Raises:
+            LaunchError: it has failed.
+            TimeoutError: there was no room for the least number of workers.
+        """
+        try:
+            with self._begin() as job:
+                while not job.over:
+                    self._turn(job)
+                return job.results()
+        finally:
+            actors.end([actor.handle for actor in self._actors])
+
+    def _begin(self) -> EngineJob:
+        """The job of those that can be started now; the rest stays asked for."""
+        begin, enough = time.monotonic(), 0.0
+        while True:
+            self._ask()
+            for actor in self._heard_of():
+                self._started(actor)
+            there = [actor for actor in self._actors if actor.node]
+            now = time.monotonic()
+            if len(there) >= self._least:
+                # The others come at about the same time, if they come.
+                enough = enough or now
+                late = now > enough + max(1.0, (enough - begin) / 2)
+                if late or len(there) == len(self._actors):
+                    break
+            elif now > begin + self._start_timeout:
+                raise TimeoutError(
+                    f"{len(there)} of at least {self._least} workers of "
+                    f"{actors.shown(self._needs)} have started "
+                    + actors.shortage(
+                        self._needs, self._least - len(there), now - begin
+                    )
+                    + f"; {self._last_words}" * bool(self._last_words)
+                )
+        nodes = [actor.node for actor in there]
+        there.sort(key=lambda actor: nodes.index(actor.node))
+        job = EngineJob(
+            len(there),
+            min_size=self._least,
+            max_size=self._most,
+            env=self._env,
+            note=log.info,
+        )
+        for actor, ticket in zip(
+            there, job.tickets([actor.node for actor in there]), strict=True
+        ):
+            self._call(actor, ticket)
+        return job
+
+    def _ask(self) -> None:
+        """Has an actor asked for in each place that is offered, and in no other."""
+        now = time.monotonic()
+        if self._discovery is not None and now > self._ask_again:
+            self._ask_again = now + _DISCOVERY
+            try:
+                self._offered = dict(self._discovery.find_available_hosts_and_slots())
+            except Exception:  # a user's: may be out of order for a while
+                log.exception("which hosts there are is not known; those from before")
+        if now < self._not_before:
+            return
+        there = Counter(actor.host for actor in self._actors)
+        for host, slots in self._offered.items():
+            needs = dict(self._needs) | ({f"node:{host}": 0.001} if host else {})
+            room = min(slots - there[host], self._most - len(self._actors))
+            for _ in range(room):
+                handle = actors.start(needs, self._strategy)
+                self._actors.append(_Actor(handle, handle.place.remote(), host))
+
+    def _heard_of(self) -> list[_Actor]:
+        by_ref = {actor.pending: actor for actor in self._actors if actor.pending}
+        if not by_ref:
+            time.sleep(LOOK)
+            return []
+        done, _ = ray.wait(list(by_ref), timeout=LOOK)
+        self._each()
+        return [by_ref[ref] for ref in done]
+
+    def _started(self, actor: _Actor) -> None:
+        try:
+            (actor.node, _), actor.pending = ray.get(actor.pending), None
+        except RayError as error:
+            self._last_words = f"a worker did not start: {actors.gone(error)}"
+            log.warning("%s", self._last_words)
+            self._drop(actor, soon=True)
+
+    def _call(self, actor: _Actor, ticket: Mapping[str, str]) -> None:
+        actor.number, self._numbers = self._numbers, self._numbers + 1
+        actor.handle.update_env_vars.remote(ticket)
+        if self._queue is not None:
+            actor.handle.set_queue.remote(self._queue)
+        actor.pending = actor.handle.execute.remote(self._task, True)
+
+    def _turn(self, job: EngineJob) -> None:
+        """Takes what Ray and the workers say, and asks for actors that are missing."""
+        heard = self._heard_of()
+        now = time.monotonic()
+        fenced = job.poll()
+        there: Counter[str] = Counter()
+        for actor in list(self._actors):
+            there[actor.host] += 1
+            if actor.number in fenced:
+                actor.limit = now + _FENCED
+            if actor.number < 0:
+                if actor in heard:
+                    self._started(actor)
+                    if actor.node:
+                        self._call(actor, job.ticket(self._numbers, actor.node))
+            elif actor in heard:
+                actors.settle(job, actor.number, actor.pending)
+                self._ended(actor, job)
+            elif actor.limit and now > actor.limit:
+                why = job.workers[actor.number].fenced
+                job.lost(actor.number, f"declared lost: {why}")
+                self._ended(actor, job)
+            elif there[actor.host] > self._offered.get(actor.host, 0):
+                job.lost(actor.number, "its host is not offered any more")
+                self._drop(actor, soon=False)
+        if self._reset_limit is not None and job.resets > self._reset_limit:
+            job.stop(
+                f"the members have changed {job.resets} times; the reset limit is "
+                f"{self._reset_limit}"
+            )
+        if not job.closing and not job.over:
+            self._ask()
+
+    def _ended(self, actor: _Actor, job: EngineJob) -> None:
+        worker = job.workers[actor.number]
+        failed = worker.state == "failed"
+        if failed and not job.over:
+            who = "no rank" if worker.rank is None else f"rank {worker.rank}"
+            log.warning("worker %d (%s): %s", actor.number, who, worker.words)
+        member_for = worker.ended - worker.joined if worker.rank is not None else 0.0
+        self._drop(actor, soon=failed and member_for < _SOON)
+
+    def _drop(self, actor: _Actor, *, soon: bool) -> None:
+        """Another one at once the first time, then after 1, 2, 4 ... 30 s."""
+        actors.end([actor.handle])
+        self._actors.remove(actor)
+        self._failures = self._failures + 1 if soon else 0
+        if self._failures > 1:
+            pause = min(_LONGEST_PAUSE, 2.0 ** min(self._failures - 2, 10))
+            self._not_before = time.monotonic() + pause
