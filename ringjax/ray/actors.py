@@ -75,22 +75,26 @@ def group_of(
 
 def shortage(needs: Mapping[str, float], count: int, seconds: float) -> str:
     """Why `count` times these resources were not to be had; ends a sentence."""
-    free = ray.available_resources()
-    short = {k: v * count - free.get(k, 0) for k, v in needs.items()}
-    missing = shown({k: v for k, v in short.items() if v > 0})
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     able = sum(all(has.get(k, 0) >= v for k, v in needs.items()) for has in nodes)
+    total, free = (
+        {k: found.get(k, 0) for k in needs}
+        for found in (ray.cluster_resources(), ray.available_resources())
+    )
+    missing = [
+        shown({k: v * count - has[k] for k, v in needs.items() if v * count > has[k]})
+        for has in (total, free)
+    ]
     return (
-        f"within {seconds:g} s; missing: {missing}; of the cluster's "
-        f"{shown(ray.cluster_resources())}, {shown(free)} are free, and {able} of its "
-        f"{len(nodes)} nodes are large enough for one"
+        f"within {seconds:.3g} s; missing: {missing[0] or missing[1] or 'nothing'}; "
+        f"the cluster has {shown(total)}, of which are free {shown(free)}; {able} of "
+        f"its {len(nodes)} nodes are large enough for one"
     )
 
 
 def shown(resources: Mapping[str, float]) -> str:
     """Resources in words."""
-    kinds = {k: v for k, v in sorted(resources.items()) if not k.startswith("node:")}
-    return ", ".join(f"{k}: {v:g}" for k, v in kinds.items()) or "nothing"
+    return ", ".join(f"{k}: {v:g}" for k, v in sorted(resources.items()))
 
 
 def gather(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ringjax.ray.actors import nothing
 from ringjax.ray.adapter import Adapter, BaseParams, setting, variables
@@ -86,6 +88,11 @@ class Coordinator:
         """Starts the server where they meet; the variables that all of them need."""
         self._job = EngineJob(self.world_size, env=variables(self.settings))
         return self._job.common_ticket()
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._job is not None:
+            self._job.close()
 
 
 @dataclass
@@ -275,9 +282,11 @@ class RayExecutor:
         self.shutdown()
         if not ray.is_initialized():
             ray.init()
-        self._remote, adapter = is_client(), self.params.adapter
-        make = ray.remote(num_cpus=0)(adapter).remote if self._remote else adapter
-        self.adapter = make(self.settings, self.params)
+        adapter: Any = self.params.adapter
+        self._remote = is_client()
+        if self._remote:  # two calls at a time, so that shutdown can break one off
+            adapter = ray.remote(num_cpus=0, max_concurrency=2)(adapter).remote
+        self.adapter = adapter(self.settings, self.params)
         env = {**own_settings(), **variables(self.settings)}
         env |= {name: str(value) for name, value in (extra_env_vars or {}).items()}
         made = executable_cls, executable_args or (), executable_kwargs or {}
@@ -344,7 +353,9 @@ class RayExecutor:
         """Ends the workers. May be called twice."""
         adapter, self.adapter = self.adapter, None
         if adapter is not None and self._remote:
-            ray.kill(adapter)  # and with it the actors and the group, which it owns
+            with contextlib.suppress(RayError):  # its node may be gone
+                ray.get(adapter.shutdown.remote())
+            ray.kill(adapter)
         elif adapter is not None:
             adapter.shutdown()
 

@@ -32,7 +32,10 @@ def fails(rank: int, how: str) -> None:
 
 
 def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
-    """An elastic training; says in files who it is and how large the job is."""
+    """An elastic training; says in files who it is and how large the job is.
+
+    It ends after so many steps, or when there is a file `stop` in the folder.
+    """
     import numpy as np
 
     import ringjax
@@ -44,8 +47,10 @@ def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
     @ringjax.elastic.run
     def loop(state: Any) -> None:
         while state.step < steps:
-            size = int(ringjax.allreduce(np.ones(2), op=ringjax.Sum)[0])
-            state.step += 1
+            mine = np.array([1.0, Path(folder, "stop").exists()])
+            total = ringjax.allreduce(mine, op=ringjax.Sum)
+            size = int(total[0])
+            state.step = steps if total[1] else state.step + 1
             if not sizes or sizes[-1][1] != size:
                 sizes.append((state.step, size, time.time()))
                 with me.open("a") as file:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from engines import programs
+from engines.clusters import SMALL, ray_cluster
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import get_current_placement_group
 
@@ -29,43 +27,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-EXTRA: Any = {"resources": {"extra": 1}, "object_store_memory": 80 << 20}
-NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head without room for workers, and two nodes of two CPUs."""
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        cluster.add_node(**NODE)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
-class Aside(threading.Thread):
-    """Runs something beside the test, which kills parts of it meanwhile."""
-
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        super().__init__()
-        self._fn, self.result, self.error = fn, None, None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self._fn()
-        except BaseException as error:
-            self.error = error
-
-    def end(self) -> Any:
-        self.join(100)
-        assert not self.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.result
+    """Two nodes of two CPUs."""
+    with ray_cluster() as cluster:
+        for _ in range(2):
+            cluster.add_node(num_cpus=2, **SMALL)
+        yield cluster
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -218,65 +188,6 @@ def test_executor_arguments(arguments: dict[str, int], message: str) -> None:
         ringjax.ray.RayExecutor(None, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_killed_worker_is_replaced_and_the_others_go_on(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    job = Aside(
-        lambda: ringjax.ray.run(
-            programs.train, (str(tmp_path), 1500), num_workers=(2, 3)
-        )
-    )
-    programs.wait_for_sizes(tmp_path, 3, 3)
-    first = {int(file.name) for file in tmp_path.iterdir()}
-    victim = max(first)
-    killed = time.time()
-    os.kill(victim, signal.SIGKILL)
-    programs.wait_for_sizes(tmp_path, 3, 4)
-    results = job.end()
-    assert [result["rank"] for result in results] == [0, 1, 2]
-    stayed = [result for result in results if result["pid"] in first - {victim}]
-    assert len(stayed) == 2
-    for result in stayed:
-        assert _from(3, result) == [3, 2, 3]
-        lost = min(w for _, size, w in result["sizes"] if size == 2 and w > killed)
-        print(f"the next step of a survivor came {lost - killed:.2f} s after the kill")
-
-
-def _from(least: int, result: dict[str, Any]) -> list[int]:
-    """The sizes of the job that a worker saw, from the first time it was so large."""
-    sizes = [size for _, size, _ in result["sizes"]]
-    return sizes[sizes.index(least) :]
-
-
-def test_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
-    node = cluster.add_node(num_cpus=1, **EXTRA)
-    stays = cluster.add_node(num_cpus=1, **EXTRA)
-    needs = {"CPU": 1, "extra": 1}
-    job = Aside(
-        lambda: ringjax.ray.run(
-            programs.train,
-            (str(tmp_path), 1500),
-            num_workers=(1, 2),
-            resources_per_worker=needs,
-        )
-    )
-    programs.wait_for_sizes(tmp_path, 2, 2)
-    first = {int(file.name) for file in tmp_path.iterdir()}
-    lost = time.time()
-    cluster.remove_node(node, allow_graceful=False)
-    programs.wait_for_sizes(tmp_path, 1, 1)
-    again = cluster.add_node(num_cpus=1, **EXTRA)
-    programs.wait_for_sizes(tmp_path, 2, 2)
-    results = job.end()
-    survivor = next(result for result in results if result["pid"] in first)
-    assert _from(2, survivor) == [2, 1, 2]
-    steps = [when for _, size, when in survivor["sizes"] if size == 1 and when > lost]
-    print(f"the next step of the survivor came {steps[0] - lost:.2f} s after the loss")
-    for extra in (stays, again):
-        with contextlib.suppress(Exception):
-            cluster.remove_node(extra)
-
-
 def test_elastic_executors(cluster: Cluster, tmp_path: Path) -> None:
     settings = ringjax.ray.ElasticRayExecutor.create_settings(min_np=1, max_np=2)
     executor = ringjax.ray.ElasticRayExecutor(settings, env_vars={"OURS": "yes"})
@@ -302,66 +213,3 @@ def test_a_program_that_always_fails_ends(cluster: Cluster) -> None:
 
     with pytest.raises(LaunchError, match="ValueError: always"):
         ringjax.ray.run(fn, num_workers=(1, 2))
-
-
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_train_replaces_a_worker_and_keeps_the_others(
-    cluster: Cluster, tmp_path: Path, how: str
-) -> None:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-    def train(config: dict[str, str]) -> None:
-        import ringjax
-
-        ringjax.init()
-        if ringjax.rank() == 1 and not Path(config["folder"], "failed").exists():
-            threading.Thread(target=fail, args=[config["folder"]]).start()
-        done = programs.train(config["folder"], 600)
-        Path(config["folder"], f"sizes{done['rank']}").write_text(
-            " ".join(str(size) for _, size, _ in done["sizes"])
-        )
-
-    def fail(folder: str) -> None:
-        programs.wait_for_sizes(Path(folder), 2, 2)
-        Path(folder, "failed").touch()
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        import ringjax
-        from ringjax.runtime import visit
-
-        visit.fail(ValueError("boom"))
-        assert not ringjax.is_initialized()
-
-    result = DataParallelTrainer(
-        train,
-        train_loop_config={"folder": str(tmp_path)},
-        backend_config=ringjax.ray.RingConfig(),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            storage_path=str(tmp_path / "storage"),
-            failure_config=FailureConfig(max_failures=3),
-        ),
-    ).fit()
-    assert result.error is None
-    assert (tmp_path / "sizes0").read_text() == "2 1 2"
-    assert (tmp_path / "sizes1").read_text() == "2"
-
-
-def test_train_without_elastic(cluster: Cluster, tmp_path: Path) -> None:
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-    def train(config: dict[str, str]) -> None:
-        text = " ".join(map(str, programs.allreduce()))
-        Path(config["folder"], text.split()[0]).write_text(text)
-
-    DataParallelTrainer(
-        train,
-        train_loop_config={"folder": str(tmp_path)},
-        backend_config=ringjax.ray.RingConfig(elastic=False),
-        scaling_config=ScalingConfig(num_workers=3),
-        run_config=RunConfig(storage_path=str(tmp_path / "storage")),
-    ).fit()
-    for rank in range(3):
-        assert (tmp_path / str(rank)).read_text().startswith(f"{rank} 3 ")

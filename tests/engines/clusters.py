@@ -1,0 +1,54 @@
+"""A cluster of Ray on this machine, and something to do beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+SMALL: Any = {"object_store_memory": 80 << 20}  # bytes
+
+
+@contextlib.contextmanager
+def ray_cluster(connect: bool = True, **head: Any) -> Iterator[Cluster]:
+    """A head without room for workers; this process is a driver, if it connects."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Nodes and workers find the functions of these tests.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        head = {"num_cpus": 0, "include_dashboard": False, **SMALL, **head}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            if connect:
+                ray.init(address=cluster.address, log_to_driver=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+class Aside(threading.Thread):
+    """Runs something beside the test, which kills parts of it meanwhile."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        super().__init__()
+        self._fn, self.result, self.error = fn, None, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._fn()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> Any:
+        self.join(100)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.result

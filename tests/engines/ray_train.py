@@ -1,0 +1,156 @@
+"""`RingConfig` in Ray Train: workers killed, all at once too, beside `report`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import programs
+from engines.clusters import SMALL, ray_cluster
+from ray.cluster_utils import Cluster
+
+import ringjax.ray
+
+pytestmark = [
+    pytest.mark.timeout(170),
+    # Of Ray, not ours.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes, of one CPU and three."""
+    with ray_cluster() as cluster:
+        cluster.add_node(num_cpus=1, **SMALL)
+        cluster.add_node(num_cpus=3, **SMALL)
+        yield cluster
+
+
+def fit(train: Any, folder: Path, size: int, **options: Any) -> Any:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    result = DataParallelTrainer(
+        train,
+        train_loop_config={"folder": str(folder)},
+        backend_config=ringjax.ray.RingConfig(**options),
+        scaling_config=ScalingConfig(num_workers=size),
+        run_config=RunConfig(
+            storage_path=str(folder / "storage"),
+            failure_config=FailureConfig(max_failures=3),
+        ),
+    ).fit()
+    assert result.error is None
+    return result
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_worker_is_replaced_and_the_others_go_on(
+    cluster: Cluster, tmp_path: Path, how: str
+) -> None:
+    def train(config: dict[str, str]) -> None:
+        import ringjax
+
+        ringjax.init()
+        if ringjax.rank() == 1 and not Path(config["folder"], "failed").exists():
+            threading.Thread(target=fail, args=[config["folder"]]).start()
+        if ringjax.rank() == 0:
+            threading.Thread(target=stop, args=[config["folder"]]).start()
+        done = programs.train(config["folder"], 10**6)
+        Path(config["folder"], f"sizes{done['rank']}").write_text(
+            " ".join(str(size) for _, size, _ in done["sizes"])
+        )
+
+    def stop(folder: str) -> None:
+        programs.wait_for_sizes(Path(folder), 1, 1)
+        programs.wait_for_sizes(Path(folder), 2, 2 if how == "raise" else 3)
+        Path(folder, "stop").touch()
+
+    def fail(folder: str) -> None:
+        programs.wait_for_sizes(Path(folder), 2, 2)
+        Path(folder, "failed").touch()
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        import ringjax
+        from ringjax.runtime import visit
+
+        visit.fail(ValueError("boom"))
+        assert not ringjax.is_initialized()
+
+    fit(train, tmp_path, 2)
+    assert (tmp_path / "sizes0").read_text() == "2 1 2"
+    assert (tmp_path / "sizes1").read_text() == "2"
+
+
+def test_all_are_killed_and_all_begin_anew(cluster: Cluster, tmp_path: Path) -> None:
+    def train(config: dict[str, str]) -> None:
+        import ringjax
+
+        ringjax.init()
+        ringjax.barrier()
+        life = Path(config["folder"], f"{ringjax.size()}-{ringjax.rank()}")
+        if not life.exists():
+            life.touch()
+            ringjax.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        life.write_text(str(ringjax.rank()))
+        ringjax.barrier()
+
+    fit(train, tmp_path, 2)
+    assert [(tmp_path / f"2-{rank}").read_text() for rank in range(2)] == ["0", "1"]
+
+
+def test_report_is_a_barrier_for_replacements_too(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    def train(config: dict[str, str]) -> None:
+        import numpy as np
+        import ray.train
+
+        import ringjax
+
+        ringjax.init()
+        me = Path(config["folder"], str(os.getpid()))
+
+        @ringjax.elastic.run
+        def loop(state: Any) -> None:
+            while state.step < 60:
+                size = int(ringjax.allreduce(np.ones(2), op=ringjax.Sum)[0])
+                state.step += 1
+                if state.step % 20 == 0:
+                    if ringjax.rank() == 1 and state.step == 40:
+                        marker = Path(config["folder"], "failed")
+                        if not marker.exists():
+                            marker.touch()
+                            os.kill(os.getpid(), signal.SIGKILL)
+                    ray.train.report({"step": state.step, "size": size})
+                    with me.open("a") as file:
+                        file.write(f"{state.step} ")
+                state.commit()
+
+        loop(ringjax.elastic.State(step=0))
+
+    result = fit(train, tmp_path, 2)
+    assert result.metrics["step"] == 60
+    reports = sorted(f.read_text() for f in tmp_path.iterdir() if f.name.isdigit())
+    print(reports)
+    assert "20 40 60 " in reports, "the survivor has begun anew"
+
+
+def test_without_elastic(cluster: Cluster, tmp_path: Path) -> None:
+    def train(config: dict[str, str]) -> None:
+        text = " ".join(map(str, programs.allreduce()))
+        Path(config["folder"], text.split()[0]).write_text(text)
+
+    fit(train, tmp_path, 3, elastic=False)
+    for rank in range(3):
+        assert (tmp_path / str(rank)).read_text().startswith(f"{rank} 3 ")
