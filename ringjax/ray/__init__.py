@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from ringjax.ray.jobs import run as run
     from ringjax.ray.runner import RayExecutor as RayExecutor
     from ringjax.ray.train import RingConfig as RingConfig
+    from ringjax.ray.train import report as report
     from ringjax.ray.worker import BaseHorovodWorker as BaseHorovodWorker
 
 _HOMES = {
     "run": "jobs",
     "RingConfig": "train",
+    "report": "train",
     "RayExecutor": "runner",
     "ElasticRayExecutor": "elastic",
     "BaseHorovodWorker": "worker",
@@ -33,6 +35,7 @@ __all__ = [
     "ElasticRayExecutor",
     "RayExecutor",
     "RingConfig",
+    "report",
     "run",
 ]
 

@@ -6,10 +6,8 @@ What becomes of a worker is told to an `EngineJob`, which knows the job.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -25,7 +23,6 @@ from ringjax.run.engine_job import EngineJob
 
 LOOK = 0.1  # seconds between two looks at what is heard by other ways than Ray's
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_AFTER_FAILURE = 1.0  # seconds for the others to fail with a clear error of their own
 _Worker = ray.remote(BaseHorovodWorker)
 
 
@@ -95,32 +92,6 @@ def shortage(needs: Mapping[str, float], count: int, seconds: float) -> str:
 def shown(resources: Mapping[str, float]) -> str:
     """Resources in words."""
     return ", ".join(f"{k}: {v:g}" for k, v in sorted(resources.items()))
-
-
-def gather(
-    job: EngineJob, calls: Mapping[Any, int], each: Callable[[], None] = nothing
-) -> list[Any]:
-    """The results of a static job, by rank.
-
-    Args:
-        job: knows who failed first.
-        calls: Ray's references to the results -> the ranks.
-        each: called some times a second.
-
-    Raises:
-        LaunchError: a rank has failed.
-    """
-    waiting = dict(calls)
-    limit = math.inf
-    while waiting and time.monotonic() < limit:
-        done, _ = ray.wait(list(waiting), timeout=LOOK)
-        each()
-        job.poll()
-        for ref in done:
-            settle(job, waiting.pop(ref), ref)
-        if job.over and limit == math.inf:
-            limit = time.monotonic() + _AFTER_FAILURE
-    return job.results()
 
 
 def settle(job: EngineJob, number: int, ref: Any) -> None:

@@ -142,8 +142,8 @@ class ElasticJob:
             self._call(actor, ticket)
         return job
 
-    def _ask(self) -> None:
-        """Has an actor asked for in each place that is offered, and in no other."""
+    def _ask(self, job: EngineJob | None = None) -> None:
+        """Has an actor in each place that is offered, as far as Ray can, or asks."""
         now = time.monotonic()
         if self._discovery is not None and now > self._ask_again:
             self._ask_again = now + _DISCOVERY
@@ -151,9 +151,16 @@ class ElasticJob:
                 self._offered = dict(self._discovery.find_available_hosts_and_slots())
             except Exception:  # a user's: may be out of order for a while
                 log.exception("which hosts there are is not known; those from before")
+        there: Counter[str] = Counter()
+        for actor in list(self._actors):
+            if there[actor.host] < self._offered.get(actor.host, 0):
+                there[actor.host] += 1
+                continue
+            if job is not None and actor.number >= 0:
+                job.lost(actor.number, "its host is not offered any more")
+            self._drop(actor, soon=False)
         if now < self._not_before:
             return
-        there = Counter(actor.host for actor in self._actors)
         for host, slots in self._offered.items():
             needs = dict(self._needs) | ({f"node:{host}": 0.001} if host else {})
             room = min(slots - there[host], self._most - len(self._actors))
@@ -190,16 +197,13 @@ class ElasticJob:
         heard = self._heard_of()
         now = time.monotonic()
         fenced = job.poll()
-        there: Counter[str] = Counter()
         for actor in list(self._actors):
-            there[actor.host] += 1
             if actor.number in fenced:
                 actor.limit = now + _FENCED
-            if actor.number < 0:
-                if actor in heard:
-                    self._started(actor)
-                    if actor.node:
-                        self._call(actor, job.ticket(self._numbers, actor.node))
+            if actor in heard and actor.number < 0:
+                self._started(actor)
+                if actor.node:
+                    self._call(actor, job.ticket(self._numbers, actor.node))
             elif actor in heard:
                 actors.settle(job, actor.number, actor.pending)
                 self._ended(actor, job)
@@ -207,16 +211,13 @@ class ElasticJob:
                 why = job.workers[actor.number].fenced
                 job.lost(actor.number, f"declared lost: {why}")
                 self._ended(actor, job)
-            elif there[actor.host] > self._offered.get(actor.host, 0):
-                job.lost(actor.number, "its host is not offered any more")
-                self._drop(actor, soon=False)
         if self._reset_limit is not None and job.resets > self._reset_limit:
             job.stop(
                 f"the members have changed {job.resets} times; the reset limit is "
                 f"{self._reset_limit}"
             )
         if not job.closing and not job.over:
-            self._ask()
+            self._ask(job)
 
     def _ended(self, actor: _Actor, job: EngineJob) -> None:
         worker = job.workers[actor.number]

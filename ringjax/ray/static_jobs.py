@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +13,10 @@ from ray.util.placement_group import get_current_placement_group, remove_placeme
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ringjax.ray import actors
-from ringjax.ray.actors import nothing
+from ringjax.ray.actors import LOOK, nothing
 from ringjax.run.engine_job import EngineJob
 
+_AFTER_FAILURE = 1.0  # seconds for the others to fail with a clear error of their own
 _PROCESSES = 30.0  # seconds for processes to begin where there is room for them
 
 
@@ -63,8 +66,7 @@ class StaticJob:
             raise
 
     @property
-    def made_group(self) -> bool:
-        """Whether it made a placement group of its own."""
+    def _created_placement_group(self) -> bool:  # as Horovod's tests ask for it
         return self._group is not None
 
     def _join(
@@ -115,10 +117,20 @@ class StaticJob:
         self, calls: Sequence[Any], each: Callable[[], None] = nothing
     ) -> list[Any]:
         """The results of calls of all workers, in their order; raises as `call`."""
-        assert self._job is not None
-        self._job.again()
-        ranks = {ref: rank for rank, ref in enumerate(calls)}
-        return actors.gather(self._job, ranks, each)
+        job = self._job
+        assert job is not None
+        job.again()
+        waiting = {ref: rank for rank, ref in enumerate(calls)}
+        limit = math.inf
+        while waiting and time.monotonic() < limit:
+            done, _ = ray.wait(list(waiting), timeout=LOOK)
+            each()
+            job.poll()
+            for ref in done:
+                actors.settle(job, waiting.pop(ref), ref)
+            if job.over and limit == math.inf:
+                limit = time.monotonic() + _AFTER_FAILURE
+        return job.results()
 
     def close(self) -> None:
         """Ends the actors."""

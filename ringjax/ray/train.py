@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray.train
 from ray.train.backend import Backend, BackendConfig
 
+from ringjax import runtime
 from ringjax.run.engine_job import EngineJob
 from ringjax.runtime import visit
 
@@ -121,3 +123,22 @@ def _is_replacement(group: Any) -> bool:
 
 def _id(worker: Any) -> str:
     return str(worker.actor._actor_id.hex())
+
+
+def report(metrics: Mapping[str, Any], **options: Any) -> bool:
+    """`ray.train.report`, where workers may be replaced.
+
+    All ranks call it at the same step. Ray's waits for all workers; while one is being
+    replaced they would wait for it, and it for their next commit. So then this one does
+    nothing.
+
+    Args:
+        metrics, options: as Ray's has them: `checkpoint` and others.
+
+    Returns:
+        Whether it was reported.
+    """
+    if runtime.size() < ray.train.get_context().get_world_size():
+        return False
+    ray.train.report(dict(metrics), **options)
+    return True

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,36 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@contextlib.contextmanager
-def training(folder: Path) -> Iterator[Aside]:
-    """An elastic job with a worker on each node; ends when the block does."""
-    job = Aside(
-        lambda: ringjax.ray.run(
-            programs.train,
-            (str(folder), 10**6),
-            num_workers=(1, SIZE),
-            resources_per_worker=NEEDS,
-        )
+def run(folder: Path) -> None:
+    results = ringjax.ray.run(
+        programs.train,
+        (str(folder), 10**6),
+        num_workers=(1, SIZE),
+        resources_per_worker=NEEDS,
     )
+    assert len(results) == SIZE
+
+
+def fit(folder: Path) -> None:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    result = DataParallelTrainer(
+        lambda: programs.train(str(folder), 10**6),
+        backend_config=ringjax.ray.RingConfig(),
+        scaling_config=ScalingConfig(num_workers=SIZE, resources_per_worker=NEEDS),
+        run_config=RunConfig(
+            storage_path=str(folder / "storage"),
+            failure_config=FailureConfig(max_failures=-1),
+        ),
+    ).fit()
+    assert result.error is None
+
+
+@contextlib.contextmanager
+def training(folder: Path, start: Callable[[Path], None] = run) -> Iterator[Aside]:
+    """An elastic job with a worker on each node; ends when the block does."""
+    job = Aside(lambda: start(folder))
     try:
         programs.wait_for_sizes(folder, SIZE, SIZE)
         yield job
@@ -98,39 +117,44 @@ def wait_for(condition: Any, seconds: float = 60) -> Any:
     raise TimeoutError(condition)
 
 
-def test_random_kills(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "kinds"), [(run, ("worker", "node")), (fit, ("worker", "all"))]
+)
+def test_random_kills(
+    cluster: Cluster, tmp_path: Path, start: Any, kinds: tuple[str, ...]
+) -> None:
     """The others finish their step, and the job is as large as before soon after."""
     dice = random.Random(int(os.environ.get("SEED", "1")))
-    taken: dict[str, list[tuple[float, float]]] = {"worker": [], "node": []}
-    with training(tmp_path) as job:
+    taken: dict[str, list[float]] = {}
+    with training(tmp_path, start) as job:
         living = set(pids(tmp_path, SIZE, 0))
-        for round in range(int(os.environ.get("KILLS", "4"))):
+        for turn in range(int(os.environ.get("KILLS", "4"))):
             time.sleep(dice.uniform(0.1, 1.0))
-            kind = ["worker", "node"][round % 2]
+            kind = kinds[turn % 2]
             begin = time.time()
-            if kind == "worker":
-                os.kill(dice.choice(sorted(living)), signal.SIGKILL)
-            else:
+            if kind == "node":
                 node = dice.choice(list(cluster.worker_nodes))
                 cluster.remove_node(node, allow_graceful=False)
-            left = in_a_job_of(SIZE - 1, tmp_path, begin)
-            assert left.keys() < living, "a survivor has begun anew"
+            victims = {"node": [], "all": living, "worker": [dice.choice([*living])]}
+            for pid in victims[kind]:
+                os.kill(pid, signal.SIGKILL)
+            left: dict[int, float] = {}
+            if kind != "all":
+                left = in_a_job_of(SIZE - 1, tmp_path, begin)
+                assert left.keys() < living, "a survivor has begun anew"
+                seconds = max(left.values()) - begin
+                taken.setdefault(f"{kind} killed, next step", []).append(seconds)
             if kind == "node":
                 cluster.add_node(**ONE)
-            back = in_a_job_of(SIZE, tmp_path, max(left.values()))
+            back = in_a_job_of(SIZE, tmp_path, max([begin, *left.values()]))
             assert left.keys() < back.keys()
             living = set(back)
-            again = max(back.values()) - begin
-            taken[kind].append((max(left.values()) - begin, again))
-    assert len(job.end()) == SIZE
-    for kind, times in taken.items():
-        next_step, as_before = zip(*times, strict=True)
-        for what, found in ("next step", next_step), ("as before", as_before):
-            ms = sorted(1000 * t for t in found)
-            print(
-                f"{kind} killed, {what}: median {statistics.median(ms):.0f} ms, "
-                f"most {ms[-1]:.0f} ms of {len(ms)}"
-            )
+            seconds = max(back.values()) - begin
+            taken.setdefault(f"{kind} killed, as before", []).append(seconds)
+    job.end()
+    for what, found in taken.items():
+        ms = sorted(round(1000 * seconds) for seconds in found)
+        print(f"{what}: median {statistics.median(ms)} ms, most {ms[-1]} of {len(ms)}")
 
 
 def test_a_paused_daemon_of_a_node_stops_nobody(
@@ -159,7 +183,7 @@ def test_a_paused_daemon_of_a_node_stops_nobody(
         cluster.remove_node(node, allow_graceful=False)
         cluster.add_node(**ONE)
         in_a_job_of(SIZE, tmp_path, max(left.values()))
-    assert len(job.end()) == SIZE
+    job.end()
 
 
 DRIVER = """
