@@ -97,7 +97,7 @@ class ElasticRayExecutor:
 
         Args:
             worker_fn: uses `ringjax.elastic.run`.
-            callbacks: get what rank 0 gives to `ray_logger.log`.
+            callbacks: get what ranks give to `ray_logger.log`.
 
         Raises:
             LaunchError: the job has failed.

@@ -48,7 +48,7 @@ def run(
             elastic job, which has no placement group, SPREAD or Ray's default.
         start_timeout: seconds for the cluster to have room.
         reset_limit: how often the members of an elastic job may change.
-        callbacks: get what rank 0 gives to `ringjax.ray.ray_logger.log`.
+        callbacks: get what ranks give to `ringjax.ray.ray_logger.log`.
 
     Returns:
         The results in the order of the ranks; in an elastic job of those that there

@@ -20,12 +20,12 @@ def configure(queue: Any) -> None:
     _queue = queue
 
 
-def log(info_dict: Any, chief_only: bool = True) -> None:
+def log(info_dict: Any, chief_only: bool = False) -> None:
     """Hands a dictionary to the `callbacks` of the driver.
 
     Args:
         info_dict: what to hand over; None: nothing.
-        chief_only: on rank 0 alone.
+        chief_only: only if this is rank 0.
 
     Raises:
         ValueError: it is no dictionary.

@@ -310,7 +310,7 @@ class RayExecutor:
 
         Args:
             fn: gets the object of its worker.
-            callbacks: get what rank 0 gives to `ray_logger.log`.
+            callbacks: get what ranks give to `ray_logger.log`.
 
         Raises:
             LaunchError: a worker failed; in an elastic job, the job did.

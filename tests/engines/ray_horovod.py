@@ -62,7 +62,7 @@ def logs():
     import ringjax
 
     ringjax.init()
-    ray_logger.log({"rank": ringjax.rank()})
+    ray_logger.log({"rank": ringjax.rank()}, chief_only=True)
     return os.environ.get("RINGJAX_HEARTBEAT_INTERVAL")
 
 

@@ -85,16 +85,21 @@ def test_bad_numbers(number: Any) -> None:
         ringjax.ray.run(programs.allreduce, num_workers=number)
 
 
-def test_what_rank_0_logs_reaches_the_driver(cluster: Cluster) -> None:
+def test_what_ranks_log_reaches_the_driver(cluster: Cluster) -> None:
     def fn() -> None:
         import ringjax
 
         ringjax.init()
         ray_logger.log({"rank": ringjax.rank()})
+        ray_logger.log({"chief": ringjax.rank()}, chief_only=True)
 
-    seen: list[Any] = []
+    seen: list[dict[str, int]] = []
     ringjax.ray.run(fn, num_workers=2, callbacks=[seen.append])
-    assert seen == [{"rank": 0}]
+    assert sorted(str(d) for d in seen) == [
+        "{'chief': 0}",
+        "{'rank': 0}",
+        "{'rank': 1}",
+    ]
 
 
 class Counter:
