@@ -44,10 +44,10 @@ test: $(VENV)/torch $(VENV)/installed-test  ## all tests: plain pytest, which la
 # In an environment of its own: their packages are large, and pull others along.
 ENGINES ?= ray spark slurm kubernetes mpi grid_engine
 test-engines: $(VENV)-engines/installed  ## Ray, Spark, Slurm, mpirun and others for real: nodes and workers killed
-	@failed=; for engine in $(ENGINES); do \
-	  echo "$$engine:"; \
-	  $(VENV)-engines/bin/pytest -n 0 -rs -p no:kmock tests/engines/$${engine}_*.py $(TESTS) || failed="$$failed $$engine"; \
-	done; \
+	@failed=; for engine in $(ENGINES); do for file in tests/engines/$${engine}_*.py; do \
+	  echo "$$file:"; \
+	  $(VENV)-engines/bin/pytest -n 0 -rs -p no:kmock $$file $(TESTS) || failed="$$failed $$file"; \
+	done; done; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 $(VENV)-engines/installed: pyproject.toml $(NATIVE)
