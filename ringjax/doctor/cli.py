@@ -16,7 +16,7 @@ from ringjax.doctor.report import Row
 from ringjax.doctor.survey import Survey, spec_of
 from ringjax.errors import RingjaxError
 from ringjax.run import environ
-from ringjax.run.hosts import slots
+from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.host_command import check_agent_command
 from ringjax.run.start import named_hosts
 
@@ -93,7 +93,7 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], Job]:
         changes,
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,
-        allocation=slots.allocation(variables),
+        allocation=allocations.reachable(variables),
         agent_command=args.agent_command and check_agent_command(args.agent_command),
     )
     survey = Survey(places, spec)

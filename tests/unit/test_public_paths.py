@@ -26,8 +26,8 @@ NAMES = """
     errors global_process_set gloo_built gloo_enabled grouped_allgather
     grouped_allreduce grouped_alltoall grouped_broadcast grouped_reducescatter init
     is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled
-    mpi_threads_supported nccl_built rank recent_calls reducescatter remove_process_set rocm_built
-    run shutdown size start_timeline stats stop_timeline sycl_built
+    mpi_threads_supported nccl_built rank recent_calls reducescatter remove_process_set
+    rocm_built run shutdown size start_timeline stats stop_timeline sycl_built
 """
 # By what they load.
 MODULES = {
