@@ -31,12 +31,14 @@ def _edit_hosts(name: str, address: str = "") -> str:
     same one, because a container does not allow to replace it.
 
     Args:
-        address: what it is to be instead.
+        address: what it is to be instead; then no other line keeps it either.
     """
     lines = f' "{address} {name}"' if address else ""
-    edit = f"/^127\\./s/[[:space:]]{name}\\b//g"
+    where = "" if address else "/^127\\./"
+    word = name.replace(".", "\\.")
+    edit = f"{where}s/[[:space:]]{word}([[:space:]]|$)/\\1/g"
     return (
-        f'sudo sh -c \'x=$(sed "{edit}" /etc/hosts) && '
+        f'sudo sh -c \'x=$(sed -E "{edit}" /etc/hosts) && '
         f'printf "%s\\n" "$x"{lines} > /etc/hosts\''
     )
 
@@ -45,6 +47,15 @@ def _hosts_line(name: str) -> str:
     """The command that gives this host's name an address."""
     others = [a for a in addresses.of_interfaces() if not addresses.is_loopback(a)]
     return _edit_hosts(name, next(iter(others), "127.0.1.1"))
+
+
+def is_ours(address: str) -> bool:
+    """Whether this host has an address: it has what it can listen on."""
+    try:
+        addresses.listen(address).close()
+    except OSError:
+        return False
+    return True
 
 
 def own_name(host: Host) -> Iterator[Finding]:
@@ -62,6 +73,9 @@ def own_name(host: Host) -> Iterator[Finding]:
         text = (
             f"{name!r} resolves to {where}: others that ask it would get that address"
         )
+        yield warn(text, _hosts_line(name))
+    elif not any(is_ours(address) for address in found):
+        text = f"{name!r} resolves to {', '.join(found)}, which is not this host"
         yield warn(text, _hosts_line(name))
     else:
         yield ok(f"{name} is {', '.join(found)}")

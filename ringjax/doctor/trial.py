@@ -29,7 +29,7 @@ SIZE = 8 << 20  # bytes
 _SECONDS = 3.0
 _LEAST, _EVERY = 4, 4  # rounds; and between two looks at the clock
 _PATIENCE = 60.0  # seconds for the whole job
-_POOR = 0.15  # of the limit
+_POOR = 0.1  # of the limit
 _SLOWER = 4.0  # than the constants say
 _MARK = "ringjax doctor: "
 

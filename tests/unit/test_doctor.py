@@ -68,6 +68,19 @@ def test_a_name_without_an_address(tmp_path: Path) -> None:
     assert "localhost" in hosts.read_text()
 
 
+@needs_root("unshare", "hostname")
+def test_a_name_with_the_address_of_somebody_else(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    lines = "127.0.0.1 localhost\n192.0.2.77 rj-moved.lab rj-moved other\n"
+    hosts.write_text(lines)
+    before = f"mount --bind {hosts} /etc/hosts; hostname rj-moved"
+    found = mended("name", "warn", tmp_path, before=before, inside=[*MOUNTS, "-u"])
+    [(_, text)] = found.of("name")
+    assert text == "'rj-moved' resolves to 192.0.2.77, which is not this host"
+    kept = hosts.read_text().splitlines()
+    assert kept[:2] == ["127.0.0.1 localhost", "192.0.2.77 rj-moved.lab other"]
+
+
 @needs_root("unshare", "ip")
 def test_loopback_is_down(tmp_path: Path) -> None:
     found = mended("loopback", "FAIL", tmp_path, inside=_NETWORK)
