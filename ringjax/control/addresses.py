@@ -57,7 +57,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 def listen_on(
     hosts: Sequence[str], port: int = 0, patience: float = 0.0
 ) -> list[socket.socket]:
-    """Listening sockets on all of these addresses.
+    """Listening sockets on all of these addresses; of several, one may be gone.
 
     Args:
         patience: seconds for somebody to let go of the port who is about to end.
@@ -67,14 +67,18 @@ def listen_on(
     """
     found: list[socket.socket] = []
     deadline = time.monotonic() + patience
-    try:
-        for host in hosts:
-            where = show(host, port)
+    for host in hosts:
+        try:
             found.append(_listen_patiently(host, port, deadline))
-    except OSError as error:
-        for sock in found:
-            sock.close()
-        raise StartupError(f"cannot listen on {where}: {error.strerror}") from error
+        except OSError as error:
+            # An address of IPv6 is not usable at once, and interfaces lose theirs.
+            last = host == hosts[-1] and not found
+            if error.errno == errno.EADDRNOTAVAIL and not last:
+                continue
+            for sock in found:
+                sock.close()
+            where = show(host, port)
+            raise StartupError(f"cannot listen on {where}: {error.strerror}") from error
     return found
 
 

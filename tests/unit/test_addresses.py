@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from ringjax.control import addresses
+from ringjax.errors import StartupError
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,28 @@ def test_interfaces() -> None:
         ValueError, match=r"'nothere0' does not exist .* this host has lo"
     ):
         addresses.of_interfaces("lo,nothere0")
+
+
+NOWHERE = "203.0.113.9"  # of documentation (RFC 5737), so of no interface
+
+
+def test_of_several_addresses_one_may_be_gone() -> None:
+    for hosts in ([NOWHERE, "127.0.0.1"], ["127.0.0.1", NOWHERE]):
+        (sock,) = addresses.listen_on(hosts)
+        with sock:
+            assert sock.getsockname()[0] == "127.0.0.1"
+    for hosts in ([NOWHERE], [NOWHERE, NOWHERE]):
+        with pytest.raises(StartupError, match=f"cannot listen on {NOWHERE}:0"):
+            addresses.listen_on(hosts)
+
+
+def test_a_port_that_is_taken() -> None:
+    with addresses.listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}: Address already"):
+            addresses.listen_on(["127.0.0.1"], port)
+        timer = threading.Timer(0.3, taken.close)
+        timer.start()
+        (sock,) = addresses.listen_on(["127.0.0.1"], port, patience=20)
+        sock.close()
+        timer.join()

@@ -205,9 +205,10 @@ class DialledAgent(Agent):
     def _forget(self) -> None:
         """Another job has begun meanwhile: ends the ranks of the one before."""
         _note("another job has begun: the ranks of the one before are ended")
+        self._pause()
+        self._paused.clear()
         for child in self._children.values():
             for descriptor in child.pipes.values():
-                self._selector.unregister(descriptor)
                 os.close(descriptor)
         processes.sweep(limit=1.0)
         self._memory = {}
@@ -257,6 +258,7 @@ class DialledAgent(Agent):
         """
         asks = number in (signal.SIGTERM, signal.SIGUSR1)
         if not asks or self._leaving or not self._ids:
+            self._goodbye()
             self._abandon(128 + number)
         self._leaving = True
         self._leave()
