@@ -33,7 +33,10 @@ _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
 
 
 class _Signals:
-    """SIGINT, SIGTERM, SIGHUP end the job, a second one at once; SIGUSR1 goes on."""
+    """SIGINT, SIGTERM, SIGHUP end the job, a second one at once; SIGUSR1 goes on.
+
+    A job whose hosts have come by themselves may go on without us after SIGTERM.
+    """
 
     def __init__(self, job: Job | ElasticJob) -> None:
         self._job = job
@@ -53,6 +56,8 @@ class _Signals:
         self._job.hand_on(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and not self._first and self._job.hand_over():
+            return
         self._late = self._first is not None
         self._first = self._first or number
         self._job.interrupt(number)

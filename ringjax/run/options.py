@@ -173,7 +173,8 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
         metavar="[ADDRESS:]PORT",
         help="hosts come by themselves, by ringrun --join there, besides those of -H. "
         "Ranks call the next port. All need the same RINGJAX_SECRET, or _SECRET_FILE. "
-        "With --min-np they may come and go; one that was started anew goes on",
+        "With --min-np they may come and go, and so may ringrun itself: on SIGTERM or "
+        "when it is killed they go on, and look for the next one at its address",
     )
     add(
         "--join",

@@ -11,14 +11,14 @@ import dataclasses
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringjax.run.ending import AFTER_FAILURE, Ending
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
-from ringjax.run.hosts.slots import Slot, assign, in_order, own_addresses
+from ringjax.run.hosts.slots import Slot, assign, in_order
 from ringjax.run.output import Console
 from ringjax.run.verdict import Verdict
 
@@ -104,6 +104,10 @@ class Job:
         """See `Ending.patience`."""
         return self._ending.patience
 
+    def hand_over(self) -> bool:
+        """Whether the job goes on without this ringrun: it does not."""
+        return False
+
     # Starting.
 
     def _place(self, slots: Sequence[Slot]) -> None:
@@ -136,16 +140,10 @@ class Job:
         from ringjax.control import rendezvous
 
         spec, fleet = self._spec, self._fleet
-        secret = secrets.token_bytes(32)
         job = secrets.token_hex(8)
         hosts = list(dict.fromkeys(slot.host for slot in spec.slots))
         remote = [host for host in hosts if not fleet.is_local(host)]
-        where: Mapping[str, Any]
-        if spec.listening is not None:
-            secret = spec.listening.secret
-            where = spec.listening.rendezvous
-        else:
-            where = {"hosts": own_addresses(remote, spec.interfaces)}
+        secret, where = spec.rendezvous(remote)
         self._server = rendezvous.Server(
             secret,
             job,

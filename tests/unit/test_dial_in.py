@@ -6,6 +6,7 @@ All on this machine, each agent under a host name of its own. Pods are in tests/
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -330,6 +331,26 @@ def test_a_launcher_that_starts_anew_takes_the_members_back(site: Site) -> None:
 
 def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def test_sigterm_has_a_launcher_leave(site: Site) -> None:
+    job, agents = _begin(site, "-H", "localhost:1")
+    job.wait_for("resize: ./4", 4)
+    pids = site.pids(0) + site.pids(1) + site.pids(2) + site.pids(3)
+    job.kill(signal.SIGTERM)
+    assert job.wait() == 143
+    assert "the job goes on, and waits for another ringrun" in job.output
+    assert job.output.count("Dismissed") == 1
+    assert sum(_runs(pid) for pid in pids) == 3
+    again = site.listen("-np", "3", "--min-np", "1", "-H", "localhost:1", *site.rank)
+    again.wait_for("epoch . resize: ./4", 4)
+    (own,) = site.pids(4)
+    os.kill(own, signal.SIGSTOP)
+    again.kill(signal.SIGTERM)
+    again.wait_for("on localhost, pid .* is asked to leave: its slot is gone")
+    again.kill(signal.SIGTERM)  # now it ends
+    assert again.wait() == 143
+    assert [agent.wait() for agent in agents] == [143, 143]
 
 
 def test_most_hosts_are_lost_with_the_launcher(site: Site) -> None:

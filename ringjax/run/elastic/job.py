@@ -30,7 +30,7 @@ from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.discovery import Discovery
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
-from ringjax.run.hosts.slots import ANY, Host, own_addresses
+from ringjax.run.hosts.slots import ANY, Host
 from ringjax.run.output import Console
 from ringjax.run.static_job import Outcome, interrupted
 
@@ -106,6 +106,7 @@ class ElasticJob:
         self._results: dict[int, bytearray] = {}
         self._short_since = math.inf
         self._stop = self._leave = ""
+        self._handing = False
 
     def run(self) -> Outcome:
         """Start everything, wait for the end, leave nothing behind."""
@@ -134,10 +135,26 @@ class ElasticJob:
         """See `Ending.patience`."""
         return self._ending.patience
 
+    def hand_over(self) -> bool:
+        """SIGTERM: whether the job goes on without this ringrun, on hosts that came.
+
+        Its own workers leave at their next commit. Asked again, by a second signal, it
+        is not so, and the job ends.
+        """
+        if self._coordinator is None or self._ending.begun or self._handing:
+            return False
+        self._handing = len(self._own()) < len(self._roster.running())
+        return self._handing
+
+    def _own(self) -> list[Worker]:
+        """Those that run on hosts that have not come by themselves."""
+        workers = self._roster.running()
+        return [w for w in workers if not self._fleet.has_come(w.seat.host)]
+
     def _is_over(self) -> bool:
         if self._ending.begun:
             return not self._roster.running()
-        return self._keeper.over()
+        return not self._own() if self._handing else self._keeper.over()
 
     # Starting.
 
@@ -156,16 +173,16 @@ class ElasticJob:
         )
 
     def _wait_for_hosts(self) -> None:
-        """Until there is room for enough workers."""
+        """Until there is room for enough workers, or ranks of the job have come."""
         begun = time.monotonic()
         while self._discovery is not None and not self._ending.begun:
-            if self._adoption.resumes:
-                return  # it has begun already
             count, needed = len(self._seating.seats), self._elastic.min_np
             waited = time.monotonic() - begun
             settled = self._spec.listening is None or waited > _GATHERING
             if self._spec.listening is not None and waited < self._spec.start_timeout:
                 needed = self._elastic.np or needed
+            if self._adoption.resumes:
+                return
             if self._discovery.hopeless:
                 self._give_up(
                     f"--host-discovery-script {self._elastic.script}: "
@@ -184,17 +201,10 @@ class ElasticJob:
 
     def _start_coordinator(self) -> None:
         elastic, spec = self._elastic, self._spec
-        secret, job = secrets.token_bytes(32), secrets.token_hex(8)
         names = dict.fromkeys(host.name for host in self._hosts)
-        if spec.listening is not None:
-            secret, job = spec.listening.secret, self._adoption.job or job
-            where = spec.listening.rendezvous
-        else:
-            remote = [name for name in names if not self._fleet.is_local(name)]
-            if self._discovery is not None:
-                remote = [ANY]
-            where = {"hosts": own_addresses(remote, spec.interfaces)}
-        self._adoption.job = job
+        remote = [name for name in names if not self._fleet.is_local(name)]
+        secret, where = spec.rendezvous(remote if self._discovery is None else [ANY])
+        job = self._adoption.job = self._adoption.job or secrets.token_hex(8)
         count = min(elastic.np or elastic.max_np, len(self._seating.seats))
         self._coordinator = self._make_coordinator(
             secret,
@@ -232,7 +242,7 @@ class ElasticJob:
 
     def _start_workers(self, now: float) -> None:
         """Fill the seats that are to be taken now."""
-        if self._ending.begun or self._coordinator is None:
+        if self._ending.begun or self._handing or self._coordinator is None:
             return
         started = []
         for seat in self._seating.vacant(self._roster.counting(), now):
@@ -356,6 +366,8 @@ class ElasticJob:
 
     def _follow(self, now: float) -> None:
         assert self._discovery is not None
+        if self._handing:
+            self._discovery.without_own()
         hosts = self._discovery.hosts
         if hosts is None or hosts == self._hosts:
             return
@@ -421,6 +433,8 @@ class ElasticJob:
         limit = 2.0 if self._ending.signalled is None else 0.3
         if self._discovery is not None:
             self._discovery.close()
+        if self._handing and not self._ending.begun:
+            self._fleet.let_go()
         self._fleet.end(limit)
         if self._coordinator is not None:
             self._ask_coordinator()
@@ -429,22 +443,11 @@ class ElasticJob:
         self.console.close()
 
     def _outcome(self) -> Outcome:
-        roster = self._roster
         blobs = {number: bytes(data) for number, data in self._results.items()}
         if self._ending.signalled is not None:
             return interrupted(self._ending.signalled, blobs)
-        if roster.all_left() or (self._leave and not roster.members):
-            why = "every rank has left, as it was asked to"  # or ringrun itself
-            left = bool(self._leave or self._fleet.asked_back)
-            return Outcome(128 + signal.SIGTERM, reason=why, left=left)
-        if self._stop:
-            return Outcome(1, reason=self._stop)
-        if roster.success():
-            done = [worker.number for worker in roster.succeeded()]
-            results = {rank: blobs.get(n, b"") for rank, n in enumerate(done)}
-            return Outcome(0, results=results)
-        blame = roster.blame(place=roster.several_hosts())
-        if blame is None:
-            return Outcome(1, reason="the ranks ended without having finished")
-        results = {blame.rank: blobs.get(blame.worker, b"")}
-        return Outcome(blame.exit_code, blame.rank, blame.reason, results)
+        if self._handing:
+            why = "ended by SIGTERM; the job goes on, and waits for another ringrun"
+            return Outcome(128 + signal.SIGTERM, reason=why)
+        left = bool(self._fleet.asked_back)
+        return self._roster.outcome(blobs, self._stop, bool(self._leave), left)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ringjax.run.elastic.seats import Seat
+from ringjax.run.static_job import Outcome
 from ringjax.run.verdict import Blame, blames_others, fate
 
 
@@ -221,6 +222,33 @@ class Roster:
         """Whether the last members have all left, as they were asked to."""
         ended = [self.workers[n] for n in self.members]
         return bool(ended) and all(worker.dismissed for worker in ended)
+
+    def outcome(
+        self, blobs: Mapping[int, bytes], stop: str, leave: bool, asked_back: bool
+    ) -> Outcome:
+        """How the job has ended.
+
+        Args:
+            blobs: what workers have returned, by number.
+            stop: why it could not go on, if that was so.
+            leave: all were asked to leave.
+            asked_back: hosts are wanted back.
+        """
+        if self.all_left() or (leave and not self.members):
+            why = "every rank has left, as it was asked to"  # or ringrun itself
+            left = leave or asked_back
+            return Outcome(128 + signal.SIGTERM, reason=why, left=left)
+        if stop:
+            return Outcome(1, reason=stop)
+        if self.success():
+            done = [worker.number for worker in self.succeeded()]
+            results = {rank: blobs.get(n, b"") for rank, n in enumerate(done)}
+            return Outcome(0, results=results)
+        blame = self.blame(place=self.several_hosts())
+        if blame is None:
+            return Outcome(1, reason="the ranks ended without having finished")
+        results = {blame.rank: blobs.get(blame.worker, b"")}
+        return Outcome(blame.exit_code, blame.rank, blame.reason, results)
 
     def blame(self, *, place: bool) -> Blame | None:
         """The worker that failed first: of the last members, or of all."""

@@ -79,6 +79,7 @@ class Arrivals:
         self._fleet, self._note, self._welcome = fleet, note, welcome
         self._job_for = job_for or (lambda memory: "")
         self._patience = listening.patience if job_for else 0.0
+        self._own = list(listening.own)
         self._guests: dict[str, _Guest] = {}  # by host
         self._slots: dict[str, int] = {}  # of those that do not leave
         self._selector = selectors.EpollSelector()
@@ -99,7 +100,7 @@ class Arrivals:
     @property
     def hosts(self) -> list[Host]:
         """The hosts that there are now, in the order in which they came."""
-        return [*self._listening.own, *(Host(*known) for known in self._slots.items())]
+        return [*self._own, *(Host(*known) for known in self._slots.items())]
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -107,6 +108,10 @@ class Arrivals:
         for guest in list(self._guests.values()):
             if now - guest.gone > self._listening.silence:
                 self._lose(guest)
+
+    def without_own(self) -> None:
+        """The hosts that need not come are none any more."""
+        self._own.clear()
 
     def close(self) -> None:
         """Takes nobody any more; who is here stays."""
@@ -207,7 +212,7 @@ class Arrivals:
         known = self._guests.get(host)
         if known is not None and known.token != token and known.gone == math.inf:
             return f"a host {host} is here already, from {known.where}", True
-        if any(host == own.name for own in self._listening.own):
+        if any(host == own.name for own in self._own):
             return f"{host} is a host of ringrun's own", False
         return "", False
 

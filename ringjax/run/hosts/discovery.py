@@ -77,6 +77,9 @@ class Discovery:
         else:  # it is gone, but something that it has started holds its output open
             self._answered(self._runs, 1, "", "")
 
+    def without_own(self) -> None:
+        """All hosts are found; there are no others."""
+
     def close(self) -> None:
         """Nothing to be closed: what runs, the fleet ends."""
 

@@ -132,18 +132,18 @@ class Fleet:
 
     def is_local(self, host: str) -> bool:
         """Whether a host is this machine; asks the resolver once for each."""
+        if self.has_come(host):
+            return False
         if host not in self._own:
             self._own[host] = is_local(host)
         return self._own[host]
 
     def _agent(self, host: str) -> Agent:
         """The agent on a host; started if there is none, or none any more."""
-        agent = self._remote.get(host)
-        if agent is not None and agent.rendezvous:
-            return agent
         if self.is_local(host):
             return self._local
-        if agent is None or agent.done:
+        agent = self._remote.get(host)
+        if agent is None or (agent.done and not agent.rendezvous):
             agent = self._remote[host] = self._connect(host)
         return agent
 
@@ -381,6 +381,15 @@ class Fleet:
             self._observer.host_lost(names, text)
 
     # The end.
+
+    def let_go(self) -> None:
+        """Agents that have come by themselves go on, and look for another ringrun."""
+        for host, agent in list(self._remote.items()):
+            if agent.rendezvous:
+                del self._remote[host]
+                if agent.channel is not None:
+                    agent.channel.flush(1.0)
+                    agent.channel.close()
 
     def end(self, limit: float) -> None:
         """Have every agent kill what is left, and read the last output."""

@@ -5,6 +5,7 @@ A record and command lines; who orders is fleet.py, the other end agent.py.
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ringjax.run import environ
 from ringjax.run.hosts.allocations import Allocation
-from ringjax.run.hosts.slots import Host, Slot
+from ringjax.run.hosts.slots import Host, Slot, own_addresses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,6 @@ class Listening:
     own: Sequence[Host] = ()
     patience: float = 600.0
     silence: float = 5.0
-
-    @property
-    def rendezvous(self) -> Mapping[str, Any]:
-        """Where ranks call, as their server takes it."""
-        return {"hosts": self.addresses, "port": self.port + 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +66,14 @@ class Spec:
     allocation: Allocation | None = None
     agent_command: str = ""
     listening: Listening | None = None
+
+    def rendezvous(self, remote: Sequence[str]) -> tuple[bytes, Mapping[str, Any]]:
+        """The job's secret, and where a server listens for ranks on `remote` hosts."""
+        if (listening := self.listening) is None:
+            where = own_addresses(remote, self.interfaces)
+            return secrets.token_bytes(32), {"hosts": where}
+        port = listening.port + 1
+        return listening.secret, {"hosts": listening.addresses, "port": port}
 
 
 def agent_command() -> list[str]:
