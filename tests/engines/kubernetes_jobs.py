@@ -292,8 +292,10 @@ class TestElastic:
         cluster.scale("train", 3)
         cluster.wait_for(lambda: len(cluster.pods) == 3, "three pods")
         _wait_for(cluster, 3, names[:3])
-        _kill(cluster, "train-0")
+        killed = _kill(cluster, "train-0")
         _wait_for(cluster, 2, names[1:3])
+        pause = _seconds(cluster, "train-1", 2, killed)
+        print(f"pod 0 killed: the next step after {pause:.2f} s")
         _wait_for(cluster, 3, names[:3])
         cluster.pods["train-0"].signal(signal.SIGTERM)  # its node is drained
         _wait_for(cluster, 2, names[1:3])

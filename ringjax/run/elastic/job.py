@@ -183,19 +183,15 @@ class ElasticJob:
                 needed = self._elastic.np or needed
             if self._adoption.resumes:
                 return
+            name, why = self._discovery.name, self._discovery.trouble
             if self._discovery.hopeless:
-                self._give_up(
-                    f"--host-discovery-script {self._elastic.script}: "
-                    f"{self._discovery.trouble}"
-                )
+                self._give_up(f"{name} {self._elastic.script}: {why}")
             elif self._discovery.hosts is not None and count >= needed and settled:
                 return
             elif waited > self._timeout:
-                why = f", {self._discovery.trouble}" if self._discovery.trouble else ""
-                self._give_up(
-                    f"{self._discovery.name} found {count} of at least {needed} slots "
-                    f"in {self._timeout:g} s{why}"
-                )
+                seconds = f"{self._timeout:g} s" + f", {why}" * bool(why)
+                slots = f"{count} of at least {needed} slots"
+                self._give_up(f"{name} found {slots} in {seconds}")
             else:
                 self._turn()
 
