@@ -280,6 +280,7 @@ class ElasticJob:
             self._discover(now)
             self._start_workers(now)
             self._check_number(now)
+        self._leave = self._leave or self._fleet.asked_back
         if self._leave and not (self._seating.closed or self._ending.begun):
             self._keeper.dismiss_all(self._leave)
         asked = bool(self._leave) or self._ending.signalled == signal.SIGTERM
@@ -445,5 +446,4 @@ class ElasticJob:
         if self._handing:
             why = "ended by SIGTERM; the job goes on, and waits for another ringrun"
             return Outcome(128 + signal.SIGTERM, reason=why)
-        left = bool(self._fleet.asked_back)
-        return self._roster.outcome(blobs, self._stop, bool(self._leave), left)
+        return self._roster.outcome(blobs, self._stop, bool(self._leave))

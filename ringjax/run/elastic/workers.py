@@ -223,21 +223,17 @@ class Roster:
         ended = [self.workers[n] for n in self.members]
         return bool(ended) and all(worker.dismissed for worker in ended)
 
-    def outcome(
-        self, blobs: Mapping[int, bytes], stop: str, leave: bool, asked_back: bool
-    ) -> Outcome:
+    def outcome(self, blobs: Mapping[int, bytes], stop: str, leave: bool) -> Outcome:
         """How the job has ended.
 
         Args:
             blobs: what workers have returned, by number.
             stop: why it could not go on, if that was so.
             leave: all were asked to leave.
-            asked_back: hosts are wanted back.
         """
         if self.all_left() or (leave and not self.members):
             why = "every rank has left, as it was asked to"  # or ringrun itself
-            left = leave or asked_back
-            return Outcome(128 + signal.SIGTERM, reason=why, left=left)
+            return Outcome(128 + signal.SIGTERM, reason=why, left=leave)
         if stop:
             return Outcome(1, reason=stop)
         if self.success():

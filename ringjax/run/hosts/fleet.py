@@ -51,6 +51,7 @@ class Agent:
         client: what reaches it from here: ssh, srun.
         by_engine: an engine has set its environment.
         rendezvous: where its ranks find the job, for one that has come by itself.
+        asked_back: somebody there wants the host back: it got SIGTERM.
         names: the processes that it has and had to start.
     """
 
@@ -61,6 +62,7 @@ class Agent:
     rendezvous: str = ""
     channel: Channel | None = None
     ended: bool = False
+    asked_back: bool = False
     names: set[int] = field(default_factory=set)
     pids: dict[int, int] = field(default_factory=dict)
 
@@ -82,11 +84,7 @@ class _Errand:
 
 
 class Fleet:
-    """Starts agents and talks to them; `turn` is the job's one loop.
-
-    Attributes:
-        asked_back: hosts that somebody there wants back: their agent got SIGTERM.
-    """
+    """Starts agents and talks to them; `turn` is the job's one loop."""
 
     def __init__(self, spec: Spec, console: Console, observer: Observer) -> None:
         self._spec = spec
@@ -100,7 +98,6 @@ class Fleet:
         self._own: dict[str, bool] = {}  # host -> whether it is this machine
         self._clients: dict[int, Agent] = {}  # by the name of their client
         self._errands: dict[int, _Errand] = {}
-        self.asked_back: set[str] = set()
         self._names = 0  # of clients and errands: they count downwards
 
     # Agents.
@@ -137,6 +134,14 @@ class Fleet:
         if host not in self._own:
             self._own[host] = is_local(host)
         return self._own[host]
+
+    @property
+    def asked_back(self) -> str:
+        """Why the batch system seems to want all its hosts back; empty if not so."""
+        agents = self._remote.values()
+        ours = self._spec.allocation is not None and bool(agents)
+        back = ours and all(agent.asked_back for agent in agents)
+        return "SIGTERM on the other hosts" if back else ""
 
     def _agent(self, host: str) -> Agent:
         """The agent on a host; started if there is none, or none any more."""
@@ -310,7 +315,7 @@ class Fleet:
                 agent.pids.pop(name, None)
                 self._exited(agent, name, message["code"], message.get("text", ""))
             case "asked back":
-                self.asked_back.add(agent.host)
+                agent.asked_back = True
             case "bye":
                 agent.ended = True
 
