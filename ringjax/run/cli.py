@@ -52,6 +52,10 @@ class _Signals:
         signal.signal(signal.SIGUSR1, self._hand_on)
         signal.signal(signal.SIGALRM, self._expire)
 
+    def forget(self) -> None:
+        """Nothing is awaited any more: an alarm would end ringrun as it ends."""
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self._job.hand_on(number)
 
@@ -124,10 +128,12 @@ def launch(args: argparse.Namespace) -> int:
     for name in (item for item in args.handed_on if "=" not in item):
         if name not in given:
             job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
-    _Signals(job).install()
+    signals = _Signals(job)
+    signals.install()
     outcome = job.run()
     if outcome.reason:
         job.console.note(outcome.reason)
+    signals.forget()
     if outcome.left and (text := allocations.requeue(base)):
         job.console.note(text)
     return outcome.exit_code
