@@ -381,6 +381,8 @@ class EngineJob:
     def failure(self) -> LaunchError:
         """The error that says who failed first, and why."""
         failed = [n for n, w in self.workers.items() if w.state == FAILED]
+        # Or who has said so itself, if the engine has put others into their places.
+        failed = failed or [n for n, w in self.workers.items() if w.report]
         last = [n for n in failed if n in self.members]
         order = [
             (blames_others(self.workers[n].words), self.workers[n].ended, n)

@@ -239,6 +239,30 @@ def test_two_ranks_are_like_one(store: Any, make: Callable[..., Any]) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
+    """In several steps, with a layer of the program's own."""
+    keras = pytest.importorskip("keras", reason="Keras is not installed")
+
+    class Twice(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x * 2.0
+
+    model = keras.Sequential(
+        [keras.Input((2,)), Twice(), keras.layers.Dense(1, "sigmoid")]
+    )
+    how = {"backend": Here(1), "batch_size": 51, "epochs": 3, "val_batch_size": 8}
+    own = {
+        "model": model,
+        "custom_objects": {"Twice": Twice},
+        "sample_weight_col": None,
+    }
+    fitted = keras_estimator(store, **how, **own, validation=0.2).fit_on_parquet()
+    found = table(20, 1)
+    outputs = fitted.getModel().predict(np.array(found["features"].to_pylist()))[:, 0]
+    expected = np.mean(right(outputs, found["y"].to_numpy()))
+    assert fitted.getHistory()["val_accuracy"][-1] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("make", [torch_estimator, flax_estimator, keras_estimator])
 def test_a_run_goes_on_from_its_checkpoint(
     store: Any, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -57,10 +57,8 @@ class HorovodParamsReader(MLReader):
         found = self._cls()
         found._resetUid(metadata["uid"])
         values = metadata["paramMap"].items()
-        found._set(
-            **{name: cloudpickle.loads(base64.b64decode(text)) for name, text in values}
-        )
-        return found
+        pickled = {name: base64.b64decode(text) for name, text in values}
+        return found._set(**found._unpickled(pickled))
 
 
 class Saved(MLWritable, MLReadable):
@@ -69,6 +67,10 @@ class Saved(MLWritable, MLReadable):
     def write(self) -> Any:
         """Writes it: `.write().overwrite().save(path)`."""
         return HorovodParamsWriter(self)
+
+    def _unpickled(self, values: dict[str, bytes]) -> dict[str, Any]:
+        """The values of Params that were saved."""
+        return {name: cloudpickle.loads(value) for name, value in values.items()}
 
     @classmethod
     def read(cls) -> Any:

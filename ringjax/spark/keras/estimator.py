@@ -20,10 +20,22 @@ from ringjax.spark.common.estimator import (
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.prepared import Metadata
+from ringjax.spark.common.saving import Saved
 from ringjax.spark.learners import keras as learner
 
 
-class KerasEstimator(HorovodEstimator):
+class _Custom(Saved):
+    """Is loaded with the program's own classes."""
+
+    def _unpickled(self, values: dict[str, bytes]) -> dict[str, Any]:
+        objects = values.get("custom_objects")
+        with keras.saving.custom_object_scope(
+            cloudpickle.loads(objects) if objects else {}
+        ):
+            return super()._unpickled(values)
+
+
+class KerasEstimator(_Custom, HorovodEstimator):
     """Trains a Keras model on a DataFrame, on the backend that Keras has here.
 
     The learning rate is multiplied by the number of ranks, as Horovod does it.
@@ -118,7 +130,7 @@ class KerasEstimator(HorovodEstimator):
         )
 
 
-class KerasModel(HorovodModel):
+class KerasModel(_Custom, HorovodModel):
     """A trained Keras model, which adds predictions to a DataFrame.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -39,35 +39,40 @@ def train(
     """
     import keras
 
-    hvd = importlib.import_module("ringjax.keras")
-    with initialized():
+    objects = cloudpickle.loads(custom_objects)
+    with initialized(), keras.saving.custom_object_scope(objects):
         if job.seeded:
             keras.utils.set_random_seed(job.seed)
         if job.use_gpu:
             _take_gpu(keras.backend.backend())
-        spec: dict[str, Any] = unpickled(data, custom_objects)
+        spec: dict[str, Any] = cloudpickle.loads(data)
         keras.config.set_floatx(spec["floatx"])
-        model, optimizer = spec["model"], spec["optimizer"]
-        size = runtime.size()
-        schedule = keras.optimizers.schedules.LearningRateSchedule
-        if not isinstance(optimizer._learning_rate, schedule):
-            optimizer.learning_rate = float(optimizer.learning_rate) * size
-        for callback in spec["callbacks"]:
-            if hasattr(callback, "initial_lr"):
-                callback.initial_lr = float(optimizer.learning_rate)
-        compression = spec["gradient_compression"]
-        model.compile(
-            hvd.DistributedOptimizer(optimizer, compression=compression),
-            loss=spec["loss"],
-            loss_weights=spec["loss_weights"],
-            metrics=spec["metrics"] or None,
-        )
-        return _fit(keras, hvd, job, spec)
+        _compile(keras, spec)
+        return _fit(keras, job, spec)
+
+
+def _compile(keras: Any, spec: dict[str, Any]) -> None:
+    hvd = importlib.import_module("ringjax.keras")
+    optimizer = spec["optimizer"]
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    if not isinstance(optimizer._learning_rate, schedule):
+        optimizer.learning_rate = float(optimizer.learning_rate) * runtime.size()
+    for callback in spec["callbacks"]:
+        if hasattr(callback, "initial_lr"):
+            callback.initial_lr = float(optimizer.learning_rate)
+    compression = spec["gradient_compression"]
+    spec["model"].compile(
+        hvd.DistributedOptimizer(optimizer, compression=compression),
+        loss=spec["loss"],
+        loss_weights=spec["loss_weights"],
+        metrics=spec["metrics"] or None,
+    )
 
 
 def _fit(
-    keras: Any, hvd: Any, job: Job, spec: dict[str, Any]
+    keras: Any, job: Job, spec: dict[str, Any]
 ) -> tuple[dict[str, Any], bytes] | None:
+    hvd = importlib.import_module("ringjax.keras")
     first = 0
     before: dict[str, Any] = {}
     if job.checkpoint:
@@ -89,17 +94,14 @@ def _fit(
                 best.filepath = file
                 callbacks.append(best)
             callbacks.append(keep)
-        val_steps = job.val_steps
-        if job.val_rows is not None and val_steps is None:
-            val_steps = job.val_rows.steps(runtime.size(), job.val_batch_size)
         shaped = _Shaped(spec["model"], job, spec["label_shapes"])
         spec["model"].fit(
             (shaped(batch) for batch in job.stream(first)),
             steps_per_epoch=job.epoch_steps,
             initial_epoch=first,
             epochs=first + left,
-            validation_data=None if job.val_rows is None else _endless(job, shaped),
-            validation_steps=val_steps,
+            shuffle=False,  # the rows come in another order each time
+            validation_data=_validation(keras, job, shaped),
             callbacks=callbacks,
             verbose=job.verbose if runtime.rank() == 0 else 0,
         )
@@ -110,9 +112,27 @@ def _fit(
         return keep.history, keep.checkpoint
 
 
-def _endless(job: Job, shaped: _Shaped) -> Iterator[Any]:
-    for _ in itertools.count():
-        yield from map(shaped, job.validation())
+def _validation(keras: Any, job: Job, shaped: _Shaped) -> Any:
+    """The same batches in each epoch; a generator would lose what Keras looks at."""
+    if job.val_rows is None:
+        return None
+    steps = job.val_steps or job.val_rows.steps(runtime.size(), job.val_batch_size)
+
+    class Validation(keras.utils.PyDataset):
+        def __init__(self) -> None:
+            super().__init__()
+            self._next, self._batches = 0, job.validation()
+
+        def __len__(self) -> int:
+            return int(steps)
+
+        def __getitem__(self, number: int) -> Any:
+            if number != self._next:
+                self._batches = itertools.islice(job.validation(), number, None)
+            self._next = number + 1
+            return shaped(next(self._batches))
+
+    return Validation()
 
 
 class _Shaped:
