@@ -1,296 +1,34 @@
-"""Spark estimators: data in Parquet files, real training on ranks, models that predict.
-
-What needs no Spark has ranks of `ringjax.run`, and Parquet files of pyarrow.
-"""
-
-# ruff: noqa: E402
+"""Spark estimators on DataFrames: fit, transform, save and load, and what is wrong."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Keras loads TensorFlow if it is there, which may not be beside PyTorch.
-os.environ.setdefault("KERAS_BACKEND", "jax")
-sys.modules["tensorflow"] = None  # type: ignore[assignment]
-
 import numpy as np
 import pytest
-
-pytest.importorskip("pyspark", reason="Spark's extra is not installed")
+from engines.estimators import (
+    MARKS,
+    Here,
+    flax_estimator,
+    keras_estimator,
+    torch_estimator,
+    torch_model,
+)
 from engines.local_spark import local_spark
-from engines.parquet_data import ROWS, stored, table
+from engines.parquet_data import stored, table
 
-import ringjax
-from ringjax.spark.common.backend import Backend
 from ringjax.spark.common.rows import Rows
 from ringjax.spark.common.store import Store
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    # Of Spark, and of what it is used with.
-    pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
-
-
-class Here(Backend):
-    """Ranks on this machine, without Spark."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> list[Any]:
-        both = {**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}
-        return ringjax.run(fn, args, kwargs or {}, np=self.size, env=both)
-
-    def num_processes(self) -> int:
-        return self.size
+pytestmark = MARKS
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
     return stored(tmp_path)
-
-
-# -- training: two ranks give what one process gives -----------------------------------
-
-COMMON: dict[str, Any] = {
-    "feature_cols": ["features"],
-    "label_cols": ["y"],
-    "sample_weight_col": "weight",
-    "random_seed": 3,
-    "verbose": 0,
-}
-
-
-def torch_model() -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(2, 8),
-        torch.nn.Tanh(),
-        torch.nn.Linear(8, 1),
-        torch.nn.Sigmoid(),
-    )
-
-
-def right(output: Any, label: Any) -> Any:
-    return ((output > 0.5) == (label > 0.5)) * 1.0
-
-
-def torch_estimator(store: Any, **params: Any) -> Any:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from ringjax.spark.torch import TorchEstimator
-
-    model = torch_model()
-    given = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        "loss": torch.nn.functional.binary_cross_entropy,
-        "metrics": [right],
-        "input_shapes": [[2]],
-    }
-    return TorchEstimator(store=store, **{**COMMON, **given, **params})
-
-
-def test_torch_steps_are_those_of_one_process(store: Any) -> None:
-    """A step's gradient is the mean over the rows of both ranks, even of the last."""
-    estimator = torch_estimator(
-        store, backend=Here(2), batch_size=8, epochs=2, validation=0.2
-    )
-    model = estimator.fit_on_parquet()
-    import torch
-
-    # The same in one process: the batches of both ranks, and twice the learning rate.
-    alone = torch_model()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
-    names = ["features", "y", "weight"]
-    rows = Rows.of(store, store.get_train_data_path(), names)
-    losses = []
-    for epoch in range(2):
-        total = 0.0
-        both = [rows.batches(rank, 2, 8, seed=3, epoch=epoch) for rank in (0, 1)]
-        for parts in zip(*both, strict=True):
-            x, y, w = (
-                torch.tensor(
-                    np.concatenate([b.columns[name][: b.rows] for b in parts]),
-                    dtype=torch.float32,
-                )
-                for name in names
-            )
-            loss = torch.nn.functional.binary_cross_entropy(
-                alone(x)[:, 0], y, reduction="none"
-            )
-            mean = (loss * w).mean()
-            optimizer.zero_grad()
-            mean.backward()
-            optimizer.step()
-            total += mean.item() * len(y)
-        losses.append(total / ROWS)
-    history = model.getHistory()
-    np.testing.assert_allclose([e["train"]["loss"] for e in history], losses, rtol=1e-5)
-    assert [e["epoch"] for e in history] == [0, 1]
-    for found, expected in zip(
-        model.getModel().parameters(), alone.parameters(), strict=True
-    ):
-        np.testing.assert_allclose(found.detach(), expected.detach(), atol=1e-6)
-    # And what was judged is what the model of the end says.
-    val = table(20, 1)
-    with torch.no_grad():
-        x = torch.tensor(val["features"].to_pylist(), dtype=torch.float32)
-        y = torch.tensor(val["y"].to_numpy(), dtype=torch.float32)
-        output = alone(x)[:, 0]
-    judged = history[-1]["validation"]["all_metrics"][0]["group_0_y"]
-    assert judged == pytest.approx(float(right(output, y).mean()))
-    assert model.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.1)
-
-
-def flax_model() -> Any:
-    from flax import nnx
-
-    class Model(nnx.Module):  # of this module, so it travels by value
-        def __init__(self, rngs: Any) -> None:
-            self.first = nnx.Linear(2, 8, rngs=rngs)
-            self.second = nnx.Linear(8, 1, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return self.second(nnx.tanh(self.first(x)))
-
-    return Model(nnx.Rngs(0))
-
-
-def flax_estimator(store: Any, **params: Any) -> Any:
-    pytest.importorskip("flax", reason="Flax is not installed")
-    import optax
-
-    from ringjax.spark.jax import FlaxEstimator
-
-    given = {
-        "model": flax_model(),
-        "optimizer": optax.adam(0.01),
-        "loss": optax.sigmoid_binary_cross_entropy,
-        "metrics": [lambda output, label: (output > 0) == (label > 0.5)],
-    }
-    return FlaxEstimator(store=store, **{**COMMON, **given, **params})
-
-
-def keras_estimator(store: Any, **params: Any) -> Any:
-    keras = pytest.importorskip("keras", reason="Keras is not installed")
-    from ringjax.spark.keras import KerasEstimator
-
-    keras.utils.set_random_seed(0)
-    layers = keras.layers
-    model = keras.Sequential(
-        [keras.Input((2,)), layers.Dense(8, "tanh"), layers.Dense(1, "sigmoid")]
-    )
-    size = params["backend"].num_processes()
-    given = {
-        "model": model,
-        # The learning rate that Adam gets is the same for any number of ranks.
-        "optimizer": keras.optimizers.Adam(0.01 / size),
-        "loss": "binary_crossentropy",
-        "metrics": ["accuracy"],
-    }
-    return KerasEstimator(store=store, **{**COMMON, **given, **params})
-
-
-def weights(model: Any) -> list[Any]:
-    if hasattr(model, "get_weights"):
-        return list(model.get_weights())
-    import jax
-    from flax import nnx
-
-    return jax.tree.leaves(nnx.state(model, nnx.Param))
-
-
-@pytest.mark.parametrize("make", [flax_estimator, keras_estimator])
-def test_two_ranks_are_like_one(store: Any, make: Callable[..., Any]) -> None:
-    """An epoch is one step of all 101 rows, 51 and 50 of them on two ranks."""
-    models = []
-    for size, batch in ((1, 101), (2, 51)):
-        how = {"backend": Here(size), "batch_size": batch, "epochs": 3}
-        estimator = make(store, **how, validation=0.2, val_batch_size=20 // size)
-        models.append(estimator.fit_on_parquet())
-    one, two = (model.getHistory() for model in models)
-    if isinstance(one, list):
-        one, two = (
-            {k: [e[k]["loss"] for e in h] for k in ("train", "validation")}
-            for h in (one, two)
-        )
-    else:
-        one, two = ({k: h[k] for k in ("loss", "val_loss")} for h in (one, two))
-    for name in one:
-        np.testing.assert_allclose(one[name], two[name], rtol=1e-4)
-        assert len(one[name]) == 3
-    for a, b in zip(*(weights(m.getModel()) for m in models), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
-    """In several steps, with a layer of the program's own."""
-    keras = pytest.importorskip("keras", reason="Keras is not installed")
-
-    class Twice(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x * 2.0
-
-    model = keras.Sequential(
-        [keras.Input((2,)), Twice(), keras.layers.Dense(1, "sigmoid")]
-    )
-    how = {"backend": Here(1), "batch_size": 51, "epochs": 3, "val_batch_size": 8}
-    own = {
-        "model": model,
-        "custom_objects": {"Twice": Twice},
-        "sample_weight_col": None,
-    }
-    fitted = keras_estimator(store, **how, **own, validation=0.2).fit_on_parquet()
-    found = table(20, 1)
-    outputs = fitted.getModel().predict(np.array(found["features"].to_pylist()))[:, 0]
-    expected = np.mean(right(outputs, found["y"].to_numpy()))
-    assert fitted.getHistory()["val_accuracy"][-1] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("make", [torch_estimator, flax_estimator, keras_estimator])
-def test_a_run_goes_on_from_its_checkpoint(
-    store: Any, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two epochs and one more are three; three more are six."""
-    how = {"backend": Here(2), "batch_size": 8}
-
-    def epochs(model: Any) -> int:
-        history = model.getHistory()
-        return len(history if isinstance(history, list) else history["loss"])
-
-    whole = make(store, run_id="whole", epochs=3, **how).fit_on_parquet()
-    make(store, run_id="parts", epochs=2, **how).fit_on_parquet()
-    assert store.exists(store.get_checkpoint_path("parts") + "/checkpoint")
-    parts = make(store, run_id="parts", epochs=3, **how).fit_on_parquet()
-    assert epochs(whole) == epochs(parts) == 3
-    if hasattr(whole.getModel(), "state_dict"):
-        pairs = zip(*(m.getModel().parameters() for m in (whole, parts)), strict=True)
-        pairs = ((a.detach(), b.detach()) for a, b in pairs)
-    else:
-        pairs = zip(*(weights(m.getModel()) for m in (whole, parts)), strict=True)
-    for a, b in pairs:
-        np.testing.assert_allclose(a, b, atol=1e-6)
-    again = make(store, run_id="parts", epochs=3, **how).fit_on_parquet()
-    assert epochs(again) == 6
-
-
-# -- DataFrames ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
