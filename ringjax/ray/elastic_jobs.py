@@ -45,6 +45,7 @@ class _Actor:
     limit: float = 0.0
 
 
+@dataclass(eq=False)
 class ElasticJob:
     """An elastic job of actors, which are replaced while it runs.
 
@@ -61,26 +62,21 @@ class ElasticJob:
         each: called some times a second.
     """
 
-    def __init__(
-        self,
-        fn: Callable[[Any], Any],
-        needs: Mapping[str, float],
-        *,
-        sizes: tuple[int, int],
-        env: Mapping[str, str],
-        start_timeout: float,
-        strategy: str = "DEFAULT",
-        reset_limit: int | None = None,
-        discovery: HostDiscovery | None = None,
-        queue: Any = None,
-        each: Callable[[], None] = nothing,
-    ) -> None:
-        self._task, self._queue, self._each = ray.put(fn), queue, each
-        self._needs, self._strategy, self._env = needs, strategy, env
-        self._least, self._most = sizes
-        self._start_timeout, self._reset_limit = start_timeout, reset_limit
-        self._discovery = discovery
-        self._offered = {} if discovery is not None else {"": self._most}
+    fn: Callable[[Any], Any]
+    needs: Mapping[str, float]
+    sizes: tuple[int, int]
+    env: Mapping[str, str]
+    start_timeout: float
+    strategy: str = "DEFAULT"
+    reset_limit: int | None = None
+    discovery: HostDiscovery | None = None
+    queue: Any = None
+    each: Callable[[], None] = nothing
+
+    def __post_init__(self) -> None:
+        self._task = ray.put(self.fn)
+        self._least, self._most = self.sizes
+        self._offered = {"": self._most} if self.discovery is None else {}
         self._ask_again = 0.0
         self._actors: list[_Actor] = []
         self._numbers = 0
@@ -118,13 +114,11 @@ class ElasticJob:
                 late = now > enough + max(1.0, (enough - begin) / 2)
                 if late or len(there) == len(self._actors):
                     break
-            elif now > begin + self._start_timeout:
+            elif now > begin + self.start_timeout:
                 raise TimeoutError(
                     f"{len(there)} of at least {self._least} workers of "
-                    f"{actors.shown(self._needs)} have started "
-                    + actors.shortage(
-                        self._needs, self._least - len(there), now - begin
-                    )
+                    f"{actors.shown(self.needs)} have started "
+                    + actors.shortage(self.needs, self._least - len(there), now - begin)
                     + f"; {self._last_words}" * bool(self._last_words)
                 )
         nodes = [actor.node for actor in there]
@@ -133,7 +127,7 @@ class ElasticJob:
             len(there),
             min_size=self._least,
             max_size=self._most,
-            env=self._env,
+            env=self.env,
             note=log.info,
         )
         for actor, ticket in zip(
@@ -145,10 +139,10 @@ class ElasticJob:
     def _ask(self, job: EngineJob | None = None) -> None:
         """Has an actor in each place that is offered, as far as Ray can, or asks."""
         now = time.monotonic()
-        if self._discovery is not None and now > self._ask_again:
+        if self.discovery is not None and now > self._ask_again:
             self._ask_again = now + _DISCOVERY
             try:
-                self._offered = dict(self._discovery.find_available_hosts_and_slots())
+                self._offered = dict(self.discovery.find_available_hosts_and_slots())
             except Exception:  # a user's: may be out of order for a while
                 log.exception("which hosts there are is not known; those from before")
         there: Counter[str] = Counter()
@@ -162,10 +156,10 @@ class ElasticJob:
         if now < self._not_before:
             return
         for host, slots in self._offered.items():
-            needs = dict(self._needs) | ({f"node:{host}": 0.001} if host else {})
+            needs = dict(self.needs) | ({f"node:{host}": 0.001} if host else {})
             room = min(slots - there[host], self._most - len(self._actors))
             for _ in range(room):
-                handle = actors.start(needs, self._strategy)
+                handle = actors.start(needs, self.strategy)
                 self._actors.append(_Actor(handle, handle.place.remote(), host))
 
     def _heard_of(self) -> list[_Actor]:
@@ -174,7 +168,7 @@ class ElasticJob:
             time.sleep(LOOK)
             return []
         done, _ = ray.wait(list(by_ref), timeout=LOOK)
-        self._each()
+        self.each()
         return [by_ref[ref] for ref in done]
 
     def _started(self, actor: _Actor) -> None:
@@ -188,8 +182,8 @@ class ElasticJob:
     def _call(self, actor: _Actor, ticket: Mapping[str, str]) -> None:
         actor.number, self._numbers = self._numbers, self._numbers + 1
         actor.handle.update_env_vars.remote(ticket)
-        if self._queue is not None:
-            actor.handle.set_queue.remote(self._queue)
+        if self.queue is not None:
+            actor.handle.set_queue.remote(self.queue)
         actor.pending = actor.handle.execute.remote(self._task, True)
 
     def _turn(self, job: EngineJob) -> None:
@@ -211,10 +205,10 @@ class ElasticJob:
                 why = job.workers[actor.number].fenced
                 job.lost(actor.number, f"declared lost: {why}")
                 self._ended(actor, job)
-        if self._reset_limit is not None and job.resets > self._reset_limit:
+        if self.reset_limit is not None and job.resets > self.reset_limit:
             job.stop(
                 f"the members have changed {job.resets} times; the reset limit is "
-                f"{self._reset_limit}"
+                f"{self.reset_limit}"
             )
         if not job.closing and not job.over:
             self._ask(job)

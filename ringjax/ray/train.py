@@ -57,6 +57,8 @@ class RingConfig(BackendConfig):
 class _StaticBackend(Backend):
     """Lives in Ray Train's controller, one for all of its runs."""
 
+    share_cuda_visible_devices = True  # so that the local rank picks a device
+
     def __init__(self) -> None:
         self._job: EngineJob | None = None
 
@@ -84,6 +86,7 @@ class _StaticBackend(Backend):
 
 class _ElasticBackend(_StaticBackend):
     has_replica_groups = True
+    share_cuda_visible_devices = False  # a replacement would see its own alone
 
     def __init__(self) -> None:
         super().__init__()

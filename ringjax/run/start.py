@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ringjax.config import Config
@@ -135,33 +136,18 @@ def job_of(
     if listens:
         spec = _with_own(spec, script, hosts, hostfile)
         hosts = hostfile = None
+    console = partial(Console, directory=directory, timestamps=timestamps)
     if min_np is None and script is None:
+        refused = {**elastic, "max_np": max_np}
         bounds.refuse_without(
-            {
-                **elastic,
-                "max_np": max_np,
-                "elastic_timeout": None if listens else waits,
-            },
-            names,
+            {**refused, "elastic_timeout": None if listens else waits}, names
         )
-        if listens:
-            if np is None:
-                raise ValueError("--listen: say how many processes to start: -np")
-            console = Console(np, directory=directory, timestamps=timestamps)
-            return Job(spec, console, np)
-        slots = find_hosts(np, hosts, hostfile, variables or {})
-        if spec.stdin and not places.is_local(slots[0].host):
-            raise ValueError(f"--stdin 0: rank 0 is on another host, {slots[0].host}")
-        console = Console(
-            len(slots),
-            directory=directory,
-            timestamps=timestamps,
-            python=python,
-            plain=_ONE_TABLE in itertools.pairwise(spec.command),
-        )
-        return Job(dataclasses.replace(spec, slots=slots), console)
-    from ringjax.run.elastic.job import ElasticJob  # costs others nothing
-
+        if not listens:
+            slots = find_hosts(np, hosts, hostfile, variables or {})
+            return _static(spec, slots, partial(console, python=python))
+        if np is None:
+            raise ValueError("--listen: say how many processes to start: -np")
+        return Job(spec, console(np), np)
     given = None
     named = script is None or hosts is not None or hostfile is not None
     if named and not listens:
@@ -176,16 +162,29 @@ def job_of(
         names=names,
         **elastic,
     )
-    console = Console(
-        change.np or change.min_np,
-        directory=directory,
-        timestamps=timestamps,
-        python=python,
+    return _elastic(spec, config, change, partial(console, python=python))
+
+
+def _static(
+    spec: Spec, slots: Sequence[places.Slot], console: Callable[..., Console]
+) -> Job:
+    if spec.stdin and not places.is_local(slots[0].host):
+        raise ValueError(f"--stdin 0: rank 0 is on another host, {slots[0].host}")
+    plain = _ONE_TABLE in itertools.pairwise(spec.command)
+    return Job(
+        dataclasses.replace(spec, slots=list(slots)), console(len(slots), plain=plain)
     )
+
+
+def _elastic(
+    spec: Spec, config: Config, change: bounds.Elastic, console: Callable[..., Console]
+) -> ElasticJob:
+    from ringjax.run.elastic.job import ElasticJob  # costs others nothing
+
     return ElasticJob(
         spec,
         change,
-        console,
+        console(change.np or change.min_np),
         elastic_timeout=config.elastic_timeout,
         failure_timeout=config.failure_timeout,
     )

@@ -29,14 +29,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, of one CPU and three."""
+    """Two nodes, of one CPU and three; the second has two GPUs, in name."""
     with ray_cluster() as cluster:
         cluster.add_node(num_cpus=1, **SMALL)
-        cluster.add_node(num_cpus=3, **SMALL)
+        cluster.add_node(num_cpus=3, num_gpus=2, **SMALL)
         yield cluster
 
 
-def fit(train: Any, folder: Path, size: int, **options: Any) -> Any:
+def fit(train: Any, folder: Path, size: int, gpus: bool = False, **options: Any) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -44,7 +44,7 @@ def fit(train: Any, folder: Path, size: int, **options: Any) -> Any:
         train,
         train_loop_config={"folder": str(folder)},
         backend_config=ringjax.ray.RingConfig(**options),
-        scaling_config=ScalingConfig(num_workers=size),
+        scaling_config=ScalingConfig(num_workers=size, use_gpu=gpus),
         run_config=RunConfig(
             storage_path=str(folder / "storage"),
             failure_config=FailureConfig(max_failures=3),
@@ -153,8 +153,9 @@ def test_reports_while_a_worker_is_replaced(cluster: Cluster, tmp_path: Path) ->
 def test_without_elastic(cluster: Cluster, tmp_path: Path) -> None:
     def train(config: dict[str, str]) -> None:
         text = " ".join(map(str, programs.allreduce()))
-        Path(config["folder"], text.split()[0]).write_text(text)
+        devices = ",".join(sorted(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+        Path(config["folder"], text.split()[0]).write_text(f"{text} {devices}")
 
-    fit(train, tmp_path, 3, elastic=False)
-    for rank in range(3):
-        assert (tmp_path / str(rank)).read_text().startswith(f"{rank} 3 ")
+    fit(train, tmp_path, 2, gpus=True, elastic=False)
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == f"{rank} 2 {rank} 3.0 0,1"

@@ -6,23 +6,20 @@ Several hosts: test_doctor_hosts.py.
 
 from __future__ import annotations
 
-import ast
 import os
 import platform
 import re
 import subprocess
 import sys
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.doctor import DOCTOR, Visit, needs_root, visit
+from support.doctor import Visit, needs_root, visit
 from support.launch import ROOT, environment
 from support.stubs import stub_environment
 
-from ringjax.doctor import checks, limits, network, report, software, trial
-from ringjax.doctor.finding import Finding, Host, Job, Report, ok, warn
+from ringjax.doctor import trial
 
 _NETWORK = ["unshare", "-n"]
 MOUNTS = ["unshare", "-m", "--propagation", "private"]
@@ -409,105 +406,3 @@ def test_a_job_on_a_network_that_is_slower_than_it_was() -> None:
     assert slow.mend == "rm -f /x/network-1.json"
     [well] = trial.judge(about | {"allreduce": 0.11, "remembered": 0.0, "file": ""})
     assert well.status == "ok" and "measured just now" in well.text
-
-
-def test_as_text() -> None:
-    words = [word for word in DOCTOR if word != "--json"]
-    env = environment("doctor", {"NCCL_P2P_DISABLE": "1"})
-    done = subprocess.run(
-        [*words, "--no-trial"], env=env, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    said = r"warn  NCCL +NCCL_P2P_DISABLE=1 turns a fast way off"
-    [at] = [i for i, text in enumerate(lines) if re.fullmatch(said, text)]
-    assert lines[at + 1].strip() == "mend: unset NCCL_P2P_DISABLE"
-    assert re.search(r"\d warn; each line above says what mends it\.", lines[-1])
-
-
-def _job(*hosts: str) -> Job:
-    facts = {"versions": {"jax": "1"}, "machine": "m"}
-    return Job(reports={h: Report(name=h, ranks=1, facts=dict(facts)) for h in hosts})
-
-
-def test_what_many_hosts_say_alike_is_one_line() -> None:
-    job = _job(*"abcdef")
-    rows = [("memfd", name, ok("fine")) for name in "abcdef"]
-    rows += [("name", name, warn("bad", "mend it")) for name in "abcde"]
-    text = report.table(rows, job, colour=False)
-    assert text.count("fine") == text.count("bad") == 1
-    assert "a, b, c, 2 more  bad" in text
-    assert report.worst(rows) == "warn"
-
-
-def test_versions_that_differ_are_marked() -> None:
-    job = _job("a", "b")
-    job.reports["b"].facts["versions"] = {"jax": "2", "torch": "3"}
-    [(_, jax), (_, torch)] = software.alike(job)
-    assert (jax.status, torch.status) == ("FAIL", "warn")
-    text = report.table([], job, colour=False)
-    assert re.search(r"b +2\* +3\*", text)
-
-
-def test_calls_that_do_not_end() -> None:
-    job = _job("a", "b")
-    job.reports["b"].calls = {"a": [{"error": ""}]}
-    (host, found), (_, fine) = network.ports(job)
-    assert (host, found.status, fine.status) == ("a", "FAIL", "ok")
-    assert "did not end" in found.text
-
-
-def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(host: Host) -> list[Finding]:
-        raise KeyError(host.name)
-
-    rows = (checks.Check("broken", of_host=broken),)  # type: ignore[arg-type]
-    monkeypatch.setattr(checks, "CHECKS", rows)
-    host = Host(name="one", ranks=1, size=1, hosts=["one"])
-    [found] = checks.on_host(host)["broken"]
-    assert found.status == "warn" and "KeyError: 'one'" in found.text
-
-
-def test_groups_of_version_2(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
-    mount = "30 23 0:26 / /cg rw - cgroup2 cgroup rw\n"
-    (tmp_path / "proc/self/mountinfo").write_text(mount)
-    group = tmp_path / "cg/job"
-    group.mkdir(parents=True)
-    (tmp_path / "cg/cpu.max").write_text("max 100000\n")
-    (group / "cpu.max").write_text("150000 100000\n")
-    (group / "pids.max").write_text("100\n")
-    (group / "pids.current").write_text("90\n")
-    assert limits.quota(tmp_path) == (1.5, group)
-    assert limits.threads_left(tmp_path) == (10, group)
-    (group / "pids.max").write_text("max\n")
-    assert limits.threads_left(tmp_path)[0] == float("inf")
-
-
-def test_every_finding_leads_to_a_paragraph() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    heads = re.findall(r"(?m)^## (.*)$", page)
-    anchors = {head.lower().replace(" ", "-") for head in heads}
-    used = {"doctor"}  # where nothing else is said
-    for file in (ROOT / "ringjax" / "doctor").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and len(node.args) == 3:
-                name = getattr(node.func, "id", "")
-                if name in ("warn", "fail", "say"):
-                    used |= set(re.findall(r"'([a-z-]+)'", ast.unparse(node.args[2])))
-    assert {"unreachable", "startuperror", "without-an-error"} < used <= anchors
-
-
-def test_the_command() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts["ringjax"] == "ringjax.__main__:main"
-    words = [sys.executable, "-m", "ringjax"]
-    done = subprocess.run([*words, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "doctor" in done.stdout
-    done = subprocess.run([*words, "nurse"], capture_output=True, text=True)
-    assert done.returncode == 2 and "usage: ringjax COMMAND" in done.stderr
-    done = subprocess.run(
-        [*words, "doctor", "-H", "a:x"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "ringjax doctor: -H: slots of 'a'" in done.stderr
