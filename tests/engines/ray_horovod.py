@@ -17,8 +17,10 @@ from engines.clusters import SMALL, Aside, ray_cluster
 from ray.cluster_utils import Cluster
 
 import ringjax.ray
-from ringjax.ray.runner import RayExecutor
+from ringjax.ray.runner import Coordinator, RayExecutor
 from ringjax.ray.strategy import create_placement_group
+from ringjax.ray.utils import detect_nics, map_blocking, nics_to_env_var
+from ringjax.ray.worker import BaseHorovodWorker
 from ringjax.runner.elastic.discovery import HostDiscovery
 
 pytestmark = [
@@ -184,6 +186,36 @@ def test_the_placement_group_of_the_driver(cluster: Cluster) -> None:
     driver = Driver.options(scheduling_strategy=strategy).remote()
     assert ray.get(driver.run.remote()) == (False, [0, 1])
     ray.util.remove_placement_group(group)
+
+
+def test_a_backend_of_ones_own(cluster: Cluster) -> None:
+    """As Ray's own for Horovod was made: actors, a coordinator, variables."""
+    settings = RayExecutor.create_settings(timeout_s=30)
+    coordinator = Coordinator(settings)
+    workers = [ray.remote(num_cpus=1)(BaseHorovodWorker).remote(n, 2) for n in (0, 1)]
+    try:
+        nodes = map_blocking(lambda w: w.node_id.remote(), workers)
+        names = map_blocking(lambda w: w.hostname.remote(), workers)
+        for rank, (node, name) in enumerate(zip(nodes, names, strict=True)):
+            coordinator.register(name, node, rank)
+        places = coordinator.finalize_registration()
+        common = coordinator.establish_rendezvous()
+        common |= nics_to_env_var(detect_nics(settings, names, workers))
+        setting = [
+            worker.update_env_vars.remote({**common, **places[rank]})
+            for rank, worker in enumerate(workers)
+        ]
+        ray.get(setting)
+        found = ray.get([w.execute.remote(_allreduce, True) for w in workers])
+        assert found == [(0, 2, 0, 3.0), (1, 2, 1, 3.0)]
+    finally:
+        coordinator.close()
+        for worker in workers:
+            ray.kill(worker)
+
+
+def _allreduce(_: Any) -> Any:
+    return programs.allreduce()
 
 
 class Offered(HostDiscovery):
