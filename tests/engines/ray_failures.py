@@ -37,6 +37,7 @@ pytestmark = [
 ONE = {"num_cpus": 1, "resources": {"one": 1}, **SMALL}  # a node for one worker
 NEEDS = {"CPU": 1, "one": 1}
 SIZE = 3
+KILLS = int(os.environ.get("KILLS", "4"))
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,7 @@ def wait_for(condition: Any, seconds: float = 60) -> Any:
     raise TimeoutError(condition)
 
 
+@pytest.mark.timeout(120 + 25 * KILLS)
 @pytest.mark.parametrize(
     ("start", "kinds"), [(run, ("worker", "node")), (fit, ("worker", "all"))]
 )
@@ -128,7 +130,7 @@ def test_random_kills(
     taken: dict[str, list[float]] = {}
     with training(tmp_path, start) as job:
         living = set(pids(tmp_path, SIZE, 0))
-        for turn in range(int(os.environ.get("KILLS", "4"))):
+        for turn in range(KILLS):
             # Who fails sooner after a start is replaced later and later.
             time.sleep(dice.uniform(3, 4))
             kind = kinds[turn % 2]
@@ -152,6 +154,7 @@ def test_random_kills(
             living = set(back)
             seconds = max(back.values()) - begin
             taken.setdefault(f"{kind} killed, as before", []).append(seconds)
+            print(kind, f"{seconds:.2f} s")
     job.end()
     for what, found in taken.items():
         ms = sorted(round(1000 * seconds) for seconds in found)
