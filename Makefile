@@ -57,7 +57,7 @@ $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	@echo 'needs root and: apt-get install gridengine-master gridengine-exec gridengine-client'
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip --quiet --disable-pip-version-check install \
-	  --editable '.[ray,spark,keras]' 'pyspark[connect]' flax 'pytest>=8' pytest-timeout \
+	  --editable '.[ray,spark,keras]' 'pyspark[connect]' flax scikit-learn 'pytest>=8' pytest-timeout \
 	  'pytest-xdist>=3.6' hypothesis kubernetes-validate kubeflow_trainer_api kmock pyyaml
 	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1+cpu/p' pyproject.toml); \
 	$(VENV)-engines/bin/python -m pip --quiet install "torch==$$torch" 2>/dev/null || \

@@ -82,7 +82,8 @@ def run(command: list[str]) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == SHORT.keys()
+    on_engines = {"spark_torch.py"}  # tests/engines/spark_example_jobs.py
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SHORT.keys() | on_engines
 
 
 def run_on_two(name: str) -> str:

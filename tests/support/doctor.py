@@ -89,7 +89,9 @@ def visit(
         assert folder is not None
         (folder / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
         (folder / "sudo").chmod(0o755)
-        variables["PATH"] = f"{folder}{os.pathsep}{variables['PATH']}"
+        # Where administrators' commands are is not on everybody's path, but on sudo's.
+        folders = (str(folder), variables["PATH"], "/usr/sbin", "/sbin")
+        variables["PATH"] = os.pathsep.join(folders)
         pick = f"'{sys.executable}' -c '{_PICK}'"
         script += f"{quoted} | {pick} > '{folder}/mend'; . '{folder}/mend' >&2\n"
         script += f"{quoted}; echo rc=$?\n"
