@@ -89,7 +89,7 @@ def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
-        time.sleep(0.05)
+        time.sleep(0.05)  # who had the port ends, and nobody tells when
 
 
 def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:

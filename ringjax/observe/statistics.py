@@ -12,9 +12,6 @@ from typing import Any
 from ringjax import runtime
 from ringjax.world.lanes import LANE
 
-# Upper ends of a histogram's buckets, in seconds; the last bucket has no end.
-BUCKETS = tuple(2.0**b * 1e-6 for b in range(25))
-
 
 def stats() -> dict[str, Any]:
     """Sums of all that this rank has exchanged since `init`, as numbers and dicts.

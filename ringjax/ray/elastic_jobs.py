@@ -165,7 +165,7 @@ class ElasticJob:
     def _heard_of(self) -> list[_Actor]:
         by_ref = {actor.pending: actor for actor in self._actors if actor.pending}
         if not by_ref:
-            time.sleep(LOOK)
+            time.sleep(LOOK)  # nothing of Ray's to wait on; the job is looked at next
             return []
         done, _ = ray.wait(list(by_ref), timeout=LOOK)
         self.each()

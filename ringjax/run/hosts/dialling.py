@@ -104,7 +104,7 @@ class DialledAgent(Agent):
         who = Introduction(calling.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls)
         say = time.monotonic() + _SOON
         while True:
-            time.sleep(pause)
+            time.sleep(pause)  # nobody is there who could tell when to call again
             pause = min(2 * pause or 0.02, _PAUSE)
             try:
                 self._found = reach(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.spark import jobs
 
 
-class Backend:
+class Backend(ABC):
     """Runs a function in ranks; a program's own has these two methods."""
 
+    @abstractmethod
     def run(
         self,
         fn: Callable[..., Any],
@@ -19,11 +21,10 @@ class Backend:
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """Calls `fn(*args, **kwargs)` in every rank; the results by rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_processes(self) -> int:
         """How many ranks there will be."""
-        raise NotImplementedError
 
 
 class SparkBackend(Backend):

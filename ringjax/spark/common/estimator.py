@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,17 +53,17 @@ class HorovodEstimator(Estimator, EstimatorParams, Saved):
     def _check_metadata_compatibility(self, metadata: Metadata) -> None:
         """Whether the columns fit to the model."""
 
+    @abstractmethod
     def _spec(self) -> bytes:
         """The model and what is needed to train it, pickled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _trainer(self) -> Callable[[Job, bytes], Any]:
         """What each rank calls, with the job and that."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
         """The trained model, of what rank 0 returned."""
-        raise NotImplementedError
 
     def _env(self) -> dict[str, str]:
         """Variables for the ranks."""
@@ -217,9 +218,9 @@ class HorovodModel(Model, ModelParams, Saved):
         if self.getLabelColumns():
             self.setOutputCols([f"{label}__output" for label in self.getLabelColumns()])
 
+    @abstractmethod
     def _predictor(self) -> Callable[[], Predict]:
         """Makes a function from columns to outputs, in whatever process."""
-        raise NotImplementedError
 
     def transform(self, df: Any, params: Any = None) -> Any:
         """Adds a column with predictions for each label, ``<label>__output``.
