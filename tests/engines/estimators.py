@@ -20,14 +20,6 @@ pytest.importorskip("pyspark", reason="Spark's extra is not installed")
 import ringjax
 from ringjax.spark.common.backend import Backend
 
-MARKS = [
-    pytest.mark.timeout(180),
-    # Of Spark, and of what it is used with.
-    pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
-
 
 class Here(Backend):
     """Ranks on this machine, without Spark."""

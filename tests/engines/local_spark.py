@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,19 @@ from typing import Any
 
 import pytest
 
+MARKS = [
+    pytest.mark.timeout(180),
+    # Of Spark, and of what it is used with.
+    pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+WITH_JAVA = [
+    *MARKS,
+    pytest.mark.skipif(
+        shutil.which("java") is None, reason="Spark needs a Java runtime"
+    ),
+]
 JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,12 @@ import pytest
 pytest.importorskip("grpc_status", reason="Spark Connect needs pyspark[connect]")
 
 from engines import programs
-from engines.local_spark import local_spark
+from engines.local_spark import WITH_JAVA, local_spark
 
 import ringjax.spark
 from ringjax.errors import LaunchError
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(
-        shutil.which("java") is None, reason="Spark needs a Java runtime"
-    ),
-    # Of Spark, not ours.
-    pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = WITH_JAVA
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from engines.estimators import (
-    MARKS,
     Here,
     flax_estimator,
     keras_estimator,
     torch_estimator,
     torch_model,
 )
-from engines.local_spark import local_spark
+from engines.local_spark import MARKS, local_spark
 from engines.parquet_data import stored, table
 
 from ringjax.spark.common.rows import Rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -16,22 +15,13 @@ from typing import Any
 
 import pytest
 from engines import programs
-from engines.local_spark import local_spark
+from engines.local_spark import WITH_JAVA, local_spark
 from pyspark.sql import SparkSession
 
 import ringjax.spark
 from ringjax.errors import LaunchError
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(
-        shutil.which("java") is None, reason="Spark needs a Java runtime"
-    ),
-    # Of Spark, not ours.
-    pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = WITH_JAVA
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from engines.estimators import (
-    MARKS,
     Here,
     flax_estimator,
     keras_estimator,
@@ -21,6 +20,7 @@ from engines.estimators import (
     torch_model,
     weights,
 )
+from engines.local_spark import MARKS
 from engines.parquet_data import ROWS, stored, table
 
 from ringjax.spark.common.rows import Rows
