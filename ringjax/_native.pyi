@@ -426,6 +426,20 @@ class EagerLane:
         False: it is not for these two, and nothing has happened. ValueError: `out` has
         other rows than the result of an allgather or alltoall.
         """
+    def run_at(
+        self,
+        op: int,
+        name: str,
+        tensor: tuple[int, int, Sequence[int]],
+        out: int,
+        reduce_op: int,
+        root: int,
+        prescale: float,
+        postscale: float,
+        timeout: float,
+        keep: object,
+    ) -> None:
+        """`submit` and `wait` for a tensor of this host, a result of known shape."""
     def set_timeline(self, timeline: Timeline | None) -> None:
         """From the next round on, reports there what it does."""
     def join(self) -> Ticket:

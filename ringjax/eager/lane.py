@@ -170,6 +170,35 @@ def submit(
     return Handle(ticket, finish)
 
 
+def run(
+    op: str,
+    name: str | None,
+    piece: Piece,
+    out: int,
+    process_set: runtime.ProcessSet,
+    keep: object,
+    *,
+    reduce_op: int = 1,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+) -> None:
+    """`submit` and `wait` for one tensor of this host, in one call of the core.
+
+    Args, Raises: as `submit`, and `Handle.wait`.
+    """
+    lane = runtime.lane(process_set, op)
+    name = name_given(op, name) or next_name(op, process_set)
+    try:
+        lane.run_at(
+            *(COLLECTIVES[op], name, piece, out, reduce_op, root, prescale, postscale),
+            process_set.limit(),
+            keep,
+        )
+    except _native.StatusError as error:
+        raise errors.from_status(error) from None
+
+
 @contextlib.contextmanager
 def together(process_set: runtime.ProcessSet = _global) -> Iterator[None]:
     """Within it, what is submitted waits for the rest, and travels with it.

@@ -18,13 +18,20 @@ Rule = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Run = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Rule]]
 
 
-def differentiable(run: Run, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of `run`, as part of the graph if an input is."""
+def tracked(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them is part of the graph, or a leaf of it."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if getattr(tensor, "requires_grad", False):
-                outputs = _Collective.apply(run, *tensors)  # type: ignore[no-untyped-call]
-                return tuple(outputs)
+                return True
+    return False
+
+
+def differentiable(run: Run, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of `run`, as part of the graph if an input is."""
+    if tracked(tensors):
+        outputs = _Collective.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        return tuple(outputs)
     return tuple(run(tensors)[0])
 
 

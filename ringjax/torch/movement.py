@@ -20,6 +20,7 @@ from ringjax.torch.autograd import Rule, differentiable
 from ringjax.torch.compression import Compression
 from ringjax.torch.operations import (
     elementwise,
+    finished,
     first,
     gathered,
     ragged,
@@ -108,10 +109,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`broadcast` into `tensor` itself, which is returned; not differentiable."""
-    call = _from(root_rank, process_set) | lane.WAITS
-    handle = elementwise("broadcast", [tensor], name, process_set, first, call, True)
-    result: Tensor = handle.wait()
-    return result
+    call = _from(root_rank, process_set)
+    return finished("broadcast", [tensor], name, process_set, call, True)[0]
 
 
 def broadcast(
@@ -140,10 +139,8 @@ def broadcast(
         return [mean if runtime.rank() == root_rank else torch.zeros_like(mean)]
 
     def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        call = _from(root_rank, process_set) | lane.WAITS
-        return elementwise(
-            *("broadcast", tensors, name, process_set, tuple, call)
-        ).wait(), rule
+        call = _from(root_rank, process_set)
+        return finished("broadcast", tensors, name, process_set, call), rule
 
     return differentiable(run, [tensor])[0]
 

@@ -17,7 +17,7 @@ from ringjax.eager import lane
 from ringjax.eager.lane import Handle
 from ringjax.ops import Average, Sum
 from ringjax.runtime import ProcessSet
-from ringjax.torch.autograd import Rule, Run, differentiable
+from ringjax.torch.autograd import Rule, Run, differentiable, tracked
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.tensors import follow, given, rows_of
 
@@ -80,6 +80,40 @@ def elementwise(
     )
 
 
+def finished(
+    op: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    call: lane.Call,
+    in_place: bool = False,
+) -> Sequence[Tensor]:
+    """The results of `elementwise`, waited for; one tensor's without a handle."""
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        pieces, held, where = given(op, name, tensors)
+        if not where:
+            source = out = held[0]
+            if op == "reducescatter":
+                out = source.new_empty(lane.own_rows(op, name, pieces[0], process_set))
+            elif not in_place:
+                out = torch.empty_like(source)
+            lane.run(
+                *(op, name, pieces[0], out.data_ptr(), process_set, (source, out)),
+                **call,
+            )
+            if not in_place:
+                return [out]
+            if source is not tensor:  # it was not contiguous
+                tensor.detach().copy_(source)
+            return tensors
+    now = call | lane.WAITS
+    results: Sequence[Tensor] = elementwise(
+        op, tensors, name, process_set, tuple, now, in_place
+    ).wait()
+    return results
+
+
 def ragged(
     op: str,
     tensors: Sequence[Tensor],
@@ -135,14 +169,14 @@ def reduced(
     process_set: ProcessSet,
 ) -> list[Tensor]:
     """A differentiable allreduce of `tensors` as one operation."""
+    if compression is Compression.none and not tracked(tensors):
+        return list(finished("allreduce", tensors, name, process_set, call))
 
     def rule(gradients: Sequence[Tensor]) -> list[Tensor]:
         return reduced(gradients, None, Compression.none, call, process_set)
 
     def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        now = call | lane.WAITS
-        handle = elementwise("allreduce", packed, name, process_set, tuple, now)
-        return handle.wait(), rule
+        return finished("allreduce", packed, name, process_set, call), rule
 
     return _compressed(tensors, compression, run)
 
@@ -162,9 +196,7 @@ def scattered(
         return gathered([scale * gradient for gradient in gradients], None, process_set)
 
     def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        now = call | lane.WAITS
-        handle = elementwise("reducescatter", packed, name, process_set, tuple, now)
-        return handle.wait(), rule
+        return finished("reducescatter", packed, name, process_set, call), rule
 
     return _compressed(tensors, compression, run)
 

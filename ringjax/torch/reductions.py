@@ -18,6 +18,7 @@ from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.operations import (
     elementwise,
+    finished,
     first,
     ragged,
     reduced,
@@ -65,10 +66,7 @@ def allreduce_(
 ) -> Tensor:
     """`allreduce` into `tensor` itself, which is returned; not differentiable."""
     call = reduction(average, op, prescale_factor, postscale_factor)
-    now = call | lane.WAITS
-    handle = elementwise("allreduce", [tensor], name, process_set, first, now, True)
-    result: Tensor = handle.wait()
-    return result
+    return finished("allreduce", [tensor], name, process_set, call, True)[0]
 
 
 def allreduce(
@@ -150,10 +148,7 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """`allreduce_` of several tensors as one operation; returns them."""
     call = reduction(average, op, prescale_factor, postscale_factor)
-    now = call | lane.WAITS
-    handle = elementwise("allreduce", tensors, name, process_set, tuple, now, True)
-    result: tuple[Tensor, ...] = handle.wait()
-    return result
+    return tuple(finished("allreduce", tensors, name, process_set, call, True))
 
 
 def grouped_allreduce(

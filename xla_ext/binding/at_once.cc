@@ -1,0 +1,167 @@
+// Operations on one tensor from the call to their end, without a ticket in Python: what
+// is short takes less time than the objects on the way would.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <string_view>
+#include <utility>
+
+#include "binding/bound_lane.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ringjax {
+namespace {
+
+// An array's own memory, for as long as this lives; nothing if it is not plain.
+class Plain {
+ public:
+  Plain() = default;
+  ~Plain() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+  }
+  Plain(const Plain&) = delete;
+  Plain& operator=(const Plain&) = delete;
+
+  bool Look(PyObject* array, bool writeable) {
+    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT;
+    if (PyObject_GetBuffer(array, &view_, flags | (writeable ? PyBUF_WRITABLE : 0))) {
+      PyErr_Clear();
+      return false;
+    }
+    const auto dtype = Named(view_.format, view_.itemsize);
+    if (dtype) piece.dtype = *dtype;
+    piece.dims.assign(view_.shape, view_.shape + view_.ndim);
+    return dtype.has_value();
+  }
+  void* address() const { return view_.buf; }
+  uint64_t bytes() const { return static_cast<uint64_t>(view_.len); }
+  bool Overlaps(const Plain& other) const {
+    const auto from = [](const Plain& p) {
+      return static_cast<const char*>(p.address());
+    };
+    return from(*this) < from(other) + other.bytes() &&
+           from(other) < from(*this) + bytes();
+  }
+  // Whether it has the same rows, how many they may be.
+  bool IsLike(const Plain& other) const {
+    return piece.dtype == other.piece.dtype && !piece.dims.empty() &&
+           std::equal(piece.dims.begin() + 1, piece.dims.end(),
+                      other.piece.dims.begin() + 1, other.piece.dims.end());
+  }
+
+  Submission::Piece piece;
+
+ private:
+  // Letters of Python's struct module, in the machine's own byte order.
+  static std::optional<DType> Named(const char* format, Py_ssize_t width) {
+    constexpr std::pair<std::string_view, std::array<DType, 4>> kKinds[] = {
+        {"bhilq", {DType::kI8, DType::kI16, DType::kI32, DType::kI64}},
+        {"BHILQ", {DType::kU8, DType::kU16, DType::kU32, DType::kU64}}};
+    const std::string_view name = format == nullptr ? "B" : format;
+    if (name == "f") return DType::kF32;
+    if (name == "d") return DType::kF64;
+    if (name == "e") return DType::kF16;
+    if (name == "?") return DType::kBool;
+    if (name == "Zf") return DType::kC64;
+    if (name == "Zd") return DType::kC128;
+    for (const auto& [letters, dtypes] : kKinds)
+      if (name.size() == 1 && letters.find(name[0]) != letters.npos)
+        return dtypes[static_cast<size_t>(
+            std::countr_zero(static_cast<size_t>(width)))];
+    return std::nullopt;
+  }
+
+  Py_buffer view_ = {};
+};
+
+// What an operation on one tensor says of itself but for its name and its tensor.
+struct Kind {
+  int op, reduce_op, root;
+  double prescale, postscale, timeout;
+
+  void Describe(EagerRequest* request) const {
+    Call kinds;
+    Raise(kinds.SetKinds(op, reduce_op, -1));
+    request->what.op = kinds.op;
+    request->what.reduce_op = kinds.reduce_op;
+    request->what.root = root;
+    request->what.prescale = prescale;
+    request->what.postscale = postscale;
+    request->timeout = timeout;
+    request->waits = true;
+  }
+};
+
+// An operation from the call to its end. `held` lives as long: whoever is interrupted
+// leaves it under way.
+BoundTicket RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
+                   nb::object held) {
+  request.keep = held.ptr();
+  auto ticket = HandIn(self->lane, std::move(request));
+  Raise(ticket.status());
+  held.release();
+  BoundTicket waiting{self, std::move(ticket.value())};
+  Wait(waiting, std::nullopt);
+  return waiting;
+}
+
+// One operation on one plain array whose result goes into another one, from the call to
+// its end, for what is too short to make objects on the way. False: not for this, and
+// nothing has happened. `name`: a str, or what gives one.
+bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
+              nb::handle array, nb::handle out, int reduce_op, int root,
+              double prescale, double postscale, double timeout) {
+  Plain in, result;
+  if (!in.Look(array.ptr(), false) || !result.Look(out.ptr(), true)) return false;
+  if (in.piece.dims.empty() ? !result.piece.dims.empty() : !result.IsLike(in))
+    return false;
+  EagerRequest request;
+  Kind{op, reduce_op, root, prescale, postscale, timeout}.Describe(&request);
+  const Collective kind = request.what.op;
+  const bool ragged = kind == Collective::kAllgather || kind == Collective::kAlltoall;
+  const bool whole = !ragged && kind != Collective::kReducescatter;
+  const bool in_place = whole && in.address() == result.address();
+  if (in.Overlaps(result) && !in_place) return false;
+  if (whole && in.bytes() != result.bytes()) return false;
+  if (!PyUnicode_Check(name.ptr())) name = name();
+  request.what.name = nb::cast<std::string>(name);
+  request.ins = {in.address()};
+  request.outs = {result.address()};
+  request.rooms = {result.bytes()};
+  request.what.tensors.push_back(std::move(in.piece));
+  const auto ended = RunNow(self, std::move(request), nb::make_tuple(array, out));
+  if (!ragged || ended.At(0).memory.get() == result.address()) return true;
+  const int64_t rows = ended.At(0).dims[0];
+  throw nb::value_error(("ringjax: the result has " + std::to_string(rows) +
+                         " rows, and out " + std::to_string(result.piece.dims[0]))
+                            .c_str());
+}
+
+// The same for memory that the caller knows, as of `Submit`.
+void RunAt(const std::shared_ptr<BoundLane>& self, int op, std::string name,
+           nb::handle in, nb::handle out, int reduce_op, int root, double prescale,
+           double postscale, double timeout, nb::object keep) {
+  EagerRequest request;
+  Kind{op, reduce_op, root, prescale, postscale, timeout}.Describe(&request);
+  request.what.name = std::move(name);
+  ReadInput(in.ptr(), &request);
+  request.outs = {AsAddress(out.ptr())};
+  RunNow(self, std::move(request), std::move(keep));
+}
+
+}  // namespace
+
+void BindAtOnce(nb::class_<BoundLane>& lane) {
+  lane.def("run_plain", &RunPlain, "op"_a, "name"_a, "array"_a, "out"_a, "reduce_op"_a,
+           "root"_a, "prescale"_a, "postscale"_a, "timeout"_a)
+      .def("run_at", &RunAt, "op"_a, "name"_a, "tensor"_a, "out"_a, "reduce_op"_a,
+           "root"_a, "prescale"_a, "postscale"_a, "timeout"_a, "keep"_a);
+}
+
+}  // namespace ringjax
