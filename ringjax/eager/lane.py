@@ -177,21 +177,22 @@ def run(
     out: int,
     process_set: runtime.ProcessSet,
     keep: object,
-    *,
-    reduce_op: int = 1,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    root: int = 0,
+    **call: Unpack[Call],
 ) -> None:
     """`submit` and `wait` for one tensor of this host, in one call of the core.
 
-    Args, Raises: as `submit`, and `Handle.wait`.
+    Args, Raises: as `submit`, and `Handle.wait`. Of `call`, what allreduce, broadcast
+    and reducescatter need.
     """
     lane = runtime.lane(process_set, op)
     name = name_given(op, name) or next_name(op, process_set)
     try:
         lane.run_at(
-            *(COLLECTIVES[op], name, piece, out, reduce_op, root, prescale, postscale),
+            *(COLLECTIVES[op], name, piece, out),
+            call.get("reduce_op", 1),
+            call.get("root", 0),
+            call.get("prescale", 1.0),
+            call.get("postscale", 1.0),
             process_set.limit(),
             keep,
         )
