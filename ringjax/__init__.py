@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from ringjax.sync import broadcast_parameters as broadcast_parameters
     from ringjax.timeline import start_timeline as start_timeline
     from ringjax.timeline import stop_timeline as stop_timeline
+    from ringjax.tuning.step import autotune as autotune
     from ringjax.world.timeouts import collective_timeout as collective_timeout
 
     __version__: str
@@ -89,6 +90,7 @@ _NAMES = {
     "compression": "Compression",
     "world.timeouts": "collective_timeout",
     "optim": "allreduce_grads",
+    "tuning.step": "autotune",
     "sync": "allgather_object allreduce_metrics broadcast_object broadcast_parameters",
     "observe.statistics": "recent_calls stats",
     "timeline": "start_timeline stop_timeline",

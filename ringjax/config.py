@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ringjax import failpoints as fail
-from ringjax.settings import parsers
+from ringjax.settings import parsers, secret_file
 from ringjax.settings.parsers import LOG_LEVELS as LOG_LEVELS
 from ringjax.settings.parsers import Parser
 
-# Shorter secrets could be guessed; ringrun makes 32 bytes.
-MIN_SECRET_BYTES = 16
 # What begins like this is read by tests, benchmarks and examples, and by the build.
 _OTHERS = (
     "RINGJAX_TEST_",
@@ -59,7 +56,6 @@ def _setting(
 
 
 _RANK, _COUNT = parsers.integer(0, 2**31 - 1), parsers.integer(1, 2**31 - 1)
-_SECRET = parsers.hexadecimal(2 * MIN_SECRET_BYTES, exactly=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +84,7 @@ class Config:
     )
     secret: str = _setting(
         "",
-        _SECRET,
+        secret_file.SECRET,
         "the job's secret in hexadecimal digits",
         secret=True,
     )
@@ -211,6 +207,30 @@ class Config:
         "eager operations that ranks remember, 0 = none",
         "CACHE_CAPACITY",
     )
+    autotune: bool = _setting(
+        False,
+        parsers.boolean,
+        "PyTorch's optimizers try bucket sizes in their first steps",
+        "AUTOTUNE",
+    )
+    autotune_log: str = _setting(
+        "",
+        str,
+        "file in which rank 0 writes how long steps took with what was tried",
+        "AUTOTUNE_LOG",
+    )
+    autotune_warmup_samples: int = _setting(
+        3,
+        parsers.integer(0, 1 << 20),
+        "steps with each setting that do not count",
+        "AUTOTUNE_WARMUP_SAMPLES",
+    )
+    autotune_steps_per_sample: int = _setting(
+        10,
+        parsers.integer(1, 1 << 20),
+        "steps with each setting that count",
+        "AUTOTUNE_STEPS_PER_SAMPLE",
+    )
     check_parameters: int = _setting(
         1000,
         parsers.integer(0, 2**31 - 1),
@@ -328,7 +348,7 @@ class Config:
         if self.secret:
             return bytes.fromhex(self.secret)
         if self.secret_file:
-            return _read_secret(self.secret_file)
+            return secret_file.read(self.secret_file)
         return None
 
     def cache_folder(self, environ: Mapping[str, str] = os.environ) -> str:
@@ -391,39 +411,6 @@ def misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
             hint = f"; is it RINGJAX_{near[0]}?" if near else ""
             found.append(f"{name} has no effect{hint}")
     return found
-
-
-def _read_secret(path: str) -> bytes:
-    try:
-        # Not blocking: opening a pipe would otherwise wait for somebody to write.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise ValueError(f"RINGJAX_SECRET_FILE is {path!r}: {error.strerror}") from None
-    try:
-        # Of the open file, so that it cannot be exchanged between check and use.
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"RINGJAX_SECRET_FILE is {path!r}: not a regular file")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise ValueError(
-                f"RINGJAX_SECRET_FILE is {path!r}: it belongs to user {status.st_uid}, "
-                f"expected {os.geteuid()}"
-            )
-        if status.st_mode & 0o077:
-            raise ValueError(
-                f"RINGJAX_SECRET_FILE is {path!r}: others may use it (mode "
-                f"{stat.S_IMODE(status.st_mode):04o}); chmod 600 it"
-            )
-        text = os.read(fd, 4096).strip()
-    finally:
-        os.close(fd)
-    try:
-        return bytes.fromhex(_SECRET(text.decode()))
-    except ValueError:
-        raise ValueError(
-            f"RINGJAX_SECRET_FILE is {path!r}: expected a line of at least "
-            f"{2 * MIN_SECRET_BYTES} hexadecimal digits (openssl rand -hex 32)"
-        ) from None
 
 
 def _show(value: object) -> str:

@@ -18,6 +18,7 @@ from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
+from ringjax.tuning import trials
 from ringjax.xla import alike, buckets, chained, jax_private, weights
 
 _WHAT = "allreduce_grads"
@@ -134,7 +135,8 @@ def allreduce_grads(
             order = order and [len(order), *order]
         seq = _check_alike(updates, params, state.seq, process_set, name)
         # Of 0 bytes: no two gradients travel together.
-        limit = bucket_bytes or runtime.config().bucket_bytes or 1
+        setting = trials.tried() or runtime.config()
+        limit = bucket_bytes or setting.bucket_bytes or 1
         out, seq = chained.bucketed_allreduce(
             arrays,
             seq,
@@ -144,8 +146,9 @@ def allreduce_grads(
             postscale=postscale,
             process_set=process_set,
             cuts=buckets.plan([(x.shape, x.dtype) for x in arrays], limit, order),
-            overlapped=_overlaps(overlap, communicator),
-            overlapped_on_device=True if overlap == "auto" else overlap,
+            overlapped=overlaps(overlap, communicator),
+            overlapped_on_device=overlaps(overlap, None),
+            memory=setting.overlap_memory,
             name=name if weight is None else f"{name} with weights",
             names=names,
         )
@@ -238,14 +241,22 @@ def _is_float0(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
 
 
-def _overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
-    """Whether buckets of a program for CPUs travel beside its backward pass.
+def overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
+    """Whether the buckets of a program travel beside its backward pass.
 
     On one host there is no wire to hide, the memory bus is the limit. In an elastic job
     hosts come and go, and all programs must be the same: what counts is its beginning.
+
+    Args:
+      communicator: of the ranks that take part, for CPUs; None: on CUDA devices.
     """
     if overlap != "auto":
         return overlap
+    setting = trials.tried()
+    if setting is not None and setting.overlap is not None:
+        return setting.overlap
+    if communicator is None:
+        return True
     if runtime.elastic():
         return runtime.config().spread
     return len(set(communicator.hosts)) > 1

@@ -16,6 +16,10 @@ _FILE_KEYS = {
     "params.fusion_threshold_mb": "fusion_threshold_mb",
     "params.cycle_time_ms": "cycle_time_ms",
     "params.cache_capacity": "cache_capacity",
+    "autotune.enabled": "autotune",
+    "autotune.log_file": "autotune_log_file",
+    "autotune.warmup_samples": "autotune_warmup_samples",
+    "autotune.steps_per_sample": "autotune_steps_per_sample",
     "timeline.filename": "timeline_filename",
     "timeline.mark_cycles": "timeline_mark_cycles",
     "stall_check.enabled": "stall_check",
@@ -24,7 +28,10 @@ _FILE_KEYS = {
     "library_options.gloo_timeout_seconds": "gloo_timeout_seconds",
     "logging.level": "log_level",
 }
-_WHOLE = ("cache_capacity",)  # of these, numbers without a fraction
+_PATHS = ("timeline_filename", "autotune_log_file")
+_SWITCHES = ("stall_check", "timeline_mark_cycles", "autotune")
+# Of the others, numbers without a fraction.
+_WHOLE = ("cache_capacity", "autotune_warmup_samples", "autotune_steps_per_sample")
 
 
 class OptionError(ValueError):
@@ -100,11 +107,11 @@ def _merge(args: argparse.Namespace, values: Mapping[str, Any], path: str) -> No
 
 def _checked(key: str, name: str, value: Any, path: str) -> Any:
     where = f"--config-file {path}: {key}"
-    if name == "timeline_filename":
+    if name in _PATHS:
         if not isinstance(value, str):
             raise OptionError(f"{where} is {value!r}: expected a path")
         return value
-    if name in ("stall_check", "timeline_mark_cycles"):
+    if name in _SWITCHES:
         if not isinstance(value, bool):
             raise OptionError(f"{where} is {value!r}: expected true or false")
         return value

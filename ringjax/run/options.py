@@ -23,11 +23,6 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--no-hierarchical-allgather",), False),
     (("--torus-allreduce",), False),
     (("--no-torus-allreduce",), False),
-    (("--autotune",), False),
-    (("--no-autotune",), False),
-    (("--autotune-log-file",), True),
-    (("--autotune-warmup-samples",), True),
-    (("--autotune-steps-per-sample",), True),
     (("--autotune-bayes-opt-max-samples",), True),
     (("--autotune-gaussian-process-noise",), True),
     (("--mpi-threads-disable",), False),
@@ -302,6 +297,18 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="eager operations to remember (RINGJAX_CACHE_CAPACITY)",
     )
+    for flag, doing in (("--autotune", "store_true"), ("--no-autotune", "store_false")):
+        shown = "PyTorch: try bucket sizes in the first steps (RINGJAX_AUTOTUNE)"
+        words = shown if doing == "store_true" else argparse.SUPPRESS
+        add(flag, dest="autotune", action=doing, default=None, help=words)
+    add("--autotune-log-file", metavar="FILE", help="how long steps took, as CSV")
+    for what in ("warmup-samples", "steps-per-sample"):
+        add(
+            f"--autotune-{what}",
+            type=_number(int, what.startswith("steps")),
+            metavar="N",
+            help=f"steps with each setting that {'do not ' * (what[0] == 'w')}count",
+        )
     add(
         "--report",
         type=_number(float, 0),
@@ -390,6 +397,9 @@ _VARIABLES = {
     "elastic_timeout": "RINGJAX_ELASTIC_TIMEOUT",
     "log_level": "RINGJAX_LOG_LEVEL",
     "network_interfaces": "RINGJAX_NETWORK_INTERFACES",
+    "autotune_log_file": "RINGJAX_AUTOTUNE_LOG",
+    "autotune_warmup_samples": "RINGJAX_AUTOTUNE_WARMUP_SAMPLES",
+    "autotune_steps_per_sample": "RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE",
     "report": "RINGJAX_REPORT",
     "timeline_filename": "RINGJAX_TIMELINE",
 }
@@ -424,8 +434,9 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
         env |= {"RINGJAX_FUSION_THRESHOLD": threshold}
     if args.stall_check is False:
         env |= {"RINGJAX_STALL_WARNING": "0", "RINGJAX_COLLECTIVE_TIMEOUT": "0"}
-    if args.timeline_mark_cycles is not None:
-        env["RINGJAX_TIMELINE_MARK_CYCLES"] = str(int(args.timeline_mark_cycles))
+    for option in ("timeline_mark_cycles", "autotune"):
+        if (value := getattr(args, option)) is not None:
+            env[f"RINGJAX_{option.upper()}"] = str(int(value))
     if args.tcp:
         env["NCCL_IB_DISABLE"] = "1"
     return env

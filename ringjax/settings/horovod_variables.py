@@ -48,9 +48,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
         "ELASTIC",
     ),
     (
-        "links are measured when a job starts (RINGJAX_CALIBRATE); nothing is tuned "
-        "while it runs",
-        "AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE "
+        "there are few settings, and all of them are tried",
         "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     ),
     (

@@ -8,6 +8,7 @@ The state of one step of a DistributedOptimizer. Not here: what the user calls a
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ringjax.ops import Adasum, Average, ReduceOp
 from ringjax.torch import mpi_ops
 from ringjax.torch.functions import broadcast_object
 from ringjax.torch.parameters import Unit, names_of, units_of
+from ringjax.tuning.tuning import Tuning
 from ringjax.world.process_set import ProcessSet
 
 # The first bucket of a step is no larger, so that communication begins early.
@@ -80,6 +82,8 @@ class Gradients:
         self._passes_left: dict[Tensor, int] = {}
         self._sparse_dims: dict[Tensor, int] = {}
         self._removers: list[Any] = []
+        self._tuning: Tuning | None = None
+        self._ended = 0.0  # the last step, by `time.monotonic`
         self._first_name = ""  # of the parameters, in the order of the alphabet
         weakref.finalize(self, _remove, self._removers)
         self.forget()
@@ -146,6 +150,21 @@ class Gradients:
                 self.forget()
         if failure is not None:
             raise failure
+        if runtime.config().autotune and not self.alone():
+            self._tune()
+
+    def _tune(self) -> None:
+        """At the end of a step: how long it took, and what the next one is to try."""
+        now = time.monotonic()
+        if self._tuning is None:
+            bytes_of = [self.name_of[p] + str(p.nbytes) for p in self._passes_left]
+            name = f"the optimizer of {self._first_name}"
+            self._tuning = Tuning(
+                name, ["torch", *sorted(bytes_of)], None, self.settings.process_set
+            )
+        else:
+            self._tuning.took(now - self._ended)
+        self._ended = now
 
     def check_parameters(self) -> None:
         """In some steps, looks whether all ranks have the same; a warning if not."""
@@ -201,7 +220,8 @@ class Gradients:
         """
         self._bucket.append(unit)
         self._bucket_bytes += sum(p.nbytes for p in unit)
-        room = runtime.config().bucket_bytes
+        how = self._tuning.setting if self._tuning else runtime.config()
+        room = how.bucket_bytes
         if self._bucket_bytes >= (room if self._flights else min(room, _FIRST_BUCKET)):
             self._send_bucket()
 

@@ -33,6 +33,7 @@ def bucketed_allreduce(
     cuts: tuple[tuple[int, ...], ...],
     overlapped: bool,
     overlapped_on_device: bool | None = None,
+    memory: int | None = None,
     name: str,
     names: tuple[str, ...],
 ) -> tuple[list[Any], Any]:
@@ -57,6 +58,7 @@ def bucketed_allreduce(
         way, and there is one call if RINGJAX_ELASTIC_OVERLAP_MEMORY is not enough.
       overlapped_on_device: the same where the program is compiled for a CUDA device,
         which is known only later. None: as `overlapped`.
+      memory: instead of RINGJAX_OVERLAP_MEMORY.
       name: stands for the call in error messages.
       names: one for each leaf, for error messages, or none.
 
@@ -80,7 +82,7 @@ def bucketed_allreduce(
         **primitive.DEFAULTS,
         "overlapped": bool(overlapped),
         "overlapped_on_device": bool(on_device),
-        "memory": runtime.config().overlap_memory,
+        "memory": runtime.config().overlap_memory if memory is None else memory,
         "comm": runtime.communicator(process_set, "allreduce_grads").id,
         "timeout": process_set.limit(),
         "reduce_op": int(op),

@@ -49,7 +49,8 @@ AFTER = {
         0,
     ): "assert loss < 1e-2 and np.allclose(params, np.arange(8), atol=0.1)",
     ("docs/jit.md", 0): "assert float(loss) > 0",
-    ("docs/jit.md", 1): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
+    ("docs/jit.md", 1): "assert float(params.sum()) < 8",
+    ("docs/jit.md", 2): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
     ("docs/elastic.md", 0): "assert state.step == 12",
     ("docs/profiling.md", 0): """
         import json, pathlib

@@ -50,7 +50,7 @@ def test_without_a_folder_nothing_is_remembered() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "null", "[]", "7", '"cost"', "{}", "\x00\x01"),
+        *("", "{", "null", "[]", "7", '"value"', "{}", "\x00\x01"),
         *('{"when": 1e400}', "[" * 4000, "9" * 4000, " " * 5000),
     ],
     ids=range(12),
@@ -72,19 +72,19 @@ def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
         {"when": time.time() + 86400},
         {"when": "yesterday"},
         {"when": None},
-        {"network": None},
-        {"network": "0" * 64},  # of a copied file
-        {"cost": None},
-        {"cost": []},
-        {"cost": {}},
-        {"cost": {k: v for k, v in COST.items() if k != "remote_byte"}},
-        {"cost": COST | {"another": 1e-6}},
+        {"thing": None},
+        {"thing": "0" * 64},  # of a copied file
+        {"value": None},
+        {"value": []},
+        {"value": {}},
+        {"value": {k: v for k, v in COST.items() if k != "remote_byte"}},
+        {"value": COST | {"another": 1e-6}},
         *(
-            {"cost": COST | {"remote_latency": value}}
+            {"value": COST | {"remote_latency": value}}
             for value in (0.0, -1e-6, 2.0, 1, "1e-6", None, [1e-6], True, 1e-300)
         ),
-        {"cost": COST | {"remote_byte": math.nan}},
-        {"cost": COST | {"local_byte": math.inf}},
+        {"value": COST | {"remote_byte": math.nan}},
+        {"value": COST | {"local_byte": math.inf}},
     ],
 )
 def test_old_foreign_and_impossible_content_is_unknown(

@@ -100,9 +100,9 @@ def test_names_that_are_set() -> None:
 
 
 def test_notes_say_what_has_no_effect_and_why() -> None:
-    given = ["HOROVOD_AUTOTUNE", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_NONSENSE"]
-    tuned, unknown = horovod_variables.notes(given)
-    assert tuned.startswith("HOROVOD_AUTOTUNE has no effect: links are measured")
+    given = ["HOROVOD_CPU_OPERATIONS", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_NONSENSE"]
+    chosen, unknown = horovod_variables.notes(given)
+    assert chosen.startswith("HOROVOD_CPU_OPERATIONS has no effect: the transports")
     assert unknown == "HOROVOD_NONSENSE has no effect: ringjax does not know it"
 
 

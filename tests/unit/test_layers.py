@@ -23,7 +23,7 @@ NATIVE = ROOT / "xla_ext"
 FLOORS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
     | {"doctor", "__main__"},
-    {"optim", "sync", "elastic", "observe"},
+    {"optim", "sync", "elastic", "observe", "tuning"},
     {"collectives", "compression"},
     {"xla", "eager"},
     {"runtime", "timeline", "recovery", "world"},
@@ -47,6 +47,7 @@ JAX = {"jax", "jaxlib", "optax"}
 JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
 # Loaded where the program has loaded JAX, or wants it.
 JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.learners.flax"}
+JAX_MODULES |= {"ringjax.tuning.step"}
 JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
 # Adapters of more than one framework: Keras is part of TensorFlow, and has backends.

@@ -159,11 +159,14 @@ def test_a_command_line_of_horovod_is_understood() -> None:
         "NCCL_IB_DISABLE=1",
         "RINGJAX_TIMELINE=t.json",
         "RINGJAX_TIMELINE_MARK_CYCLES=1",
+        "RINGJAX_AUTOTUNE=1",
+        "RINGJAX_AUTOTUNE_LOG=a.csv",
     ):
         assert f"[0]<stdout>:{line}\n" in done.stdout
     notes = [line for line in done.stderr.splitlines() if "without effect" in line]
     assert len(notes) == 1
-    assert "--autotune, " in notes[0]
+    assert "--disable-cache, " in notes[0]
+    assert "--autotune" not in notes[0]
     assert "--log-level" not in notes[0]
 
 
