@@ -65,7 +65,6 @@ def _run(
     folder: Path,
     network: Namespaces | None,
 ) -> list[Any]:
-    job, secret = secrets.token_hex(8), secrets.token_hex(32)
     plan = {
         "ring": layout.ring,
         "cases": cases(layout, options),
@@ -75,6 +74,23 @@ def _run(
         "bucket_bytes": options.bucket_bytes,
     }
     words = [sys.executable, "-m", "benchmarks.hosts.rank", json.dumps(plan)]
+    lines = launch(layout, network, words, folder, options.timeout)
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def launch(
+    layout: Layout,
+    network: Namespaces | None,
+    words: Sequence[str],
+    folder: Path,
+    timeout: float,
+) -> list[str]:
+    """Runs a command as all ranks of a world; the lines that rank 0 has printed.
+
+    Raises:
+      HostsError: a rank has failed, or they took too long.
+    """
+    job, secret = secrets.token_hex(8), secrets.token_hex(32)
     python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     common = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": python}
     ranks: list[subprocess.Popen[bytes]] = []
@@ -87,13 +103,12 @@ def _run(
                     ranks.append(spawn(words, env, file))
                 else:
                     ranks.append(network.start(rank // layout.ranks, words, env, file))
-        _wait(ranks, options.timeout, logs)
+        _wait(ranks, timeout, logs)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    lines = logs[0].read_text().splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    return logs[0].read_text().splitlines()
 
 
 def _wait(

@@ -68,10 +68,14 @@ class _Autotuned:
             return self._settled(*args, **kwargs)
         return self._try(args, kwargs)
 
+    @property
+    def setting(self) -> trials.Setting | None:
+        """Of the next call; None: that of the job, nothing is known yet."""
+        return self._tuning.setting if self._tuning else None
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As of `jax.jit`, for the setting of the next call."""
-        setting = self._tuning.setting if self._tuning else None
-        return self._program(setting).lower(*args, **kwargs)
+        return self._program(self.setting).lower(*args, **kwargs)
 
     def _program(self, setting: trials.Setting | None) -> Any:
         if setting not in self._programs:
