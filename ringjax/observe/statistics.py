@@ -27,8 +27,10 @@ def stats() -> dict[str, Any]:
         * ``calls``, ``failures``; ``bytes`` of this rank's tensors
         * ``wait_seconds``: from the call (a named one: from its submission) until all
           ranks had come; ``most_waited`` is the longest of these
-        * ``move_seconds``: from then on until the result was there; on CUDA devices
-          the time is the stream's, and not in here
+        * ``move_seconds``: from then on until the result was there; for CUDA devices
+          until it was enqueued
+        * ``device_seconds``: on the streams of CUDA devices, from where their turn came
+          to their end, which is seen some moments later
         * ``wait_histogram``, ``move_histogram``: calls by time, the first below 1 µs,
           each further one below twice as much, the last all others
 

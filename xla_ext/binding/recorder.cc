@@ -63,6 +63,7 @@ nb::list Sums(const Recorder& self) {
     d["wait_seconds"] = t.wait_seconds;
     d["move_seconds"] = t.move_seconds;
     d["most_waited"] = t.most_waited;
+    d["device_seconds"] = t.device_seconds;
     d["wait_histogram"] = t.wait;
     d["move_histogram"] = t.move;
     all.append(d);

@@ -171,7 +171,7 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
 // it fails halfway.
 Status CudaCommunicator::Fly(Work* work) {
   if (size() == 1 && work->plan.segments.empty()) return Enqueue(work);
-  RJ_TRY(flights_->Begin(work->stream, work->call.Title()));
+  RJ_TRY(flights_->Begin(work->stream, work->call.op, work->call.Title()));
   const Status enqueued = Enqueue(work);
   const Status ended = flights_->End(work->stream);
   if (!ended.ok()) flights_->Drop();

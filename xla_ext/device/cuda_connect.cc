@@ -69,7 +69,12 @@ Status CudaCommunicator::Open() {
   auto kernels = cuda::Kernels::Load(driver_, options_.device);
   if (!kernels.ok()) return kernels.status();
   kernels_ = std::move(kernels.value());
-  flights_ = std::make_unique<Flights>(driver_);
+  const CommunicatorOptions& o = control_->options();
+  flights_ = std::make_unique<Flights>(
+      driver_, [recorder = o.recorder, set = o.set, named = o.named](Collective op,
+                                                                     double seconds) {
+        if (recorder) recorder->AddDevice({set, named, op}, seconds);
+      });
   int least = 0, greatest = 0;
   if (driver_.CtxGetStreamPriorityRange != nullptr)
     RJ_CUDA(driver_, CtxGetStreamPriorityRange, &least, &greatest);

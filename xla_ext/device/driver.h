@@ -79,6 +79,7 @@ inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
   X(GetErrorString, cuGetErrorString, (Outcome, const char**))            \
   X(DeviceGetName, cuDeviceGetName, (char*, int, Device))                 \
   X(CtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int*, int*)) \
+  X(EventElapsedTime, cuEventElapsedTime, (float*, Event, Event))         \
   X(FuncLoad, cuFuncLoad, (Function))
 
 struct Driver {

@@ -11,15 +11,17 @@ Flights::~Flights() {
   for (cuda::Event e : spare_) driver_.EventDestroy(e);
 }
 
-Status Flights::Begin(cuda::Stream stream, std::string title) {
+Status Flights::Begin(cuda::Stream stream, Collective op, std::string title) {
   std::lock_guard lock(mutex_);
   while (spare_.size() < 2) {
     cuda::Event event = nullptr;
-    RJ_CUDA(driver_, EventCreate, &event, cuda::kEventDisableTiming);
+    constexpr unsigned kTimed = 0;
+    RJ_CUDA(driver_, EventCreate, &event, kTimed);
     spare_.push_back(event);
   }
   RJ_CUDA(driver_, EventRecord, spare_.back(), stream);
   Flight flight;
+  flight.op = op;
   flight.title = std::move(title);
   for (cuda::Event* event : {&flight.begun, &flight.ended}) {
     *event = spare_.back();
@@ -45,14 +47,23 @@ void Flights::Drop() {
   flights_.pop_back();
 }
 
+void Flights::Land() {
+  const Flight& first = flights_.front();
+  float milliseconds = 0;
+  if (driver_.EventElapsedTime != nullptr &&
+      driver_.EventElapsedTime(&milliseconds, first.begun, first.ended) ==
+          cuda::kSuccess)
+    took_(first.op, milliseconds * 1e-3);
+  spare_.push_back(first.begun);
+  spare_.push_back(first.ended);
+  flights_.pop_front();
+}
+
 std::optional<Flights::Oldest> Flights::Look() {
   std::lock_guard lock(mutex_);
   while (!flights_.empty() && flights_.front().closed &&
-         !cuda::MayRun(driver_.EventQuery(flights_.front().ended))) {
-    spare_.push_back(flights_.front().begun);
-    spare_.push_back(flights_.front().ended);
-    flights_.pop_front();
-  }
+         !cuda::MayRun(driver_.EventQuery(flights_.front().ended)))
+    Land();
   if (flights_.empty() || !flights_.front().closed) return std::nullopt;
   Flight& first = flights_.front();
   const auto now = std::chrono::steady_clock::now();

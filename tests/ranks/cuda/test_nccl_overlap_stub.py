@@ -136,6 +136,34 @@ def test_the_host_never_waits(device: Device, stream: DefaultStream) -> None:
     assert (arrays[0] == device.size**3).all()
 
 
+def test_time_on_the_device_is_told_apart(
+    device: Device, stream: DefaultStream
+) -> None:
+    def told() -> float:
+        sums = runtime.current("test").recorder.totals()
+        return sum(s["device_seconds"] for s in sums if s["op"] == "allreduce")
+
+    x = np.ones(8, np.float32)
+    device.enqueue("allreduce", [x])  # connects the peers
+    device.core.synchronize()
+    before = told()
+    if device.rank == 0:
+        stream.sleep(DELAY)  # its turn comes later; the others wait for it in theirs
+    began = time.monotonic()
+    device.enqueue("allreduce", [x])
+    device.core.synchronize()
+    most = time.monotonic() - began
+    if device.size == 1:  # nothing is exchanged
+        assert told() == 0
+        return
+    deadline = time.monotonic() + 10
+    while told() == before and time.monotonic() < deadline:
+        time.sleep(0.02)  # seen when the watch looks next
+    took = told() - before
+    assert 0 < took <= most
+    assert took < DELAY / 2 if device.rank == 0 else took > DELAY / 2
+
+
 def test_the_start_waits_for_what_is_before_it(
     device: Device, stream: DefaultStream
 ) -> None:

@@ -109,6 +109,11 @@ void Recorder::Add(const Event& event) {
   ++t.move[BucketOf(moved)];
 }
 
+void Recorder::AddDevice(const Key& key, double seconds) {
+  std::lock_guard lock(mutex_);
+  totals_[key].device_seconds += seconds;
+}
+
 std::vector<Event> Recorder::Latest() const {
   std::lock_guard lock(mutex_);
   std::vector<Event> latest = ring_;

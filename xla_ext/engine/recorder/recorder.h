@@ -57,6 +57,7 @@ struct Totals {
 
   uint64_t calls = 0, bytes = 0, failures = 0;
   double wait_seconds = 0, move_seconds = 0, most_waited = 0;
+  double device_seconds = 0;  // of those that a device has moved
   Histogram wait{}, move{};
 };
 
@@ -74,7 +75,8 @@ class Recorder {
   // job; empty: none.
   Recorder(size_t capacity, std::string who, std::string path);
 
-  void Add(const Event& event);       // from any thread
+  void Add(const Event& event);  // from any thread
+  void AddDevice(const Key& key, double seconds);
   std::vector<Event> Latest() const;  // the oldest first
   std::map<Key, Totals> totals() const;
   Busy busy() const;
