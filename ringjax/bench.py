@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax import collectives, ops, runtime, sync
+from ringjax.ops import bus_factor
 from ringjax.settings.version import version
 
 REDUCING, IN_PLACE = ("allreduce", "reducescatter"), ("allreduce", "broadcast")
@@ -68,15 +69,6 @@ def parse_size(text: str) -> int:
 def size_steps(first: int, last: int, factor: int) -> list[int]:
     """`first`, times `factor`, again, … and never beyond `last`."""
     return [first, *size_steps(first * factor, last, factor)] if first <= last else []
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """Bytes over the busiest link for each byte of size, at the least."""
-    if collective == "allreduce":
-        return 2 * (ranks - 1) / ranks
-    if collective in ("allgather", "reducescatter", "alltoall"):
-        return (ranks - 1) / ranks
-    return 1.0 if ranks > 1 else 0.0
 
 
 def tensor(collective: str, rank: int, ranks: int, count: int, dtype: Any) -> Any:

@@ -286,6 +286,21 @@ class Config:
         parsers.seconds(),
         "between two reports of what all ranks wait for, 0 = none",
     )
+    metrics: str = _setting(
+        "",
+        str,
+        "where ringrun tells Prometheus about the job: PORT of this host alone, or "
+        "ADDRESS:PORT",
+    )
+    metrics_token_file: str = _setting(
+        "", str, "a file that holds what Prometheus must show there, its owner's only"
+    )
+    metrics_file: str = _setting(
+        "", str, "a file where ringrun writes the same every few seconds, NAME.prom"
+    )
+    monitor: str = _setting(
+        "", str, "where this rank tells how it is; ringrun's agents set it"
+    )
     record_dir: str = _setting(
         "",
         str,
@@ -350,6 +365,11 @@ class Config:
         if self.secret_file:
             return secret_file.read(self.secret_file)
         return None
+
+    def metrics_token(self) -> str:
+        """What RINGJAX_METRICS_TOKEN_FILE holds; raises as secret_bytes."""
+        path = self.metrics_token_file
+        return secret_file.read_token(path) if path else ""
 
     def cache_folder(self, environ: Mapping[str, str] = os.environ) -> str:
         """Where to remember something for later jobs; nothing if there is no place."""

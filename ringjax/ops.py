@@ -27,3 +27,12 @@ Adasum = ReduceOp.Adasum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bytes over the busiest link for each byte of size, at the least."""
+    if collective == "allreduce":
+        return 2 * (ranks - 1) / ranks
+    if collective in ("allgather", "reducescatter", "alltoall"):
+        return (ranks - 1) / ranks
+    return 1.0 if ranks > 1 else 0.0

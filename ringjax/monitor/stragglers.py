@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # (of the named lane, sequence number, microseconds waited)
 Waited = tuple[bool, int, int]
@@ -18,6 +19,57 @@ MOST_OPEN = 8192  # calls that some ranks have not told about yet
 LAST_IN = 0.5  # of the calls, from where on a rank is suspected
 COSTS = 0.02  # of the time, likewise
 FEWEST = 8  # calls, to say anything about
+
+
+class Judged(NamedTuple):
+    """Of one call: who came last, and how many seconds behind the others."""
+
+    last: int
+    behind: float
+
+
+class Stragglers:
+    """Brings together what ranks tell of the same calls.
+
+    Args:
+        size: ranks of the world.
+
+    Example:
+        >>> seen = Stragglers(2)
+        >>> seen.hear(0, [(False, 7, 5000)])
+        []
+        >>> seen.hear(1, [(False, 7, 10)])
+        [Judged(last=1, behind=0.00499)]
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._open: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
+
+    def hear(self, rank: int, waits: Iterable[Waited]) -> list[Judged]:
+        """What one rank tells of its waits; of one call the least counts.
+
+        Returns:
+            The calls of which all ranks have told now.
+        """
+        touched = {}
+        for named, sequence, us in waits:
+            told = self._open.setdefault((named, sequence), {})
+            told[rank] = min(us, told.get(rank, us))
+            touched[named, sequence] = told
+        # Judged late, so that all operations of a call have been told.
+        full = [key for key, told in touched.items() if len(told) == self.size]
+        judged = [_judge(self._open.pop(key)) for key in full]
+        while len(self._open) > MOST_OPEN:
+            self._open.popitem(last=False)
+        return judged
+
+
+def _judge(told: dict[int, int]) -> Judged:
+    last = min(told, key=lambda rank: (told[rank], rank))
+    others = sorted(us for rank, us in told.items() if rank != last)
+    behind = others[len(others) // 2] - told[last] if others else 0
+    return Judged(last, behind * 1e-6)
 
 
 @dataclass
@@ -39,47 +91,26 @@ class Lateness:
         return ordered[len(ordered) // 2] if ordered else 0.0
 
 
-class Stragglers:
-    """Judges the calls of one interval.
-
-    Args:
-        size: ranks of the world.
+class Tally:
+    """The judgements of one interval.
 
     Example:
-        >>> seen = Stragglers(2)
+        >>> seen = Tally(2)
         >>> for call in range(10):
-        ...     seen.hear(0, [(False, call, 5000)])
-        ...     seen.hear(1, [(False, call, 10)])
+        ...     seen.add(Judged(1, 0.005))
         >>> seen.culprit(elapsed=0.1)
         1
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.calls = 0
         self.late = [Lateness() for _ in range(size)]
-        self._open: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
 
-    def hear(self, rank: int, waits: Iterable[Waited]) -> None:
-        """What one rank tells of its waits; of one call the least counts."""
-        for named, sequence, us in waits:
-            told = self._open.setdefault((named, sequence), {})
-            told[rank] = min(us, told.get(rank, us))
-        # Judged late, so that all operations of a call have been told.
-        full = [key for key, told in self._open.items() if len(told) == self.size]
-        for key in full:
-            self._judge(self._open.pop(key))
-        while len(self._open) > MOST_OPEN:
-            self._open.popitem(last=False)
-
-    def _judge(self, told: dict[int, int]) -> None:
-        last = min(told, key=lambda rank: (told[rank], rank))
-        others = sorted(us for rank, us in told.items() if rank != last)
+    def add(self, judged: Judged) -> None:
+        """One more call."""
         self.calls += 1
-        self.late[last].times += 1
-        if others:
-            behind = others[len(others) // 2] - told[last]
-            self.late[last].seconds.append(behind * 1e-6)
+        self.late[judged.last].times += 1
+        self.late[judged.last].seconds.append(judged.behind)
 
     def culprit(self, elapsed: float) -> int | None:
         """The rank that all wait for, if there is one.
@@ -89,12 +120,7 @@ class Stragglers:
         """
         if self.calls < FEWEST or elapsed <= 0:
             return None
-        rank = max(range(self.size), key=lambda r: self.late[r].lost)
+        rank = max(range(len(self.late)), key=lambda r: self.late[r].lost)
         late = self.late[rank]
         often = late.times >= LAST_IN * self.calls
         return rank if often and late.lost >= COSTS * elapsed else None
-
-    def begin_anew(self) -> None:
-        """The next interval; what is half told stays."""
-        self.calls = 0
-        self.late = [Lateness() for _ in range(self.size)]

@@ -42,7 +42,7 @@ _OURS = ("RINGJAX_", "HOROVOD_")
 # Each job makes its own; a job inside a job must not tell the outer one's.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
 # Nor is it elastic because the outer one is.
-_OUTER = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER")
+_OUTER = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER", "RINGJAX_MONITOR")
 # And has its own places; by whoever's name.
 _PLACE = tuple(
     f"{prefix}{name}"

@@ -8,11 +8,12 @@ in cli.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from ringjax.config import LOG_LEVELS
 from ringjax.run import option_file
+from ringjax.run.monitor import options as watching
+from ringjax.run.numbers import number as _number
 
 # Accepted, without effect: (flags, takes a value).
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
@@ -63,17 +64,6 @@ class _Ignore(argparse.Action):
         namespace.ignored = [*namespace.ignored, option_string]
 
 
-def _number(kind: type, low: float) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"{text} is less than {low:g}")
-        return value
-
-    parse.__name__ = "whole number" if kind is int else "number"  # in argparse's error
-    return parse
-
-
 def build_parser(version: str) -> argparse.ArgumentParser:
     """The parser; everything after the first positional argument is the command."""
     parser = argparse.ArgumentParser(
@@ -91,6 +81,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     _add_handed(parser)
     _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
     _add_tuning(parser.add_argument_group("tuning"))
+    watching.add_options(parser.add_argument_group("watching a job", watching.ABOUT))
     _add_limits(parser.add_argument_group("limits and logs"))
     group = parser.add_argument_group("accepted for Horovod's sake, without effect")
     for flags, value in _WITHOUT_EFFECT:
@@ -310,12 +301,6 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
             help=f"steps with each setting that {'do not ' * (what[0] == 'w')}count",
         )
     add(
-        "--report",
-        type=_number(float, 0),
-        metavar="SECONDS",
-        help="print as often what all ranks wait for (RINGJAX_REPORT)",
-    )
-    add(
         "--timeline-filename",
         metavar="FILE",
         help="where rank 0 writes what eager operations do (RINGJAX_TIMELINE)",
@@ -400,7 +385,7 @@ _VARIABLES = {
     "autotune_log_file": "RINGJAX_AUTOTUNE_LOG",
     "autotune_warmup_samples": "RINGJAX_AUTOTUNE_WARMUP_SAMPLES",
     "autotune_steps_per_sample": "RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE",
-    "report": "RINGJAX_REPORT",
+    **watching.VARIABLES,
     "timeline_filename": "RINGJAX_TIMELINE",
 }
 

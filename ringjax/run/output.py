@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -66,6 +67,7 @@ class Console:
         self._terminal = {1: _is_terminal(sys.stdout), 2: _is_terminal(sys.stderr)}
         self._lost: set[int] = set()  # targets that cannot be written any more
         self.labels: dict[int, str] = {}  # of ssh clients, whose ids are negative
+        self.on_note: Callable[[str], None] = lambda text: None  # hears them, too
         self.ranks: dict[int, int] = {}  # of workers of an elastic job, by their number
         self._colour = environ.wants_colour()
         self._partial: dict[tuple[int, str], bytes] = {}
@@ -234,8 +236,13 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line of ringrun's own, on standard error."""
+        self.say(f"ringrun: {text}")
+        self.on_note(text)
+
+    def say(self, text: str) -> None:
+        """Lines as they are, on standard error."""
         self._break()
-        self._write(2, f"ringrun: {text}\n".encode(errors="replace"))
+        self._write(2, f"{text}\n".encode(errors="replace"))
 
     def close(self) -> None:
         """Show every unfinished line and close the files."""

@@ -17,6 +17,7 @@ from ringjax.run.elastic import bounds
 from ringjax.run.hosts import allocations
 from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.host_command import Spec
+from ringjax.run.monitor.wanted import wanted
 from ringjax.run.output import Console
 from ringjax.run.static_job import Job
 
@@ -129,6 +130,9 @@ def job_of(
     Raises:
         ValueError: saying what does not fit together.
     """
+    # Where ringrun reports, no rank does.
+    quiet = {"RINGJAX_REPORT": "0"} if config.report else {}
+    spec = dataclasses.replace(spec, wanted=wanted(config), env={**spec.env, **quiet})
     if spec.stdin and (min_np is not None or script is not None):
         raise ValueError("--stdin 0: not in an elastic job, where rank 0 may be lost")
     waits = elastic.pop("elastic_timeout", None)

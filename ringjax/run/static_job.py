@@ -19,6 +19,7 @@ from ringjax.run.ending import AFTER_FAILURE, Ending
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import Slot, assign, in_order
+from ringjax.run.monitor.hub import Hub
 from ringjax.run.output import Console
 from ringjax.run.verdict import Verdict
 
@@ -62,6 +63,7 @@ class Job:
     Attributes:
         size: number of its ranks.
         console: shows their output.
+        hub: knows how they are.
     """
 
     def __init__(self, spec: Spec, console: Console, size: int = 0) -> None:
@@ -69,6 +71,7 @@ class Job:
         self.console = console
         self.size = size or len(spec.slots)
         self._fleet = Fleet(spec, console, self)
+        self.hub = Hub(self._fleet, console, spec, elastic=False)
         self._ending = Ending()
         self._place(spec.slots)
         self._arrivals: Arrivals | None = None
@@ -81,6 +84,7 @@ class Job:
 
     def run(self) -> Outcome:
         """Start everything, wait for the end, leave nothing behind."""
+        self.hub.begin()
         try:
             self._fleet.start()
             self._wait_for_hosts()
@@ -184,6 +188,7 @@ class Job:
         """One round of the loop: events, the server, the plan."""
         if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_server):
             self.console.idle()
+        self.hub.tick(time.monotonic())
         self._advance()
         while self._handed_on:
             # Not what they have started: that may not know what to do with it.
@@ -245,12 +250,13 @@ class Job:
 
     def exited(self, name: int, code: int, text: str) -> None:
         """Notes that a rank has ended."""
+        self.hub.ended(name)
         self._verdict.exited(name, code, time.monotonic(), text)
 
     def host_lost(self, names: Sequence[int], text: str) -> None:
         """Notes that the ranks of a host are lost."""
         for name in names:
-            self._verdict.exited(name, 255, time.monotonic(), text)
+            self.exited(name, 255, text)
 
     # The end.
 
@@ -263,6 +269,7 @@ class Job:
         self._ask_server()
         if self._server is not None:
             self._server.close()
+        self.hub.close()
         self._fleet.close(limit, self._outcome().exit_code)
         self.console.close()
 

@@ -1,4 +1,4 @@
-"""The job's secret, what it looks like and how it is read from a file."""
+"""Secrets, what they look like and how they are read from a file."""
 
 from __future__ import annotations
 
@@ -12,39 +12,59 @@ MIN_SECRET_BYTES = 16
 SECRET = parsers.hexadecimal(2 * MIN_SECRET_BYTES, exactly=False)
 
 
+_TOKEN = 16  # the least letters of a token
+
+
 def read(path: str) -> bytes:
-    """The bytes of the secret in a file that only its owner may use.
+    """The bytes of the job's secret in a file that only its owner may use.
 
     Raises:
         ValueError: it cannot be read, others may read it, or it holds no secret.
     """
+    text = _private("RINGJAX_SECRET_FILE", path)
     try:
-        # Not blocking: opening a pipe would otherwise wait for somebody to write.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise ValueError(f"RINGJAX_SECRET_FILE is {path!r}: {error.strerror}") from None
-    try:
-        # Of the open file, so that it cannot be exchanged between check and use.
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"RINGJAX_SECRET_FILE is {path!r}: not a regular file")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise ValueError(
-                f"RINGJAX_SECRET_FILE is {path!r}: it belongs to user {status.st_uid}, "
-                f"expected {os.geteuid()}"
-            )
-        if status.st_mode & 0o077:
-            raise ValueError(
-                f"RINGJAX_SECRET_FILE is {path!r}: others may use it (mode "
-                f"{stat.S_IMODE(status.st_mode):04o}); chmod 600 it"
-            )
-        text = os.read(fd, 4096).strip()
-    finally:
-        os.close(fd)
-    try:
-        return bytes.fromhex(SECRET(text.decode()))
+        return bytes.fromhex(SECRET(text))
     except ValueError:
         raise ValueError(
             f"RINGJAX_SECRET_FILE is {path!r}: expected a line of at least "
             f"{2 * MIN_SECRET_BYTES} hexadecimal digits (openssl rand -hex 32)"
         ) from None
+
+
+def read_token(path: str) -> str:
+    """What those must show who want the job's metrics; raises as `read`."""
+    name = "RINGJAX_METRICS_TOKEN_FILE"
+    text = _private(name, path)
+    if len(text) < _TOKEN or not (text.isascii() and text.isalnum()):
+        raise ValueError(
+            f"{name} is {path!r}: expected a line of at least {_TOKEN} letters and "
+            "digits (openssl rand -hex 32)"
+        )
+    return text
+
+
+def _private(name: str, path: str) -> str:
+    """The text in a file that only its owner may use; `name` is the variable's."""
+    what = f"{name} is {path!r}:"
+    try:
+        # Not blocking: opening a pipe would otherwise wait for somebody to write.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ValueError(f"{what} {error.strerror}") from None
+    try:
+        # Of the open file, so that it cannot be exchanged between check and use.
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{what} not a regular file")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ValueError(
+                f"{what} it belongs to user {status.st_uid}, expected {os.geteuid()}"
+            )
+        if status.st_mode & 0o077:
+            raise ValueError(
+                f"{what} others may use it (mode "
+                f"{stat.S_IMODE(status.st_mode):04o}); chmod 600 it"
+            )
+        return os.read(fd, 4096).strip().decode(errors="replace")
+    finally:
+        os.close(fd)

@@ -33,6 +33,7 @@ from ringjax.world.introduction import (
     listening_hosts,
 )
 from ringjax.world.report import Reporter, to_standard_error
+from ringjax.world.telling import Teller
 from ringjax.world.whereabouts import Whereabouts
 
 _told: set[str] = set()  # each once, however often ringjax is initialised
@@ -64,7 +65,7 @@ class World:
         self._meeting: Meeting | None = None
         self.secret = b""  # a job of one has none
         self._whereabouts: Whereabouts | None = None
-        self._reporter: Reporter | None = None
+        self._telling: Reporter | Teller | None = None
         self.devices = devices.Devices(self, [0])
         self.lanes = lanes.Lanes(self)
         place = launch_environment.find(config)
@@ -104,23 +105,24 @@ class World:
         self.lanes.open_timeline()
 
     def begin_recording(self, who: str, job: str) -> None:
-        """Calls are heard of from now on, and reported if the settings want that."""
-        self.recorder = record.recorder(self.config, who, job)
-        if self.config.report > 0:
-            self._reporter = Reporter(self, self.config.report, to_standard_error)
+        """Calls are heard of from now on, and told to who wants to know."""
+        config = self.config
+        self.recorder = record.recorder(config, who, job)
+        if config.monitor:
+            own = config.rank if config.worker is None else config.worker
+            self._telling = Teller(self, config.monitor, own or 0)
+        elif config.report > 0:
+            self._telling = Reporter(self, config.report, to_standard_error)
 
-    def end_report(self) -> None:
-        """The first rank prints its summary. May be called twice."""
-        if self._reporter is not None:
-            self._reporter.close()
+    def end_telling(self) -> None:
+        """Last words about the calls of this rank. May be called twice."""
+        if self._telling is not None:
+            self._telling.close()
 
-    def beats(self) -> tuple[_native.Heartbeat | None, int, Sequence[str]]:
-        """The heartbeat of now, this rank, and the names of the hosts by rank."""
-        epoch = self._epoch
-        if epoch is None:
-            return None, 0, []
-        names = [str(m.hello.get("hostname") or "") for m in epoch.members]
-        return epoch.heartbeat, epoch.standing.rank, names
+    @property
+    def present_epoch(self) -> Epoch | None:
+        """The one in force; None: there is none, or none yet."""
+        return self._epoch
 
     def _come_together(self, place: launch_environment.Place) -> Fabric:
         config = self.config
@@ -351,7 +353,7 @@ class World:
     def stop(self) -> None:
         """Fails what is pending, so that nothing waits for it."""
         text = self.failed or _CLOSED
-        self.end_report()
+        self.end_telling()
         self.devices.stop(text, self.rank)
         if self._epoch is not None:
             self._epoch.abort(text, self.rank)
@@ -359,7 +361,7 @@ class World:
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
         epoch, meeting = self._epoch, self._meeting
-        self.end_report()
+        self.end_telling()
         self.devices.close()  # first: what the devices still do needs all ranks
         self.lanes.close()
         if not self.failed:
@@ -384,6 +386,8 @@ class World:
         the core do not exist in the child, so its objects must never be closed.
         """
         _abandoned.append(self)
+        if isinstance(self._telling, Teller):
+            self._telling.release()
         if self._epoch is not None:
             self._epoch.abandon()
         if self._whereabouts is not None:

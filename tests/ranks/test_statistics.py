@@ -113,10 +113,21 @@ while True:
 """
 
 
-def test_a_report_names_the_rank_that_all_wait_for(start_job: StartJob) -> None:
-    job = start_job(3, REPORTED, options=["--report", "2"])
+# As where no ringrun is, and ranks report by themselves.
+ALONE = "import os\ndel os.environ['RINGJAX_MONITOR']\n"
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_a_report_names_the_rank_that_all_wait_for(
+    start_job: StartJob, by_rank: bool
+) -> None:
+    if by_rank:
+        alone = f"{ALONE}os.environ['RINGJAX_REPORT'] = '2'\n"
+        job = start_job(3, alone + REPORTED)
+    else:
+        job = start_job(3, REPORTED, options=["--report", "2"])
     assert job.wait(60) == 0, job.logs()
-    text = job.output(0)
+    text = job.output(0) if by_rank else job.launcher_output()
     blocks = text.split("ringjax report: ")[1:]
     assert len(blocks) >= 2, job.logs()
     for block in blocks:
@@ -125,7 +136,7 @@ def test_a_report_names_the_rank_that_all_wait_for(start_job: StartJob) -> None:
         (place,) = re.findall(r"^ +1  .* ms  (\S+ in \w+)", block, re.MULTILINE)
         assert place.endswith("in load"), block
     assert "the slowest was rank 1" in text
-    for rank in (1, 2):
+    for rank in range(by_rank, 3):
         assert "ringjax report" not in job.output(rank)
 
 
@@ -168,3 +179,57 @@ def test_the_last_calls_are_in_a_file_when_a_job_fails(
     assert [c["name"] for c in calls] == [*(f"step {i}" for i in range(3)), "lost"]
     assert all(c["lane"] == "named" and c["op"] == "allreduce" for c in calls)
     assert [c["agreed"] is None for c in calls] == [False, False, False, True]
+
+
+LOSSES = """
+import os, signal, time
+import numpy as np
+import ringjax
+from ringjax import eager, elastic
+
+ringjax.init()
+worker = int(os.environ["RINGJAX_WORKER"])
+state = elastic.State(step=0)
+
+@elastic.run
+def train(state):
+    while state.step < 400:
+        time.sleep(0.01)
+        if ringjax.rank() == 1:
+            time.sleep(0.02)
+        eager.allreduce(np.ones(100), name="gradients")
+        if (state.step, worker) in ((60, 2), (150, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.step += 1
+        if state.step % 10 == 0:
+            state.commit()
+
+train(state)
+"""
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_a_report_follows_losses_and_joins(start_job: StartJob, by_rank: bool) -> None:
+    """Two workers are killed, one of them rank 0, and others take their places."""
+    alone = f"{ALONE}os.environ['RINGJAX_REPORT'] = '1'\n" if by_rank else ""
+    options = ["--min-np", "2", *(() if by_rank else ("--report", "1"))]
+    job = start_job(3, alone + LOSSES, options=options)
+    assert job.wait(60) == 0, job.logs()
+    logs = [job.output(worker) for worker in range(5)]
+    text = "".join(logs) if by_rank else job.launcher_output()
+    epochs = re.findall(
+        r"ringjax report: .*, epoch (\d+)\n((?: +.*\n|rank .*\n)*)", text
+    )
+    assert {int(epoch) for epoch, _ in epochs} >= {2, 4}, text
+    for epoch, block in epochs:
+        if int(epoch) not in (2, 4):
+            continue
+        ranks = re.findall(r"(?m)^ +(\d)  ", block)
+        assert ranks in (["0", "1"], ["0", "1", "2"]), block
+        assert re.findall(r"(?m)^ +(\d)  .*<- all", block) in (["1"], []), block
+    assert re.search(r"(?m)^ +1  .*<- all wait for it$", text), text
+    assert "the slowest was rank 1" in text
+    if by_rank:  # of those who are rank 0, one after the other
+        assert "ringjax report" in logs[0] and "ringjax report" in logs[1]
+    else:
+        assert not any("ringjax report" in log for log in logs)

@@ -22,12 +22,12 @@ NATIVE = ROOT / "xla_ext"
 # Packages and lone modules, the top floor first: imports go down, or stay on a floor.
 FLOORS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
-    | {"doctor", "__main__"},
+    | {"doctor", "top", "__main__"},
     {"optim", "sync", "elastic", "observe", "tuning"},
     {"collectives", "compression"},
     {"xla", "eager"},
     {"runtime", "timeline", "recovery", "world"},
-    {"run", "membership", "links"},
+    {"run", "membership", "links", "monitor"},
     {"control"},
     {"config", "settings", "errors", "ops", "failpoints", "stderr", "_native"},
 )

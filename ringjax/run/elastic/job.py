@@ -22,7 +22,7 @@ from ringjax.run.elastic.adoption import Adoption
 from ringjax.run.elastic.bounds import Elastic
 from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.replacement import Keeper
-from ringjax.run.elastic.seats import Seat, Seating
+from ringjax.run.elastic.seats import Seating
 from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.ending import AFTER_FAILURE, TO_LEAVE, Ending
 from ringjax.run.hosts.blacklist import Blacklist
@@ -31,6 +31,7 @@ from ringjax.run.hosts.discovery import Discovery
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import ANY, Host
+from ringjax.run.monitor.hub import Hub
 from ringjax.run.output import Console
 from ringjax.run.static_job import Outcome, interrupted
 
@@ -55,6 +56,7 @@ class ElasticJob:
     Attributes:
         size: 0, as nobody knows how many ranks there are at the end.
         console: shows the output.
+        hub: knows how the ranks are.
     """
 
     size = 0
@@ -72,11 +74,11 @@ class ElasticJob:
         self._spec = spec
         self._elastic = elastic
         self.console = console
-        self._timeout = elastic_timeout
-        self._failure_timeout = failure_timeout
+        self._timeout, self._failure_timeout = elastic_timeout, failure_timeout
         self._make_coordinator = coordinator
         self._coordinator: CoordinatorProcess | None = None
         self._fleet = Fleet(spec, console, self)
+        self.hub = Hub(self._fleet, console, spec, elastic=True)
         self._ending = Ending(TO_LEAVE)
         blacklist = Blacklist(elastic.cooldown) if elastic.blacklists else None
         self._seating = Seating(
@@ -110,6 +112,7 @@ class ElasticJob:
 
     def run(self) -> Outcome:
         """Start everything, wait for the end, leave nothing behind."""
+        self.hub.begin()
         try:
             self._fleet.start()
             self._listen()
@@ -253,17 +256,11 @@ class ElasticJob:
             self._fleet.spawn(host, orders, self._spec.env, self._spec.payload)
 
     def _order(self, worker: Worker) -> dict[str, Any]:
-        def counts(seat: Seat) -> bool:
-            return seat.worker is not None
-
-        slot = self._seating.slot(worker.seat, counts)
-        number = {"RINGJAX_WORKER": str(worker.number)}
-        return {
-            "id": worker.number,
-            "argv": list(self._spec.command),
-            "env": {**slot.environment(), **self._shared, **number},
-            "takes_group": True,
-        }
+        slot = self._seating.slot(worker.seat, lambda seat: seat.worker is not None)
+        env = {**slot.environment(), **self._shared}
+        env["RINGJAX_WORKER"] = str(worker.number)
+        argv = list(self._spec.command)
+        return {"id": worker.number, "argv": argv, "env": env, "takes_group": True}
 
     # While it runs.
 
@@ -272,6 +269,7 @@ class ElasticJob:
         if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_coordinator):
             self.console.idle()
         now = time.monotonic()
+        self.hub.tick(now)
         self._keeper.silent = self._ending.begun
         self._keeper.tick(now)
         if not self._ending.begun:
@@ -335,8 +333,9 @@ class ElasticJob:
     def _entered(self, members: dict[int, int]) -> None:
         """An epoch has begun."""
         roster = self._roster
-        first = not roster.members
+        first, gone = not roster.members, roster.members.keys() - members.keys()
         new = roster.enter(members, time.monotonic())
+        self.hub.changed(0 if first else len(new), sum(map(roster.is_lost, gone)))
         self._seating.grow()
         self.console.ranks.update(members)
         if not first:
@@ -414,6 +413,7 @@ class ElasticJob:
     def exited(self, name: int, code: int, text: str) -> None:
         """Notes that a worker has ended; the coordinator hears of it at once."""
         worker = self._roster.workers[name]
+        self.hub.ended(name)
         if worker.exit_code is None:
             self._keeper.ended(worker, code, text, time.monotonic())
 
@@ -436,6 +436,7 @@ class ElasticJob:
         if self._coordinator is not None:
             self._ask_coordinator()
             self._coordinator.close()
+        self.hub.close()
         self._fleet.close(limit, self._outcome().exit_code)
         self.console.close()
 

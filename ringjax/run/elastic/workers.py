@@ -111,6 +111,10 @@ class Roster:
             self.adopt(number, Seat("", number, number, number))
         return self.workers[number]
 
+    def is_lost(self, number: int) -> bool:
+        """Of one that is no member any more: it has not left in good order."""
+        return not self.workers[number].dismissed
+
     def reserve(self, number: int) -> None:
         """Workers of all numbers below this one may have been there."""
         self.next = max(self.next, number)

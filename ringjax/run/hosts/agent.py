@@ -28,12 +28,14 @@ from ringjax.control.waiting import readable
 from ringjax.run import environ
 from ringjax.run.hosts import processes
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
+from ringjax.run.hosts.tellers import Tellers
 
 if TYPE_CHECKING:
     from ringjax.control.sealing import Keys
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20  # bytes not yet taken by ringrun before we stop reading the ranks
+_NEWS = 1 << 18  # likewise, before we drop what ranks tell of themselves
 _GRACE = 1.0  # seconds between SIGTERM and SIGKILL when ringrun is gone
 
 
@@ -44,6 +46,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._channel: Channel | None = None
         self._children: dict[int, processes.Child] = {}
+        self._tellers = Tellers(self._selector, self._children, self._told)
         self._ids: dict[int, int] = {}
         self._gifts: socket.socket | None = None
         self._descriptors: deque[int] = deque()  # that ringrun has sent, in its order
@@ -112,6 +115,8 @@ class Agent:
                 for name in message.get("ids", list(self._children)):
                     if name in self._children:
                         self._children[name].signal(message["signal"], alone=alone)
+            case "monitor":
+                self._tellers.ask(float(message["every"]))
             case "end":
                 self._report(processes.sweep(limit=1.0))
                 self._ending = time.monotonic() + 0.5
@@ -132,6 +137,8 @@ class Agent:
     def _start(self, order: Message, env: dict[str, str], task: bytes | None) -> None:
         name = order["id"]
         argv = order["argv"]
+        if name >= 0 and (address := self._tellers.open()):
+            env = {**env, "RINGJAX_MONITOR": address}
         # Its standard input, or that and its standard output.
         stdin, stdout = (*self._take(order.get("descriptors", 0)), None, None)[:2]
         try:
@@ -212,6 +219,10 @@ class Agent:
     def _hand_on(self, name: int, stream: str, data: bytes) -> None:
         text = base64.b64encode(data).decode()
         self._say({"is": "output", "id": name, "stream": stream, "data": text})
+
+    def _told(self, message: Message) -> None:
+        if self._pending < _NEWS:
+            self._say(message)
 
     @property
     def _pending(self) -> int:

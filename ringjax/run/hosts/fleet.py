@@ -99,6 +99,9 @@ class Fleet:
         self._clients: dict[int, Agent] = {}  # by the name of their client
         self._errands: dict[int, _Errand] = {}
         self._names = 0  # of clients and errands: they count downwards
+        self._every = 0.0
+        # Takes what a rank tells of itself: its number, a line.
+        self.on_told: Callable[[int, str], None] = lambda name, text: None
 
     # Agents.
 
@@ -126,6 +129,7 @@ class Fleet:
             self._guardian.stdout.close()
             watch = {"pid": os.getpid(), "descriptors": theirs.fileno()}
             self._tell(self._local, {"do": "watch", **watch})
+            self._tell(self._local, {"do": "monitor", "every": self._every})
 
     def is_local(self, host: str) -> bool:
         """Whether a host is this machine; asks the resolver once for each."""
@@ -170,6 +174,7 @@ class Fleet:
             "descriptors": 2,
         }
         self._order(self._local, [order], env, None)
+        self._tell(agent, {"do": "monitor", "every": self._every})
         return agent
 
     def take(self, host: str, channel: Channel, via: str, names: set[int]) -> Agent:
@@ -179,6 +184,7 @@ class Fleet:
         """
         agent = Agent(host, 0, "", True, via, channel, names=names)
         self._remote[host] = agent
+        self._tell(agent, {"do": "monitor", "every": self._every})
         return agent
 
     def give_input(self) -> None:
@@ -275,6 +281,12 @@ class Fleet:
             if ids := sorted(known if names is None else known.intersection(names)):
                 self._tell(agent, {**message, "ids": ids})
 
+    def monitor(self, every: float) -> None:
+        """Ranks tell how they are, each so many seconds; 0: no more."""
+        self._every = every
+        for agent in (self._local, *self._remote.values()):
+            self._tell(agent, {"do": "monitor", "every": every})
+
     def has_come(self, host: str) -> bool:
         """Whether the agent of a host has come by itself."""
         return host in self._remote and bool(self._remote[host].rendezvous)
@@ -314,6 +326,8 @@ class Fleet:
             case "exited":
                 agent.pids.pop(name, None)
                 self._exited(agent, name, message["code"], message.get("text", ""))
+            case "told":
+                self.on_told(name, message["text"])
             case "asked back":
                 agent.asked_back = True
             case "bye":

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ringjax.run import environ
 from ringjax.run.hosts.allocations import Allocation
 from ringjax.run.hosts.slots import Host, Slot, own_addresses
+from ringjax.run.monitor.wanted import NOTHING, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Spec:
         allocation: of the batch system that we run in.
         agent_command: what starts agents on other hosts, whatever else could.
         listening: agents come by themselves.
+        wanted: what somebody wants to know of the ranks while they run.
     """
 
     command: Sequence[str]
@@ -66,6 +68,7 @@ class Spec:
     allocation: Allocation | None = None
     agent_command: str = ""
     listening: Listening | None = None
+    wanted: Wanted = NOTHING
 
     def rendezvous(self, remote: Sequence[str]) -> tuple[bytes, Mapping[str, Any]]:
         """The job's secret, and where a server listens for ranks on `remote` hosts."""

@@ -1,0 +1,129 @@
+"""Where a job's ringrun can be found by `ringjax top` of the same user.
+
+A unix socket in a folder that nobody else may enter, as tmux has it; who connects and
+who is connected to are asked of the kernel, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from ringjax.control.handshake import peer_uid
+
+_NAME = re.compile(r"(\d+)-\d+\.sock")
+_ANSWER = 2.0  # seconds to connect
+
+
+class NoJob(OSError):
+    """There is no job to connect to, or it is not ours."""
+
+
+def folder() -> Path:
+    """Where the sockets of this user are; may not be there.
+
+    Example:
+        >>> folder().name.startswith("ringjax-")
+        True
+    """
+    return Path(tempfile.gettempdir()) / f"ringjax-{os.geteuid()}"
+
+
+def _opened(place: Path) -> int:
+    """A descriptor of the folder.
+
+    Raises:
+        OSError: it is not there, or others may enter it.
+    """
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(f"{place}: it is not this user's alone")
+    return fd
+
+
+def listen() -> tuple[socket.socket, Path]:
+    """Makes this process's socket; `remove` it at the end.
+
+    Raises:
+        OSError: there is no place for it.
+    """
+    place = folder()
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    fd = _opened(place)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        for number in range(1000):
+            name = f"{os.getpid()}-{number}.sock"
+            path = place / name
+            if _is_alive(path):  # another job of this process
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+            # By the descriptor, as the path may be longer than an address may be.
+            sock.bind(f"/proc/self/fd/{fd}/{name}")
+            os.chmod(path, 0o600)
+            sock.listen(8)
+            sock.setblocking(False)
+            return sock, path
+        raise FileExistsError(f"{place}: too many jobs of this process")
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.close(fd)
+
+
+def connect(path: Path) -> socket.socket:
+    """A connection with the ringrun behind a socket.
+
+    Raises:
+        NoJob: it is not there, or somebody else's.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        fd = _opened(path.parent)
+        try:
+            sock.settimeout(_ANSWER)
+            sock.connect(f"/proc/self/fd/{fd}/{path.name}")
+        finally:
+            os.close(fd)
+        if (uid := peer_uid(sock)) != os.geteuid():
+            raise PermissionError(f"it belongs to user {uid}")
+    except OSError as error:
+        sock.close()
+        raise NoJob(f"{path}: {error.strerror or error}") from None
+    return sock
+
+
+def _is_alive(path: Path) -> bool:
+    try:
+        connect(path).close()
+    except NoJob:
+        return False
+    return True
+
+
+def jobs() -> dict[int, list[Path]]:
+    """The sockets of this user's jobs, by ringrun's process id.
+
+    Those that a killed ringrun has left are removed.
+    """
+    found: dict[int, list[Path]] = {}
+    with contextlib.suppress(OSError):
+        os.close(_opened(folder()))
+        for path in sorted(folder().iterdir()):
+            if (match := _NAME.fullmatch(path.name)) is None:
+                continue
+            if _is_alive(path):
+                found.setdefault(int(match[1]), []).append(path)
+            elif not Path(f"/proc/{match[1]}").exists():
+                path.unlink(missing_ok=True)
+    return found

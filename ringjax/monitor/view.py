@@ -1,0 +1,129 @@
+"""A window of time in numbers that mean something to people, rank by rank.
+
+What `report` prints, ringrun's metrics tell and `ringjax top` shows; see `picture` for
+where it comes from.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ringjax.monitor.picture import Picture, Share, Window
+
+
+@dataclass(slots=True)
+class Row:
+    """One rank.
+
+    Attributes:
+        waits, moves: shares of the time in which some call waited, or moved data.
+        last_in: share of the calls in which it came last.
+        late_by: seconds that it was late then, usually.
+        busbw: bytes a second over its busiest link while data moved; 0: unknown.
+        memory: bytes of its process.
+        silent: seconds since it told something.
+    """
+
+    rank: int
+    worker: int
+    host: str = ""
+    waits: float = 0.0
+    moves: float = 0.0
+    last_in: float = 0.0
+    late_by: float = 0.0
+    busbw: float = 0.0
+    memory: int = 0
+    place: str = ""
+    silent: float = 0.0
+
+
+@dataclass(slots=True)
+class View:
+    """The job in a window.
+
+    Attributes:
+        seconds: how long the window is.
+        rate: calls a second, of the busiest rank.
+        step: seconds from step to step, 0: unknown.
+        culprit: the rank that all wait for, None: there is none.
+    """
+
+    seconds: float
+    epoch: int = 0
+    size: int = 0
+    hosts: int = 0
+    rate: float = 0.0
+    step: float = 0.0
+    busbw: float = 0.0
+    culprit: int | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    def message(self) -> dict[str, Any]:
+        """As plain objects."""
+        return asdict(self)
+
+
+def from_message(message: Mapping[str, Any]) -> View:
+    """What `View.message` has made; of names that are not known, nothing.
+
+    Raises:
+        ValueError, TypeError: it is none.
+
+    Example:
+        >>> from_message(View(2.0, rows=[Row(0, 0)]).message()).rows[0].rank
+        0
+    """
+    rows = [Row(**_known(Row, row)) for row in message.get("rows", [])]
+    return View(**{**_known(View, message), "rows": rows})
+
+
+def _known(kind: type, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"no {kind.__name__}: {given!r:.40}")
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def look(picture: Picture, window: Window, now: float) -> View:
+    """What the picture says about a window that is still open."""
+    seconds = max(now - window.began, 1e-9)
+    tally, rows, shares, steps = window.tally, [], [], []
+    for rank, (worker, seen) in sorted(picture.members().items()):
+        share = seen.share.since(window.base.get(worker, Share()))
+        sample, late = seen.sample, tally.late[rank]
+        shares.append(share)
+        if sample.step:
+            steps.append(sample.step)
+        rows.append(
+            Row(
+                rank,
+                worker,
+                host=sample.host,
+                waits=min(share.waiting / seconds, 1.0),
+                moves=min(share.moving / seconds, 1.0),
+                last_in=late.times / tally.calls if tally.calls else 0.0,
+                late_by=late.typical,
+                busbw=_busbw(share),
+                memory=sample.memory,
+                place=sample.place,
+                silent=now - seen.when,
+            )
+        )
+    return View(
+        seconds,
+        epoch=picture.epoch,
+        size=picture.size,
+        hosts=len({row.host for row in rows}),
+        rate=max((share.calls for share in shares), default=0) / seconds,
+        step=statistics.median(steps) if steps else 0.0,
+        busbw=min((busbw for s in shares if (busbw := _busbw(s))), default=0.0),
+        culprit=tally.culprit(seconds),
+        rows=rows,
+    )
+
+
+def _busbw(share: Share) -> float:
+    return share.bus_bytes / share.moving if share.moving > 1e-6 else 0.0

@@ -1,0 +1,189 @@
+"""Where Prometheus finds a job's metrics: over HTTP, or in a file for node_exporter.
+
+Threads of ringrun's, apart from its loop: whoever asks slowly, asks nonsense or hangs
+takes a place among few, and the longest there goes when another one comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import socketserver
+import threading
+from collections import deque
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from ringjax.control import addresses
+from ringjax.monitor import metrics
+from ringjax.run.monitor.wanted import Wanted
+
+_MOST = 8  # connections
+_SILENCE = 5.0  # seconds for a client to send or to take something
+_EVERY = 10.0  # seconds between two versions of the file
+Render = Callable[[], str]
+
+
+class Endpoint:
+    """Serves metrics until `close`.
+
+    Args:
+        render: makes the text of now; called from any thread.
+
+    Raises:
+        OSError: it is not possible to listen there.
+    """
+
+    def __init__(self, wanted: Wanted, render: Render) -> None:
+        self._server = _Server(wanted, render)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="ringrun-metrics", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        where = addresses.show(*self._server.socket.getsockname()[:2])
+        return f"http://{where}/metrics"
+
+    def close(self) -> None:
+        """Ends it, and every connection with it."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(1.0)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, wanted: Wanted, render: Render) -> None:
+        self.wanted, self.render = wanted, render
+        self._lock = threading.Lock()
+        self._open: deque[socket.socket] = deque()
+        if ":" in wanted.host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((wanted.host, wanted.port), _Handler)
+        except OSError as error:
+            where = addresses.show(wanted.host, wanted.port)
+            why = f"--metrics: cannot listen on {where}: {error.strerror or error}"
+            raise OSError(why) from None
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's: it asks the resolver for a name, which may take long.
+        socketserver.TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open.append(request)
+            while len(self._open) > _MOST:
+                self._end(self._open.popleft())
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        with self._lock:
+            while self._open:
+                self._end(self._open.popleft())
+
+    @staticmethod
+    def _end(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing that a client does is worth a word on the user's terminal."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SILENCE
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self._answer(404, "only /metrics is here\n")
+        elif not self._may():
+            self._answer(401, "a token is needed\n", **{"WWW-Authenticate": "Bearer"})
+        else:
+            self._answer(200, self.server.render(), metrics.TEXT)
+
+    def _may(self) -> bool:
+        token = self.server.wanted.token
+        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+        right = f"Bearer {token}".encode()
+        return not token or hmac.compare_digest(given, right)
+
+    def _answer(
+        self, code: int, text: str, kind: str = "text/plain", **headers: str
+    ) -> None:
+        data = text.encode()
+        self.send_response(code)
+        given = {"Content-Type": kind, "Content-Length": str(len(data)), **headers}
+        for name, value in given.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def version_string(self) -> str:
+        """Nothing about this machine."""
+        return "ringrun"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The user's terminal is for the job."""
+
+
+class TextFile:
+    """Writes metrics for node_exporter's textfile collector; removed by `close`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: str, render: Render, note: Callable[[str], None]) -> None:
+        self._path, self._render, self._note = path, render, note
+        folder, name = os.path.split(path)
+        # In the same folder, and nothing that the collector takes for one of its own.
+        self._draft = os.path.join(folder, f".{name}.{os.getpid()}")
+        self._stop = threading.Event()
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(f"--metrics-file {path}: {error.strerror}") from None
+        self._thread = threading.Thread(
+            target=self._run, name="ringrun-metrics-file", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more; a job that is over has no metrics."""
+        self._stop.set()
+        self._thread.join(1.0)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(_EVERY):
+                self._write()
+        except OSError as error:
+            self._note(f"no more metrics in {self._path}: {error.strerror}")
+
+    def _write(self) -> None:
+        try:
+            with open(self._draft, "w", encoding="utf-8") as file:
+                file.write(self._render())
+            os.rename(self._draft, self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(self._draft)
+            raise

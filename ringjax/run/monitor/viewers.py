@@ -1,0 +1,123 @@
+"""Those who look at a job with `ringjax top`: they get a message a second.
+
+In ringrun's loop, and never waited for: who has not taken a message yet gets no other,
+and after a while none any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ringjax.control.handshake import peer_uid
+from ringjax.monitor import sockets
+
+_MOST = 8
+_PATIENCE = 10.0  # seconds for one to take a message
+_CHUNK = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class _Viewer:
+    sock: socket.socket
+    left: memoryview = field(default_factory=lambda: memoryview(b""))
+    since: float = 0.0
+
+
+class Viewers:
+    """Takes them in.
+
+    Args:
+        changed: called when one has come or gone.
+
+    Raises:
+        OSError: there is no place for the socket.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, changed: Callable[[], None]
+    ) -> None:
+        self._selector, self._changed = selector, changed
+        self._viewers: list[_Viewer] = []
+        self._listener, self.path = sockets.listen()
+        self._owner = os.getpid()
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def __len__(self) -> int:
+        return len(self._viewers)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if len(self._viewers) >= _MOST or peer_uid(sock) != os.geteuid():
+                sock.close()
+                return
+            sock.setblocking(False)
+            viewer = _Viewer(sock)
+            self._viewers.append(viewer)
+            self._watch(viewer, selectors.EVENT_READ)
+            self._changed()
+
+    def _watch(self, viewer: _Viewer, events: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(viewer.sock)
+        self._selector.register(viewer.sock, events, lambda: self._turn(viewer))
+
+    def _turn(self, viewer: _Viewer) -> None:
+        """What they send is nothing; but they may leave, or take more."""
+        try:
+            if not viewer.sock.recv(_CHUNK):
+                self._forget(viewer)
+                return
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._forget(viewer)
+            return
+        if viewer.left:
+            self._write(viewer)
+
+    def send(self, message: bytes) -> None:
+        """For all of them."""
+        now = time.monotonic()
+        for viewer in list(self._viewers):
+            if not viewer.left:
+                viewer.left, viewer.since = memoryview(message), now
+                self._write(viewer)
+            elif now - viewer.since > _PATIENCE:
+                self._forget(viewer)
+
+    def _write(self, viewer: _Viewer) -> None:
+        try:
+            viewer.left = viewer.left[viewer.sock.send(viewer.left) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._forget(viewer)
+            return
+        more = selectors.EVENT_WRITE if viewer.left else 0
+        self._watch(viewer, selectors.EVENT_READ | more)
+
+    def _forget(self, viewer: _Viewer) -> None:
+        self._viewers.remove(viewer)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(viewer.sock)
+        viewer.sock.close()
+        self._changed()
+
+    def close(self) -> None:
+        """Ends all connections and removes the socket."""
+        for viewer in list(self._viewers):
+            self._forget(viewer)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        if os.getpid() == self._owner:
+            with contextlib.suppress(OSError):
+                Path(self.path).unlink()
