@@ -90,7 +90,7 @@ class Window:
     Attributes:
         began: when, on the clock of whoever feeds the picture.
         tally: of its calls.
-        base: what each worker had told at its beginning.
+        base: what each worker had told at its beginning, and when.
     """
 
     def __init__(self, size: int, seen: dict[int, Seen], now: float) -> None:
@@ -100,7 +100,12 @@ class Window:
         """Forgets what was."""
         self.began = now
         self.tally = Tally(size)
-        self.base = {worker: one.share for worker, one in seen.items()}
+        self.base = {w: (one.share, one.when) for w, one in seen.items()}
+
+    def since(self, worker: int, seen: Seen) -> tuple[Share, float]:
+        """What a worker has done, and in how many seconds."""
+        base, began = self.base.get(worker, (seen.share, seen.when))
+        return seen.share.since(base), max(seen.when - began, 1e-9)
 
 
 class Picture:
@@ -134,8 +139,8 @@ class Picture:
         share = _share(sample)
         self.seen[worker] = Seen(sample, share, now)
         for window in self._windows:
-            if worker not in window.base or share.calls < window.base[worker].calls:
-                window.base[worker] = share if before is None else Share()
+            if worker not in window.base or share.calls < window.base[worker][0].calls:
+                window.base[worker] = share, now
         old = Share() if before is None else before.share
         anew = share.calls < old.calls
         of_rank = self.ranks.setdefault(sample.rank, OfRank())

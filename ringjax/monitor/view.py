@@ -90,11 +90,13 @@ def _known(kind: type, given: Any) -> dict[str, Any]:
 def look(picture: Picture, window: Window, now: float) -> View:
     """What the picture says about a window that is still open."""
     seconds = max(now - window.began, 1e-9)
-    tally, rows, shares, steps = window.tally, [], [], []
+    tally, rows = window.tally, []
+    rates, speeds, steps = [0.0], [], []
     for rank, (worker, seen) in sorted(picture.members().items()):
-        share = seen.share.since(window.base.get(worker, Share()))
+        share, spent = window.since(worker, seen)
         sample, late = seen.sample, tally.late[rank]
-        shares.append(share)
+        rates.append(share.calls / spent)
+        speeds.append(_busbw(share))
         if sample.step:
             steps.append(sample.step)
         rows.append(
@@ -102,11 +104,11 @@ def look(picture: Picture, window: Window, now: float) -> View:
                 rank,
                 worker,
                 host=sample.host,
-                waits=min(share.waiting / seconds, 1.0),
-                moves=min(share.moving / seconds, 1.0),
+                waits=min(share.waiting / spent, 1.0),
+                moves=min(share.moving / spent, 1.0),
                 last_in=late.times / tally.calls if tally.calls else 0.0,
                 late_by=late.typical,
-                busbw=_busbw(share),
+                busbw=speeds[-1],
                 memory=sample.memory,
                 place=sample.place,
                 silent=now - seen.when,
@@ -117,9 +119,9 @@ def look(picture: Picture, window: Window, now: float) -> View:
         epoch=picture.epoch,
         size=picture.size,
         hosts=len({row.host for row in rows}),
-        rate=max((share.calls for share in shares), default=0) / seconds,
+        rate=max(rates),
         step=statistics.median(steps) if steps else 0.0,
-        busbw=min((busbw for s in shares if (busbw := _busbw(s))), default=0.0),
+        busbw=min(filter(None, speeds), default=0.0),
         culprit=tally.culprit(seconds),
         rows=rows,
     )

@@ -217,9 +217,8 @@ def test_a_report_follows_losses_and_joins(start_job: StartJob, by_rank: bool) -
     assert job.wait(60) == 0, job.logs()
     logs = [job.output(worker) for worker in range(5)]
     text = "".join(logs) if by_rank else job.launcher_output()
-    epochs = re.findall(
-        r"ringjax report: .*, epoch (\d+)\n((?: +.*\n|rank .*\n)*)", text
-    )
+    blocks = r"ringjax report: .*, epoch (\d+)\n((?: +.*\n|rank .*\n)*)"
+    epochs = re.findall(blocks, text)
     assert {int(epoch) for epoch, _ in epochs} >= {2, 4}, text
     for epoch, block in epochs:
         if int(epoch) not in (2, 4):

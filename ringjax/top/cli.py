@@ -1,0 +1,188 @@
+"""`ringjax top`: attach to a running job of this user and look at its ranks.
+
+It asks ringrun, which asks the ranks only while somebody looks. On a terminal it fills
+the screen, with colours if rich is installed; else it prints a block of text each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ringjax.control.waiting import readable
+from ringjax.monitor import sockets
+from ringjax.top import table
+from ringjax.top.attached import Attached, Ended, Status
+
+_FIRST = 15.0  # seconds for ringrun to tell something
+_CLEAR = "\x1b[H\x1b[J"
+_ALTERNATE, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+Show = Callable[[Status], None]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringjax top",
+        description="Look at the ranks of a running job, on the host of its ringrun.",
+        epilog="It shows the last five to ten seconds. waits, moves: share of the time "
+        "in which a call waited for other ranks, or moved data; last in: of the calls; "
+        "late by: how much, usually; at: where the program is most of the time.",
+    )
+    add = parser.add_argument
+    add("pid", nargs="?", help="of ringrun; needed where this user has several jobs")
+    add("--once", action="store_true", help="print one block of text, and end")
+    add(
+        *("-i", "--interval"),
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two pictures (1)",
+    )
+    return parser
+
+
+def find(wanted: str | None) -> Path:
+    """The socket of the job that is meant.
+
+    Raises:
+        NoJob: there is none, or it is not clear which.
+    """
+    known = sockets.jobs()
+    if wanted is not None:
+        if not wanted.isdecimal():
+            raise sockets.NoJob(f"{wanted!r} is no process id")
+        known = {pid: paths for pid, paths in known.items() if pid == int(wanted)}
+    if not known:
+        which = f"ringrun {wanted}" if wanted else "running job of this user"
+        raise sockets.NoJob(
+            f"no {which} is found here, in {sockets.folder()}; TMPDIR must be ringrun's"
+        )
+    if len(known) > 1:
+        pids = ", ".join(map(str, sorted(known)))
+        raise sockets.NoJob(f"several jobs run: {pids}; say which: ringjax top PID")
+    (paths,) = known.values()
+    return paths[-1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 if there was a job, 1 if not."""
+    options = _parser().parse_args(argv)
+    try:
+        job = Attached(find(options.pid))
+    except sockets.NoJob as error:
+        sys.stderr.write(f"ringjax top: {error}\n")
+        return 1
+    try:
+        with contextlib.closing(job):
+            return _look(job, options)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # as in `ringjax top | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"ringjax top: {error}\n")
+        return 1
+
+
+def _look(job: Attached, options: argparse.Namespace) -> int:
+    try:
+        status = _first(job)
+        if options.once:
+            _print(status)
+            return 0
+        with _display() as (show, quits):
+            _follow(job, status, max(options.interval, 0.1), show, quits)
+    except Ended:
+        sys.stderr.write("ringjax top: the job is over\n")
+    return 0
+
+
+def _first(job: Attached) -> Status:
+    """The first one with ranks in it, or what there is after a while."""
+    deadline = time.monotonic() + _FIRST
+    found = None
+    while (left := deadline - time.monotonic()) > 0:
+        status = job.read(left)
+        found = status or found
+        # Two samples of each rank make a share.
+        if status is not None and status.view.rows and status.view.seconds > 2.0:
+            return status
+    if found is None:
+        raise ValueError("ringrun does not answer: is it stopped?")
+    return found
+
+
+def _follow(
+    job: Attached, status: Status, every: float, show: Show, quits: Callable[[], bool]
+) -> None:
+    due = 0.0
+    while not quits():
+        if time.monotonic() >= due:
+            show(status)
+            due = time.monotonic() + every
+        status = job.read(0.2) or status
+
+
+@contextlib.contextmanager
+def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
+    """How a status is shown, and whether somebody wants to leave."""
+    if not sys.stdout.isatty():
+        yield _print, lambda: False
+        return
+    with contextlib.ExitStack() as stack:
+        quits = stack.enter_context(_keys())
+        if importlib.util.find_spec("rich") is not None:
+            from ringjax.top.screen import Screen
+
+            yield stack.enter_context(Screen()).show, quits
+            return
+        sys.stdout.write(_ALTERNATE)
+        stack.callback(lambda: (sys.stdout.write(_BACK), sys.stdout.flush()))
+        yield _redraw, quits
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[], bool]]:
+    """Whether `q` was typed; without waiting for the end of a line."""
+    if not sys.stdin.isatty():
+        yield lambda: False
+        return
+    before = termios.tcgetattr(sys.stdin)
+
+    def quits() -> bool:
+        while readable(sys.stdin, 0.0):
+            typed = os.read(sys.stdin.fileno(), 64)
+            if not typed or b"q" in typed or b"Q" in typed:
+                return True
+        return False
+
+    tty.setcbreak(sys.stdin)
+    try:
+        yield quits
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _print(status: Status) -> None:
+    for line in table.lines(status):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _redraw(status: Status) -> None:
+    width, height = shutil.get_terminal_size()
+    most = max(1, height - 8 - len(status.events))
+    text = list(table.lines(status, width, most))[: height - 1]
+    sys.stdout.write(_CLEAR + "\r\n".join(text))
+    sys.stdout.flush()

@@ -1,0 +1,174 @@
+"""A job as lines of text, with nothing but spaces between columns; 80 of them do.
+
+What `ringjax top` prints where it is no terminal, and what its screen is made of.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ringjax.monitor.picture import SILENT
+from ringjax.monitor.report import duration
+from ringjax.monitor.view import Row
+from ringjax.top.attached import Status
+
+WIDTH = 80
+_UNITS = ("B", "K", "M", "G", "T", "P")
+LATE, SILENT_RANK, PLAIN = "late", "silent", ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One of the table of ranks; the last takes what room there is."""
+
+    head: str
+    width: int
+    left: bool = False
+
+
+COLUMNS = (
+    Column("rank", 4),
+    Column("host", 10, left=True),
+    Column("waits", 5),
+    Column("moves", 5),
+    Column("last in", 7),
+    Column("late by", 7),
+    Column("GB/s", 5),
+    Column("mem", 5),
+    Column("at", 20, left=True),
+)
+
+
+def size(count: float) -> str:
+    """Bytes, in five characters.
+
+    Example:
+        >>> size(66019328), size(512), size(1.5e12)
+        ('63M', '512B', '1.4T')
+    """
+    unit = 0
+    while count >= 1000 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    digits = 1 if unit and count < 10 else 0
+    return f"{count:.{digits}f}{_UNITS[unit]}"
+
+
+def share(part: float) -> str:
+    """In per cent."""
+    return f"{part:.0%}"
+
+
+def age(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    Example:
+        >>> age(3725), age(59.7)
+        ('1:02:05', '0:59')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def cells(row: Row) -> list[str]:
+    """A rank, one text for each column."""
+    late = duration(row.late_by) if row.late_by else "-"
+    speed = f"{row.busbw / 1e9:.3g}" if row.busbw else "-"
+    place = row.place.rpartition(" in ")[0] or row.place
+    silent = row.silent > SILENT
+    return [
+        *(str(row.rank), row.host, share(row.waits), share(row.moves)),
+        *(share(row.last_in), late.replace(" ", ""), speed, size(row.memory)),
+        f"no news for {age(row.silent)}" if silent else place,
+    ]
+
+
+def kind(row: Row, status: Status) -> str:
+    """What is to be said about a rank: that all wait for it, that it is silent."""
+    if row.rank == status.view.culprit:
+        return LATE
+    return SILENT_RANK if row.silent > SILENT else PLAIN
+
+
+def head(status: Status) -> list[str]:
+    """What holds for the whole job: two lines."""
+    view = status.view
+    hosts = "1 host" if view.hosts == 1 else f"{view.hosts} hosts"
+    parts = [f"job {status.pid}", f"{view.size} ranks on {hosts}"]
+    if status.elastic:
+        parts.append(f"epoch {max(view.epoch, 0)}")
+        parts.append(f"{status.joins} joined, {status.losses} lost")
+    parts.append(f"up {age(status.seconds)}")
+    rates = [f"{view.rate:.3g} calls/s"]
+    if view.step:
+        rates = [f"{1 / view.step:.3g} steps/s ({duration(view.step)})", *rates]
+    if rows := view.rows:
+        waits = sum(row.waits for row in rows) / len(rows)
+        moves = sum(row.moves for row in rows) / len(rows)
+        rates.append(f"waits {share(waits)}, moves {share(moves)}")
+    if view.busbw:
+        rates.append(f"busbw {view.busbw / 1e9:.3g} GB/s")
+    return ["   ".join(parts), "   ".join(rates)]
+
+
+def chosen(status: Status, most: int) -> list[Row]:
+    """So many rows at most: those with something to say first, then by rank."""
+    rows = status.view.rows
+    if len(rows) <= most:
+        return rows
+    order = sorted(rows, key=lambda row: (not kind(row, status), -row.last_in))
+    return sorted(order[:most], key=lambda row: row.rank)
+
+
+def verdict(status: Status) -> str:
+    """Whom all wait for, in a sentence; empty: nobody."""
+    for row in status.view.rows:
+        if row.rank == status.view.culprit:
+            where = f", {row.place}" if row.place else ""
+            return (
+                f"all wait for rank {row.rank}: last in {share(row.last_in)} of the "
+                f"calls, {duration(row.late_by)} late{where}"
+            )
+    return ""
+
+
+def lines(status: Status, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
+    """The whole of it; no line is longer than `width`.
+
+    Args:
+        most: ranks.
+    """
+    for line in head(status):
+        yield line[:width]
+    yield ""
+    if not status.view.rows:
+        yield "no rank has told anything yet"
+    else:
+        yield _line([column.head for column in COLUMNS], width)
+    rows = chosen(status, most)
+    for row in rows:
+        mark = {LATE: " <-", SILENT_RANK: " ?", PLAIN: ""}[kind(row, status)]
+        yield _line(cells(row), width - len(mark)) + mark
+    if left := len(status.view.rows) - len(rows):
+        yield f"     ... and {left} more"
+    if text := verdict(status):
+        yield ""
+        yield from textwrap.wrap(text, width)
+    if status.events:
+        yield ""
+    for ago, text in status.events:
+        when = f"{age(ago):>8} ago  "
+        yield from textwrap.wrap(when + text, width, subsequent_indent=" " * len(when))
+
+
+def _line(texts: list[str], width: int) -> str:
+    parts: list[str] = []
+    for column, text in zip(COLUMNS, texts, strict=True):
+        room = column.width
+        if column is COLUMNS[-1]:
+            room = max(width - sum(len(part) + 1 for part in parts), 0)
+        text = text[:room]
+        parts.append(text.ljust(room) if column.left else text.rjust(room))
+    return " ".join(parts).rstrip()[:width]
