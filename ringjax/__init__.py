@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     )
     from ringjax.collectives.reducescatter import reducescatter as reducescatter
     from ringjax.compression import Compression as Compression
+    from ringjax.observe.prometheus import PrometheusCollector as PrometheusCollector
+    from ringjax.observe.scalars import write_scalars as write_scalars
     from ringjax.observe.statistics import recent_calls as recent_calls
     from ringjax.observe.statistics import stats as stats
     from ringjax.ops import Adasum as Adasum
@@ -92,6 +94,8 @@ _NAMES = {
     "optim": "allreduce_grads",
     "tuning.step": "autotune",
     "sync": "allgather_object allreduce_metrics broadcast_object broadcast_parameters",
+    "observe.prometheus": "PrometheusCollector",
+    "observe.scalars": "write_scalars",
     "observe.statistics": "recent_calls stats",
     "timeline": "start_timeline stop_timeline",
     "ops": "Adasum Average Max Min Product Sum",

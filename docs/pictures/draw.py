@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE))
 
 from canvas import BLUE, FAINT, GREEN, ORANGE, RANKS, RED, Canvas  # noqa: E402
 from chart import LINES, Panel  # noqa: E402
+from terminal import Terminal  # noqa: E402
 
 
 def gradient() -> Canvas:
@@ -159,11 +160,12 @@ def ticks(named: Mapping[float, str], seen: Sequence[float]) -> dict[float, str]
     return {t: name for t, name in named.items() if low <= t <= high}
 
 
-PICTURES: dict[str, Callable[[], Canvas]] = {
+PICTURES: dict[str, Callable[[], Canvas | Terminal]] = {
     "gradient": gradient,
     "board": board,
     "recovery": recovery,
     "ranks": ranks,
+    "top": Terminal,
 }
 
 

@@ -7,10 +7,10 @@ Labels are bounded: collectives, two lanes, the process sets of a job (32 of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ringjax.monitor.picture import OTHER, Picture
+from ringjax.monitor.picture import OTHER, OfRank, Picture
 from ringjax.monitor.sample import BUCKETS, Key, Sums
 from ringjax.monitor.view import View
 
@@ -133,13 +133,13 @@ def of_job(picture: Picture, view: View, version: str) -> list[Family]:
     epoch = max(picture.epoch, 0)
     return [
         build(version),
-        _one("ranks", "gauge", "Ranks of the job now.", picture.size),
-        _one("hosts", "gauge", "Hosts that have ranks now.", view.hosts),
-        _one("epoch", "gauge", "Which membership of an elastic job it is.", epoch),
-        _one("joins_total", "counter", "Processes that joined later.", picture.joins),
-        _one("losses_total", "counter", "Processes that were lost.", picture.losses),
-        _one("step_seconds", "gauge", "From step to step, by calls.", view.step),
-        _one(
+        one("ranks", "gauge", "Ranks of the job now.", picture.size),
+        one("hosts", "gauge", "Hosts that have ranks now.", view.hosts),
+        one("epoch", "gauge", "Which membership of an elastic job it is.", epoch),
+        one("joins_total", "counter", "Processes that joined later.", picture.joins),
+        one("losses_total", "counter", "Processes that were lost.", picture.losses),
+        one("step_seconds", "gauge", "From step to step, by calls.", view.step),
+        one(
             *("bus_bandwidth_bytes_per_second", "gauge"),
             "Over the busiest link while data moves, of the slowest rank.",
             view.busbw,
@@ -149,7 +149,8 @@ def of_job(picture: Picture, view: View, version: str) -> list[Family]:
     ]
 
 
-def _one(name: str, kind: str, about: str, value: float) -> Family:
+def one(name: str, kind: str, about: str, value: float) -> Family:
+    """A metric that is one number."""
     family = Family(f"ringjax_{name}", kind, about)
     family.add(value)
     return family
@@ -174,21 +175,32 @@ def _ranks(picture: Picture, view: View) -> Iterator[Family]:
             family.add(getattr(row, field_name), rank=row.rank)
         yield family
     known = sorted(rank for rank in picture.ranks if rank < picture.size)
-    for name, about, attribute in (
-        ("calls", "Calls of a rank.", "calls"),
-        ("wait_seconds", "Time in which some call waited for ranks.", "waiting"),
-        ("move_seconds", "Time in which some call moved data.", "moving"),
-        ("exposed_seconds", "Time that overlapping did not hide.", "exposed"),
-    ):
-        family = Family(f"ringjax_rank_{name}_total", "counter", about)
+    for name, (_, read) in _OF_RANK.items():
+        family = of_rank(name)
         for rank in known:
-            family.add(getattr(picture.ranks[rank].share, attribute), rank=rank)
+            family.add(read(picture.ranks[rank]), rank=rank)
         yield family
-    for name, about, attribute in (
-        ("last", "Calls in which a rank came last, of those looked at.", "last"),
-        ("delay_seconds", "Time that others waited for a rank in those.", "lost"),
-    ):
-        family = Family(f"ringjax_rank_{name}_total", "counter", about)
-        for rank in known:
-            family.add(getattr(picture.ranks[rank], attribute), rank=rank)
-        yield family
+
+
+_OF_RANK: dict[str, tuple[str, Callable[[OfRank], float]]] = {
+    "calls": ("Calls of a rank.", lambda one: one.share.calls),
+    "wait_seconds": (
+        "Time in which some call waited for ranks.",
+        lambda one: one.share.waiting,
+    ),
+    "move_seconds": (
+        "Time in which some call moved data.",
+        lambda one: one.share.moving,
+    ),
+    "exposed_seconds": (
+        "Time that overlapping did not hide.",
+        lambda one: one.share.exposed,
+    ),
+    "last": ("Calls in which a rank came last, of those looked at.", lambda o: o.last),
+    "delay_seconds": ("Time that others waited for a rank in those.", lambda o: o.lost),
+}
+
+
+def of_rank(name: str) -> Family:
+    """A sum that each rank has, by its name; without samples."""
+    return Family(f"ringjax_rank_{name}_total", "counter", _OF_RANK[name][0])

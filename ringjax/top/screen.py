@@ -30,8 +30,10 @@ def picture(status: Status, height: int = 24) -> Panel:
         parts.append(Text(f" ... and {left} more", "dim"))
     if text := table.verdict(status):
         parts.append(Text(text, "bold red"))
+    events = Table.grid(padding=(0, 2, 0, 0))
     for ago, text in status.events[-_EVENTS:]:
-        parts.append(Text(f"{table.age(ago):>8} ago  ", "dim") + Text(text))
+        events.add_row(Text(f"{table.age(ago):>8} ago", "dim"), text)
+    parts.append(events)
     title = Text(f"ringjax top   {status.command}", no_wrap=True, overflow="ellipsis")
     return Panel(Group(*parts), title=title, title_align="left", subtitle="q: quit")
 

@@ -110,7 +110,7 @@ def head(status: Status) -> list[str]:
         rates.append(f"waits {share(waits)}, moves {share(moves)}")
     if view.busbw:
         rates.append(f"busbw {view.busbw / 1e9:.3g} GB/s")
-    return ["   ".join(parts), "   ".join(rates)]
+    return ["   ".join(parts), "  ".join(rates)]
 
 
 def chosen(status: Status, most: int) -> list[Row]:

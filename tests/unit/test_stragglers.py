@@ -39,6 +39,30 @@ def test_a_rank_that_is_always_last_by_next_to_nothing_is_not_named() -> None:
     assert _told(4, 1000, {2: 60}).culprit(elapsed=1000 * 0.03) is None
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_nobody_is_named_among_equals_that_come_at_odd_times(size: int) -> None:
+    assert _told(size, 1000, {}, noise=9000).culprit(elapsed=1000 * 0.03) is None
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_is_late_for_the_first_of_many_calls_is_named(size: int) -> None:
+    tally, rng = Tally(size), random.Random(7)
+    for call in range(1000):
+        if call % 20:
+            tally.add(Judged(rng.randrange(size), rng.random() * 0.0003))
+        else:
+            tally.add(Judged(1, 0.004))
+    assert tally.culprit(elapsed=50 * 0.05) == 1
+
+
+def test_a_rank_that_was_late_for_once_is_not_named() -> None:
+    tally, rng = Tally(4), random.Random(7)
+    for call in range(1000):
+        last, behind = (2, 2.0) if call == 500 else (rng.randrange(4), 0.0001)
+        tally.add(Judged(last, behind))
+    assert tally.culprit(elapsed=1000 * 0.03) is None
+
+
 def test_few_calls_say_nothing() -> None:
     assert _told(2, FEWEST - 1, {1: 10**6}).culprit(elapsed=1.0) is None
 

@@ -1,0 +1,63 @@
+"""Metrics of this rank for a program that has its own endpoint, with prometheus_client.
+
+ringrun's endpoint (`ringrun --metrics`) has those of all ranks in one place, and more;
+this is for jobs without ringrun, and for programs that are scraped anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ringjax import runtime
+from ringjax.monitor import metrics, sample
+from ringjax.settings.version import version
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+
+class PrometheusCollector:
+    """What this rank has exchanged, as a collector for `prometheus_client`'s registry.
+
+    Names and labels are those of `ringrun --metrics`. Costs nothing until somebody
+    scrapes; then some microseconds, and no communication. Before `ringjax.init` there
+    is only the version.
+
+    Example:
+        >>> from prometheus_client import CollectorRegistry, generate_latest
+        >>> import ringjax
+        >>> ringjax.init()
+        >>> registry = CollectorRegistry()
+        >>> registry.register(ringjax.PrometheusCollector())
+        >>> b"ringjax_ranks 1.0" in generate_latest(registry)
+        True
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of now."""
+        from prometheus_client.metrics_core import Metric
+
+        for family in _families():
+            metric = Metric(family.name, family.about, family.kind)
+            for suffix, labels, value in family.samples:
+                metric.add_sample(family.name + suffix, dict(labels), value)
+            yield metric
+
+
+def _families() -> Iterator[metrics.Family]:
+    yield metrics.build(version())
+    if not runtime.is_initialized():
+        return
+    world = runtime.current("PrometheusCollector")
+    standing, recorder = world.standing, world.recorder
+    waiting, moving = recorder.busy()
+    yield metrics.one("ranks", "gauge", "Ranks of the job now.", standing.size)
+    about = "Which membership of an elastic job it is."
+    yield metrics.one("epoch", "gauge", about, world.epoch.number)
+    spent = {"calls": recorder.count, "wait_seconds": waiting, "move_seconds": moving}
+    for name, value in spent.items():
+        family = metrics.of_rank(name)
+        family.add(value, rank=standing.rank)
+        yield family
+    yield from metrics.collectives(sample.sums(recorder.totals()))
