@@ -5,6 +5,8 @@ Imported only where rich is installed and there is a terminal.
 
 from __future__ import annotations
 
+import textwrap
+
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,26 +18,46 @@ from ringjax.top import table
 from ringjax.top.attached import Status
 
 _STYLES = {table.LATE: "bold red", table.SILENT_RANK: "yellow", table.PLAIN: ""}
-_EVENTS = 6
-_AROUND = 12  # lines of the screen that are not ranks
+_AROUND = 12  # lines of the screen that are neither ranks nor events
+_AGO = 17  # columns beside an event
 
 
-def picture(status: Status, height: int = 24) -> Panel:
-    """What there is to see, for a screen of so many lines."""
-    lines = max(1, height - _AROUND - min(_EVENTS, len(status.events)))
-    ranks = _ranks(status, lines)
-    first, second = table.head(status)
-    parts: list[Text | Table] = [Text(first, "bold"), Text(second), ranks]
+def picture(status: Status, width: int = table.WIDTH, height: int = 24) -> Panel:
+    """What there is to see, on a screen of so many columns and lines."""
+    events, taken = _events(status, width, max(0, min(height // 3, height - _AROUND)))
+    ranks = _ranks(status, max(1, height - _AROUND - taken))
+    first, second = (_line(text) for text in table.head(status))
+    first.stylize("bold")
+    parts: list[Text | Table] = [first, second, ranks]
     if left := len(status.view.rows) - ranks.row_count:
         parts.append(Text(f" ... and {left} more", "dim"))
     if text := table.verdict(status):
-        parts.append(Text(text, "bold red"))
-    events = Table.grid(padding=(0, 2, 0, 0))
-    for ago, text in status.events[-_EVENTS:]:
-        events.add_row(Text(f"{table.age(ago):>8} ago", "dim"), text)
-    parts.append(events)
-    title = Text(f"ringjax top   {status.command}", no_wrap=True, overflow="ellipsis")
+        parts.append(Text(text[: 2 * (width - 4)], "bold red"))
+    if taken:
+        parts.append(events)
+    title = _line(f"ringjax top   {status.command}")
     return Panel(Group(*parts), title=title, title_align="left", subtitle="q: quit")
+
+
+def _line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _events(status: Status, width: int, most: int) -> tuple[Table, int]:
+    """The last ones that fit into so many lines, and how many these are."""
+    shown: list[tuple[str, str]] = []
+    taken = 0
+    for ago, text in reversed(status.events):
+        lines = len(textwrap.wrap(text, max(10, width - _AGO)))
+        if taken + lines > most:
+            break
+        taken += lines
+        shown.insert(0, (f"{table.age(ago):>8} ago", text))
+    events = Table.grid(padding=(0, 1, 0, 0))
+    events.add_column(style="dim", no_wrap=True)
+    for row in shown:
+        events.add_row(*row)
+    return events, taken
 
 
 def _ranks(status: Status, most: int) -> Table:
@@ -74,5 +96,5 @@ class Screen:
 
     def show(self, status: Status) -> None:
         """Draws it anew."""
-        height = self._console.size.height
-        self._live.update(picture(status, height), refresh=True)
+        width, height = self._console.size
+        self._live.update(picture(status, width, height), refresh=True)

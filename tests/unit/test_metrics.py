@@ -1,0 +1,362 @@
+"""Metrics: the text, the endpoint and the file, and clients that mean no good."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import socket
+import stat
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support import leaks
+from support.launch import ROOT
+
+from ringjax.config import Config
+from ringjax.monitor import metrics, view
+from ringjax.monitor.metrics import Family
+from ringjax.monitor.picture import Picture
+from ringjax.monitor.sample import BUCKETS, Sample, Sums
+from ringjax.run.monitor.endpoint import Endpoint, TextFile
+from ringjax.run.monitor.wanted import Wanted, wanted
+
+BOARD = json.loads((ROOT / "examples/grafana/ringjax.json").read_text())
+
+
+def _job(ranks: int = 3) -> str:
+    picture = Picture()
+    window = picture.open(0.0)
+    counts = [0] * BUCKETS
+    counts[0], counts[10], counts[-1] = 2, 5, 1
+    for when in (1.0, 2.0):
+        for rank in range(ranks):
+            one = Sums(8, 800, 1, 30.5, 0.25, counts, counts)
+            sums = {("allreduce", True, 0): one, ("allgather", False, 40): one}
+            host = 'no"de\\a\n'
+            told = Sample(rank, ranks, 2, host, 16, 61.0, 0.5, 0.125, sums=sums)
+            picture.hear(rank, told, when)
+    seen = view.look(picture, window, 2.0)
+    return metrics.text(metrics.of_job(picture, seen, "1.2.3"))
+
+
+def test_prometheuss_own_parser_reads_it() -> None:
+    families = {f.name: f for f in text_string_to_metric_families(_job())}
+    assert families["ringjax_ranks"].samples[0].value == 3
+    assert families["ringjax_epoch"].samples[0].value == 2
+    assert families["ringjax_build_info"].samples[0].labels == {"version": "1.2.3"}
+    info = families["ringjax_rank_info"].samples
+    assert {s.labels["host"] for s in info} == {'no"de\\a\n'}
+    failures = families["ringjax_collective_failures"]
+    assert failures.type == "counter" and failures.samples[0].value == 3
+    waits = families["ringjax_collective_wait_seconds"]
+    assert waits.type == "histogram"
+    named = [s for s in waits.samples if s.labels["lane"] == "named"]
+    buckets = [s for s in named if s.name.endswith("_bucket")]
+    ends = [float(s.labels["le"]) for s in buckets]
+    assert ends == sorted(ends) and ends[-1] == math.inf and len(ends) == BUCKETS
+    values = [s.value for s in buckets]
+    assert values == sorted(values) and values[0] == 6 and values[-1] == 24
+    assert {s.name: s.value for s in named if "bucket" not in s.name} == {
+        "ringjax_collective_wait_seconds_sum": 91.5,
+        "ringjax_collective_wait_seconds_count": 24,
+    }
+    for family in families.values():
+        assert family.documentation
+        labels = [(s.name, *sorted(s.labels.items())) for s in family.samples]
+        assert len(labels) == len(set(labels)), family.name
+
+
+def test_names_keep_to_the_conventions() -> None:
+    text = _job()
+    for name, kind in re.findall(r"(?m)^# TYPE (\w+) (\w+)$", text):
+        assert re.fullmatch(r"ringjax_[a-z_]+", name)
+        assert (kind == "counter") == name.endswith("_total"), name
+        assert not re.search(r"_(ms|us|kb|mb|percent)(_|$)", name)
+        if kind == "histogram":
+            assert name.endswith("_seconds")
+
+
+def test_before_anybody_has_told_anything() -> None:
+    picture = Picture()
+    seen = view.look(picture, picture.open(0.0), 1.0)
+    text = metrics.text(metrics.of_job(picture, seen, "1"))
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert families["ringjax_ranks"].samples[0].value == 0
+    assert "ringjax_collective_wait_seconds" not in families
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**53 + 2.0, 1e-9, 0.1, 1e300, -1.5])
+def test_numbers_are_read_as_they_were(value: float) -> None:
+    family = Family("x", "gauge", "y")
+    family.add(value)
+    (read,) = text_string_to_metric_families(metrics.text([family]))
+    assert read.samples[0].value == value
+
+
+# The dashboard.
+
+
+def _queries() -> Iterator[str]:
+    for panel in BOARD["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+    for variable in BOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["query"]["query"]
+
+
+@pytest.mark.parametrize("query", sorted(set(_queries())))
+def test_a_query_of_the_dashboard_asks_for_what_there_is(query: str) -> None:
+    text = _job()
+    known = dict(re.findall(r"# TYPE (\w+) (\w+)", text))
+    for name, function in _uses(query):
+        base = re.sub(r"_(bucket|sum|count)$", "", name)
+        kind = known[name] if name in known else known[base]
+        # A counter says something by its growth only.
+        grows = function in ("rate", "increase")
+        assert grows == (kind != "gauge") or name in ("ringjax_losses_total",), query
+    lists = r"(?:by|without|on|ignoring|group_left) \(([^)]*)\)"
+    for labels in re.findall(lists, query):
+        named = set(re.findall(r"\w+", labels))
+        assert named <= {"instance", "rank", "host", "op", "lane", "le"}
+
+
+def _uses(query: str) -> Iterator[tuple[str, str]]:
+    """Each metric, and the function that it is the argument of."""
+    found = list(re.finditer(r"(?:(\w+)\()?(ringjax_\w+)", query))
+    assert found
+    for match in found:
+        yield match[2], match[1] or ""
+
+
+def test_the_dashboard_is_one() -> None:
+    assert BOARD["title"] == "ringjax" and BOARD["schemaVersion"] >= 36
+    numbers = [panel["id"] for panel in BOARD["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    places: set[tuple[int, int]] = set()
+    for panel in BOARD["panels"]:
+        x, y, w, h = (panel["gridPos"][name] for name in "xywh")
+        cells = {(x + dx, y + dy) for dx in range(w) for dy in range(h)}
+        assert not cells & places and x + w <= 24, panel["title"]
+        places |= cells
+
+
+# Who gets them.
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "port"),
+    [
+        ("9400", "127.0.0.1", 9400),
+        ("127.0.0.5:9400", "127.0.0.5", 9400),
+        ("[::1]:9400", "::1", 9400),
+        ("localhost:0", "localhost", 0),
+    ],
+)
+def test_addresses_that_only_this_host_reaches(
+    given: str, host: str, port: int
+) -> None:
+    found = wanted(Config(metrics=given))
+    assert (found.host, found.port, found.token) == (host, port, "")
+
+
+@pytest.mark.parametrize("given", ["", ":", "x", ":9400", "h:", "h:x", "65536", "-1"])
+def test_addresses_that_are_none(given: str) -> None:
+    if given:
+        with pytest.raises(ValueError, match="--metrics"):
+            wanted(Config(metrics=given))
+    else:
+        assert not wanted(Config(metrics=given)).something
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "[::]", "node-a", "localhos"])
+def test_others_need_a_token(host: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a token is needed"):
+        wanted(Config(metrics=f"{host}:9400"))
+    file = tmp_path / "token"
+    file.write_text("a1" * 16 + "\n")
+    file.chmod(0o644)
+    config = Config(metrics=f"{host}:9400", metrics_token_file=str(file))
+    with pytest.raises(ValueError, match="others may use it"):
+        wanted(config)
+    file.chmod(0o600)
+    assert wanted(config).token == "a1" * 16
+    file.write_text("short")
+    with pytest.raises(ValueError, match="at least 16 letters and digits"):
+        wanted(config)
+
+
+def test_a_file_that_nobody_would_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected NAME.prom"):
+        wanted(Config(metrics_file="/tmp/metrics.txt"))
+
+
+Serve = Callable[..., Endpoint]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    before = leaks.Snapshot.take()
+    with contextlib.ExitStack() as stack:
+
+        def begin(token: str = "", host: str = "127.0.0.1") -> Endpoint:
+            endpoint = Endpoint(Wanted(host=host, token=token), lambda: "ringjax_x 1\n")
+            stack.callback(endpoint.close)
+            return endpoint
+
+        yield begin
+    assert not leaks.settle(before.leaked_since)
+
+
+def _get(url: str, **headers: str) -> tuple[int, str, str]:
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            kind = answer.headers["Content-Type"]
+            return answer.status, kind, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, "", error.read().decode()
+
+
+def test_metrics_are_served(serve: Serve) -> None:
+    url = serve().url
+    assert _get(url) == (200, metrics.TEXT, "ringjax_x 1\n")
+    assert _get(url.removesuffix("metrics"))[0] == 404
+    assert _get(url + "?x=1")[0] == 200
+
+
+def test_metrics_are_served_over_ipv6(serve: Serve) -> None:
+    url = serve(host="::1").url
+    assert url.startswith("http://[::1]:") and _get(url)[0] == 200
+
+
+def test_a_token_is_asked_for(serve: Serve) -> None:
+    url = serve("secret0123456789").url
+    for wrong in ("", "Bearer", "Bearer x", "Basic secret0123456789", "Bearer \xe4"):
+        assert _get(url, **({"Authorization": wrong} if wrong else {}))[0] == 401
+    assert _get(url, Authorization="Bearer secret0123456789")[0] == 200
+
+
+def test_a_port_that_is_taken(serve: Serve) -> None:
+    taken = serve()
+    port = int(taken.url.rpartition(":")[2].partition("/")[0])
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .* in use"):
+        Endpoint(Wanted(host="127.0.0.1", port=port), str)
+
+
+def _address(endpoint: Endpoint) -> tuple[str, int]:
+    host, _, port = (
+        endpoint.url.removeprefix("http://").partition("/")[0].partition(":")
+    )
+    return host, int(port)
+
+
+GARBAGE = [
+    b"",
+    b"\x16\x03\x01\x02\x00\x01\x00",  # TLS
+    b"\0" * 70_000,
+    b"GET /metrics\r\n\r\n",
+    b"GET " + b"/" * 70_000,
+    b"GET /metrics HTTP/9.9\r\n\r\n",
+    b"POST /metrics HTTP/1.1\r\nContent-Length: 10\r\n\r\nxxxxxxxxxx",
+    b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 10_000 + b"\r\n",
+    b"GET /../../etc/passwd HTTP/1.0\r\n\r\n",
+    b"GET /metrics HTTP/1.0\r\nAuthorization: \xff\xfe\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("data", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_is_answered_or_not_and_the_next_one_is_served(
+    serve: Serve, data: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    endpoint = serve()
+    sock = socket.create_connection(_address(endpoint), 5)
+    with sock, contextlib.suppress(OSError):
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1 << 16):
+            pass
+    assert _get(endpoint.url)[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_who_hangs_keeps_nobody_out(serve: Serve) -> None:
+    """More than there are places for, which say nothing, or half of something."""
+    endpoint = serve()
+    with contextlib.ExitStack() as stack:
+        for number in range(30):
+            sock = socket.create_connection(_address(endpoint), 5)
+            stack.callback(sock.close)
+            if number % 2:
+                sock.sendall(b"GET /metrics HTTP/1.1\r\nHost:")
+        for _ in range(3):
+            assert _get(endpoint.url)[0] == 200
+        serving = [t for t in threading.enumerate() if "process_request" in t.name]
+        assert not leaks.settle(
+            lambda: ["threads"] * (sum(t.is_alive() for t in serving) > 9)
+        )
+
+
+def test_a_client_that_reads_nothing_does_not_keep_it_from_ending() -> None:
+    endpoint = Endpoint(Wanted(host="127.0.0.1"), lambda: "x" * (32 << 20))
+    with socket.create_connection(_address(endpoint), 5) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        time.sleep(0.2)
+        begin = time.monotonic()
+        endpoint.close()
+        assert time.monotonic() - begin < 3
+
+
+def test_a_file_is_replaced_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringjax.run.monitor.endpoint._EVERY", 0.001)
+    count = iter(range(1_000_000))
+
+    def render() -> str:
+        return f"ringjax_x {next(count)}\n" * 20_000
+
+    path = tmp_path / "job.prom"
+    file = TextFile(str(path), render, print)
+    try:
+        seen = set()
+        until = time.monotonic() + 5
+        while len(seen) < 20 and time.monotonic() < until:
+            lines = path.read_text().splitlines()
+            assert len(lines) == 20_000 and len(set(lines)) == 1
+            seen.add(lines[0])
+        assert len(seen) >= 20
+        assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444
+        assert {p.name for p in tmp_path.glob("*.prom")} == {"job.prom"}
+    finally:
+        file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="--metrics-file .*job.prom: No such file"):
+        TextFile(str(tmp_path / "missing" / "job.prom"), str, print)
+
+
+def test_a_folder_that_goes_away_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringjax.run.monitor.endpoint._EVERY", 0.05)
+    folder, said = tmp_path / "folder", list[str]()
+    folder.mkdir()
+    file = TextFile(str(folder / "job.prom"), str, said.append)
+    (folder / "job.prom").unlink()
+    folder.rmdir()
+    assert not leaks.settle(lambda: [] if said else ["nothing said"])
+    time.sleep(0.2)
+    file.close()
+    assert len(said) == 1 and "No such file" in said[0]

@@ -1,0 +1,195 @@
+"""What ranks tell of themselves, put together: good words, nonsense, losses, joins."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringjax.monitor import report, view
+from ringjax.monitor.picture import OTHER, Picture
+from ringjax.monitor.sample import BUCKETS, Sample, Sums, difference, read
+from ringjax.world.telling import step, thinned
+
+
+def of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> Sample:
+    """A rank that has made so many calls of 1,000 bytes, 1 ms of waiting each."""
+    histogram = [0] * BUCKETS
+    histogram[9] = calls
+    one = Sums(calls, 1000 * calls, 0, 1e-3 * calls, 1e-4 * calls, histogram, histogram)
+    return Sample(
+        rank,
+        size,
+        epoch,
+        f"node-{rank % 2}",
+        calls,
+        1e-3 * calls,
+        1e-4 * calls,
+        sums={("allreduce", True, 0): one},
+        **more,
+    )
+
+
+def test_a_sample_survives_the_way() -> None:
+    told = of(1, 2, 7, 3, waits=[(True, 5, 90), (False, 6, 0)], place='a "b"\n')
+    told.memory, told.step, told.exposed = 1 << 40, 0.25, 1e-9
+    heard = read(told.text())
+    assert heard.place == 'a "b"?'  # it is for a terminal
+    told.place = heard.place
+    assert heard == told
+    assert "\n" not in told.text()
+
+
+GOOD = json.loads(of(0, 2, 3, waits=[(True, 5, 90)]).text())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 2},
+        {"rank": -1},
+        {"rank": True},
+        {"rank": "0"},
+        {"size": 1 << 40, "rank": 0},
+        {"calls": 1.5},
+        {"waiting": -1.0},
+        {"waiting": math.inf},
+        {"waiting": math.nan},
+        {"memory": 1 << 70},
+        {"host": 7},
+        {"waits": [1, 2]},
+        {"waits": [1, 2, "x"]},
+        {"waits": {}},
+        {"sums": [[]]},
+        {"sums": [1]},
+        {"sums": [["allreduce", 1, 0, 1, 1, 0, 0.0, 0.0, [1], [1]]]},
+        {"sums": [GOOD["sums"][0]] * 2000},
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        read(json.dumps({**GOOD, **change}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "[" * 100_000])
+def test_what_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        read(text)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    ),
+    st.sampled_from(sorted(GOOD)),
+)
+def test_any_value_is_read_or_refused(value: Any, name: str) -> None:
+    try:
+        picture = Picture()
+        picture.hear(0, read(json.dumps({**GOOD, name: value})), 1.0)
+        view.look(picture, picture.open(1.0), 2.0)
+    except ValueError:
+        pass
+
+
+def test_sums_never_fall() -> None:
+    """A worker is lost, its rank is another one's, a process begins anew."""
+    picture = Picture()
+    picture.hear(0, of(0, 2, 10), 1.0)
+    picture.hear(1, of(1, 2, 10), 1.0)
+    picture.hear(1, of(1, 2, 15), 2.0)
+    picture.gone(0)
+    picture.hear(1, of(0, 1, 20, epoch=1), 3.0)
+    assert picture.sums["allreduce", True, 0].calls == 30
+    assert picture.ranks[0].share.calls == 15 and picture.ranks[1].share.calls == 15
+    picture.hear(1, of(0, 1, 2, epoch=1), 4.0)  # it has called init again
+    assert picture.sums["allreduce", True, 0].calls == 32
+    assert picture.ranks[0].share.calls == 17
+    assert sum(picture.sums["allreduce", True, 0].wait) == 32
+
+
+def test_what_is_in_a_difference() -> None:
+    now, before = of(0, 2, 10).sums, of(0, 2, 4).sums
+    (one,) = difference(now, before).values()
+    assert (one.calls, one.bytes, one.wait[9]) == (6, 6000, 6)
+    assert difference(now, now) == {}
+
+
+def test_process_sets_are_bounded() -> None:
+    picture = Picture()
+    for number in range(100):
+        sums = {("allreduce", True, number): Sums(calls=1)}
+        picture.hear(0, Sample(0, 1, sums=sums), float(number))
+    assert len(picture.sums) == 33
+    assert picture.sums["allreduce", True, OTHER].calls == 68
+
+
+def test_a_view_of_a_window() -> None:
+    picture = Picture()
+    for rank in range(3):
+        picture.hear(rank, of(rank, 3, 1000), 10.0)
+    window = picture.open(10.0)
+    for rank in range(3):
+        waits = [(True, call, 0 if rank == 2 else 9000) for call in range(100)]
+        told = of(rank, 3, 1100, waits=waits, place="a.py:3 in load", memory=5)
+        picture.hear(rank, told, 11.0)
+    seen = view.look(picture, window, 11.5)
+    assert [row.rank for row in seen.rows] == [0, 1, 2]
+    assert seen.hosts == 2 and seen.culprit == 2
+    row = seen.rows[2]
+    assert abs(seen.rate - 100) < 1e-6 and abs(row.waits - 0.1) < 1e-6
+    assert (row.last_in, row.memory) == (1.0, 5)
+    assert abs(row.late_by - 0.009) < 1e-9 and abs(row.silent - 0.5) < 1e-9
+    # 100 calls of 1,000 bytes, 4/3 of which pass each rank's link, in 10 ms.
+    assert abs(seen.busbw / (100_000 * 4 / 3 / 0.01) - 1) < 1e-6
+    assert view.from_message(json.loads(json.dumps(seen.message()))) == seen
+    text = report.block(seen)
+    assert "<- all wait for it" in text.splitlines()[-1]
+    assert "the slowest was rank 2" in report.summary(picture, 1.5)
+
+
+def test_a_rank_that_says_nothing_is_seen() -> None:
+    picture = Picture()
+    window = picture.open(0.0)
+    picture.hear(0, of(0, 2, 1), 1.0)
+    picture.hear(1, of(1, 2, 1), 20.0)
+    text = report.block(view.look(picture, window, 21.0))
+    assert "(no news for 20 s)" in text.splitlines()[2]
+    assert "no news" not in text.splitlines()[3]
+
+
+def test_an_older_epoch_says_nothing_about_this_one() -> None:
+    picture = Picture()
+    picture.hear(0, of(0, 2, 1, epoch=4), 1.0)
+    picture.hear(7, of(1, 3, 1, epoch=3), 1.0)
+    assert picture.size == 2 and list(picture.members()) == [0]
+
+
+def test_thinning_takes_the_same_calls_everywhere() -> None:
+    calls = [(False, number, 1) for number in range(1000)]
+    one, other = thinned(calls[:700], 256), thinned(calls[100:], 256)
+    assert 100 < len(one) <= 256 and 100 < len(other) <= 256
+    common = {number for _, number, _ in one} & {number for _, number, _ in other}
+    assert len(common) > 100
+    same = [(True, 5, 1)] * 1000
+    assert len(thinned(same, 256)) <= 256
+
+
+def test_a_step_is_found_among_calls() -> None:
+    def call(name: str, when: float) -> dict[str, Any]:
+        known = {"named": True, "set": 0, "op": "allreduce", "bytes": 4}
+        return {**known, "name": name, "entered": when}
+
+    steps = [
+        call(f"layer {layer}", 0.1 * number + 0.001 * layer)
+        for number in range(50)
+        for layer in range(3)
+    ]
+    rare = [call("commit", 1.0), call("commit", 4.0)]
+    assert abs(step(steps + rare) - 0.1) < 1e-6
+    assert step([]) == 0 and step([call("once", 1.0)]) == 0

@@ -1,0 +1,268 @@
+"""`ringjax top`: what it shows, in how many columns, and whom it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.launch import ROOT, environment
+
+from ringjax.monitor import sockets
+from ringjax.monitor.view import Row, View
+from ringjax.top import cli, screen, table
+from ringjax.top.attached import Attached, Ended, Status, status
+
+RECORDED = (ROOT / "docs/pictures/top.json").read_bytes()
+
+
+def _large(ranks: int = 500) -> Status:
+    rows = [
+        Row(
+            *(rank, rank),
+            host=f"a-host-with-a-long-name-{rank}",
+            waits=1.0,
+            moves=1.0,
+            last_in=1.0 if rank == 400 else 0.0,
+            late_by=123.456,
+            busbw=123.4e9,
+            memory=(1 << 40) - 1,
+            place="a_long_name_of_a_file.py:12345 in a_long_name_of_a_function",
+            silent=9999.0 if rank == 450 else 0.1,
+        )
+        for rank in range(ranks)
+    ]
+    view = View(5.0, 123, ranks, ranks, 12345.6, 0.0123, 1e9, 400, rows)
+    events = [(1e6, "a rank was lost " * 20), (0.0, "x")]
+    return Status(view, 1 << 22, "python " + "long " * 50, True, 1e6, 999, 999, events)
+
+
+@pytest.fixture(params=["recorded", "large", "empty"])
+def seen(request: pytest.FixtureRequest) -> Status:
+    if request.param == "recorded":
+        return status(RECORDED)
+    return _large() if request.param == "large" else Status(View(0.0))
+
+
+def test_text_fits_into_80_columns(seen: Status) -> None:
+    lines = list(table.lines(seen))
+    assert max(map(len, lines)) <= 80
+    assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (132, 50), (80, 14)])
+def test_the_screen_fits(seen: Status, width: int, height: int) -> None:
+    console = Console(width=width, height=height, file=io.StringIO(), record=True)
+    console.print(screen.picture(seen, width, height))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= height
+    assert f"ringjax top   {seen.command}"[:40] in lines[0]
+
+
+def test_of_many_ranks_those_are_shown_that_matter() -> None:
+    rows = [row.rank for row in table.chosen(_large(), 5)]
+    assert rows[-2:] == [400, 450] and len(rows) == 5
+    text = "\n".join(table.lines(_large(), most=5))
+    assert "... and 495 more" in text and "no news for 2:46:39" in text
+    assert "all wait for rank 400: last in 100% of the calls, 123 s late" in text
+
+
+def test_what_was_recorded() -> None:
+    text = "\n".join(table.lines(status(RECORDED)))
+    assert "4 ranks on 2 hosts" in text and "1 joined, 1 lost" in text
+    assert "node-b" in text and " <-" in text and "steps/s" in text
+    assert "was killed by signal 9" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{", b"[]", b"3", b"{}", b'{"view": 3}', b'{"view": {}}'),
+        b'{"view": {"seconds": 1, "rows": 5}}',
+        b'{"view": {"seconds": 1, "rows": [{}]}}',
+        b'{"view": {"seconds": 1}, "job": []}',
+        b'{"view": {"seconds": 1}, "events": [1]}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_message_of_somebody_else_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        status(text)
+
+
+def test_a_later_ringrun_may_say_more() -> None:
+    message = json.loads(RECORDED)
+    message["view"]["new"] = message["view"]["rows"][0]["new"] = message["new"] = 1
+    assert status(json.dumps(message).encode()) == status(RECORDED)
+
+
+# Finding the job.
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    deep = tmp_path / ("deep" * 30)  # longer than an address may be
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    yield sockets.folder()
+
+
+def test_the_socket_is_for_its_user_alone(place: Path) -> None:
+    with sockets.listen()[0] as sock:
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+        (path,) = place.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert cli.find(None) == path == cli.find(str(os.getpid()))
+        with sockets.connect(path):
+            pass
+        with sockets.listen()[0] as other:  # of a second job of this process
+            assert other is not sock
+            assert len(list(place.iterdir())) == 2
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o707])
+def test_a_folder_that_others_may_enter_is_not_used(place: Path, mode: int) -> None:
+    place.mkdir()
+    place.chmod(mode)
+    with pytest.raises(PermissionError):
+        sockets.listen()
+    assert sockets.jobs() == {}
+
+
+def test_a_folder_behind_a_link_is_not_used(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    place.symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError):
+        sockets.listen()
+
+
+def test_what_a_killed_ringrun_has_left_is_removed(place: Path) -> None:
+    place.mkdir(mode=0o700)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name in (f"{ended.pid}-0.sock", "notes.txt"):
+        (place / name).touch()
+    assert sockets.jobs() == {}
+    assert [path.name for path in place.iterdir()] == ["notes.txt"]
+
+
+def test_which_job_is_meant(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {None: "no running job", "1": "no ringrun 1", "x": "'x' is no process id"}
+    for wanted, why in missing.items():
+        with pytest.raises(sockets.NoJob, match=why):
+            cli.find(wanted)
+    with sockets.listen()[0]:
+        (path,) = place.iterdir()
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as other:
+            monkeypatch.chdir(place)
+            other.bind("1-0.sock")
+            other.listen()
+            with pytest.raises(sockets.NoJob, match="several jobs run: 1, "):
+                cli.find(None)
+            assert cli.find(str(os.getpid())) == path
+
+
+class Ringrun:
+    """Plays it: each who connects gets these bytes, and then nothing more.
+
+    Args:
+        hangs: the connection stays open.
+    """
+
+    def __init__(self, data: bytes, hangs: bool = False) -> None:
+        self._data, self._hangs = data, hangs
+        self._listener, self.path = sockets.listen()
+        self._listener.settimeout(0.05)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Ringrun:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            while not self._over.is_set():
+                with contextlib.suppress(TimeoutError, BrokenPipeError):
+                    sock, _ = self._listener.accept()
+                    sock.settimeout(5)
+                    stack.callback(sock.close)
+                    sock.sendall(self._data)
+                    if not self._hangs:
+                        sock.close()
+
+
+MESSAGE = json.dumps(json.loads(RECORDED)).encode() + b"\n"
+
+
+def _top(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ringjax", "top", *words],
+        env=environment("top", {"TMPDIR": str(place.parent)}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=40,
+    )
+
+
+def test_once_prints_one_block(place: Path) -> None:
+    with Ringrun(MESSAGE * 3, hangs=True):
+        done = _top(place, "--once")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.count("4 ranks on 2 hosts") == 1
+    assert "\x1b" not in done.stdout  # it is no terminal
+
+
+def test_the_end_of_a_job_is_said(place: Path) -> None:
+    with Ringrun(MESSAGE * 3):
+        done = _top(place)
+    assert done.returncode == 0 and "4 ranks on 2 hosts" in done.stdout
+    assert done.stderr == "ringjax top: the job is over\n"
+
+
+@pytest.mark.parametrize("data", [b"nonsense\n", b"\xff\xfe\n", b'{"view": 3}\n'])
+def test_nonsense_is_an_error_and_no_traceback(place: Path, data: bytes) -> None:
+    with Ringrun(data, hangs=True):
+        done = _top(place, "--once")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("ringjax top: ") and done.stderr.count("\n") == 1
+
+
+def test_no_job_is_said(place: Path) -> None:
+    done = _top(place)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ringjax top: no running job of this user is found")
+
+
+def test_the_newest_message_counts(place: Path) -> None:
+    older = json.dumps({**json.loads(RECORDED), "job": {"pid": 1}}).encode() + b"\n"
+    with Ringrun(older + MESSAGE, hangs=True) as ringrun:
+        job = Attached(ringrun.path)
+        with contextlib.closing(job):
+            found = job.read(5.0)
+            assert found is not None and found.pid != 1
+            assert job.read(0.05) is None
+
+
+def test_a_connection_that_ends_is_told(place: Path) -> None:
+    with Ringrun(b"") as ringrun:
+        job = Attached(ringrun.path)
+        with contextlib.closing(job), pytest.raises(Ended):
+            job.read(5.0)
