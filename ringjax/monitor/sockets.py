@@ -12,6 +12,7 @@ import re
 import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from ringjax.control.handshake import peer_uid
@@ -91,8 +92,7 @@ def connect(path: Path) -> socket.socket:
     try:
         fd = _opened(path.parent)
         try:
-            sock.settimeout(_ANSWER)
-            sock.connect(f"/proc/self/fd/{fd}/{path.name}")
+            _reach(sock, f"/proc/self/fd/{fd}/{path.name}")
         finally:
             os.close(fd)
         if (uid := peer_uid(sock)) != os.geteuid():
@@ -101,6 +101,18 @@ def connect(path: Path) -> socket.socket:
         sock.close()
         raise NoJob(f"{path}: {error.strerror or error}") from None
     return sock
+
+
+def _reach(sock: socket.socket, address: str) -> None:
+    deadline = time.monotonic() + _ANSWER
+    while True:
+        try:
+            sock.settimeout(_ANSWER)
+            return sock.connect(address)
+        except BlockingIOError:  # others wait there, too
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _is_alive(path: Path) -> bool:

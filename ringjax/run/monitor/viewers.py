@@ -1,7 +1,7 @@
 """Those who look at a job with `ringjax top`: they get a message a second.
 
 In ringrun's loop, and never waited for: who has not taken a message yet gets no other,
-and after a while none any more.
+and after a while none any more. Of too many the one that came first has to go.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class Viewers:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            if len(self._viewers) >= _MOST or peer_uid(sock) != os.geteuid():
+            if peer_uid(sock) != os.geteuid():
                 sock.close()
                 return
+            while len(self._viewers) >= _MOST:
+                self._forget(self._viewers[0])
             sock.setblocking(False)
             viewer = _Viewer(sock)
             self._viewers.append(viewer)

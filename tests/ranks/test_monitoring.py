@@ -1,0 +1,482 @@
+"""Looking at jobs that run: metrics, `ringjax top`, and lookers that mean no good."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support import leaks
+from support.launch import Job, StartJob, environment
+
+from ringjax.monitor import sockets
+from ringjax.top.attached import Attached, Status
+
+# Rank 1 is late for every step; ends when a file is there.
+STEPS = """
+import os, signal, sys, time
+import numpy as np
+import ringjax
+from ringjax import eager, elastic
+
+ringjax.init()
+end, lose = os.environ["FOLDER"] + "/end", os.environ["FOLDER"] + "/lose"
+
+def load():
+    time.sleep(0.02)
+
+def step():
+    time.sleep(0.005)
+    if ringjax.rank() == 1:
+        load()
+    eager.allreduce(np.ones(50_000, "f4"), name="gradients")
+    over = np.array([os.path.exists(end)], "f8")
+    return bool(eager.allreduce(over, ringjax.Max, name="over")[0])
+"""
+STATIC = f"{STEPS}\nwhile not step():\n    pass\n"
+ELASTIC = (
+    STEPS
+    + """
+state = elastic.State(step=0)
+
+@elastic.run
+def train(state):
+    while not step():
+        state.step += 1
+        if state.step % 10 == 0:
+            state.commit()
+        if os.environ["RINGJAX_WORKER"] == "2" and os.path.exists(lose):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(state)
+"""
+)
+
+
+class Watched:
+    """A job and a folder whose files tell it what to do."""
+
+    def __init__(self, start_job: StartJob, folder: Path) -> None:
+        self._start, self.folder = start_job, folder
+        self.temporary = folder / "t"
+        self.temporary.mkdir()
+
+    def start(self, np: int, script: str, *options: str, **env: str) -> Job:
+        given = {"FOLDER": str(self.folder), "TMPDIR": str(self.temporary)}
+        self.job = self._start(np, script, {**given, **env}, options)
+        return self.job
+
+    def url(self) -> str:
+        """Where its metrics are."""
+        found: list[str] = []
+
+        def look() -> list[str]:
+            text = self.job.launcher_output()
+            found.extend(re.findall(r"ringrun: metrics: (http://\S+)", text))
+            return [] if found else ["no address"]
+
+        assert not leaks.settle(look, 20), self.job.logs()
+        return found[0]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Sums and gauges by name, then by their labels' values."""
+        with urllib.request.urlopen(self.url(), timeout=5) as answer:
+            text = answer.read().decode()
+        return {
+            sample.name: {
+                ",".join(s.labels.values()): s.value
+                for s in family.samples
+                if s.name == sample.name
+            }
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if not sample.name.endswith("_bucket")
+        }
+
+    def wait_for(self, done: Callable[[dict[str, dict[str, float]]], bool]) -> Any:
+        """The metrics, once they are so."""
+        found: list[dict[str, dict[str, float]]] = [{}]
+
+        def look() -> list[str]:
+            found[0] = self.metrics()
+            return [] if done(found[0]) else ["not yet"]
+
+        assert not leaks.settle(look, 30), (found[0], self.job.logs())
+        return found[0]
+
+    def attach(self) -> Attached:
+        """As `ringjax top` does."""
+        return Attached(self.path())
+
+    def path(self) -> Path:
+        """ringrun's socket."""
+        place = self.temporary / sockets.folder().name
+        name = f"{self.job.pid}-0.sock"
+        assert not leaks.settle(
+            lambda: [] if (place / name).exists() else ["no socket"], 20
+        )
+        return place / name
+
+    def end(self) -> None:
+        """It ends, and all is well."""
+        (self.folder / "end").touch()
+        assert self.job.wait(30) == 0, self.job.logs()
+        assert not self.path_is_left()
+
+    def path_is_left(self) -> bool:
+        """Whether something of ringrun's is still there."""
+        return bool(list(self.temporary.rglob("*.sock")))
+
+
+@pytest.fixture
+def watched(start_job: StartJob, tmp_path: Path) -> Watched:
+    return Watched(start_job, tmp_path)
+
+
+def _moves(job: Attached, seconds: float = 20.0) -> Iterator[Status]:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if (status := job.read(left)) is not None:
+            yield status
+
+
+def _until(job: Attached, done: Callable[[Status], bool]) -> Status:
+    last: Status | None = None
+    for last in _moves(job):
+        if done(last):
+            return last
+    pytest.fail(f"never so: {last}")
+
+
+def test_metrics_of_a_job_on_two_hosts(watched: Watched) -> None:
+    hosts = ["-H", "localhost:1,other:2", "--agent-command", "env X={host}"]
+    watched.start(3, STATIC, "--metrics", "0", *hosts)
+    seen = watched.wait_for(
+        lambda m: (
+            len(m.get("ringjax_rank_calls_total", ())) == 3
+            and min(m["ringjax_rank_last_total"].values()) >= 0
+            and sum(m["ringjax_rank_last_total"].values()) > 60
+        )
+    )
+    assert seen["ringjax_ranks"] == {"": 3} and seen["ringjax_hosts"] == {"": 2}
+    assert set(seen["ringjax_rank_info"]) == {"0,localhost", "1,other", "2,other"}
+    delay = seen["ringjax_rank_delay_seconds_total"]
+    assert delay["1"] > 10 * max(delay["0"], delay["2"])
+    waits = seen["ringjax_rank_wait_seconds_total"]
+    assert waits["1"] < min(waits["0"], waits["2"])
+    size = seen["ringjax_collective_bytes_total"]
+    assert list(size) == ["allreduce,named,0"]
+    calls = seen["ringjax_collective_wait_seconds_count"]["allreduce,named,0"]
+    assert abs(size["allreduce,named,0"] - calls / 2 * 200_008) <= 3 * 200_008
+    assert min(seen["ringjax_rank_memory_bytes"].values()) > 1 << 20
+    watched.end()
+
+
+def test_metrics_of_a_job_with_losses_and_joins(watched: Watched) -> None:
+    watched.start(3, ELASTIC, "--min-np", "2", "--metrics", "0")
+    before = watched.wait_for(lambda m: len(m.get("ringjax_rank_calls_total", ())) == 3)
+    assert (before["ringjax_losses_total"], before["ringjax_epoch"]) == ({"": 0},) * 2
+    (watched.folder / "lose").touch()
+    after = watched.wait_for(
+        lambda m: (
+            m["ringjax_joins_total"][""] == 1
+            and len(m["ringjax_rank_memory_bytes"]) == 3
+        )
+    )
+    assert after["ringjax_losses_total"][""] == 1 and after["ringjax_epoch"][""] >= 2
+    for name in ("ringjax_rank_calls_total", "ringjax_collective_bytes_total"):
+        for labels, value in before[name].items():
+            assert after[name][labels] >= value, name  # of a worker that is lost, too
+    watched.end()
+
+
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed"
+)
+def test_prometheus_scrapes_it(watched: Watched) -> None:
+    token = watched.folder / "token"
+    token.touch(0o600)
+    token.write_text("0123456789abcdef")
+    options = ("--metrics", "0", "--metrics-token-file", str(token))
+    watched.start(2, STATIC, *options)
+    target = urllib.parse.urlsplit(watched.url()).netloc
+    config = watched.folder / "prometheus.yml"
+    scrape = {
+        "job_name": "ringjax",
+        "scrape_interval": "1s",
+        "static_configs": [{"targets": [target]}],
+        "authorization": {"credentials_file": str(token)},
+    }
+    config.write_text(json.dumps({"scrape_configs": [scrape]}))  # which is YAML, too
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={config}",
+            f"--storage.tsdb.path={watched.folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as prometheus:
+        try:
+            (late,) = _ask(port, "rate(ringjax_rank_delay_seconds_total[20s]) > 0.3")
+            assert late["metric"]["rank"] == "1" and float(late["value"][1]) < 1
+            quantile = (
+                "histogram_quantile(0.5, sum by (le)"
+                "(rate(ringjax_collective_move_seconds_bucket[20s])))"
+            )
+            (median,) = _ask(port, quantile)
+            assert 1e-6 < float(median["value"][1]) < 0.1
+            (up,) = _ask(port, 'up{job="ringjax"}')
+            assert up["value"][1] == "1"
+        finally:
+            prometheus.terminate()
+    watched.end()
+
+
+def _ask(port: int, query: str) -> list[dict[str, Any]]:
+    """Prometheus's answer, as soon as it has one."""
+    where = f"http://127.0.0.1:{port}/api/v1/query?"
+    found: list[list[dict[str, Any]]] = [[]]
+
+    def look() -> list[str]:
+        with contextlib.suppress(OSError):
+            url = where + urllib.parse.urlencode({"query": query})
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                result = json.load(answer)["data"]["result"]
+                found[0] = [one for one in result if one["value"][1] != "NaN"]
+        return [] if found[0] else ["no answer"]
+
+    assert not leaks.settle(look, 30), query
+    return found[0]
+
+
+def test_top_of_a_job_that_was_started_without_a_thought_of_it(
+    watched: Watched,
+) -> None:
+    watched.start(3, ELASTIC, "--min-np", "2")
+    with contextlib.closing(watched.attach()) as job:
+        seen = _until(job, lambda s: s.view.culprit == 1 and s.view.step > 0)
+        assert [row.rank for row in seen.view.rows] == [0, 1, 2]
+        assert 0.02 < seen.view.step < 0.5 and seen.view.rate > 4
+        assert seen.view.rows[1].place.endswith(("in load", "in step"))
+        assert seen.view.rows[0].waits > 0.3 > seen.view.rows[1].waits
+        assert seen.events == [] and seen.elastic and seen.pid == watched.job.pid
+        (watched.folder / "lose").touch()
+        seen = _until(job, lambda s: s.joins == 1 and len(s.view.rows) == 3)
+        assert seen.losses == 1 and len(seen.events) == 2
+        assert "killed by signal 9" in seen.events[0][1]
+        assert "joined as rank 2" in seen.events[1][1]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "ringjax", "top", "--once"],
+        env=environment("top", {"TMPDIR": str(watched.temporary)}),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks on 1 host" in done.stdout and "1 joined, 1 lost" in done.stdout
+    watched.end()
+
+
+def test_a_rank_that_is_stopped_is_seen_from_outside(watched: Watched) -> None:
+    watched.start(2, STATIC)
+    with contextlib.closing(watched.attach()) as job:
+        _until(job, lambda s: len(s.view.rows) == 2)
+        watched.job.kill(0, signal.SIGSTOP)
+        try:
+            seen = _until(job, lambda s: s.view.rows[0].silent > 2.5)
+            assert seen.view.rows[1].silent < 2.0
+        finally:
+            watched.job.kill(0, signal.SIGCONT)
+    watched.end()
+
+
+def test_nobody_is_asked_while_nobody_looks(watched: Watched) -> None:
+    """Not before somebody looks, and not any more when nobody does."""
+    watched.start(2, STATIC)
+    path = watched.path()
+    time.sleep(2)
+    traffic = _Traffic(watched)
+    time.sleep(1.5)
+    assert traffic.since() == 0
+    with contextlib.closing(Attached(path)) as job:
+        _until(job, lambda s: len(s.view.rows) == 2)
+        assert traffic.since() > 0
+    assert not leaks.settle(lambda: ["told"] * (traffic.since(0.5) > 0), 10)
+    watched.end()
+
+
+class _Traffic:
+    """System calls by which ringrun has read something: what ranks tell among them."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._pid = watched.job.pid
+        self._before = self._read()
+
+    def _read(self) -> int:
+        text = Path(f"/proc/{self._pid}/io").read_text()
+        return int(re.findall(r"rchar: (\d+)", text)[0])
+
+    def since(self, seconds: float = 0.0) -> int:
+        """Bytes since the last time, or within so much time."""
+        if seconds:
+            self._before = self._read()
+            time.sleep(seconds)
+        before, self._before = self._before, self._read()
+        return self._before - before
+
+
+VIEWERS = (b"\0" * 100_000, b"{" * 100_000, b"", b"x\n" * 1000, b"")
+CLIENTS = (b"\xff" * 1000, b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n")
+
+
+def test_lookers_that_hang_or_talk_nonsense_do_not_disturb_the_job(
+    watched: Watched,
+) -> None:
+    """More than there are places for: stopped, silent, talking, gone."""
+    watched.start(2, STATIC, "--metrics", "0")
+    path, url = watched.path(), urllib.parse.urlsplit(watched.url())
+    top = subprocess.Popen(
+        [sys.executable, "-P", "-m", "ringjax", "top"],
+        env=environment("top", {"TMPDIR": str(watched.temporary)}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(top.wait)
+        stack.callback(top.kill)
+        assert top.stdout is not None
+        stack.callback(top.stdout.close)
+        assert top.stdout.readline().startswith("job ")
+        os.kill(top.pid, signal.SIGSTOP)
+        assert url.hostname and url.port
+        for data in VIEWERS * 3:
+            sock = stack.enter_context(sockets.connect(path))
+            with contextlib.suppress(OSError):
+                sock.sendall(data)
+        for data in CLIENTS * 10:
+            where = url.hostname, url.port
+            sock = stack.enter_context(socket.create_connection(where, 5))
+            sock.sendall(data)
+        before = watched.metrics()["ringjax_rank_calls_total"]
+        # The job goes on meanwhile, and so does who looks properly.
+        watched.wait_for(
+            lambda m: m["ringjax_rank_calls_total"]["0"] > before.get("0", 0) + 100
+        )
+    with contextlib.closing(watched.attach()) as job:
+        _until(job, lambda s: len(s.view.rows) == 2)
+    watched.end()
+    lines = watched.job.launcher_output().splitlines()
+    assert [line for line in lines if not line.startswith("ringrun: metrics")] == []
+
+
+NONSENSE = """
+import os, socket, threading
+garbage = [
+    b"",
+    b"nonsense\\n",
+    b'{"id":99}\\n',
+    b'{"id":0}\\n' + b"[" * 100_000 + b"\\n",
+    b'{"id":0}\\n' + b'{"rank":0,"size":-1}\\n' * 100,
+    b'{"id":1}\\n' + b"x" * 400_000,
+    b'{"id":0}\\n{"rank":1e999,"size":2}\\n\\xff\\xfe\\n',
+    b'{"id":' + b"9" * 5000 + b"}\\n",
+]
+held = []
+
+def talk():
+    for data in garbage * 5:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect("\\0" + os.environ["RINGJAX_MONITOR"])
+        held.append(sock)
+        try:
+            sock.sendall(data)
+        except OSError:
+            pass
+
+threading.Thread(target=talk).start()
+"""
+
+
+def test_a_process_that_tells_nonsense_disturbs_nobody(watched: Watched) -> None:
+    watched.start(2, NONSENSE + STATIC, "--metrics", "0", "--report", "1")
+    watched.wait_for(
+        lambda m: min(m.get("ringjax_rank_calls_total", {"": 0}).values()) > 100
+    )
+    watched.end()
+    text = watched.job.launcher_output()
+    assert "<- all wait for it" in text and "nothing more is told" not in text
+
+
+def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
+    watched: Watched,
+) -> None:
+    """ringrun's own code fails, as if it had a mistake."""
+    broken = watched.folder / "sitecustomize.py"
+    broken.write_text(
+        "import sys\n"
+        "if sys.argv[0] == '-m' and 'ringjax.run' in sys.orig_argv:\n"
+        "    from ringjax.monitor import view\n"
+        "    def look(*_):\n"
+        "        raise ZeroDivisionError('a mistake')\n"
+        "    view.look = look\n"
+    )
+    path = f"{watched.folder}:{os.environ.get('PYTHONPATH', '')}"
+    watched.start(2, STATIC, "--report", "1", PYTHONPATH=path)
+    said = "nothing more is told of the ranks: ZeroDivisionError: a mistake"
+    assert not leaks.settle(
+        lambda: [] if said in watched.job.launcher_output() else ["no"], 20
+    ), watched.job.logs()
+    time.sleep(1)
+    watched.end()
+    assert watched.job.launcher_output().count("nothing more is told") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ["--metrics", "nonsense"],
+            "--metrics nonsense: expected PORT or ADDRESS:PORT",
+        ),
+        (["--metrics", "0.0.0.0:1"], "a token is needed"),
+        (
+            ["--metrics", "192.0.2.1:0", "--metrics-token-file", "TOKEN"],
+            "cannot listen",
+        ),
+        (
+            ["--metrics-file", "/nowhere/x.prom"],
+            "--metrics-file /nowhere/x.prom: No su",
+        ),
+        (["--metrics-file", "x.txt"], "expected NAME.prom"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    watched: Watched, options: list[str], why: str
+) -> None:
+    token = watched.folder / "token"
+    token.touch(0o600)
+    token.write_text("0123456789abcdef")
+    words = [str(token) if word == "TOKEN" else word for word in options]
+    job = watched.start(1, "print('it has started')", *words)
+    assert job.wait(20) in (1, 2)
+    assert why in job.launcher_output()
+    assert "it has started" not in job.output(0)
+    assert not watched.path_is_left()
