@@ -201,6 +201,15 @@ class Heartbeat:
             Calls and seconds of waiting and moving in all; (named, sequence,
             microseconds) of the last ones; where the program was seen.
         """
+    def ask_clock(self, times: int) -> None:
+        """Asks the first rank so often what its clock shows; itself asks nobody."""
+    def take_clocks(self) -> list[tuple[int, float, float, float]]:
+        """The answers since the last time.
+
+        Returns:
+            The rank that was asked; in seconds: our clock, by how much its clock is
+            ahead, and how long the way there and back took.
+        """
     def close(self) -> None: ...
 
 class CudaCommunicator:
@@ -312,6 +321,17 @@ class Recorder:
         """Seconds in which some call waited, and in which some call moved data."""
     def forget(self) -> None:
         """Begins anew."""
+    def keep(self, capacity: int) -> None:
+        """Keeps so many from now on; the newest stay."""
+    def lines_since(self, seen: int) -> tuple[int, int, bytes]:
+        """What was added after the first `seen`, as lines of JSON.
+
+        Returns:
+            How many were added now; how many after `seen` are not kept any more; the
+            lines, with seconds of `time.monotonic`.
+        """
+    def tell(self, timeline: Timeline | None) -> None:
+        """Tells it of each call from now on."""
     @property
     def count(self) -> int:
         """Of all that were ever added."""
@@ -320,8 +340,12 @@ class Recorder:
         """The path, once it has been written."""
 
 class Timeline:
-    def __init__(self, path: str, mark_rounds: bool) -> None:
-        """Replaces the file at `path`; StatusError INTERNAL if it cannot be written."""
+    def __init__(self, path: str, mark_rounds: bool, most_bytes: int = ...) -> None:
+        """Replaces the file at `path`; StatusError INTERNAL if it cannot be written.
+
+        `most_bytes` of it are kept, the newest: half of them in `path`, what was before
+        in `path`.1.
+        """
     def close(self) -> None:
         """Writes what has been reported; later reports go nowhere."""
 

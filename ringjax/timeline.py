@@ -1,8 +1,8 @@
-"""A timeline of the eager lanes: start and stop a Chrome trace while the job runs.
+"""A timeline of the collectives: start and stop a Chrome trace while the job runs.
 
 What is recorded and in which format is in xla_ext/engine/eager/timeline.h. Only rank 0
-writes, as in Horovod: a round tells it what every rank has submitted. Compiled programs
-are not in it: use `jax.profiler` for those.
+writes, as in Horovod: a round tells it what every rank has submitted. All ranks, on one
+time base, are in what profile/ writes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ __all__ = ["start_timeline", "stop_timeline"]
 def start_timeline(
     file_path: str | os.PathLike[str], mark_cycles: bool = False
 ) -> None:
-    """Begins to record what named operations do, on rank 0; nothing on other ranks.
+    """Begins to record all collectives, on rank 0; does nothing on other ranks.
+
+    Named operations are in it as Horovod has them. Calls of compiled programs have rows
+    with "(compiled)" behind the name, and of the ranks' marks only this rank's.
 
     Replaces the file, which is valid JSON at any time, and ends a recording that is
     under way. `RINGJAX_TIMELINE=path` (or `HOROVOD_TIMELINE`) begins one at `init`.
+    The newest part is kept: at 128 MB the file becomes `file_path` with ".1" behind
+    it, in place of an earlier one, and a new one begins.
 
     Args:
         file_path: where to write; open it with https://ui.perfetto.dev.

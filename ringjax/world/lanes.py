@@ -21,6 +21,7 @@ class Home(Protocol):
     """What `Lanes` needs of its world."""
 
     config: Config
+    recorder: _native.Recorder
 
     @property
     def cuda_for_lanes(self) -> dict[str, Any] | None:
@@ -89,6 +90,8 @@ class Lanes:
         before, self._timeline = self._timeline, timeline
         for lane in self.lanes.values():
             lane.set_timeline(timeline)
+        if before is not timeline:
+            self._home.recorder.tell(timeline)
         if before is not None:
             before.close()
 

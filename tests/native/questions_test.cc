@@ -255,6 +255,31 @@ TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
   CHECK(!endless.MustAsk(1e9, 0, 0) && !endless.MustWarn(1e9, 0));
 }
 
+TEST(AClockIsReadWithinHalfOfTheWay) {
+  World world({0, 0, 0});
+  const auto beats = Beating(world.ranks);
+  beats[0]->AskClock(5);  // asks nobody
+  beats[2]->AskClock(5);
+  beats[2]->AskClock(3);  // there are more under way
+  std::vector<ClockReading> readings;
+  CHECK(Until([&] {
+    for (const ClockReading& reading : beats[2]->TakeClocks())
+      readings.push_back(reading);
+    return readings.size() >= 5;
+  }));
+  CHECK_EQ(readings.size(), 5u);
+  for (const ClockReading& reading : readings) {
+    CHECK_EQ(reading.rank, 0);
+    CHECK(reading.trip > 0 && reading.trip < 5);
+    // Both have the same clock.
+    CHECK(std::abs(reading.ahead) <= reading.trip / 2);
+  }
+  CHECK(beats[0]->TakeClocks().empty() && beats[1]->TakeClocks().empty());
+  beats[0]->Stop();
+  beats[2]->AskClock(1);  // of nobody, without a harm
+  for (const auto& beat : beats) beat->Stop();
+}
+
 }  // namespace
 
 namespace testing_eager {

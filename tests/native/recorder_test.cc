@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -43,6 +44,65 @@ TEST(RecorderKeepsTheNewest) {
     CHECK_EQ(NameOf(latest[i]), std::to_string(i + 2));
   recorder.Forget();
   CHECK(recorder.Latest().empty() && recorder.totals().empty());
+}
+
+TEST(RecorderKeepsMoreOrLessFromNowOn) {
+  Recorder recorder(2, "rank 0", "");
+  const auto add = [&](int first, int end) {
+    for (int i = first; i < end; ++i) recorder.Add(Allreduce(std::to_string(i), 1, 1));
+  };
+  const auto names = [&] {
+    std::string all;
+    for (const Event& event : recorder.Latest()) all += NameOf(event);
+    return all;
+  };
+  add(0, 3);
+  CHECK_EQ(names(), "12");
+  recorder.Keep(4);
+  CHECK_EQ(names(), "12");
+  add(3, 6);
+  CHECK_EQ(names(), "2345");
+  recorder.Keep(3);
+  CHECK_EQ(names(), "345");
+  add(6, 7);
+  CHECK_EQ(names(), "456");
+}
+
+TEST(RecorderTellsWhatIsNewAndWhatIsLost) {
+  Recorder recorder(2, "rank 0", "");
+  uint64_t seen = 0, lost = 9;
+  CHECK_EQ(recorder.LinesSince(&seen, &lost), "");
+  CHECK(seen == 0 && lost == 0);
+  for (const char* name : {"a", "b", "c"}) recorder.Add(Allreduce(name, 1, 1));
+  const std::string lines = recorder.LinesSince(&seen, &lost);
+  CHECK(seen == 3 && lost == 1);
+  CHECK_EQ(std::count(lines.begin(), lines.end(), '\n'), 2);
+  CHECK(lines.find("\"b\"") < lines.find("\"c\""));
+  CHECK_EQ(recorder.LinesSince(&seen, &lost), "");
+  Event beside = Allreduce("d", 1, 1);
+  beside.beside = beside.device = true;
+  recorder.Add(beside);
+  const std::string one = recorder.LinesSince(&seen, &lost);
+  CHECK(lost == 0 && one.find("\"device\": true, \"beside\": true}") != one.npos);
+  recorder.Forget();
+  CHECK_EQ(recorder.LinesSince(&seen, &lost), "");
+  CHECK(seen == 0 && lost == 0);
+}
+
+TEST(RecorderTellsAListener) {
+  struct Ear final : Listener {
+    void Heard(const Event& event) override { heard += NameOf(event); }
+    std::string heard;
+  };
+  Recorder recorder(2, "rank 0", "");
+  const auto ear = std::make_shared<Ear>();
+  recorder.Add(Allreduce("a", 1, 1));
+  recorder.Tell(ear);
+  recorder.Add(Allreduce("b", 1, 1));
+  recorder.Tell(nullptr);
+  recorder.Add(Allreduce("c", 1, 1));
+  CHECK_EQ(ear->heard, "b");
+  CHECK_EQ(ear.use_count(), 1);
 }
 
 TEST(RecorderTellsWaitingFromMoving) {

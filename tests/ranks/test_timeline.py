@@ -1,9 +1,10 @@
-"""The timeline of named operations: what is in the file, when, and who writes."""
+"""The timeline: what is in the file, when, and who writes; compiled calls: jax/."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from support.rank_worker import World
 
 import ringjax
-from ringjax import eager, runtime, timeline
+from ringjax import _native, eager, runtime, timeline
 
 pytestmark = pytest.mark.launch("core")
 
@@ -91,6 +92,75 @@ def test_a_failed_operation_shows_why(world: World, tmp_path: Path) -> None:
     if world.rank == 0:
         found = [e | {"name": e.get("name", "")} for e in events(path)]
         assert "Mismatched shapes" in rows(found)["allreduce.bad"][-1]["args"]["error"]
+
+
+@pytest.mark.ranks(2)
+def test_an_empty_file_says_why(world: World, tmp_path: Path) -> None:
+    path = shared_path(world, tmp_path)
+    eager.barrier(name="together")
+    timeline.start_timeline(path)
+    if world.rank == 0:
+        head, note = events(path)
+        assert head["name"] == "start_time_since_epoch_in_micros"
+        assert "ended no collective" in note["name"]
+    eager.barrier(name="now")
+    timeline.stop_timeline()
+    if world.rank == 0:
+        assert "ended no collective" not in path.read_text()
+        assert events(path)
+
+
+def fill(path: Path, calls: int, most_bytes: int) -> None:
+    """So many calls of a communicator of one, each of another size."""
+    made = _native.Timeline(str(path), False, most_bytes=most_bytes)
+    recorder = _native.Recorder(8, "rank 0")
+    recorder.tell(made)
+    communicator = _native.Communicator(
+        id=0, name="world", job=0, epoch=0, rank=0, hosts=[0], members=[0], links=[],
+        doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
+        options={"recorder": recorder},
+    )  # fmt: skip
+    for number in range(calls):
+        x = np.ones(number + 1, np.float32)
+        communicator.execute(
+            _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"], [x], [x]
+        )
+    communicator.close()
+    recorder.tell(None)
+    made.close()
+
+
+def sizes(found: list[dict[str, Any]]) -> list[int]:
+    """Of the calls that have ended in a file."""
+    return [e["args"]["bytes"] for e in found if "bytes" in e.get("args", {})]
+
+
+def test_the_newest_part_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    fill(path, calls=200, most_bytes=8192)
+    parts = [events(path.with_name("trace.json.1")), events(path)]
+    for found in parts:
+        assert found[0]["name"] == "start_time_since_epoch_in_micros"
+        assert any(e["name"] == "process_name" for e in found if e["ph"] == "M")
+    kept = sizes(parts[0]) + sizes(parts[1])
+    assert 2 < len(kept) < 100
+    assert kept == [4 * n for n in range(201 - len(kept), 201)]
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) < 8192 + 1024
+
+
+def test_a_full_disk_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (6000, before[1])
+    )  # Python ignores SIGXFSZ
+    try:
+        fill(path, calls=300, most_bytes=1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    found = events(path)
+    assert 0 < path.stat().st_size <= 6000
+    assert sizes(found) == [4 * n for n in range(1, len(sizes(found)) + 1)]
 
 
 @pytest.mark.ranks(2)

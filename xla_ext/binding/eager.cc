@@ -177,12 +177,12 @@ std::shared_ptr<BoundLane> Make(std::shared_ptr<Communicator> communicator,
 
 void BindEager(nb::module_& m) {
   nb::class_<Timeline>(m, "Timeline")
-      .def(nb::new_([](const std::string& path, bool mark_rounds) {
-             auto timeline = Timeline::Open(path, mark_rounds);
+      .def(nb::new_([](const std::string& path, bool mark_rounds, uint64_t most_bytes) {
+             auto timeline = Timeline::Open(path, mark_rounds, most_bytes);
              Raise(timeline.status());
              return std::move(timeline.value());
            }),
-           "path"_a, "mark_rounds"_a)
+           "path"_a, "mark_rounds"_a, "most_bytes"_a = Timeline::kMostBytes)
       .def("close", [](Timeline& t) {
         nb::gil_scoped_release release;
         t.Close();

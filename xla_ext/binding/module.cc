@@ -235,6 +235,18 @@ nb::dict TakeWaits(Heartbeat& self) {
   return all;
 }
 
+nb::list TakeClocks(Heartbeat& self) {
+  std::vector<ClockReading> taken;
+  {
+    nb::gil_scoped_release release;
+    taken = self.TakeClocks();
+  }
+  nb::list all;
+  for (const ClockReading& c : taken)
+    all.append(nb::make_tuple(c.rank, c.when, c.ahead, c.trip));
+  return all;
+}
+
 void BindHeartbeat(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Heartbeat>(m, "Heartbeat")
@@ -255,6 +267,8 @@ void BindHeartbeat(nb::module_& m) {
       .def("share_waits", &Heartbeat::ShareWaits, "recorder"_a.none(), Unlocked())
       .def("say_where", &Heartbeat::SayWhere, "place"_a, Unlocked())
       .def("take_waits", &TakeWaits)
+      .def("ask_clock", &Heartbeat::AskClock, "times"_a, Unlocked())
+      .def("take_clocks", &TakeClocks)
       .def("close", &Heartbeat::Stop, Unlocked());
   m.def("waits_since", [](const Recorder& recorder, uint64_t seen) {
     const auto waits = WaitsSince(recorder, &seen, 4096);

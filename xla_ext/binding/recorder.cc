@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "binding/module.h"
+#include "engine/eager/timeline.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -88,6 +89,23 @@ void BindRecorder(nb::module_& m) {
              return nb::make_tuple(busy.waiting, busy.moving);
            })
       .def("forget", &Recorder::Forget)
+      .def("keep", &Recorder::Keep, "capacity"_a)
+      .def(
+          "lines_since",
+          [](const Recorder& r, uint64_t seen) {
+            uint64_t lost = 0;
+            std::string lines;
+            {
+              nb::gil_scoped_release release;
+              lines = r.LinesSince(&seen, &lost);
+            }
+            return nb::make_tuple(seen, lost, nb::bytes(lines.data(), lines.size()));
+          },
+          "seen"_a)
+      .def(
+          "tell",
+          [](Recorder& r, std::shared_ptr<Timeline> t) { r.Tell(std::move(t)); },
+          "timeline"_a.none())
       .def_prop_ro("count", &Recorder::count)
       .def_prop_ro("dumped", &Recorder::dumped);
 }

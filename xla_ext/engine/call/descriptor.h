@@ -47,6 +47,7 @@ struct Call {
   // Rows (dim 0) per rank, for each tensor one after another; see Problem::counts.
   std::vector<int64_t> rows;
   bool rows_known = false;  // alltoall: rows came from all ranks, so they fit together
+  bool beside = false;      // the program goes on meanwhile
 
   // Sets the three from numbers that came from outside, if there are such.
   Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);

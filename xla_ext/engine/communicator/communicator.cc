@@ -244,6 +244,7 @@ void Communicator::Report(const Call& call, Clock::time_point end, Code outcome)
   if (!options_.recorder || options_.named) return;  // a lane tells of its operations
   event_.op = call.op;
   event_.named = options_.named;
+  event_.beside = call.beside;
   event_.outcome = outcome;
   event_.set = options_.set;
   event_.epoch = options_.epoch;

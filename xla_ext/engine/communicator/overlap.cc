@@ -107,6 +107,7 @@ void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
   job->names = call.names;
   job->partition = call.partition;
   job->call = call;
+  job->call.beside = true;
   job->call.name = job->name;
   job->call.names = job->names;
   job->call.partition = job->partition;

@@ -1,6 +1,9 @@
 // Events as lines of JSON, and the thread that appends them. See timeline.h.
 #include "engine/eager/timeline.h"
 
+#include <stdio_ext.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
@@ -14,6 +17,14 @@ namespace {
 // The closing bracket is written behind every batch and overwritten by the next, so
 // that the file is whole whenever somebody looks.
 constexpr char kClose[] = "\n]\n";
+// What is reported in place of an event where the next file begins.
+constexpr char kNext[] = "";
+// In a file without events, which the first one takes the place of.
+constexpr char kEmpty[] =
+    ",\n{\"ph\":\"i\",\"name\":\"NOTHING YET: this rank has ended no collective while "
+    "the "
+    "timeline was open. Only rank 0 writes one, of the operations that it takes part in"
+    "\",\"s\":\"g\",\"pid\":0,\"ts\":0}";
 
 std::string Upper(std::string_view text) {
   std::string out(text);
@@ -25,30 +36,35 @@ std::string Upper(std::string_view text) {
 }  // namespace
 
 Result<std::shared_ptr<Timeline>> Timeline::Open(const std::string& path,
-                                                 bool mark_rounds) {
+                                                 bool mark_rounds,
+                                                 uint64_t most_bytes) {
   std::FILE* file = std::fopen(path.c_str(), "we");
   if (file == nullptr)
     return Status(Code::kInternal, "the timeline " + path +
                                        " cannot be written: " + std::strerror(errno));
-  return std::shared_ptr<Timeline>(new Timeline(file, mark_rounds));
+  return std::shared_ptr<Timeline>(new Timeline(path, file, mark_rounds, most_bytes));
 }
 
-Timeline::Timeline(std::FILE* file, bool mark_rounds)
-    : file_(file), mark_rounds_(mark_rounds), start_(std::chrono::steady_clock::now()) {
-  std::fputs("[\n]\n", file_);
+Timeline::Timeline(std::string path, std::FILE* file, bool mark_rounds,
+                   uint64_t most_bytes)
+    : path_(std::move(path)),
+      file_(file),
+      mark_rounds_(mark_rounds),
+      most_bytes_(most_bytes / 2),
+      start_(Clock::now()),
+      epoch_us_(std::chrono::duration_cast<std::chrono::microseconds>(
+                    std::chrono::system_clock::now().time_since_epoch())
+                    .count()) {
+  BeginFile();
+  std::fputs(kEmpty, file_);
+  std::fputs(kClose, file_);
   std::fflush(file_);
-  // Lays traces of several programs over each other.
-  const auto now = std::chrono::duration_cast<std::chrono::microseconds>(
-      std::chrono::system_clock::now().time_since_epoch());
-  Add("{\"ph\":\"M\",\"name\":\"start_time_since_epoch_in_micros\",\"pid\":0,\"args\":{"
-      "\"start_time_since_epoch_in_micros\":" +
-      std::to_string(now.count()) + "}}");
   writer_ = std::thread([this] { Write(); });
 }
 
 Timeline::~Timeline() {
   Close();
-  std::fclose(file_);
+  if (file_ != nullptr) std::fclose(file_);
 }
 
 void Timeline::Close() {
@@ -73,7 +89,7 @@ void Timeline::Submitted(const Row& row, int rank) {
   Place* place = PlaceOf(row);
   if (place->phase == Phase::kRunning) return;  // of another rank's next step
   if (place->phase == Phase::kIdle) {
-    Begin(*place, "NEGOTIATE_" + Upper(row.op));
+    Begin(*place, "NEGOTIATE_" + Upper(row.op), Stamp());
     place->phase = Phase::kNegotiating;
   }
   Add("{\"ph\":\"X\",\"name\":\"" + std::to_string(rank) +
@@ -83,8 +99,8 @@ void Timeline::Submitted(const Row& row, int rank) {
 void Timeline::Runs(const Row& row) {
   const std::lock_guard lock(mutex_);
   Place* place = PlaceOf(row);
-  if (place->phase == Phase::kNegotiating) End(*place);
-  Begin(*place, Upper(row.op));
+  if (place->phase == Phase::kNegotiating) End(*place, Stamp());
+  Begin(*place, Upper(row.op), Stamp());
   place->phase = Phase::kRunning;
 }
 
@@ -92,7 +108,7 @@ void Timeline::Ended(const Row& row, std::string_view what) {
   const std::lock_guard lock(mutex_);
   Place* place = PlaceOf(row);
   if (place->phase == Phase::kIdle) return;  // began before the file did
-  End(*place, "\"operation\":" + Quoted(what));
+  End(*place, Stamp(), "\"operation\":" + Quoted(what));
   place->phase = Phase::kIdle;
 }
 
@@ -100,57 +116,100 @@ void Timeline::Failed(const Row& row, std::string_view why) {
   const std::lock_guard lock(mutex_);
   Place* place = PlaceOf(row);
   if (place->phase == Phase::kIdle) return;
-  End(*place, "\"error\":" + Quoted(why));
+  End(*place, Stamp(), "\"error\":" + Quoted(why));
   place->phase = Phase::kIdle;
 }
 
-Timeline::Place* Timeline::PlaceOf(const Row& row) {
+// Calls of a lane are in the lanes' own reports, with every rank's mark.
+void Timeline::Heard(const Event& event) {
+  if (event.named || event.entered < start_) return;
+  const std::lock_guard lock(mutex_);
+  const std::string set =
+      event.set == 0 ? "" : "process set " + std::to_string(event.set);
+  const std::string_view op = ringjax::Name(event.op);
+  const std::string_view name(event.name, event.length);
+  const Place* place = PlaceOf({set, op, name}, " (compiled)");
+  const bool agreed = event.agreed != Clock::time_point();
+  Begin(*place, "NEGOTIATE_" + Upper(op), Stamp(event.entered));
+  Add("{\"ph\":\"X\",\"name\":\"0\",\"dur\":0,\"pid\":" +
+      std::to_string(place->number) + "," + Stamp(event.entered) + "}");
+  if (agreed) {
+    End(*place, Stamp(event.agreed));
+    Begin(*place, Upper(op), Stamp(event.agreed));
+  }
+  std::string arguments;
+  if (event.outcome == Code::kOk)
+    arguments = "\"bytes\":" + std::to_string(event.bytes) +
+                ",\"algorithm\":" + Quoted(event.algorithm) +
+                ",\"seq\":" + std::to_string(event.sequence);
+  else
+    arguments = "\"error\":\"it failed\"";
+  End(*place, Stamp(event.done), arguments);
+}
+
+Timeline::Place* Timeline::PlaceOf(const Row& row, std::string_view suffix) {
   std::string title(row.op);
   title.append(".").append(row.name);
   if (!row.set.empty()) title.append(" (").append(row.set).append(")");
+  title.append(suffix);
   auto [found, fresh] = places_.try_emplace(title);
   Place& place = found->second;
   if (fresh) {
     place.number = static_cast<int>(places_.size());
-    const std::string number = std::to_string(place.number);
-    Add("{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":" + number +
-        ",\"args\":{\"name\":" + Quoted(title) + "}}");
-    Add("{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":" + number +
-        ",\"args\":{\"sort_index\":" + number + "}}");
+    NameRow(title, place);
   }
   return &place;
 }
 
-void Timeline::Begin(const Place& place, std::string_view name) {
-  Add("{\"ph\":\"B\",\"name\":" + Quoted(name) +
-      ",\"pid\":" + std::to_string(place.number) + "," + Stamp() + "}");
+void Timeline::NameRow(const std::string& title, const Place& place) {
+  const std::string number = std::to_string(place.number);
+  Push("{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":" + number +
+       ",\"args\":{\"name\":" + Quoted(title) + "}}");
+  Push("{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":" + number +
+       ",\"args\":{\"sort_index\":" + number + "}}");
 }
 
-void Timeline::End(const Place& place, std::string_view arguments) {
+void Timeline::Begin(const Place& place, std::string_view name,
+                     const std::string& stamp) {
+  Add("{\"ph\":\"B\",\"name\":" + Quoted(name) +
+      ",\"pid\":" + std::to_string(place.number) + "," + stamp + "}");
+}
+
+void Timeline::End(const Place& place, const std::string& stamp,
+                   std::string_view arguments) {
   std::string event =
-      "{\"ph\":\"E\",\"pid\":" + std::to_string(place.number) + "," + Stamp();
+      "{\"ph\":\"E\",\"pid\":" + std::to_string(place.number) + "," + stamp;
   if (!arguments.empty()) event.append(",\"args\":{").append(arguments).append("}");
   Add(event + "}");
 }
 
-std::string Timeline::Stamp() const {
-  const auto since = std::chrono::steady_clock::now() - start_;
-  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(since);
+std::string Timeline::Stamp(Clock::time_point when) const {
+  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(when - start_);
   return "\"ts\":" + std::to_string(us.count());
 }
 
 void Timeline::Add(std::string event) {
-  if (stopping_ || bytes_ > kMostBytes) return;
+  if (stopping_) return;
+  if (bytes_ > most_bytes_) {
+    bytes_ = 0;
+    Push(kNext);
+    for (auto& [title, place] : places_) {
+      NameRow(title, place);
+      place.phase = Phase::kIdle;  // it began in the file before
+    }
+  }
+  Push(std::move(event));
+}
+
+void Timeline::Push(std::string event) {
   bytes_ += event.size() + 2;
-  if (bytes_ > kMostBytes)
-    event = "{\"ph\":\"i\",\"name\":\"FILE_IS_FULL\",\"s\":\"g\",\"pid\":0," + Stamp() +
-            "}";
   events_.push_back(std::move(event));
   if (events_.size() == 1) changed_.notify_one();
 }
 
+// -- the writer's --------------------------------------------------------------------
+
 void Timeline::Write() {
-  bool first = true;
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !events_.empty(); });
@@ -158,16 +217,52 @@ void Timeline::Write() {
     std::vector<std::string> batch;
     batch.swap(events_);
     lock.unlock();
-    std::fseek(file_, first ? -3 : -static_cast<long>(sizeof kClose - 1), SEEK_END);
-    for (const std::string& event : batch) {
-      std::fputs(first ? "\n" : ",\n", file_);
-      std::fputs(event.c_str(), file_);
-      first = false;
-    }
-    std::fputs(kClose, file_);
-    if (std::fflush(file_) != 0) std::clearerr(file_);  // a full disk stops no training
+    Append(batch);
     lock.lock();
   }
+}
+
+void Timeline::BeginFile() {
+  // Lays traces of several programs over each other.
+  std::fprintf(
+      file_,
+      "[\n{\"ph\":\"M\",\"name\":\"start_time_since_epoch_in_micros\",\"pid\":0,"
+      "\"args\":{\"start_time_since_epoch_in_micros\":%lld}}",
+      static_cast<long long>(epoch_us_));
+  end_ = std::ftell(file_);
+}
+
+void Timeline::Append(const std::vector<std::string>& batch) {
+  if (file_ != nullptr) std::fseek(file_, end_, SEEK_SET);
+  for (const std::string& event : batch) {
+    if (event == kNext) BeginNext();
+    if (file_ == nullptr) return;
+    if (event == kNext) continue;
+    std::fputs(",\n", file_);
+    std::fputs(event.c_str(), file_);
+  }
+  const long end = std::ftell(file_);
+  std::fputs(kClose, file_);
+  if (std::fflush(file_) == 0) {
+    end_ = end;
+  } else {  // a full disk stops no training: these events are left out
+    __fpurge(file_);
+    std::clearerr(file_);
+    std::fseek(file_, end_, SEEK_SET);
+    std::fputs(kClose, file_);
+    std::fflush(file_);
+  }
+  // The note of an empty file may be longer than its first events.
+  [[maybe_unused]] const int cut = ftruncate(fileno(file_), std::ftell(file_));
+}
+
+void Timeline::BeginNext() {
+  if (file_ == nullptr) return;
+  std::fputs(kClose, file_);
+  std::fclose(file_);
+  std::rename(path_.c_str(), (path_ + ".1").c_str());
+  file_ = std::fopen(path_.c_str(), "we");
+  if (file_ != nullptr) BeginFile();
 }
 
 }  // namespace ringjax

@@ -224,11 +224,12 @@ bool Heartbeat::Sensible(const Message& message) const {
         return state.peer.rank == message.culprit;
       });
   return known && message.magic == Message().magic && message.length <= kMostText &&
-         message.type >= Type::kBeat && message.type <= Type::kWaits &&
+         message.type >= Type::kBeat && message.type <= Type::kClock &&
          (message.type != Type::kAsk || message.length >= sizeof(AskHead)) &&
          (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead)) &&
          (message.type != Type::kLetGo || message.length >= sizeof(Gone)) &&
-         (message.type != Type::kWaits || message.length >= sizeof(WaitsHead));
+         (message.type != Type::kWaits || message.length >= sizeof(WaitsHead)) &&
+         (message.type != Type::kClock || message.length >= sizeof(ClockText));
 }
 
 // Takes one message off the input; false if there is none yet.
@@ -252,6 +253,7 @@ bool Heartbeat::Parse(State* state) {
   if (message.type == Type::kAnswer) OnAnswer(state, text);
   if (message.type == Type::kLetGo) OnLetGo(state, text);
   if (message.type == Type::kWaits) OnWaits(state, text);
+  if (message.type == Type::kClock) OnClock(state, text);
   if (message.type == Type::kFail) {
     text = Printable(text, kMostText);
     const bool itself = message.culprit < 0 || message.culprit == rank;

@@ -49,6 +49,12 @@ struct Waits {
   std::vector<Waited> latest;
   std::string place;  // where its program was seen last
 };
+// What the clock of another rank showed when ours showed `when`, in seconds.
+struct ClockReading {
+  int rank = 0;
+  double when = 0, ahead = 0;  // of ours, by so much
+  double trip = 0;             // there and back; half of it is the most of an error
+};
 // Of a recorder's calls those after `*seen`, which is moved on; the newest, if too
 // many.
 std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t most);
@@ -104,6 +110,11 @@ class Heartbeat : public Inquiry,
   // What the peers have told since the last time, by rank.
   std::map<int, Waits> TakeWaits();
 
+  // Clocks (clocks.cc). Asks the first rank so often what its clock shows, one question
+  // after the other; the first rank asks nobody.
+  void AskClock(int times);
+  std::vector<ClockReading> TakeClocks();  // the answers since the last time
+
   // For who was rung: the questions to this rank that wait for an answer.
   struct Asked {
     uint64_t newest = 0;              // its number; 0: there is none
@@ -114,7 +125,16 @@ class Heartbeat : public Inquiry,
   void Answer(uint64_t newest, const std::string& place);
 
  private:
-  enum class Type : uint8_t { kBeat = 1, kFail, kLeave, kAsk, kAnswer, kLetGo, kWaits };
+  enum class Type : uint8_t {
+    kBeat = 1,
+    kFail,
+    kLeave,
+    kAsk,
+    kAnswer,
+    kLetGo,
+    kWaits,
+    kClock
+  };
   struct Message {  // on the wire, followed by `length` bytes of text
     uint32_t magic = 0x42484752;
     Type type = Type::kBeat;
@@ -144,7 +164,11 @@ class Heartbeat : public Inquiry,
     uint64_t calls = 0;
     double wait = 0, move = 0;
   };
-  static constexpr size_t kMostGone = 4096;  // communicators of a peer
+  struct ClockText {  // the text of kClock, in seconds; a question has the first only
+    double asked = 0, came = 0, answered = 0;
+  };
+  static constexpr size_t kMostClocks = 256;  // readings, until somebody takes them
+  static constexpr size_t kMostGone = 4096;   // communicators of a peer
   struct AnswerHead {  // of the text of kAnswer, which goes on with the report
     uint32_t token = 0, entered = 0;
   };
@@ -206,6 +230,8 @@ class Heartbeat : public Inquiry,
   void OnLetGo(State* state, const std::string& text);
   void OnWaits(State* state, const std::string& text);
   void TellWaits();
+  void OnClock(State* state, const std::string& bytes);
+  void SendClock(State* state);  // with mutex_ held
   void AnswerWhatIsDue();
   void Reply(State* state, const AskHead& head, const std::string& place);
   std::shared_ptr<Communicator> Watched(int id) const;
@@ -225,6 +251,9 @@ class Heartbeat : public Inquiry,
   std::shared_ptr<Recorder> recorder_;  // whose waits are told, or null
   uint64_t shared_ = 0;                 // of its calls, those that were told
   std::string where_;
+  std::vector<ClockReading> clocks_;
+  int clocks_left_ = 0;     // questions still to be asked
+  double clock_asked_ = 0;  // when the last one was
   double last_look_ = 0;
   uint32_t token_ = 0;     // of the last own question
   uint64_t question_ = 0;  // number of the last one to us

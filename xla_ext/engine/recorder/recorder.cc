@@ -55,7 +55,8 @@ std::string LineOf(const Event& e, Event::Clock::time_point zero) {
          ", \"algorithm\": " + Quoted(e.algorithm) +
          ", \"entered\": " + At(e.entered, zero) +
          ", \"agreed\": " + At(e.agreed, zero) + ", \"done\": " + At(e.done, zero) +
-         "}\n";
+         (e.device ? ", \"device\": true" : "") +
+         (e.beside ? ", \"beside\": true" : "") + "}\n";
 }
 
 }  // namespace
@@ -81,19 +82,21 @@ double Event::wait_seconds() const {
 double Event::move_seconds() const { return Came(agreed) ? Seconds(done - agreed) : 0; }
 
 Recorder::Recorder(size_t capacity, std::string who, std::string path)
-    : capacity_(std::max<size_t>(capacity, 1)),
-      who_(std::move(who)),
-      path_(std::move(path)) {
+    : who_(std::move(who)),
+      path_(std::move(path)),
+      capacity_(std::max<size_t>(capacity, 1)) {
   ring_.reserve(capacity_);
 }
 
 void Recorder::Add(const Event& event) {
   const double waited = event.wait_seconds(), moved = event.move_seconds();
-  std::lock_guard lock(mutex_);
-  if (ring_.size() < capacity_)
+  std::unique_lock lock(mutex_);
+  if (ring_.size() < capacity_) {
     ring_.push_back(event);
-  else
-    ring_[count_ % capacity_] = event;
+  } else {
+    ring_[oldest_] = event;
+    oldest_ = (oldest_ + 1) % capacity_;
+  }
   ++count_;
   Totals& t = totals_[{event.set, event.named, event.op}];
   ++t.calls;
@@ -107,6 +110,9 @@ void Recorder::Add(const Event& event) {
   t.most_waited = std::max(t.most_waited, waited);
   ++t.wait[BucketOf(waited)];
   ++t.move[BucketOf(moved)];
+  const auto listener = listener_;
+  lock.unlock();
+  if (listener) listener->Heard(event);
 }
 
 void Recorder::AddDevice(const Key& key, double seconds) {
@@ -116,12 +122,43 @@ void Recorder::AddDevice(const Key& key, double seconds) {
 
 std::vector<Event> Recorder::Latest() const {
   std::lock_guard lock(mutex_);
-  std::vector<Event> latest = ring_;
-  if (count_ > capacity_)
-    std::rotate(latest.begin(),
-                latest.begin() + static_cast<std::ptrdiff_t>(count_ % capacity_),
-                latest.end());
-  return latest;
+  return InOrder(ring_.size());
+}
+
+// The last `most` of them, the oldest first. With mutex_ held.
+std::vector<Event> Recorder::InOrder(size_t most) const {
+  std::vector<Event> events;
+  events.reserve(most);
+  for (size_t i = ring_.size() - most; i < ring_.size(); ++i)
+    events.push_back(ring_[(oldest_ + i) % ring_.size()]);
+  return events;
+}
+
+void Recorder::Keep(size_t capacity) {
+  std::lock_guard lock(mutex_);
+  capacity_ = std::max<size_t>(capacity, 1);
+  ring_ = InOrder(std::min(ring_.size(), capacity_));
+  ring_.reserve(capacity_);
+  oldest_ = 0;
+}
+
+std::string Recorder::LinesSince(uint64_t* seen, uint64_t* lost) const {
+  std::vector<Event> fresh;
+  {
+    std::lock_guard lock(mutex_);
+    const uint64_t count = count_ - std::min(*seen, count_);
+    fresh = InOrder(std::min<uint64_t>(count, ring_.size()));
+    *lost = count - fresh.size();
+    *seen = count_;
+  }
+  std::string lines;
+  for (const Event& event : fresh) lines += LineOf(event, {});
+  return lines;
+}
+
+void Recorder::Tell(std::shared_ptr<Listener> listener) {
+  std::lock_guard lock(mutex_);
+  listener_.swap(listener);  // the one before goes without the lock
 }
 
 std::map<Recorder::Key, Totals> Recorder::totals() const {
@@ -142,6 +179,7 @@ uint64_t Recorder::count() const {
 void Recorder::Forget() {
   std::lock_guard lock(mutex_);
   ring_.clear();
+  oldest_ = 0;
   count_ = 0;
   totals_.clear();
   busy_ = {};

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -31,6 +32,7 @@ struct Event {
   Collective op = Collective::kBarrier;
   bool named = false;   // of an eager lane: the time from its submission on
   bool device = false;  // moved by a device, later than `done`
+  bool beside = false;  // of the program, which went on
   Code outcome = Code::kOk;
   uint8_t length = 0;  // of the name
   char name[kMostName];
@@ -67,6 +69,13 @@ struct Busy {
   double waiting = 0, moving = 0;
 };
 
+// Hears of calls at once, on the threads that have made them.
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  virtual void Heard(const Event& event) = 0;
+};
+
 class Recorder {
  public:
   using Key = std::tuple<int, bool, Collective>;  // set, named, op
@@ -78,6 +87,12 @@ class Recorder {
   void Add(const Event& event);  // from any thread
   void AddDevice(const Key& key, double seconds);
   std::vector<Event> Latest() const;  // the oldest first
+  // Keeps so many from now on; the newest stay.
+  void Keep(size_t capacity);
+  // Those after the first `*seen`, which is moved on, as lines of JSON with the seconds
+  // of Event::Clock; `*lost` of them are not kept any more.
+  std::string LinesSince(uint64_t* seen, uint64_t* lost) const;
+  void Tell(std::shared_ptr<Listener> listener);  // from now on; null: nobody
   std::map<Key, Totals> totals() const;
   Busy busy() const;
   uint64_t count() const;  // of all that were ever added
@@ -91,11 +106,14 @@ class Recorder {
 
  private:
   std::string Write(const std::string& reason) const;  // empty, or why not
+  std::vector<Event> InOrder(size_t most) const;
 
-  const size_t capacity_;
   const std::string who_, path_;
   mutable std::mutex mutex_;  // guards all below
+  size_t capacity_;
+  size_t oldest_ = 0;  // in a ring that is full
   std::vector<Event> ring_;
+  std::shared_ptr<Listener> listener_;
   uint64_t count_ = 0;
   std::map<Key, Totals> totals_;
   Busy busy_;
