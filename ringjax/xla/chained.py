@@ -18,7 +18,7 @@ from ringjax.ops import ReduceOp
 from ringjax.xla import buckets, jax_private, primitive, shards, ties
 from ringjax.xla.backward import Backward
 
-_chained_p = jax_private.new_primitive("allreduce_chained")
+_chained_p = jax_private.new_primitive("allreduce")
 
 
 def bucketed_allreduce(

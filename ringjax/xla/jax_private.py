@@ -32,8 +32,11 @@ Primitive = jax.extend.core.Primitive
 
 
 def new_primitive(name: str) -> Any:
-    """A primitive with several results that also works outside of jit."""
-    primitive = Primitive(name)
+    """A primitive with several results that also works outside of jit.
+
+    XLA names its instructions after it, and so do the traces of jax.profiler.
+    """
+    primitive = Primitive(f"ringjax.{name}")
     primitive.multiple_results = True
     _dispatch.simple_impl(primitive)
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -159,25 +162,26 @@ def register_lowering(primitive: Any, rule: Any, several: Any = None) -> None:
     function of its own, no two calls would share a block, and the tie would silently
     do nothing.
     """
+    name = primitive.name.removeprefix("ringjax.")
 
     def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        program = _program(ctx, primitive.name)
+        program = _program(ctx, name)
         _register_handlers("cpu")
         if program is None:
             return rule(ctx, "cpu", *operands, **params)
         return several(ctx, program, *operands, **params)
 
     def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-        _check_single(ctx, primitive.name)
+        _check_single(ctx, name)
         if not _lowering.only:
-            _check_communicator(primitive.name, params["comm"])
+            _check_communicator(name, params["comm"])
         _register_handlers("cuda")
         return rule(ctx, "cuda", *operands, **params)
 
     def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Any:
         platforms = "/".join(ctx.module_context.platforms)
         raise ValueError(
-            f"ringjax.{primitive.name}: `tensor` is on a {platforms} device, but the "
+            f"{primitive.name}: `tensor` is on a {platforms} device, but the "
             "JAX collectives run on CPU and CUDA devices only; set JAX_PLATFORMS=cpu"
         )
 

@@ -135,7 +135,7 @@ def test_auto_overlaps_on_cuda_only() -> None:
         grads = {"a": jnp.ones(2)}
         jaxpr = jax.make_jaxpr(tx.update)(grads, tx.init(grads))
         (found,) = [
-            e for e in equations(jaxpr.jaxpr) if e.primitive.name == "allreduce_chained"
+            e for e in equations(jaxpr.jaxpr) if e.primitive.name == "ringjax.allreduce"
         ]
         return found.params["overlapped"], found.params["overlapped_on_device"]
 
