@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ringjax.ops import Product as Product
     from ringjax.ops import Sum as Sum
     from ringjax.optim import allreduce_grads as allreduce_grads
+    from ringjax.profile import profile as profile
     from ringjax.run import run as run
     from ringjax.runtime import ProcessSet as ProcessSet
     from ringjax.runtime import add_process_set as add_process_set
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each name is defined; some are modules. `run` is one and can be called, too.
+# Where each name is defined; some are modules, and two of these can be called.
 _NAMES = {
     "runtime": """
         ProcessSet add_process_set cross_rank cross_size global_process_set init
@@ -104,7 +105,7 @@ _NAMES = {
         mpi_enabled mpi_threads_supported nccl_built rocm_built sycl_built
     """,
 }
-_MODULES = ("data", "eager", "elastic", "errors", "run")
+_MODULES = ("data", "eager", "elastic", "errors", "profile", "run")
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_HOME, *_MODULES])

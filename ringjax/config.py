@@ -272,7 +272,7 @@ class Config:
     timeline: str = _setting(
         "",
         str,
-        "file for a timeline of eager operations; DYNAMIC: none before start_timeline",
+        "file for a timeline of rank 0; DYNAMIC: none before start_timeline",
         "TIMELINE",
     )
     timeline_mark_cycles: bool = _setting(
@@ -301,6 +301,7 @@ class Config:
     monitor: str = _setting(
         "", str, "where this rank tells how it is; ringrun's agents set it"
     )
+    profile: str = _setting("", str, "folder for a profile of all ranks")
     record_dir: str = _setting(
         "",
         str,

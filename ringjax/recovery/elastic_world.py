@@ -131,6 +131,7 @@ class ElasticWorld(World):
         if self.generation is None:
             raise SystemExit(0)
         self.lanes.open_timeline()
+        self.open_profile()
 
     def wait_for_another(self, before: int) -> None:
         """Waits for another epoch than that one, or for what comes instead."""
@@ -166,6 +167,7 @@ class ElasticWorld(World):
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
+        self.end_profile()
         self.rehearsal.end()
         in_order = not (self.failed or self._end or self.dismissed)
         if self.recovery is not None:

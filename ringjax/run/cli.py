@@ -19,7 +19,7 @@ from ringjax import stderr
 from ringjax.config import Config
 from ringjax.control import addresses
 from ringjax.errors import RingjaxError
-from ringjax.run import environ, options
+from ringjax.run import environ, options, profile_folder
 from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.host_command import Listening, Spec, check_agent_command
 from ringjax.run.start import job_of
@@ -87,6 +87,8 @@ def launch(args: argparse.Namespace) -> int:
     given = options.handed_on(args, base)
     changes = options.environment(args) | given
     config = Config.from_env({**base, **changes})
+    if config.profile:
+        changes["RINGJAX_PROFILE"] = profile_folder.prepare(config.profile)
     spec = Spec(
         command=args.command,
         env=environ.for_ranks(base, changes),
@@ -133,6 +135,8 @@ def launch(args: argparse.Namespace) -> int:
     outcome = job.run()
     if outcome.reason:
         job.console.note(outcome.reason)
+    if config.profile and not outcome.left:
+        profile_folder.bring_together(changes["RINGJAX_PROFILE"], job.console.note)
     signals.forget()
     if outcome.left and (text := allocations.requeue(base)):
         job.console.note(text)

@@ -301,9 +301,14 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
             help=f"steps with each setting that {'do not ' * (what[0] == 'w')}count",
         )
     add(
+        "--profile",
+        metavar="DIR",
+        help="what all ranks do when, for ui.perfetto.dev (RINGJAX_PROFILE)",
+    )
+    add(
         "--timeline-filename",
         metavar="FILE",
-        help="where rank 0 writes what eager operations do (RINGJAX_TIMELINE)",
+        help="where rank 0 writes what it does when (RINGJAX_TIMELINE)",
     )
     add(
         "--timeline-mark-cycles",
@@ -387,6 +392,7 @@ _VARIABLES = {
     "autotune_steps_per_sample": "RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE",
     **watching.VARIABLES,
     "timeline_filename": "RINGJAX_TIMELINE",
+    "profile": "RINGJAX_PROFILE",
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ringjax import _native, stderr
@@ -32,6 +33,7 @@ from ringjax.world.introduction import (
     host_names,
     listening_hosts,
 )
+from ringjax.world.profiling import Recording
 from ringjax.world.report import Reporter, to_standard_error
 from ringjax.world.telling import Teller
 from ringjax.world.whereabouts import Whereabouts
@@ -66,6 +68,7 @@ class World:
         self.secret = b""  # a job of one has none
         self._whereabouts: Whereabouts | None = None
         self._telling: Reporter | Teller | None = None
+        self._recording: Recording | None = None
         self.devices = devices.Devices(self, [0])
         self.lanes = lanes.Lanes(self)
         place = launch_environment.find(config)
@@ -103,6 +106,7 @@ class World:
         self.devices = devices.Devices(self, self._count_devices())
         self.lanes.add(0, self.sets[0], "world")
         self.lanes.open_timeline()
+        self.open_profile()
 
     def begin_recording(self, who: str, job: str) -> None:
         """Calls are heard of from now on, and told to who wants to know."""
@@ -113,6 +117,36 @@ class World:
             self._telling = Teller(self, config.monitor, own or 0)
         elif config.report > 0:
             self._telling = Reporter(self, config.report, to_standard_error)
+        self._named = (who, job[:8] or "alone")
+
+    def begin_profile(
+        self, directory: str, *, steps: int = 0, jax_trace: bool | None = None
+    ) -> Recording:
+        """Begins this rank's part of a profile; one that runs comes to its end.
+
+        Raises:
+            OSError: nothing can be written there.
+        """
+        self.end_profile()
+        who, run = self._named
+        self._recording = Recording(
+            *(self, Path(directory), run, who), steps=steps, jax_trace=jax_trace
+        )
+        return self._recording
+
+    def end_profile(self) -> None:
+        """Writes what is left of it. May be called twice."""
+        if self._recording is not None:
+            self._recording.end()
+
+    def open_profile(self) -> None:
+        """Begins the one that the settings ask for; the job does not depend on it."""
+        if not self.config.profile or self._recording is not None:
+            return
+        try:
+            self.begin_profile(self.config.profile)
+        except OSError as error:
+            self.log("warning", f"no profile of {self._named[0]}: {error}")
 
     def end_telling(self) -> None:
         """Last words about the calls of this rank. May be called twice."""
@@ -357,11 +391,13 @@ class World:
         self.devices.stop(text, self.rank)
         if self._epoch is not None:
             self._epoch.abort(text, self.rank)
+        self.end_profile()
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
         epoch, meeting = self._epoch, self._meeting
         self.end_telling()
+        self.end_profile()
         self.devices.close()  # first: what the devices still do needs all ranks
         self.lanes.close()
         if not self.failed:

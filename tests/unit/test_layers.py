@@ -23,7 +23,7 @@ NATIVE = ROOT / "xla_ext"
 FLOORS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
     | {"doctor", "top", "__main__"},
-    {"optim", "sync", "elastic", "observe", "tuning"},
+    {"optim", "sync", "elastic", "observe", "tuning", "profile"},
     {"collectives", "compression"},
     {"xla", "eager"},
     {"runtime", "timeline", "recovery", "world"},

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ringjax.control import open_files
 from ringjax.control.waiting import readable
 from ringjax.run import environ
-from ringjax.run.hosts import processes
+from ringjax.run.hosts import files, processes
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
 from ringjax.run.hosts.tellers import Tellers
 
@@ -53,6 +53,7 @@ class Agent:
         self._paused: list[tuple[int, Callable[[], None]]] = []
         self._ending: float | None = None
         self._watches = self._asked_back = False
+        self._began = time.time()
         self._wakeup, wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(wakeup, False)
@@ -117,6 +118,11 @@ class Agent:
                         self._children[name].signal(message["signal"], alone=alone)
             case "monitor":
                 self._tellers.ask(float(message["every"]))
+            case "fetch":
+                for piece in files.outgoing(message, self._began):
+                    self._say(piece)
+                    if self._channel is not None and self._pending > _BACKLOG:
+                        self._channel.flush(limit=10.0)
             case "end":
                 self._report(processes.sweep(limit=1.0))
                 self._ending = time.monotonic() + 0.5

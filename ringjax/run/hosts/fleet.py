@@ -22,6 +22,7 @@ from typing import Protocol
 
 from ringjax.run import environ, keyboard
 from ringjax.run.hosts.channel import Channel, Message
+from ringjax.run.hosts.files import Incoming
 from ringjax.run.hosts.host_command import Spec, agent_command, reach
 from ringjax.run.hosts.slots import is_local
 from ringjax.run.output import Console
@@ -98,6 +99,7 @@ class Fleet:
         self._own: dict[str, bool] = {}  # host -> whether it is this machine
         self._clients: dict[int, Agent] = {}  # by the name of their client
         self._errands: dict[int, _Errand] = {}
+        self._incoming: Incoming | None = None
         self._names = 0  # of clients and errands: they count downwards
         self._every = 0.0
         # Takes what a rank tells of itself: its number, a line.
@@ -330,6 +332,8 @@ class Fleet:
                 self.on_told(name, message["text"])
             case "asked back":
                 agent.asked_back = True
+            case "file" | "files" if self._incoming is not None:
+                self._incoming.take(message)
             case "bye":
                 agent.ended = True
 
@@ -412,6 +416,10 @@ class Fleet:
 
     def end(self, limit: float) -> None:
         """Have every agent kill what is left, and read the last output."""
+        if folder := self._spec.env.get("RINGJAX_PROFILE"):
+            self._incoming = Incoming(folder)
+            agents = list(self._remote.values())
+            self._incoming.fetch(agents, self._tell, self.turn, self._console.note)
         remote = list(self._remote.values())
         for agents in (remote, [self._local]):  # the local one holds the clients
             deadline = time.monotonic() + limit

@@ -1,0 +1,242 @@
+"""Where the time of a profile went, as numbers and as text.
+
+Of each rank: computing, moving data, waiting for others; and who was late. Named
+operations and buckets that overlap may run beside the program: of the latter the core
+knows for how long the program waited, of the former only that they were under way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+
+from ringjax.profile.clocks import TimeBase
+from ringjax.profile.exchanges import Exchange, Share, boundaries, covered, together
+from ringjax.profile.parts import Part, missing
+from ringjax.world.stragglers import COSTS, FEWEST
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank's time, in seconds of a step; of the whole profile if it has none.
+
+    Attributes:
+        steps: how many there are.
+        last_in: in which share of the exchanges it came last; `late_by`: how late then,
+            in the middle; `lost`: and in all.
+    """
+
+    part: Part
+    steps: int
+    step: float
+    computes: float
+    moves: float
+    waits: float
+    last_in: float
+    late_by: float
+    lost: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All parts, on one time base.
+
+    Raises:
+        NoProfile: from `read`, before it comes to this.
+    """
+
+    parts: Sequence[Part]
+    base: TimeBase
+    exchanges: Sequence[Exchange]
+
+    @classmethod
+    def of(cls, parts: list[Part]) -> Merged:
+        """Brings them together."""
+        base = TimeBase(parts)
+        return cls(parts, base, together(parts, base))
+
+
+def ranks(profile: Merged) -> list[Rank]:
+    """Of each rank what its time was spent on."""
+    shares: dict[int, list[Share]] = {id(part): [] for part in profile.parts}
+    late: dict[int, list[float]] = {id(part): [] for part in profile.parts}
+    sizes = Counter(m.epoch for part in profile.parts for m in part.members)
+    judged = 0
+    for exchange in profile.exchanges:
+        for share in exchange.shares:
+            shares[id(share.part)].append(share)
+        if (
+            exchange.number[1] == 0
+            and len(exchange.shares) == sizes[exchange.number[0]]
+        ):
+            judged += 1
+            late[id(exchange.last.part)].append(exchange.late_by)
+    return [
+        _rank(part, profile.base, shares[id(part)], late[id(part)], judged)
+        for part in profile.parts
+    ]
+
+
+def _rank(
+    part: Part, base: TimeBase, shares: list[Share], late: list[float], judged: int
+) -> Rank:
+    ends = boundaries(part, base)
+    steps = max(len(ends) - 1, 0)
+    if steps:
+        start, end = ends[0], ends[-1]
+    else:
+        start = min((share.entered for share in shares), default=0.0)
+        end = max((share.done for share in shares), default=0.0)
+    here = [share for share in shares if share.exposed]
+    within = covered(((s.entered, s.done) for s in here), start, end)
+    waits = covered(((s.entered, s.entered + s.wait) for s in here), start, end)
+    beside = _exposed(part, base, start, end)
+    each = max(steps, 1)
+    return Rank(
+        part,
+        steps,
+        median(b - a for a, b in pairwise(ends)) if steps else end - start,
+        max(end - start - within - beside, 0.0) / each,
+        (within - waits + beside) / each,
+        waits / each,
+        len(late) / judged if judged else 0.0,
+        median(late) if late else 0.0,
+        sum(late),
+        end - start,
+    )
+
+
+def _exposed(part: Part, base: TimeBase, start: float, end: float) -> float:
+    """Seconds in which the program waited for buckets that overlap."""
+    whens = [base.seconds(part, when) for when, _, _ in part.sent]
+
+    def until(when: float) -> float:
+        at = bisect_right(whens, when)
+        return part.sent[at - 1][2] if at else 0.0
+
+    return max(until(end + 0.5) - until(start), 0.0) if whens else 0.0
+
+
+def size(count: float) -> str:
+    """Of bytes, with three digits.
+
+    Example:
+        >>> size(8_400_000), size(12), size(2_600)
+        ('8.4 MB', '12 B', '2.6 kB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def text(profile: Merged, files: Iterable[str] = ()) -> str:
+    """What `show` prints: at most 80 columns, beside long names.
+
+    Args:
+        files: what was made of the profile, a line each.
+    """
+    found = ranks(profile)
+    lines = [_head(profile)]
+    lines += [_step(found), "", *_table(found), "", *_kinds(profile)]
+    if gone := missing(list(profile.parts)):
+        lines += ["", "missing:", *(f"  {sentence}" for sentence in gone)]
+    return "\n".join([*lines, *(["", *files] if files else [])])
+
+
+def _head(profile: Merged) -> str:
+    parts, base = profile.parts, profile.base
+    hosts = len({part.host for part in parts})
+    end = max((s.done for e in profile.exchanges for s in e.shares), default=0.0)
+    if base.error is None:
+        clocks = "clocks by the time of day: no rank was asked what its clock shows"
+    elif base.error:
+        clocks = f"clocks agree within {base.error * 1e6:.3g} µs"
+    else:
+        clocks = "one clock"
+    return (
+        f"{len(parts)} rank{'s' * (len(parts) > 1)} on {hosts} "
+        f"host{'s' * (hosts > 1)}, {len(profile.exchanges)} calls in {end:.3g} s; "
+        f"{clocks}"
+    )
+
+
+def _step(found: Sequence[Rank]) -> str:
+    """The mean of all ranks."""
+    computes, moves, waits = (
+        fmean(getattr(rank, name) for rank in found)
+        for name in ("computes", "moves", "waits")
+    )
+    whole = max(computes + moves + waits, 1e-12)
+    most = max(rank.steps for rank in found)
+    what = f"step {_ms(median(r.step for r in found))} ms, {most} of them"
+    if not most:
+        what = f"no steps seen, in all {_ms(median(r.step for r in found))} ms"
+    return (
+        f"{what}: compute {_ms(computes)} ({computes / whole:.0%}), exposed "
+        f"communication {_ms(moves)} ({moves / whole:.0%}), waiting {_ms(waits)} "
+        f"({waits / whole:.0%})"
+    )
+
+
+def _table(found: Sequence[Rank]) -> list[str]:
+    lines = [
+        f"{'':10} {'host':14} {'step':>8} {'compute':>8} {'comm':>8} {'wait':>8} "
+        f"{'last in':>8} {'late by':>8}"
+    ]
+    worst = max(found, key=lambda rank: rank.lost)
+    others = sum(rank.lost for rank in found) - worst.lost
+    named = worst.lost >= COSTS * worst.seconds and worst.lost > others
+    named = named and len(worst.part.calls) >= FEWEST
+    for rank in found:
+        times = (rank.step, rank.computes, rank.moves, rank.waits)
+        lines.append(
+            f"{rank.part.who:10} {rank.part.host[:14]:14} "
+            + " ".join(f"{_ms(seconds):>8}" for seconds in times)
+            + f" {rank.last_in:>8.0%} {_ms(rank.late_by):>8}"
+            + ("  <- all wait for it" if rank is worst and named else "")
+        )
+    return lines
+
+
+def _kinds(profile: Merged) -> list[str]:
+    """The operations that took longest, of the mean rank."""
+    totals: dict[tuple[str, str, str], list[float]] = {}
+    algorithms: dict[tuple[str, str, str], Counter[str]] = {}
+    for exchange in profile.exchanges:
+        for share in exchange.shares:
+            call = share.calls[0]
+            several = f" + {len(share.calls) - 1} more" * (len(share.calls) > 1)
+            key = (call.op, call.name + several, call.lane)
+            seen = totals.setdefault(key, [0.0] * 4)
+            for i, value in enumerate((1, share.bytes, share.wait, share.move)):
+                seen[i] += value
+            algorithms.setdefault(key, Counter())[call.algorithm or "-"] += 1
+    lines = [
+        f"{'operation':36} {'calls':>6} {'each':>8} {'wait':>7} {'move':>7} "
+        f"{'GB/s':>6}  algorithm"
+    ]
+    longest = sorted(totals, key=lambda k: sum(totals[k][2:]), reverse=True)
+    for key in longest[:10]:
+        count, total, waits, moves = totals[key]
+        speed = f"{total / moves / 1e9:.2f}" if moves > 0 else "-"
+        name = " ".join(key[:2]) + (" (jit)" if key[2] == "compiled" else "")
+        lines.append(
+            f"{name[:36]:36} {count / len(profile.parts):6.4g} "
+            f"{size(total / count):>8} {_ms(waits / count):>7} "
+            f"{_ms(moves / count):>7} {speed:>6}  "
+            f"{algorithms[key].most_common(1)[0][0]}"
+        )
+    if len(longest) > 10:
+        lines.append(f"... and {len(longest) - 10} more")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"

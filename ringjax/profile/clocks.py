@@ -1,0 +1,103 @@
+"""One time base for all parts: seconds since the profile began, on one rank's clock.
+
+Processes whose clock is the same one need nothing. Others have asked rank 0, again and
+again, what its clock shows. Of each minute the answer with the shortest way counts, and
+between two of these clocks are taken to drift evenly; the error is half of that way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import add
+
+from ringjax.profile.parts import Part
+
+MINUTE = 60.0
+
+
+class Offset:
+    """How far another clock is ahead of one, over time.
+
+    Args:
+        readings: (when, ahead, trip), in seconds of the one clock.
+
+    Example:
+        >>> offset = Offset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (61.0, 9.0, 8.0)])
+        >>> round(offset.ahead(30.0), 3), offset.error
+        (5.3, 0.1)
+    """
+
+    def __init__(self, readings: Iterable[tuple[float, float, float]]) -> None:
+        best: dict[int, tuple[float, float, float]] = {}
+        for reading in readings:
+            minute = int(reading[0] // MINUTE)
+            if minute not in best or reading[2] < best[minute][2]:
+                best[minute] = reading
+        self._all = [best[minute] for minute in sorted(best)]
+        self._whens = [when for when, _, _ in self._all]
+        self.error = max(trip for _, _, trip in self._all) / 2
+
+    def ahead(self, when: float) -> float:
+        """At that moment; beyond the first and the last reading as there."""
+        at = bisect(self._whens, when)
+        if at in (0, len(self._all)):
+            return self._all[max(at - 1, 0)][1]
+        (before, low, _), (after, high, _) = self._all[at - 1], self._all[at]
+        return low + (high - low) * (when - before) / (after - before)
+
+
+class TimeBase:
+    """Of some parts.
+
+    Attributes:
+        error: seconds by which times of two ranks may be wrong at most; None: unknown,
+            for some clocks only the wall clocks could be compared.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        first = min(parts, key=lambda p: (p.members[0].epoch, p.members[0].rank))
+        self._to_first: dict[str, Callable[[float], float]] = {first.clock: float}
+        self.error: float | None = 0.0
+        errors = {first.clock: 0.0}
+        edges = _edges(parts)
+        waiting = [first.clock]
+        while waiting:
+            known = waiting.pop(0)
+            for (asker, asked), offset in edges.items():
+                if asked == known and asker not in self._to_first:
+                    self._add(asker, offset, known)
+                    errors[asker] = errors[known] + offset.error
+                    waiting.append(asker)
+        for part in parts:
+            if part.clock not in self._to_first:
+                walls = (part.realtime - part.monotonic) - (
+                    first.realtime - first.monotonic
+                )
+                self._to_first[part.clock] = partial(add, walls)
+                self.error = None
+        if self.error is not None:
+            self.error = max(errors.values())
+        self.zero = min(self._to_first[part.clock](part.began) for part in parts)
+
+    def _add(self, clock: str, offset: Offset, known: str) -> None:
+        further = self._to_first[known]
+        self._to_first[clock] = lambda when: further(when + offset.ahead(when))
+
+    def seconds(self, part: Part, when: float) -> float:
+        """On the time base, of a moment on the clock of that part."""
+        return self._to_first[part.clock](when) - self.zero
+
+
+def _edges(parts: list[Part]) -> dict[tuple[str, str], Offset]:
+    clocks = {(m.epoch, m.rank): p.clock for p in parts for m in p.members}
+    readings: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for part in parts:
+        for one in part.readings:
+            asked = clocks.get((one.epoch, one.rank))
+            if asked is not None and asked != part.clock:
+                readings.setdefault((part.clock, asked), []).append(
+                    (one.when, one.ahead, one.trip)
+                )
+    return {pair: Offset(found) for pair, found in readings.items()}

@@ -1,0 +1,84 @@
+"""The picture in Perfetto's own format, as far as it is needed.
+
+Messages and fields: https://perfetto.dev/docs/reference/synthetic-track-event. Fields
+are written by number; the tests read them with Perfetto's own parser.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from ringjax.profile.rows import Process, Slice
+
+BEGIN, END, COUNTER = 1, 2, 4  # TrackEvent.Type
+SEQUENCE = 1
+PIDS = 1  # added to a rank's number: 0 is the kernel's idle task
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, value: bytes | str) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _packet(*fields: bytes) -> bytes:
+    return _bytes(1, b"".join((*fields, _number(10, SEQUENCE))))
+
+
+def _track(uuid: int, name: str, *more: bytes) -> bytes:
+    return _packet(_bytes(60, b"".join((_number(1, uuid), _bytes(2, name), *more))))
+
+
+def _event(seconds: float, kind: int, track: int, *fields: bytes) -> bytes:
+    event = b"".join((_number(9, kind), _number(11, track), *fields))
+    return _packet(_number(8, max(round(seconds * 1e9), 0)), _bytes(11, event))
+
+
+def packets(processes: Iterable[Process]) -> Iterator[bytes]:
+    """The trace, piece by piece; times are nanoseconds."""
+    numbers = count(1)
+    for process in processes:
+        uuid = next(numbers)
+        pid = process.number + PIDS
+        about = _number(1, pid) + _bytes(6, process.title)
+        yield _track(uuid, process.title, _bytes(3, about))
+        for index, row in enumerate(process.rows):
+            track = next(numbers)
+            thread = _number(1, pid) + _number(2, pid * 1000 + index)
+            yield _track(track, row.name, _bytes(4, thread + _bytes(5, row.name)))
+            for one in row.slices:
+                yield from _slice(one, track)
+        for (name, unit), values in process.counters.items():
+            track = next(numbers)
+            counter = _bytes(8, _bytes(6, unit))
+            yield _track(track, name, _number(5, uuid), counter)
+            for when, value in values:
+                double = _varint(44 << 3 | 1) + struct.pack("<d", value)
+                yield _event(when, COUNTER, track, double)
+
+
+def _slice(one: Slice, track: int) -> Iterator[bytes]:
+    fields = [_bytes(23, one.name)]
+    if one.flow:
+        fields.append(_varint(47 << 3 | 1) + struct.pack("<Q", one.flow))
+    for key, value in one.arguments.items():
+        told = _number(3, value) if isinstance(value, int) else _bytes(6, str(value))
+        fields.append(_bytes(4, _bytes(10, key) + told))
+    yield _event(one.start, BEGIN, track, *fields)
+    for inner in one.inner:
+        yield from _slice(inner, track)
+    yield _event(one.end, END, track)

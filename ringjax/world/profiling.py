@@ -1,0 +1,273 @@
+"""The recording of a profile on one rank: a thread that empties the recorder.
+
+Into a file, and beside the calls what is needed to lay all ranks on one time base, and
+what the links have carried. Merging and reading are in profile/.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ringjax import _native
+from ringjax.world.jax_trace import JaxTrace, loaded
+from ringjax.world.lanes import LANE
+from ringjax.world.part_file import PartFile
+from ringjax.world.record import KEPT
+
+FORMAT = 1
+POLL = 0.2  # seconds
+KEPT_MEANWHILE = 1 << 14  # calls between two polls
+QUESTIONS = 16  # of clocks, at the start and at the end
+ANSWERS = 0.03  # seconds for them
+JAX_SECONDS = 5.0  # of jax's trace, which is kept in memory
+PARTS = "parts"  # folder in that of the profile
+
+# What a call is: lane, operation, name, bytes, process set.
+Key = tuple[str, str, str, int, int]
+
+
+class Home(Protocol):
+    """What the recording needs of its world."""
+
+    recorder: _native.Recorder
+
+    def beats(self) -> tuple[_native.Heartbeat | None, int, Sequence[str]]:
+        """The heartbeat of now, this rank, and the names of the hosts by rank."""
+
+    @property
+    def communicators(self) -> dict[int, _native.Communicator]:
+        """Those of now."""
+
+    def log(self, level: str, text: str) -> None:
+        """One line on standard error, if the level is wanted."""
+
+
+def key_of(call: Mapping[str, Any]) -> Key:
+    """What calls of two steps have in common."""
+    return (call["lane"], call["op"], call["name"], call["bytes"], call["set"])
+
+
+def anchor(keys: Iterable[Key]) -> Key | None:
+    """The kind of call that comes once in each step, as far as that can be seen.
+
+    That with the most bytes in all, of those of the whole world; gradients, as a rule.
+
+    Args:
+        keys: of the calls in which all ranks had come.
+    """
+    total: Counter[Key] = Counter()
+    for key in keys:
+        if key[-1] == 0:
+            total[key] += key[-2] + 1
+    return max(total, key=lambda key: total[key], default=None)
+
+
+def clock_of_this_process() -> str:
+    """Alike for processes whose `time.monotonic` is the same clock."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return socket.gethostname()
+
+
+class Recording:
+    """Begins at once; ends by `end`, or by itself after `steps`.
+
+    Args:
+        directory: the profile's folder; the part gets into one below.
+        run: what the parts of all ranks of this profile are called alike.
+        who: "rank 3".
+        steps: 0: no end.
+        jax_trace: None: as soon as the program calls one of ours within JAX.
+
+    Raises:
+        OSError: nothing can be written there.
+
+    Attributes:
+        run: as it was given.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        directory: Path,
+        run: str,
+        who: str,
+        *,
+        steps: int = 0,
+        jax_trace: bool | None = None,
+    ) -> None:
+        self._home, self.run = home, run
+        self._steps, self._wants_jax = steps, jax_trace
+        name = f"{run}.{who.replace(' ', '-')}"
+        self._part = PartFile(
+            directory.absolute() / PARTS / f"{name}.jsonl",
+            lambda why: home.log("warning", f"the profile of {who} ends here: {why}"),
+        )
+        self._heartbeat: _native.Heartbeat | None = None
+        self._epoch = -1
+        self._sent: tuple[int, float] = (0, 0.0)
+        self._enough = False
+        self._asked = 0.0
+        self._jax: JaxTrace | None = None
+        self._jax_until = 0.0
+        self._calls: list[dict[str, Any]] = []  # only if steps are counted
+        self._stop = threading.Event()
+        home.recorder.keep(KEPT_MEANWHILE)
+        self._seen = home.recorder.count
+        self._part.head(
+            format=FORMAT,
+            run=run,
+            who=who,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            clock=clock_of_this_process(),
+            monotonic=time.monotonic(),
+            realtime=time.time(),
+        )
+        self._follow()
+        if jax_trace:
+            self._begin_jax()
+        self._thread = threading.Thread(
+            target=self._run, name="ringjax-profile", daemon=True
+        )
+        self._thread.start()
+
+    def mark(self) -> None:
+        """The program has come to the end of a step."""
+        self._part.say(step=time.monotonic())
+
+    def end(self) -> None:
+        """Writes what is left. May be called twice, and at any time."""
+        self._stop.set()
+        self._thread.join(30.0)
+
+    def _run(self) -> None:
+        why = ""
+        try:
+            while not self._stop.wait(POLL) and not self._turn():
+                pass
+            self._ask(QUESTIONS)
+            time.sleep(ANSWERS)
+            self._write_readings()
+            if self._stop.is_set():
+                self._turn()
+        except Exception as error:  # whatever it is, the program goes on
+            why = f"{type(error).__name__}: {error}"
+            self._home.log("warning", f"the profile ends here: {why}")
+        self._end_jax()
+        self._home.recorder.keep(KEPT)
+        self._part.say(end=time.monotonic(), why=why)
+        self._part.close()
+
+    def _turn(self) -> bool:
+        """Writes what is new; returns whether there have been enough steps."""
+        self._follow()
+        if time.monotonic() - self._asked > 1.0:
+            self._ask(2)
+        self._write_readings()
+        self._write_links()
+        self._seen, lost, lines = self._home.recorder.lines_since(self._seen)
+        if lost:
+            self._part.say(lost=lost, at=time.monotonic())
+        if self._enough:
+            return True
+        if self._steps:
+            lines = self._count(lines)
+        self._part.write(lines)
+        if self._wants_jax is None and loaded() and b'"compiled"' in lines:
+            self._begin_jax()
+        if self._jax is not None and time.monotonic() > self._jax_until:
+            self._end_jax()
+        return self._enough
+
+    def _count(self, lines: bytes) -> bytes:
+        """What of it belongs to the steps that are wanted."""
+        split = lines.splitlines(keepends=True)
+        before = len(self._calls)
+        self._calls += map(json.loads, split)
+        keys = [key_of(call) for call in self._calls]
+        agreed = (call["agreed"] is not None for call in self._calls)
+        kind = anchor(itertools.compress(keys, agreed))
+        places = [i for i, key in enumerate(keys) if key == kind]
+        self._enough = len(places) > self._steps
+        if not self._enough:
+            return lines
+        return b"".join(split[: max(places[self._steps] + 1 - before, 0)])
+
+    # Who this is now, and what its clock shows.
+
+    def _follow(self) -> None:
+        heartbeat, rank, hosts = self._home.beats()
+        communicator = self._home.communicators.get(0)
+        if communicator is None or communicator.epoch == self._epoch:
+            return
+        self._heartbeat, self._epoch = heartbeat, communicator.epoch
+        names = list(hosts) or [socket.gethostname()]
+        self._part.head(
+            epoch=self._epoch,
+            rank=rank,
+            size=len(names),
+            host=names[rank],
+            at=time.monotonic(),
+        )
+        self._ask(QUESTIONS)
+
+    def _ask(self, times: int) -> None:
+        self._asked = time.monotonic()
+        if self._heartbeat is not None:
+            self._heartbeat.ask_clock(times)
+
+    def _write_readings(self) -> None:
+        if self._heartbeat is None:
+            return
+        taken = self._heartbeat.take_clocks()
+        if taken:
+            rank, when, ahead, trip = min(taken, key=lambda reading: reading[3])
+            self._part.say(
+                clock=rank, epoch=self._epoch, when=when, ahead=ahead, trip=trip
+            )
+
+    def _write_links(self) -> None:
+        sent, exposed = 0, 0.0
+        for number, communicator in list(self._home.communicators.items()):
+            stats = communicator.stats()
+            if number < LANE:
+                exposed += stats.pop("overlap", {}).get("exposed_seconds", 0.0)
+            stats.pop("transports")
+            sent += sum(seen["sent_bytes"] for seen in stats.values())
+        if (sent, exposed) != self._sent:
+            self._sent = (sent, exposed)
+            self._part.say(sent=sent, exposed=exposed, at=time.monotonic())
+
+    # JAX's own trace.
+
+    def _begin_jax(self) -> None:
+        self._wants_jax = False
+        if not loaded():
+            return
+        try:
+            self._jax = JaxTrace(self._part.path.with_suffix(".jax"))
+            self._jax_until = time.monotonic() + JAX_SECONDS
+        except Exception as error:  # the program's own trace, for one
+            self._part.say(jax_absent=f"{type(error).__name__}: {error}")
+
+    def _end_jax(self) -> None:
+        trace, self._jax = self._jax, None
+        if trace is None:
+            return
+        try:
+            name, began = trace.end()
+            self._part.say(jax=name, began=began)
+        except Exception as error:
+            self._part.say(jax_absent=f"{type(error).__name__}: {error}")
