@@ -22,16 +22,17 @@ from ringjax.world.stragglers import COSTS, FEWEST
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank's time, in seconds of a step; of the whole profile if it has none.
+    """One rank's time, in seconds of a mean step; if it has none, of all.
 
     Attributes:
-        steps: how many there are.
+        steps: how many there are, `typical` the median of them.
         last_in: in which share of the exchanges it came last; `late_by`: how late then,
-            in the middle; `lost`: and in all.
+            in the middle, where it is worth a word; `lost`: and in all, if often.
     """
 
     part: Part
     steps: int
+    typical: float
     step: float
     computes: float
     moves: float
@@ -39,7 +40,6 @@ class Rank:
     last_in: float
     late_by: float
     lost: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +97,18 @@ def _rank(
     waits = covered(((s.entered, s.entered + s.wait) for s in here), start, end)
     beside = _exposed(part, base, start, end)
     each = max(steps, 1)
+    worth = [by for by in late if by >= COSTS * (end - start) / each]
     return Rank(
         part,
         steps,
         median(b - a for a, b in pairwise(ends)) if steps else end - start,
+        (end - start) / each,
         max(end - start - within - beside, 0.0) / each,
         (within - waits + beside) / each,
         waits / each,
         len(late) / judged if judged else 0.0,
-        median(late) if late else 0.0,
-        sum(late),
-        end - start,
+        median(worth or late or [0.0]),
+        len(worth) * median(worth) if len(worth) >= FEWEST else 0.0,
     )
 
 
@@ -175,33 +176,35 @@ def _step(found: Sequence[Rank]) -> str:
     )
     whole = max(computes + moves + waits, 1e-12)
     most = max(rank.steps for rank in found)
-    what = f"step {_ms(median(r.step for r in found))} ms, {most} of them"
-    if not most:
-        what = f"no steps seen, in all {_ms(median(r.step for r in found))} ms"
-    return (
-        f"{what}: compute {_ms(computes)} ({computes / whole:.0%}), exposed "
-        f"communication {_ms(moves)} ({moves / whole:.0%}), waiting {_ms(waits)} "
-        f"({waits / whole:.0%})"
-    )
+    typical = _ms(median(rank.typical for rank in found))
+    what = f"{most} steps of {typical} ms" if most else f"no steps; {typical} ms"
+    shares = (
+        f"{name} {_ms(seconds)} ({seconds / whole:.0%})"
+        for name, seconds in (
+            ("compute", computes), ("exposed comm", moves), ("waiting", waits)
+        )
+    )  # fmt: skip
+    return f"{what}   {'   '.join(shares)}"
 
 
 def _table(found: Sequence[Rank]) -> list[str]:
     lines = [
-        f"{'':10} {'host':14} {'step':>8} {'compute':>8} {'comm':>8} {'wait':>8} "
-        f"{'last in':>8} {'late by':>8}"
+        f"{'ms a step':10} {'host':10} {'all':>6} {'compute':>7} {'comm':>6} "
+        f"{'wait':>6} {'last in':>7} {'late by':>7}"
     ]
     worst = max(found, key=lambda rank: rank.lost)
     others = sum(rank.lost for rank in found) - worst.lost
-    named = worst.lost >= COSTS * worst.seconds and worst.lost > others
-    named = named and len(worst.part.calls) >= FEWEST
+    named = worst.lost > 2 * others
     for rank in found:
         times = (rank.step, rank.computes, rank.moves, rank.waits)
         lines.append(
-            f"{rank.part.who:10} {rank.part.host[:14]:14} "
-            + " ".join(f"{_ms(seconds):>8}" for seconds in times)
-            + f" {rank.last_in:>8.0%} {_ms(rank.late_by):>8}"
-            + ("  <- all wait for it" if rank is worst and named else "")
+            f"{rank.part.who:10} {rank.part.host[:10]:10} "
+            + "{:>6} {:>7} {:>6} {:>6}".format(*map(_ms, times))
+            + f" {rank.last_in:>7.0%} {_ms(rank.late_by):>7}"
+            + ("  <- slowest" if rank is worst and named else "")
         )
+    if any(call.lane == "named" for rank in found for call in rank.part.calls):
+        lines.append("named operations count while they are under way, exposed or not")
     return lines
 
 
@@ -219,7 +222,7 @@ def _kinds(profile: Merged) -> list[str]:
                 seen[i] += value
             algorithms.setdefault(key, Counter())[call.algorithm or "-"] += 1
     lines = [
-        f"{'operation':36} {'calls':>6} {'each':>8} {'wait':>7} {'move':>7} "
+        f"{'operation':30} {'calls':>6} {'each':>7} {'wait':>7} {'move':>7} "
         f"{'GB/s':>6}  algorithm"
     ]
     longest = sorted(totals, key=lambda k: sum(totals[k][2:]), reverse=True)
@@ -228,8 +231,8 @@ def _kinds(profile: Merged) -> list[str]:
         speed = f"{total / moves / 1e9:.2f}" if moves > 0 else "-"
         name = " ".join(key[:2]) + (" (jit)" if key[2] == "compiled" else "")
         lines.append(
-            f"{name[:36]:36} {count / len(profile.parts):6.4g} "
-            f"{size(total / count):>8} {_ms(waits / count):>7} "
+            f"{name[:30]:30} {count / len(profile.parts):6.4g} "
+            f"{size(total / count):>7} {_ms(waits / count):>7} "
             f"{_ms(moves / count):>7} {speed:>6}  "
             f"{algorithms[key].most_common(1)[0][0]}"
         )
@@ -239,4 +242,6 @@ def _kinds(profile: Merged) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+    """Milliseconds: three digits, and no more than two behind the point."""
+    ms = seconds * 1e3
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"

@@ -1,8 +1,8 @@
 """One time base for all parts: seconds since the profile began, on one rank's clock.
 
-Processes whose clock is the same one need nothing. Others have asked rank 0, again and
-again, what its clock shows. Of each minute the answer with the shortest way counts, and
-between two of these clocks are taken to drift evenly; the error is half of that way.
+Processes whose clock is the same one need nothing. Others have asked rank 0, again
+and again, what its clock shows. Of some seconds the answer with the shortest way
+counts, and between two of these clocks are taken to drift evenly; the error is half of that way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from operator import add
 
 from ringjax.profile.parts import Part
 
-MINUTE = 60.0
+SECONDS = 10.0
+ENDS = 1.0  # seconds: at both ends many questions are asked at once
 
 
 class Offset:
@@ -24,18 +25,22 @@ class Offset:
         readings: (when, ahead, trip), in seconds of the one clock.
 
     Example:
-        >>> offset = Offset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (61.0, 9.0, 8.0)])
+        >>> offset = Offset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (60.5, 9.0, 8.0)])
         >>> round(offset.ahead(30.0), 3), offset.error
         (5.3, 0.1)
     """
 
     def __init__(self, readings: Iterable[tuple[float, float, float]]) -> None:
-        best: dict[int, tuple[float, float, float]] = {}
-        for reading in readings:
-            minute = int(reading[0] // MINUTE)
-            if minute not in best or reading[2] < best[minute][2]:
-                best[minute] = reading
-        self._all = [best[minute] for minute in sorted(best)]
+        ordered = sorted(readings)
+        first, last = ordered[0][0] + ENDS, ordered[-1][0] - ENDS
+        best: dict[tuple[bool, bool, int], tuple[float, float, float]] = {}
+        for reading in ordered:
+            when, _, trip = reading
+            key = (when > first, when > max(first, last), int(when // SECONDS))
+            key = key if key == (True, False, key[2]) else (*key[:2], 0)
+            if key not in best or trip < best[key][2]:
+                best[key] = reading
+        self._all = sorted(best.values())
         self._whens = [when for when, _, _ in self._all]
         self.error = max(trip for _, _, trip in self._all) / 2
 

@@ -1,0 +1,318 @@
+"""Profiles of real jobs: in a program, of a whole job, and when something breaks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.doctor import needs_root
+from support.elastic_job import ElasticJob, jobs
+from support.launch import ROOT, StartJob
+from support.rank_worker import World
+
+import ringjax
+from ringjax import eager, runtime
+from ringjax.profile import archive, breakdown, parts
+
+
+def shared(folder: Path) -> Path:
+    """Rank 0's folder, on all ranks."""
+    return Path(runtime.current("test").exchange(str(folder), "a path")[0])
+
+
+@jax.jit
+def _reduce(x: jax.Array) -> jax.Array:
+    return ringjax.allreduce(x, name="y")
+
+
+def _step() -> None:
+    eager.allreduce(np.ones(10, np.float32), name="x")
+    jax.block_until_ready(_reduce(jnp.ones(1000)))
+
+
+def _merged(folder: Path) -> list[dict[str, Any]]:
+    with gzip.open(folder / archive.MERGED, "rt") as text:
+        found: list[dict[str, Any]] = json.load(text)["traceEvents"]
+    return found
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(1, 2, 3)
+def test_all_ranks_and_both_lanes(world: World, tmp_path: Path) -> None:
+    folder = shared(tmp_path) / "profile"
+    _step()
+    eager.barrier(name="before")
+    with ringjax.profile(folder):
+        for _ in range(5):
+            _step()
+    _step()
+    if world.rank != 0:
+        return
+    found = parts.read(folder)
+    assert [part.who for part in found] == [f"rank {r}" for r in range(world.size)]
+    for part in found:
+        assert part.end is not None
+        assert part.lost == 0
+        names = [(c.lane, c.name) for c in part.calls if c.name in "xy"]
+        assert names == [("named", "x"), ("compiled", "y")] * 5
+        assert all(
+            c.agreed is not None and c.entered <= c.agreed <= c.done for c in part.calls
+        )
+    assert parts.missing(found) == []
+    events = _merged(folder)
+    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"step", "jit lane", "eager lane"} <= lanes
+    for rank in range(world.size):
+        slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        assert [e["name"] for e in slices].count("allreduce y") == 5
+    # JAX's own, moved to where ours are.
+    ours = sorted(
+        e["ts"] for e in events if e["pid"] == 0 and e["name"] == "allreduce y"
+    )
+    theirs = sorted(
+        e["ts"] for e in events
+        if e["pid"] // 1_000_000 == 1 and e["name"] == "ringjax.allreduce"
+        and "hlo_op" in e["args"]
+    )  # fmt: skip
+    assert len(theirs) == 5
+    for mine, its in zip(ours, theirs, strict=True):
+        assert -100 < mine - its < 20_000  # microseconds; it begins a little before
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(1, 2, 3)
+def test_it_ends_after_so_many_steps(world: World, tmp_path: Path) -> None:
+    folder = shared(tmp_path) / "profile"
+    made = ringjax.profile(folder, steps=3, jax_trace=False)
+    until, over = time.monotonic() + 30, False
+    while not over:
+        _step()
+        assert time.monotonic() < until
+        done = np.array([parts.complete(folder, made._recording.run)], np.float64)
+        over = bool(eager.allreduce(done, name="done", op=ringjax.Min)[0])
+    made.stop()
+    if world.rank == 0:
+        for rank in breakdown.ranks(breakdown.Merged.of(parts.read(folder))):
+            assert rank.steps == 3
+        assert (folder / archive.ARCHIVE).exists()
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(2)
+def test_the_program_may_say_what_a_step_is(world: World, tmp_path: Path) -> None:
+    folder = shared(tmp_path) / "profile"
+    with ringjax.profile(folder, jax_trace=False) as made:
+        for _ in range(4):
+            for _ in range(3):
+                _step()
+            made.step()
+    if world.rank == 0:
+        for rank in breakdown.ranks(breakdown.Merged.of(parts.read(folder))):
+            assert rank.steps == 3
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(2)
+def test_a_trace_of_the_programs_own_goes_on(world: World, tmp_path: Path) -> None:
+    folder = shared(tmp_path) / "profile"
+    with jax.profiler.trace(str(tmp_path / "own")):
+        with ringjax.profile(folder):
+            _step()
+        _step()
+    assert list((tmp_path / "own").rglob("*.xplane.pb"))
+    eager.barrier(name="all have ended")
+    if world.rank == 0:
+        said = parts.missing(parts.read(folder))
+        assert len(said) == 2
+        assert all("without jax's own trace" in text for text in said)
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(2)
+def test_what_cannot_be_recorded_is_said_at_once(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="Not a directory"):
+        ringjax.profile(tmp_path / "file" / "below")
+    with pytest.raises(ValueError, match="steps must be positive"):
+        ringjax.profile(tmp_path, steps=0)
+
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+for step in range(40):
+    time.sleep(0.02 if ringjax.rank() == 1 else 0.01)
+    eager.allreduce(np.ones(1000), name="gradients")
+    if step == 20:
+        time.sleep(0.5)
+        exec(os.environ.get("RINGJAX_TEST_DEED", ""))
+"""
+
+
+def test_of_a_whole_job(start_job: StartJob, tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    job = start_job(3, SCRIPT, options=["--profile", str(folder)])
+    assert job.wait(60) == 0, job.logs()
+    text = job.launcher_output()
+    assert "39 steps of" in text
+    (line,) = re.findall(r"^rank 1 .*$", text, re.MULTILINE)
+    assert line.endswith("<- slowest"), text
+    assert "profile.tar: open it with https://ui.perfetto.dev" in text
+    assert {p.name for p in folder.iterdir()} == {
+        "parts", archive.ARCHIVE, archive.MERGED
+    }  # fmt: skip
+    show = [sys.executable, "-P", "-m", "ringjax.profile", "show", str(folder)]
+    done = subprocess.run(show, capture_output=True, text=True, timeout=50, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in text
+
+
+def test_a_rank_that_dies_leaves_what_it_had(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    folder = tmp_path / "profile"
+    deed = "if ringjax.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)"
+    job = start_job(
+        3, SCRIPT, options=["--profile", str(folder)], env={"RINGJAX_TEST_DEED": deed}
+    )
+    assert job.wait(60) == 137, job.logs()
+    text = job.launcher_output()
+    assert "rank 1: its file has no end" in text, job.logs()
+    assert "19 steps of" in text or "20 steps of" in text, text
+    found = parts.read(folder)
+    assert [len([c for c in p.calls if not c.code]) for p in found] == [21, 21, 21]
+    assert (folder / archive.ARCHIVE).exists()
+
+
+def test_a_full_disk_ends_the_profile_and_not_the_job(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    folder = tmp_path / "profile"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
+    job = start_job(2, limit + SCRIPT, options=["--profile", str(folder)])
+    assert job.wait(60) == 0, job.logs()
+    for rank in (0, 1):
+        found = re.findall(
+            r"the profile of rank (\d) ends here: (.*)", job.output(rank)
+        )
+        ((who, why),) = found
+        assert int(who) == rank
+        assert "File too large" in why
+    text = job.launcher_output()
+    assert "rank 0: its file has no end" in text
+    assert (folder / archive.ARCHIVE).exists()
+
+
+def test_an_impossible_folder_ends_ringrun_before_the_job(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    job = start_job(2, SCRIPT, options=["--profile", str(tmp_path / "file")])
+    assert job.wait(30) == 1
+    assert re.search(r"^ringrun: .*File exists", job.launcher_output(), re.MULTILINE)
+
+
+CLOCKS = """
+import os, sys, time
+if os.environ["RINGJAX_RANK"] != "0" and len(sys.argv) == 2:
+    ahead = 1000 * int(os.environ["RINGJAX_RANK"])
+    words = ["unshare", "-T", "--monotonic", str(ahead), "--fork", "--kill-child"]
+    os.execvp("unshare", [*words, sys.executable, *sys.argv, "there"])
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+with ringjax.profile(sys.argv[1]):
+    for _ in range(150):
+        eager.barrier(name="b")
+        time.sleep(0.01)
+"""
+
+
+@needs_root("unshare")
+def test_clocks_of_two_namespaces_agree_within_half_a_round_trip(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    """Each rank's clock is ahead by 1000 s times its number; exactly so."""
+    if subprocess.run(["unshare", "-T", "true"], capture_output=True).returncode:
+        pytest.skip("this kernel has no namespaces for time")
+    folder, script = tmp_path / "profile", tmp_path / "clocks.py"
+    script.write_text(CLOCKS)
+    job = start_job(3, [sys.executable, str(script), str(folder)])
+    assert job.wait(60) == 0, job.logs()
+    found = parts.read(folder)
+    assert len({part.clock for part in found}) == 3
+    for part in found[1:]:
+        assert len(part.readings) >= 3
+        for reading in part.readings:
+            error = reading.ahead + 1000 * part.number
+            assert abs(error) <= reading.trip / 2, reading
+    merged = breakdown.Merged.of(found)
+    assert merged.base.error is not None
+    assert merged.base.error < 0.005
+    # Nobody goes on from a barrier before the last one has come.
+    for exchange in merged.exchanges:
+        came = max(share.entered for share in exchange.shares)
+        for share in exchange.shares:
+            assert share.agreed is not None
+            assert share.agreed >= came - merged.base.error
+    assert "clocks agree within" in breakdown.text(merged)
+
+
+ELASTIC = """
+i = 0
+while not os.path.exists(sys.argv[0] + ".stop"):
+    ringjax.eager.allreduce(np.ones(100), name="gradients")
+    say("step", i, runtime.size())
+    i += 1
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
+
+
+def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    job: ElasticJob = start(3, ELASTIC, env={"RINGJAX_PROFILE": str(folder)})
+    for worker in range(3):
+        job.wait_for_line(worker, "step", 30)
+    job.kill(0)
+    before = len(job.lines(1, "step"))
+    for worker in (1, 2):
+        job.wait_for_line(worker, "step", before + 60)
+    time.sleep(0.5)
+    job.tell("stop")
+    assert (job.wait(1), job.wait(2)) == (0, 0), job.story()
+    found = parts.read(folder)
+    assert [part.who for part in found] == ["worker 0", "worker 1", "worker 2"]
+    assert [len(part.members) for part in found] == [1, 2, 2]
+    # Who is left has moved up.
+    assert [part.members[-1].rank for part in found] == [0, 0, 1]
+    said = parts.missing(found)
+    assert said == ["worker 0: its file has no end: it died, or the disk is full"]
+    merged = breakdown.Merged.of(found)
+    sizes: dict[int, set[int]] = {}
+    for exchange in merged.exchanges:
+        sizes.setdefault(exchange.number[0], set()).add(len(exchange.shares))
+    first, second = sizes.values()
+    assert 3 in first
+    assert second == {2}
+    assert "worker 2" in breakdown.text(merged)
