@@ -2,11 +2,13 @@
 
 Of each rank: computing, moving data, waiting for others; and who was late. Named
 operations and buckets that overlap may run beside the program: of the latter the core
-knows for how long the program waited, of the former only that they were under way.
+knows for how long the program waited at the end, which is shared out between waiting
+and moving as these buckets did; of the former only that they were under way.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -92,10 +94,12 @@ def _rank(
     else:
         start = min((share.entered for share in shares), default=0.0)
         end = max((share.done for share in shares), default=0.0)
-    here = [share for share in shares if share.exposed]
-    within = covered(((s.entered, s.done) for s in here), start, end)
-    waits = covered(((s.entered, s.entered + s.wait) for s in here), start, end)
-    beside = _exposed(part, base, start, end)
+    waits, moves = _spent((s for s in shares if s.exposed), start, end)
+    behind = _spent((s for s in shares if not s.exposed), start, end)
+    if all_of_it := sum(behind):
+        exposed = _exposed(part, base, start, end)
+        waits += exposed * behind[0] / all_of_it
+        moves += exposed * behind[1] / all_of_it
     each = max(steps, 1)
     worth = [by for by in late if by >= COSTS * (end - start) / each]
     return Rank(
@@ -103,8 +107,8 @@ def _rank(
         steps,
         median(b - a for a, b in pairwise(ends)) if steps else end - start,
         (end - start) / each,
-        max(end - start - within - beside, 0.0) / each,
-        (within - waits + beside) / each,
+        max(end - start - waits - moves, 0.0) / each,
+        moves / each,
         waits / each,
         len(late) / judged if judged else 0.0,
         median(worth or late or [0.0]),
@@ -112,15 +116,25 @@ def _rank(
     )
 
 
+def _spent(shares: Iterable[Share], start: float, end: float) -> tuple[float, float]:
+    """Seconds between the two in which some of them waited, and in which some moved."""
+    found = list(shares)
+    waits = covered(((s.entered, s.entered + s.wait) for s in found), start, end)
+    return waits, covered(((s.entered, s.done) for s in found), start, end) - waits
+
+
 def _exposed(part: Part, base: TimeBase, start: float, end: float) -> float:
     """Seconds in which the program waited for buckets that overlap."""
-    whens = [base.seconds(part, when) for when, _, _ in part.sent]
-
-    def until(when: float) -> float:
-        at = bisect_right(whens, when)
-        return part.sent[at - 1][2] if at else 0.0
-
-    return max(until(end + 0.5) - until(start), 0.0) if whens else 0.0
+    known = [(base.seconds(part, when), total) for when, _, total in part.sent]
+    after = [bisect_right(known, (when, math.inf)) for when in (start, end)]
+    totals = []
+    for when, at in zip((start, end), after, strict=True):
+        if at in (0, len(known)):
+            totals.append(known[-1][1] if at else 0.0)
+            continue
+        (before, low), (later, high) = known[at - 1 : at + 1]
+        totals.append(low + (high - low) * (when - before) / (later - before))
+    return max(totals[1] - totals[0], 0.0)
 
 
 def size(count: float) -> str:

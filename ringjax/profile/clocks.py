@@ -2,7 +2,8 @@
 
 Processes whose clock is the same one need nothing. Others have asked rank 0, again
 and again, what its clock shows. Of some seconds the answer with the shortest way
-counts, and between two of these clocks are taken to drift evenly; the error is half of that way.
+counts, and between two of these clocks are taken to drift evenly; the error is half of
+that way.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from operator import add
 
 from ringjax.profile.parts import Part
 
-SECONDS = 10.0
-ENDS = 1.0  # seconds: at both ends many questions are asked at once
+SPAN = 10.0  # seconds
+ENDS = 1.0  # at both ends many questions are asked at once
 
 
 class Offset:
@@ -33,13 +34,12 @@ class Offset:
     def __init__(self, readings: Iterable[tuple[float, float, float]]) -> None:
         ordered = sorted(readings)
         first, last = ordered[0][0] + ENDS, ordered[-1][0] - ENDS
-        best: dict[tuple[bool, bool, int], tuple[float, float, float]] = {}
+        best: dict[int, tuple[float, float, float]] = {}
         for reading in ordered:
             when, _, trip = reading
-            key = (when > first, when > max(first, last), int(when // SECONDS))
-            key = key if key == (True, False, key[2]) else (*key[:2], 0)
-            if key not in best or trip < best[key][2]:
-                best[key] = reading
+            place = 0 if when <= first else -1 if when > last else 1 + int(when / SPAN)
+            if place not in best or trip < best[place][2]:
+                best[place] = reading
         self._all = sorted(best.values())
         self._whens = [when for when, _, _ in self._all]
         self.error = max(trip for _, _, trip in self._all) / 2

@@ -316,3 +316,24 @@ def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> No
     assert 3 in first
     assert second == {2}
     assert "worker 2" in breakdown.text(merged)
+
+
+@needs_root("unshare", "mount")
+def test_parts_of_a_host_with_a_disk_of_its_own_are_fetched(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    (folder / "old").write_text("stays")
+    mount = f'mount -t tmpfs tmpfs {folder} && exec "$@"'
+    agent = f"unshare -m --propagation private sh -c '{mount}' {{host}}"
+    options = ["-H", "localhost:1,far:2", "--agent-command", agent]
+    job = start_job(3, SCRIPT, options=[*options, "--profile", str(folder)])
+    assert job.wait(60) == 0, job.logs()
+    found = parts.read(folder)
+    assert [(part.who, part.host) for part in found] == [
+        ("rank 0", "localhost"), ("rank 1", "far"), ("rank 2", "far")
+    ]  # fmt: skip
+    assert parts.missing(found) == []
+    assert "3 ranks on 2 hosts" in job.launcher_output()
+    assert (folder / "old").read_text() == "stays"

@@ -162,6 +162,24 @@ def test_where_the_time_went(tmp_path: Path, hosts: list[str]) -> None:
     assert "4.00" in text  # GB/s
 
 
+def test_of_buckets_that_overlap_only_the_waiting_at_the_end_counts(
+    tmp_path: Path,
+) -> None:
+    rank = Rank(tmp_path, 0, 1, "host-a", "abc")
+    for seq in range(1, 41):
+        at = START + seq * STEP
+        # Under way for 40 ms of 50, a quarter of it waiting; 8 ms are exposed.
+        rank.call(seq, at, at + 0.01, at + 0.04, beside=True)
+        when = shown("host-a", at + STEP - 0.001)
+        rank.file.say(sent=seq, exposed=seq * 0.008, at=when)
+    rank.end()
+    (found,) = breakdown.ranks(breakdown.Merged.of(parts.read(tmp_path)))
+    assert found.steps == 39
+    assert found.waits == pytest.approx(0.002, rel=0.05)
+    assert found.moves == pytest.approx(0.006, rel=0.05)
+    assert found.computes == pytest.approx(STEP - 0.008, rel=0.01)
+
+
 def test_a_rank_that_is_late_once_is_not_pointed_at(tmp_path: Path) -> None:
     ranks = [Rank(tmp_path, r, 2, "host-a", "abc") for r in range(2)]
     for seq in range(1, 21):

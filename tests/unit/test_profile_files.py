@@ -1,0 +1,103 @@
+"""Files of a profile on their way to ringrun: what is sent, and where it may go."""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringjax.run import profile_folder
+from ringjax.run.hosts.files import Incoming, outgoing
+
+
+class Agent:
+    """One that answers at once from a folder."""
+
+    def __init__(
+        self, folder: Path, since: float = 0.0, *, silent: bool = False
+    ) -> None:
+        self.folder, self.since, self.silent = folder, since, silent
+        self.done = False
+
+    def answers(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        here = {**request, "folder": str(self.folder)}
+        return [] if self.silent else list(outgoing(here, self.since))
+
+
+def fetch(folder: Path, *agents: Agent) -> list[str]:
+    """Everything, and what was noted."""
+    incoming, notes = Incoming(str(folder)), list[str]()
+    waiting: list[dict[str, Any]] = []
+
+    def turn(seconds: float) -> None:
+        assert seconds > 0
+        for agent in agents:
+            agent.done = agent.silent  # it is gone
+        if waiting:
+            incoming.take(waiting.pop(0))
+
+    incoming.fetch(
+        agents, lambda agent, what: waiting.extend(agent.answers(what)), turn,
+        notes.append,
+    )  # fmt: skip
+    return notes
+
+
+def test_what_is_not_here_comes_whole(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    (there / "parts" / "x.jax").mkdir(parents=True)
+    here.mkdir()
+    large = os.urandom(700_000)
+    (there / "parts" / "x.jsonl").write_bytes(large)
+    (there / "parts" / "x.jax" / "t.json.gz").write_bytes(b"trace")
+    (there / "both").write_bytes(b"theirs")
+    (here / "both").write_bytes(b"ours")
+    assert fetch(here, Agent(there)) == []
+    assert (here / "parts" / "x.jsonl").read_bytes() == large
+    assert (here / "parts" / "x.jax" / "t.json.gz").read_bytes() == b"trace"
+    assert (here / "both").read_bytes() == b"ours"
+
+
+def test_what_is_older_than_the_job_stays(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    here.mkdir()
+    (there / "old").write_text("old")
+    os.utime(there / "old", (1, 1))
+    (there / "new").write_text("new")
+    assert fetch(here, Agent(there, time.time() - 60)) == []
+    assert [path.name for path in here.iterdir()] == ["new"]
+
+
+def test_a_host_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "new").write_text("new")
+    assert fetch(tmp_path, Agent(there, silent=True)) == []
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "link"])
+def test_nothing_is_written_elsewhere(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "out")
+    data = base64.b64encode(b"x").decode()
+    incoming = Incoming(str(folder))
+    incoming.take({"is": "file", "name": name, "data": data})
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+    assert [path.name for path in folder.iterdir()] == ["link"]
+
+
+def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
+    made = profile_folder.prepare(str(tmp_path / "a" / "b"))
+    assert made == str(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="exists"):
+        profile_folder.prepare(str(tmp_path / "file"))
+    with pytest.raises(OSError, match="proc"):
+        profile_folder.prepare("/proc/none")
