@@ -18,16 +18,6 @@ from ringjax.settings import parsers, secret_file
 from ringjax.settings.parsers import LOG_LEVELS as LOG_LEVELS
 from ringjax.settings.parsers import Parser
 
-# What begins like this is read by tests, benchmarks and examples, and by the build.
-_OTHERS = (
-    "RINGJAX_TEST_",
-    "RINGJAX_GPU_CHECK_",
-    "RINGJAX_BENCH",
-    "RINGJAX_EXAMPLE",
-    "RINGJAX_CUDA",
-    "RINGJAX_NVCC",
-)
-
 
 @dataclass(frozen=True)
 class Alias:
@@ -411,27 +401,6 @@ def horovod_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The variables of Horovod that are set, known to us or not."""
     given = (name for name, text in environ.items() if text.strip())
     return sorted(name for name in given if name.startswith("HOROVOD_"))
-
-
-def misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A sentence for each variable that looks like ours and that nothing reads.
-
-    Example:
-        >>> misspelt({"RINGJAX_COLLECTIV_TIMEOUT": "9", "RINGJAX_RANK": "0"})
-        ['RINGJAX_COLLECTIV_TIMEOUT has no effect; is it RINGJAX_COLLECTIVE_TIMEOUT?']
-    """
-    import difflib  # rarely needed, and ringrun is to start in a moment
-
-    known = sorted(field.name.upper() for field in dataclasses.fields(Config))
-    found = []
-    for name, text in sorted(environ.items()):
-        ours = name.startswith("RINGJAX_") and not name.startswith(_OTHERS)
-        word = name.removeprefix("RINGJAX_")
-        if ours and text.strip() and word not in known:
-            near = difflib.get_close_matches(word, known, 1)
-            hint = f"; is it RINGJAX_{near[0]}?" if near else ""
-            found.append(f"{name} has no effect{hint}")
-    return found
 
 
 def _show(value: object) -> str:

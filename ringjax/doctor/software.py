@@ -11,6 +11,7 @@ from importlib import metadata
 from ringjax import config
 from ringjax.doctor.facts import DISTRIBUTIONS
 from ringjax.doctor.finding import Finding, Host, Job, Report, fail, ok, warn
+from ringjax.settings.misspelt import misspelt
 
 # What ssh, a shell or Python says -> what is the case, and a command.
 _REASONS = (
@@ -177,6 +178,6 @@ def settings(host: Host) -> Iterator[Finding]:
     except ValueError as error:
         name = str(error).partition(" ")[0]
         yield fail(str(error), f"unset {name}; {sys.executable} -m ringjax.config")
-    for sentence in config.misspelt(host.environ):
+    for sentence in misspelt(host.environ):
         name = sentence.partition(" ")[0]
         yield warn(sentence, f"unset {name}; {sys.executable} -m ringjax.config")

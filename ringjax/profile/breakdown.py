@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
+from ringjax.monitor.stragglers import COSTS, FEWEST
 from ringjax.profile.clocks import TimeBase
 from ringjax.profile.exchanges import Exchange, Share, boundaries, covered, together
 from ringjax.profile.parts import Part, missing
-from ringjax.world.stragglers import COSTS, FEWEST
 
 
 @dataclass(frozen=True, slots=True)

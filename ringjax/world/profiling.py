@@ -13,15 +13,17 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from ringjax import _native
+from ringjax.world.epoch import Epoch
 from ringjax.world.jax_trace import JaxTrace, loaded
 from ringjax.world.lanes import LANE
 from ringjax.world.part_file import PartFile
 from ringjax.world.record import KEPT
+from ringjax.world.report import host
 
 FORMAT = 1
 POLL = 0.2  # seconds
@@ -40,8 +42,9 @@ class Home(Protocol):
 
     recorder: _native.Recorder
 
-    def beats(self) -> tuple[_native.Heartbeat | None, int, Sequence[str]]:
-        """The heartbeat of now, this rank, and the names of the hosts by rank."""
+    @property
+    def present_epoch(self) -> Epoch | None:
+        """The one in force; None: there is none, or none yet."""
 
     @property
     def communicators(self) -> dict[int, _native.Communicator]:
@@ -208,17 +211,17 @@ class Recording:
     # Who this is now, and what its clock shows.
 
     def _follow(self) -> None:
-        heartbeat, rank, hosts = self._home.beats()
+        epoch = self._home.present_epoch
         communicator = self._home.communicators.get(0)
-        if communicator is None or communicator.epoch == self._epoch:
+        if epoch is None or communicator is None or communicator.epoch == self._epoch:
             return
-        self._heartbeat, self._epoch = heartbeat, communicator.epoch
-        names = list(hosts) or [socket.gethostname()]
+        self._heartbeat, self._epoch = epoch.heartbeat, communicator.epoch
+        rank = epoch.standing.rank
         self._part.head(
             epoch=self._epoch,
             rank=rank,
-            size=len(names),
-            host=names[rank],
+            size=epoch.standing.size,
+            host=host(epoch, rank) or socket.gethostname(),
             at=time.monotonic(),
         )
         self._ask(QUESTIONS)

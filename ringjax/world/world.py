@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ringjax import _native, stderr
-from ringjax.config import LOG_LEVELS, Config, horovod_names, misspelt
+from ringjax.config import LOG_LEVELS, Config, horovod_names
 from ringjax.control import launch_environment
 from ringjax.control.listener import Reception
 from ringjax.control.rendezvous_lookup import Meeting, attend
@@ -24,6 +24,7 @@ from ringjax.errors import Mismatch, from_status
 from ringjax.links import calibration
 from ringjax.links.mesh import Fabric
 from ringjax.settings import horovod_variables
+from ringjax.settings.misspelt import misspelt
 from ringjax.world import devices, lanes, record
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch

@@ -12,7 +12,8 @@ import pytest
 from support.launch import environment
 
 from ringjax import config
-from ringjax.config import Config, misspelt
+from ringjax.config import Config
+from ringjax.settings.misspelt import misspelt
 
 SECRET = "ab" * 32
 
