@@ -56,7 +56,7 @@ class Sample:
         waiting, moving: seconds in which some call waited, or moved data.
         exposed: seconds that programs have waited for what overlaps with them.
         waits: of the last calls of the world.
-        place: the line of the program where it is most of the time.
+        place: lines of the program where it is, and how much, see places.py.
         memory: bytes of the process.
         step: seconds from one call to the next one of the same name, 0: unknown.
         sums: by collective, lane and process set.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ringjax.monitor import places
 from ringjax.monitor.picture import Picture, Share, Window
 
 
@@ -92,7 +93,9 @@ def look(picture: Picture, window: Window, now: float) -> View:
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []
     rates, speeds, steps = [0.0], [], []
-    for rank, (worker, seen) in sorted(picture.members().items()):
+    members = picture.members()
+    told = {rank: seen.sample.place for rank, (_, seen) in members.items()}
+    for rank, (worker, seen) in sorted(members.items()):
         share, spent = window.since(worker, seen)
         sample, late = seen.sample, tally.late[rank]
         rates.append(share.calls / spent)
@@ -110,7 +113,9 @@ def look(picture: Picture, window: Window, now: float) -> View:
                 late_by=late.typical,
                 busbw=speeds[-1],
                 memory=sample.memory,
-                place=sample.place,
+                place=places.apart(
+                    sample.place, (text for r, text in told.items() if r != rank)
+                ),
                 silent=now - seen.when,
             )
         )

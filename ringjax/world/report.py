@@ -89,7 +89,7 @@ class Reporter:
         if heartbeat is not self._heartbeat:
             self._follow(epoch, heartbeat)
         if not self._is_first():
-            heartbeat.say_where(self._places.usual)
+            heartbeat.say_where(self._places.shares)
             return
         assert self._picture is not None and self._window is not None
         self._gather()
@@ -123,7 +123,7 @@ class Reporter:
         recorder = self._home.recorder
         self._seen, mine = _native.waits_since(recorder, self._seen)
         told = self._heartbeat.take_waits()
-        self._hear(0, recorder.count, *recorder.busy(), mine, self._places.usual)
+        self._hear(0, recorder.count, *recorder.busy(), mine, self._places.shares)
         for rank, one in told.items():
             if one[0] or one[4]:
                 self._hear(rank, *one)

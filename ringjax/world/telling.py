@@ -141,7 +141,7 @@ class Teller:
             moving,
             _exposed(epoch),
             thinned(waits),
-            self._places.usual,
+            self._places.shares,
             _memory(),
             self._step if standing.rank == 0 else 0.0,
             sample.sums(recorder.totals()),

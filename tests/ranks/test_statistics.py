@@ -140,6 +140,57 @@ def test_a_report_names_the_rank_that_all_wait_for(
         assert "ringjax report" not in job.output(rank)
 
 
+LATE_FOR = {
+    "input": "next(batches)",
+    "garbage": "gc.collect()",
+    "work": "work(0.004)",
+}
+LATE_AT = {"input": "in load", "garbage": "garbage collection", "work": "in work"}
+COMPUTES = """
+import gc, sys, time
+import numpy as np
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+gc.disable()
+litter = [[n] for n in range(200_000)]
+
+def work(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+def load():
+    while True:
+        time.sleep(0.004)
+        yield
+
+batches = load()
+until = time.monotonic() + 6
+over = np.zeros(1)
+while not over[0]:
+    work(0.02)
+    if ringjax.rank() == 1:
+        {late}
+    eager.allreduce(np.ones(100), name="gradients")
+    over[0] = time.monotonic() > until
+    over = eager.allreduce(over, ringjax.Max, name="over")
+"""
+
+
+@pytest.mark.parametrize("what", LATE_FOR)
+def test_a_report_says_where_a_rank_is_late(start_job: StartJob, what: str) -> None:
+    script = COMPUTES.format(late=LATE_FOR[what])
+    job = start_job(2, script, options=["--report", "3"])
+    assert job.wait(60) == 0, job.logs()
+    blocks = job.logs().split("ringjax report: ")[1:]
+    assert blocks, job.logs()
+    (line,) = re.findall(r"^.* 1  .* ms  (.+)$", blocks[-1], re.MULTILINE)
+    # Not where it is most of the time, which is the same everywhere.
+    assert LATE_AT[what] in line, job.logs()
+
+
 def test_without_report_nothing_is_printed(start_job: StartJob) -> None:
     job = start_job(2, "import ringjax\nringjax.init()\n")
     assert job.wait(60) == 0, job.logs()
