@@ -10,6 +10,7 @@ _DEFAULTS = {
     "placement_group_timeout_s": 100,
     "nics": None,
     "discovery": None,
+    "cooldown_range": None,
 }
 
 

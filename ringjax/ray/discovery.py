@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # between two questions to a discovery
+
 
 class HostDiscovery(abc.ABC):
     """What you derive a discovery of your own from; Horovod's class."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringjax.ray.adapter import setting
 from ringjax.ray.discovery import RayHostDiscovery, TestDiscovery
 from ringjax.ray.runner import MiniSettings, RayExecutor
 
@@ -18,6 +19,7 @@ class _Settings(MiniSettings):
     max_num_proc: int | None = None
     reset_limit: int | None = None
     elastic_timeout: float = 600
+    cooldown_range: Sequence[float] | None = None
 
 
 class ElasticRayExecutor:
@@ -48,10 +50,14 @@ class ElasticRayExecutor:
         nics: Sequence[str] | None = None,
         min_np: int | None = None,
         max_np: int | None = None,
+        cooldown_range: Sequence[float] | None = None,
         **kwargs: Any,
     ) -> MiniSettings:
-        """The settings; `min_np` and `max_np` are older names, others are not used."""
-        return _Settings(
+        """The settings; `min_np` and `max_np` are older names.
+
+        Others are kept as they are, and have no effect.
+        """
+        settings = _Settings(
             nics=nics,
             ssh_identity_file=ssh_identity_file,
             timeout_s=timeout_s,
@@ -60,7 +66,10 @@ class ElasticRayExecutor:
             max_num_proc=max_num_proc if max_np is None else max_np,
             reset_limit=reset_limit,
             elastic_timeout=elastic_timeout,
+            cooldown_range=cooldown_range,
         )
+        vars(settings).update(kwargs)
+        return settings
 
     def __init__(
         self,
@@ -80,6 +89,7 @@ class ElasticRayExecutor:
             use_gpu=use_gpu,
             gpus_per_worker=gpus_per_slot,
             reset_limit=settings.reset_limit,
+            cooldown_range=setting(settings, "cooldown_range"),
             elastic_timeout=settings.elastic_timeout,
             override_discovery=override_discovery,
         )

@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from ringjax.ray import actors
+from ringjax.ray import actors, discovery
 from ringjax.ray.actors import LOOK, nothing
-from ringjax.ray.discovery import HostDiscovery
 from ringjax.run.engine_job import EngineJob
 
 log = logging.getLogger("ringjax.ray")
 _SOON = 3.0  # a worker that failed after less than these seconds has failed soon
-_LONGEST_PAUSE = 30.0
 _FENCED = 5.0  # seconds for a worker that was declared lost to end by itself
-_DISCOVERY = 1.0  # seconds between two questions which hosts there are
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +54,9 @@ class ElasticJob:
         strategy: Ray's scheduling strategy.
         start_timeout: seconds for the least number of actors to be started.
         reset_limit: how often the members may change; None: without limit.
-        discovery: says how many may be where; None: Ray knows.
+        cooldown: least and longest seconds without a new actor, after several in a row
+            have failed soon after their start; 1 and 30 by default.
+        hosts: says how many may be where; None: Ray knows.
         queue: where `ray_logger.log` puts what it is given.
         each: called some times a second.
     """
@@ -69,14 +68,15 @@ class ElasticJob:
     start_timeout: float
     strategy: str = "DEFAULT"
     reset_limit: int | None = None
-    discovery: HostDiscovery | None = None
+    cooldown: Sequence[float] | None = None
+    hosts: discovery.HostDiscovery | None = None
     queue: Any = None
     each: Callable[[], None] = nothing
 
     def __post_init__(self) -> None:
         self._task = ray.put(self.fn)
         self._least, self._most = self.sizes
-        self._offered = {"": self._most} if self.discovery is None else {}
+        self._offered = {"": self._most} if self.hosts is None else {}
         self._ask_again = 0.0
         self._actors: list[_Actor] = []
         self._numbers = 0
@@ -139,10 +139,10 @@ class ElasticJob:
     def _ask(self, job: EngineJob | None = None) -> None:
         """Has an actor in each place that is offered, as far as Ray can, or asks."""
         now = time.monotonic()
-        if self.discovery is not None and now > self._ask_again:
-            self._ask_again = now + _DISCOVERY
+        if self.hosts is not None and now > self._ask_again:
+            self._ask_again = now + discovery.DISCOVER_HOSTS_FREQUENCY_SECS
             try:
-                self._offered = dict(self.discovery.find_available_hosts_and_slots())
+                self._offered = dict(self.hosts.find_available_hosts_and_slots())
             except Exception:  # a user's: may be out of order for a while
                 log.exception("which hosts there are is not known; those from before")
         there: Counter[str] = Counter()
@@ -223,10 +223,11 @@ class ElasticJob:
         self._drop(actor, soon=failed and member_for < _SOON)
 
     def _drop(self, actor: _Actor, *, soon: bool) -> None:
-        """Another one at once the first time, then after 1, 2, 4 ... 30 s."""
+        """Another one at once the first time, then after more and more seconds."""
         actors.end([actor.handle])
         self._actors.remove(actor)
         self._failures = self._failures + 1 if soon else 0
         if self._failures > 1:
-            pause = min(_LONGEST_PAUSE, 2.0 ** min(self._failures - 2, 10))
+            least, longest = self.cooldown or (1.0, 30.0)
+            pause = min(longest, least * 2.0 ** min(self._failures - 2, 10))
             self._not_before = time.monotonic() + pause

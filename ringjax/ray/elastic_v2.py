@@ -33,8 +33,8 @@ class ElasticParams(BaseParams):
     Attributes:
         min_workers, max_workers: least and most; without a most, as the cluster grows.
         reset_limit: how often the members may change.
-        cooldown_range: without effect; a node that fails again and again is asked less
-            and less often.
+        cooldown_range: least and longest seconds without a new worker, after several
+            in a row have failed soon after their start; 1 and 30 by default.
         elastic_timeout: seconds for newcomers if too few workers are left.
         override_discovery: whether Ray says where there is room; otherwise the
             settings' `discovery` does.
@@ -43,10 +43,19 @@ class ElasticParams(BaseParams):
     min_workers: int = 1
     max_workers: int | None = None
     reset_limit: int | None = None
-    cooldown_range: Sequence[int] | None = None
+    cooldown_range: Sequence[float] | None = None
     elastic_timeout: float = 600
     override_discovery: bool = True
     elastic = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cooldown_range is not None:
+            least, longest = self.cooldown_range
+            if not 0 < least <= longest:
+                raise ValueError(
+                    f"cooldown_range={self.cooldown_range}: expected 0 < least <= most"
+                )
 
     @property
     def adapter(self) -> type[ElasticAdapter]:
@@ -90,7 +99,8 @@ class ElasticAdapter(Adapter):
             env={**self._env, "RINGJAX_ELASTIC_TIMEOUT": timeout},
             start_timeout=params.elastic_timeout,
             reset_limit=params.reset_limit,
-            discovery=found,
+            cooldown=params.cooldown_range,
+            hosts=found,
             queue=queue,
             each=each,
         ).run()

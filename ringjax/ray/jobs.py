@@ -11,6 +11,7 @@ from ringjax.ray.actors import nothing
 from ringjax.ray.elastic_jobs import ElasticJob
 from ringjax.ray.ray_logger import Callbacks
 from ringjax.ray.static_jobs import StaticJob
+from ringjax.ray.strategy import BaseStrategy
 from ringjax.run.environ import own_settings
 
 
@@ -112,9 +113,9 @@ def _run(
         spread = options["strategy"] in ("SPREAD", "STRICT_SPREAD")
         options["strategy"] = "SPREAD" if spread else "DEFAULT"
         return ElasticJob(task, needs, each=each, **options).run()
-    queue = options.pop("queue")
-    job = StaticJob(needs, **options)
+    where = {"kind": options["strategy"], "timeout": options["start_timeout"]}
+    job = StaticJob(BaseStrategy(needs, options["size"], **where), options["env"])
     try:
-        return job.call(task, queue, each, leave=True)
+        return job.call(task, options["queue"], each, leave=True)
     finally:
         job.close()

@@ -11,11 +11,12 @@ import ray
 from ray.exceptions import RayError
 
 from ringjax.ray.actors import nothing
-from ringjax.ray.adapter import Adapter, BaseParams, setting, variables
+from ringjax.ray.adapter import Adapter, BaseParams, variables
 from ringjax.ray.elastic_v2 import ElasticParams
 from ringjax.ray.jobs import is_client
 from ringjax.ray.ray_logger import Callbacks
 from ringjax.ray.static_jobs import StaticJob
+from ringjax.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from ringjax.run.engine_job import EngineJob, places
 from ringjax.run.environ import own_settings
 
@@ -110,32 +111,42 @@ class StaticParams(BaseParams):
         """What does the work."""
         return StaticAdapter
 
+    def strategy(self, settings: Any) -> BaseStrategy:
+        """What starts the workers."""
+        needs: dict[str, Any] = {
+            "settings": settings,
+            "use_gpu": self.use_gpu,
+            "cpus_per_worker": self.cpus_per_worker,
+            "gpus_per_worker": self.gpus_per_worker,
+        }
+        if self.num_workers:
+            create = not self.use_current_placement_group
+            needs["force_create_placement_group"] = create
+            return PGStrategy(num_workers=self.num_workers, **needs)
+        return ColocatedStrategy(
+            num_hosts=self.num_hosts or 0,
+            num_workers_per_host=self.num_workers_per_host or 1,
+            **needs,
+        )
+
 
 class StaticAdapter(Adapter):
     """Keeps the actors of a job of fixed size; see `RayExecutor`."""
 
     params: StaticParams
-    strategy: StaticJob | None = None
+    strategy: BaseStrategy | None = None
+    _job: StaticJob | None = None
 
     def start(
         self, executable: Sequence[Any] = (None, (), {}), env: Mapping[str, str] = {}
     ) -> None:
         """Starts the actors, and makes an object of a class on each."""
-        params = self.params
-        together = 1 if params.num_workers else params.num_workers_per_host or 1
-        self.strategy = StaticJob(
-            params.resources(),
-            size=params.num_workers or (params.num_hosts or 0) * together,
-            env=env,
-            strategy="PACK" if params.num_workers else "STRICT_SPREAD",
-            start_timeout=float(setting(self.settings, "placement_group_timeout_s")),
-            together=together,
-            inherit=params.use_current_placement_group,
-        )
+        self.strategy = self.params.strategy(self.settings)
+        self._job = StaticJob(self.strategy, env)
         self.workers = self.strategy.workers
         try:
             made = [w.start_executable.remote(*executable) for w in self.workers]
-            self.strategy.gather(made)
+            self._job.gather(made)
         except BaseException:
             self.shutdown()
             raise
@@ -158,13 +169,13 @@ class StaticAdapter(Adapter):
         return ray.get(self._running().workers[0].execute.remote(fn))
 
     def _running(self) -> StaticJob:
-        if self.strategy is None:
+        if self._job is None:
             raise ValueError("RayExecutor: it was shut down; call start() first")
-        return self.strategy
+        return self._job
 
     def shutdown(self) -> None:
         """Ends the actors."""
-        job, self.strategy, self.workers = self.strategy, None, []
+        job, self._job, self.strategy, self.workers = self._job, None, None, []
         if job is not None:
             job.close()
 
@@ -229,7 +240,7 @@ class RayExecutor:
         min_workers: int | None = None,
         max_workers: int | None = None,
         reset_limit: int | None = None,
-        cooldown_range: Sequence[int] | None = None,
+        cooldown_range: Sequence[float] | None = None,
         elastic_timeout: float = 600,
         override_discovery: bool = True,
     ) -> None:

@@ -8,92 +8,38 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import get_current_placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ringjax.ray import actors
 from ringjax.ray.actors import LOOK, nothing
+from ringjax.ray.strategy import BaseStrategy
 from ringjax.run.engine_job import EngineJob
 
 _AFTER_FAILURE = 1.0  # seconds for the others to fail with a clear error of their own
-_PROCESSES = 30.0  # seconds for processes to begin where there is room for them
 
 
 class StaticJob:
     """Actors that stay, and run one function after the other as a job of fixed size.
 
     Args:
-        needs: resources of an actor.
-        size: how many.
+        strategy: starts the actors.
         env: variables for all.
-        strategy: of the placement group, if one has to be made.
-        start_timeout: seconds for the cluster to have room, and for actors to start.
-        together: so many actors share a bundle of the placement group.
-        inherit: use the placement group in which this process runs, if there is one.
 
     Raises:
         TimeoutError: there is no room, or not all actors have started.
     """
 
-    def __init__(
-        self,
-        needs: Mapping[str, float],
-        *,
-        size: int,
-        env: Mapping[str, str],
-        strategy: str,
-        start_timeout: float,
-        together: int = 1,
-        inherit: bool = False,
-    ) -> None:
-        self.workers: list[Any] = []
+    def __init__(self, strategy: BaseStrategy, env: Mapping[str, str]) -> None:
+        self._strategy = strategy
         self._job: EngineJob | None = None
-        self._group: Any = None
-        group = get_current_placement_group() if inherit else None
-        if group is None:
-            bundle = {k: v * together for k, v in needs.items()}
-            group = actors.group_of(bundle, size // together, strategy, start_timeout)
-            self._group = group
         try:
-            for n in range(size):
-                index = n // together if self._group else -1  # -1: where there is room
-                place = PlacementGroupSchedulingStrategy(group, index)
-                self.workers.append(actors.start(needs, place))
-            self._join(needs, env, start_timeout)
+            self.workers, _ = strategy.create_workers()
+            self._job = EngineJob(len(self.workers), env=env)
+            tickets = self._job.tickets(strategy.nodes)
+            pairs = zip(self.workers, tickets, strict=True)
+            ray.get([worker.update_env_vars.remote(ticket) for worker, ticket in pairs])
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _created_placement_group(self) -> bool:  # as Horovod's tests ask for it
-        return self._group is not None
-
-    def _join(
-        self, needs: Mapping[str, float], env: Mapping[str, str], timeout: float
-    ) -> None:
-        # Though the group is ready: its node may be lost just then.
-        refs = [worker.place.remote() for worker in self.workers]
-        try:
-            found = ray.get(refs, timeout=timeout + _PROCESSES)
-        except GetTimeoutError:
-            late = len(ray.wait(refs, num_returns=len(refs), timeout=0)[1])
-            raise TimeoutError(
-                f"{late} of {len(refs)} workers of {actors.shown(needs)} have not "
-                f"started {actors.shortage(needs, late, timeout + _PROCESSES)}"
-            ) from None
-        nodes = [node for node, _ in found]
-        order = sorted(range(len(nodes)), key=lambda i: (nodes.index(nodes[i]), i))
-        self.workers = [self.workers[i] for i in order]
-        self._job = EngineJob(len(order), env=env)
-        setting = []
-        for n, ticket in enumerate(self._job.tickets([nodes[i] for i in order])):
-            # All GPUs of the node's workers, so that the local rank picks one.
-            gpus = [g for node, ids in found if node == nodes[order[n]] for g in ids]
-            if gpus:
-                ticket["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, dict.fromkeys(gpus)))
-            setting.append(self.workers[n].update_env_vars.remote(ticket))
-        ray.get(setting)
 
     def call(
         self,
@@ -134,9 +80,7 @@ class StaticJob:
 
     def close(self) -> None:
         """Ends the actors."""
-        actors.end(self.workers)
+        self._strategy.shutdown()
         self.workers = []
         if self._job is not None:
             self._job.close()
-        if self._group is not None:
-            remove_placement_group(self._group)

@@ -117,6 +117,7 @@ class _ElasticBackend(_StaticBackend):
         for worker in worker_group.get_workers():
             number = self._workers.pop(_id(worker), None)
             if number is not None and self._job is not None:
+                self._job.poll()  # only now: Ray calls nothing of a backend meanwhile
                 self._job.lost(number, "Ray Train replaces it")
 
 

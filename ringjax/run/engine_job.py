@@ -180,7 +180,8 @@ class EngineJob:
             raise ValueError(f"{self.size} workers, but {len(nodes)} nodes: {nodes!r}")
         self._spread = len(set(nodes)) > 1
         if self.elastic:
-            return [self.ticket(n, node) for n, node in enumerate(nodes)]
+            found = [self.ticket(n, node) for n, node in enumerate(nodes)]
+            return [{**t, **p} for t, p in zip(found, places(nodes), strict=True)]
         for number, node in enumerate(nodes):
             self.workers[number] = Worker(node, number)
         return [{**self.common_ticket(), **place} for place in places(nodes)]
@@ -195,6 +196,8 @@ class EngineJob:
     def ticket(self, worker: int, node: str = "") -> dict[str, str]:
         """The variables of one worker of an elastic job; `tickets` says more.
 
+        Its rank in there is what it is expected to be when it joins.
+
         Raises:
             ValueError: the number was used before, or the job is not elastic.
         """
@@ -204,8 +207,8 @@ class EngineJob:
             raise ValueError(f"worker {worker} is not new")
         self.workers[worker] = Worker(node)
         self._coordinator.expected(worker)
-        number = {"RINGJAX_WORKER": str(worker)}
-        return {**self.common_ticket(), **number, **_named(node)}
+        place = places([self.workers[n].node for n in self.running()])[-1]
+        return {**place, **self.common_ticket(), "RINGJAX_WORKER": str(worker)}
 
     def common_ticket(self) -> dict[str, str]:
         """What the tickets of all workers have in common.
@@ -430,10 +433,6 @@ def _most(size: int, least: int | None, most: int | None) -> int:
         limits = "" if least is None else f" between min_size={least} and {found}"
         raise ValueError(f"size={size}: expected a number from 1 on{limits}")
     return found
-
-
-def _named(node: str) -> dict[str, str]:
-    return {"RINGJAX_HOSTNAME": node, "HOROVOD_HOSTNAME": node} if node else {}
 
 
 def last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`run` with the arguments of horovod.run: the ones with a meaning go to ringjax.run.
+"""Horovod's launcher as functions: `run` hands what has a meaning to ringjax.run.
 
 Those that choose among Horovod's launchers are ignored.
 """
@@ -9,8 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.run import run as start
+from ringjax.run.hosts.slots import ANY, own_addresses
 
-__all__ = ["run"]
+__all__ = ["get_driver_ip", "run"]
+
+
+def get_driver_ip(nics: Sequence[str] | None = None) -> str:
+    """An address of this machine that others reach; of these interfaces, if any.
+
+    Raises:
+        ValueError: there is no such interface.
+
+    Example:
+        >>> get_driver_ip(["lo"])
+        '127.0.0.1'
+    """
+    return own_addresses([ANY], list(nics or ()))[0]
 
 
 def run(

@@ -18,7 +18,11 @@ from ray.cluster_utils import Cluster
 
 import ringjax.ray
 from ringjax.ray.runner import Coordinator, RayExecutor
-from ringjax.ray.strategy import create_placement_group
+from ringjax.ray.strategy import (
+    ColocatedStrategy,
+    PGStrategy,
+    create_placement_group,
+)
 from ringjax.ray.utils import detect_nics, map_blocking, nics_to_env_var
 from ringjax.ray.worker import BaseHorovodWorker
 from ringjax.runner.elastic.discovery import HostDiscovery
@@ -186,6 +190,29 @@ def test_the_placement_group_of_the_driver(cluster: Cluster) -> None:
     driver = Driver.options(scheduling_strategy=strategy).remote()
     assert ray.get(driver.run.remote()) == (False, [0, 1])
     ray.util.remove_placement_group(group)
+
+
+def test_strategies(cluster: Cluster) -> None:
+    """Workers that are started without an executor."""
+    settings = RayExecutor.create_settings(**SETTINGS)
+    needs: dict[str, Any] = {"cpus_per_worker": 1, "gpus_per_worker": 1}
+    needs |= {"settings": settings, "use_gpu": True}
+    for strategy in (
+        PGStrategy(num_workers=2, **needs),
+        ColocatedStrategy(num_hosts=1, num_workers_per_host=2, **needs),
+    ):
+        assert strategy.num_workers == 2
+        workers, of_nodes = strategy.create_workers()
+        try:
+            assert len(workers) == 2 and of_nodes == workers[1:]
+            seen = map_blocking(lambda worker: worker.env_vars.remote(), workers)
+            gpus = [sorted(env["CUDA_VISIBLE_DEVICES"]) for env in seen]
+            assert gpus == [[",", "0", "1"]] * 2
+        finally:
+            strategy.shutdown()
+        assert strategy.placement_group is None
+    with pytest.raises(TimeoutError, match="STRICT_SPREAD of 2"):
+        ColocatedStrategy(num_hosts=2, num_workers_per_host=1, **needs).create_workers()
 
 
 def test_a_backend_of_ones_own(cluster: Cluster) -> None:

@@ -119,14 +119,18 @@ def test_an_elastic_job(engine: Processes) -> None:
     ) as job:
         script = RANK + LOOP
         tickets = job.tickets(["one", "two"])
+        # What programs for Horovod read in their environment.
+        assert [t["HOROVOD_RANK"] + t["HOROVOD_SIZE"] for t in tickets] == ["02", "12"]
         running = {n: engine.start(script, t, "3") for n, t in enumerate(tickets)}
         _until(job, lambda: len(job.members) == 2)
+        assert job.members == {0: 0, 1: 1}
         running[1].send_signal(signal.SIGKILL)
         running[1].wait(10)
         job.lost(1, "killed")
         _until(job, lambda: list(job.members) == [0])
         for number in (2, 7):  # a number only has to be new
             ticket = job.ticket(number, "three")
+            assert ticket["HOROVOD_RANK"] == {2: "1", 7: "2"}[number]
             running[number] = engine.start(script, ticket, "3")
         with pytest.raises(ValueError, match="worker 7 is not new"):
             job.ticket(7)

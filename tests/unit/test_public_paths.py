@@ -38,7 +38,8 @@ MODULES = {
         ringjax.eager ringjax.elastic ringjax.errors ringjax.ops ringjax.ray ringjax.run
         ringjax.run.engine_job ringjax.spark
         ringjax.runner ringjax.runner.common.util.env ringjax.runner.elastic.discovery
-        ringjax.runner.elastic.worker
+        ringjax.runner.elastic.driver ringjax.runner.elastic.worker
+        ringjax.runner.util.network
         ringjax.runtime ringjax.timeline
     """,
     "jax": """

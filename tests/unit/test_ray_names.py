@@ -60,6 +60,7 @@ def _ours() -> list[str]:
         ({"min_workers": 0, "max_workers": 2}, "without a positive `min_workers`"),
         ({}, "Give `num_workers`, `num_hosts` or `min_workers`"),
         ({"num_workers": 1, "gpus_per_worker": 1}, "use_gpu is False"),
+        ({"min_workers": 1, "cooldown_range": (5, 2)}, "expected 0 < least <= most"),
         (
             {"num_workers": 1, "use_gpu": True, "gpus_per_worker": 0},
             "gpus_per_worker=0: expected more than 0",
@@ -90,10 +91,14 @@ def test_what_it_takes_from_its_arguments() -> None:
 def test_elastic_settings_have_older_names_too() -> None:
     from ringjax.ray import ElasticRayExecutor
 
-    settings: Any = ElasticRayExecutor.create_settings(min_np=2, max_np=3, verbose=2)
+    settings: Any = ElasticRayExecutor.create_settings(
+        min_np=2, max_np=3, verbose=2, cooldown_range=(2, 5), ssh_port=22
+    )
     assert (settings.min_num_proc, settings.max_num_proc) == (2, 3)
+    assert (settings.verbose, settings.ssh_port) == (2, 22)
     params: Any = ElasticRayExecutor(settings)._executor.params
     assert (params.min_workers, params.max_workers) == (2, 3)
+    assert params.cooldown_range == (2, 5)
 
 
 def test_settings_of_another_class_may_lack_some() -> None:
@@ -204,3 +209,20 @@ def test_a_lost_node_is_not_certain_to_be_dead(stub: Any) -> None:
         actors.settle(job, 0, None)
         with pytest.raises(LaunchError, match=r"gone \(ActorUnavailableError: gone.\)"):
             job.results()
+
+
+def test_pauses_after_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None after the first, then longer and longer ones, within the cooldown range."""
+    from ringjax.ray import elastic_jobs
+
+    monkeypatch.setattr(sys.modules["ray"], "put", lambda _: None)
+    monkeypatch.setattr(elastic_jobs.actors, "end", lambda _: None)
+    monkeypatch.setattr(elastic_jobs.time, "monotonic", lambda: 0.0)
+    job = elastic_jobs.ElasticJob(print, {}, (1, 1), {}, 1.0, cooldown=(2, 7))
+    pauses = []
+    for _ in range(5):
+        actor = elastic_jobs._Actor(None, None, "")
+        job._actors.append(actor)
+        job._drop(actor, soon=True)
+        pauses.append(job._not_before)
+    assert pauses == [0, 2, 4, 7, 7]

@@ -1,0 +1,1 @@
+"""Horovod's places for what the launcher finds out; they only hand names on."""
