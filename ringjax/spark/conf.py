@@ -45,3 +45,15 @@ SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP = (_IN_APP, "1")
 _NODE_IN_APP = f"{_EXCLUDE}.application.maxFailedExecutorsPerNode"
 SPARK_CONF_REUSE_FAILING_NODE_IN_APP = (_NODE_IN_APP, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP = (_NODE_IN_APP, "1")
+
+# What Spark itself has for these.
+SPARK_CONF_DEFAULT_VALUES = {
+    "spark.task.maxFailures": "4",
+    f"{_EXCLUDE}.enabled": "false",
+    _IN_STAGE: "2",
+    _NODE_IN_STAGE: "2",
+    _FOR_TASK: "1",
+    _NODE_FOR_TASK: "2",
+    _IN_APP: "2",
+    _NODE_IN_APP: "2",
+}

@@ -300,8 +300,9 @@ class _Tasks(threading.Thread):
             return
         if count < size:
             self._job.stop(
-                f"Spark has started {count} of {size} tasks within {seconds:.0f} s; it "
-                f"has room for {room} at once: are there enough executors and cores?"
+                f"Timed out waiting for Spark tasks to start: {count} of {size} have "
+                f"within {seconds:.0f} s, and there is room for {room} at once; are "
+                "there enough executors and cores?"
             )
 
     def _tasks_begun(self) -> int:

@@ -7,6 +7,7 @@ ends with its task.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import selectors
@@ -60,7 +61,10 @@ class Rank:
         partition, node = context.partitionId(), socket.gethostname()
         if self.elastic:
             rank, number = -1, partition + self.size * context.attemptNumber()
-            own = {"RINGJAX_WORKER": str(number)}
+            # Who comes first is ranked by its number, who comes later is the last.
+            likely = self.size - 1 if context.attemptNumber() else partition
+            own = {"RINGJAX_WORKER": str(number), "HOROVOD_HOSTNAME": node}
+            own |= {"HOROVOD_RANK": str(likely), "HOROVOD_SIZE": str(self.size)}
         else:
             rank, own = _place(context, node)
             number = rank
@@ -94,6 +98,18 @@ def get_available_devices() -> list[str]:
     """The GPUs that a rank sees, those that Spark has assigned to its task."""
     gpus = environ.inherited().get("CUDA_VISIBLE_DEVICES", "")
     return gpus.split(",") if gpus else []
+
+
+def host_hash(salt: str | None = None) -> str:
+    """A name for this host, and the container of YARN in which this process runs.
+
+    Example:
+        >>> host_hash() == host_hash(), host_hash() == host_hash("other")
+        (True, False)
+    """
+    container = environ.inherited().get("CONTAINER_ID", "")
+    words = "\0".join([socket.gethostname(), container, salt or ""])
+    return hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
 def _place(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]:

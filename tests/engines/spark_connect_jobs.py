@@ -47,7 +47,9 @@ def test_jobs(spark: Any) -> None:
 def test_failures(spark: Any) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 \(on .*\): ValueError: boom"):
         ringjax.spark.run(programs.fails, (1, "raise"), num_proc=2)
-    with pytest.raises(LaunchError, match="0 of 3 tasks within . s; it has room for 2"):
+    with pytest.raises(
+        LaunchError, match="0 of 3 have within . s, and there is room for 2"
+    ):
         ringjax.spark.run(programs.allreduce, num_proc=3, start_timeout=3)
     assert len(ringjax.spark.run(programs.allreduce, num_proc=2)) == 2
 

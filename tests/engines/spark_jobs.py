@@ -76,7 +76,7 @@ def test_the_first_to_fail_is_named(
 
 
 def test_too_few_slots(spark: SparkSession) -> None:
-    message = "0 of 5 tasks within . s; it has room for 4 at once"
+    message = "to start: 0 of 5 have within . s, and there is room for 4"
     with pytest.raises(LaunchError, match=message):
         ringjax.spark.run(programs.allreduce, num_proc=5, start_timeout=3)
 

@@ -21,3 +21,4 @@ from ringjax.spark.common.prepared import (
 )
 from ringjax.spark.common.prepared import prepare_data as prepare_data
 from ringjax.spark.common.store import is_databricks as is_databricks
+from ringjax.spark.task import host_hash as host_hash
