@@ -73,7 +73,7 @@ def test_a_worker_is_replaced_and_the_others_go_on(
 
     def stop(folder: str) -> None:
         programs.wait_for_sizes(Path(folder), 1, 1)
-        programs.wait_for_sizes(Path(folder), 2, 2 if how == "raise" else 3)
+        programs.wait_for_sizes(Path(folder), 2, 2)
         Path(folder, "stop").touch()
 
     def fail(folder: str) -> None:
