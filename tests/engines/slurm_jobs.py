@@ -211,7 +211,7 @@ def test_a_killed_agent_is_replaced(
 
 
 def _pids(what: str, node: str, folder: Path) -> list[int]:
-    """The agents or ranks on a node, or the sruns that carry what they say."""
+    """Agents or ranks on a node, sruns that carry what they say, or ringrun's own."""
     pids = map(int, filter(str.isdigit, os.listdir("/proc")))
     return [pid for pid in pids if _is(what, pid, node, folder)]
 
@@ -224,13 +224,13 @@ def _is(what: str, pid: int, node: str, folder: Path) -> bool:
         return False
     if what == "srun":
         return words[0] == b"srun" and f"--nodelist={node}".encode() in words
-    # Of a step: ringrun itself has an agent, too, and goes with it.
-    there = f"SLURMD_NODENAME={node}".encode() in env and any(
-        entry.startswith(b"SLURM_STEP_ID=") for entry in env
-    )
+    there = f"SLURMD_NODENAME={node}".encode() in env
+    of_step = any(entry.startswith(b"SLURM_STEP_ID=") for entry in env)
+    agent = b"ringjax.run.hosts.agent" in words
     return there and {
-        "agent": b"ringjax.run.hosts.agent" in words,
-        "rank": (folder / str(pid)).exists(),
+        "agent": agent and of_step,
+        "own agent": agent and not of_step,  # in the batch script, beside ringrun
+        "rank": of_step and (folder / str(pid)).exists(),
     }.get(what, False)
 
 
@@ -391,7 +391,7 @@ def test_kills_at_random_moments(slurm: Slurm, program: Path, tmp_path: Path) ->
 
 
 KILLS = [(what, node) for what in ("agent", "rank", "srun") for node in ("n1", "n2")]
-KILLS += [("slurmd", "n2")]  # n1's has ringrun
+KILLS += [("own agent", "n1"), ("slurmd", "n2")]  # n1's slurmd has ringrun
 
 
 def _wait_for_four(folder: Path, seconds: float = 40) -> None:

@@ -245,27 +245,35 @@ def test_many_kills(start: StartJob, folder: Path) -> None:
     assert len([line for line in said(job) if "SIGKILL" in line]) == 5
 
 
-def test_another_host_is_lost_and_connected_again(
-    start_job: StartJob, folder: Path
-) -> None:
+@pytest.fixture
+def two_hosts(start_job: StartJob, folder: Path) -> Job:
+    """Rank 0 on this one, ranks 1 and 2 on another one."""
     (folder / "ssh").write_text(SSH)
     (folder / "ssh").chmod(0o755)
-    log = folder / "log"
     env = {
         "FOLDER": str(folder),
-        "SSH_LOG": str(log),
+        "SSH_LOG": str(folder / "log"),
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
     }
-    options = ["--min-np", "1", "-H", "localhost:1,n1:2"]
-    job = start_job(3, RUN, env, options)
+    job = start_job(3, RUN, env, ["--min-np", "1", "-H", "localhost:1,n1:2"])
     job.wait_for(2, "epoch 0 start")
-    agents = {
-        pid: _parent(pid)
+    return job
+
+
+def _agents(job: Job, *, here: bool) -> list[int]:
+    """Ringrun's own on this host, or those behind a client."""
+    agents = [
+        pid
         for pid, text in leaks.processes(job.id).items()
         if "ringjax.run.hosts.agent" in text
-    }
-    remote = [pid for pid, parent in agents.items() if parent in agents]
-    os.kill(remote[0], signal.SIGKILL)
+    ]
+    return [pid for pid in agents if (_parent(pid) == job.pid) == here]
+
+
+def test_another_host_is_lost_and_connected_again(two_hosts: Job, folder: Path) -> None:
+    job = two_hosts
+    [agent] = _agents(job, here=False)
+    os.kill(agent, signal.SIGKILL)
     wait_for(job, "joined as rank 1")
     wait_for(job, "joined as rank 2")
     assert finish(job, folder) == 0
@@ -274,7 +282,25 @@ def test_another_host_is_lost_and_connected_again(
         f"rank 1 (worker 1, on n1): {lost}; 1 rank goes on",
         f"rank 2 (worker 2, on n1): {lost}; 1 rank goes on",
     ]
-    assert log.read_text() == "n1\nn1\n"
+    assert (folder / "log").read_text() == "n1\nn1\n"
+
+
+def test_the_agent_of_the_first_host_is_replaced(two_hosts: Job, folder: Path) -> None:
+    """Other hosts go on: what reaches them does not end with it."""
+    job = two_hosts
+    [agent] = _agents(job, here=True)
+    os.kill(agent, signal.SIGKILL)
+    wait_for(job, "worker 3 on localhost joined as rank 2; 3 ranks")
+    first = "rank 0 (worker 0, on localhost): its agent on this host died"
+    assert said(job)[0] == f"{first}; 2 ranks go on"
+    assert (folder / "log").read_text() == "n1\n"
+    [agent] = _agents(job, here=False)  # the end of its client is noticed without it
+    os.kill(agent, signal.SIGKILL)
+    wait_for(job, "on n1 joined as rank 1")
+    wait_for(job, "on n1 joined as rank 2; 3 ranks")
+    assert finish(job, folder) == 0
+    assert "rank 0 (worker 1, on n1): lost its host; 1 rank goes on" in said(job)
+    assert (folder / "log").read_text() == "n1\nn1\n"
 
 
 def _parent(pid: int) -> int:

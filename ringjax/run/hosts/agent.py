@@ -154,6 +154,7 @@ class Agent:
                 payload=task if stdin is None else None,
                 stdin=stdin,
                 stdout=stdout,
+                outlives=order.get("outlives", False),
             )
         except (OSError, ValueError, RuntimeError) as error:
             missing = isinstance(error, FileNotFoundError)

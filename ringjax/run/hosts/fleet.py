@@ -1,8 +1,9 @@
 """The hosts of a job: their agents, what they are told and what they report.
 
 One agent on this machine (the guardian) owns our ranks, the clients (ssh, srun) of the
-other hosts and every small errand; one behind each client owns the ranks there. Knows
-no rank and no plan: what happens becomes a call of the job, see `Observer`.
+other hosts and every small errand; one behind each client owns the ranks there. When
+the guardian is killed, the clients go on, and the next order here starts another one.
+Knows no rank and no plan: what happens becomes a call of the job, see `Observer`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import base64
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import time
@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ringjax.run import environ, keyboard
+from ringjax.run.hosts import processes
 from ringjax.run.hosts.channel import Channel, Message
+from ringjax.run.hosts.errands import Errands
 from ringjax.run.hosts.files import Incoming
 from ringjax.run.hosts.host_command import Spec, agent_command, reach
 from ringjax.run.hosts.slots import is_local
@@ -53,6 +55,7 @@ class Agent:
         by_engine: an engine has set its environment.
         rendezvous: where its ranks find the job, for one that has come by itself.
         asked_back: somebody there wants the host back: it got SIGTERM.
+        orphan: the process of its client, once the guardian that owned it is gone.
         names: the processes that it has and had to start.
     """
 
@@ -64,6 +67,7 @@ class Agent:
     channel: Channel | None = None
     ended: bool = False
     asked_back: bool = False
+    orphan: int | None = None
     names: set[int] = field(default_factory=set)
     pids: dict[int, int] = field(default_factory=dict)
 
@@ -71,17 +75,6 @@ class Agent:
     def done(self) -> bool:
         """Whether nothing will come from it any more."""
         return self.ended or self.channel is None or self.channel.closed
-
-
-@dataclass(slots=True)
-class _Errand:
-    """A command on this machine whose output somebody waits for."""
-
-    done: Callable[[int, str, str], None]
-    code: int | None = None
-    text: str = ""
-    output: dict[str, bytearray] = field(default_factory=dict)
-    open: set[str] = field(default_factory=lambda: {"stdout", "stderr"})
 
 
 class Fleet:
@@ -98,7 +91,7 @@ class Fleet:
         self._remote: dict[str, Agent] = {}
         self._own: dict[str, bool] = {}  # host -> whether it is this machine
         self._clients: dict[int, Agent] = {}  # by the name of their client
-        self._errands: dict[int, _Errand] = {}
+        self._errands = Errands()
         self._incoming: Incoming | None = None
         self._names = 0  # of clients and errands: they count downwards
         self._every = 0.0
@@ -108,7 +101,12 @@ class Fleet:
     # Agents.
 
     def start(self) -> None:
-        """Start the agent on this machine."""
+        """Start the agent on this machine, or another one when it was killed."""
+        if self._guardian is not None and self._descriptors is not None:
+            self._guardian.kill()
+            self._guardian.wait()
+            self._descriptors.close()
+            self._local = Agent("localhost", 0)
         ours, theirs = socket.socketpair()
         self._descriptors = ours
         with theirs:
@@ -152,13 +150,20 @@ class Fleet:
     def _agent(self, host: str) -> Agent:
         """The agent on a host; started if there is none, or none any more."""
         if self.is_local(host):
-            return self._local
+            return self._here()
         agent = self._remote.get(host)
         if agent is None or (agent.done and not agent.rendezvous):
             agent = self._remote[host] = self._connect(host)
         return agent
 
+    def _here(self) -> Agent:
+        """The agent on this machine."""
+        if self._local.done:
+            self.start()
+        return self._local
+
     def _connect(self, host: str) -> Agent:
+        here = self._here()
         self._names -= 1
         argv, env, by_engine = reach(host, self._spec)
         client = os.path.basename(argv[0])
@@ -174,8 +179,9 @@ class Fleet:
             "argv": argv,
             "env": {},
             "descriptors": 2,
+            "outlives": True,
         }
-        self._order(self._local, [order], env, None)
+        self._order(here, [order], env, None)
         self._tell(agent, {"do": "monitor", "every": self._every})
         return agent
 
@@ -246,9 +252,9 @@ class Fleet:
             Its name, for `signal`.
         """
         self._names -= 1
-        self._errands[self._names] = _Errand(done)
+        self._errands.add(self._names, done)
         order = {"id": self._names, "argv": list(argv), "env": {}}
-        self._order(self._local, [order], environ.inherited(), None)
+        self._order(self._here(), [order], environ.inherited(), None)
         return self._names
 
     def _order(
@@ -279,7 +285,7 @@ class Fleet:
             # their agents would believe that we are gone.
             known = set(agent.names)
             if agent is self._local:
-                known.update(self._errands)
+                known |= self._errands.names()
             if ids := sorted(known if names is None else known.intersection(names)):
                 self._tell(agent, {**message, "ids": ids})
 
@@ -320,7 +326,9 @@ class Fleet:
         name = message.get("id", 0)
         match message.get("is"):
             case "output":
-                self._wrote(name, message["stream"], base64.b64decode(message["data"]))
+                stream, data = message["stream"], base64.b64decode(message["data"])
+                if not self._errands.wrote(name, stream, data):
+                    self._observer.wrote(name, stream, data)
             case "started":
                 agent.pids[name] = message["pid"]
                 if name >= 0:
@@ -337,64 +345,43 @@ class Fleet:
             case "bye":
                 agent.ended = True
 
-    def _wrote(self, name: int, stream: str, data: bytes) -> None:
-        errand = self._errands.get(name)
-        if errand is None:
-            self._observer.wrote(name, stream, data)
-            return
-        errand.output.setdefault(stream, bytearray()).extend(data)
-        if not data:
-            errand.open.discard(stream)
-            self._run(name, errand)
-
     def _exited(self, agent: Agent, name: int, code: int, text: str) -> None:
         agent.names.discard(name)
-        errand = self._errands.get(name)
-        if errand is not None:
-            errand.code, errand.text = code, text
-            if text:  # it never ran, so nothing closes its streams
-                errand.open.clear()
-            self._run(name, errand)
-        elif name >= 0:
-            self._observer.exited(name, code, text)
-        else:
-            client = self._clients[name]
-            if not client.ended:
-                client.ended = True
-                self._lost_names(
-                    client, f"lost its host, {client.client} ended ({code})"
-                )
-
-    def _run(self, name: int, errand: _Errand) -> None:
-        """An errand may be done: it has ended, and so has what it wrote."""
-        if errand.code is None or errand.open:
+        if self._errands.exited(name, code, text):
             return
-        del self._errands[name]
-        texts = (
-            bytes(errand.output.get(stream, b"")).decode(errors="replace")
-            for stream in ("stdout", "stderr")
-        )
-        out, err = texts
-        errand.done(errand.code, out, err or errand.text)
+        if name >= 0:
+            self._observer.exited(name, code, text)
+        elif not self._clients[name].ended:
+            client = self._clients[name]
+            self.lost(client, f"lost its host, {client.client} ended ({code})")
 
     def lost(self, agent: Agent, text: str) -> None:
-        """The connection of an agent that came by itself has ended."""
+        """The connection of an agent without a client of ours has ended."""
         agent.ended = True
         self._lost_names(agent, text)
 
     def _closed(self, agent: Agent) -> None:
         if agent.ended:
             return
-        if agent is not self._local:
-            return  # the exit of its client follows, and says more
-        agent.ended = True
-        pids = list(agent.pids.values())
-        self._lost_names(agent, "its agent on this host died")
-        for pid in pids:  # its children got SIGKILL, theirs may live
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        for other in self._remote.values():
-            self._lost_names(other, "the agent on the first host died")
+        if agent is self._local:
+            agent.ended = True
+            self._guardian_died()
+        elif agent.orphan is not None:
+            self.lost(agent, "lost its host")
+        # Else the exit of its client follows, and says more.
+
+    def _guardian_died(self) -> None:
+        pids = dict(self._local.pids)
+        for client in self._clients.values():
+            if not client.ended:
+                client.orphan = pids.pop(client.number, 0)
+                if client.done:
+                    self.lost(client, "lost its host")
+        text = "its agent on this host died"
+        self._lost_names(self._local, text)
+        for pid in pids.values():  # its children got SIGKILL, theirs may live
+            processes.kill_group(pid)
+        self._errands.fail(text)
 
     def _lost_names(self, agent: Agent, text: str) -> None:
         names = sorted(agent.names)
@@ -432,6 +419,8 @@ class Fleet:
                     if self.selector.get_map().get(key.fd) is key:
                         key.data()
             for agent in agents:
+                if agent.orphan and not agent.done:
+                    processes.kill_group(agent.orphan)
                 if agent.channel is not None and not agent.rendezvous:
                     agent.channel.close()
 

@@ -72,6 +72,7 @@ def start(
     payload: bytes | None = None,
     stdin: int | None = None,
     stdout: int | None = None,
+    outlives: bool = False,
 ) -> Child:
     """Start a child in a new process group, bound to the life of this process.
 
@@ -82,6 +83,7 @@ def start(
         payload: given to the child as its standard input; it then also gets a pipe for
             a result. Without one the standard input is empty.
         stdin, stdout: descriptors to give to the child instead, closed here.
+        outlives: it is not killed with this process; another one ends it, by its pipes.
 
     Raises:
         OSError: the command cannot be run.
@@ -89,9 +91,10 @@ def start(
     parent = os.getpid()
 
     def bind() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # the agent died before the line above
-            os._exit(1)
+        if not outlives:
+            _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != parent:  # the agent died before the line above
+                os._exit(1)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -134,6 +137,12 @@ def start(
     return Child(process, ours)
 
 
+def kill_group(pid: int) -> None:
+    """Kills what is left of a process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
     """Collect every child and adopted orphan that has ended: (pid, exit code).
 
@@ -151,8 +160,7 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
             return ended
         failed = found.si_code != os.CLD_EXITED or found.si_status != 0
         if failed and found.si_pid in leaders:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(found.si_pid, signal.SIGKILL)
+            kill_group(found.si_pid)
         pid, status = os.waitpid(found.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)
         ended.append((pid, code if code >= 0 else 128 - code))
