@@ -12,6 +12,14 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+MARKS = [
+    pytest.mark.timeout(180),
+    # Of Ray, not ours.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 SMALL: Any = {"object_store_memory": 80 << 20}  # bytes
 
 

@@ -21,19 +21,12 @@ from typing import Any
 import pytest
 import ray
 from engines import programs
-from engines.clusters import SMALL, Aside, ray_cluster
+from engines.clusters import MARKS, SMALL, Aside, ray_cluster
 from ray.cluster_utils import Cluster
 
 import ringjax.ray
 
-pytestmark = [
-    pytest.mark.timeout(170),
-    # Of Ray, not ours.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 ONE = {"num_cpus": 1, "resources": {"one": 1}, **SMALL}  # a node for one worker
 NEEDS = {"CPU": 1, "one": 1}
 SIZE = 3

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from engines import programs
-from engines.clusters import SMALL, Aside, ray_cluster
+from engines.clusters import MARKS, SMALL, Aside, ray_cluster
 from ray.cluster_utils import Cluster
 
 import ringjax.ray
@@ -27,14 +27,7 @@ from ringjax.ray.utils import detect_nics, map_blocking, nics_to_env_var
 from ringjax.ray.worker import BaseHorovodWorker
 from ringjax.runner.elastic.discovery import HostDiscovery
 
-pytestmark = [
-    pytest.mark.timeout(170),
-    # Of Ray, not ours.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 HOSTS = {f"node:host-{n}": 1 for n in range(4)}
 SETTINGS = {"placement_group_timeout_s": 5}
 # The driver of a client: what it does is done by an actor on the cluster.

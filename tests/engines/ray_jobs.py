@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 from engines import programs
-from engines.clusters import SMALL, ray_cluster
+from engines.clusters import MARKS, SMALL, ray_cluster
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import get_current_placement_group
 
@@ -19,14 +19,7 @@ import ringjax.ray
 from ringjax.errors import LaunchError
 from ringjax.ray import ray_logger
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    # Of Ray, not ours.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

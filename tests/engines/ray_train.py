@@ -12,19 +12,12 @@ from typing import Any
 
 import pytest
 from engines import programs
-from engines.clusters import SMALL, ray_cluster
+from engines.clusters import MARKS, SMALL, ray_cluster
 from ray.cluster_utils import Cluster
 
 import ringjax.ray
 
-pytestmark = [
-    pytest.mark.timeout(170),
-    # Of Ray, not ours.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
