@@ -70,6 +70,12 @@ def group_of(
     return group
 
 
+def room(needs: Mapping[str, float]) -> int:
+    """For how many of these resources there is room in the cluster, at most."""
+    free = ray.available_resources()
+    return int(min((free.get(k, 0) // v for k, v in needs.items() if v), default=1))
+
+
 def shortage(needs: Mapping[str, float], count: int, seconds: float) -> str:
     """Why `count` times these resources were not to be had; ends a sentence."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

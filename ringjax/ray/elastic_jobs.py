@@ -18,6 +18,7 @@ from ringjax.run.engine_job import EngineJob
 
 log = logging.getLogger("ringjax.ray")
 _SOON = 3.0  # a worker that failed after less than these seconds has failed soon
+_TOGETHER = 10.0  # seconds between those that find room at the beginning
 _FENCED = 5.0  # seconds for a worker that was declared lost to end by itself
 
 
@@ -102,6 +103,7 @@ class ElasticJob:
     def _begin(self) -> EngineJob:
         """The job of those that can be started now; the rest stays asked for."""
         begin, enough = time.monotonic(), 0.0
+        room = actors.room(self.needs)
         while True:
             self._ask()
             for actor in self._heard_of():
@@ -109,10 +111,10 @@ class ElasticJob:
             there = [actor for actor in self._actors if actor.node]
             now = time.monotonic()
             if len(there) >= self._least:
-                # The others come at about the same time, if they come.
+                # The others come at about the same time, if there is room for them.
                 enough = enough or now
-                late = now > enough + max(1.0, (enough - begin) / 2)
-                if late or len(there) == len(self._actors):
+                all_there = len(there) >= min(room, len(self._actors))
+                if all_there or now > enough + _TOGETHER:
                     break
             elif now > begin + self.start_timeout:
                 raise TimeoutError(

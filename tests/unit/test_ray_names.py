@@ -226,3 +226,12 @@ def test_pauses_after_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None
         job._drop(actor, soon=True)
         pauses.append(job._not_before)
     assert pauses == [0, 2, 4, 7, 7]
+
+
+def test_room_in_the_cluster(stub: Any) -> None:
+    from ringjax.ray import actors
+
+    stub.available_resources = lambda: {"CPU": 5.0, "host": 3.0}
+    assert actors.room({"CPU": 2.0, "GPU": 0.0}) == 2
+    assert actors.room({"CPU": 1.0, "host": 1.0}) == 3
+    assert actors.room({"GPU": 1.0}) == 0
