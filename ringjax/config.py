@@ -277,10 +277,7 @@ class Config:
         "between two reports of what all ranks wait for, 0 = none",
     )
     metrics: str = _setting(
-        "",
-        str,
-        "where ringrun tells Prometheus about the job: PORT of this host alone, or "
-        "ADDRESS:PORT",
+        "", str, "where ringrun serves metrics: PORT of this host, or ADDRESS:PORT"
     )
     metrics_token_file: str = _setting(
         "", str, "a file that holds what Prometheus must show there, its owner's only"

@@ -19,127 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from support import leaks
-from support.launch import Job, StartJob, environment
+from support.launch import StartJob, environment
+from support.watched import ELASTIC, STATIC, Watched
 
 from ringjax.monitor import sockets
 from ringjax.top.attached import Attached, Status
-
-# Rank 1 is late for every step; ends when a file is there.
-STEPS = """
-import os, signal, sys, time
-import numpy as np
-import ringjax
-from ringjax import eager, elastic
-
-ringjax.init()
-end, lose = os.environ["FOLDER"] + "/end", os.environ["FOLDER"] + "/lose"
-
-def load():
-    time.sleep(0.02)
-
-def step():
-    time.sleep(0.005)
-    if ringjax.rank() == 1:
-        load()
-    eager.allreduce(np.ones(50_000, "f4"), name="gradients")
-    over = np.array([os.path.exists(end)], "f8")
-    return bool(eager.allreduce(over, ringjax.Max, name="over")[0])
-"""
-STATIC = f"{STEPS}\nwhile not step():\n    pass\n"
-ELASTIC = (
-    STEPS
-    + """
-state = elastic.State(step=0)
-
-@elastic.run
-def train(state):
-    while not step():
-        state.step += 1
-        if state.step % 10 == 0:
-            state.commit()
-        if os.environ["RINGJAX_WORKER"] == "2" and os.path.exists(lose):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-train(state)
-"""
-)
-
-
-class Watched:
-    """A job and a folder whose files tell it what to do."""
-
-    def __init__(self, start_job: StartJob, folder: Path) -> None:
-        self._start, self.folder = start_job, folder
-        self.temporary = folder / "t"
-        self.temporary.mkdir()
-
-    def start(self, np: int, script: str, *options: str, **env: str) -> Job:
-        given = {"FOLDER": str(self.folder), "TMPDIR": str(self.temporary)}
-        self.job = self._start(np, script, {**given, **env}, options)
-        return self.job
-
-    def url(self) -> str:
-        """Where its metrics are."""
-        found: list[str] = []
-
-        def look() -> list[str]:
-            text = self.job.launcher_output()
-            found.extend(re.findall(r"ringrun: metrics: (http://\S+)", text))
-            return [] if found else ["no address"]
-
-        assert not leaks.settle(look, 20), self.job.logs()
-        return found[0]
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Sums and gauges by name, then by their labels' values."""
-        with urllib.request.urlopen(self.url(), timeout=5) as answer:
-            text = answer.read().decode()
-        return {
-            sample.name: {
-                ",".join(s.labels.values()): s.value
-                for s in family.samples
-                if s.name == sample.name
-            }
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if not sample.name.endswith("_bucket")
-        }
-
-    def wait_for(self, done: Callable[[dict[str, dict[str, float]]], bool]) -> Any:
-        """The metrics, once they are so."""
-        found: list[dict[str, dict[str, float]]] = [{}]
-
-        def look() -> list[str]:
-            found[0] = self.metrics()
-            return [] if done(found[0]) else ["not yet"]
-
-        assert not leaks.settle(look, 30), (found[0], self.job.logs())
-        return found[0]
-
-    def attach(self) -> Attached:
-        """As `ringjax top` does."""
-        return Attached(self.path())
-
-    def path(self) -> Path:
-        """ringrun's socket."""
-        place = self.temporary / sockets.folder().name
-        name = f"{self.job.pid}-0.sock"
-        assert not leaks.settle(
-            lambda: [] if (place / name).exists() else ["no socket"], 20
-        )
-        return place / name
-
-    def end(self) -> None:
-        """It ends, and all is well."""
-        (self.folder / "end").touch()
-        assert self.job.wait(30) == 0, self.job.logs()
-        assert not self.path_is_left()
-
-    def path_is_left(self) -> bool:
-        """Whether something of ringrun's is still there."""
-        return bool(list(self.temporary.rglob("*.sock")))
 
 
 @pytest.fixture

@@ -7,12 +7,15 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from support.launch import StartJob
 from support.rank_worker import World
 
@@ -283,3 +286,62 @@ def test_a_report_follows_losses_and_joins(start_job: StartJob, by_rank: bool) -
         assert "ringjax report" in logs[0] and "ringjax report" in logs[1]
     else:
         assert not any("ringjax report" in log for log in logs)
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(2)
+def test_a_collector_for_prometheus_client(world: World) -> None:
+    registry = CollectorRegistry()
+    registry.register(ringjax.PrometheusCollector())
+    _named()
+    text = generate_latest(registry).decode()
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert families["ringjax_ranks"].samples[0].value == 2
+    (calls,) = families["ringjax_rank_calls"].samples
+    assert calls.labels == {"rank": str(world.rank)}
+    assert calls.value == ringjax.stats()["calls"] > 0
+    labels = {"op": "allreduce", "lane": "named", "process_set": "0"}
+    waits = families["ringjax_collective_wait_seconds"]
+    counts = {s.value for s in waits.samples if s.name.endswith("_count")}
+    (size,) = [
+        s.value
+        for s in families["ringjax_collective_bytes"].samples
+        if s.labels == labels
+    ]
+    assert size == _of("named")["bytes"] and _of("named")["calls"] in counts
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["add_scalar", "scalar", "write_scalars", "function"])
+def test_scalars_go_to_any_writer(world: World, kind: str) -> None:
+    """As PyTorch's, flax's and clu's writers are, or `tf.summary.scalar`."""
+    seen: dict[str, tuple[float, int]] = {}
+
+    def one(tag: str, value: float, step: int) -> None:
+        seen[tag] = value, step
+
+    def several(step: int, scalars: dict[str, float]) -> None:
+        seen.update({tag: (value, step) for tag, value in scalars.items()})
+
+    write = several if kind == "write_scalars" else one
+    writer = write if kind == "function" else SimpleNamespace(**{kind: write})
+    ringjax.write_scalars(writer, 0)
+    seen.clear()
+    begin = time.monotonic()
+    for _ in range(20):
+        _named()
+    scalars = ringjax.write_scalars(writer, 7)
+    seconds = time.monotonic() - begin
+    assert seen == {f"ringjax/{name}": (v, 7) for name, v in scalars.items()}
+    assert scalars["calls"] * seconds > 19 and scalars["bytes"] * seconds > 19 * 4000
+    assert 0 <= scalars["wait"] <= 1 and 0 <= scalars["move"] <= 1
+    assert (scalars["busbw"] > 0) == (world.size > 1)
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(1)
+def test_what_cannot_write_scalars_is_an_error(world: World) -> None:
+    del world
+    with pytest.raises(TypeError, match="int has no add_scalar, scalar or"):
+        ringjax.write_scalars(3, 0)

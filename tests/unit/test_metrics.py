@@ -28,7 +28,7 @@ from ringjax.monitor.sample import BUCKETS, Sample, Sums
 from ringjax.run.monitor.endpoint import Endpoint, TextFile
 from ringjax.run.monitor.wanted import Wanted, wanted
 
-BOARD = json.loads((ROOT / "examples/grafana/ringjax.json").read_text())
+BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 
 
 def _job(ranks: int = 3) -> str:
