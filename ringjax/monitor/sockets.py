@@ -17,7 +17,9 @@ from pathlib import Path
 
 from ringjax.control.handshake import peer_uid
 
+HELLO = b"ringjax top 1\n"  # what somebody says first who wants to look
 _NAME = re.compile(r"(\d+)-\d+\.sock")
+_LONGEST = 100  # bytes of a path that may be an address
 _ANSWER = 2.0  # seconds to connect
 
 
@@ -68,8 +70,7 @@ def listen() -> tuple[socket.socket, Path]:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=fd)
-            # By the descriptor, as the path may be longer than an address may be.
-            sock.bind(f"/proc/self/fd/{fd}/{name}")
+            sock.bind(_address(path, fd))
             os.chmod(path, 0o600)
             sock.listen(8)
             sock.setblocking(False)
@@ -92,7 +93,7 @@ def connect(path: Path) -> socket.socket:
     try:
         fd = _opened(path.parent)
         try:
-            _reach(sock, f"/proc/self/fd/{fd}/{path.name}")
+            _reach(sock, _address(path, fd))
         finally:
             os.close(fd)
         if (uid := peer_uid(sock)) != os.geteuid():
@@ -101,6 +102,12 @@ def connect(path: Path) -> socket.socket:
         sock.close()
         raise NoJob(f"{path}: {error.strerror or error}") from None
     return sock
+
+
+def _address(path: Path, folder: int) -> str:
+    """Of a socket; by its folder's descriptor if it is longer than one may be."""
+    short = len(os.fsencode(path)) < _LONGEST
+    return str(path) if short else f"/proc/self/fd/{folder}/{path.name}"
 
 
 def _reach(sock: socket.socket, address: str) -> None:

@@ -39,7 +39,8 @@ class PrometheusCollector:
         from prometheus_client.metrics_core import Metric
 
         for family in _families():
-            metric = Metric(family.name, family.about, family.kind)
+            name = family.name.removesuffix("_total")  # which its samples keep
+            metric = Metric(name, family.about, family.kind)
             for suffix, labels, value in family.samples:
                 metric.add_sample(family.name + suffix, dict(labels), value)
             yield metric

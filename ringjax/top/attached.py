@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -80,6 +81,8 @@ class Attached:
 
     def __init__(self, path: Path) -> None:
         self._sock: socket.socket = sockets.connect(path)
+        with contextlib.suppress(OSError):  # then there is nothing to read either
+            self._sock.sendall(sockets.HELLO)
         self._input = b""
 
     def fileno(self) -> int:
@@ -98,7 +101,10 @@ class Attached:
             left = deadline - time.monotonic()
             if not readable(self, None if math.isinf(left) else max(0.0, left)):
                 return None
-            data = self._sock.recv(_CHUNK)
+            try:
+                data = self._sock.recv(_CHUNK)
+            except ConnectionResetError:
+                data = b""
             if not data:
                 raise Ended
             self._input += data

@@ -228,7 +228,7 @@ class _Traffic:
         return self._before - before
 
 
-VIEWERS = (b"\0" * 100_000, b"{" * 100_000, b"", b"x\n" * 1000, b"")
+VIEWERS = (b"\0" * 100_000, b"{" * 100_000, b"", sockets.HELLO, sockets.HELLO + b"x\n")
 CLIENTS = (b"\xff" * 1000, b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n")
 
 

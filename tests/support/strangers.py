@@ -18,7 +18,7 @@ from ringjax.errors import AuthenticationError
 from support import leaks
 
 Door = tuple[str, int] | str
-"""Where a job listens: an address, or the name of an abstract unix socket."""
+"""Where a job listens: an address, the name of an abstract unix socket, or a path."""
 _LISTENS = "0A"  # a state in /proc/net/tcp
 _ACCEPTS = "00010000"  # a flag in /proc/net/unix
 
@@ -36,7 +36,8 @@ def doors(job: str) -> list[Door]:
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
         words = line.split()
         if len(words) > 7 and words[3] == _ACCEPTS and words[6] in inodes:
-            found.append("\0" + words[7].removeprefix("@"))
+            name = words[7]
+            found.append("\0" + name[1:] if name.startswith("@") else name)
     return found
 
 

@@ -85,12 +85,13 @@ class Agent:
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._resume()
+            self._tellers.sweep()
             self._after_turn()
 
     def _timeout(self) -> float | None:
         if self._ending is not None:
             return max(0.0, min(0.05, self._ending - time.monotonic()))
-        return None
+        return self._tellers.timeout()
 
     def _after_turn(self) -> None:
         if self._asked_back and not (self._ids or self._watches or self._ending):
@@ -130,7 +131,7 @@ class Agent:
     def _spawn(self, message: Message) -> None:
         payload = message.get("payload")
         task = None if payload is None else base64.b64decode(payload)
-        open_files.allow(4 * len(message["children"]))
+        open_files.allow(5 * len(message["children"]))
         with contextlib.suppress(OSError):
             # A directory that only the first host has: stay where ssh put us.
             os.chdir(message["cwd"])

@@ -13,6 +13,7 @@ import os
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ from ringjax.run.hosts.channel import Message
 
 _LONGEST = 1 << 18  # bytes of a line
 _CHUNK = 1 << 16
-_MOST = 1024  # connections
+_STRANGERS = 64  # connections of those that have not said yet who they are
+_SILENCE = 5.0  # seconds to say that
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +31,7 @@ class _Teller:
     """A connection; `name` is the rank's number for ringrun, once it has told it."""
 
     sock: socket.socket
+    came: float
     name: int | None = None
     input: bytes = b""
 
@@ -60,7 +63,7 @@ class Tellers:
             listener = socket.socket(socket.AF_UNIX)
             try:
                 listener.bind(f"\0{name}")
-                listener.listen(_MOST)
+                listener.listen(_STRANGERS)
             except OSError:  # the job does without
                 listener.close()
                 return ""
@@ -72,7 +75,7 @@ class Tellers:
     def ask(self, every: float) -> None:
         """All ranks, and those that come, tell each so many seconds; 0: no more."""
         self._every = every
-        for teller in list(self._known):
+        for teller in [each for each in self._known if each.name is not None]:
             self._ask(teller)
 
     def _ask(self, teller: _Teller) -> None:
@@ -87,17 +90,31 @@ class Tellers:
         assert self._listener is not None
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            if len(self._known) >= _MOST or peer_uid(sock) != os.geteuid():
+            if peer_uid(sock) != os.geteuid():
                 sock.close()
                 return
             sock.setblocking(False)
-            teller = _Teller(sock)
+            if len(strangers := self._strangers()) >= _STRANGERS:
+                self._forget(strangers[0])
+            teller = _Teller(sock, time.monotonic())
             self._known.append(teller)
             self._selector.register(
                 sock, selectors.EVENT_READ, lambda: self._read(teller)
             )
-            if self._every:
-                self._ask(teller)
+
+    def _strangers(self) -> list[_Teller]:
+        return [teller for teller in self._known if teller.name is None]
+
+    def timeout(self) -> float | None:
+        """Seconds until `sweep` has something to do; None: nothing."""
+        came = [teller.came for teller in self._strangers()]
+        return max(0.0, min(came) + _SILENCE - time.monotonic()) if came else None
+
+    def sweep(self) -> None:
+        """Those that do not say who they are are not kept."""
+        for teller in self._strangers():
+            if time.monotonic() - teller.came >= _SILENCE:
+                self._forget(teller)
 
     def _read(self, teller: _Teller) -> None:
         try:
@@ -116,6 +133,8 @@ class Tellers:
                 if teller.name is None:
                     self._forget(teller)
                     return
+                if self._every:
+                    self._ask(teller)
             elif self._every:
                 text = line.decode(errors="replace")
                 self._hand_on({"is": "told", "id": teller.name, "text": text})

@@ -171,6 +171,8 @@ class Hub:
     @_harmless
     def tick(self, now: float) -> None:
         """Time has passed."""
+        if self._viewers is not None:
+            self._viewers.sweep(now)
         if not self._every:
             return
         self._adjust()

@@ -20,21 +20,31 @@ from ringjax.monitor import sockets
 
 _MOST = 8
 _PATIENCE = 10.0  # seconds for one to take a message
+_SILENCE = 5.0  # seconds to say what one wants
 _CHUNK = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
 class _Viewer:
+    """A connection; `since` it came, or was sent what it has not taken yet.
+
+    Attributes:
+        said: until it has said hello.
+        looks: it has, and gets messages.
+    """
+
     sock: socket.socket
+    since: float
+    said: bytes = b""
+    looks: bool = False
     left: memoryview = field(default_factory=lambda: memoryview(b""))
-    since: float = 0.0
 
 
 class Viewers:
     """Takes them in.
 
     Args:
-        changed: called when one has come or gone.
+        changed: called when one begins or ends to look.
 
     Raises:
         OSError: there is no place for the socket.
@@ -50,7 +60,7 @@ class Viewers:
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def __len__(self) -> int:
-        return len(self._viewers)
+        return sum(viewer.looks for viewer in self._viewers)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -59,12 +69,11 @@ class Viewers:
                 sock.close()
                 return
             while len(self._viewers) >= _MOST:
-                self._forget(self._viewers[0])
+                self._forget(min(self._viewers, key=lambda viewer: viewer.looks))
             sock.setblocking(False)
-            viewer = _Viewer(sock)
+            viewer = _Viewer(sock, time.monotonic())
             self._viewers.append(viewer)
             self._watch(viewer, selectors.EVENT_READ)
-            self._changed()
 
     def _watch(self, viewer: _Viewer, events: int) -> None:
         with contextlib.suppress(KeyError):
@@ -72,23 +81,36 @@ class Viewers:
         self._selector.register(viewer.sock, events, lambda: self._turn(viewer))
 
     def _turn(self, viewer: _Viewer) -> None:
-        """What they send is nothing; but they may leave, or take more."""
+        """They say hello, and then nothing; but they may leave, or take more."""
         try:
-            if not viewer.sock.recv(_CHUNK):
-                self._forget(viewer)
-                return
+            data = viewer.sock.recv(_CHUNK)
         except BlockingIOError:
-            pass
+            data = None
         except OSError:
+            data = b""
+        if data == b"" or (data and not viewer.looks and not self._greet(viewer, data)):
             self._forget(viewer)
-            return
-        if viewer.left:
+        elif viewer.left:
             self._write(viewer)
+
+    def _greet(self, viewer: _Viewer, data: bytes) -> bool:
+        """Whether what was said so far may become, or is, a hello."""
+        viewer.said += data
+        if viewer.said == sockets.HELLO:
+            viewer.looks = True
+            self._changed()
+        return sockets.HELLO.startswith(viewer.said)
+
+    def sweep(self, now: float) -> None:
+        """Those that do not say what they want are not kept."""
+        for viewer in list(self._viewers):
+            if not viewer.looks and now - viewer.since > _SILENCE:
+                self._forget(viewer)
 
     def send(self, message: bytes) -> None:
         """For all of them."""
         now = time.monotonic()
-        for viewer in list(self._viewers):
+        for viewer in [viewer for viewer in self._viewers if viewer.looks]:
             if not viewer.left:
                 viewer.left, viewer.since = memoryview(message), now
                 self._write(viewer)
@@ -111,7 +133,8 @@ class Viewers:
         with contextlib.suppress(KeyError):
             self._selector.unregister(viewer.sock)
         viewer.sock.close()
-        self._changed()
+        if viewer.looks:
+            self._changed()
 
     def close(self) -> None:
         """Ends all connections and removes the socket."""

@@ -43,9 +43,9 @@ def wanted(config: Config) -> Wanted:
     Example:
         >>> wanted(Config(metrics="9400")).host
         '127.0.0.1'
-        >>> wanted(Config(metrics="0.0.0.0:9400"))
+        >>> wanted(Config(metrics=":9400"))
         Traceback (most recent call last):
-        ValueError: --metrics 0.0.0.0:9400: others reach this address: a token is ...
+        ValueError: --metrics :9400: expected PORT or ADDRESS:PORT
     """
     host, port = _address(config.metrics) if config.metrics else ("", 0)
     token = config.metrics_token()
