@@ -17,7 +17,7 @@ from typing import Any
 
 from ringjax.world.profiling import FORMAT, PARTS
 
-MOST_CALLS = 400_000  # of all ranks, that are read; the last ones
+MOST_CALLS = 200_000  # of all ranks, that are read; the last ones
 
 
 class NoProfile(ValueError):

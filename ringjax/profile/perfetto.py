@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import count
 
 from ringjax.profile.rows import Process, Slice
@@ -17,7 +18,7 @@ SEQUENCE = 1
 PIDS = 1  # added to a rank's number: 0 is the kernel's idle task
 
 
-def _varint(value: int) -> bytes:
+def _large(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -26,13 +27,30 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
+_SMALL = [_large(value) for value in range(1 << 12)]
+
+
+def _varint(value: int) -> bytes:
+    return _SMALL[value] if value < len(_SMALL) else _large(value)
+
+
 def _number(field: int, value: int) -> bytes:
     return _varint(field << 3) + _varint(value)
 
 
-def _bytes(field: int, value: bytes | str) -> bytes:
-    data = value.encode() if isinstance(value, str) else value
+def _bytes(field: int, data: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+@lru_cache(1 << 14)  # names come again and again
+def _text(field: int, text: str) -> bytes:
+    return _bytes(field, text.encode())
+
+
+@lru_cache(1 << 14)
+def _annotation(key: str, value: int | str) -> bytes:
+    told = _number(3, value) if isinstance(value, int) else _text(6, value)
+    return _bytes(4, _text(10, key) + told)
 
 
 def _packet(*fields: bytes) -> bytes:
@@ -40,7 +58,7 @@ def _packet(*fields: bytes) -> bytes:
 
 
 def _track(uuid: int, name: str, *more: bytes) -> bytes:
-    return _packet(_bytes(60, b"".join((_number(1, uuid), _bytes(2, name), *more))))
+    return _packet(_bytes(60, b"".join((_number(1, uuid), _text(2, name), *more))))
 
 
 def _event(seconds: float, kind: int, track: int, *fields: bytes) -> bytes:
@@ -54,17 +72,17 @@ def packets(processes: Iterable[Process]) -> Iterator[bytes]:
     for process in processes:
         uuid = next(numbers)
         pid = process.number + PIDS
-        about = _number(1, pid) + _bytes(6, process.title)
+        about = _number(1, pid) + _text(6, process.title)
         yield _track(uuid, process.title, _bytes(3, about))
         for index, row in enumerate(process.rows):
             track = next(numbers)
             thread = _number(1, pid) + _number(2, pid * 1000 + index)
-            yield _track(track, row.name, _bytes(4, thread + _bytes(5, row.name)))
+            yield _track(track, row.name, _bytes(4, thread + _text(5, row.name)))
             for one in row.slices:
                 yield from _slice(one, track)
         for (name, unit), values in process.counters.items():
             track = next(numbers)
-            counter = _bytes(8, _bytes(6, unit))
+            counter = _bytes(8, _text(6, unit))
             yield _track(track, name, _number(5, uuid), counter)
             for when, value in values:
                 double = _varint(44 << 3 | 1) + struct.pack("<d", value)
@@ -72,12 +90,10 @@ def packets(processes: Iterable[Process]) -> Iterator[bytes]:
 
 
 def _slice(one: Slice, track: int) -> Iterator[bytes]:
-    fields = [_bytes(23, one.name)]
+    fields = [_text(23, one.name)]
     if one.flow:
         fields.append(_varint(47 << 3 | 1) + struct.pack("<Q", one.flow))
-    for key, value in one.arguments.items():
-        told = _number(3, value) if isinstance(value, int) else _bytes(6, str(value))
-        fields.append(_bytes(4, _bytes(10, key) + told))
+    fields += [_annotation(key, value) for key, value in one.arguments.items()]
     yield _event(one.start, BEGIN, track, *fields)
     for inner in one.inner:
         yield from _slice(inner, track)
