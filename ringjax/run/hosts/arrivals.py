@@ -24,8 +24,9 @@ from ringjax.control.sealing import Keys
 from ringjax.control.session import watch
 from ringjax.control.tls import offer
 from ringjax.run.hosts.channel import Channel, Message
-from ringjax.run.hosts.fleet import Agent, Fleet
+from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.hosts.host_command import Spec
+from ringjax.run.hosts.reached import Agent
 from ringjax.run.hosts.slots import Host, check_name
 
 _MOST = 1 << 31  # numbers of workers are less

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from ringjax.run import environ, keyboard
@@ -26,6 +25,7 @@ from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.errands import Errands
 from ringjax.run.hosts.files import Incoming
 from ringjax.run.hosts.host_command import Spec, agent_command, reach
+from ringjax.run.hosts.reached import Agent
 from ringjax.run.hosts.slots import is_local
 from ringjax.run.output import Console
 
@@ -44,37 +44,6 @@ class Observer(Protocol):
 
     def host_lost(self, names: Sequence[int], text: str) -> None:
         """The processes of this name went with their host."""
-
-
-@dataclass(slots=True)
-class Agent:
-    """The agent on a host.
-
-    Attributes:
-        client: what reaches it from here: ssh, srun.
-        by_engine: an engine has set its environment.
-        rendezvous: where its ranks find the job, for one that has come by itself.
-        asked_back: somebody there wants the host back: it got SIGTERM.
-        orphan: the process of its client, once the guardian that owned it is gone.
-        names: the processes that it has and had to start.
-    """
-
-    host: str
-    number: int
-    client: str = ""
-    by_engine: bool = False
-    rendezvous: str = ""
-    channel: Channel | None = None
-    ended: bool = False
-    asked_back: bool = False
-    orphan: int | None = None
-    names: set[int] = field(default_factory=set)
-    pids: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing will come from it any more."""
-        return self.ended or self.channel is None or self.channel.closed
 
 
 class Fleet:

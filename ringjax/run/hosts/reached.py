@@ -1,0 +1,38 @@
+"""The agent on a host, as ringrun knows it; the program itself is agent.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ringjax.run.hosts.channel import Channel
+
+
+@dataclass(slots=True)
+class Agent:
+    """The agent on a host.
+
+    Attributes:
+        client: what reaches it from here: ssh, srun.
+        by_engine: an engine has set its environment.
+        rendezvous: where its ranks find the job, for one that has come by itself.
+        asked_back: somebody there wants the host back: it got SIGTERM.
+        orphan: the process of its client, once the guardian that owned it is gone.
+        names: the processes that it has and had to start.
+    """
+
+    host: str
+    number: int
+    client: str = ""
+    by_engine: bool = False
+    rendezvous: str = ""
+    channel: Channel | None = None
+    ended: bool = False
+    asked_back: bool = False
+    orphan: int | None = None
+    names: set[int] = field(default_factory=set)
+    pids: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing will come from it any more."""
+        return self.ended or self.channel is None or self.channel.closed
