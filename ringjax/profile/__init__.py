@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringjax.world.profiling import Recording
+    from ringjax.world.world import World
 
 __all__ = ["Profile", "profile"]
 
 PATIENCE = 10.0  # seconds for the other ranks' parts, at the end
+BETWEEN = 0.2  # of what `merge` draws: the other ranks wait meanwhile
 
 
 def profile(
@@ -40,7 +42,8 @@ def profile(
     kept, and trouble with the disk ends the profile and not the program.
 
     Args:
-        directory: made if it is not there. An earlier profile in it is replaced.
+        directory: made if it is not there. An earlier profile in it is replaced, and
+            one that is under way comes to its end.
         steps: end after so many. A step is one round of collectives: it is over when
             the operation that moves most comes again, unless the program says so
             (`Profile.step`). None: at `Profile.stop`, or at the end of the job.
@@ -73,7 +76,7 @@ def profile(
         )
     except OSError as error:
         raise ValueError(f"ringjax.profile: {directory}: {error.strerror}") from error
-    made = Profile(Path(directory), recording, first=world.rank == 0)
+    made = Profile(Path(directory), recording, world)
     runtime.on_shutdown(made.stop)
     return made
 
@@ -81,9 +84,9 @@ def profile(
 class Profile:
     """One that was begun; see `profile`."""
 
-    def __init__(self, directory: Path, recording: Recording, *, first: bool) -> None:
+    def __init__(self, directory: Path, recording: Recording, world: World) -> None:
         self._directory, self._recording = directory, recording
-        self._first = first
+        self._world, self._first = world, world.rank == 0
 
     def step(self) -> None:
         """The program has come to the end of a step; then only these count."""
@@ -101,9 +104,12 @@ class Profile:
         until = time.monotonic() + PATIENCE
         run = self._recording.run
         while not parts.complete(self._directory, run) and time.monotonic() < until:
+            epoch = self._world.present_epoch
+            if self._world.failed or (epoch is not None and epoch.lost()):
+                break  # what is missing will not come
             time.sleep(0.05)
         try:
-            merge(self._directory)
+            merge(self._directory, BETWEEN)
         except (OSError, ValueError) as error:
             stderr.line(f"ringjax.profile: {error}")
 
@@ -119,8 +125,11 @@ class Profile:
         self.stop()
 
 
-def merge(directory: Path) -> str:
+def merge(directory: Path, share: float = 1.0) -> str:
     """Writes both files from what ranks have left in a folder; returns the breakdown.
+
+    Args:
+        share: of the most that is drawn.
 
     Raises:
         NoProfile: there is nothing.
@@ -128,8 +137,8 @@ def merge(directory: Path) -> str:
     """
     from ringjax.profile import archive, breakdown, parts
 
-    found = breakdown.Merged.of(parts.read(directory))
-    lines = archive.write(directory, found)
+    found = breakdown.Merged.of(parts.read(directory, int(share * parts.MOST_CALLS)))
+    lines = archive.write(directory, found, int(share * archive.MOST_EVENTS))
     return breakdown.text(found, lines)
 
 

@@ -25,9 +25,12 @@ from ringjax.profile.rows import Process, processes
 
 ARCHIVE, MERGED = "profile.tar", "profile.json.gz"
 OURS = "ringjax.pftrace"
+MOST_EVENTS = 200_000  # of JAX's traces, of all ranks
 
 
-def write(directory: Path, profile: Merged) -> list[str]:
+def write(
+    directory: Path, profile: Merged, most_events: int = MOST_EVENTS
+) -> list[str]:
     """Writes both files.
 
     Returns:
@@ -37,7 +40,7 @@ def write(directory: Path, profile: Merged) -> list[str]:
         OSError: they cannot be written; what was there before stays.
     """
     drawn = list(processes(profile))
-    traces = dict(_traces(profile))
+    traces = dict(_traces(profile, most_events // len(profile.parts)))
     with _replacing(directory / ARCHIVE) as file:
         _tar(file, profile, drawn, traces)
     with _replacing(directory / MERGED) as file, gzip.open(file, "wt") as text:
@@ -68,11 +71,11 @@ def _umask() -> int:
     return mask
 
 
-def _traces(profile: Merged) -> Iterator[tuple[str, tuple[Part, list[Any]]]]:
+def _traces(profile: Merged, most: int) -> Iterator[tuple[str, tuple[Part, list[Any]]]]:
     """JAX's, by their name in the archive."""
     for part in profile.parts:
         try:
-            found = list(jax_events.events(part, profile.base))
+            found = list(jax_events.events(part, profile.base, most))
         except (OSError, ValueError, EOFError, KeyError) as error:
             part.notes.append(f"jax's own trace cannot be read: {error}")
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +18,12 @@ from ringjax.profile.clocks import TimeBase
 from ringjax.profile.parts import Part
 
 OURS = re.compile(r"^ringjax_(\w+)(?:\.\d+)*$")
+NOISE = "ThreadpoolListener::"  # three for every task of XLA's, without a length
 PIDS = 1_000_000  # times the rank's number and one, added to jax's own
 
 
-def events(part: Part, base: TimeBase) -> Iterator[dict[str, Any]]:
-    """Of one rank; none if it has no trace of JAX's.
+def events(part: Part, base: TimeBase, most: int) -> Iterator[dict[str, Any]]:
+    """Of one rank, so many at most; none if it has no trace of JAX's.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -32,17 +34,20 @@ def events(part: Part, base: TimeBase) -> Iterator[dict[str, Any]]:
     shift = base.seconds(part, began - part.realtime + part.monotonic) * 1e6
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found = json.load(file)["traceEvents"]
-    for event in found:
-        if "pid" not in event:
-            continue  # an empty one closes the list
+    # An empty one closes the list.
+    found = [e for e in found if "pid" in e and not e["name"].startswith(NOISE)]
+    if len(found) > most:
+        found.sort(key=lambda event: event.get("ts", -math.inf))
+        part.notes.append(f"jax's own trace: the first {most} of {len(found)} events")
+    for event in found[:most]:
         event["pid"] = int(event["pid"]) + PIDS * (part.number + 1)
         if "ts" in event:
             event["ts"] = round(event["ts"] + shift, 3)
-        if ours := OURS.match(event.get("name", "")):
+        if ours := OURS.match(event["name"]):
             event["name"] = f"ringjax.{ours[1]}"
         arguments = event.get("args", {})
-        if event.get("name") == "process_name":
+        if event["name"] == "process_name":
             arguments["name"] = f"{part.title}: jax {arguments.get('name', '')}"
-        elif event.get("name") == "process_sort_index":
+        elif event["name"] == "process_sort_index":
             arguments["sort_index"] = event["pid"]
         yield event

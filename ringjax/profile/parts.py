@@ -151,10 +151,12 @@ def read(directory: Path, most_calls: int = MOST_CALLS) -> list[Part]:
 
 
 def complete(directory: Path, run: str) -> bool:
-    """Whether all ranks of that profile have closed their parts there."""
-    parts = list(_heads(directory / PARTS, run))
-    sizes = [m.size for p in parts for m in p.members[-1:]]
-    return bool(sizes) and len(parts) >= max(sizes) and all(_closed(p) for p in parts)
+    """Whether all ranks of its last epoch have closed their parts there."""
+    last = [(p.members[-1], p) for p in _heads(directory / PARTS, run) if p.members]
+    epoch = max((member.epoch for member, _ in last), default=0)
+    here = [(member, part) for member, part in last if member.epoch == epoch]
+    sizes = [member.size for member, _ in here]
+    return sizes == [len(here)] * len(here) != [] and all(_closed(p) for _, p in here)
 
 
 def _heads(folder: Path, run: str) -> Iterator[Part]:
