@@ -204,12 +204,7 @@ class Heartbeat:
     def ask_clock(self, times: int) -> None:
         """Asks the first rank so often what its clock shows; itself asks nobody."""
     def take_clocks(self) -> list[tuple[int, float, float, float]]:
-        """The answers since the last time.
-
-        Returns:
-            The rank that was asked; in seconds: our clock, by how much its clock is
-            ahead, and how long the way there and back took.
-        """
+        """(rank, our clock, its clock is ahead by, way there and back), in seconds."""
     def close(self) -> None: ...
 
 class CudaCommunicator:
@@ -324,12 +319,7 @@ class Recorder:
     def keep(self, capacity: int) -> None:
         """Keeps so many from now on; the newest stay."""
     def lines_since(self, seen: int) -> tuple[int, int, bytes]:
-        """What was added after the first `seen`, as lines of JSON.
-
-        Returns:
-            How many were added now; how many after `seen` are not kept any more; the
-            lines, with seconds of `time.monotonic`.
-        """
+        """How many there are; of those after `seen`: how many are lost, and JSON."""
     def tell(self, timeline: Timeline | None) -> None:
         """Tells it of each call from now on."""
     @property
@@ -341,11 +331,7 @@ class Recorder:
 
 class Timeline:
     def __init__(self, path: str, mark_rounds: bool, most_bytes: int = ...) -> None:
-        """Replaces the file at `path`; StatusError INTERNAL if it cannot be written.
-
-        `most_bytes` of it are kept, the newest: half of them in `path`, what was before
-        in `path`.1.
-        """
+        """Replaces `path`, keeps so many bytes there and in `path`.1; StatusError."""
     def close(self) -> None:
         """Writes what has been reported; later reports go nowhere."""
 
