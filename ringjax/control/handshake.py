@@ -31,6 +31,7 @@ from typing import Any
 
 from ringjax.control.sealing import Keys
 from ringjax.control.tls import Layer, Offer, agree
+from ringjax.control.unix_peer import peer_uid
 from ringjax.errors import AuthenticationError
 
 LIMIT = 5.0  # seconds for a whole handshake
@@ -424,10 +425,3 @@ def _stranger(sock: socket.socket) -> str:
         return ""
     uid = peer_uid(sock)
     return "" if uid == os.geteuid() else f"belongs to user {uid}"
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """The user behind a connected unix socket, as the kernel tells it."""
-    size = struct.calcsize("3i")
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return int(struct.unpack("3i", credentials)[1])

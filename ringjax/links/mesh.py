@@ -21,11 +21,12 @@ from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control import open_files
-from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce, peer_uid
+from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce
 from ringjax.control.listener import Key, Reception
 from ringjax.control.open_files import is_shortage
 from ringjax.control.session import Member, ranks_text
 from ringjax.control.tls import Offer, offer
+from ringjax.control.unix_peer import peer_uid
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import Mesh as Mesh

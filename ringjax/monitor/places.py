@@ -7,7 +7,6 @@ a compiler, garbage collection; or more of the same, if its processor is slow.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 
 GARBAGE = "garbage collection"
@@ -64,6 +63,8 @@ def apart(own: str, others: Iterable[str]) -> str:
         >>> apart("75 a.py:7 in step|25 a.py:3 in load", usual)
         'a.py:3 in load'
     """
+    import statistics  # rarely needed, and ringrun is to start in a moment
+
     mine = unpacked(own)
     theirs = [unpacked(text) for text in others]
 

@@ -11,11 +11,10 @@ import os
 import re
 import socket
 import stat
-import tempfile
 import time
 from pathlib import Path
 
-from ringjax.control.handshake import peer_uid
+from ringjax.control.unix_peer import peer_uid
 
 HELLO = b"ringjax top 1\n"  # what somebody says first who wants to look
 _NAME = re.compile(r"(\d+)-\d+\.sock")
@@ -34,6 +33,8 @@ def folder() -> Path:
         >>> folder().name.startswith("ringjax-")
         True
     """
+    import tempfile  # rarely needed, and ringrun is to start in a moment
+
     return Path(tempfile.gettempdir()) / f"ringjax-{os.geteuid()}"
 
 

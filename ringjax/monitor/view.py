@@ -6,7 +6,6 @@ where it comes from.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -90,6 +89,8 @@ def _known(kind: type, given: Any) -> dict[str, Any]:
 
 def look(picture: Picture, window: Window, now: float) -> View:
     """What the picture says about a window that is still open."""
+    import statistics  # rarely needed, and ringrun is to start in a moment
+
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []
     rates, speeds, steps = [0.0], [], []

@@ -15,7 +15,7 @@ import time
 from typing import Any, Protocol
 
 from ringjax import _native
-from ringjax.control.handshake import peer_uid
+from ringjax.control.unix_peer import peer_uid
 from ringjax.control.waiting import readable
 from ringjax.monitor import sample
 from ringjax.monitor.sample import Sample

@@ -19,14 +19,14 @@ import ringjax
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = """
-    Adasum Average Compression Max Min Product ProcessSet PrometheusCollector Sum
+    Adasum Average Compression Max Min ProcessSet Product PrometheusCollector Sum
     add_process_set allgather allgather_object allreduce allreduce_grads
     allreduce_metrics alltoall autotune barrier broadcast broadcast_object
     broadcast_parameters build_info ccl_built collective_timeout cross_rank cross_size
     cuda_built data ddl_built eager elastic errors global_process_set gloo_built
     gloo_enabled grouped_allgather grouped_allreduce grouped_alltoall grouped_broadcast
     grouped_reducescatter init is_homogeneous is_initialized local_rank local_size
-    mpi_built mpi_enabled mpi_threads_supported nccl_built rank recent_calls
+    mpi_built mpi_enabled mpi_threads_supported nccl_built profile rank recent_calls
     reducescatter remove_process_set rocm_built run shutdown size start_timeline stats
     stop_timeline sycl_built write_scalars
 """

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from ringjax.control.handshake import peer_uid
+from ringjax.control.unix_peer import peer_uid
 from ringjax.run.hosts.channel import Message
 
 _LONGEST = 1 << 18  # bytes of a line

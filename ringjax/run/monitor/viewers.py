@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringjax.control.handshake import peer_uid
+from ringjax.control.unix_peer import peer_uid
 from ringjax.monitor import sockets
 
 _MOST = 8
