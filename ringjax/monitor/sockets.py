@@ -94,7 +94,7 @@ def connect(path: Path) -> socket.socket:
     try:
         fd = _opened(path.parent)
         try:
-            _reach(sock, _address(path, fd))
+            reach(sock, _address(path, fd), _ANSWER)
         finally:
             os.close(fd)
         if (uid := peer_uid(sock)) != os.geteuid():
@@ -111,11 +111,16 @@ def _address(path: Path, folder: int) -> str:
     return str(path) if short else f"/proc/self/fd/{folder}/{path.name}"
 
 
-def _reach(sock: socket.socket, address: str) -> None:
-    deadline = time.monotonic() + _ANSWER
+def reach(sock: socket.socket, address: str, seconds: float) -> None:
+    """Connects a unix socket within that time, which also is its timeout then.
+
+    Raises:
+        OSError: nobody listens there, or too many wait.
+    """
+    deadline = time.monotonic() + seconds
+    sock.settimeout(seconds)
     while True:
         try:
-            sock.settimeout(_ANSWER)
             return sock.connect(address)
         except BlockingIOError:  # others wait there, too
             if time.monotonic() > deadline:

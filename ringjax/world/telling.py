@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ringjax import _native
 from ringjax.control.unix_peer import peer_uid
 from ringjax.control.waiting import readable
-from ringjax.monitor import sample
+from ringjax.monitor import sample, sockets
 from ringjax.monitor.sample import Sample
 from ringjax.monitor.stragglers import Waited
 from ringjax.world.epoch import Epoch
@@ -79,8 +79,7 @@ class Teller:
 
     def _run(self) -> None:
         with self._socket, contextlib.suppress(OSError):
-            self._socket.settimeout(_GIVE_UP)
-            self._socket.connect(f"\0{self._where}")
+            sockets.reach(self._socket, f"\0{self._where}", _GIVE_UP)
             if peer_uid(self._socket) != os.geteuid():
                 return
             self._socket.sendall(f'{{"id":{self._own}}}\n'.encode())
@@ -115,7 +114,10 @@ class Teller:
                     self._every = min(max(every, _LEAST), _LONGEST) if every > 0 else 0
 
     def _tell(self) -> None:
-        told = self._sample()
+        try:
+            told = self._sample()
+        except RuntimeError:  # of an epoch that has just ended
+            return
         if told is not None:
             self._socket.sendall(told.text().encode() + b"\n")
 
