@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from support import leaks
-from support.launch import StartJob, environment
+from support.launch import ROOT, StartJob, environment
 from support.watched import ELASTIC, STATIC, Watched
 
 from ringjax.monitor import sockets
@@ -30,6 +30,9 @@ from ringjax.top.attached import Attached, Status
 @pytest.fixture
 def watched(start_job: StartJob, tmp_path: Path) -> Watched:
     return Watched(start_job, tmp_path)
+
+
+BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 
 
 def _moves(job: Attached, seconds: float = 20.0) -> Iterator[Status]:
@@ -130,6 +133,10 @@ def test_prometheus_scrapes_it(watched: Watched) -> None:
             assert 1e-6 < float(median["value"][1]) < 0.1
             (up,) = _ask(port, 'up{job="ringjax"}')
             assert up["value"][1] == "1"
+            for panel in BOARD["panels"]:
+                for asked in panel["targets"]:
+                    query = asked["expr"].replace("$__rate_interval", "20s")
+                    assert _ask(port, query.replace("$instance", ".*")), query
         finally:
             prometheus.terminate()
     watched.end()
