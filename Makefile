@@ -146,7 +146,7 @@ wheels: $(RELEASE)/installed  ## build and check the sdist and the wheels of a r
 # Beside the environment: the site's tools have requirements of their own.
 SITE := $(CURDIR)/$(VENV)/docs-tools
 docs: $(VENV)/installed $(SITE)/installed  ## build the site into build/docs
-	$(BIN)/python docs/pictures/draw.py
+	PYTHONPATH=$(SITE) $(BIN)/python docs/pictures/draw.py
 	JAX_PLATFORMS=cpu PYTHONPATH=$(SITE) $(BIN)/python -P -m sphinx -W --keep-going -q \
 	  -b html docs build/docs
 	@echo "The site is build/docs/index.html"
