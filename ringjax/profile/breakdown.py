@@ -172,7 +172,7 @@ def _head(profile: Merged) -> str:
     if base.error is None:
         clocks = "clocks by the time of day: no rank was asked what its clock shows"
     elif base.error:
-        clocks = f"clocks agree within {base.error * 1e6:.3g} µs"
+        clocks = f"clocks agree within {_ms(base.error)} ms"
     else:
         clocks = "one clock"
     return (
@@ -256,6 +256,8 @@ def _kinds(profile: Merged) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds: three digits, and no more than two behind the point."""
+    """Milliseconds: three digits, and seldom more than two behind the point."""
     ms = seconds * 1e3
+    if 0 < ms < 0.1:
+        return f"{ms:.3f}"
     return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
