@@ -1,12 +1,15 @@
 """JAX's own trace of this process, for a while, beside a profile of ours.
 
-Only where the program has loaded JAX. There is one trace in a process at a time: if the
-program makes one, it goes on, and we have none.
+Only where the program has loaded JAX. There is one trace in a process at a time, and
+the program's has precedence: if it makes one, that goes on, and we have none; if it
+begins one during ours, ours ends there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,30 @@ class JaxTrace:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._lock = folder, threading.Lock()
+        self._found: tuple[str, int] | None = None
+        self._over = False
         self._profiler: Any = sys.modules["jax"].profiler
+        self._start: Any = self._profiler.start_trace
         options = self._profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of Python: far too much
-        self._profiler.start_trace(str(folder), profiler_options=options)
+        self._start(str(folder), profiler_options=options)
+        # Where jax.profiler's functions look for each other, too.
+        self._homes = (self._profiler, sys.modules[self._start.__module__])
+        self._put(self._give_way)
+
+    def _put(self, start: Any) -> None:
+        for home in self._homes:
+            vars(home)["start_trace"] = start
+
+    def _give_way(self, *args: Any, **kwargs: Any) -> Any:
+        """What the program calls to begin a trace of its own."""
+        with contextlib.suppress(Exception):  # whoever ends ours hears of it
+            self.end()
+        return self._start(*args, **kwargs)
 
     def end(self) -> tuple[str, int]:
-        """Writes it.
+        """Writes it, once.
 
         Returns:
             The name of its JSON below the folder, and the nanoseconds since 1970 that
@@ -43,7 +62,17 @@ class JaxTrace:
         Raises:
             RuntimeError, OSError: it could not be written, or ended by somebody else.
         """
-        self._profiler.stop_trace()
+        with self._lock:
+            if not self._over:
+                self._over = True  # whatever happens: the next one is not ours to stop
+                self._put(self._start)
+                self._profiler.stop_trace()
+                self._found = self._written()
+        if self._found is None:
+            raise RuntimeError("it could not be ended")
+        return self._found
+
+    def _written(self) -> tuple[str, int]:
         found = sorted(self._folder.rglob("*.trace.json.gz"))
         spaces = sorted(self._folder.rglob("*.xplane.pb"))
         if not found or not spaces:

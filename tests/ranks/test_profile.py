@@ -140,6 +140,33 @@ def test_a_trace_of_the_programs_own_goes_on(world: World, tmp_path: Path) -> No
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["start_trace", "trace"])
+def test_our_trace_gives_way_to_the_programs(
+    world: World, tmp_path: Path, kind: str
+) -> None:
+    folder = shared(tmp_path) / "profile"
+    own = str(tmp_path / "own")
+    start = jax.profiler.start_trace
+    with ringjax.profile(folder):
+        _step()
+        if kind == "trace":
+            with jax.profiler.trace(own):
+                _step()
+        else:
+            jax.profiler.start_trace(own)
+            _step()
+            jax.profiler.stop_trace()
+    assert jax.profiler.start_trace is start
+    assert list((tmp_path / "own").rglob("*.xplane.pb"))
+    eager.barrier(name="all have ended")
+    if world.rank == 0:
+        found = parts.read(folder)
+        assert parts.missing(found) == []
+        assert all(part.jax is not None for part in found)
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(2)
 def test_what_cannot_be_recorded_is_said_at_once(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="Not a directory"):
