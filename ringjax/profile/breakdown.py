@@ -157,9 +157,12 @@ def text(profile: Merged, files: Iterable[str] = ()) -> str:
     Args:
         files: what was made of the profile, a line each.
     """
-    found = ranks(profile)
     lines = [_head(profile)]
-    lines += [_step(found), "", *_table(found), "", *_kinds(profile)]
+    if profile.exchanges:
+        found = ranks(profile)
+        lines += [_step(found), "", *_table(found), "", *_kinds(profile)]
+    else:
+        lines.append("no rank has ended a collective meanwhile")
     if gone := missing(list(profile.parts)):
         lines += ["", "missing:", *(f"  {sentence}" for sentence in gone)]
     return "\n".join([*lines, *(["", *files] if files else [])])

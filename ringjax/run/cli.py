@@ -133,10 +133,10 @@ def launch(args: argparse.Namespace) -> int:
     signals = _Signals(job)
     signals.install()
     outcome = job.run()
-    if outcome.reason:
-        job.console.note(outcome.reason)
     if config.profile and not outcome.left:
         profile_folder.bring_together(changes["RINGJAX_PROFILE"], job.console.note)
+    if outcome.reason:  # last: it is what people look for
+        job.console.note(outcome.reason)
     signals.forget()
     if outcome.left and (text := allocations.requeue(base)):
         job.console.note(text)

@@ -378,6 +378,13 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "2 calls" in show(tmp_path)
 
 
+def test_a_profile_without_a_call_says_so(tmp_path: Path) -> None:
+    for rank in range(2):
+        Rank(tmp_path, rank, 2, "host-a", "abc").end()
+    assert "no rank has ended a collective" in merge(tmp_path)
+    assert len(trace(tmp_path).packet) == 8  # two processes with three rows
+
+
 def test_the_newest_profile_of_a_folder_counts(tmp_path: Path) -> None:
     job(tmp_path, ["host-a", "host-a"], steps=3, run="old")
     one = Rank(tmp_path, 0, 1, "host-a", "new")
