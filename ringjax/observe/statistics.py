@@ -13,10 +13,14 @@ from ringjax import runtime
 from ringjax.world.lanes import LANE
 
 
-def stats() -> dict[str, Any]:
+def stats(*, buckets: bool = False) -> dict[str, Any]:
     """Sums of all that this rank has exchanged since `init`, as numbers and dicts.
 
     Costs some microseconds, and no communication: ranks compare what they like.
+
+    Args:
+        buckets: also sums of the last calls by what they carried, which costs a
+            millisecond.
 
     Returns:
         ``rank``, ``size`` and ``epoch`` of now; ``calls``, of all lanes; and in
@@ -37,6 +41,11 @@ def stats() -> dict[str, Any]:
         For the compiled lane there is also, of the present epoch, ``sent_bytes`` and
         ``algorithms`` of each collective, and ``exposed_seconds``: how long programs
         have waited at the end of a step for what overlaps with it.
+
+        ``buckets``, if wanted, is a list: of the last 1,024 calls those that have the
+        same ``set``, ``named``, ``op``, ``name`` and ``bytes`` (of one call), how many
+        ``calls`` these are, and their ``wait_seconds`` and ``move_seconds``. A bucket
+        of gradients that overlaps is one of these, a named tensor another.
 
     Raises:
         NotInitialized: before `init`.
@@ -64,13 +73,29 @@ def stats() -> dict[str, Any]:
                 compiled["exposed_seconds"] = more["exposed_seconds"]
             elif op in compiled:
                 compiled[op] |= {k: more[k] for k in ("sent_bytes", "algorithms")}
-    return {
+    found = {
         "rank": world.standing.rank,
         "size": world.standing.size,
         "epoch": world.epoch.number,
         "calls": sum(one["calls"] for one in totals),
         "process_sets": sets,
     }
+    if buckets:
+        found["buckets"] = _by_bucket(world.recorder.events())
+    return found
+
+
+def _by_bucket(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for call in calls:
+        key = {name: call[name] for name in ("set", "named", "op", "name", "bytes")}
+        empty = {"calls": 0, "wait_seconds": 0.0, "move_seconds": 0.0}
+        sums = found.setdefault(tuple(key.values()), key | empty)
+        agreed = call["done"] if call["agreed"] is None else call["agreed"]
+        sums["calls"] += 1
+        sums["wait_seconds"] += agreed - call["entered"]
+        sums["move_seconds"] += call["done"] - agreed
+    return list(found.values())
 
 
 def _lane(sets: dict[int, dict[str, Any]], number: int, named: bool) -> dict[str, Any]:

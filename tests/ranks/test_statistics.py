@@ -77,6 +77,21 @@ def test_waiting_is_told_from_moving(world: World, lane: str) -> None:
 
 
 @pytest.mark.launch("jax")
+@pytest.mark.ranks(1, 3)
+def test_buckets_have_sums_of_their_own(world: World) -> None:
+    for _ in range(3):
+        for size in (10, 20):
+            eager.allreduce(np.ones(size, np.float32), name=f"bucket {size}")
+    found = {one["name"]: one for one in ringjax.stats(buckets=True)["buckets"]}
+    for size in (10, 20):
+        bucket = found[f"bucket {size}"]
+        assert (bucket["calls"], bucket["bytes"], bucket["set"]) == (3, 4 * size, 0)
+        assert bucket["named"] and bucket["op"] == "allreduce"
+        assert bucket["wait_seconds"] >= 0 and bucket["move_seconds"] >= 0
+    assert "buckets" not in ringjax.stats()
+
+
+@pytest.mark.launch("jax")
 @pytest.mark.ranks(2, 3)
 def test_process_sets_have_sums_of_their_own(world: World) -> None:
     pair = ringjax.add_process_set([0, 1])
