@@ -1,0 +1,142 @@
+"""Does the report name the slow rank and no healthy one? `-m benchmarks.stragglers`.
+
+Jobs of 4 ranks with steps of 20 ms. In each trial one rank, drawn by chance, is slowed
+by about 5 %: stopped for 10 ms in each 200, next to a process that wants its core, or
+with an input that takes a millisecond more; or none is. Counts how often `ringrun
+--report` named it, after how long, and whether it ever named another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RANKS = 4
+EVERY = 10  # seconds between two reports
+LONGEST = 31.0  # seconds of a trial
+KINDS = ("pulses", "competitor", "input", "none")
+
+RANK = """
+import os, sys, time
+import numpy as np
+import ringjax
+from ringjax import eager
+
+kind, victim = sys.argv[1], int(sys.argv[2])
+ringjax.init()
+mine = ringjax.rank() == victim
+if kind == "competitor":
+    os.sched_setaffinity(0, {0} if mine else {1})
+open(f"{sys.argv[3]}/{ringjax.rank()}", "w").write(str(os.getpid()))
+
+def load():
+    time.sleep(0.016 + (0.001 if mine and kind == "input" else 0))
+
+def work():
+    end = time.thread_time() + 0.003
+    while time.thread_time() < end:
+        pass
+
+gradients = np.ones(1 << 16, np.float32)
+while True:
+    load()
+    work()
+    eager.allreduce(gradients, name="gradients", out=gradients)
+"""
+
+
+def trial(kind: str, victim: int) -> tuple[float | None, list[int]]:
+    """Seconds until the victim was named, if it was; and who else was."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-P", "-m", "ringjax.run", "-np", str(RANKS)]
+        words += ["--report", str(EVERY), sys.executable, "-c", RANK, kind]
+        log = Path(folder) / "log"
+        with log.open("wb") as file:
+            job = subprocess.Popen(
+                [*words, str(victim), folder], stderr=file, stdout=subprocess.DEVNULL
+            )
+        hog = None
+        try:
+            pids = _pids(Path(folder))
+            if kind == "competitor":
+                code = "import os\nos.sched_setaffinity(0, {0})\nwhile True: pass"
+                hog = subprocess.Popen([sys.executable, "-c", code])
+            return _watch(log, victim, pids[victim] if kind == "pulses" else None)
+        finally:
+            if hog is not None:
+                hog.kill()
+                hog.wait()
+            job.send_signal(signal.SIGTERM)
+            try:
+                job.wait(20)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+
+
+def _pids(folder: Path) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        files = [folder / str(rank) for rank in range(RANKS)]
+        texts = [file.read_text() if file.exists() else "" for file in files]
+        if all(texts):
+            return [int(text) for text in texts]
+        time.sleep(0.1)
+    raise RuntimeError("the job has not begun")
+
+
+def _watch(
+    log: Path, victim: int, stopped: int | None
+) -> tuple[float | None, list[int]]:
+    began = time.monotonic()
+    named, others = None, []
+    while named is None and time.monotonic() - began < LONGEST:
+        time.sleep(0.19)
+        if stopped is not None:
+            os.kill(stopped, signal.SIGSTOP)
+            time.sleep(0.01)
+            os.kill(stopped, signal.SIGCONT)
+        found = re.findall(
+            r"^.* (\d+)  .*<- all wait for it", log.read_text(), re.MULTILINE
+        )
+        others = [int(rank) for rank in found if int(rank) != victim]
+        if str(victim) in found:
+            named = time.monotonic() - began
+    return named, others
+
+
+def main() -> None:
+    """Prints a line for each way to be slow."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    print("slowed by, trials, named it, named another, seconds (median, most)")
+    for kind in options.kinds:
+        victims = [draw.randrange(RANKS) for _ in range(options.trials)]
+        if kind == "none":
+            victims = [-1] * options.trials
+        found = [trial(kind, victim) for victim in victims]
+        times = [seconds for seconds, _ in found if seconds is not None] or [0.0]
+        wrong = sum(bool(others) for _, others in found)
+        named = sum(seconds is not None for seconds, _ in found)
+        print(
+            f"{kind}, {len(found)}, {named}, {wrong}, "
+            f"{statistics.median(times):.1f}, {max(times):.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
