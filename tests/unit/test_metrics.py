@@ -101,6 +101,17 @@ def test_numbers_are_read_as_they_were(value: float) -> None:
     assert read.samples[0].value == value
 
 
+def test_the_documentation_lists_all_of_them() -> None:
+    page = (ROOT / "docs/monitoring.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `ringjax_")]
+    listed: dict[str, str] = {}
+    for row in rows:
+        names, kind, *_ = row.strip("|").split("|")
+        for name in re.findall(r"ringjax_\w+", names):
+            listed[name] = kind.strip()
+    assert listed == dict(re.findall(r"# TYPE (\w+) (\w+)", _job()))
+
+
 # The dashboard.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from rich.console import Console
 from support.launch import ROOT, environment
 
+from ringjax.control.waiting import readable
 from ringjax.monitor import sockets
 from ringjax.monitor.view import Row, View
 from ringjax.top import cli, screen, table
@@ -191,8 +194,12 @@ class Ringrun:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self) -> None:
+        """The job is over."""
         self._over.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
         self._thread.join()
         self._listener.close()
 
@@ -266,3 +273,56 @@ def test_a_connection_that_ends_is_told(place: Path) -> None:
         job = Attached(ringrun.path)
         with contextlib.closing(job), pytest.raises(Ended):
             job.read(5.0)
+
+
+WITHOUT_RICH = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "rich" else found(name)
+from ringjax.top import cli
+sys.exit(cli.main([]))
+"""
+
+
+@pytest.mark.parametrize("words", [["-m", "ringjax", "top"], ["-c", WITHOUT_RICH]])
+@pytest.mark.parametrize("end", [b"q", b"\x03", None])
+def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None:
+    """The screen is filled, `q` and Ctrl-C end it, and the terminal is as before."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    before = termios.tcgetattr(theirs)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, theirs)
+        stack.callback(os.close, ours)
+        ringrun = stack.enter_context(Ringrun(MESSAGE * 3, hangs=True))
+        process = subprocess.Popen(
+            [sys.executable, "-P", *words],
+            env=environment("top", {"TMPDIR": str(place.parent), "TERM": "xterm"}),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        rich = words[0] == "-m"
+        text = _shown(ours, b"q: quit" if rich else b"joined as rank")
+        assert text.startswith(b"\x1b[?1049h")  # the screen below is kept
+        assert b"node-b" in text and b"was killed by signal 9" in text
+        if end is None:
+            ringrun.leave()
+        else:
+            os.write(ours, end)
+        text = _shown(ours, b"\x1b[?1049l")
+        assert b"Traceback" not in text
+        assert process.wait(10) == 0
+        assert termios.tcgetattr(theirs) == before
+
+
+def _shown(terminal: int, wanted: bytes) -> bytes:
+    text = b""
+    while wanted not in text:
+        assert readable(terminal, 15), text
+        text += os.read(terminal, 1 << 16)
+    return text
