@@ -69,7 +69,7 @@ class Viewers:
                 sock.close()
                 return
             while len(self._viewers) >= _MOST:
-                self._forget(min(self._viewers, key=lambda viewer: viewer.looks))
+                self._forget(self._viewers[0])
             sock.setblocking(False)
             viewer = _Viewer(sock, time.monotonic())
             self._viewers.append(viewer)

@@ -1,0 +1,280 @@
+"""The doors for ranks that tell, and for those who look: who is let in, how long."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support import leaks
+
+from ringjax.monitor import sockets
+from ringjax.run.hosts.channel import Message
+from ringjax.run.hosts.tellers import Tellers
+from ringjax.run.monitor.viewers import Viewers
+
+
+class Loop:
+    """A selector whose data are callbacks, as ringrun and its agents have them."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.sweep: Callable[[], object] = lambda: None
+
+    def run(self, seconds: float = 0.2, until: Callable[[], bool] = bool) -> None:
+        """For that time, or until it is so."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not until():
+            for key, _ in self.selector.select(0.02):
+                if self.selector.get_map().get(key.fd) is key:
+                    key.data()
+            self.sweep()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    before = leaks.Snapshot.take()
+    found = Loop()
+    yield found
+    for key in list(found.selector.get_map().values()):
+        key.fileobj.close()  # type: ignore[union-attr]
+    found.selector.close()
+    assert not leaks.settle(before.leaked_since)
+
+
+@pytest.fixture
+def told() -> list[Message]:
+    return []
+
+
+@pytest.fixture
+def tellers(loop: Loop, told: list[Message]) -> Tellers:
+    found = Tellers(loop.selector, {0, 7}, told.append)
+    loop.sweep = found.sweep
+    return found
+
+
+def _rank(tellers: Tellers, says: bytes = b"") -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(f"\0{tellers.open()}")
+    sock.sendall(says)
+    sock.settimeout(5)
+    return sock
+
+
+def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
+    loop: Loop, tellers: Tellers, told: list[Message]
+) -> None:
+    with _rank(tellers, b'{"id":7}\n') as rank:
+        loop.run()
+        rank.sendall(b"too early\n")
+        loop.run()
+        tellers.ask(1.5)
+        assert rank.recv(100) == b"1.5\n"
+        rank.sendall(b"one\ntw")
+        loop.run()
+        rank.sendall(b"o\n\xff\n")
+        loop.run()
+        tellers.ask(0)
+        assert rank.recv(100) == b"0\n"
+        rank.sendall(b"too late\n")
+        loop.run()
+    assert told == [
+        {"is": "told", "id": 7, "text": text} for text in ("one", "two", "\ufffd")
+    ]
+    with _rank(tellers, b'{"id":0}\n') as late:  # asked as soon as it is known
+        tellers.ask(2)
+        loop.run()
+        assert late.recv(100) == b"2\n"
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"\n",
+        b'{"id":1}\n',
+        b'{"id":-7}\n',
+        b"x" * 300_000,
+        b'{"id":7}\n' + b"x" * 300_000,
+    ],
+    ids=["empty", "another", "negative", "endless", "endless line"],
+)
+def test_who_is_no_rank_is_sent_away(
+    loop: Loop, tellers: Tellers, told: list[Message], says: bytes
+) -> None:
+    tellers.ask(1)
+    sock = socket.socket(socket.AF_UNIX)
+    with sock:
+        sock.connect(f"\0{tellers.open()}")
+        sock.setblocking(False)
+        left = memoryview(says)
+        for _ in range(100):
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                left = left[sock.send(left) :] if left else left
+            loop.run(0.01)
+        sock.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(100):  # a rank may have been asked before
+                pass
+    assert told == []
+
+
+def test_who_says_nothing_is_not_kept(
+    loop: Loop, tellers: Tellers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringjax.run.hosts.tellers._SILENCE", 0.2)
+    with _rank(tellers) as silent, _rank(tellers, b'{"id":7}\n') as rank:
+        loop.run(0.1)
+        timeout = tellers.timeout()
+        assert timeout is not None and timeout <= 0.2
+        loop.run(0.5)
+        assert silent.recv(1) == b""
+        assert tellers.timeout() is None
+        tellers.ask(1)
+        assert rank.recv(100) == b"1\n"
+
+
+def test_of_too_many_strangers_the_first_has_to_go(
+    loop: Loop, tellers: Tellers
+) -> None:
+    tellers.ask(1)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(_rank(tellers))
+        for _ in range(70):
+            stack.enter_context(_rank(tellers))
+            loop.run(0.005)
+        assert first.recv(1) == b""
+        rank = stack.enter_context(_rank(tellers, b'{"id":7}\n'))
+        loop.run()
+        assert rank.recv(100) == b"1\n"
+
+
+def test_another_user_is_sent_away(
+    loop: Loop, tellers: Tellers, told: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringjax.run.hosts.tellers.peer_uid", lambda sock: 12345)
+    tellers.ask(1)
+    with _rank(tellers, b'{"id":7}\nnonsense\n') as stranger:
+        loop.run()
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert told == []
+
+
+def test_a_rank_that_does_not_read_is_not_waited_for(
+    loop: Loop, tellers: Tellers
+) -> None:
+    with _rank(tellers, b'{"id":7}\n'):
+        loop.run()
+        begin = time.monotonic()
+        for _ in range(100_000):
+            tellers.ask(1)
+        assert time.monotonic() - begin < 5
+
+
+# Those who look.
+
+
+@pytest.fixture
+def viewers(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Viewers]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = Viewers(loop.selector, lambda: None)
+    loop.sweep = lambda: found.sweep(time.monotonic())
+    yield found
+    found.close()
+    assert not list(tmp_path.rglob("*.sock"))
+
+
+def _viewer(viewers: Viewers, says: bytes = sockets.HELLO) -> socket.socket:
+    sock = sockets.connect(viewers.path)
+    sock.sendall(says)
+    sock.settimeout(5)
+    return sock
+
+
+def test_who_says_hello_gets_messages(loop: Loop, viewers: Viewers) -> None:
+    with _viewer(viewers, sockets.HELLO[:5]) as slow, _viewer(viewers) as quick:
+        loop.run()
+        assert len(viewers) == 1
+        viewers.send(b"one\n")
+        slow.sendall(sockets.HELLO[5:])
+        loop.run()
+        assert len(viewers) == 2
+        viewers.send(b"two\n")
+        loop.run()
+        assert quick.recv(100) == b"one\ntwo\n" and slow.recv(100) == b"two\n"
+    loop.run()
+    assert len(viewers) == 0
+
+
+@pytest.mark.parametrize("says", [b"GET / HTTP/1.1\r\n", b"\0" * 9, b"ringjax top 2\n"])
+def test_who_says_something_else_is_sent_away(
+    loop: Loop, viewers: Viewers, says: bytes
+) -> None:
+    with _viewer(viewers, says) as stranger:
+        loop.run()
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert len(viewers) == 0
+
+
+def test_who_says_nothing_does_not_stay(
+    loop: Loop, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringjax.run.monitor.viewers._SILENCE", 0.2)
+    with _viewer(viewers, b"") as silent:
+        loop.run(0.5)
+        assert silent.recv(1) == b""
+
+
+def test_who_does_not_take_messages_is_cut_off(
+    loop: Loop, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringjax.run.monitor.viewers._PATIENCE", 0.3)
+    large = b"x" * (4 << 20) + b"\n"
+    with _viewer(viewers) as stuck, _viewer(viewers) as reading:
+        loop.run()
+        got = 0
+        deadline = time.monotonic() + 10
+        reading.setblocking(False)
+        while len(viewers) == 2 and time.monotonic() < deadline:
+            viewers.send(large)
+            loop.run(0.05)
+            with contextlib.suppress(BlockingIOError):
+                while data := reading.recv(1 << 20):
+                    got += len(data)
+                    loop.run(0.001)
+        assert len(viewers) == 1 and got > 4 << 20
+        del stuck
+
+
+def test_of_too_many_the_one_that_came_first_has_to_go(
+    loop: Loop, viewers: Viewers
+) -> None:
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(_viewer(viewers)) for _ in range(4)]
+        loop.run()
+        found += [stack.enter_context(_viewer(viewers)) for _ in range(6)]
+        loop.run()
+        assert len(viewers) == 8
+        viewers.send(b"one\n")
+        assert found[0].recv(100) == b"" and found[-1].recv(100) == b"one\n"
+
+
+def test_another_user_does_not_look(
+    loop: Loop, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringjax.run.monitor.viewers.peer_uid", lambda sock: 12345)
+    with _viewer(viewers) as stranger:
+        loop.run()
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    monkeypatch.setattr("ringjax.monitor.sockets.peer_uid", lambda sock: 12345)
+    with pytest.raises(sockets.NoJob, match="it belongs to user 12345"):
+        sockets.connect(viewers.path)
