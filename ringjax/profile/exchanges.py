@@ -6,13 +6,14 @@ on its own clock, so no error of clocks gets into it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ringjax.profile.clocks import TimeBase
 from ringjax.profile.parts import Call, Part
-from ringjax.world.profiling import Key, anchor
+from ringjax.world.steps import Kind, anchor
 
 # Epoch, process set, lane, number of the call there: the same on all ranks.
 Number = tuple[int, int, str, int]
@@ -98,7 +99,7 @@ def _share(part: Part, calls: list[Call], base: TimeBase) -> Share:
     )
 
 
-def kind(call: Call) -> Key:
+def kind(call: Call) -> Kind:
     """What calls of two steps have in common."""
     return (call.lane, call.op, call.name, call.bytes, call.set)
 
@@ -107,7 +108,8 @@ def boundaries(part: Part, base: TimeBase) -> list[float]:
     """The ends of steps: as the program has marked them, else where calls repeat."""
     if part.marks:
         return [base.seconds(part, when) for when in part.marks]
-    key = anchor(kind(call) for call in part.calls if call.agreed is not None)
+    agreed = (call for call in part.calls if call.agreed is not None)
+    key = anchor(Counter(map(kind, agreed)))
     ends = [call.done for call in part.calls if kind(call) == key]
     return [base.seconds(part, when) for when in ends]
 

@@ -6,16 +6,12 @@ what the links have carried. Merging and reading are in profile/.
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ringjax import _native
 from ringjax.world.epoch import Epoch
@@ -24,6 +20,7 @@ from ringjax.world.lanes import LANE
 from ringjax.world.part_file import PartFile
 from ringjax.world.record import KEPT
 from ringjax.world.report import host
+from ringjax.world.steps import Steps
 
 FORMAT = 1
 POLL = 0.2  # seconds
@@ -32,9 +29,6 @@ QUESTIONS = 16  # of clocks, at the start and at the end
 ANSWERS = 0.03  # seconds for them
 JAX_SECONDS = 5.0  # of jax's trace, which is kept in memory
 PARTS = "parts"  # folder in that of the profile
-
-# What a call is: lane, operation, name, bytes, process set.
-Key = tuple[str, str, str, int, int]
 
 
 class Home(Protocol):
@@ -52,26 +46,6 @@ class Home(Protocol):
 
     def log(self, level: str, text: str) -> None:
         """One line on standard error, if the level is wanted."""
-
-
-def key_of(call: Mapping[str, Any]) -> Key:
-    """What calls of two steps have in common."""
-    return (call["lane"], call["op"], call["name"], call["bytes"], call["set"])
-
-
-def anchor(keys: Iterable[Key]) -> Key | None:
-    """The kind of call that comes once in each step, as far as that can be seen.
-
-    That with the most bytes in all, of those of the whole world; gradients, as a rule.
-
-    Args:
-        keys: of the calls in which all ranks had come.
-    """
-    total: Counter[Key] = Counter()
-    for key in keys:
-        if key[-1] == 0:
-            total[key] += key[-2] + 1
-    return max(total, key=lambda key: total[key], default=None)
 
 
 def clock_of_this_process() -> str:
@@ -111,7 +85,8 @@ class Recording:
         jax_trace: bool | None = None,
     ) -> None:
         self._home, self.run = home, run
-        self._steps, self._wants_jax = steps, jax_trace
+        self._steps = Steps(steps) if steps else None
+        self._wants_jax = jax_trace
         name = f"{run}.{who.replace(' ', '-')}"
         self._part = PartFile(
             directory.absolute() / PARTS / f"{name}.jsonl",
@@ -120,11 +95,9 @@ class Recording:
         self._heartbeat: _native.Heartbeat | None = None
         self._epoch = -1
         self._sent: tuple[int, float] = (0, 0.0)
-        self._enough = False
         self._asked = 0.0
         self._jax: JaxTrace | None = None
         self._jax_until = 0.0
-        self._calls: list[dict[str, Any]] = []  # only if steps are counted
         self._stop = threading.Event()
         home.recorder.keep(KEPT_MEANWHILE)
         self._seen = home.recorder.count
@@ -183,30 +156,17 @@ class Recording:
         self._seen, lost, lines = self._home.recorder.lines_since(self._seen)
         if lost:
             self._part.say(lost=lost, at=time.monotonic())
-        if self._enough:
-            return True
-        if self._steps:
-            lines = self._count(lines)
+        steps = self._steps
+        if steps is not None:
+            if steps.over:
+                return True
+            lines = steps.within(lines)
         self._part.write(lines)
         if self._wants_jax is None and loaded() and b'"compiled"' in lines:
             self._begin_jax()
         if self._jax is not None and time.monotonic() > self._jax_until:
             self._end_jax()
-        return self._enough
-
-    def _count(self, lines: bytes) -> bytes:
-        """What of it belongs to the steps that are wanted."""
-        split = lines.splitlines(keepends=True)
-        before = len(self._calls)
-        self._calls += map(json.loads, split)
-        keys = [key_of(call) for call in self._calls]
-        agreed = (call["agreed"] is not None for call in self._calls)
-        kind = anchor(itertools.compress(keys, agreed))
-        places = [i for i, key in enumerate(keys) if key == kind]
-        self._enough = len(places) > self._steps
-        if not self._enough:
-            return lines
-        return b"".join(split[: max(places[self._steps] + 1 - before, 0)])
+        return steps is not None and steps.over
 
     # Who this is now, and what its clock shows.
 
