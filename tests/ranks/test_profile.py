@@ -91,6 +91,38 @@ def test_all_ranks_and_both_lanes(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.launch("jax")
+@pytest.mark.ranks(2, 3)
+def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
+    folder = shared(tmp_path) / "profile"
+    tx = ringjax.allreduce_grads(overlap=True, bucket_bytes=4096)
+    grads = {"a": jnp.ones(1500), "b": jnp.ones((50, 40))}
+
+    @jax.jit
+    def update(state: Any) -> Any:
+        return tx.update(grads, state)
+
+    _, state = update(tx.init(grads))
+    jax.block_until_ready(state)
+    with ringjax.profile(folder, jax_trace=False):
+        for _ in range(6):
+            if world.rank == 1:
+                time.sleep(0.1)  # for the others nothing is behind that
+            _, state = update(state)
+            jax.block_until_ready(state)
+        time.sleep(0.3)
+    if world.rank != 0:
+        return
+    found = parts.read(folder)
+    for part in found:
+        calls = [call for call in part.calls if call.name == "grads"]
+        assert len(calls) >= 12
+        assert all(call.beside for call in calls)
+    first = breakdown.ranks(breakdown.Merged.of(found))[0]
+    assert found[0].sent[-1][2] > 0.3  # seconds at the end of a step
+    assert first.waits > 5 * first.moves
+
+
+@pytest.mark.launch("jax")
 @pytest.mark.ranks(1, 2, 3)
 def test_it_ends_after_so_many_steps(world: World, tmp_path: Path) -> None:
     folder = shared(tmp_path) / "profile"
@@ -253,6 +285,15 @@ def test_an_impossible_folder_ends_ringrun_before_the_job(
     job = start_job(2, SCRIPT, options=["--profile", str(tmp_path / "file")])
     assert job.wait(30) == 1
     assert re.search(r"^ringrun: .*File exists", job.launcher_output(), re.MULTILINE)
+
+
+def test_a_folder_that_a_rank_cannot_use_is_a_warning(start_job: StartJob) -> None:
+    head = "import os\nos.environ['RINGJAX_PROFILE'] = '/proc/none/here'\n"
+    job = start_job(2, head + SCRIPT)
+    assert job.wait(60) == 0, job.logs()
+    for rank in (0, 1):
+        text = f"warning: no profile of rank {rank}: "
+        assert job.output(rank).count(text) == 1, job.logs()
 
 
 CLOCKS = """
