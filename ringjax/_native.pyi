@@ -37,6 +37,7 @@ class Communicator:
         options: Mapping[str, float | str | Mapping[str, float] | Recorder],
         board: tuple[int, int, list[int]] | None = None,
         succession: Succession | None = None,
+        ending: Communicator | None = None,
     ) -> None:
         """Takes ownership of every descriptor in `links`, `board` and of `doorbell`.
 
@@ -45,7 +46,8 @@ class Communicator:
         ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes,
         bells).
         Compiled programs find it under its id from here on; one with a `succession`
-        from Succession.install on, and until then its calls run in it alone.
+        from Succession.install on, and until then its calls run in it alone. With
+        `ending`, a call ends when the ranks of that one have come to its end, too.
         """
     @property
     def id(self) -> int: ...

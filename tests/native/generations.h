@@ -23,6 +23,7 @@ struct Worker {
   int number = 0;
   std::shared_ptr<Succession> succession;
   std::shared_ptr<Communicator> communicator;  // of the epoch that forms, or has
+  std::shared_ptr<Communicator> ending;        // in a job of groups, beside it
   bool installed = false;                      // this communicator
 };
 
@@ -41,8 +42,10 @@ inline Verdict Decide(const std::vector<Standing>& all) {
 
 class Job {
  public:
-  Job(int size, size_t tile, double patience = 30, double timeout = 20)
-      : tile_(tile), timeout_(timeout) {
+  // With groups, a worker's communicator is of those at its place, worker % group, and
+  // groups are lost as a whole.
+  Job(int size, size_t tile, double patience = 30, double timeout = 20, int group = 1)
+      : tile_(tile), timeout_(timeout), group_(group) {
     for (int w = 0; w < size; ++w) {
       auto worker = std::make_unique<Worker>();
       worker->number = w;
@@ -64,12 +67,19 @@ class Job {
 
   // As if its process had died: nothing goes on there and its links close.
   void Kill(Worker* victim) {
-    const Status killed(Code::kUnavailable, "killed", victim->number);
-    victim->succession->End(killed);
-    victim->communicator->Abort(killed);
-    victim->communicator.reset();
-    std::erase(members_, victim);
     lost_ = victim->number;
+    const Status killed(Code::kUnavailable, "killed", lost_);
+    for (const auto& worker : all_) {
+      const auto found = std::find(members_.begin(), members_.end(), worker.get());
+      if (worker->number / group_ != lost_ / group_ || found == members_.end())
+        continue;
+      worker->succession->End(killed);
+      for (auto* c : {&worker->communicator, &worker->ending}) {
+        if (*c) (*c)->Abort(killed);
+        c->reset();
+      }
+      members_.erase(found);
+    }
   }
 
   // As if its process had been frozen: the others go on without it, and nothing has
@@ -82,9 +92,11 @@ class Job {
   // Everybody stops and says how far it came. The verdict is for all, and is applied in
   // the next Install.
   void Revoke() {
-    for (Worker* w : members_)
-      w->communicator->Abort(
-          Status(Code::kUnavailable, "rank " + std::to_string(lost_) + " is gone"));
+    const Status gone(Code::kUnavailable, "rank " + std::to_string(lost_) + " is gone");
+    for (Worker* w : members_) {
+      w->communicator->Abort(gone);
+      if (w->ending) w->ending->Abort(gone);
+    }
     std::vector<Standing> standings;
     for (Worker* w : members_) {
       Standing& standing = standings.emplace_back();
@@ -110,15 +122,25 @@ class Job {
     CommunicatorOptions o;
     o.epoch = epoch_++;
     o.collective_timeout = timeout_;
-    Successions successions;
-    for (Worker* w : members_) successions.push_back(w->succession);
-    const auto made =
-        JoinRanks(std::vector<int>(members_.size(), 0), o, 4096, tile_, successions);
-    joined_ = numbers();
-    for (size_t i = 0; i < members_.size(); ++i) {
-      members_[i]->communicator = made[i];
-      members_[i]->installed = false;
+    if (group_ > 1) {
+      const auto wide = JoinRanks(std::vector<int>(members_.size(), 0), o, 4096, tile_);
+      for (size_t i = 0; i < members_.size(); ++i) members_[i]->ending = wide[i];
     }
+    for (int place = 0; place < group_; ++place) {
+      std::vector<Worker*> peers;
+      for (Worker* w : members_)
+        if (w->number % group_ == place) peers.push_back(w);
+      Successions successions;
+      for (Worker* w : peers) successions.push_back(w->succession);
+      const auto made =
+          JoinRanks(std::vector<int>(peers.size(), 0), o, 4096, tile_, successions);
+      for (size_t i = 0; i < peers.size(); ++i) {
+        peers[i]->communicator = made[i];
+        if (peers[i]->ending) made[i]->set_ending(peers[i]->ending);
+        peers[i]->installed = false;
+      }
+    }
+    joined_ = numbers();
   }
 
   void Install(Worker* w) {
@@ -138,6 +160,7 @@ class Job {
  private:
   const size_t tile_;
   const double timeout_;
+  const int group_;
   uint32_t epoch_ = 0;
   int lost_ = -1;
   bool pending_ = false;

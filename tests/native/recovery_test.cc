@@ -26,6 +26,9 @@ struct Plan {
   int size, calls;
   size_t tile;
   unsigned seed;
+  int group = 1;
+
+  float PartOf(int worker) const { return Part(worker / group); }
 };
 
 // Elements of call i: 8 bytes to 4 MiB, few of them large.
@@ -38,7 +41,9 @@ size_t ElementsOf(unsigned seed, int i) {
 class Stream {
  public:
   explicit Stream(const Plan& plan)
-      : plan_(plan), job_(plan.size, plan.tile), random_(plan.seed) {
+      : plan_(plan),
+        job_(plan.size, plan.tile, 30, 20, plan.group),
+        random_(plan.seed) {
     const auto size = static_cast<size_t>(plan.size);
     results_.resize(size);
     begun_ = std::vector<std::atomic<int>>(size);
@@ -95,7 +100,7 @@ class Stream {
     const auto me = static_cast<size_t>(number);
     for (int i = 0; i < plan_.calls; ++i) {
       const size_t n = ElementsOf(plan_.seed, i);
-      std::vector<float> in(n, Part(number)), out(n, -1.0f);
+      std::vector<float> in(n, plan_.PartOf(number)), out(n, -1.0f);
       Call call = AllreduceOf(&in);
       call.tensors[0].out = out.data();
       Outcome outcome;
@@ -107,7 +112,7 @@ class Stream {
           std::count(out.begin(), out.end(), out[0]) == static_cast<std::ptrdiff_t>(n))
         outcome.sum = out[0];
       for (float x : in)
-        if (x != Part(number)) CHECK(!"an input has changed");
+        if (x != plan_.PartOf(number)) CHECK(!"an input has changed");
       results_[me].push_back(outcome);
       if (!outcome.ok) break;
     }
@@ -135,7 +140,8 @@ class Stream {
         CHECK_EQ(o.sum, want[i].sum);
         CHECK_EQ(o.epoch, want[i].epoch);
         float sum = 0;
-        for (int w : memberships_[o.epoch]) sum += Part(w);
+        for (int w : memberships_[o.epoch])
+          if (w % plan_.group == 0) sum += plan_.PartOf(w);
         CHECK_EQ(o.sum, sum);
       }
     }
@@ -151,10 +157,11 @@ class Stream {
   std::vector<std::vector<int>> memberships_;  // by epoch
 };
 
-void ManySeeds(int size, size_t tile, int kills, bool while_forming = false) {
+void ManySeeds(int size, size_t tile, int kills, bool while_forming = false,
+               int group = 1) {
   for (int seed = 0; seed < kSeeds; ++seed) {
     const int before = testing::failures;
-    Stream({size, 12, tile, static_cast<unsigned>(seed * 10 + size)})
+    Stream({size, 12, tile, static_cast<unsigned>(seed * 10 + size), group})
         .Run(kills, while_forming);
     if (testing::failures != before)
       testing::Fail(__FILE__, __LINE__,
@@ -180,6 +187,13 @@ TEST(ThreeOfFiveDieAnywhere) {
 TEST(AnotherOneDiesWhileTheNextGenerationForms) {
   ManySeeds(4, 65536, 1, true);
   ManySeeds(5, 0, 2, true);
+}
+// All places of a step have one membership, whichever of them had finished.
+TEST(GroupsDieAnywhere) {
+  ManySeeds(6, 65536, 1, false, 2);
+  ManySeeds(6, 0, 2, false, 2);
+  ManySeeds(6, 4096, 1, false, 3);
+  ManySeeds(8, 0, 2, true, 2);
 }
 
 }  // namespace

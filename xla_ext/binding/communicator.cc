@@ -202,7 +202,8 @@ std::shared_ptr<Communicator> MakeCommunicator(
     int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
     const std::vector<int>& hosts, const std::vector<int>& members,
     const std::vector<nb::tuple>& links, int doorbell, const nb::dict& options,
-    const std::optional<BoardEnds>& board, std::shared_ptr<Succession> succession) {
+    const std::optional<BoardEnds>& board, std::shared_ptr<Succession> succession,
+    std::shared_ptr<Communicator> ending) {
   std::vector<LinkEnds> ends;
   for (const nb::tuple& link : links) ends.push_back(ReadLink(link));
   // Everything is ours from here on, and closed if this throws half way.
@@ -244,6 +245,11 @@ std::shared_ptr<Communicator> MakeCommunicator(
   }
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(shared), succession);
+  if (ending) {
+    if (!succession || ending->succession())
+      throw nb::value_error("ringjax: only a generation ends with one that is none");
+    c->set_ending(std::move(ending));
+  }
   // A generation is found by programs when it is installed.
   if (!succession) {
     const auto meeting = std::make_shared<Meeting>();
@@ -323,7 +329,8 @@ void BindHostCommunicator(nb::module_& m) {
   nb::class_<Communicator>(m, "Communicator")
       .def(nb::new_(&MakeCommunicator), nb::kw_only(), "id"_a, "name"_a, "job"_a,
            "epoch"_a, "rank"_a, "hosts"_a, "members"_a, "links"_a, "doorbell"_a,
-           "options"_a, "board"_a = nb::none(), "succession"_a = nb::none())
+           "options"_a, "board"_a = nb::none(), "succession"_a = nb::none(),
+           "ending"_a = nb::none())
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)

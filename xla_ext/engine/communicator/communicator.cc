@@ -165,11 +165,13 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   std::vector<Request> requests;
   if (valid.ok()) requests = Split(call);
   const bool note = IsNote(requests);
-  if (note) attempt->rest = Attempt::Rest::kNote;
-  if (valid.ok() && requests.empty()) attempt->rest = Attempt::Rest::kNothing;
+  // (A board here says nothing about the others that `ending_` is for.)
+  using Rest = Attempt::Rest;
+  if (note && !ending_) attempt->rest = Rest::kNote;
+  if (valid.ok() && requests.empty() && !ending_) attempt->rest = Rest::kNothing;
   // (The ranks of an alltoall may agree twice.)
-  if (lane_.board && attempt->rest != Attempt::Rest::kLost &&
-      call.op != Collective::kAlltoall)
+  Board* const board = lane_.board.get();
+  if (board && attempt->rest != Rest::kLost && call.op != Collective::kAlltoall)
     attempt->turn = lane_.board->mine(Board::kAgreed) + 1;
   if (note) PutNote(requests[0].problem, requests[0].arithmetic, requests[0].in, lane_);
   agreement.told_splits = note;
@@ -180,6 +182,7 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   event_.agreed = Clock::now();
   if (agreement.outcome.ok()) {
     if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
+    if (note && ending_) progress_->set_repeatable(fits || call.KeepsInputs());
     if (note) RJ_TRY(TakeNotes(call, &requests, &agreement.outcome, attempt));
   }
   if (!agreement.outcome.ok()) {
@@ -189,13 +192,11 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   }
   if (progress_ && !requests.empty()) {
     progress_->set_repeatable(fits || call.KeepsInputs());
-    if (requests.size() == 1) attempt->summed = SumsStay(requests[0]);
-    if (attempt->summed > 0) attempt->rest = Attempt::Rest::kTiles;
+    if (requests.size() == 1 && !ending_) attempt->summed = SumsStay(requests[0]);
+    if (attempt->summed > 0) attempt->rest = Rest::kTiles;
   }
   Barrier barrier = Barrier::kNone;
-  const auto fetched = [this] {
-    return lane_.board ? lane_.board->mine(Board::kFetched) : 0;
-  };
+  const auto fetched = [&] { return board ? board->mine(Board::kFetched) : 0; };
   for (Request& request : requests) {
     const uint64_t before = fetched();
     if (Status s = RunRequest(&request, frame, &waiter); !s.ok()) return Fail(call, s);
@@ -203,7 +204,7 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
     ++frame.step;
   }
   // What the board has, or nothing, needs no rank to wait for the others' results.
-  if (attempt->rest != Attempt::Rest::kLost) barrier = Barrier::kNone;
+  if (attempt->rest != Rest::kLost) barrier = Barrier::kNone;
   RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
   Record(call);
   return OkStatus();

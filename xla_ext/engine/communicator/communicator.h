@@ -194,6 +194,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void set_laggards(std::function<std::vector<int>(uint64_t)> f) {
     laggards_ = std::move(f);
   }
+  // Of one that is beside others with the same calls (a job of groups): its calls end
+  // when those of all have, which the ranks of `wide` tell each other; a failure of one
+  // is one of all, and no call is finished here that is not finished there. `wide` has
+  // no succession, and no other calls. Set before the first call.
+  void set_ending(std::shared_ptr<Communicator> wide) { ending_ = std::move(wide); }
   // Whom to ask where late ranks are. Set before first use.
   void set_inquiry(std::weak_ptr<Inquiry> inquiry) { inquiry_ = std::move(inquiry); }
   // With whom to part together. Set before first use.
@@ -286,6 +291,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // With a succession, waits until they are complete everywhere.
   Status Close(const Call& call, const Status& outcome, Barrier barrier,
                const Frame& frame, Waiter* waiter, Attempt* attempt);
+  // The end of a call here and beside: `outcome`, or that it has failed elsewhere.
+  Status EndEverywhere(const Call& call, const Status& outcome);
   // Counts the call and makes the frame of its messages.
   Status Begin(const Call& call, Frame* frame);
   // What all ranks know about a call before it begins. Not ok: nobody does.
@@ -388,6 +395,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   std::function<void(const Status&)> on_failure_;
   std::function<std::vector<int>(uint64_t)> laggards_;
+  std::shared_ptr<Communicator> ending_;  // null: the end is a matter of this one
   std::weak_ptr<Inquiry> inquiry_;
   std::weak_ptr<Farewell> farewell_;
 };

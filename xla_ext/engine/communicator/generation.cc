@@ -46,7 +46,11 @@ Status Communicator::Close(const Call& call, const Status& outcome, Barrier barr
       AwaitNews();
       return Fail(call, Status(Code::kUnavailable, "has stopped", peer));
     }
-    if (barrier != Barrier::kNone && size() > 1) {
+    if (ending_) {
+      const Status all = EndEverywhere(call, outcome);
+      if (!all.ok() && aborted()) return all;
+      attempt->outcome = all;
+    } else if (barrier != Barrier::kNone && size() > 1) {
       const bool fetched = barrier == Barrier::kFetched;
       if (Status s = AwaitEnd(frame, lane_, fetched, waiter); !s.ok())
         return Fail(call, s);
@@ -55,7 +59,31 @@ Status Communicator::Close(const Call& call, const Status& outcome, Barrier barr
     progress_->Returned(entered());
   }
   attempt->over = true;
-  return outcome;
+  return attempt->outcome;
+}
+
+// One more call, on the communicator of all: whoever comes to its end knows that all
+// have come here. Ranks that have failed mean another one, so that all hear of it.
+Status Communicator::EndEverywhere(const Call& call, const Status& outcome) {
+  Call end;
+  end.op = Collective::kBarrier;
+  end.name = outcome.ok() ? "the end of a call" : "the end of a call that has failed";
+  end.timeout = call.timeout;
+  const Status all = ending_->Run(end);
+  if (all.ok()) return outcome;
+  if (!ending_->aborted())  // it was compared, and differs: so it is on all ranks
+    return outcome.ok()
+               ? Named(call, {Code::kMismatch,
+                              "it has failed at another place of the groups: " +
+                                  all.message(),
+                              all.rank()})
+               : outcome;
+  if (all.code() == Code::kCancelled) return Fail(call, {all.code(), "interrupted"});
+  // Ranks of the world there; and others go on without the one that is to blame.
+  AwaitAbort(std::chrono::milliseconds(200));
+  const Status why = ending_->abort_status();
+  if (!aborted()) Abort(Status(Code::kUnavailable, why.message(), why.rank()));
+  return Aborted(call);
 }
 
 void Communicator::Seal(Attempt* attempt) {
