@@ -26,6 +26,7 @@ class Rules:
         gathering: seconds for the members to come back to a new coordinator.
         moment: seconds for a connection to end whose process has ended.
         long: seconds of waiting for others until it is said.
+        group: so many workers are lost and join together, those with one w // group.
     """
 
     np: int
@@ -39,6 +40,22 @@ class Rules:
     gathering: float = 2.0
     moment: float = 0.25
     long: float = 10.0
+    group: int = 1
+
+    def mates(self, worker: int) -> range:
+        """The workers of its group, by place; itself among them."""
+        first = worker - worker % self.group
+        return range(first, first + self.group)
+
+    def whole(self, workers: Iterable[int]) -> list[int]:
+        """Those whose groups are complete, in order.
+
+        Example:
+            >>> Rules(np=4, min_np=2, max_np=4, group=2).whole([5, 0, 3, 2])
+            [2, 3]
+        """
+        found = set(workers)
+        return sorted(w for w in found if found.issuperset(self.mates(w)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +151,7 @@ class Assembly:
 
     Attributes:
         deadline: when `outcome` may change by itself.
+        resuming: it is known that the job had begun.
 
     Example:
         >>> assembly = Assembly(Rules(np=3, min_np=2, max_np=3))
@@ -145,7 +163,7 @@ class Assembly:
     """
 
     def __init__(self, rules: Rules, resuming: bool = False) -> None:
-        self._rules, self._resuming = rules, resuming
+        self._rules, self.resuming = rules, resuming
         self.deadline: float | None = None
         self._expected: set[int] = set()  # processes that have not said hello
         self._new: set[int] = set()
@@ -164,11 +182,11 @@ class Assembly:
             self._new.add(worker)
         else:
             self._known[worker] = memory
-        if memory is not None and not self._resuming:
-            self._resuming, self.deadline = True, None
+        if memory is not None and not self.resuming:
+            self.resuming, self.deadline = True, None
         if self.deadline is None:
             rules = self._rules
-            wait = rules.gathering if self._resuming else rules.start_timeout
+            wait = rules.gathering if self.resuming else rules.start_timeout
             self.deadline = now + wait
 
     def leave(self, worker: int) -> None:
@@ -176,7 +194,7 @@ class Assembly:
         self._expected.discard(worker)
         self._new.discard(worker)
         self._known.pop(worker, None)
-        if not self._new and not self._resuming:
+        if not self._new and not self.resuming:
             self.deadline = None  # time runs only while somebody waits
 
     def never(self, worker: int) -> None:
@@ -187,7 +205,7 @@ class Assembly:
     def missing(self, now: float) -> str:
         """Who has not come, once that takes long and the job has not begun."""
         rules = self._rules
-        if self._resuming or self.deadline is None or not self._expected:
+        if self.resuming or self.deadline is None or not self._expected:
             return ""
         if now < self.deadline - rules.start_timeout + rules.long:
             return ""
@@ -199,12 +217,14 @@ class Assembly:
     def outcome(self, now: float) -> Start | Resume | Fail | None:
         """What has come of it; None if it is to be waited for."""
         late = self.deadline is not None and now >= self.deadline
-        return self._resume(now, late) if self._resuming else self._start(late)
+        return self._resume(now, late) if self.resuming else self._start(late)
 
     def _start(self, late: bool) -> Start | Fail | None:
-        here, rules = len(self._new), self._rules
+        rules = self._rules
+        present = rules.whole(self._new)
+        here = len(present)
         if here >= rules.np or (late and here >= rules.min_np):
-            return Start(sorted(self._new))
+            return Start(present)
         if not late:
             return None
         absent = f" (not yet here: {names(self._expected)})" if self._expected else ""

@@ -43,6 +43,7 @@ class Coordinator(Service):
             then the job starts with those who are there if they are `min_np`.
         elastic_timeout: seconds to wait for newcomers when there are too few members.
         failure_timeout: seconds for a member to report after an epoch was revoked.
+        group: so many workers are lost and join together, those with one w // group.
         resume: the job had begun under an earlier coordinator, which is gone: the
             members come back. Tell it then who has `finished`.
         log: takes sentences about refused connections.
@@ -91,6 +92,7 @@ class Coordinator(Service):
         start_timeout: float = 120.0,
         elastic_timeout: float = 600.0,
         failure_timeout: float = 5.0,
+        group: int = 1,
         resume: bool = False,
         log: Callable[[str], None] | None = None,
         listeners: Sequence[socket.socket] = (),
@@ -98,7 +100,10 @@ class Coordinator(Service):
     ) -> None:
         most = np if max_np is None else max_np
         self._membership = Membership(
-            Rules(np, min_np, most, start_timeout, elastic_timeout, failure_timeout),
+            Rules(
+                *(np, min_np, most, start_timeout, elastic_timeout, failure_timeout),
+                group=group,
+            ),
             resume,
         )
         self._failure_timeout = failure_timeout

@@ -16,6 +16,7 @@ from ringjax.membership.outbox import Outbox
 from ringjax.membership.verdicts import Report
 
 FINISHED = "has finished and left the job"
+WITH_GROUP = "ended with its group"  # why a rank is lost begins so
 
 
 @dataclass(slots=True)
@@ -68,8 +69,8 @@ class Epochs:
             self._lose({worker: why}, now)
 
     def _lose(self, workers: Mapping[int, str], now: float) -> None:
-        """Members are lost, for good."""
-        for worker, why in workers.items():
+        """Members are lost, for good, and their groups with them."""
+        for worker, why in self._with_mates(workers).items():
             self.epoch.remove(worker, why)
             self._people.pop(worker, None)
             self._outbox.fence(worker, why)
@@ -79,6 +80,31 @@ class Epochs:
             self._conclude(now)
         elif self.phase == "waiting":
             self._admit(now)
+
+    def _with_mates(self, workers: Mapping[int, str]) -> dict[int, str]:
+        """These members and all others of their groups, and why they are lost."""
+        found, epoch = dict(workers), self.epoch
+        for worker, why in workers.items():
+            rank = epoch.order.index(worker)
+            for mate in epoch.alive.intersection(self._rules.mates(worker)):
+                text = f"{WITH_GROUP}, which lost rank {rank} ({why})"
+                found.setdefault(mate, text)
+        return found
+
+    def _end_group(self, worker: int, why: str) -> None:
+        """A worker has ended that is no member: no other one of its group can be one.
+
+        JAX cannot take another process into a group, so ringrun starts all of it anew.
+        """
+        outbox = self._outbox
+        for mate in self._rules.mates(worker):
+            known = mate in outbox.out or mate in outbox.dismissed or mate in self._left
+            if known or mate == worker or mate in self.epoch.alive:
+                continue
+            text = f"{WITH_GROUP}, which lost worker {worker} ({why})"
+            self._newcomers.pop(mate, None)
+            outbox.fence(mate, text)
+            outbox.report("fenced", mate, text)
 
     def _revoke(self, now: float, restart: bool = False) -> None:
         """Has all members stop and report."""
@@ -132,8 +158,8 @@ class Epochs:
         if self._left:
             return []
         places = self._max_np - len(self.epoch.alive - self.epoch.leavers)
-        ready = sorted(w for w, person in self._newcomers.items() if person.ready)
-        return ready[: max(places, 0)]
+        ready = self._rules.whole(w for w, p in self._newcomers.items() if p.ready)
+        return ready[: max(places - places % self._rules.group, 0)]
 
     def _admit(self, now: float) -> None:
         """There may be somebody to admit, now or at the next pause."""
@@ -250,6 +276,7 @@ class Epochs:
             "epoch": old.number + 1,
             "term": self._term,
             "kind": kind,
+            "group": self._rules.group,
             "previous": [*(old.order.index(w) for w in stay), *(-1 for _ in joiners)],
             "lost": {str(rank): why for rank, why in old.lost.items()},
             **old.outcome(kind),
@@ -271,12 +298,20 @@ class Epochs:
         self._announce()
 
     def _welcome(self, worker: int) -> None:
-        rank = len(self.epoch.alive)
-        why = f"epoch {self.epoch.number} has {rank} members"
-        welcome = {"type": "welcome", "epoch": self.epoch.number, "term": self._term}
-        self._outbox.send(
-            worker, welcome | {"rank": rank, "size": rank + 1, "why": why}
-        )
+        """Tells a newcomer that it is known; all of its group, once that is here."""
+        mates = self._rules.mates(worker)
+        if not self._newcomers.keys() >= set(mates):
+            return
+        known = [self._newcomers[mate] for mate in mates]
+        alive, number = len(self.epoch.alive), self.epoch.number
+        welcome = {"type": "welcome", "epoch": number, "term": self._term}
+        welcome["why"] = f"epoch {number} has {alive} members"
+        welcome["size"] = alive + len(mates)
+        for place, mate in enumerate(mates):
+            rest = {"rank": alive + place, "mates": []}
+            if len(mates) > 1:
+                rest["mates"] = [{"seen": p.seen, "hello": p.hello} for p in known]
+            self._outbox.send(mate, welcome | rest)
 
     def _tell_members(self, kind: str) -> None:
         ranks = {worker: rank for rank, worker in enumerate(self.epoch.order)}

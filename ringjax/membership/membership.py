@@ -133,6 +133,7 @@ class Membership(Epochs):
             self._failed.add(worker)
             self._newcomers.pop(worker, None)
             self._gone(worker, f"failed: {text}", now)
+            self._dissolve(worker, f"failed: {text}", now)
         elif kind == "ready" and worker in self._newcomers:
             self._newcomers[worker].ready = True
             self._outbox.report("ready", worker)
@@ -140,7 +141,7 @@ class Membership(Epochs):
         elif worker not in epoch.alive:
             return  # it was lost meanwhile, and will hear so
         elif kind == "leaving":
-            epoch.leavers.add(worker)
+            epoch.leavers |= epoch.alive.intersection(self._rules.mates(worker))
             self._announce()
             self._leave_while_waiting()
         elif kind == "leave":
@@ -184,7 +185,8 @@ class Membership(Epochs):
     def closed(self, worker: int, why: str, now: float) -> None:
         """A worker's only connection has ended."""
         self._here.discard(worker)
-        if worker in self._ending:
+        ended = worker in self._ending
+        if ended:
             why = self._ending.pop(worker)[0]
             self._outbox.out.setdefault(worker, why)
         else:
@@ -194,6 +196,23 @@ class Membership(Epochs):
             self._people.pop(worker, None)
         if self._newcomers.pop(worker, None) is None:
             self._gone(worker, why, now)
+        if ended:
+            self._dissolve(worker, why, now)
+
+    def _dissolve(self, worker: int, why: str, now: float) -> None:
+        """A worker's process has ended; what becomes of a group that is no member."""
+        if worker in self._left or worker in self._outbox.dismissed:
+            return
+        if self.phase != "assembly":
+            self._end_group(worker, why)
+        elif self._assembly.resuming:  # who finished is not known yet, see `_resume`
+            self._assembly.never(worker)
+            self._assemble(now)
+        else:
+            self._end_group(worker, why)
+            for mate in self._rules.mates(worker):
+                self._assembly.never(mate)
+            self._assemble(now)
 
     def lost(self, worker: int, text: str, now: float, *, heirs: bool = True) -> None:
         """A worker's process has ended; its number is not used again.
@@ -212,11 +231,8 @@ class Membership(Epochs):
             self._ending.setdefault(worker, (text, now + self._rules.moment))
         elif worker not in self._left and worker not in self._outbox.dismissed:
             self._outbox.out.setdefault(worker, text)
-            if self.phase == "assembly":
-                self._assembly.never(worker)
-                self._assemble(now)
-            else:
-                self._gone(worker, text, now)
+            self._gone(worker, text, now)
+            self._dissolve(worker, text, now)
         if self.phase == "waiting":
             self._admit(now)
 
@@ -292,6 +308,9 @@ class Membership(Epochs):
         for worker in self._left.intersection(missing):
             epoch.remove(worker, FINISHED, found.finished.get(worker))
             missing.remove(worker)
+        for worker, why in list(self._outbox.out.items()):
+            if worker not in epoch.order:
+                self._end_group(worker, why)
         if missing:
             self._lose({w: self._outbox.out.get(w, text) for w in missing}, now)
         self._announce()

@@ -33,6 +33,7 @@ class Members:
             in this epoch. The ranks of a set may all be lost: then it is empty.
         next_set: the least number that no process set ever had.
         lost: ranks of the epoch before that are no longer there -> why.
+        group: so many workers are lost and join together, those with one w // group.
     """
 
     epoch: int
@@ -44,6 +45,13 @@ class Members:
     sets: Mapping[int, tuple[int, ...]]
     next_set: int
     lost: Mapping[int, str]
+    group: int = 1
+
+    @property
+    def mates(self) -> tuple[Member, ...]:
+        """This worker's group, by place."""
+        mine = self.members[self.rank].worker // self.group
+        return tuple(m for m in self.members if m.worker // self.group == mine)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -63,12 +71,14 @@ class Welcome:
     Attributes:
         epoch: the present one of the members.
         rank: provisional; so is the size.
+        mates: its group, by place, all of which are newcomers; none without groups.
     """
 
     epoch: int
     rank: int
     size: int
     why: str
+    mates: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,12 @@ def read(message: Mapping[str, Any], worker: int) -> Order | None:
             epoch, rank, size = (
                 int(message[name]) for name in ("epoch", "rank", "size")
             )
-            return Welcome(epoch, rank, size, str(message["why"]))
+            place = worker % max(1, len(message.get("mates", ())))
+            mates = tuple(
+                Member(rank - place + i, str(m["seen"]), dict(m["hello"]))
+                for i, m in enumerate(message.get("mates", ()))
+            )
+            return Welcome(epoch, rank, size, str(message["why"]), mates)
         case "revoke":
             lost = _by_rank(message["lost"])
             return Revoke(int(message["epoch"]), lost, bool(message["restart"]))
@@ -187,6 +202,7 @@ def _members(message: Mapping[str, Any], worker: int) -> Members:
         },
         next_set=int(message["next_set"]),
         lost=_by_rank(message["lost"]),
+        group=int(message.get("group", 1)),
     )
 
 

@@ -39,6 +39,13 @@ class Call:
         self.arrivals: dict[tuple[int, int], float] = {}
         self.endings: dict[tuple[int, int], float] = {}
 
+    def peers(self, worker: int, group: int) -> tuple[int, ...]:
+        """Those that a worker exchanges values with."""
+        order = self.generation.order
+        if group == 1 or self.key[0] != "step":
+            return order
+        return tuple(w for w in order if w % group == worker % group)
+
     def value(self) -> Key:
         """What the ranks get: who contributed, and what came out."""
         order = self.generation.order
@@ -46,7 +53,7 @@ class Call:
             return (order, self.inputs[order[0]])
         samples = number = 0
         for worker in order:
-            mask, wish = self.inputs[worker]
+            mask, wish = self.inputs.get(worker, (0, 0))
             if samples & mask:
                 raise Violation(f"I6: a sample twice in {self.key}: {self.inputs}")
             samples |= mask

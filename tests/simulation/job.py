@@ -1,6 +1,6 @@
 """A simulation of elastic jobs: many short ones, each decided by a seed.
 
-    python -m simulation.job --seeds 0 100000
+    python -m simulation --seeds 0 100000
 
 Workers (worker.py) train over a network that delays what it likes; they are
 killed, frozen, separated, started and sent away at random moments, and so is the
@@ -13,15 +13,16 @@ I3  nobody is blocked, and the job stops early only with too few ranks
 I4  all survivors end in one history, not in two
 I5  epochs only grow, for every worker
 I6  every sample is used exactly once in the steps that count
+I7  groups are lost and admitted whole
+
+With groups, a step's inputs go only to those at the same place of the other groups, and
+a call ends when all ranks have complete results (`ringjax/world/groups.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,6 @@ from ringjax.membership.membership import Membership
 from simulation import wrong_rules
 from simulation.call import Call, Generation, Violation
 from simulation.worker import Connection, Worker
-from simulation.wrong_rules import WRONG
 
 SILENCE = 5.0  # seconds until a heartbeat is missed
 MOST_EVENTS = 20000
@@ -42,31 +42,34 @@ class Simulation:
     Args:
         seed: decides everything.
         wrong: one of `WRONG`, or nothing.
+        group: so many workers are lost and join together.
     """
 
     __slots__ = (
         "connections", "counter", "crashes", "cuts", "eager", "events", "failing",
-        "formations", "frozen_at", "generations", "hub", "membership", "min_np", "now",
-        "pairs", "present", "raising", "random", "replace", "rules", "samples", "seed",
-        "tick_at", "workers", "wrong",
+        "finished", "formations", "frozen_at", "generations", "group", "hub",
+        "membership", "min_np", "now", "pairs", "present", "raising", "random",
+        "replace", "rules", "samples", "seed", "tick_at", "workers", "wrong",
     )  # fmt: skip
 
-    def __init__(self, seed: int, wrong: str = "") -> None:
-        self.seed, self.wrong = seed, wrong
+    def __init__(self, seed: int, wrong: str = "", group: int = 1) -> None:
+        self.seed, self.wrong, self.group = seed, wrong, group
         rng = random.Random(seed)
         self.random = rng.random
         self.now, self.counter = 0.0, 0
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        np = rng.choice((2, 3, 3, 4))
-        self.min_np = rng.randint(1, np)
-        most = np + (rng.random() < 0.3)
-        self.rules = Rules(np, self.min_np, most)
+        count = rng.choice((2, 3, 3, 4)) if group == 1 else rng.choice((2, 2, 3))
+        least = rng.randint(1, count)
+        most = count + (rng.random() < 0.3)
+        np, self.min_np = group * count, group * least
+        self.rules = Rules(np, self.min_np, group * most, group=group)
         self.samples = rng.randint(np + 1, 3 * np)
         self.eager = rng.random() < 0.3
         self.raising = 0.02 if rng.random() < 0.2 else 0.0
         self.failing = 0.3 if rng.random() < 0.15 else 0.0
         self.replace = rng.random() < 0.7
         self.hub, self.crashes = 0, 0
+        self.finished: set[int] = set()
         self.membership = Membership(self.rules)
         self.present: dict[int, Connection] = {}
         self.tick_at: float | None = None
@@ -75,7 +78,7 @@ class Simulation:
         self.cuts: dict[tuple[int, int], float] = {}  # (from, to) -> since
         self.generations: dict[tuple[int, tuple[int, ...]], Generation] = {}
         self.formations: dict[tuple[int, int], tuple[int, ...]] = {}
-        for _ in range(np):
+        for _ in range(count):
             self.at(self.delay(), self.launch)
         self.plan(rng)
 
@@ -119,10 +122,11 @@ class Simulation:
         return alive[int(self.random() * len(alive))] if alive else None
 
     def launch(self) -> None:
-        number = len(self.workers)
-        worker = self.workers[number] = Worker(self, number)
-        self.membership.expected(number)
-        self.at(self.delay(), self.connect, worker)
+        for _ in range(self.group):
+            number = len(self.workers)
+            worker = self.workers[number] = Worker(self, number)
+            self.membership.expected(number)
+            self.at(self.delay(), self.connect, worker)
 
     join = launch
 
@@ -151,7 +155,10 @@ class Simulation:
             self.at(when - self.now, self.hub_closed, connection)
         self.at(self.delay(), self.hub_told, worker.number)
         self.tell_peers(worker.number, 0.0)
-        if self.replace and worker.cause in ("", "fenced"):
+        mates = [self.workers[w] for w in self.rules.mates(worker.number)]
+        gone = all(mate.state in ("dead", "end") for mate in mates)
+        # Once the places of all are free.
+        if self.replace and gone and all(m.cause in ("", "fenced") for m in mates):
             self.at(self.delay(20), self.launch)
 
     def tell_peers(self, number: int, silence: float) -> None:
@@ -202,13 +209,17 @@ class Simulation:
         began = self.membership.phase != "assembly" or self.crashes > 1
         self.membership, self.present = Membership(self.rules, began), {}
         self.tick_at = None
+        for number in self.finished:  # the launcher has heard of these
+            self.membership.finished(number, self.now)
         for worker in self.workers.values():
             connection = worker.line.connection
             if connection is not None:
                 self.at(self.delay(), self.cut_off, worker, connection)
-            elif worker.cause == "finished":
-                self.membership.finished(worker.number, self.now)
-            elif worker.state == "dead" and self.random() < 0.5:
+            elif (
+                worker.number not in self.finished
+                and worker.state == "dead"
+                and self.random() < 0.5
+            ):
                 self.at(self.delay(), self.hub_told, worker.number)
 
     # --- the network ---
@@ -245,9 +256,11 @@ class Simulation:
     ) -> None:
         """A rank tells all others; the last one decides when each knows of all."""
         order, now = call.generation.order, self.now
+        if then == "complete" or self.wrong == "own ending":
+            order = call.peers(number, self.group)
         for other in order:
             arrivals[number, other] = now if other == number else now + self.delay()
-        if len(stage) == len(order):
+        if stage.keys() >= set(order):
             for other in order:
                 when = max(arrivals[sender, other] for sender in order)
                 self.at(when - now, getattr(self.workers[other], then), call)
@@ -323,8 +336,10 @@ class Simulation:
                 if last:
                     del self.present[number]
         for event in news:
-            if event[0] == "fenced" and self.random() < 0.7:
+            if event[0] == "fenced" and (self.random() < 0.7 or self.group > 1):
                 self.at(self.delay(10), self.kill, self.workers[event[1]])
+            elif event[0] == "finished":
+                self.finished.add(event[1])
             elif event[0] == "stop":
                 self.stopped(event[1])
         deadline = self.membership.deadline()
@@ -355,6 +370,12 @@ class Simulation:
         known = self.formations.setdefault((self.crashes, epoch), order)
         if known != order and not self.crashes:
             raise Violation(f"I4: epoch {epoch} is {known} and {order}")
+        finished = {w.number for w in self.workers.values() if w.state == "bye"}
+        finished |= {w.number for w in self.workers.values() if w.cause == "finished"}
+        finished |= self.membership._left
+        whole = self.rules.whole({*order, *finished})
+        if not finished.issuperset(set(order) - set(whole)):
+            raise Violation(f"I7: epoch {epoch} has parts of groups: {order}")
 
     def raises(self) -> bool:
         return self.raising > 0 and self.random() < self.raising
@@ -379,11 +400,12 @@ class Simulation:
             # Newcomers do not count then; members only if nobody asked them to leave.
             epoch = self.membership.epoch
             stayed = set(epoch.order) - self.membership._outbox.out.keys()
-            stayed -= {w.number for w in self.workers.values() if w.leaving}
+            asked = [w.number for w in self.workers.values() if w.leaving]
+            stayed.difference_update(*map(self.rules.mates, asked))
             if stayed:
                 raise Violation(f"I3: stopped ({text}), but not {sorted(stayed)}")
             return
-        if len(healthy) >= self.min_np and not self.crashes:
+        if len(self.rules.whole(healthy)) >= self.min_np and not self.crashes:
             raise Violation(f"I3: stopped ({text}) with {healthy} alive")
 
     def check(self) -> None:
@@ -413,35 +435,12 @@ class Simulation:
             raise Violation(f"I4: survivors end differently: {ends}")
 
 
-def run(seed: int, wrong: str = "") -> Simulation:
+def run(seed: int, wrong: str = "", group: int = 1) -> Simulation:
     """One job. Raises Violation with the seed in its text."""
     try:
         with wrong_rules.applied(wrong):
-            simulation = Simulation(seed, wrong)
+            simulation = Simulation(seed, wrong, group)
             simulation.run()
     except Violation as violation:
         raise Violation(f"seed {seed}: {violation}") from None
     return simulation
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs many seeds, prints those that fail; 1 if there were any."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 10000))
-    parser.add_argument("--wrong", choices=WRONG, default="")
-    options = parser.parse_args(arguments)
-    begin, failed = time.process_time(), 0
-    for seed in range(*options.seeds):
-        try:
-            run(seed, options.wrong)
-        except Violation as violation:
-            failed += 1
-            print(violation)
-    seconds = time.process_time() - begin
-    count = options.seeds[1] - options.seeds[0]
-    print(f"{count} seeds, {failed} failed, {count / seconds:.0f} a second")
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,9 @@
 naive: everybody repeats what it has no result of. no barrier: a call returns as soon as
 its own results are complete. silent leave: who finishes does not say how far it came.
 majority: what most have done counts as finished. hasty: the coordinator does not wait
-for the reports of all. The first three are played by the workers.
+for the reports of all. own ending: of groups, a call ends where the others at the same
+place have their results. Those that are no rules of the coordinator are played by the
+workers.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ringjax.membership import epochs, membership
 from ringjax.membership.epoch_state import EpochState
 from ringjax.membership.verdicts import Report
 
-WRONG = ("naive", "no barrier", "silent leave", "majority", "hasty")
+WRONG = ("naive", "no barrier", "silent leave", "majority", "hasty", "own ending")
 
 
 class Hasty(EpochState):

@@ -13,8 +13,10 @@ from ringjax.membership.membership import Membership
 class Job:
     """A membership with a clock, and what it said to whom."""
 
-    def __init__(self, np: int, min_np: int = 1, max_np: int = 0, **more: Any) -> None:
-        self.rules = Rules(np, min_np, max_np or np)
+    def __init__(
+        self, np: int, min_np: int = 1, max_np: int = 0, group: int = 1, **more: Any
+    ) -> None:
+        self.rules = Rules(np, min_np, max_np or np, group=group)
         self.membership = Membership(self.rules, **more)
         self.now = 0.0
         self.mail: dict[int, list[dict[str, Any]]] = {}

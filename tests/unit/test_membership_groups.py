@@ -1,0 +1,159 @@
+"""Groups of workers in an elastic job: the coordinator's rules about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.membership_job import Job
+
+from ringjax.membership import assembly, orders
+
+PAIRS: dict[str, Any] = {"group": 2}
+
+
+def started(np: int = 4, min_np: int = 2, max_np: int = 0) -> Job:
+    job = Job(np, min_np, max_np, **PAIRS)
+    return job.hello(*range(np))
+
+
+def end(job: Job, worker: int, why: str = "was killed") -> None:
+    """Its process ends, and so does its connection."""
+    job.membership.lost(worker, why, job.now)
+    job.membership.closed(worker, "EOF", job.now)
+    job.take()
+
+
+def fenced(job: Job) -> dict[int, str]:
+    return {news[1]: news[2] for news in job.news if news[0] == "fenced"}
+
+
+def test_a_job_begins_with_whole_groups() -> None:
+    job = Job(4, 2, **PAIRS).hello(0, 1, 2)
+    assert job.membership.phase == "assembly"
+    job.wait(120)
+    assert job.order() == [0, 1]  # 2 is alone
+    job.hello(3)
+    welcome = job.last(3, "welcome")
+    assert (welcome["rank"], welcome["size"], len(welcome["mates"])) == (3, 4, 2)
+    assert job.last(2, "welcome")["rank"] == 2
+
+
+def test_a_lost_member_takes_its_group_along() -> None:
+    job = started()
+    end(job, 2)
+    job.report(0, 1)
+    assert job.order() == [0, 1]
+    assert fenced(job) == {
+        2: "was killed",
+        3: "ended with its group, which lost rank 2 (was killed)",
+    }
+    assert job.last(3)["type"] == "fenced"
+    members = job.last(0, "members")
+    assert members["kind"] == "repair" and members["group"] == 2
+    assert set(members["lost"]) == {"2", "3"}
+
+
+def test_ranks_stay_in_the_order_of_groups_and_places() -> None:
+    job = started(6)
+    end(job, 3)
+    job.report(0, 1, 4, 5)
+    assert job.order() == [0, 1, 4, 5]
+    job.hello(7, 6)
+    for worker in (7, 6):
+        job.say(worker, "ready")
+    for worker in (0, 1, 4, 5):
+        job.say(worker, "pause", number=1)
+    assert job.order() == [0, 1, 4, 5, 6, 7]
+
+
+def test_newcomers_come_in_when_all_of_their_group_are_ready() -> None:
+    job = started(4, 2, 6)
+    job.hello(4)
+    assert 4 not in job.mail  # nobody knows where its mate listens
+    job.hello(5)
+    job.say(4, "ready")
+    assert "update" not in {m["type"] for m in job.mail[0]}
+    job.say(5, "ready")
+    assert job.last(0, "update")["joining"] == 2
+
+
+def test_a_group_of_which_one_has_ended_never_comes() -> None:
+    job = started(4, 2, 6)
+    job.hello(4)
+    end(job, 5)  # it had not even called
+    assert fenced(job) == {4: "ended with its group, which lost worker 5 (was killed)"}
+    assert job.last(4)["type"] == "fenced"
+    job.hello(6, 7)
+    job.say(7, "failure", text="ValueError: no")
+    assert fenced(job)[6] == (
+        "ended with its group, which lost worker 7 (failed: ValueError: no)"
+    )
+
+
+def test_a_group_ends_before_the_job_has_begun() -> None:
+    job = Job(4, 2, **PAIRS).hello(0, 1, 3)
+    end(job, 2)
+    assert fenced(job) == {3: "ended with its group, which lost worker 2 (was killed)"}
+    job.wait(120)
+    assert job.order() == [0, 1]
+
+
+def test_no_more_groups_than_there_are_places() -> None:
+    job = started(4, 2, 4)
+    job.hello(4, 5)
+    for worker in (4, 5):
+        job.say(worker, "ready")
+    assert "update" not in {m["type"] for m in job.mail[0]}
+
+
+def test_a_wish_to_leave_is_one_of_the_group() -> None:
+    job = started()
+    job.say(3, "leaving")
+    assert job.last(0, "update")["leaving"] == 2
+    for worker in range(4):
+        job.say(worker, "pause", number=1)
+    assert job.order() == [0, 1]
+    assert {job.last(w)["type"] for w in (2, 3)} == {"dismissed"}
+    end(job, 3)
+    assert not fenced(job)
+
+
+def test_a_group_that_finishes_is_not_lost() -> None:
+    job = started()
+    job.say(2, "leave", lines={})
+    end(job, 2)
+    job.say(3, "leave", lines={})
+    end(job, 3)
+    assert not fenced(job)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3), (3, 1, 0)])
+def test_a_new_coordinator_ends_the_group_of_who_does_not_come_back(
+    order: tuple[int, ...],
+) -> None:
+    before = started()
+    members = before.last(0, "members")
+    job = Job(4, 2, resume=True, **PAIRS)
+    memory = {"term": 0, "epoch": 0, "members": members, "finished": {}}
+    for worker in order:
+        job.hello(worker, rejoin=memory)
+    job.membership.lost(2, "was killed", job.now)
+    job.take()
+    assert set(fenced(job)) == {2, 3}
+    job.report(0, 1)
+    assert job.order() == [0, 1]
+
+
+def test_a_welcome_says_who_the_others_are() -> None:
+    mates = [{"seen": "h", "hello": {"group_port": 5}}, {"seen": "g", "hello": {}}]
+    message = {"type": "welcome", "epoch": 3, "rank": 5, "size": 6, "why": ""}
+    order = orders.read({**message, "mates": mates}, 7)
+    assert isinstance(order, orders.Welcome)
+    assert [(m.rank, m.seen) for m in order.mates] == [(4, "h"), (5, "g")]
+
+
+def test_whole_groups() -> None:
+    rules = assembly.Rules(6, 2, 6, group=3)
+    assert list(rules.mates(4)) == [3, 4, 5]
+    assert rules.whole([0, 1, 3, 4, 5, 8]) == [3, 4, 5]
