@@ -148,9 +148,11 @@ def job_of(
         )
         if not listens:
             slots = find_hosts(np, hosts, hostfile, variables or {})
+            bounds.check_groups(len(slots), config.group_size, names["np"])
             return _static(spec, slots, partial(console, python=python))
         if np is None:
             raise ValueError("--listen: say how many processes to start: -np")
+        bounds.check_groups(np, config.group_size, names["np"])
         return Job(spec, console(np), np)
     given = None
     named = script is None or hosts is not None or hostfile is not None
@@ -163,6 +165,7 @@ def job_of(
         hosts=given,
         script=script,
         listens=listens,
+        group=config.group_size,
         names=names,
         **elastic,
     )

@@ -14,7 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # Errors that say "another rank failed". They blame somebody else.
-_CONSEQUENCE = re.compile(r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\[")
+_CONSEQUENCE = re.compile(
+    r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
+    # What JAX says in a process of the same group.
+    r"|\bGloo \w+ failed\b|\bcoordination service\b"
+)
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

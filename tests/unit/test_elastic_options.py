@@ -47,6 +47,11 @@ def elastic(*words: str) -> Elastic:
         ("-np 3 --min-np 1 -H a:2,b:4", (3, 1, 3, [Host("a", 2), Host("b", 4)])),
         ("--min-np 1 -H a:2,b:4", (6, 1, 6, [Host("a", 2), Host("b", 4)])),
         ("--min-np 1 -H a:2,b:4 --max-np 3", (3, 1, 3, [Host("a", 2), Host("b", 4)])),
+        (
+            "--min-np 2 -H a:2,b:3 --group-size 2",
+            (4, 2, 4, [Host("a", 2), Host("b", 3)]),
+        ),
+        ("--host-discovery-script x --group-size 2", (None, 2, UNBOUNDED, None)),
         ("--host-discovery-script x -np 3", (3, 3, UNBOUNDED, None)),
         ("--host-discovery-script x", (None, 1, UNBOUNDED, None)),
         (
@@ -99,6 +104,15 @@ def test_other_options() -> None:
             "-np 4 --host-discovery-script x -H a:4",
             "--host-discovery-script: it finds the hosts; do not give others",
         ),
+        (
+            "-np 5 --min-np 2 --group-size 2",
+            "-np 5: with groups of 2 (--group-size, RINGJAX_GROUP_SIZE) it must be",
+        ),
+        ("-np 4 --min-np 1 --group-size 2", "--min-np 1: with groups of 2"),
+        ("-np 4 --min-np 2 --max-np 5 --group-size 2", "--max-np 5: with groups of"),
+        ("--min-np 3 -H a:2 --group-size 3", "a group of 3: there are 2 slots"),
+        ("-np 3 --group-size 2", "-np 3: with groups of 2"),
+        ("-H a:2,b:1 --group-size 2", "-np 3: with groups of 2"),
         (
             "-np 4 --min-np 2 --blacklist-cooldown-range 9 3",
             "--blacklist-cooldown-range 9 3: give two numbers of seconds, the least",

@@ -46,6 +46,18 @@ def test_hosts_are_filled_in_order() -> None:
     assert places(fill(job)) == [("b", 1), ("b", 2)]
 
 
+def test_groups_are_started_whole_and_on_as_few_hosts_as_can_be() -> None:
+    hosts = [Host("a", 2), Host("b", 3)]
+    job = Seating(hosts, first=4, most=4, least=2, blacklist=None, group=2)
+    seats = fill(job)
+    assert places(seats) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    job.grow()
+    job.failed(seats[2], member_for=9.0, own_fault=True, now=0.0)
+    assert fill(job, 0.1) == []  # the other one of the group still ends
+    job.failed(seats[3], member_for=9.0, own_fault=False, now=0.2)
+    assert places(fill(job, 0.3)) == [("b", 0), ("b", 1)]
+
+
 def test_the_first_seats_are_those_of_a_job_of_fixed_size() -> None:
     job = seating(first=4)
     seats = fill(job)

@@ -28,6 +28,7 @@ class Elastic:
         slots: of a host that it names without a number.
         reset_limit: how often the members may change, None: without limit.
         cooldown: least and most seconds that a host stays on the blacklist.
+        group: so many workers are started, lost and admitted together.
     """
 
     np: int | None
@@ -38,6 +39,17 @@ class Elastic:
     slots: int = 1
     reset_limit: int | None = None
     cooldown: tuple[float, float] | None = None
+    group: int = 1
+
+    @property
+    def rules(self) -> dict[str, int]:
+        """What the coordinator has to know."""
+        return {"min_np": self.min_np, "max_np": self.max_np, "group": self.group}
+
+    def whole(self, places: int) -> int:
+        """How many workers begin where there are so many places: whole groups."""
+        count = min(self.np or self.max_np, places)
+        return count - count % self.group
 
     @property
     def blacklists(self) -> bool:
@@ -74,6 +86,7 @@ def settle(
     slots: int | None = None,
     reset_limit: int | None = None,
     cooldown_range: Sequence[float] | None = None,
+    group: int = 1,
     names: Mapping[str, str],
 ) -> Elastic:
     """The record of what was asked for; `listens`: hosts come by themselves.
@@ -99,14 +112,21 @@ def settle(
             raise ValueError(f"{names['np']}: say how many processes to start")
         hosts = [Host("localhost", max(np, max_np or np))]
     available = None if hosts is None else sum(host.slots for host in hosts)
-    least = min_np if min_np is not None else np if np is not None else 1
+    for name, asked in (("np", np), ("min_np", min_np), ("max_np", max_np)):
+        check_groups(asked, group, names[name])
+    least = min_np if min_np is not None else np if np is not None else group
     if max_np is not None:
         most = max_np
     elif available is None:
         most = UNBOUNDED
     else:
         most = np if np is not None else available
-    first = np if np is not None or available is None else min(most, available)
+    most -= most % group
+    first = np
+    if np is None and available is not None:
+        first = min(most, available - available % group)
+        if first < group:
+            raise ValueError(f"a group of {group}: there are {available} slots")
     _check_numbers(np, least, most, available, names)
     return Elastic(
         np=first,
@@ -117,7 +137,28 @@ def settle(
         slots=slots or 1,
         reset_limit=reset_limit,
         cooldown=_cooldown(cooldown_range, names),
+        group=group,
     )
+
+
+def check_groups(number: int | None, group: int, name: str) -> None:
+    """Refuse a number of processes that is not one of whole groups.
+
+    Args:
+        number: None: not given.
+        name: where it was given.
+
+    Raises:
+        ValueError: naming it.
+
+    Example:
+        >>> check_groups(6, 3, "-np")
+    """
+    if number is not None and number % group:
+        raise ValueError(
+            f"{name} {number}: with groups of {group} (--group-size, "
+            f"RINGJAX_GROUP_SIZE) it must be a multiple of {group}"
+        )
 
 
 def _check_numbers(

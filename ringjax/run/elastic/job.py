@@ -87,8 +87,9 @@ class ElasticJob:
             most=elastic.max_np,
             least=elastic.min_np,
             blacklist=blacklist,
+            group=elastic.group,
         )
-        self._roster = Roster(elastic.min_np, console.last_error)
+        self._roster = Roster(elastic.min_np, console.last_error, elastic.group)
         self._keeper = Keeper(
             self._roster,
             self._seating,
@@ -204,13 +205,12 @@ class ElasticJob:
         remote = [name for name in names if not self._fleet.is_local(name)]
         secret, where = spec.rendezvous(remote if self._discovery is None else [ANY])
         job = self._adoption.job = self._adoption.job or secrets.token_hex(8)
-        count = min(elastic.np or elastic.max_np, len(self._seating.seats))
+        count = self._elastic.whole(len(self._seating.seats))
         self._coordinator = self._make_coordinator(
             secret,
             job,
             np=count,
-            min_np=elastic.min_np,
-            max_np=elastic.max_np,
+            **elastic.rules,
             start_timeout=spec.start_timeout,
             elastic_timeout=self._timeout,
             failure_timeout=self._failure_timeout,

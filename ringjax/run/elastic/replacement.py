@@ -97,12 +97,14 @@ class Keeper:
             self._fenced.append(worker)
 
     def dismiss(self, number: int, now: float) -> None:
-        """Its seat is gone: it is asked to leave."""
+        """Its seat is gone: it is asked to leave, with its group."""
         worker = self._roster.workers[number]
-        worker.told = now
         who = self._roster.who(worker, place=True)
         self._note(f"{who} is asked to leave: its slot is gone")
-        self._signaller.signal(signal.SIGTERM, [number], alone=True)
+        for mate in self._roster.mates(worker):
+            if mate.runs and mate.told is None:
+                mate.told = now
+                self._signaller.signal(signal.SIGTERM, [mate.number], alone=True)
 
     def dismiss_all(self, why: str) -> None:
         """The whole job is asked to leave."""
@@ -183,7 +185,11 @@ class Keeper:
 
 
 def _latest(worker: Worker) -> float:
-    """When it should have ended by itself."""
-    fenced = math.inf if worker.fenced is None else worker.fenced + _FENCED
+    """When it should have ended by itself.
+
+    What has lost its group has nothing to say, and its place is wanted.
+    """
+    grace = 0.0 if worker.ends_with_group else _FENCED
+    fenced = math.inf if worker.fenced is None else worker.fenced + grace
     told = math.inf if worker.told is None else worker.told + _TOLD
     return min(fenced, told)

@@ -53,6 +53,7 @@ class Seating:
         most: workers to have once the job runs.
         least: below so many, released seats are used, too.
         blacklist: None: hosts are not held to account.
+        group: so many workers are started at once, or none.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Seating:
         most: int,
         least: int,
         blacklist: Blacklist | None,
+        group: int = 1,
     ) -> None:
-        self._most = most
+        self._most, self._group = most, group
         self._target = min(first, most)
         self._least = least
         self._blacklist = blacklist
@@ -127,7 +129,10 @@ class Seating:
         self._target = self._most
 
     def vacant(self, running: int, now: float) -> list[Seat]:
-        """Seats in which a worker is to be started now, if so many run already."""
+        """Seats in which a worker is to be started now, if so many run already.
+
+        Seats of one host come one after the other: a group has as few hosts as can be.
+        """
         if self.closed:
             return []
         wanted = self._target - running
@@ -135,7 +140,8 @@ class Seating:
         free.sort(key=lambda seat: seat.released)
         released = max(0, self._least - running)
         fresh = sum(not seat.released for seat in free)
-        return free[: max(0, min(wanted, max(fresh, released)))]
+        count = max(0, min(wanted, max(fresh, released)))
+        return free[: count - count % self._group]
 
     def _is_free(self, seat: Seat, now: float) -> bool:
         held = self._blacklist is not None and self._blacklist.holds(seat.host, now)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ringjax.membership.epochs import WITH_GROUP
 from ringjax.run.elastic.seats import Seat
 from ringjax.run.static_job import Outcome
 from ringjax.run.verdict import Blame, blames_others, fate
@@ -66,6 +67,11 @@ class Worker:
         return self.killed and self.exit_code == 128 + signal.SIGKILL
 
     @property
+    def ends_with_group(self) -> bool:
+        """Whether it was lost because another one of its group was."""
+        return self.why.startswith(WITH_GROUP)
+
+    @property
     def counts(self) -> bool:
         """Whether it works for the job, or will."""
         return self.runs and self.fenced is None and self.told is None
@@ -83,10 +89,16 @@ class Worker:
 
 
 class Roster:
-    """All workers that ever were; `last_words(n)` is what number n wrote last."""
+    """All workers that ever were; `last_words(n)` is what number n wrote last.
 
-    def __init__(self, min_np: int, last_words: Callable[[int], str]) -> None:
-        self._min_np = min_np
+    Attributes:
+        group: so many are lost and join together, those with one number // group.
+    """
+
+    def __init__(
+        self, min_np: int, last_words: Callable[[int], str], group: int = 1
+    ) -> None:
+        self._min_np, self.group = min_np, group
         self._last_words = last_words
         self.workers: dict[int, Worker] = {}  # by number
         self.next = 0  # the least number that was never used
@@ -118,6 +130,12 @@ class Roster:
     def reserve(self, number: int) -> None:
         """Workers of all numbers below this one may have been there."""
         self.next = max(self.next, number)
+
+    def mates(self, worker: Worker) -> list[Worker]:
+        """The known workers of its group, itself among them."""
+        first = worker.number - worker.number % self.group
+        numbers = range(first, first + self.group)
+        return [self.workers[n] for n in numbers if n in self.workers]
 
     def running(self) -> list[Worker]:
         """Those whose process is there."""
@@ -170,6 +188,8 @@ class Roster:
 
     def fate(self, worker: Worker) -> str:
         """What became of a worker that has failed, to be put behind its name."""
+        if worker.ended_by_us and worker.ends_with_group:
+            return f" {worker.why}"
         if worker.ended_by_us:
             late = "it did not end by itself, and ringrun killed it"
             if worker.report:
@@ -186,6 +206,8 @@ class Roster:
 
     def own_fault(self, worker: Worker) -> bool:
         """Whether it failed by itself, not because another rank did."""
+        if worker.ends_with_group:
+            return False
         words = worker.report or worker.exit_text or self._last_words(worker.number)
         by_signal = (worker.exit_code or 0) > 128 and not worker.report
         return by_signal or not blames_others(words)
