@@ -3,6 +3,7 @@
     python jax_fsdp.py                                 one rank, all its devices
     ringrun -np 2 python jax_fsdp.py                   two ranks with four devices each
     ringrun -np 3 --min-np 2 python jax_fsdp.py        kill -9 a rank in the middle
+    ringrun -np 4 --group-size 2 python jax_fsdp.py    two models, each over two ranks
 
 Inside of a rank JAX cuts parameters, optimizer state and batch over the local devices
 (fully sharded data parallel, in plain `jit`); ringjax sees one call of all devices.
@@ -43,18 +44,17 @@ jax.config.update("jax_num_cpu_devices", arguments.devices)
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 ringjax.init()
 
-mesh = jax.make_mesh(
-    (jax.local_device_count(),), ("shard",), (jax.sharding.AxisType.Auto,)
-)
+# Of this process, or of all processes of its group.
+mesh = jax.make_mesh((jax.device_count(),), ("shard",), (jax.sharding.AxisType.Auto,))
 
 
-def cut(array):
+def cut(leaf):
     """Over the last dimension that the devices divide, if there is one."""
-    fits = [i for i, n in enumerate(array.shape) if n and n % mesh.size == 0]
-    spec = [None] * array.ndim
+    fits = [i for i, n in enumerate(leaf.shape) if n and n % mesh.size == 0]
+    spec = [None] * leaf.ndim
     if fits:
         spec[fits[-1]] = "shard"
-    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    return NamedSharding(mesh, P(*spec))
 
 
 # Each rank reads its own text: a process that joins later cannot ask the others yet.
@@ -67,19 +67,27 @@ tx = optax.chain(
     optax.clip_by_global_norm(1.0),  # of the whole model: JAX adds up the shards
     optax.adamw(3e-3),
 )
-params = jax.tree.map(cut, model.init(jax.random.key(0), tokens[None, : model.length]))
-opt_state = jax.tree.map(cut, tx.init(params))
-# What a step returns lies as what it was given, or it would be compiled again.
-where = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+
+
+def begin():
+    params = model.init(jax.random.key(0), tokens[None, : model.length])
+    return params, tx.init(params)
+
+
+# No device ever has all of it. And what a step returns lies as what it was given, or it
+# would be compiled again.
+where = jax.tree.map(cut, jax.eval_shape(begin))
+params, opt_state = jax.jit(begin, out_shardings=where)()
 step_of = jax.jit(make_step(model, tx), out_shardings=(*where, None))
 
 
 def batch_of(number):
     """This rank's sequences of one step, cut over its devices."""
     rng = np.random.default_rng([number, ringjax.rank()])
-    count = max(arguments.batch // mesh.size, 1) * mesh.size
-    share = windows(tokens, rng, count, model.length)
-    return jax.device_put(share, NamedSharding(mesh, P("shard")))
+    here = jax.local_device_count()
+    share = windows(tokens, rng, max(arguments.batch // here, 1) * here, model.length)
+    where = NamedSharding(mesh, P("shard"))
+    return jax.make_array_from_process_local_data(where, share)
 
 
 def warm_up(state):

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from ringjax.runtime import cross_rank as cross_rank
     from ringjax.runtime import cross_size as cross_size
     from ringjax.runtime import global_process_set as global_process_set
+    from ringjax.runtime import group_rank as group_rank
+    from ringjax.runtime import group_size as group_size
     from ringjax.runtime import init as init
     from ringjax.runtime import is_homogeneous as is_homogeneous
     from ringjax.runtime import is_initialized as is_initialized
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from ringjax.runtime import local_size as local_size
     from ringjax.runtime import rank as rank
     from ringjax.runtime import remove_process_set as remove_process_set
+    from ringjax.runtime import replica_set as replica_set
     from ringjax.runtime import shutdown as shutdown
     from ringjax.runtime import size as size
     from ringjax.runtime.build import build_info as build_info
@@ -81,9 +84,9 @@ if TYPE_CHECKING:
 # Where each name is defined; some are modules, and two of these can be called.
 _NAMES = {
     "runtime": """
-        ProcessSet add_process_set cross_rank cross_size global_process_set init
-        is_homogeneous is_initialized local_rank local_size rank remove_process_set
-        shutdown size
+        ProcessSet add_process_set cross_rank cross_size global_process_set group_rank
+        group_size init is_homogeneous is_initialized local_rank local_size rank
+        remove_process_set replica_set shutdown size
     """,
     "collectives": """
         allgather allreduce alltoall barrier broadcast grouped_allgather

@@ -44,10 +44,8 @@ class Communicator:
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
         ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes,
-        bells).
-        Compiled programs find it under its id from here on; one with a `succession`
-        from Succession.install on, and until then its calls run in it alone. With
-        `ending`, a call ends when the ranks of that one have come to its end, too.
+        bells). Compiled programs find it under its id from here on; a `succession`'s
+        from Succession.install on; its calls end when the ranks of `ending` are there.
         """
     @property
     def id(self) -> int: ...

@@ -93,6 +93,9 @@ class Config:
     worker: int | None = _setting(
         None, _RANK, "number of this process in an elastic job, never used again"
     )
+    group_size: int = _setting(
+        1, _COUNT, "processes that JAX joins to one; averages are between such groups"
+    )
     tls: str = _setting(
         "auto",
         parsers.choice("auto", "required", "off"),

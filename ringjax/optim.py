@@ -57,7 +57,8 @@ def allreduce_grads(
       compression: Compression.fp16 or .bf16 halves the bytes of float32 gradients.
       bucket_bytes: how much travels at once when overlapped; None: as
         RINGJAX_BUCKET_BYTES says.
-      process_set: the ranks that take part; this rank must be one of them.
+      process_set: the ranks that take part; this rank must be one of them. In a job of
+        groups (ringrun --group-size) all of them means `ringjax.replica_set()`.
       gradient_predivide_factor: divides the gradients before the sum and multiplies the
         average by it afterwards, against overflow. With op=Average only.
       overlap: False: all gradients in one call that works in place. True: every bucket
@@ -116,7 +117,7 @@ def allreduce_grads(
         **extra: Any,
     ) -> tuple[Any, AllreduceState]:
         del extra
-        communicator = runtime.communicator(process_set, _WHAT)
+        chosen, communicator = _sharers(process_set)
         leaves, treedef = jax.tree.flatten(updates)
         kept = [i for i, leaf in enumerate(leaves) if not _is_float0(leaf)]
         # The names of all leaves are right only in the whole tree: cut out by None.
@@ -133,7 +134,7 @@ def allreduce_grads(
             # The sum of the weights travels with the gradients, and is there first.
             arrays, names = weights.weighed(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
-        seq = _check_alike(updates, params, state.seq, process_set, name)
+        seq = _check_alike(updates, params, state.seq, chosen, name)
         # Of 0 bytes: no two gradients travel together.
         setting = trials.tried() or runtime.config()
         limit = bucket_bytes or setting.bucket_bytes or 1
@@ -144,9 +145,9 @@ def allreduce_grads(
             wire=wire,
             prescale=prescale,
             postscale=postscale,
-            process_set=process_set,
+            process_set=chosen,
             cuts=buckets.plan([(x.shape, x.dtype) for x in arrays], limit, order),
-            overlapped=overlaps(overlap, communicator),
+            overlapped=overlaps(overlap, _deciding(communicator)),
             overlapped_on_device=overlaps(overlap, None),
             memory=setting.overlap_memory,
             name=name if weight is None else f"{name} with weights",
@@ -241,6 +242,17 @@ def _is_float0(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
 
 
+def _sharers(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any]:
+    """Those with the same shards, if it means all ranks, and their communicator."""
+    chosen = runtime.between_groups(process_set)
+    return chosen, runtime.communicator(chosen, _WHAT)
+
+
+def _deciding(communicator: Any) -> Any:
+    """Of whose hosts it is to be asked: the programs of one group must be the same."""
+    return runtime.communicator() if runtime.group_size() > 1 else communicator
+
+
 def overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
     """Whether the buckets of a program travel beside its backward pass.
 
@@ -250,6 +262,13 @@ def overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
     Args:
       communicator: of the ranks that take part, for CPUs; None: on CUDA devices.
     """
+    if runtime.elastic() and runtime.group_size() > 1:
+        if overlap is True:
+            raise ValueError(
+                f"ringjax.{_WHAT}: `overlap` is True, but in an elastic job of groups "
+                "the gradients of a step travel in one call"
+            )
+        return False
     if overlap != "auto":
         return overlap
     setting = trials.tried()

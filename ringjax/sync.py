@@ -51,7 +51,9 @@ def broadcast_parameters(
         they must look alike on all ranks. Inside jit every number is a jax array, and
         ranks compare only sizes and dtypes.
       root_rank: the sender's rank in the world.
-      process_set: the ranks that take part; this rank must be one of them.
+      process_set: the ranks that take part; this rank must be one of them. In a job of
+        groups (ringrun --group-size) all of them means: each rank gets what the one at
+        its place in the root's group has, shards included.
       name: stands for the tree in error messages.
 
     Returns:
@@ -69,6 +71,7 @@ def broadcast_parameters(
       >>> params = ringjax.broadcast_parameters({"w": jnp.ones(3), "step": 0})
     """
     what = "broadcast_parameters"
+    process_set, root_rank = _between_groups(process_set, root_rank)
     runtime.communicator(process_set, what)
     arguments.root(what, root_rank, process_set)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -103,6 +106,16 @@ def broadcast_parameters(
         leaf.unpack(sent.get(path)) for path, leaf in zip(paths, packed, strict=True)
     ]
     return jax.tree.unflatten(treedef, values)
+
+
+def _between_groups(
+    process_set: runtime.ProcessSet, root_rank: int
+) -> tuple[runtime.ProcessSet, int]:
+    """Of all ranks, in a job of groups: those at this rank's place, and their root."""
+    chosen, size = runtime.between_groups(process_set), runtime.group_size()
+    if chosen is process_set or not isinstance(root_rank, int):
+        return chosen, root_rank
+    return chosen, root_rank - root_rank % size + runtime.group_rank()
 
 
 def broadcast_object(

@@ -9,12 +9,14 @@ which is the runtime's.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ringjax import eager, errors, failpoints, runtime
 from ringjax.elastic.transfer import Audience
+from ringjax.errors import PeerLost
 
 
 class Having(enum.IntEnum):
@@ -80,25 +82,32 @@ def agree(having: Having) -> Agreement:
     mine = np.array([[own_number(), having]], np.int32)
     rows = np.asarray(eager.allgather(mine, name="elastic.agreement"))
     workers = tuple(int(number) for number in rows[:, 0])
-    everyone = [int(one) for one in rows[:, 1]]
+    size, place = runtime.group_size(), runtime.group_rank()
+    groups: dict[int, int] = {}  # a group has what each of its ranks has, at least
+    for number, one in rows.tolist():
+        groups[number // size] = max(one, groups.get(number // size, one))
+    ranks = [r for r, number in enumerate(workers) if number % size == place]
+    if len(ranks) != len(groups):
+        raise PeerLost("a group has come to its end in part, and cannot start again")
+    everyone = list(groups.values())
     lost = min(everyone) == Having.NOTHING
-    _latest = Agreement(epoch, workers, audience_of(everyone), lost)
+    _latest = Agreement(epoch, workers, audience_of(everyone, ranks), lost)
     return _latest
 
 
-def audience_of(having: list[int]) -> Audience:
-    """Who sends the state to whom, if rank r has ``having[r]``.
+def audience_of(having: Sequence[int], ranks: Sequence[int]) -> Audience:
+    """Who sends the state to whom, if ``ranks[i]`` has ``having[i]``.
 
     Example:
-        >>> audience_of([Having.CURRENT, Having.CURRENT, Having.NOTHING])
+        >>> audience_of([Having.CURRENT, Having.CURRENT, Having.NOTHING], [0, 1, 2])
         Audience(source=0, receivers=(2,))
-        >>> audience_of([Having.COMMITTED, Having.COMMITTED, Having.NOTHING])
-        Audience(source=0, receivers=(1, 2))
+        >>> audience_of([Having.COMMITTED, Having.COMMITTED, Having.NOTHING], [1, 3, 5])
+        Audience(source=1, receivers=(3, 5))
     """
     source = having.index(min(having))
     current = having[source] == Having.CURRENT
-    needs = [not current or one != Having.CURRENT for one in having]
-    return Audience(source, tuple(r for r, n in enumerate(needs) if n and r != source))
+    needs = [i for i, one in enumerate(having) if not current or one != Having.CURRENT]
+    return Audience(ranks[source], tuple(ranks[i] for i in needs if i != source))
 
 
 def absent_from_last_call() -> frozenset[int]:

@@ -57,6 +57,15 @@ class Stored(Protocol):
         """How it is written."""
 
 
+def _refuse_groups() -> None:
+    if runtime.is_initialized() and runtime.group_size() > 1:
+        raise RuntimeError(
+            "ringjax.elastic.Checkpointer: in a job of groups (ringrun --group-size) "
+            "no process has the whole state; have one group write it by orbax, which "
+            "knows arrays of several processes: if ringjax.replica_set().rank() == 0"
+        )
+
+
 class Checkpointer:
     """Writes a state to disk now and then, and finds the newest one again.
 
@@ -133,6 +142,7 @@ class Checkpointer:
         Raises:
             TypeError: the state holds something that cannot be written.
         """
+        _refuse_groups()
         if self._thread is not None and self._thread.is_alive():
             return False
         self.wait()
@@ -161,6 +171,7 @@ class Checkpointer:
         Raises:
             RuntimeError: there are some, and none can be read.
         """
+        _refuse_groups()
         self.wait()
         last: Exception | None = None
         for number in reversed(self.numbers()):
@@ -201,6 +212,7 @@ class Checkpointer:
         Returns:
             Loads the newest checkpoint into the state, if there is one; True if so.
         """
+        _refuse_groups()
         self._state = state
         state.after_save(self._on_commit)
 

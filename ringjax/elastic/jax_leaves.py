@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax.elastic import jax_shards as shards
 from ringjax.xla import tokens
 
 Array = np.ndarray[Any, Any]
@@ -53,6 +54,8 @@ def is_array(value: Any) -> bool:
 
 def describe(value: Any) -> tuple[str, str | bool]:
     """What `array_of` must know besides the data: its kind and a detail."""
+    if not value.is_fully_addressable:
+        return "shards", shards.describe(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return "key", str(jax.random.key_impl(value))
     return "jax", bool(value.weak_type)
@@ -60,6 +63,8 @@ def describe(value: Any) -> tuple[str, str | bool]:
 
 def data_of(value: Any) -> Array:
     """The memory of an array; on CPUs it is not copied. Waits until it is there."""
+    if not value.is_fully_addressable:
+        return shards.data_of(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return np.asarray(value)
@@ -74,6 +79,8 @@ def array_of(data: Array, kind: str, detail: str | bool, like: Any) -> Any:
         like: what this rank has in its place; if that is an array which was put on a
             device on purpose, the new one goes there too.
     """
+    if kind == "shards":
+        return shards.array_of(data, str(detail), like)
     if kind == "key":
         return jax.random.wrap_key_data(jax.device_put(data), impl=detail)
     if detail and data.ndim == 0:  # a type that gives way to others, like 1.0 has

@@ -24,7 +24,8 @@ class Leaf(NamedTuple):
     """What a receiver must know of an array.
 
     Attributes:
-        kind: "jax", "key" (of jax.random), "torch", "numpy" or "scalar" (of numpy).
+        kind: "jax", "key" (of jax.random), "shards" (of a jax array that other
+            processes have parts of, too), "torch", "numpy" or "scalar" (of numpy).
         dtype: of the data.
         shape: of the data.
         detail: depends on the kind.

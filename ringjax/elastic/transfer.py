@@ -40,7 +40,10 @@ _audience: ContextVar[Audience | None] = ContextVar("audience", default=None)
 
 @contextlib.contextmanager
 def addressed(audience: Audience) -> Iterator[None]:
-    """Within it `share` is between these ranks; otherwise from rank 0 to everybody."""
+    """Within it `share` is between these ranks; otherwise from rank 0 to everybody.
+
+    In a job of groups: from the first group, to each rank what lies at its place.
+    """
     token = _audience.set(audience)
     try:
         yield
@@ -67,7 +70,10 @@ def share(values: dict[str, Any], *, allow_pickle: bool = False) -> Any:
     if not values:
         return None
     world = runtime.size()
-    audience = _audience.get() or Audience(0, tuple(range(1, world)))
+    audience = _audience.get()
+    if audience is None:
+        first, *others = runtime.replica_set().ranks
+        audience = Audience(first, tuple(others))
     rank = runtime.rank()
     if rank not in audience.receivers and rank != audience.source:
         return None

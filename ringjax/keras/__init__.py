@@ -42,6 +42,7 @@ from ringjax.runtime import is_initialized as is_initialized
 from ringjax.runtime import local_rank as local_rank
 from ringjax.runtime import local_size as local_size
 from ringjax.runtime import rank as rank
+from ringjax.runtime import refuse_groups as _refuse_groups
 from ringjax.runtime import remove_process_set as remove_process_set
 from ringjax.runtime import shutdown as shutdown
 from ringjax.runtime import size as size
@@ -59,6 +60,8 @@ from ringjax.runtime.build import sycl_built as sycl_built
 from ringjax.timeline import start_timeline as start_timeline
 from ringjax.timeline import stop_timeline as stop_timeline
 from ringjax.world.timeouts import collective_timeout as collective_timeout
+
+_refuse_groups("ringjax.keras")
 
 
 def __getattr__(name: str) -> Any:

@@ -80,6 +80,11 @@ class Welcome:
     why: str
     mates: tuple[Member, ...] = ()
 
+    @property
+    def group(self) -> int:
+        """So many workers are lost and join together."""
+        return max(1, len(self.mates))
+
 
 @dataclass(frozen=True, slots=True)
 class Revoke:

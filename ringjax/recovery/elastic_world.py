@@ -22,7 +22,7 @@ from ringjax.recovery.carried_calls import Calls
 from ringjax.recovery.generation import Generation, Step, numbers, reason, steps
 from ringjax.recovery.rehearsal import Rehearsal
 from ringjax.recovery.thread import Recovery
-from ringjax.world import devices
+from ringjax.world import devices, groups
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.introduction import check_agreement, hello
@@ -85,7 +85,8 @@ class ElasticWorld(World):
         self.secret = ticket.secret
         self._reception = forming.reception(ticket, self.config, self.log, self.broken)
         described = hello(place.rank, place.size, self.config)
-        described |= self._reception.described()
+        port = self.group.offer(self.config.worker or 0)
+        described |= self._reception.described() | port
         self.begin_recording(f"worker {self.config.worker}", ticket.job)
         self.enlistment = forming.enlist(ticket, self.config, described)
         self._registry.begin(0)
@@ -98,14 +99,17 @@ class ElasticWorld(World):
         first = self.enlistment.first
         if isinstance(first, Members):
             check_agreement(first.members)
+            self.group.meet(first.mates, first.group)
         if not isinstance(first, Welcome):
             self.recovery.start(first)
             self.wait_for_admission()
             return
-        size = first.size
-        self.standing = Standing.provisional(first.rank, size, self.config)
+        rank, size = first.rank, first.size
+        self.standing = Standing.provisional(rank, size, self.config)
         self._prefix = f"ringjax worker {self.config.worker}"
-        self._registry.renew(size, {}, 0)
+        self.group.meet(first.mates, first.group)
+        self.group.replicas = [rank] if self.group.mates else []
+        self._registry.renew(size, {}, 0, self.group.replicas)
         self.sets = {0: list(range(size))}
         self.devices = devices.Devices(self, [devices.count(self.config)] * size)
         self.recovery.start(None)
@@ -260,8 +264,7 @@ class ElasticWorld(World):
         with self.changed:
             if self.generation is None:
                 return {}, 0, False
-            known = self.sets.items()
-            sets = {n: ranks for n, ranks in known if n and n not in self._removed}
+            sets = {n: r for n, r in self.sets.items() if n and n not in self._removed}
             # What NCCL had in hand is void, perhaps on some ranks only.
             lanes = list(self.lanes.lanes.values())
             restart = bool(self.devices.communicators) or any(x.joined for x in lanes)
@@ -270,17 +273,16 @@ class ElasticWorld(World):
     def link(self, heard: Sequence[Members], watch: Any) -> Epoch:
         """Connects the members of the last of `heard`; raises as `mesh.Fabric.build`.
 
-        After a loss only the world's communicator, which most calls wait for; but a
-        newcomer has no calls, and nothing that they could wait in.
+        After a loss only the world's and the replica set's, for which most calls wait;
+        but a newcomer has no calls, and nothing that they could wait in.
         """
         assert self._former is not None
         members = heard[-1]
         again = self.waits or any(m.kind == "restart" for m in heard)
         epoch = self._former.form(members, watch, self._epoch)
         wanted = list(numbers(members))
-        newcomer = self.generation is None
-        if members.kind == "repair" and not again and not newcomer:
-            wanted = wanted[:1]
+        if members.kind == "repair" and not again and self.generation is not None:
+            wanted = [w for w in wanted if w[0] in (0, groups.REPLICAS)]
         known = {} if again else self.calls.successions
         try:
             self._former.connect(epoch, members, wanted, known)
@@ -297,10 +299,9 @@ class ElasticWorld(World):
         with self.changed:
             waits = self.waits or (again and self.generation is not None)
             self.contributors = self.last_contributors(heard[0])
-            verdicts = {}
-            if not waits:
-                known = wanted & self.calls.successions.keys()
-                verdicts = {number: steps(number, self.sets, heard) for number in known}
+            known = set() if waits else wanted & self.calls.successions.keys()
+            sets = {**self.sets, groups.REPLICAS: self.group.replicas}
+            verdicts = {number: steps(number, sets, heard) for number in known}
             ended = self.calls.keep(verdicts)
             self._remember(epoch, members)
             # A loss may follow before the program wakes up, which has paused then.
@@ -338,9 +339,9 @@ class ElasticWorld(World):
         self.generation = Generation.of(members)
         self._members = members.members
         size = self.standing.size
-        self._registry.renew(size, members.sets, members.next_set)
-        sets = {number: list(ranks) for number, ranks in members.sets.items()}
-        self.sets = {0: list(range(size)), **sets}
+        replicas = self.group.renew(self.generation.workers, self.config.worker or 0)
+        self._registry.renew(size, members.sets, members.next_set, replicas)
+        self.sets = {0: list(range(size)), **{n: [*r] for n, r in members.sets.items()}}
         self._prefix = f"ringjax {self.rank}/{size} e{epoch.number}"
         self.devices.counts = self._count_devices()
 
@@ -360,9 +361,10 @@ class ElasticWorld(World):
         """
         if self._epoch is None or self.generation is None:
             return self.contributors
-        finished = sum(map(self._epoch.calls, (0, LANE)))
+        all_have = 0, LANE, groups.REPLICAS
+        finished = sum(map(self._epoch.calls, all_have))
         if following is not None:
-            verdicts = [following.verdicts.get(n, (0, True)) for n in (0, LANE)]
+            verdicts = [following.verdicts.get(n, (0, True)) for n in all_have]
             finished += sum(calls for calls, _ in verdicts)
         return self.generation.workers if finished else self.contributors
 

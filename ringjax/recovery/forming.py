@@ -23,6 +23,7 @@ from ringjax.membership.orders import Members
 from ringjax.recovery.generation import Wanted
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
+from ringjax.world.groups import ENDING, REPLICAS
 from ringjax.world.introduction import host_names, listening_hosts
 from ringjax.world.whereabouts import Whereabouts
 
@@ -163,10 +164,17 @@ class Former:
         Raises:
             Unreachable, PeerLost, StartupError: some could not be reached.
         """
+        everybody, small = range(len(members.members)), self._config
         for number, ranks, name in wanted:
             epoch.link(number, ranks, name)
+            if number == REPLICAS:
+                small = epoch.link_small(ENDING, everybody, "the ends of calls")
         for number, ranks, name in wanted:
-            epoch.open(number, ranks, name, known.get(number) or self.new_succession())
+            ending = None
+            if number == REPLICAS:  # one membership for all shards of a step
+                ending = epoch.open(ENDING, everybody, name, config=small)
+            succession = known.get(number) or self.new_succession()
+            epoch.open(number, ranks, name, succession, ending=ending)
             if number == 0:
                 self._calibrate(epoch, members)
 

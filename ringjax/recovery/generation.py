@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringjax.membership.orders import Members
+from ringjax.world.groups import REPLICAS, replicas
 from ringjax.world.lanes import LANE
 
 
@@ -88,6 +89,8 @@ def numbers(members: Members) -> Iterator[Wanted]:
             name = f"process set {number}" if number else "world"
             yield number, ranks, name
             yield number | LANE, ranks, name
+    if members.group > 1:
+        yield REPLICAS, _ranks_in(members, REPLICAS), "replica set"
 
 
 def steps(
@@ -118,6 +121,9 @@ def steps(
 
 
 def _ranks_in(members: Members, number: int) -> list[int]:
+    if number == REPLICAS:
+        workers = [member.worker for member in members.members]
+        return replicas(workers, workers[members.rank], members.group)
     everybody = range(len(members.members))
     return list(members.sets.get(number, ()) if number else everybody)
 

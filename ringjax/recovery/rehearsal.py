@@ -15,6 +15,7 @@ from ringjax.recovery.elastic_devices import Alone
 from ringjax.world.coordinates import Standing
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
+from ringjax.world.groups import REPLICAS
 from ringjax.world.lanes import LANE, Lanes
 
 
@@ -71,6 +72,8 @@ def _alone(world: Any) -> Iterator[None]:
     devices = world.devices
     world.devices = Devices(Alone(world, alone), devices.counts)
     try:
+        if world.group.replicas:
+            alone.connect(REPLICAS, [0], "rehearsal")
         for number in world.sets:
             alone.connect(number, [0], "rehearsal")
             world.lanes.attach(number, alone.connect(number | LANE, [0], "rehearsal"))

@@ -16,6 +16,13 @@ from ringjax.recovery.elastic_world import ElasticWorld
 from ringjax.recovery.generation import Generation
 from ringjax.runtime import lifecycle
 from ringjax.runtime.elastic_requests import Program
+from ringjax.runtime.groups import (
+    between_groups,
+    group_rank,
+    group_size,
+    refuse_groups,
+    replica_set,
+)
 from ringjax.runtime.lifecycle import (
     ProcessSet,
     add_process_set,
@@ -48,6 +55,7 @@ __all__ = [
     "ProcessSet",
     "add_process_set",
     "admit",
+    "between_groups",
     "check_updates",
     "communicator",
     "config",
@@ -58,6 +66,8 @@ __all__ = [
     "elastic",
     "generation",
     "global_process_set",
+    "group_rank",
+    "group_size",
     "has_called_alone",
     "init",
     "is_homogeneous",
@@ -74,8 +84,10 @@ __all__ = [
     "pause",
     "private_communicator",
     "rank",
+    "refuse_groups",
     "rehearsal",
     "remove_process_set",
+    "replica_set",
     "restart",
     "shutdown",
     "size",
@@ -217,12 +229,16 @@ def last_contributors() -> tuple[int, ...]:
 def private_communicator(ranks: Sequence[int]) -> Iterator[Communicator]:
     """A communicator between these ranks, for a moment; only they call it.
 
-    Its calls are never repeated: if any rank of the job is lost, they fail.
+    Its calls are never repeated: if any rank of the job is lost, they fail. In a job
+    whose ranks stay it is that of the replica set, which the ranks have to be.
 
     Raises:
         PeerLost: a rank is gone.
         ValueError: this rank is not among them.
     """
+    if not elastic() and list(ranks) == replica_set().ranks:
+        yield communicator(replica_set(), "private_communicator")
+        return
     with _program("private_communicator").private_communicator(ranks) as native:
         yield native
 

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from ringjax import failpoints
 from ringjax.config import Config
-from ringjax.errors import NotInitialized, RingjaxError
+from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.recovery.elastic_world import ElasticWorld
+from ringjax.world.groups import REPLICAS
 from ringjax.world.process_set import ProcessSet, this_process
 from ringjax.world.registry import Registry
 from ringjax.world.world import World
@@ -60,7 +61,8 @@ global_process_set.process_set_id = 0
 
 _lock = threading.RLock()
 _world: World | None = None
-_registry = Registry(global_process_set)
+replicas = ProcessSet(())
+_registry = Registry(global_process_set, replicas)
 _on_init: list[Callable[[], None]] = []
 _on_shutdown: list[Callable[[], None]] = []
 _on_fresh_start: list[Callable[[], None]] = []
@@ -115,14 +117,15 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
     failpoints.arm(settings.failpoints, own)
     world = ElasticWorld(settings, _registry) if settings.elastic else World(settings)
     try:
-        if world.devices.possible:  # then all ranks must say which ones they use
-            _load_jax()
+        # Then all ranks must say which ones they use, and groups are a matter of JAX.
+        if world.devices.possible or settings.group_size > 1:
+            _load_jax(needed=settings.group_size > 1)
     except BaseException:
         world.close()
         raise
     _world = world
     if not world.elastic:
-        _registry.begin(world.standing.size)
+        _registry.begin(world.standing.size, world.group.replicas)
     try:
         _check_comm(comm, world)
         _register(wanted)
@@ -135,16 +138,18 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
         raise
 
 
-def _load_jax() -> None:
+def _load_jax(*, needed: bool) -> None:
     """Where CUDA devices are, JAX must be asked for its own before it is used.
 
     Not where the program uses PyTorch and, so far, no JAX: the question alone makes JAX
     take most of the device's memory. By name, as that module asks for this one.
     """
-    if "torch" in sys.modules and "jax" not in sys.modules:
+    if "torch" in sys.modules and "jax" not in sys.modules and not needed:
         return
     if importlib.util.find_spec("jax") is not None:
         importlib.import_module("ringjax.xla.jax_private")
+    elif needed:
+        raise StartupError("RINGJAX_GROUP_SIZE is set, but groups need JAX: install it")
 
 
 def _wanted(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
@@ -213,10 +218,10 @@ def current(what: str) -> World:
         NotInitialized: there is none.
     """
     _check_fork(what)
-    return _begun(what)
+    return begun(what)
 
 
-def _begun(what: str) -> World:
+def begun(what: str) -> World:
     """As `current`, but also in a forked child, for what is known without the others.
 
     A process that loads data for this one may ask for its rank.
@@ -226,7 +231,7 @@ def _begun(what: str) -> World:
     return _world
 
 
-this_process.rank = lambda what: _begun(what).standing.rank
+this_process.rank = lambda what: begun(what).standing.rank
 
 
 def config() -> Config:
@@ -236,37 +241,37 @@ def config() -> Config:
 
 def rank() -> int:
     """This process's number in the job, from 0 to size() - 1."""
-    return _begun("rank").standing.rank
+    return begun("rank").standing.rank
 
 
 def size() -> int:
     """How many processes the job has."""
-    return _begun("size").standing.size
+    return begun("size").standing.size
 
 
 def local_rank() -> int:
     """This process's number among those of its host."""
-    return _begun("local_rank").standing.local_rank
+    return begun("local_rank").standing.local_rank
 
 
 def local_size() -> int:
     """How many processes of the job run on this host."""
-    return _begun("local_size").standing.local_size
+    return begun("local_size").standing.local_size
 
 
 def cross_rank() -> int:
     """This host's number among the hosts that have a process with my local rank."""
-    return _begun("cross_rank").standing.cross_rank
+    return begun("cross_rank").standing.cross_rank
 
 
 def cross_size() -> int:
     """How many hosts have a process with my local rank."""
-    return _begun("cross_size").standing.cross_size
+    return begun("cross_size").standing.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of processes."""
-    return _begun("is_homogeneous").standing.homogeneous
+    return begun("is_homogeneous").standing.homogeneous
 
 
 def add_process_set(
@@ -344,6 +349,8 @@ def lane(
 ) -> EagerLane:
     """Where named operations of a process set are submitted. Raises as communicator."""
     number = _number(process_set, op)  # first: it may be what makes the lanes
+    if number == REPLICAS:
+        raise ValueError(f"ringjax.{op}: named operations cannot be of replica_set()")
     return current(op).lanes.lanes[number]
 
 

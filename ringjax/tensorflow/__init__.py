@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ringjax.horovod.functions import gpu_available as gpu_available
+from ringjax.runtime import refuse_groups as _refuse_groups
 from ringjax.tensorflow.compression import Compression as Compression
 from ringjax.tensorflow.functions import allgather_object as allgather_object
 from ringjax.tensorflow.functions import broadcast_object as broadcast_object
@@ -94,6 +95,8 @@ if TYPE_CHECKING:
     from ringjax.tensorflow.sync_batch_norm import (
         SyncBatchNormalization as SyncBatchNormalization,
     )
+
+_refuse_groups("ringjax.tensorflow")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ringjax.runtime import refuse_groups as _refuse_groups
 from ringjax.torch.compression import Compression as Compression
 from ringjax.torch.functions import allgather_object as allgather_object
 from ringjax.torch.functions import broadcast_object as broadcast_object
@@ -86,6 +87,8 @@ from ringjax.world.timeouts import collective_timeout as collective_timeout
 
 if TYPE_CHECKING:
     from ringjax.torch import elastic as elastic
+
+_refuse_groups("ringjax.torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -114,11 +114,13 @@ class Epoch:
         *,
         config: Config | None = None,
         watched: bool = True,
+        ending: _native.Communicator | None = None,
     ) -> _native.Communicator:
         """Makes the communicator of what was linked.
 
         Args:
             succession: what it belongs to in an elastic job.
+            ending: where its calls end together with those of others.
             config: other settings than the epoch's.
             watched: the heartbeat ends it, and hears of its failures.
         """
@@ -146,7 +148,8 @@ class Epoch:
                 "named": number & LANE,
                 **({} if self.recorder is None else {"recorder": self.recorder}),
             },
-            **({} if succession is None else {"succession": succession}),
+            succession=succession,
+            ending=ending,
         )
         self.communicators[number] = communicator
         if succession is not None:

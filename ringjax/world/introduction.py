@@ -17,6 +17,7 @@ from ringjax.world import devices
 # What ranks must agree about for their links and algorithms to fit together.
 _AGREED = ["ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate"]
 _AGREED += ["fusion_threshold", "group_fusion", "cache_capacity", "check_parameters"]
+_AGREED += ["group_size"]
 
 
 def hello(rank: int, size: int, config: Config) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from ringjax.world.groups import REPLICAS
 from ringjax.world.process_set import ProcessSet
 
 
@@ -34,29 +35,37 @@ class Registry:
 
     Args:
         everybody: the set of all ranks, which has number 0.
+        replicas: of this process; it has a number in a job of groups.
     """
 
-    def __init__(self, everybody: ProcessSet) -> None:
-        self._everybody = everybody
+    def __init__(self, everybody: ProcessSet, replicas: ProcessSet) -> None:
+        self._everybody, self._replicas = everybody, replicas
         self._known: dict[int, list[ProcessSet]] = {}
         self._next_id = 1
         self._lock = threading.RLock()  # of the tables; never held while waiting
         self._unclaimed: list[int] = []
 
     def __contains__(self, number: int | None) -> bool:
-        return number in self._known
+        return number in self._known or (
+            number is not None and number == self._replicas.process_set_id
+        )
 
     @property
     def next_id(self) -> int:
         """The least number that no set ever had here."""
         return self._next_id
 
-    def begin(self, size: int) -> None:
-        """There is a world of so many ranks now."""
+    def begin(self, size: int, replicas: Sequence[int] = ()) -> None:
+        """There is a world of so many ranks now, and these are like this process."""
         with self._lock:
             self._everybody.ranks = list(range(size))
             self._known = {0: [self._everybody]}
             self._next_id, self._unclaimed = 1, []
+            self._renew_replicas(replicas)
+
+    def _renew_replicas(self, ranks: Sequence[int]) -> None:
+        self._replicas.ranks = list(ranks)
+        self._replicas.process_set_id = REPLICAS if ranks else None
 
     def end(self) -> None:
         """There is none any more."""
@@ -67,16 +76,25 @@ class Registry:
                         process_set.process_set_id = None
             self._known = {}
             self._everybody.ranks = []
+            self._renew_replicas(())
 
-    def renew(self, size: int, sets: Mapping[int, Sequence[int]], next_id: int) -> None:
+    def renew(
+        self,
+        size: int,
+        sets: Mapping[int, Sequence[int]],
+        next_id: int,
+        replicas: Sequence[int] = (),
+    ) -> None:
         """Other ranks, and numbers of ranks, from now on.
 
         Args:
             sets: all sets of the job but the world, by number.
             next_id: the least number that none ever had.
+            replicas: the ranks at this one's place in their groups.
         """
         with self._lock:
             self._everybody.ranks = list(range(size))
+            self._renew_replicas(replicas)
             self._known.setdefault(0, [self._everybody])
             for number in [n for n in self._known if n and n not in sets]:
                 for process_set in self._known.pop(number):
@@ -124,7 +142,7 @@ class Registry:
     def remove(self, process_set: ProcessSet, world: Home) -> bool:
         """Ends a set and all equal ones; False if it is none, or that of all ranks."""
         number = process_set.process_set_id
-        if not number or number not in self._known:
+        if not number or number not in self._known:  # also the replicas
             return False
         world.remove(number, process_set.ranks, "remove_process_set")
         with self._lock:

@@ -25,7 +25,7 @@ from ringjax.links import calibration
 from ringjax.links.mesh import Fabric
 from ringjax.settings import horovod_variables
 from ringjax.settings.misspelt import misspelt
-from ringjax.world import devices, lanes, record
+from ringjax.world import devices, groups, lanes, record
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.introduction import (
@@ -54,6 +54,7 @@ class World:
         sets: the process sets and their ranks, also those without this rank.
         failed: why this rank fails, once it does.
         recorder: has heard of all calls since `init`.
+        group: those that JAX joins this process with.
     """
 
     elastic = False
@@ -63,6 +64,7 @@ class World:
         self.config = config
         self.failed = ""
         self.sets: dict[int, list[int]] = {}
+        self.group = groups.Group(config.group_size)
         self._epoch: Epoch | None = None
         self._reception: Reception | None = None
         self._meeting: Meeting | None = None
@@ -90,6 +92,7 @@ class World:
     def _begin(self, place: launch_environment.Place) -> None:
         """Brings the job together."""
         fabric = None
+        self.group.check(place.size)
         if place.size == 1:
             self.standing = Standing.of(0, ["here"], self.config)
         else:
@@ -106,6 +109,9 @@ class World:
         self.sets[0] = list(range(place.size))
         self.devices = devices.Devices(self, self._count_devices())
         self.lanes.add(0, self.sets[0], "world")
+        self.group.gather(self.members, place.rank)
+        if self.group.mates:
+            self.connect(groups.REPLICAS, self.group.replicas, "replica set")
         self.lanes.open_timeline()
         self.open_profile()
 
@@ -182,7 +188,7 @@ class World:
         self._meeting = attend(
             place,
             config,
-            hello(place.rank, place.size, config),
+            hello(place.rank, place.size, config) | self.group.offer(place.rank),
             open_doors,
             lambda text: self.log("warning", text),
         )
@@ -399,6 +405,7 @@ class World:
         epoch, meeting = self._epoch, self._meeting
         self.end_telling()
         self.end_profile()
+        self.group.close()
         self.devices.close()  # first: what the devices still do needs all ranks
         self.lanes.close()
         if not self.failed:

@@ -22,7 +22,8 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
 from ringjax import _native, runtime
-from ringjax.xla import placement, ties, tokens
+from ringjax.world.groups import REPLICAS
+from ringjax.xla import group, placement, ties, tokens
 
 Zero = ad.Zero
 Primitive = jax.extend.core.Primitive
@@ -167,6 +168,7 @@ def register_lowering(primitive: Any, rule: Any, several: Any = None) -> None:
     def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
         program = _program(ctx, name)
         _register_handlers("cpu")
+        _check_spread(program, primitive.name, params)
         if program is None:
             return rule(ctx, "cpu", *operands, **params)
         return several(ctx, program, *operands, **params)
@@ -188,6 +190,21 @@ def register_lowering(primitive: Any, rule: Any, several: Any = None) -> None:
     mlir.register_lowering(primitive, on_cpu, platform="cpu", cacheable=False)
     mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=False)
     mlir.register_lowering(primitive, elsewhere, cacheable=False)
+
+
+def _check_spread(
+    program: Program | None, name: str, params: Mapping[str, Any]
+) -> None:
+    """Of a program over several processes, each one averages its own shards."""
+    if program is None or params.get("comm", REPLICAS) == REPLICAS:
+        return
+    count = len({device.process_index for device in program.devices})
+    if count > 1:
+        raise ValueError(
+            f"ringjax.{name}: this program runs on the devices of {count} processes, "
+            "which hold different shards: exchange them with the same place of the "
+            "other groups, by process_set=ringjax.replica_set()"
+        )
 
 
 def _check_single(ctx: Any, name: str) -> None:
@@ -420,6 +437,8 @@ def _forget_programs() -> None:
     _place = place
 
 
+# First: once JAX has looked for its devices, it is too late.
+runtime.on_init(lambda: group.join(_bridge.backends_are_initialized()))
 runtime.on_init(_forget_programs)
 runtime.on_shutdown(_drain)
 # Last: it may raise.

@@ -132,6 +132,16 @@ class Job:
                 raise JobError(f"rank {rank} does not run\n{self.logs()}")
             time.sleep(0.01)
 
+    def worker_pid(self, worker: int) -> int:
+        """The process id of a worker of an elastic job, which must be there."""
+        (pid,) = (
+            pid
+            for pid in leaks.processes(self.id)
+            if self._runs_rank(pid)
+            and f"RINGJAX_WORKER={worker}".encode() in _variables(pid)
+        )
+        return pid
+
     def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
         """Sends `sig` to one rank; SIGKILL is a machine that loses power."""
         os.kill(self.rank_pid(rank), sig)
@@ -197,7 +207,7 @@ class Job:
         """
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = _variables(pid)
         except OSError:
             return False
         command = [word.encode() for word in self._command]
@@ -215,6 +225,10 @@ class Job:
         leaks.settle(kill, 10)
         if self._process is not None:
             self._process.wait(10)
+
+
+def _variables(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 StartJob = Callable[..., Job]

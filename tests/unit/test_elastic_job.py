@@ -362,7 +362,10 @@ def test_in_another_thread_signals_stay_as_they_are(job: Runtime) -> None:
     ],
 )
 def test_who_sends_the_state_to_whom(having, source, receivers) -> None:
-    assert agreement.audience_of(having) == Audience(source, receivers)
+    assert agreement.audience_of(having, [0, 1, 2]) == Audience(source, receivers)
+    # In groups of two, at the second place.
+    elsewhere = Audience(2 * source + 1, tuple(2 * r + 1 for r in receivers))
+    assert agreement.audience_of(having, [1, 3, 5]) == elsewhere
 
 
 def test_a_state_that_nobody_has_is_not_made_up(

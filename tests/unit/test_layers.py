@@ -47,7 +47,7 @@ JAX = {"jax", "jaxlib", "optax"}
 JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
 # Loaded where the program has loaded JAX, or wants it.
 JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.learners.flax"}
-JAX_MODULES |= {"ringjax.tuning.step"}
+JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}
 JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
 # Adapters of more than one framework: Keras is part of TensorFlow, and has backends.

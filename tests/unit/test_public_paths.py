@@ -24,11 +24,12 @@ NAMES = """
     allreduce_metrics alltoall autotune barrier broadcast broadcast_object
     broadcast_parameters build_info ccl_built collective_timeout cross_rank cross_size
     cuda_built data ddl_built eager elastic errors global_process_set gloo_built
-    gloo_enabled grouped_allgather grouped_allreduce grouped_alltoall grouped_broadcast
-    grouped_reducescatter init is_homogeneous is_initialized local_rank local_size
-    mpi_built mpi_enabled mpi_threads_supported nccl_built profile rank recent_calls
-    reducescatter remove_process_set rocm_built run shutdown size start_timeline stats
-    stop_timeline sycl_built write_scalars
+    gloo_enabled group_rank group_size grouped_allgather grouped_allreduce
+    grouped_alltoall grouped_broadcast grouped_reducescatter init is_homogeneous
+    is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
+    nccl_built profile rank recent_calls reducescatter remove_process_set replica_set
+    rocm_built run shutdown size start_timeline stats stop_timeline sycl_built
+    write_scalars
 """
 # By what they load.
 MODULES = {

@@ -41,7 +41,7 @@ def test_the_text_of_a_set_is_horovods() -> None:
 
 
 def test_equal_sets_share_a_number(everybody: ProcessSet) -> None:
-    registry, world = Registry(everybody), World()
+    registry, world = Registry(everybody, ProcessSet([])), World()
     registry.begin(3)
     one, two = ProcessSet([2, 0]), ProcessSet([0, 2])
     assert registry.add(one, world) is one
@@ -62,7 +62,7 @@ def test_a_failed_agreement_leaves_nothing(everybody: ProcessSet) -> None:
         def add(self, number: int, ranks: Sequence[int], what: str) -> None:
             raise ValueError(what)
 
-    registry, refused = Registry(everybody), ProcessSet([0])
+    registry, refused = Registry(everybody, ProcessSet([])), ProcessSet([0])
     registry.begin(2)
     with pytest.raises(ValueError, match="add_process_set"):
         registry.add(refused, Refusing())
@@ -71,7 +71,7 @@ def test_a_failed_agreement_leaves_nothing(everybody: ProcessSet) -> None:
 
 
 def test_objects_follow_the_ranks_of_the_job(everybody: ProcessSet) -> None:
-    registry, world = Registry(everybody), World()
+    registry, world = Registry(everybody, ProcessSet([])), World()
     registry.begin(4)
     low, high = ProcessSet([0, 1]), ProcessSet([2, 3])
     for each in (low, high):
@@ -83,7 +83,7 @@ def test_objects_follow_the_ranks_of_the_job(everybody: ProcessSet) -> None:
 
 
 def test_a_newcomer_claims_the_sets_of_the_job_in_order(everybody: ProcessSet) -> None:
-    registry, world = Registry(everybody), World()
+    registry, world = Registry(everybody, ProcessSet([])), World()
     registry.begin(0)
     registry.renew(3, {}, 0)
     early = ProcessSet([0, 1])

@@ -165,7 +165,6 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   std::vector<Request> requests;
   if (valid.ok()) requests = Split(call);
   const bool note = IsNote(requests);
-  // (A board here says nothing about the others that `ending_` is for.)
   using Rest = Attempt::Rest;
   if (note && !ending_) attempt->rest = Rest::kNote;
   if (valid.ok() && requests.empty() && !ending_) attempt->rest = Rest::kNothing;
@@ -182,7 +181,6 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   event_.agreed = Clock::now();
   if (agreement.outcome.ok()) {
     if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
-    if (note && ending_) progress_->set_repeatable(fits || call.KeepsInputs());
     if (note) RJ_TRY(TakeNotes(call, &requests, &agreement.outcome, attempt));
   }
   if (!agreement.outcome.ok()) {
@@ -217,6 +215,7 @@ Status Communicator::TakeNotes(const Call& call, std::vector<Request>* requests,
   const Arithmetic& arithmetic = request.arithmetic;
   Values values;
   bool whole = false;
+  if (ending_) progress_->set_repeatable(call.KeepsInputs());
   const Status read = ReadNotes(problem, arithmetic, lane_, &values, &whole);
   if (read.code() == Code::kMismatch) *outcome = Named(call, read);
   if (!read.ok()) return outcome->ok() ? Fail(call, read) : OkStatus();

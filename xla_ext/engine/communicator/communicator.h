@@ -197,7 +197,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Of one that is beside others with the same calls (a job of groups): its calls end
   // when those of all have, which the ranks of `wide` tell each other; a failure of one
   // is one of all, and no call is finished here that is not finished there. `wide` has
-  // no succession, and no other calls. Set before the first call.
+  // no succession, and no other calls. What lies on a board here says nothing about the
+  // others, so no call ends by that alone. Set before the first call.
   void set_ending(std::shared_ptr<Communicator> wide) { ending_ = std::move(wide); }
   // Whom to ask where late ranks are. Set before first use.
   void set_inquiry(std::weak_ptr<Inquiry> inquiry) { inquiry_ = std::move(inquiry); }

@@ -1,0 +1,77 @@
+"""Joins this process and the others of its group to one in JAX, at `ringjax.init`.
+
+Who is in the group, and where its first process listens, ringjax knows by then; what
+groups are for is told in `world/groups.py`. Uses what is public of JAX only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ringjax import runtime
+from ringjax.errors import StartupError
+from ringjax.world import groups
+
+
+def join(started: bool) -> None:
+    """Calls ``jax.distributed.initialize``, if there are groups; at every init.
+
+    Args:
+        started: whether JAX's backends have been started already.
+
+    Raises:
+        StartupError: it is too late, or the group did not come together.
+    """
+    world = runtime.current("init")
+    size, place = runtime.group_size(), runtime.group_rank()
+    if not world.group.mates:
+        return
+    if jax.distributed.is_initialized():
+        _check(size, place)
+        return
+    if started:
+        raise StartupError(
+            "RINGJAX_GROUP_SIZE is set, but JAX has been used before ringjax.init(): a "
+            "process can join its group only before JAX knows its devices; call "
+            "ringjax.init() first"
+        )
+    _prepare()
+    where = groups.coordinator(world.group.mates)
+    try:
+        jax.distributed.initialize(
+            where,
+            size,
+            place,
+            # Not on other interfaces: JAX's coordinator knows no secret.
+            coordinator_bind_address=where if place == 0 else None,
+            initialization_timeout=max(1, int(world.config.start_timeout)),
+            cluster_detection_method="deactivate",
+        )
+    except Exception as error:  # JAX's own, and ValueError for what a version lacks
+        names = ", ".join(str(world.rank - place + i) for i in range(size))
+        raise StartupError(
+            f"the group of ranks {names} did not come together at {where}: {error}"
+        ) from error
+    world.group.close()
+
+
+def _prepare() -> None:
+    settings: Any = jax.config
+    # SIGTERM is ringjax's and the program's matter, not JAX's.
+    if "jax_enable_preemption_service" in settings.values:
+        settings.update("jax_enable_preemption_service", False)
+    if settings.values.get("jax_cpu_collectives_implementation") in (None, "", "none"):
+        settings.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def _check(size: int, place: int) -> None:
+    """Somebody has called it already; what for must be the same."""
+    found = jax.process_count(), jax.process_index()
+    if found != (size, place):
+        raise StartupError(
+            f"jax.distributed has been initialised as process {found[1]} of {found[0]},"
+            f" but ringjax has this one as process {place} of a group of {size}; leave "
+            "jax.distributed.initialize to ringjax.init()"
+        )
