@@ -76,7 +76,7 @@ class OfRank:
 
     Attributes:
         last: in how many of the judged calls it came last.
-        lost: seconds that the others waited for it in those.
+        lost: seconds that the others waited for it, judged by those.
     """
 
     share: Share = field(default_factory=Share)
@@ -150,7 +150,8 @@ class Picture:
         ).items():
             self.sums.setdefault(self._bounded(key), Sums()).add(one)
         if sample.epoch == self.epoch and sample.rank < self.size:
-            self._judge(self._stragglers.hear(sample.rank, sample.waits))
+            judged = self._stragglers.hear(sample.rank, sample.waits)
+            self._judge(judged, sample.part)
 
     def _follow(self, sample: Sample, now: float) -> None:
         """A new epoch: numbers of calls begin anew, and ranks are other ones."""
@@ -159,11 +160,11 @@ class Picture:
         for window in self._windows:
             window.begin(sample.size, self.seen, now)
 
-    def _judge(self, calls: Iterable[Judged]) -> None:
+    def _judge(self, calls: Iterable[Judged], part: float) -> None:
         for judged in calls:
             of_rank = self.ranks.setdefault(judged.last, OfRank())
             of_rank.last += 1
-            of_rank.lost += judged.behind
+            of_rank.lost += judged.behind / part
             for window in self._windows:
                 window.tally.add(judged)
 

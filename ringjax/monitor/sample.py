@@ -55,7 +55,7 @@ class Sample:
         epoch: in which `rank` and `size` hold.
         waiting, moving: seconds in which some call waited, or moved data.
         exposed: seconds that programs have waited for what overlaps with them.
-        waits: of the last calls of the world.
+        waits: of the last calls of the world, if not of all then of this `part`.
         place: lines of the program where it is, and how much, see places.py.
         memory: bytes of the process.
         step: seconds from one call to the next one of the same name, 0: unknown.
@@ -71,6 +71,7 @@ class Sample:
     moving: float = 0.0
     exposed: float = 0.0
     waits: list[Waited] = field(default_factory=list)
+    part: float = 1.0
     place: str = ""
     memory: int = 0
     step: float = 0.0
@@ -84,7 +85,8 @@ class Sample:
             [(True, 7, 15)]
         """
         message = {
-            name: getattr(self, name) for name in ("rank", "size", *_NUMBERS, *_TEXTS)
+            name: getattr(self, name)
+            for name in ("rank", "size", "part", *_NUMBERS, *_TEXTS)
         }
         waits = [number for each in self.waits for number in map(int, each)]
         sums = [
@@ -143,6 +145,7 @@ def read(text: str) -> Sample:
     given: dict[str, Any] = {
         name: _number(message.get(name, 0), kind) for name, kind in _NUMBERS.items()
     }
+    given["part"] = min(max(_number(message.get("part", 1), float), 1e-3), 1.0)
     given |= {name: _printable(message.get(name, "")) for name in _TEXTS}
     return Sample(
         rank,

@@ -93,7 +93,7 @@ def look(picture: Picture, window: Window, now: float) -> View:
 
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []
-    rates, speeds, steps = [0.0], [], []
+    rates, speeds, steps, parts = [0.0], [], [], [1.0]
     members = picture.members()
     told = {rank: seen.sample.place for rank, (_, seen) in members.items()}
     for rank, (worker, seen) in sorted(members.items()):
@@ -101,6 +101,7 @@ def look(picture: Picture, window: Window, now: float) -> View:
         sample, late = seen.sample, tally.late[rank]
         rates.append(share.calls / spent)
         speeds.append(_busbw(share))
+        parts.append(sample.part)
         if sample.step:
             steps.append(sample.step)
         rows.append(
@@ -128,7 +129,7 @@ def look(picture: Picture, window: Window, now: float) -> View:
         rate=max(rates),
         step=statistics.median(steps) if steps else 0.0,
         busbw=min(filter(None, speeds), default=0.0),
-        culprit=tally.culprit(seconds),
+        culprit=tally.culprit(seconds * min(parts)),
         rows=rows,
     )
 

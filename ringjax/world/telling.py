@@ -23,6 +23,7 @@ from ringjax.monitor.stragglers import Waited
 from ringjax.world.epoch import Epoch
 from ringjax.world.lanes import LANE
 from ringjax.world.places import LOOK, Places
+from ringjax.world.record import KEPT
 from ringjax.world.report import host
 
 _MOST_WAITS = 256  # in a sample
@@ -127,7 +128,10 @@ class Teller:
             return None
         if epoch is not self._epoch:  # numbers of calls begin anew
             self._epoch, self._seen = epoch, recorder.count
-        self._seen, waits = _native.waits_since(recorder, self._seen)
+        before = self._seen
+        self._seen, waits = _native.waits_since(recorder, before)
+        told = thinned(waits)
+        kept = min(1.0, KEPT / max(1, self._seen - before))
         standing = epoch.standing
         late = not self._step or time.monotonic() - self._stepped > _STEPS
         if standing.rank == 0 and late:
@@ -142,7 +146,8 @@ class Teller:
             waiting,
             moving,
             _exposed(epoch),
-            thinned(waits),
+            told,
+            kept * len(told) / max(1, len(waits)),
             self._places.shares,
             _memory(),
             self._step if standing.rank == 0 else 0.0,

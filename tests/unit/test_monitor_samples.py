@@ -193,3 +193,17 @@ def test_a_step_is_found_among_calls() -> None:
     rare = [call("commit", 1.0), call("commit", 4.0)]
     assert abs(step(steps + rare) - 0.1) < 1e-6
     assert step([]) == 0 and step([call("once", 1.0)]) == 0
+
+
+def test_of_a_part_of_the_calls_the_whole_is_judged() -> None:
+    """A quarter of the calls is told, and 3 % of the time goes on a late rank."""
+    picture = Picture()
+    window = picture.open(0.0)
+    for rank in range(3):
+        waits = [(True, 4 * call, 0 if rank == 1 else 300) for call in range(100)]
+        picture.hear(rank, of(rank, 3, 400, waits=waits, part=0.25), 0.1)
+    assert abs(picture.ranks[1].lost - 400 * 300e-6) < 1e-9
+    assert view.look(picture, window, 4.0).culprit == 1
+    for seen in picture.seen.values():
+        seen.sample.part = 1.0
+    assert view.look(picture, window, 4.0).culprit is None
