@@ -344,9 +344,9 @@ def test_scalars_go_to_any_writer(world: World, kind: str) -> None:
 
     write = several if kind == "write_scalars" else one
     writer = write if kind == "function" else SimpleNamespace(**{kind: write})
+    begin = time.monotonic()  # before the first look, and the end is after the last
     ringjax.write_scalars(writer, 0)
     seen.clear()
-    begin = time.monotonic()
     for _ in range(20):
         _named()
     scalars = ringjax.write_scalars(writer, 7)
