@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from ringjax.profile.breakdown import Merged, size
-from ringjax.profile.exchanges import Exchange, Share, as_mapping, boundaries
+from ringjax.profile.exchanges import Share, as_mapping, boundaries
 from ringjax.profile.parts import Part
 
 LANES = {"compiled": "jit lane", "named": "eager lane"}
@@ -64,9 +64,11 @@ def processes(profile: Merged) -> Iterator[Process]:
         id(part): {lane: [] for lane in LANES} for part in profile.parts
     }
     for flow, exchange in enumerate(profile.exchanges, 1):
+        last = exchange.last
+        joined = flow if len(exchange.shares) > 1 else 0
         for share in exchange.shares:
             lane = slices[id(share.part)][exchange.number[2]]
-            lane.append(_slice(exchange, share, flow))
+            lane.append(_slice(share, last, joined))
     for part in profile.parts:
         rows = [Row("step", _steps(profile, part))]
         for name, found in slices[id(part)].items():
@@ -82,7 +84,7 @@ def _steps(profile: Merged, part: Part) -> list[Slice]:
     ]
 
 
-def _slice(exchange: Exchange, share: Share, flow: int) -> Slice:
+def _slice(share: Share, last: Share, flow: int) -> Slice:
     first = share.calls[0]
     name = f"{first.op} {first.name}".strip()
     arguments = dict(as_mapping(first))
@@ -91,21 +93,19 @@ def _slice(exchange: Exchange, share: Share, flow: int) -> Slice:
         arguments["bytes"] = share.bytes
         arguments["names"] = ", ".join(c.name for c in share.calls[:MOST_NAMES])
     agreed = share.done if share.agreed is None else share.agreed
-    inner = [Slice(_waited(exchange, share), share.entered, agreed)]
+    inner = [Slice(_waited(share, last), share.entered, agreed)]
     if share.agreed is not None and share.done > agreed:
         inner.append(Slice(_moved(share), agreed, share.done))
-    joined = flow if len(exchange.shares) > 1 else 0
-    return Slice(name, share.entered, share.done, arguments, joined, tuple(inner))
+    return Slice(name, share.entered, share.done, arguments, flow, tuple(inner))
 
 
-def _waited(exchange: Exchange, share: Share) -> str:
-    last = exchange.last
+def _waited(share: Share, last: Share) -> str:
     if share.agreed is None:
         return "wait, in vain"
     if last is share:
         return "agree"
-    rank = last.part.rank_in(exchange.number[0])
-    return f"wait for rank {rank}"
+    rank = last.part.rank_in(last.calls[0].epoch)
+    return f"wait for {last.part.who if rank is None else f'rank {rank}'}"
 
 
 def _moved(share: Share) -> str:

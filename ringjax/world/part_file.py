@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class PartFile:
     ) -> None:
         self.path = path
         self._failed, self._most = failed, most_bytes // 2
+        self._lock = threading.Lock()  # the program's thread marks steps
         self._head = b""
         self._size = 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,8 +54,9 @@ class PartFile:
     def head(self, **values: Any) -> None:
         """A line that each file begins with."""
         line = json.dumps(values).encode() + b"\n"
-        self._head += line
-        self._put(line)
+        with self._lock:
+            self._head += line
+            self._put(line)
 
     def say(self, **values: Any) -> None:
         """A line."""
@@ -64,9 +67,10 @@ class PartFile:
         data = b"".join(
             line if line.endswith(b"\n") else line + b"\n" for line in lines if line
         )
-        if self._size + len(data) > self._most and self._size > len(self._head):
-            self._begin_next()
-        self._put(data)
+        with self._lock:
+            if self._size + len(data) > self._most and self._size > len(self._head):
+                self._begin_next()
+            self._put(data)
 
     def close(self) -> None:
         """Nothing is written any more. May be called twice."""

@@ -16,7 +16,6 @@ from typing import Protocol
 from ringjax import _native
 from ringjax.world.epoch import Epoch
 from ringjax.world.jax_trace import JaxTrace, loaded
-from ringjax.world.lanes import LANE
 from ringjax.world.part_file import PartFile
 from ringjax.world.record import KEPT
 from ringjax.world.report import host
@@ -203,12 +202,10 @@ class Recording:
 
     def _write_links(self) -> None:
         sent, exposed = 0, 0.0
-        for number, communicator in list(self._home.communicators.items()):
+        for communicator in list(self._home.communicators.values()):
             stats = communicator.stats()
-            if number < LANE:
-                exposed += stats.pop("overlap", {}).get("exposed_seconds", 0.0)
-            stats.pop("transports")
-            sent += sum(seen["sent_bytes"] for seen in stats.values())
+            exposed += stats.get("overlap", {}).get("exposed_seconds", 0.0)
+            sent += sum(seen.get("sent_bytes", 0) for seen in stats.values())
         if (sent, exposed) != self._sent:
             self._sent = (sent, exposed)
             self._part.say(sent=sent, exposed=exposed, at=time.monotonic())
