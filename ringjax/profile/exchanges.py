@@ -108,9 +108,9 @@ def boundaries(part: Part, base: TimeBase) -> list[float]:
     """The ends of steps: as the program has marked them, else where calls repeat."""
     if part.marks:
         return [base.seconds(part, when) for when in part.marks]
-    agreed = (call for call in part.calls if call.agreed is not None)
+    agreed = [call for call in part.calls if call.agreed is not None]
     key = anchor(Counter(map(kind, agreed)))
-    ends = [call.done for call in part.calls if kind(call) == key]
+    ends = [call.done for call in agreed if kind(call) == key]
     return [base.seconds(part, when) for when in ends]
 
 
