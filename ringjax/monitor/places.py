@@ -7,7 +7,8 @@ a compiler, garbage collection; or more of the same, if its processor is slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 GARBAGE = "garbage collection"
 _MOST_BYTES = 180  # of the heartbeat's room for it
@@ -51,25 +52,45 @@ def unpacked(text: str) -> dict[str, float]:
     return found
 
 
-def apart(own: str, others: Iterable[str]) -> str:
-    """The place where one rank is more than is usual; empty: nothing is known.
+def apart(told: Mapping[int, str]) -> dict[int, str]:
+    """The place where each rank is more than is usual; empty: nothing is known.
 
     Args:
-        own: what it told, packed.
-        others: what the others told.
+        told: by rank, packed.
 
     Example:
-        >>> usual = ["90 a.py:7 in step|10 a.py:3 in load"] * 2
-        >>> apart("75 a.py:7 in step|25 a.py:3 in load", usual)
+        >>> usual = "90 a.py:7 in step|10 a.py:3 in load"
+        >>> apart({0: usual, 1: "75 a.py:7 in step|25 a.py:3 in load", 2: usual})[1]
         'a.py:3 in load'
     """
-    import statistics  # rarely needed, and ringrun is to start in a moment
+    shares = {rank: unpacked(text) for rank, text in told.items()}
+    of_place: dict[str, list[float]] = {}
+    for mine in shares.values():
+        for place, share in mine.items():
+            of_place.setdefault(place, []).append(share)
+    for known in of_place.values():
+        known.sort()
 
-    mine = unpacked(own)
-    theirs = [unpacked(text) for text in others]
+    def more(place: str, share: float) -> float:
+        return share - _usual(of_place[place], len(told), share)
 
-    def more(place: str) -> float:
-        usual = statistics.median([one.get(place, 0.0) for one in theirs] or [0.0])
-        return mine[place] - usual
+    return {
+        rank: max(mine, key=lambda place: more(place, mine[place]), default="")
+        for rank, mine in shares.items()
+    }
 
-    return max(mine, key=more, default="")
+
+def _usual(known: Sequence[float], ranks: int, own: float) -> float:
+    """The median of all ranks but one, whose share is `own`.
+
+    Args:
+        known: shares in rising order; the ranks that tell of none have 0.
+    """
+    nothing, others = ranks - len(known), ranks - 1
+    mine = nothing + bisect_left(known, own)
+
+    def other(number: int) -> float:
+        number += number >= mine
+        return known[number - nothing] if number >= nothing else 0.0
+
+    return (other((others - 1) // 2) + other(others // 2)) / 2 if others else 0.0

@@ -24,7 +24,7 @@ class Row:
         late_by: seconds that it was late then, usually.
         busbw: bytes a second over its busiest link while data moved; 0: unknown.
         memory: bytes of its process.
-        silent: seconds since it told something.
+        silent: seconds since it should have told something.
     """
 
     rank: int
@@ -87,15 +87,19 @@ def _known(kind: type, given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
-def look(picture: Picture, window: Window, now: float) -> View:
-    """What the picture says about a window that is still open."""
+def look(picture: Picture, window: Window, now: float, every: float = 0.0) -> View:
+    """What the picture says about a window that is still open.
+
+    Args:
+        every: seconds from one word of a rank to the next one.
+    """
     import statistics  # rarely needed, and ringrun is to start in a moment
 
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []
     rates, speeds, steps, parts = [0.0], [], [], [1.0]
     members = picture.members()
-    told = {rank: seen.sample.place for rank, (_, seen) in members.items()}
+    apart = places.apart({r: seen.sample.place for r, (_, seen) in members.items()})
     for rank, (worker, seen) in sorted(members.items()):
         share, spent = window.since(worker, seen)
         sample, late = seen.sample, tally.late[rank]
@@ -115,10 +119,8 @@ def look(picture: Picture, window: Window, now: float) -> View:
                 late_by=late.typical,
                 busbw=speeds[-1],
                 memory=sample.memory,
-                place=places.apart(
-                    sample.place, (text for r, text in told.items() if r != rank)
-                ),
-                silent=now - seen.when,
+                place=apart[rank],
+                silent=max(0.0, now - seen.when - every),
             )
         )
     return View(

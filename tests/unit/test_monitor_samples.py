@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.monitor import report, view
+from ringjax.monitor import places, report, view
 from ringjax.monitor.picture import OTHER, Picture
 from ringjax.monitor.sample import BUCKETS, Sample, Sums, difference, read
 from ringjax.world.telling import step, thinned
@@ -207,3 +208,32 @@ def test_of_a_part_of_the_calls_the_whole_is_judged() -> None:
     for seen in picture.seen.values():
         seen.sample.part = 1.0
     assert view.look(picture, window, 4.0).culprit is None
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(1, 100)), max_size=7)
+)
+def test_the_place_of_a_rank_is_where_it_is_more_than_the_median(
+    spent: list[dict[str, int]],
+) -> None:
+    told = {r: "|".join(f"{n} {p}" for p, n in s.items()) for r, s in enumerate(spent)}
+    found = places.apart(told)
+    for rank, mine in enumerate(spent):
+        others = [one for r, one in enumerate(spent) if r != rank]
+
+        def more(place: str, mine: Any = mine, others: Any = others) -> float:
+            theirs = [one.get(place, 0) for one in others]
+            return float(mine[place] - statistics.median(theirs or [0]))
+
+        if not mine:
+            assert found[rank] == ""
+        else:
+            assert more(found[rank]) >= max(map(more, mine)) - 1e-6
+
+
+def test_of_many_ranks_news_are_awaited_as_often_as_they_are_asked_for() -> None:
+    picture = Picture()
+    window = picture.open(0.0)
+    picture.hear(0, of(0, 1, 1), 1.0)
+    assert view.look(picture, window, 9.0, every=8.0).rows[0].silent == 0.0
+    assert view.look(picture, window, 20.0, every=8.0).rows[0].silent == 11.0

@@ -177,12 +177,12 @@ class Hub:
             return
         self._adjust()
         with self._lock:
-            if now - self._recent[1].began >= _RECENT:
+            if now - self._recent[1].began >= max(_RECENT, 3 * self._every):
                 self._recent.reverse()
                 self._picture.renew(self._recent[1], now)
         if self._reported and now - self._reported.began >= self.wanted.report:
             with self._lock:
-                seen = view.look(self._picture, self._reported, now)
+                seen = self._look(self._reported, now)
                 self._picture.renew(self._reported, now)
             if seen.rows or self._is_late(now):
                 self._console.say(report.block(seen))
@@ -190,6 +190,9 @@ class Hub:
             self._shown = now
             message = json.dumps(self._message(now), separators=(",", ":"))
             self._viewers.send(message.encode() + b"\n")
+
+    def _look(self, window: Window, now: float) -> view.View:
+        return view.look(self._picture, window, now, self._every)
 
     def _is_late(self, now: float) -> bool:
         """Whether to say, once, that nothing is heard of any rank."""
@@ -200,7 +203,7 @@ class Hub:
     def _message(self, now: float) -> Mapping[str, Any]:
         with self._lock:
             picture = self._picture
-            seen = view.look(picture, self._recent[0], now)
+            seen = self._look(self._recent[0], now)
             events = [[now - then, text] for then, text in picture.events[-_EVENTS:]]
             changes = {"joins": picture.joins, "losses": picture.losses}
         about = {**self._about, **changes, "seconds": now - self._opened}
@@ -214,7 +217,7 @@ class Hub:
             if now - then < EVERY / 2 and text:
                 return text
             window = self._recent[0] if self._recent else Window(0, {}, now)
-            seen = view.look(self._picture, window, now)
+            seen = self._look(window, now)
             families = metrics.of_job(self._picture, seen, package.version())
             text = metrics.text(families)
             self._text = now, text
