@@ -217,7 +217,7 @@ def test_a_node_that_is_lost_between_room_and_start(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group was ready; its actors never start, and there is a deadline for them."""
-    from ringjax.ray import actors, static_jobs
+    from ringjax.ray import actors, strategy
 
     node = cluster.add_node(num_cpus=1, resources={"rare": 1}, **SMALL)
     group_of = actors.group_of
@@ -229,7 +229,7 @@ def test_a_node_that_is_lost_between_room_and_start(
         return group
 
     monkeypatch.setattr(actors, "group_of", and_then_lose_it)
-    monkeypatch.setattr(static_jobs, "_PROCESSES", 0)
+    monkeypatch.setattr(strategy, "_PROCESSES", 0)
     with pytest.raises(
         TimeoutError, match=r"1 of 1 workers .* have not started .* missing: rare: 1"
     ):
