@@ -21,10 +21,11 @@ from support.launch import ROOT, StartJob
 from ringjax.config import Config
 from ringjax.control import launch_environment
 
-validation = pytest.importorskip("kubernetes_validate")
-yaml = pytest.importorskip("yaml")
-models = pytest.importorskip("kubeflow_trainer_api.models")
-pytest.importorskip("kmock")
+_MISSING = "what `make test-engines` installs for Kubernetes is not there"
+validation = pytest.importorskip("kubernetes_validate", reason=_MISSING)
+yaml = pytest.importorskip("yaml", reason=_MISSING)
+models = pytest.importorskip("kubeflow_trainer_api.models", reason=_MISSING)
+pytest.importorskip("kmock", reason=_MISSING)
 
 from engines import kubernetes  # noqa: E402  (needs what was looked for above)
 
