@@ -83,12 +83,15 @@ def test_too_few_slots(spark: SparkSession) -> None:
 
 def test_slow_tasks_have_started(spark: SparkSession) -> None:
     """They only take longer than all of them may take to start."""
+    begin = time.monotonic()
+    ringjax.spark.run(int, num_proc=2)
+    enough = 3 * (time.monotonic() - begin)  # to start them, here and now
 
     def fn() -> int:
-        time.sleep(7)
+        time.sleep(enough + 1)
         return 1
 
-    assert ringjax.spark.run(fn, num_proc=2, start_timeout=6) == [1, 1]
+    assert ringjax.spark.run(fn, num_proc=2, start_timeout=enough) == [1, 1]
 
 
 def test_no_session() -> None:
