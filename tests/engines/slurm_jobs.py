@@ -226,7 +226,7 @@ def _is(what: str, pid: int, node: str, folder: Path) -> bool:
         return words[0] == b"srun" and f"--nodelist={node}".encode() in words
     there = f"SLURMD_NODENAME={node}".encode() in env
     of_step = any(entry.startswith(b"SLURM_STEP_ID=") for entry in env)
-    agent = b"ringjax.run.hosts.agent" in words
+    agent = b"ringjax.run.hosts.agent" in words and words[0] != b"srun"
     return there and {
         "agent": agent and of_step,
         "own agent": agent and not of_step,  # in the batch script, beside ringrun
