@@ -1,8 +1,9 @@
 """Does the report name the slow rank and no healthy one? `-m benchmarks.stragglers`.
 
 Jobs of 4 ranks with steps of 20 ms. In each trial one rank, drawn by chance, is slowed
-by about 5 %: stopped for 10 ms in each 200, next to a process that wants its core, or
-with an input that takes a millisecond more; or none is. Counts how often `ringrun
+by about 5 %: stopped for 20 ms in each 200 (half of that falls into a sleep, which goes
+on), next to a process that wants its core, or with an input that takes a millisecond
+more; or none is. Counts how often `ringrun
 --report` named it, after how long, and whether it ever named another one.
 """
 
@@ -103,10 +104,10 @@ def _watch(
     began = time.monotonic()
     named, others = None, []
     while named is None and time.monotonic() - began < LONGEST:
-        time.sleep(0.19)
+        time.sleep(0.18)
         if stopped is not None:
             os.kill(stopped, signal.SIGSTOP)
-            time.sleep(0.01)
+            time.sleep(0.02)
             os.kill(stopped, signal.SIGCONT)
         found = re.findall(
             r"^.* (\d+)  .*<- all wait for it", log.read_text(), re.MULTILINE
