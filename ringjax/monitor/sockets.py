@@ -69,14 +69,12 @@ def listen() -> tuple[socket.socket, Path]:
             path = place / name
             if _is_alive(path):  # another job of this process
                 continue
-            draft = place / f".{name}"  # until somebody listens there
             with contextlib.suppress(FileNotFoundError):
-                draft.unlink()
-            sock.bind(_address(draft, fd))
-            draft.chmod(0o600)
+                path.unlink()
+            sock.bind(_address(path, fd))
+            path.chmod(0o600)
             sock.listen(8)
             sock.setblocking(False)
-            draft.rename(path)
             return sock, path
         raise FileExistsError(f"{place}: too many jobs of this process")
     except BaseException:

@@ -115,9 +115,16 @@ class Watched:
         """ringrun's socket."""
         place = self.temporary / sockets.folder().name
         name = f"{self.job.pid}-0.sock"
-        assert not leaks.settle(
-            lambda: [] if (place / name).exists() else ["no socket"], 20
-        )
+
+        def look() -> list[str]:
+            """It is there a moment before anybody listens."""
+            try:
+                sockets.connect(place / name).close()
+            except sockets.NoJob as error:
+                return [str(error)]
+            return []
+
+        assert not leaks.settle(look, 20)
         return place / name
 
     def end(self) -> None:
