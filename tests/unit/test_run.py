@@ -50,7 +50,8 @@ def test_an_exception_names_the_rank_and_shows_its_traceback() -> None:
     assert (caught.value.rank, caught.value.exit_code) == (1, 1)
     text = str(caught.value)
     assert text.startswith("rank 1 failed: KeyError: 'the missing key' (exit code 1)\n")
-    assert 'raise KeyError("the missing key")' in text
+    # The line itself only up to cloudpickle 3.1.2: later ones hide the file's name.
+    assert "Traceback" in text and " in task\n" in text
 
 
 def test_a_rank_that_dies() -> None:

@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -302,7 +303,7 @@ def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_on_its_terminal,
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
@@ -318,6 +319,12 @@ def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None
         assert b"Traceback" not in text
         assert process.wait(10) == 0
         assert termios.tcgetattr(theirs) == before
+
+
+def _on_its_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # Whoever is started in the background of a script ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _shown(terminal: int, wanted: bytes) -> bytes:
