@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,12 @@ class JaxTrace:
         spaces = sorted(self._folder.rglob("*.xplane.pb"))
         if not found or not spaces:
             raise RuntimeError("jax.profiler has written nothing")
-        space = self._profiler.ProfileData.from_file(str(spaces[-1]))
         began = 0
-        for plane in space.planes:
-            began = int(dict(plane.stats).get("profile_start_time", began))
+        with warnings.catch_warnings():
+            # From Python 3.12 on the first look at `stats` warns of how its type was
+            # made, and where warnings are errors that aborts the process.
+            warnings.simplefilter("ignore")
+            space = self._profiler.ProfileData.from_file(str(spaces[-1]))
+            for plane in space.planes:
+                began = int(dict(plane.stats).get("profile_start_time", began))
         return str(found[-1].relative_to(self._folder)), began
