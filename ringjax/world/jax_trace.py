@@ -8,6 +8,7 @@ begins one during ours, ours ends there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import warnings
@@ -35,23 +36,29 @@ class JaxTrace:
         self._found: tuple[str, int] | None = None
         self._over = False
         self._profiler: Any = sys.modules["jax"].profiler
-        self._start: Any = self._profiler.start_trace
+        start = self._profiler.start_trace
         options = self._profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of Python: far too much
-        self._start(str(folder), profiler_options=options)
-        # Where jax.profiler's functions look for each other, too.
-        self._homes = (self._profiler, sys.modules[self._start.__module__])
-        self._put(self._give_way)
+        start(str(folder), profiler_options=options)
+        # Where jax.profiler's functions look for each other, too; from jax 0.12 on a
+        # trace is a session.
+        inner = sys.modules[start.__module__]
+        self._doors = [(home, "start_trace", start) for home in (self._profiler, inner)]
+        if (session := getattr(inner, "ProfileSession", None)) is not None:
+            self._doors.append((session, "start", session.start))
+        for home, name, door in self._doors:
+            setattr(home, name, self._give_way_to(door))
 
-    def _put(self, start: Any) -> None:
-        for home in self._homes:
-            vars(home)["start_trace"] = start
-
-    def _give_way(self, *args: Any, **kwargs: Any) -> Any:
+    def _give_way_to(self, door: Any) -> Any:
         """What the program calls to begin a trace of its own."""
-        with contextlib.suppress(Exception):  # whoever ends ours hears of it
-            self.end()
-        return self._start(*args, **kwargs)
+
+        @functools.wraps(door)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.suppress(Exception):  # whoever ends ours hears of it
+                self.end()
+            return door(*args, **kwargs)
+
+        return begin
 
     def end(self) -> tuple[str, int]:
         """Writes it, once.
@@ -66,7 +73,8 @@ class JaxTrace:
         with self._lock:
             if not self._over:
                 self._over = True  # whatever happens: the next one is not ours to stop
-                self._put(self._start)
+                for home, name, door in self._doors:
+                    setattr(home, name, door)
                 self._profiler.stop_trace()
                 self._found = self._written()
         if self._found is None:
