@@ -3,8 +3,8 @@
 Jobs of 4 ranks with steps of 20 ms. In each trial one rank, drawn by chance, is slowed
 by about 5 %: stopped for 20 ms in each 200 (half of that falls into a sleep, which goes
 on), next to a process that wants its core, or with an input that takes a millisecond
-more; or none is. Counts how often `ringrun
---report` named it, after how long, and whether it ever named another one.
+more; or none is. Counts how often `ringrun --report` named it, after how long, and
+whether it ever named another one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ open(f"{sys.argv[3]}/{ringjax.rank()}", "w").write(str(os.getpid()))
 busy = 0.003 if kind == "competitor" else 0.0003
 
 def load():
+    # The input: what the step waits for.
     time.sleep(0.019 - busy + (0.001 if mine and kind == "input" else 0))
 
 def work():
@@ -94,7 +95,7 @@ def _pids(folder: Path) -> list[int]:
         texts = [file.read_text() if file.exists() else "" for file in files]
         if all(texts):
             return [int(text) for text in texts]
-        time.sleep(0.1)
+        time.sleep(0.1)  # files of other processes: nobody tells when they are there
     raise RuntimeError("the job has not begun")
 
 
@@ -104,10 +105,10 @@ def _watch(
     began = time.monotonic()
     named, others = None, []
     while named is None and time.monotonic() - began < LONGEST:
-        time.sleep(0.18)
+        time.sleep(0.18)  # of each 200 ms, in which it runs
         if stopped is not None:
             os.kill(stopped, signal.SIGSTOP)
-            time.sleep(0.02)
+            time.sleep(0.02)  # and stands still
             os.kill(stopped, signal.SIGCONT)
         found = re.findall(
             r"^.* (\d+)  .*<- all wait for it", log.read_text(), re.MULTILINE

@@ -125,7 +125,7 @@ def reach(sock: socket.socket, address: str, seconds: float) -> None:
         except BlockingIOError:  # others wait there, too
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.02)
+            time.sleep(0.02)  # a full unix socket wakes nobody who wants to connect
 
 
 def _is_alive(path: Path) -> bool:

@@ -107,7 +107,7 @@ class Profile:
             epoch = self._world.present_epoch
             if self._world.failed or (epoch is not None and epoch.lost()):
                 break  # what is missing will not come
-            time.sleep(0.05)
+            time.sleep(0.05)  # files of other processes: nobody tells when they end
         try:
             merge(self._directory, BETWEEN)
         except (OSError, ValueError) as error:

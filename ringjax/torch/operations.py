@@ -52,11 +52,9 @@ def elementwise(
     tensors = list(tensors)
     pieces, held, where = given(op, name, tensors)
     outs = held
-    if op == "reducescatter":
-        shapes = [lane.own_rows(op, name, piece, process_set) for piece in pieces]
-        outs = [t.new_empty(s) for t, s in zip(held, shapes, strict=True)]
-    elif not in_place:
-        outs = [torch.empty_like(tensor) for tensor in held]
+    if not in_place:
+        pairs = zip(held, pieces, strict=True)
+        outs = [_room(op, name, *pair, process_set) for pair in pairs]
 
     def finish(ticket: Any) -> Any:
         if where:
@@ -80,6 +78,19 @@ def elementwise(
     )
 
 
+def _room(
+    op: str,
+    name: str | None,
+    tensor: Tensor,
+    piece: lane.Piece,
+    process_set: ProcessSet,
+) -> Tensor:
+    """Memory for the result of one tensor."""
+    if op == "reducescatter":
+        return tensor.new_empty(lane.own_rows(op, name, piece, process_set))
+    return torch.empty_like(tensor)
+
+
 def finished(
     op: str,
     tensors: Sequence[Tensor],
@@ -94,10 +105,8 @@ def finished(
         pieces, held, where = given(op, name, tensors)
         if not where:
             source = out = held[0]
-            if op == "reducescatter":
-                out = source.new_empty(lane.own_rows(op, name, pieces[0], process_set))
-            elif not in_place:
-                out = torch.empty_like(source)
+            if not in_place:
+                out = _room(op, name, source, pieces[0], process_set)
             lane.run(
                 *(op, name, pieces[0], out.data_ptr(), process_set, (source, out)),
                 **call,

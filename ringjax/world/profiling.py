@@ -133,7 +133,7 @@ class Recording:
             while not self._stop.wait(POLL) and not self._turn():
                 pass
             self._ask(QUESTIONS)
-            time.sleep(ANSWERS)
+            time.sleep(ANSWERS)  # they come on the heartbeat's thread, or get lost
             self._write_readings()
             if self._stop.is_set():
                 self._turn()
