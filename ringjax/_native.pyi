@@ -102,11 +102,13 @@ class Communicator:
         """
     def close(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
-    def set_cost(self, cost: Mapping[str, float], algorithm: str = "") -> None:
+    def set_cost(
+        self, cost: Mapping[str, float], algorithm: str = "", trial: bool = False
+    ) -> None:
         """Chooses by these constants from now on, or a forced algorithm.
 
         Constants that are missing get their defaults. All ranks do it alike, between
-        the same two calls. Forgets the statistics.
+        the same two calls. Forgets the statistics; nobody hears of calls of a `trial`.
         """
     @property
     def cost(self) -> dict[str, float]: ...
@@ -314,8 +316,6 @@ class Recorder:
         """By set, lane and collective; see ringjax.stats."""
     def busy(self) -> tuple[float, float]:
         """Seconds in which some call waited, and in which some call moved data."""
-    def forget(self) -> None:
-        """Begins anew."""
     def keep(self, capacity: int) -> None:
         """Keeps so many from now on; the newest stay."""
     def lines_since(self, seen: int) -> tuple[int, int, bytes]:

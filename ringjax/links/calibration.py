@@ -100,7 +100,7 @@ def _calibrate(
     communicator, folder, known = probe.communicator, "", before or None
     # Who has been in the job for long knows constants that newcomers do not: until all
     # have them, all choose by the defaults.
-    communicator.set_cost({}, config.algorithm)
+    communicator.set_cost({}, config.algorithm, trial=True)
     if communicator.rank == 0:
         folder = config.cache_folder()
         if config.calibrate == "auto" and known is None:
@@ -110,7 +110,7 @@ def _calibrate(
         if not has_file:
             known = _measure(probe)
     finally:
-        communicator.set_cost({}, config.algorithm)
+        communicator.set_cost({}, config.algorithm, trial=True)
     numbers = [known[name] for name in NAMES] if known else [0.0] * len(NAMES)
     cost = dict(zip(NAMES, probe.share(numbers), strict=True))
     communicator.set_cost(cost, config.algorithm)
@@ -135,7 +135,7 @@ class _Probe:
     def seconds(self, algorithm: str, values: Any, calls: int) -> float:
         """Of one of so many calls in a row."""
         forced = "" if algorithm == _BARRIER else f"allreduce:{algorithm}"
-        self.communicator.set_cost({}, forced)
+        self.communicator.set_cost({}, forced, trial=True)
         op = _BARRIER if algorithm == _BARRIER else "allreduce"
         self._execute(_BARRIER)  # all begin together
         start = time.perf_counter()
@@ -176,7 +176,7 @@ def _measure(probe: _Probe) -> Cost | None:
     byte = _long(probe, name)
     if probe.communicator.rank != 0:
         return None
-    probe.communicator.set_cost({})
+    probe.communicator.set_cost({}, trial=True)
     known = probe.communicator.cost | fit(times, probe.coefficients) | {name: byte}
     return {n: _rounded(n, known[n]) for n in NAMES}
 

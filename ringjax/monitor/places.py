@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 GARBAGE = "garbage collection"
+EXCHANGING = " (exchanging)"  # at the end of a place where the program is in a call
 _MOST_BYTES = 180  # of the heartbeat's room for it
 _BETWEEN = "|"
 
@@ -55,6 +56,8 @@ def unpacked(text: str) -> dict[str, float]:
 def apart(told: Mapping[int, str]) -> dict[int, str]:
     """The place where each rank is more than is usual; empty: nothing is known.
 
+    A rank that all wait for is not late because of the calls where it waits itself.
+
     Args:
         told: by rank, packed.
 
@@ -62,6 +65,8 @@ def apart(told: Mapping[int, str]) -> dict[int, str]:
         >>> usual = "90 a.py:7 in step|10 a.py:3 in load"
         >>> apart({0: usual, 1: "75 a.py:7 in step|25 a.py:3 in load", 2: usual})[1]
         'a.py:3 in load'
+        >>> apart({0: "99 a.py:7 in f", 1: "60 a.py:7 in f|40 a.py:9 (exchanging)"})[1]
+        'a.py:7 in f'
     """
     shares = {rank: unpacked(text) for rank, text in told.items()}
     of_place: dict[str, list[float]] = {}
@@ -71,8 +76,9 @@ def apart(told: Mapping[int, str]) -> dict[int, str]:
     for known in of_place.values():
         known.sort()
 
-    def more(place: str, share: float) -> float:
-        return share - _usual(of_place[place], len(told), share)
+    def more(place: str, share: float) -> tuple[bool, float]:
+        excess = share - _usual(of_place[place], len(told), share)
+        return not place.endswith(EXCHANGING), excess
 
     return {
         rank: max(mine, key=lambda place: more(place, mine[place]), default="")

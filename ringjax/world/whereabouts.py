@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Protocol
 
 from ringjax import config
+from ringjax.monitor.places import EXCHANGING
 
 _COMPILERS = ("jax/_src/compiler.py", "jax/_src/compilation_cache.py")
 _MOST_FRAMES, _MOST_BYTES = 40, 8 << 10  # of a stack that is printed
@@ -142,18 +143,21 @@ def place(frame: FrameType | None) -> str:
 
 
 def doing() -> str:
-    """Where the main thread is, "train.py:41 in load", and whether it compiles.
+    """Where the main thread is, "train.py:41 in load"; and if it compiles or exchanges.
 
     Example:
         >>> ":" in doing()
         True
     """
     frame = _main_frame()
-    compiling = frame is not None and any(
-        f.f_code.co_filename.endswith(_COMPILERS) for f in _outwards(frame)
-    )
     where = place(frame).removeprefix("it is at ")
-    return f"{where} (compiling)" if compiling else where
+    if frame is None:
+        return where
+    if frame.f_code.co_filename.startswith(_OURS):
+        return where + EXCHANGING
+    if any(f.f_code.co_filename.endswith(_COMPILERS) for f in _outwards(frame)):
+        return f"{where} (compiling)"
+    return where
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:

@@ -105,7 +105,6 @@ class World:
         self.begin_recording(f"rank {place.rank}", job)
         self._epoch.recorder = self.recorder
         self._calibrate(self.connect(0, range(place.size), "world"))
-        self.recorder.forget()
         self.sets[0] = list(range(place.size))
         self.devices = devices.Devices(self, self._count_devices())
         self.lanes.add(0, self.sets[0], "world")

@@ -64,6 +64,7 @@ def test_all_ranks_take_the_same_constants(
     per_host: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cost = start(monkeypatch, per_host, shm="1" if per_host == 1 else "0")
+    assert ringjax.stats()["calls"] == 0  # but its own calls do not count
     assert said_by_all(cost) == [cost] * ringjax.size()
     assert cost_file.is_sound(cost)
     where = "remote" if ringjax.size() > per_host else "local"

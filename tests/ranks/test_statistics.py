@@ -161,7 +161,7 @@ def test_a_report_names_the_rank_that_all_wait_for(
 LATE_FOR = {
     "input": "next(batches)",
     "garbage": "gc.collect()",
-    "work": "work(0.004)",
+    "work": "work(0.008)",
 }
 LATE_AT = {"input": "in load", "garbage": "garbage collection", "work": "in work"}
 COMPUTES = """

@@ -361,12 +361,13 @@ void BindHostCommunicator(nb::module_& m) {
            })
       .def(
           "set_cost",
-          [](Communicator& c, const nb::dict& cost, const std::string& algorithm) {
+          [](Communicator& c, const nb::dict& cost, const std::string& algorithm,
+             bool trial) {
             const CostModel model = ReadCost(cost);
             nb::gil_scoped_release release;
-            c.SetCost(model, algorithm);
+            c.SetCost(model, algorithm, trial);
           },
-          "cost"_a, "algorithm"_a = "")
+          "cost"_a, "algorithm"_a = "", "trial"_a = false)
       .def_prop_ro("cost",
                    [](const Communicator& c) { return WriteCost(c.options().cost); })
       .def("stats", &Stats);

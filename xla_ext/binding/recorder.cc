@@ -88,7 +88,6 @@ void BindRecorder(nb::module_& m) {
              const Busy busy = r.busy();
              return nb::make_tuple(busy.waiting, busy.moving);
            })
-      .def("forget", &Recorder::Forget)
       .def("keep", &Recorder::Keep, "capacity"_a)
       .def(
           "lines_since",

@@ -241,9 +241,9 @@ void Communicator::Record(const Call& call) {
 
 void Communicator::Report(const Call& call, Clock::time_point end, Code outcome) {
   event_.done = end;
-  if (!options_.recorder || options_.named) return;  // a lane tells of its operations
+  // A lane tells of its operations by itself.
+  if (!options_.recorder || options_.named || trial_) return;
   event_.op = call.op;
-  event_.named = options_.named;
   event_.beside = call.beside;
   event_.outcome = outcome;
   event_.set = options_.set;
@@ -410,21 +410,6 @@ Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& proble
     found = plans_.emplace(std::move(key), std::move(planned)).first;
   }
   return &found->second;
-}
-
-void Communicator::SetCost(const CostModel& cost, const std::string& algorithm) {
-  const auto set = [&] {
-    options_.cost = cost;
-    options_.algorithm = algorithm;
-    plans_.clear();
-    std::lock_guard lock(mutex_);
-    stats_ = {};
-  };
-  if (Continues()) return succession_->Between(set);
-  const auto stop = [this] { return aborted() ? abort_status() : OkStatus(); };
-  if (!turnstile_.Wait(turnstile_.Take(), stop).ok()) return;  // no call follows
-  const Turn here(&turnstile_);
-  set();
 }
 
 Communicator::Comparison& Communicator::comparison(uint64_t whose) {

@@ -220,8 +220,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void set_missing(std::function<std::string()> f);
 
   // From now on: what algorithms are chosen by, alike on all ranks. `algorithm` as in
-  // CommunicatorOptions. Between two calls; forgets plans and statistics.
-  void SetCost(const CostModel& cost, const std::string& algorithm);
+  // CommunicatorOptions. Between two calls; forgets plans and statistics. `trial`: the
+  // recorder does not hear of calls until the next time.
+  void SetCost(const CostModel& cost, const std::string& algorithm, bool trial = false);
 
   // Of the thread that has just made a call here: what became of it.
   const Event& event() const { return event_; }
@@ -363,6 +364,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const std::shared_ptr<Succession> succession_;
   Lane lane_;
   bool crowded_ = false;
+  bool trial_ = false;   // see SetCost; changes in a turn
   Turnstile turnstile_;  // before it is installed
   std::atomic<uint64_t> generation_{0};
   const std::shared_ptr<Progress> progress_;  // null without a succession

@@ -16,6 +16,23 @@ void Communicator::Installed(uint64_t generation) {
   generation_.store(generation, std::memory_order_release);
 }
 
+void Communicator::SetCost(const CostModel& cost, const std::string& algorithm,
+                           bool trial) {
+  const auto set = [&] {
+    trial_ = trial;
+    options_.cost = cost;
+    options_.algorithm = algorithm;
+    plans_.clear();
+    std::lock_guard lock(mutex_);
+    stats_ = {};
+  };
+  if (Continues()) return succession_->Between(set);
+  const auto stop = [this] { return aborted() ? abort_status() : OkStatus(); };
+  if (!turnstile_.Wait(turnstile_.Take(), stop).ok()) return;  // no call follows
+  const Turn here(&turnstile_);
+  set();
+}
+
 Status Communicator::Try(const Call& call, Attempt* attempt) {
   attempt->sequence = progress_->begun() + 1;
   return Guarded(call, [&] { return RunExclusive(call, attempt); });

@@ -176,15 +176,6 @@ uint64_t Recorder::count() const {
   return count_;
 }
 
-void Recorder::Forget() {
-  std::lock_guard lock(mutex_);
-  ring_.clear();
-  oldest_ = 0;
-  count_ = 0;
-  totals_.clear();
-  busy_ = {};
-}
-
 void Recorder::Dump(const std::string& reason) {
   {
     std::lock_guard lock(mutex_);

@@ -96,7 +96,6 @@ class Recorder {
   std::map<Key, Totals> totals() const;
   Busy busy() const;
   uint64_t count() const;  // of all that were ever added
-  void Forget();           // begins anew
 
   // The job has ended: writes what there is, once, as lines of JSON, and tells where on
   // standard error. Without effect if nothing was recorded, or there is no path.
