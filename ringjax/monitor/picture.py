@@ -118,6 +118,7 @@ class Picture:
         ranks: likewise, by rank.
         events: when something happened, and what.
         joins, losses: of workers, once the job had begun.
+        tuned: what autotune has found out, if anything.
     """
 
     def __init__(self) -> None:
@@ -127,6 +128,7 @@ class Picture:
         self.ranks: dict[int, OfRank] = {}
         self.events: list[tuple[float, str]] = []
         self.joins = self.losses = 0
+        self.tuned = ""
         self._stragglers = Stragglers(0)
         self._windows: list[Window] = []
         self._sets: list[int] = []
@@ -138,6 +140,9 @@ class Picture:
         before = self.seen.get(worker)
         share = _share(sample)
         self.seen[worker] = Seen(sample, share, now)
+        if sample.rank == 0 and sample.tuned not in ("", self.tuned):
+            self.tuned = sample.tuned
+            self.event(f"autotune: {self.tuned}", now)
         for window in self._windows:
             if worker not in window.base or share.calls < window.base[worker][0].calls:
                 window.base[worker] = share, now

@@ -57,6 +57,8 @@ def summary(picture: Picture, seconds: float, step: float = 0.0) -> str:
         f"  moving data             {share.moving / seconds:.1%}{_rate(picture)}",
         f"  the slowest was rank {worst}: others waited {of_worst.lost:.3g} s for it",
     ]
+    if picture.tuned:
+        lines.append(f"  autotune: {picture.tuned}")
     if share.exposed:
         exposed = f"  exposed                 {share.exposed / seconds:.1%}"
         lines.insert(3, f"{exposed}, what overlapping did not hide")

@@ -57,6 +57,7 @@ class Sample:
         exposed: seconds that programs have waited for what overlaps with them.
         waits: of the last calls of the world, if not of all then of this `part`.
         place: lines of the program where it is, and how much, see places.py.
+        tuned: what autotune has found out.
         memory: bytes of the process.
         step: seconds from one call to the next one of the same name, 0: unknown.
         sums: by collective, lane and process set.
@@ -73,6 +74,7 @@ class Sample:
     waits: list[Waited] = field(default_factory=list)
     part: float = 1.0
     place: str = ""
+    tuned: str = ""
     memory: int = 0
     step: float = 0.0
     sums: dict[Key, Sums] = field(default_factory=dict)
@@ -101,7 +103,7 @@ _NUMBERS = {
     **dict.fromkeys(("epoch", "calls", "memory"), int),
     **dict.fromkeys(("waiting", "moving", "exposed", "step"), float),
 }
-_TEXTS = ("host", "place")
+_TEXTS = ("host", "place", "tuned")
 _PLAIN: dict[str, type] = {
     **dict.fromkeys(("calls", "bytes", "failures"), int),
     **dict.fromkeys(("wait_seconds", "move_seconds"), float),

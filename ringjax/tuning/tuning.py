@@ -60,6 +60,7 @@ class Tuning:
         }
         if known := self._remembered():
             self.setting = known
+            self._report(f"{known}, from an earlier job")
             return
         self._trials = Trials(
             settings, config.autotune_warmup_samples, config.autotune_steps_per_sample
@@ -109,13 +110,18 @@ class Tuning:
         remembered.write(config.cache_folder(), _KIND, self._what, value)
         seconds = trials.medians(times)
         chosen = tried.settings.index(self.setting)
-        sys.stderr.write(
-            f"ringjax autotune: {self._name}: {self.setting}: "
-            f"{seconds[chosen] * 1e3:.3g} ms a step"
-            + (f", {seconds[0] * 1e3:.3g} before\n" if chosen else ", as before\n")
-        )
+        said = f"{self.setting}: {seconds[chosen] * 1e3:.3g} ms a step"
+        said += f", {seconds[0] * 1e3:.3g} before" if chosen else ", as before"
+        sys.stderr.write(f"ringjax autotune: {self._name}: {said}\n")
+        self._report(said)
         if config.autotune_log:
             _log(config.autotune_log, self._name, tried, seconds, chosen)
+
+
+    def _report(self, said: str) -> None:
+        """For who watches the job, and for its summary."""
+        world = runtime.current("autotune")
+        world.tuned = "; ".join(filter(None, (world.tuned, f"{self._name}: {said}")))
 
 
 def _log(

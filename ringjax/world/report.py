@@ -26,6 +26,7 @@ class Home(Protocol):
     """What is needed of the world."""
 
     recorder: _native.Recorder
+    tuned: str
 
     @property
     def present_epoch(self) -> Epoch | None:
@@ -148,6 +149,7 @@ class Reporter:
             moving,
             waits=waits,
             place=place,
+            tuned="" if rank else self._home.tuned,
         )
         self._picture.hear(self._worker(rank), sample, time.monotonic())
 

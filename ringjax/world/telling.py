@@ -36,6 +36,7 @@ class Home(Protocol):
     """What is needed of the world."""
 
     recorder: _native.Recorder
+    tuned: str
 
     @property
     def present_epoch(self) -> Epoch | None:
@@ -149,6 +150,7 @@ class Teller:
             told,
             kept * len(told) / max(1, len(waits)),
             self._places.shares,
+            self._home.tuned,
             _memory(),
             self._step if standing.rank == 0 else 0.0,
             sample.sums(recorder.totals()),

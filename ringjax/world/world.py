@@ -54,6 +54,7 @@ class World:
         sets: the process sets and their ranks, also those without this rank.
         failed: why this rank fails, once it does.
         recorder: has heard of all calls since `init`.
+        tuned: what autotune has found out; rank 0 tells of it in reports.
         group: those that JAX joins this process with.
     """
 
@@ -62,7 +63,7 @@ class World:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.failed = ""
+        self.failed = self.tuned = ""
         self.sets: dict[int, list[int]] = {}
         self.group = groups.Group(config.group_size)
         self._epoch: Epoch | None = None

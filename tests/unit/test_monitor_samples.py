@@ -138,6 +138,7 @@ def test_a_view_of_a_window() -> None:
     for rank in range(3):
         waits = [(True, call, 0 if rank == 2 else 9000) for call in range(100)]
         told = of(rank, 3, 1100, waits=waits, place="a.py:3 in load", memory=5)
+        told.tuned = "step: 8 MiB" if rank == 0 else ""
         picture.hear(rank, told, 11.0)
     seen = view.look(picture, window, 11.5)
     assert [row.rank for row in seen.rows] == [0, 1, 2]
@@ -151,7 +152,9 @@ def test_a_view_of_a_window() -> None:
     assert view.from_message(json.loads(json.dumps(seen.message()))) == seen
     text = report.block(seen)
     assert "<- all wait for it" in text.splitlines()[-1]
-    assert "the slowest was rank 2" in report.summary(picture, 1.5)
+    summary = report.summary(picture, 1.5)
+    assert "the slowest was rank 2" in summary and "autotune: step: 8 MiB" in summary
+    assert [what for _, what in picture.events] == ["autotune: step: 8 MiB"]
 
 
 def test_a_rank_that_says_nothing_is_seen() -> None:

@@ -64,10 +64,12 @@ def run(
         "STEPS": str(steps),
     }
     options = ["--min-np", str(ranks)] if env.pop("elastic", "") else []
+    options += ["--report", "60"]
     job = start_job(ranks, SCRIPT, few | env, options)
     assert job.wait(90) == 0, job.logs()
     lines = [job.output(rank).partition("FOUND")[2] for rank in range(ranks)]
-    return [json.loads(line.splitlines()[0]) for line in lines]
+    said = "\n  autotune: step: " in job.launcher_output()
+    return [json.loads(line.splitlines()[0]) | {"said": said} for line in lines]
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -84,7 +86,7 @@ def test_all_ranks_end_up_alike_and_the_next_job_remembers(
     for one in found:
         assert one["sum"] == pytest.approx(-0.1 * 2.0 * 6400 * steps, rel=1e-5)
         assert one["settled"]
-    assert len({one["setting"] for one in found}) == 1
+    assert len({one["setting"] for one in found}) == 1 and found[0]["said"]
     assert all(len(one["traced"]) == TRIED for one in found)
     tried = rows(tmp_path)
     assert len(tried) == TRIED
@@ -93,6 +95,7 @@ def test_all_ranks_end_up_alike_and_the_next_job_remembers(
     again = run(start_job, 3, tmp_path, 2)
     assert {one["setting"] for one in again} == {found[0]["setting"]}
     assert all(one["settled"] and len(one["traced"]) == 1 for one in again)
+    assert again[0]["said"]
     assert len(rows(tmp_path)) == TRIED
     # Other hosts or sizes are another step.
     assert not run(start_job, 2, tmp_path, 2)[0]["settled"]
@@ -102,7 +105,7 @@ def test_a_job_that_ends_during_trials_decides_nothing(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     (first, _) = run(start_job, 2, tmp_path, TRIALS - 1)
-    assert not first["settled"]
+    assert not first["settled"] and not first["said"]
     assert rows(tmp_path) == []
     assert not list(tmp_path.glob("cache/tuning-*"))
 
