@@ -2,7 +2,7 @@
 
 Jobs of 4 ranks with steps of 20 ms. In each trial one rank, drawn by chance, is slowed
 by about 5 %: stopped for 20 ms in each 200 (half of that falls into a sleep, which goes
-on), next to a process that wants its core, or with an input that takes a millisecond
+on), next to three processes that want its core, or with an input that takes a millisecond
 more; or none is. Counts how often `ringrun --report` named it, after how long, and
 whether it ever named another one.
 """
@@ -69,15 +69,17 @@ def trial(kind: str, victim: int) -> tuple[float | None, list[int]]:
             job = subprocess.Popen(
                 [*words, str(victim), folder], stderr=file, stdout=subprocess.DEVNULL
             )
-        hog = None
+        hogs: list[subprocess.Popen[bytes]] = []
         try:
             pids = _pids(Path(folder))
             if kind == "competitor":
                 code = "import os\nos.sched_setaffinity(0, {0})\nwhile True: pass"
-                hog = subprocess.Popen([sys.executable, "-c", code])
+                # As many as there are healthy ranks, which share the other core.
+                words = [sys.executable, "-c", code]
+                hogs = [subprocess.Popen(words) for _ in range(RANKS - 1)]
             return _watch(log, victim, pids[victim] if kind == "pulses" else None)
         finally:
-            if hog is not None:
+            for hog in hogs:
                 hog.kill()
                 hog.wait()
             job.send_signal(signal.SIGTERM)

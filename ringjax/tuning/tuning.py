@@ -117,7 +117,6 @@ class Tuning:
         if config.autotune_log:
             _log(config.autotune_log, self._name, tried, seconds, chosen)
 
-
     def _report(self, said: str) -> None:
         """For who watches the job, and for its summary."""
         world = runtime.current("autotune")
