@@ -17,16 +17,16 @@ class JaxGloo(Peer):
     models = ("pmean of the tree in jit", "pmean of the tree in jit, donated")
     collectives = ("allreduce", "allgather", "alltoall", "reducescatter")
 
-    def __init__(self, rank: int, size: int, port: int) -> None:
+    def __init__(self, rank: int, size: int, port: int, devices: int = 1) -> None:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         self.rank, self.size, self.version = rank, size, jax.__version__
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
-        self._mesh = Mesh(np.array(jax.devices()), ("ranks",))
+        self._mesh = Mesh(np.array(jax.devices()[::devices]), ("ranks",))
         self._spec = PartitionSpec("ranks")
         self._sharding = NamedSharding(self._mesh, self._spec)
 

@@ -14,6 +14,7 @@ from benchmarks.peers.limit import Limit
 from benchmarks.peers.mpi4jax import Mpi4jax
 from benchmarks.peers.mpi4py import Mpi4py
 from benchmarks.peers.ringjax import JaxEmpty, Ringjax, RingjaxTcp
+from benchmarks.peers.shards import JaxShards, RingjaxShards
 from benchmarks.peers.torch_gloo import TorchGloo
 
 
@@ -40,6 +41,8 @@ PEERS = {
     "ringjax-tcp": Entry(RingjaxTcp, ("ringjax",), "ringrun"),
     "jax-empty": Entry(JaxEmpty, ("ringjax",), "ringrun"),
     "jax-gloo": Entry(JaxGloo, ("jax",)),
+    "ringjax-shards": Entry(RingjaxShards, ("ringjax",), "ringrun"),
+    "jax-shards": Entry(JaxShards, ("jax",)),
     "torch-gloo": Entry(TorchGloo, ("torch",)),
     "ringjax-torch": Entry(RingjaxTorch, ("ringjax", "torch"), "ringrun"),
     "horovod": Entry(Horovod, ("horovod", "torch"), "horovodrun"),

@@ -349,41 +349,6 @@ def test_metrics_of_sharded_arrays(world) -> None:
     assert got["mean"] == pytest.approx(1.5 * n + n * (n - 1) / 2)
 
 
-def test_towers_beside_collectives_of_xla_end(world) -> None:
-    """`psum`s that nothing orders against our calls: no thread may wait here."""
-    towers, size = 8, 48
-    mesh = devices.mesh((4,))
-    tx = [ringjax.allreduce_grads(name=f"tower {i}") for i in range(towers)]
-
-    def each(x, states):
-        out, after = [], []
-        for i in range(towers):
-            v = jnp.tanh(x[i] @ x[i])
-            u, state = tx[i].update(v, states[i])
-            out.append(u.sum() + jax.lax.psum((v * (i + 1)).sum(), "d"))
-            after.append(state)
-        return jnp.stack(out)[None], after
-
-    f = jax.jit(
-        jax.shard_map(
-            each,
-            mesh=mesh,
-            in_specs=(P(None, "d"), P()),
-            out_specs=(P("d"), P()),
-            check_vma=False,
-        )
-    )
-    x = jax.device_put(
-        np.random.default_rng(0).normal(size=(towers, 4 * size, size)),
-        NamedSharding(mesh, P(None, "d")),
-    )
-    states = [t.init(None) for t in tx]
-    for _ in range(20):
-        out, states = jax.block_until_ready(f(x, states))
-    same_bits_everywhere(out)
-    assert states[0].seq.tolist() == [20]
-
-
 def test_compiled_on_a_thread_and_again(world) -> None:
     """The rule of the cut runs on a thread of XLA's, and leaves nothing there."""
     mesh = devices.mesh((4,))
