@@ -2,9 +2,9 @@
 
 Jobs of 4 ranks with steps of 20 ms. In each trial one rank, drawn by chance, is slowed
 by about 5 %: stopped for 20 ms in each 200 (half of that falls into a sleep, which goes
-on), next to three processes that want its core, or with an input that takes a millisecond
-more; or none is. Counts how often `ringrun --report` named it, after how long, and
-whether it ever named another one.
+on), or with an input that takes a millisecond more; or by more, next to three processes
+that want its core, while the others share one; or none is. Counts how often
+`ringrun --report` named it, after how long, and whether it ever named another one.
 """
 
 from __future__ import annotations
