@@ -39,7 +39,7 @@ class RingjaxShards(Ringjax):
 
 
 class JaxShards(JaxGloo):
-    """One mesh of all devices of all processes, and pmean between those at one place."""
+    """One mesh of all devices of all processes, pmean between those at one place."""
 
     arrays = ("pmean in jit", "pmean in jit, donated")
     models = collectives = ()
