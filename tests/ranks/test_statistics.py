@@ -209,10 +209,15 @@ def test_a_report_says_where_a_rank_is_late(start_job: StartJob, what: str) -> N
     assert LATE_AT[what] in line, job.logs()
 
 
-def test_without_report_nothing_is_printed(start_job: StartJob) -> None:
-    job = start_job(2, "import ringjax\nringjax.init()\n")
+@pytest.mark.parametrize("options", [[], ["--quiet"]])
+def test_without_report_nothing_is_printed(
+    start_job: StartJob, options: list[str]
+) -> None:
+    env = {"RINGJAX_REPORT": "1"} if options else {}
+    job = start_job(2, "import ringjax\nringjax.init()\n", env, options)
     assert job.wait(60) == 0, job.logs()
-    assert "ringjax" not in job.output(0) + job.output(1), job.logs()
+    assert "ringjax" not in job.logs().partition("--- rank")[2], job.logs()
+    assert "ringjax" not in job.launcher_output()
 
 
 FAILS = """

@@ -29,6 +29,13 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         help="print as often what all ranks wait for (RINGJAX_REPORT)",
     )
     add(
+        "--quiet",
+        dest="report",
+        action="store_const",
+        const=0.0,
+        help="no such reports, whatever RINGJAX_REPORT says",
+    )
+    add(
         "--metrics",
         metavar="[ADDRESS:]PORT",
         help="serve metrics to Prometheus, at /metrics; to this host alone unless an "
