@@ -150,6 +150,9 @@ def doing() -> str:
         True
     """
     frame = _main_frame()
+    if frame is not None and not any(map(_is_users, _outwards(frame))):
+        # A frame that has ended meanwhile has lost its callers.
+        frame = _main_frame()
     where = place(frame).removeprefix("it is at ")
     if frame is None:
         return where
