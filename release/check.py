@@ -3,15 +3,17 @@
     python -m release.check [--dist DIST] [--again] [--pythons 3.11 3.12 3.13]
 
 Run by `make wheels`. What auditwheel, abi3audit, twine and check-wheel-contents say; no
-path of this machine inside; not too large; whole; the sdist has what its tests need.
-Then each Python installs its wheel into a bare environment and trains on two ranks.
-`--again` builds everything a second time, in another folder, and compares the bytes.
+path of this machine inside; not too large; whole, with a list of what it is made of;
+the sdist has what its tests need. Then each Python installs its wheel into a bare
+environment and trains on two ranks. `--again` builds everything a second time, in
+another folder, and compares the bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -23,11 +25,13 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from release import toolchain, wheels
+from release import sbom, toolchain, wheels
 
 MOST_BYTES = 2_500_000
 EXPECTED = {"ringjax/py.typed", "ringjax/_native.pyi", "ringjax/run/__main__.py"}
 SDIST = ("tests/conftest.py", "benchmarks/allreduce.py", "docs/conf.py", "Makefile")
+# What every wheel is made of, beside its compilers and their runtimes.
+PARTS = {"nanobind", "robin-map", "XLA FFI headers"}
 BIN = Path(sys.executable).parent
 
 
@@ -73,6 +77,30 @@ def check_contents(wheel: Path) -> None:
         inside = archive.read(native)
     for home in homes:
         assert home not in inside, f"{native} in {wheel.name} knows {home!r}"
+
+
+def schema_error(text: str) -> object:
+    """What CycloneDX's own schema finds in a document; None: nothing."""
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    known = SchemaVersion.from_version(sbom.SPEC)
+    return JsonStrictValidator(known).validate_str(text)
+
+
+def check_sbom(wheel: Path) -> None:
+    """It lists what is inside, in words that others' tools can read."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = [n for n in archive.namelist() if ".dist-info/sboms/" in n]
+        files = [name for name in found if not name.endswith("/")]
+        assert len(files) == 1, f"{wheel.name} has {files or 'no list'} of its parts"
+        text = archive.read(files[0]).decode()
+    error = schema_error(text)
+    assert error is None, f"{files[0]} in {wheel.name}: {error}"
+    said = json.loads(text)
+    assert said["metadata"]["component"]["version"] == wheel.name.split("-")[1]
+    missing = PARTS - {part["name"] for part in said["components"]}
+    assert not missing, f"{files[0]} in {wheel.name} lacks {missing}"
 
 
 def check_sdist(sdist: Path) -> None:
@@ -145,7 +173,7 @@ def main() -> None:
     check_sdist(sdist)
     output(BIN / "twine", "check", "--strict", sdist, *made)
     checks: tuple[Callable[[Path], None], ...]
-    checks = (check_platform, check_abi, check_contents)
+    checks = (check_platform, check_abi, check_contents, check_sbom)
     for wheel in made:
         for check in checks:
             check(wheel)

@@ -160,12 +160,13 @@ def build_wheel(
         "CMAKE_BUILD_PARALLEL_LEVEL": str(JOBS),
         "SOURCE_DATE_EPOCH": epoch(),
         "RINGJAX_CUDA_CODE": str(device_code),
+        "RINGJAX_SBOM": "ON",
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
-    words = ["-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps"]
-    words += ["--no-build-isolation", "--config-settings", f"build-dir={build}"]
-    words += ["--config-settings", "install.strip=false"]  # the linker has done it
-    run([python, *words, "--wheel-dir", raw, source], env)
+    words = ["-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check"]
+    words += ["--config-setting", f"build-dir={build}"]
+    words += ["--config-setting", "install.strip=false"]  # the linker has done it
+    run([python, *words, "--outdir", raw, source], env)
     (made,) = raw.glob("*.whl")
     tag = f"manylinux_{toolchain.GLIBC.replace('.', '_')}_{target.machine}"
     words = ["-m", "auditwheel", "repair", "--plat", tag, "--only-plat"]
