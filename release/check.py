@@ -4,9 +4,9 @@
 
 Run by `make wheels`. What auditwheel, abi3audit, twine and check-wheel-contents say; no
 path of this machine inside; not too large; whole, with a list of what it is made of;
-the sdist has what its tests need. Then each Python installs its wheel into a bare
-environment and trains on two ranks. `--again` builds everything a second time, in
-another folder, and compares the bytes.
+the sdist has what its tests need; conda's recipe can be rendered. Then each Python
+installs its wheel into a bare environment and trains on two ranks. `--again` builds
+everything a second time, in another folder, and compares the bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from release import sbom, toolchain, wheels
+from release import version as release_version
 
 MOST_BYTES = 2_500_000
 EXPECTED = {"ringjax/py.typed", "ringjax/_native.pyi", "ringjax/run/__main__.py"}
@@ -120,6 +121,29 @@ def check_same_bytes(dist: Path, work: Path) -> None:
         assert first == second, f"{file.name} differs when it is built again"
 
 
+def check_recipe(recipe: Path) -> None:
+    """conda's recipe can be rendered for all Pythons and processors of the wheels."""
+    import rattler_build
+
+    parsed = rattler_build.Stage0Recipe.from_file(recipe)
+    pythons = [f"{version}.*" for version in wheels.PYTHONS.values()]
+    variants = {"python": pythons, "c_stdlib": ["sysroot"], "cxx_compiler": ["gxx"]}
+    for machine, compiles_cuda in (("linux-64", True), ("linux-aarch64", False)):
+        platform = rattler_build.PlatformConfig(target_platform=machine)
+        rendered = parsed.render(
+            rattler_build.VariantConfig(variants),
+            rattler_build.RenderConfig(platform=platform),
+        )
+        assert len(rendered) == len(pythons), f"{recipe.name} makes {rendered}"
+        for made in rendered:
+            said = made.recipe.to_dict()
+            assert said["package"]["version"] == release_version.check()
+            tools = said["requirements"]["build"]
+            assert f"gxx_{machine}" in tools
+            nvcc = any(tool.startswith("cuda-nvcc") for tool in tools)
+            assert nvcc == compiles_cuda, tools
+
+
 def start_program() -> str:
     """The first program of the documentation."""
     page = (wheels.ROOT / "docs" / "start.md").read_text()
@@ -170,6 +194,7 @@ def main() -> None:
     (sdist,) = dist.glob("*.tar.gz")
     made = sorted(dist.glob("*.whl"))
     assert made, f"no wheel in {dist}"
+    check_recipe(wheels.ROOT / "release" / "conda" / "recipe.yaml")
     check_sdist(sdist)
     output(BIN / "twine", "check", "--strict", sdist, *made)
     checks: tuple[Callable[[Path], None], ...]

@@ -2,8 +2,8 @@
 
     python -m release.version [TAG]
 
-Prints it. Fails if the changelog does not begin with it, if CITATION.cff has another
-one, or if TAG is not `v` and it.
+Prints it. Fails if the changelog does not begin with it, if CITATION.cff or the recipe
+for conda has another one, or if TAG is not `v` and it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPE = "release/conda/recipe.yaml"
 
 
 def version() -> str:
@@ -38,6 +39,7 @@ def check(tag: str = "") -> str:
     others = {
         "the head of CHANGELOG.md": said("CHANGELOG.md", r"^## (\S+)"),
         "CITATION.cff": said("CITATION.cff", r"^version: (\S+)"),
+        RECIPE: said(RECIPE, r'^  version: "(\S+)"'),
         "the tag": tag.removeprefix("v") if tag else wanted,
     }
     for who, other in others.items():

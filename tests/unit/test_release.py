@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from support.launch import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -62,14 +63,18 @@ def test_another_tag_is_refused(version: ModuleType, tag: str) -> None:
         version.check(PROJECT["project"]["version"])
 
 
-@pytest.mark.parametrize("file", ["CHANGELOG.md", "CITATION.cff"])
+SAY_IT, RECIPE = ("CHANGELOG.md", "CITATION.cff"), "release/conda/recipe.yaml"
+
+
+@pytest.mark.parametrize("file", [*SAY_IT, RECIPE])
 def test_a_file_with_another_version_is_named(
     version: ModuleType, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff"):
+    for name in ("pyproject.toml", *SAY_IT, RECIPE):
         text = (ROOT / name).read_text()
         if name == file:
             text = text.replace(PROJECT["project"]["version"], "0.0.7")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(version, "ROOT", tmp_path)
     with pytest.raises(ValueError, match=rf"{file} 0\.0\.7"):
@@ -83,6 +88,28 @@ def test_what_builds_a_release_is_pinned(wheels: ModuleType) -> None:
         name = re.split(r"[<>=]", wanted)[0]
         assert name in pins or re.fullmatch(r"[\w-]+==\d[\w.]*\d", wanted), wanted
     assert {"ziglang", "cmake", "ninja", "auditwheel"} <= pins.keys()
+
+
+def _as_conda(wanted: str) -> str:
+    """`jax>=1,<2` of Python's words as `jax >=1,<2`, the one in recipes."""
+    name, limits = re.fullmatch(r"([\w-]+)(.*)", wanted).groups()  # type: ignore[union-attr]
+    return f"{name} {limits}".strip()
+
+
+def test_condas_recipe_says_what_the_project_says() -> None:
+    recipe = yaml.safe_load((ROOT / RECIPE).read_text())
+    project, wanted = PROJECT["project"], recipe["requirements"]
+    of_build = map(_as_conda, PROJECT["build-system"]["requires"])
+    assert {*of_build, "python", "pip"} == {*wanted["host"]}
+    assert {*map(_as_conda, project["dependencies"]), "python"} == {*wanted["run"]}
+    cmake = PROJECT["tool"]["scikit-build"]["cmake"]["version"]
+    assert f"cmake {cmake}" in wanted["build"]
+    least = project["requires-python"].removeprefix(">=")
+    assert f'match(python, "<{least}")' in recipe["build"]["skip"]
+    about = recipe["about"]
+    assert about["summary"] == project["description"]
+    assert about["license"] == project["license"]
+    assert about["repository"] == project["urls"]["Source"]
 
 
 @pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
