@@ -15,7 +15,7 @@ author = copyright = PROJECT["authors"][0]["name"]
 version = release = PROJECT["version"]
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -29,6 +29,11 @@ default_role = "py:obj"
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 repository = PROJECT["urls"]["Source"]
+
+# What the notebook shows is what it has just printed; a cell that fails is an error.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
 
 # The adapters are described without them: two of these in one process would end each
 # other, and the site needs no gigabytes. c_api reads TensorFlow's libraries.

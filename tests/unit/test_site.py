@@ -19,7 +19,11 @@ import ringjax
 from ringjax import errors
 
 DOCS = ROOT / "docs"
-PAGES = {p.relative_to(DOCS).with_suffix("").as_posix() for p in DOCS.rglob("*.md")}
+PAGES = {
+    p.relative_to(DOCS).with_suffix("").as_posix()
+    for kind in ("md", "ipynb")
+    for p in DOCS.rglob(f"*.{kind}")
+}
 TROUBLE = (DOCS / "troubleshooting.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = [
