@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels docs clean
+.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels docs recording clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -150,6 +150,13 @@ docs: $(VENV)/installed $(SITE)/installed  ## build the site into build/docs
 	JAX_PLATFORMS=cpu PYTHONPATH=$(SITE) $(BIN)/python -P -m sphinx -W --keep-going -q \
 	  -b html docs build/docs
 	@echo "The site is build/docs/index.html"
+
+RECORDED := docs/pictures/recorded
+recording: $(VENV)/installed-examples $(VENV)/installed-checkpoint $(SITE)/installed  ## record anew how a worker is killed
+	mkdir -p build
+	$(BIN)/python $(RECORDED)/session.py build/killed.cast
+	PYTHONPATH=$(SITE) $(BIN)/python -m termtosvg render build/killed.cast \
+	  $(RECORDED)/killed.svg -m 150 -M 900 -D 4000 -t gjm8
 
 clean:  ## remove all that make has made, the environments too
 	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -101,3 +101,15 @@ def test_a_picture_keeps_to_its_card(name: str) -> None:
         right = x + float(shape.get("width", 0)) if "rx" in shape.attrib else x
         bottom = y + float(shape.get("height", 0)) if "rx" in shape.attrib else y
         assert 0 <= x <= right <= width and 0 <= y <= bottom <= height, shape.attrib
+
+
+def test_the_recording_is_small_and_shows_the_whole_story() -> None:
+    file = DOCS / "pictures" / "recorded" / "killed.svg"
+    assert file.stat().st_size < 150_000
+    shown = [text.strip() for text in ET.parse(file).getroot().itertext()]
+    story = [r"\$ ringrun -np 3 --min-np 2 .*", r"\$ kill -9 \d+ +# rank 2"]
+    story += [r".*was killed by signal 9 \(SIGKILL\); 2 ranks go on"]
+    story += [r"ringrun: worker 3 joined as rank 2; 3 ranks", r".*on 3 rank\(s\)"]
+    for line in story:
+        assert any(re.fullmatch(line, text) for text in shown), line
+    assert not [text for text in shown if re.search(r"/(root|home|tmp|work)/", text)]
