@@ -31,6 +31,13 @@ BEFORE = {
 
         gradients = {"w": np.full(3, 1.0, "f4"), "b": np.full(2, 2.0, "f4")}
     """,
+    ("docs/api/tensorflow.md", 1): """
+        import threading
+        from ringjax.tensorflow.data.compute_worker import main
+
+        job = threading.Thread(target=main, args=(1, "compute", "compute.json", 30))
+        job.start()
+    """,
     ("docs/sharp-bits.md", 0): """
         import jax.numpy as jnp
         import ringjax
@@ -48,6 +55,27 @@ AFTER = {
         "docs/start.md",
         0,
     ): "assert loss < 1e-2 and np.allclose(params, np.arange(8), atol=0.1)",
+    ("docs/api/jax.md", 1): """
+        assert (float(least[0]), float(product[0])) == (1, 2)
+        assert np.allclose(combined, 1.5)
+        assert np.allclose([first[0], second[0]], [2, 20])
+        assert np.allclose(part, 3) and sorted(map(float, swapped)) == [1, 1, 2, 2]
+    """,
+    ("docs/api/torch.md", 0): """
+        assert all(r is not None for r in results) and x[0] == 1.5 and len(parts) == 2
+    """,
+    ("docs/api/tensorflow.md", 0): """
+        assert [int(n) for n in who()] == [hvd.rank(), 2, hvd.local_rank(), 2, 1]
+        assert variable.numpy() == 0 and parts[0].numpy().tolist() == [2, 2]
+    """,
+    ("docs/api/tensorflow.md", 1): """
+        assert seen == 128
+        hvd.broadcast_object(0)
+        if hvd.rank() == 0:
+            config.compute_client().shutdown()
+        job.join(30)
+        assert not job.is_alive()
+    """,
     ("docs/jit.md", 0): "assert float(loss) > 0",
     ("docs/jit.md", 1): "assert float(params.sum()) < 8",
     ("docs/jit.md", 2): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
