@@ -1,0 +1,107 @@
+"""Groups whose two processes are on two hosts: JAX goes over the network, too.
+
+The hosts are network namespaces (benchmarks/hosts/namespaces.py), so this needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support import local_devices
+from support.doctor import needs_root
+from support.grouped import STEPS, finish, joined, lines, reach
+from support.launch import ROOT, Job, StartJob
+
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(ROOT))
+from benchmarks.hosts.namespaces import Namespaces, address
+
+pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
+
+LAUNCHER = "10.77.0.254"
+# What starts the agent of a host: the last number of its address is that of its name.
+AGENT = """#!/bin/sh
+number=$((${1##*.} - 1)); shift
+exec ip netns exec %sn$number "$@"
+"""
+
+
+@pytest.fixture
+def network() -> Iterator[Namespaces]:
+    with Namespaces(5, None, f"g{os.getpid() % 10_000}") as made:
+        _run(f"ip addr add {LAUNCHER}/24 dev {made._bridge}")
+        yield made
+
+
+@pytest.fixture
+def start(
+    start_job: StartJob, network: Namespaces, tmp_path: Path
+) -> Callable[..., Job]:
+    agent = tmp_path / "agent"
+    agent.write_text(AGENT % network.names[0].removesuffix("n0"))
+    agent.chmod(0o755)
+
+    def begin(np: int, hosts: int, *options: str, **env: str) -> Job:
+        places = ",".join(f"{address(host)}:1" for host in range(hosts))
+        words = ["-H", places, "--agent-command", f"{agent} {{host}}", *options]
+        env = {**local_devices.environment(2)(), **env}
+        return start_job(np, STEPS, env, ["--group-size", "2", *words])
+
+    return begin
+
+
+def test_groups_over_hosts_train(start: Callable[..., Job]) -> None:
+    job = start(4, 4)
+    reach(job, {0, 1, 2, 3}, 20)
+    finish(job, {0, 1, 2, 3})
+    assert {value for _, value in lines(job, 0, "step")} == {"1.5"}
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_lost_process_takes_that_on_the_other_host_along(
+    start: Callable[..., Job], victim: int
+) -> None:
+    job = start(4, 4, "--min-np", "2")
+    reach(job, {0, 1, 2, 3}, 10)
+    job.kill(victim)
+    mate, others = victim ^ 1, {0, 1, 2, 3} - {victim, victim ^ 1}
+    joined(job, 4)
+    joined(job, 5)
+    reach(job, {4, 5}, 20)
+    finish(job, {*others, 4, 5})
+    said = job.launcher_output()
+    where = f"on {address(mate)}"
+    lost = rf"rank {mate} \(worker {mate}, {where}, pid \d+\) ended with its group"
+    assert re.search(lost, said), said
+
+
+def test_a_lost_host_takes_a_process_of_another_one_along_and_a_spare_one_helps(
+    start: Callable[..., Job], network: Namespaces
+) -> None:
+    """Its cable is pulled: nobody there, and no agent, says a word any more."""
+    most = ("--min-np", "2", "--max-np", "4")
+    job = start(4, 5, *most, RINGJAX_FAILURE_TIMEOUT="3")
+    reach(job, {0, 1, 2, 3}, 10)
+    _run(f"ip -n {network.names[1]} link set eth0 down")
+    joined(job, 4)
+    joined(job, 5)
+    reach(job, {4, 5}, 20)
+    for pid in _run(f"ip netns pids {network.names[1]}").split():
+        os.kill(int(pid), signal.SIGKILL)
+    finish(job, {2, 3, 4, 5})
+    said = job.launcher_output()
+    assert f"worker 5 on {address(4)} joined" in said, said
+
+
+def _run(command: str) -> str:
+    done = subprocess.run(
+        command.split(), capture_output=True, text=True, check=True, timeout=20
+    )
+    return done.stdout
