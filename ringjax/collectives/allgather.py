@@ -69,6 +69,7 @@ def grouped_allgather(
     return _allgather("grouped_allgather", tensors, process_set, name)
 
 
+@arguments.outside_mesh
 def _allgather(
     what: str, tree: Any, process_set: runtime.ProcessSet, name: str | None
 ) -> Any:

@@ -80,6 +80,7 @@ def grouped_alltoall(
     )
 
 
+@arguments.outside_mesh
 def _alltoall(
     what: str,
     tree: Any,

@@ -6,6 +6,7 @@ ops, factors, roots, rows per rank. Errors name the function, the argument, the 
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from ringjax import _native, runtime
 from ringjax.compression import WireDtype
 from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
+from ringjax.xla import jax_private
 
 
 class Leaves(NamedTuple):
@@ -61,6 +63,21 @@ def _array(what: str, leaf: Any, name: str) -> Any:
             f"{', '.join(dtypes.NUMBERS)}{hint}"
         )
     return array
+
+
+def outside_mesh(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates ``call(what, tree, …)`` of an operation that changes shapes.
+
+    It has no meaning over the devices of a mesh; but under `jax.set_mesh` JAX would put
+    a number or numpy array on all of them.
+    """
+
+    @functools.wraps(call)
+    def alone(what: str, tree: Any, *rest: Any, **options: Any) -> Any:
+        with jax_private.outside_mesh(jax.tree.leaves(tree)):
+            return call(what, tree, *rest, **options)
+
+    return alone
 
 
 def with_rows(what: str, leaves: Leaves, *, scalars: bool = False) -> Leaves:

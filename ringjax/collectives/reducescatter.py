@@ -98,6 +98,7 @@ def grouped_reducescatter(
     )
 
 
+@arguments.outside_mesh
 def _reducescatter(
     what: str,
     tree: Any,

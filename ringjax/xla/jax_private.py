@@ -113,6 +113,14 @@ def producers(values: Sequence[Any]) -> list[int]:
     return [places.get(id(v.parent), -1) for v in values]
 
 
+def outside_mesh(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Leaves the mesh of `jax.set_mesh` for what runs now on values of no mesh."""
+    alone = is_eager(values) and all(device_count(v) == 1 for v in values)
+    if not alone or jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(None) if _core.trace_state_clean() else contextlib.nullcontext()
+
+
 # -- lowering --------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import local_devices as devices
 
@@ -167,3 +167,26 @@ def test_jax_says_that_it_does_not_export_it(world) -> None:
     x = cut(jnp.arange(8.0), mesh)
     with pytest.raises(NotImplementedError, match="serialization"):
         jax.export.export(jax.jit(tx.update))(x, tx.init(x))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_is_of_no_mesh_goes_as_ever_under_one(world, kind) -> None:
+    """JAX would have the devices of the mesh do it, which shapes must not depend on."""
+    own = np.full((world.rank + 1, 2), float(world.rank))
+    everyone = np.concatenate([np.full((r + 1, 2), float(r)) for r in range(2)])
+    with jax.set_mesh(devices.mesh((4,), kind)):
+        assert ringjax.allgather_object(world.rank) == [0, 1]
+        assert ringjax.allreduce_metrics({"loss": float(world.rank)}) == {"loss": 0.5}
+        np.testing.assert_array_equal(ringjax.allgather(own), everyone)
+        got = ringjax.reducescatter(np.arange(4.0), op=ringjax.Sum)
+        np.testing.assert_array_equal(got, 2 * np.arange(4.0)[2 * world.rank :][:2])
+        got = ringjax.alltoall(np.arange(2.0) + 10 * world.rank)
+        np.testing.assert_array_equal(got, [world.rank, 10.0 + world.rank])
+        got = ringjax.broadcast_parameters({"w": own[:1], "step": world.rank}, 1)
+        np.testing.assert_array_equal(got["w"], [[1.0, 1.0]])
+        assert got["step"] == 1
+        state = ringjax.elastic.State(w=own[:1], step=world.rank)
+        state.sync()
+        assert state.step == 0 and not state.w.any()
+        # The mesh is there again.
+        assert jnp.ones(4).sharding.num_devices == 4
