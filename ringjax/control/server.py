@@ -122,6 +122,7 @@ class Service(abc.ABC):
         self._seats: set[Seat] = set()
         self._broken: deque[tuple[Seat, str]] = deque()
         self._closing = False
+        self._waking = threading.RLock()  # of the eventfd; signal handlers may wake, too
         self._thread: threading.Thread | None = None
         doors = list(listeners)
         doors += address.listen_on(
@@ -185,8 +186,9 @@ class Service(abc.ABC):
 
     def wake(self) -> None:
         """Makes the thread do a round now; from any thread."""
-        with contextlib.suppress(OSError):  # it may have ended by itself
-            os.eventfd_write(self._wakeup, 1)
+        with self._waking:
+            if self._wakeup >= 0:  # it may have ended by itself
+                os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
         """Ends the thread and closes every connection. May be called twice."""
@@ -220,9 +222,13 @@ class Service(abc.ABC):
         for seat in self._seats:
             seat.sock.close()
         self._seats.clear()
+        # A forked child may have been made while another thread had it.
+        held = self._waking.acquire(timeout=1.0)
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
+        if held:
+            self._waking.release()
 
     def _on_fault(self, sock: object, error: Exception) -> None:
         """Something was wrong with one connection; see `on_fault`."""
