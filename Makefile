@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels docs recording clean
+.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs recording clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -142,6 +142,9 @@ wheels: $(RELEASE)/installed  ## build and check the sdist and the wheels of a r
 	rm -rf dist
 	PYTHONPATH=. $(RELEASE)/bin/python -m release.wheels $(WHEELS_OPTIONS)
 	PYTHONPATH=. $(RELEASE)/bin/python -m release.check $(CHECK_OPTIONS)
+
+wheels-elsewhere: $(RELEASE)/installed  ## try them on arm64 and Python 3.14, with Debian's files and qemu
+	PYTHONPATH=. $(RELEASE)/bin/python -m release.elsewhere $(ELSEWHERE_OPTIONS)
 
 # Beside the environment: the site's tools have requirements of their own.
 SITE := $(CURDIR)/$(VENV)/docs-tools

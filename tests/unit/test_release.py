@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from types import ModuleType
 
 import pytest
 import yaml
-from support.launch import ROOT
+from support.launch import ROOT, environment
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -211,3 +212,43 @@ def test_an_sdist_without_its_tests_is_refused(
 
 def test_the_program_that_is_tried_is_the_documentations(check: ModuleType) -> None:
     assert "ringjax.allreduce_grads()" in check.start_program()
+
+
+@pytest.fixture
+def elsewhere(release: ModuleType) -> ModuleType:
+    return importlib.import_module("release.elsewhere")
+
+
+def test_the_wheels_are_tried_where_this_machine_is_not(elsewhere: ModuleType) -> None:
+    places = {str(place): place.tag for place in elsewhere.PLACES}
+    assert places == {
+        "python3.14-x86_64": "cp312-abi3",
+        "python3.11-aarch64": "cp311-cp311",
+        "python3.13-aarch64": "cp312-abi3",
+    }
+
+
+def test_another_machines_python_is_started_through_qemu(
+    elsewhere: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "fetch", lambda *words: tmp_path / "tools")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "ld-linux-any.so.1").touch()
+    for place in elsewhere.PLACES:
+        file = elsewhere.interpreter(place, tmp_path / "root", tmp_path, tmp_path)
+        emulated = f"qemu-{place.machine}-static" in file.read_text()
+        assert emulated == (place.machine != os.uname().machine)
+        assert file.read_text().endswith(f'usr/bin/python{place.python} "$@"\n')
+
+
+def test_the_short_list_of_checks_is_right_here() -> None:
+    words = ["-m", "ringjax.run", "-np", "2", sys.executable]
+    done = subprocess.run(
+        [sys.executable, *words, ROOT / "release" / "two_ranks.py"],
+        env=environment("two ranks", {}),
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": right (") == 2
