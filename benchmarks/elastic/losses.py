@@ -300,9 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     tempfile.TemporaryDirectory(prefix="ringjax-losses-") as folder,
                     PEERS[name](replicas, Path(folder)) as job,
                 ):
-                    found += [lose(job, chance) for _ in range(options.kills)]
-                if options.json:
-                    options.json.write_text(json.dumps(samples))
+                    for _ in range(options.kills):
+                        found.append(lose(job, chance))
+                        if options.json:
+                            options.json.write_text(json.dumps(samples))
     print(table(samples))
 
 
