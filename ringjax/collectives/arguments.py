@@ -74,7 +74,11 @@ def outside_mesh(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def alone(what: str, tree: Any, *rest: Any, **options: Any) -> Any:
-        with jax_private.outside_mesh(jax.tree.leaves(tree)):
+        leaves = jax.tree.leaves(tree)
+        own = all(jax_private.device_count(leaf) == 1 for leaf in leaves)
+        if not own or not jax_private.in_mesh() or not jax_private.is_eager(leaves):
+            return call(what, tree, *rest, **options)
+        with jax.set_mesh(None):
             return call(what, tree, *rest, **options)
 
     return alone

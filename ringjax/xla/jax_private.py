@@ -113,12 +113,9 @@ def producers(values: Sequence[Any]) -> list[int]:
     return [places.get(id(v.parent), -1) for v in values]
 
 
-def outside_mesh(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Leaves the mesh of `jax.set_mesh` for what runs now on values of no mesh."""
-    alone = is_eager(values) and all(device_count(v) == 1 for v in values)
-    if not alone or jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(None) if _core.trace_state_clean() else contextlib.nullcontext()
+def in_mesh() -> bool:
+    """Whether this is not traced, and `jax.set_mesh` has set a mesh."""
+    return _core.trace_state_clean() and not jax.sharding.get_abstract_mesh().empty
 
 
 # -- lowering --------------------------------------------------------------------------
