@@ -122,7 +122,7 @@ class Service(abc.ABC):
         self._seats: set[Seat] = set()
         self._broken: deque[tuple[Seat, str]] = deque()
         self._closing = False
-        self._waking = threading.RLock()  # of the eventfd; signal handlers may wake, too
+        self._waking = threading.RLock()  # of the eventfd; a signal may wake, too
         self._thread: threading.Thread | None = None
         doors = list(listeners)
         doors += address.listen_on(
