@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,7 +59,7 @@ class Trace:
         return trace
 
 
-class Job:
+class Job(ABC):
     """A job of a peer, which ends with this context.
 
     Args:
@@ -91,9 +92,9 @@ class Job:
                 process.kill()
                 process.wait()
 
+    @abstractmethod
     def begin(self) -> None:
         """Starts it."""
-        raise NotImplementedError
 
     def killed(self, victim: str) -> float | None:
         """Does what an operator does; the time of the end if the job has ended."""
@@ -136,7 +137,7 @@ class Job:
             found = [trace for trace in self.traces() if whole(trace) >= steps]
             if len(found) >= self.replicas * self.processes:
                 return found
-            time.sleep(0.05)
+            time.sleep(0.05)  # files of other processes: nobody tells when they grow
         said = [path.read_text()[-2000:] for path in self._folder.glob("*.out")]
         raise RuntimeError("\n".join([f"{self}: does not train", *said]))
 
@@ -241,7 +242,7 @@ def lose(job: Job, chance: random.Random) -> dict[str, float | None]:
     """Kills a process of a job that trains; what that costs, in seconds."""
     began = time.monotonic()
     training = job.together(began, STEPS)
-    time.sleep(chance.uniform(0.05, 0.5))
+    time.sleep(chance.uniform(0.05, 0.5))  # at any moment of a step
     victim = chance.choice(training)
     kill = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)

@@ -97,7 +97,7 @@ class Job:
     def end(self) -> None:
         """Waits for it, and shows what is left."""
         code = self._process.wait(60)
-        time.sleep(0.2)
+        time.sleep(0.2)  # the thread that shows its lines comes after it
         while not self._lines.empty():
             self._terminal.write(self._lines.get())
         assert code == 0, code
