@@ -119,6 +119,7 @@ class Tap final : public Link {
   }
   void Consume(size_t bytes) override { link_->Consume(bytes); }
   Result<bool> Flush() override { return link_->Flush(); }
+  Loans* loans() override { return link_->loans(); }
   bool Arm(bool r, bool w, std::vector<pollfd>* fds) override {
     return link_->Arm(r, w, fds);
   }

@@ -1,13 +1,16 @@
-// ringjax_native_tests [name-filter]: runs the registered tests whose name contains the
-// filter, one line each. A test that hangs ends the program with its name.
+// ringjax_native_tests [name-filter [least-loan]]: runs the registered tests whose name
+// contains the filter, one line each, with messages lent from so many bytes on. A test
+// that hangs ends the program with its name.
 #include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "check.h"
+#include "engine/call/executor.h"
 
 namespace {
 
@@ -25,6 +28,7 @@ void OnAlarm(int) {
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
   const char* filter = argc > 1 ? argv[1] : "";
+  if (argc > 2) ringjax::least_loan = std::strtoull(argv[2], nullptr, 10);
   signal(SIGALRM, OnAlarm);
   int passed = 0, failed = 0;
   for (const auto& test : ringjax::testing::Tests()) {

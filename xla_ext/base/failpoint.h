@@ -20,11 +20,12 @@ enum class Failpoint : uint8_t {
   kClosed,     // they are everywhere; the call has not returned
   kInstall,    // a generation is about to follow another one
   kMap,        // shared memory is about to be mapped
+  kBorrow,     // a peer's memory is about to be read; failing: it cannot be
   kCondemned,  // a device communicator has ended, and its device does not know
 };
 inline constexpr std::string_view kFailpoints[] = {
-    "call.agreed",        "call.moving", "call.complete",   "call.closed",
-    "succession.install", "memory.map",  "device.condemned"};
+    "call.agreed",        "call.moving", "call.complete", "call.closed",
+    "succession.install", "memory.map",  "memory.borrow", "device.condemned"};
 
 // Bit p is set while point p is armed.
 inline std::atomic<uint32_t> armed_failpoints{0};

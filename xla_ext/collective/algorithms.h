@@ -72,16 +72,10 @@ RJ_ALGORITHM(HierarchicalBroadcast);
 
 RJ_ALGORITHM(PairwiseAlltoall);
 
-RJ_ALGORITHM(ReadingBroadcast);
-RJ_ALGORITHM(ReadingAllgather);
-RJ_ALGORITHM(ReadingAlltoall);
 #undef RJ_ALGORITHM
 
 // shared.cc: memory that all ranks map.
 bool HasBoard(const Topology& topology);
-
-// reading.cc: ranks that may read each other's memory.
-bool CanRead(const Topology& topology);
 
 // hierarchical.cc: several hosts, at least one with several ranks; and all alike.
 bool HasHierarchy(const Topology& topology);

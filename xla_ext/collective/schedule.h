@@ -64,7 +64,6 @@ struct Topology {
   int size = 1;
   std::vector<int> host;  // host[r], size entries
   bool board = false;     // all ranks map memory in common
-  bool reads = board;     // and may read each other's own
 };
 
 // Whether they all do: then they may have a board.

@@ -24,7 +24,6 @@ constexpr auto kAlltoall = Collective::kAlltoall;
 
 constexpr std::string_view kHosts = "several ranks on several hosts";
 constexpr std::string_view kBoard = "memory that all ranks share";
-constexpr std::string_view kReads = "ranks that may read each other's memory";
 
 #define RJ_ROW(op, name, generator, applies, needs) \
   Algorithm { op, name, generator, applies, needs, generator##Cost }
@@ -40,12 +39,10 @@ constexpr std::array kTable = {
     RJ_ROW(kAllreduce, "hierarchical", HierarchicalAllreduce, HasHierarchy, kHosts),
     RJ_ROW(kAllreduce, "hierarchical_halving", HierarchicalHalvingAllreduce,
            HasHierarchy, kHosts),
-    RJ_ROW(kAllgather, kReading, ReadingAllgather, CanRead, kReads),
     RJ_ROW(kAllgather, "direct", DirectAllgather, Always, ""),
     RJ_ROW(kAllgather, "ring", RingAllgather, Always, ""),
     RJ_ROW(kAllgather, "bruck", BruckAllgather, Always, ""),
     RJ_ROW(kAllgather, "hierarchical", HierarchicalAllgather, HasEvenHierarchy, kHosts),
-    RJ_ROW(kBroadcast, kReading, ReadingBroadcast, CanRead, kReads),
     RJ_ROW(kBroadcast, "tree", TreeBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "chain", ChainBroadcast, Always, ""),
@@ -56,7 +53,6 @@ constexpr std::array kTable = {
     RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "hierarchical", HierarchicalReducescatter, HasEvenHierarchy,
            kHosts),
-    RJ_ROW(kAlltoall, kReading, ReadingAlltoall, CanRead, kReads),
     RJ_ROW(kAlltoall, "pairwise", PairwiseAlltoall, Always, ""),
 };
 #undef RJ_ROW

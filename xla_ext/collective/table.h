@@ -26,8 +26,6 @@ struct CostModel {
 
 // The one that needs a board: engine/call/tiles.h runs it, and not the executor.
 inline constexpr std::string_view kShared = "shared";
-// Those that copy once, by engine/call/reading.h; by the executor where that fails.
-inline constexpr std::string_view kReading = "reading";
 
 struct Algorithm {
   Collective op;

@@ -19,6 +19,8 @@
 
 namespace ringjax {
 
+class Loans;
+
 // What a rank can sleep for.
 class Waitable {
  public:
@@ -49,6 +51,9 @@ class Link : public Waitable {
   virtual Status Commit(size_t bytes) = 0;  // bytes <= the last Reserve
   virtual Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) = 0;
   virtual void Consume(size_t bytes) = 0;  // bytes <= the last Peek
+
+  // Messages that the peer reads where they lie; null where it cannot.
+  virtual Loans* loans() { return nullptr; }
 
   // Pushes out what TryWrite or Commit could only stage; true once nothing is left.
   virtual Result<bool> Flush() = 0;

@@ -21,7 +21,8 @@ RingLink::RingLink(std::byte* block, int side, size_t ring_bytes)
       peer_(&pair_->sides[1 - side]),
       out_(&pair_->positions[side], RingData(block, side, ring_bytes), ring_bytes),
       in_(&pair_->positions[1 - side], RingData(block, 1 - side, ring_bytes),
-          ring_bytes) {}
+          ring_bytes),
+      loans_(&mine_->loans, &peer_->loans, this) {}
 
 void RingLink::Close() {
   StoreShared(mine_->closed, uint32_t{1});
@@ -96,6 +97,7 @@ Result<size_t> RingLink::TryWrite(std::span<const iovec> pieces) {
 
 Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
   scant_bytes_ = 0;
+  loans_.NotAwaited();
   size_t moved = 0, hidden = 0;
   for (const iovec& piece : pieces) {
     std::byte* to = static_cast<std::byte*>(piece.iov_base);
@@ -103,7 +105,10 @@ Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
       const size_t n = std::min({left, in_.Available(left), kPublishEvery - hidden});
       if (n == 0) {
         if (hidden > 0) PublishRead();
-        if (moved == 0) RJ_TRY(ReadState());
+        if (moved == 0)
+          RJ_TRY(ReadState());
+        else
+          loans_.Meet();
         return moved;
       }
       in_.CopyOut(to, n);
@@ -118,6 +123,7 @@ Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
     }
   }
   if (hidden > 0) PublishRead();
+  if (moved > 0) loans_.Meet();
   return moved;
 }
 
@@ -136,6 +142,7 @@ Status RingLink::Commit(size_t bytes) {
 }
 
 Result<std::span<const std::byte>> RingLink::Peek(size_t limit, size_t granularity) {
+  loans_.NotAwaited();
   const std::span<const std::byte> bytes = in_.Peek(limit, granularity);
   scant_bytes_ = bytes.empty() ? in_.Available(0) : 0;
   if (bytes.empty() && limit > 0) RJ_TRY(ReadState());
@@ -152,8 +159,12 @@ bool RingLink::Arm(bool want_read, bool want_write, std::vector<pollfd>*) {
               (want_read ? kWantsBytes : 0) | (want_write ? kWantsRoom : 0));
   if (LoadShared(peer_->closed) != 0) return true;
   bool ready = false;
-  if (want_read) ready |= in_.Available(scant_bytes_ + 1) > scant_bytes_;
-  if (want_write) ready |= out_.Room(scant_room_ + 1) > scant_room_;
+  if (want_read)
+    ready |= loans_.awaited() ? loans_.HasLent()
+                              : in_.Available(scant_bytes_ + 1) > scant_bytes_;
+  if (want_write)
+    ready |= loans_.outstanding() ? loans_.HasTaken()
+                                  : out_.Room(scant_room_ + 1) > scant_room_;
   return ready || in_.broken() || out_.broken();
 }
 

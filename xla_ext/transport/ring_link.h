@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "transport/link.h"
+#include "transport/loans.h"
 #include "transport/ring_buffer.h"
 
 namespace ringjax {
@@ -16,6 +17,7 @@ namespace ringjax {
 struct RingSide {
   alignas(kLineBytes) uint32_t wants;  // asleep until one of these comes: see below
   uint32_t closed;
+  LoanSide loans;
 };
 inline constexpr uint32_t kWantsBytes = 1;
 inline constexpr uint32_t kWantsRoom = 2;
@@ -35,7 +37,7 @@ constexpr bool IsRingSize(size_t bytes) {
   return bytes >= kMinRing && bytes <= kMaxRing && (bytes & (bytes - 1)) == 0;
 }
 
-class RingLink : public Link {
+class RingLink : public Link, private Waker {
  public:
   Result<size_t> TryWrite(std::span<const iovec> pieces) override;
   Result<size_t> TryRead(std::span<const iovec> pieces) override;
@@ -44,6 +46,7 @@ class RingLink : public Link {
   Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) override;
   void Consume(size_t bytes) override;
   Result<bool> Flush() override { return true; }
+  Loans* loans() override { return &loans_; }
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override;
 
@@ -59,7 +62,7 @@ class RingLink : public Link {
   virtual void RingPeer() = 0;
   void PublishWritten();
   void PublishRead();
-  void WakeIf(uint32_t wants);
+  void WakeIf(uint32_t wants) override;
   // Why nothing moves in a direction: nothing yet (ok), or for ever.
   Status WriteState() const;
   Status ReadState();
@@ -69,6 +72,7 @@ class RingLink : public Link {
   RingSide* peer_;
   RingWriter out_;
   RingReader in_;
+  Loans loans_;
   // Less than one element was there when Peek or Reserve gave up: not worth waking for.
   size_t scant_bytes_ = 0;
   size_t scant_room_ = 0;

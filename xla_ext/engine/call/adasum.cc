@@ -114,8 +114,10 @@ class Run {
     });
   }
 
-  Status Move(const Schedule& schedule, const Memory& memory, const Arithmetic& a) {
-    const Plan plan = Compile(schedule, size_, true);
+  Status Move(const Schedule& schedule, const Memory& memory, const Arithmetic& a,
+              bool lends = true) {
+    Plan plan = Compile(schedule, size_, true);
+    plan.lends = lends;
     *sent_bytes_ += plan.sent * Width(a.wire);
     return Execute(plan, memory, a, frame_, lane_, waiter_);
   }
@@ -171,7 +173,8 @@ class Run {
       doubling.steps.push_back({StepKind::kSend, peer, {}, all});
       doubling.steps.push_back({StepKind::kRecvReduce, peer, all, all});
     }
-    return Move(doubling, Memory{&numbers, &numbers, {}}, adding_);
+    // Both change at once what the other one wants.
+    return Move(doubling, Memory{&numbers, &numbers, {}}, adding_, false);
   }
 
   void Combine(const Level& level, Range range) {

@@ -8,19 +8,19 @@
 #include <string>
 
 #include "base/failpoint.h"
+#include "engine/call/message.h"
+#include "transport/copy.h"
+#include "transport/loans.h"
 
 namespace ringjax {
 namespace {
 
 constexpr uint64_t kSegment = 256 << 10;
 constexpr size_t kPieces = 64;  // iovecs in one call
-
-// A message on its way: how much of the header and of the payload has moved.
-struct Progress {
-  uint32_t header = 0;  // bytes
-  uint64_t bytes = 0;   // payload bytes on the wire
-  Frame frame;          // received header
-};
+// Of what is lent and added up, read at once: it stays in a first cache.
+constexpr uint64_t kBlock = 32 << 10;
+// Copies longer than the caches go past them.
+constexpr uint64_t kPastCaches = 4 << 20;
 
 class Run {
  public:
@@ -38,6 +38,13 @@ class Run {
         next_send_(plan.sends.size(), 0),
         next_receive_(plan.sends.size(), 0),
         flushed_(plan.sends.size(), true) {}
+
+  // Who reads here what was lent must not trust it any more.
+  ~Run() {
+    for (int peer : plan_.peers)
+      if (Loans* loans = lane_.links[peer]->loans(); loans && loans->outstanding())
+        loans->Withdraw();
+  }
 
   Status Loop() {
     while (true) {
@@ -82,7 +89,7 @@ class Run {
   // Finishes the head of a queue and moves on; true if the queue is empty.
   bool Advance(const std::vector<int>& queue, size_t* next) const {
     while (*next < queue.size() && Finished(queue[*next]) &&
-           progress_[queue[*next]].header == sizeof(Frame))
+           progress_[queue[*next]].opened())
       ++*next;
     return *next == queue.size();
   }
@@ -110,36 +117,75 @@ class Run {
 
   Status Send(Link* link, int index, bool* moved) {
     const PlannedStep& planned = plan_.steps[index];
-    Progress& p = progress_[index];
+    Message& m = progress_[index];
     const uint64_t limit =
-        std::min(Allowed(planned) * wire_, p.bytes + kSegment) - p.bytes;
+        std::min(Allowed(planned) * wire_, m.bytes + kSegment) - m.bytes;
     const bool plain = IsPlain(a_, planned.step.first);
-    if (p.header < sizeof(Frame) || (plain && limit > 0)) {
-      if (p.header == 0 && limit == 0) return OkStatus();
-      Frame header = frame_;
-      header.kind = static_cast<uint16_t>(FrameKind::kData);
-      header.bytes = planned.count * wire_;
+    if (m.head == 0 && limit == 0) return OkStatus();
+    if (m.head == 0 && plain && m.lent.empty()) List(link, planned, &m);
+    if (!m.lent.empty()) return Lend(link, planned, &m, moved);
+    if (m.head < sizeof(Frame) || (plain && limit > 0)) {
+      Frame header = Header(FrameKind::kData, planned);
       pieces_.clear();
-      if (p.header < sizeof(Frame))
+      if (m.head < sizeof(Frame))
         pieces_.push_back(
-            {reinterpret_cast<char*>(&header) + p.header, sizeof(Frame) - p.header});
+            {reinterpret_cast<char*>(&header) + m.head, sizeof(Frame) - m.head});
       if (plain) {
         const Slice& src = planned.step.src;
-        At(src.region).Pieces(src.offset * width_ + p.bytes, limit, kPieces, &pieces_);
+        At(src.region).Pieces(src.offset * width_ + m.bytes, limit, kPieces, &pieces_);
       }
       Result<size_t> n = link->TryWrite(pieces_);
       if (!n.ok()) return n.status();
-      const size_t of_header = std::min<size_t>(n.value(), sizeof(Frame) - p.header);
-      p.header += static_cast<uint32_t>(of_header);
-      p.bytes += n.value() - of_header;
+      const size_t of_header = std::min<size_t>(n.value(), sizeof(Frame) - m.head);
+      m.head += static_cast<uint32_t>(of_header);
+      m.bytes += n.value() - of_header;
       *moved |= n.value() > 0;
-      if (plain || p.header < sizeof(Frame)) return OkStatus();
+      if (plain || m.head < sizeof(Frame)) return OkStatus();
     }
-    return limit > 0 ? SendEncoded(link, planned, limit, &p, moved) : OkStatus();
+    return limit > 0 ? SendEncoded(link, planned, limit, &m, moved) : OkStatus();
   }
 
-  Status SendEncoded(Link* link, const PlannedStep& planned, uint64_t limit,
-                     Progress* p, bool* moved) {
+  Frame Header(FrameKind kind, const PlannedStep& planned) const {
+    Frame header = frame_;
+    header.kind = static_cast<uint16_t>(kind);
+    header.bytes = planned.count * wire_;
+    return header;
+  }
+
+  // Where the bytes of a message lie, if the peer is to read them by itself.
+  void List(Link* link, const PlannedStep& planned, Message* m) {
+    const uint64_t bytes = planned.count * wire_;
+    Loans* loans = link->loans();
+    if (!plan_.lends || bytes < least_loan || loans == nullptr || !loans->Can()) return;
+    const Slice& src = planned.step.src;
+    At(src.region).Pieces(src.offset * width_, bytes, kMostLent + 1, &m->lent);
+    if (m->lent.size() > kMostLent) m->lent.clear();
+    m->loans = loans->lent();
+  }
+
+  Status Lend(Link* link, const PlannedStep& planned, Message* m, bool* moved) {
+    if (!m->opened()) {
+      Frame header = Header(FrameKind::kLoan, planned);
+      header.beside = m->lent.size();
+      RJ_TRY(Announce(link, header, m, moved));
+      if (!m->opened()) return OkStatus();
+    }
+    Loans& loans = *link->loans();
+    const uint64_t ready = Allowed(planned) * wire_, lent = loans.lent() - m->loans;
+    if (ready > lent) {
+      loans.Lend(ready - lent);
+      *moved = true;
+    }
+    Result<uint64_t> taken = loans.Taken();
+    if (!taken.ok()) return taken.status();
+    *moved |= taken.value() - m->loans > m->bytes;
+    m->bytes = taken.value() - m->loans;
+    if (!loans.Can()) m->Keep();
+    return OkStatus();
+  }
+
+  Status SendEncoded(Link* link, const PlannedStep& planned, uint64_t limit, Message* m,
+                     bool* moved) {
     const Slice& src = planned.step.src;
     const Spans& spans = At(src.region);
     Result<std::span<std::byte>> room = link->Reserve(limit, wire_);
@@ -147,7 +193,7 @@ class Run {
     const uint64_t n = room.value().size() / wire_;
     if (n == 0) return OkStatus();
     std::byte* to = room.value().data();
-    uint64_t offset = (src.offset + p->bytes / wire_) * width_;
+    uint64_t offset = (src.offset + m->bytes / wire_) * width_;
     for (uint64_t left = n * width_; left > 0;) {
       const Span from = spans.At(offset, left);
       Encode(to, from.data, from.bytes / width_, a_, planned.step.first);
@@ -156,78 +202,144 @@ class Run {
       left -= from.bytes;
     }
     RJ_TRY(link->Commit(n * wire_));
-    p->bytes += n * wire_;
+    m->bytes += n * wire_;
     *moved = true;
     return OkStatus();
   }
 
   Status Receive(Link* link, int index, bool* moved) {
     const PlannedStep& planned = plan_.steps[index];
-    Progress& p = progress_[index];
-    if (p.header < sizeof(Frame)) {
-      const iovec piece{reinterpret_cast<char*>(&p.frame) + p.header,
-                        sizeof(Frame) - p.header};
-      Result<size_t> n = link->TryRead({&piece, 1});
-      if (!n.ok()) return n.status();
-      *moved |= n.value() > 0;
-      p.header += static_cast<uint32_t>(n.value());
-      if (p.header < sizeof(Frame)) return OkStatus();
-      RJ_TRY(CheckFrame(p.frame, planned.count * wire_));
+    Message& m = progress_[index];
+    if (!m.opened()) {
+      RJ_TRY(OpenIt(link, planned, &m, moved));
+      if (!m.opened()) return OkStatus();
     }
     const uint64_t limit =
-        std::min(Allowed(planned) * wire_, p.bytes + kSegment) - p.bytes;
+        std::min(Allowed(planned) * wire_, m.bytes + kSegment) - m.bytes;
     if (limit == 0) return OkStatus();
+    if (!m.lent.empty()) return Borrow(link, planned, limit, &m, moved);
     const bool reduces = planned.step.kind == StepKind::kRecvReduce;
     if (reduces || a_.compressed())
-      return ReceiveThrough(link, planned, limit, &p, moved);
+      return ReceiveThrough(link, planned, limit, &m, moved);
     pieces_.clear();
     const Slice& dst = planned.step.dst;
-    At(dst.region).Pieces(dst.offset * width_ + p.bytes, limit, kPieces, &pieces_);
+    At(dst.region).Pieces(dst.offset * width_ + m.bytes, limit, kPieces, &pieces_);
     Result<size_t> n = link->TryRead(pieces_);
     if (!n.ok()) return n.status();
-    p.bytes += n.value();
+    m.bytes += n.value();
     *moved |= n.value() > 0;
     return OkStatus();
   }
 
+  // The header, and the list of what is lent.
+  Status OpenIt(Link* link, const PlannedStep& planned, Message* m, bool* moved) {
+    if (m->head < sizeof(Frame)) {
+      RJ_TRY(Open(link, m, moved));
+      if (m->head < sizeof(Frame)) return OkStatus();
+      RJ_TRY(CheckFrame(m->frame, planned.count * wire_, link->loans() != nullptr));
+      if (IsLoan(m->frame)) m->lent.resize(m->frame.beside);
+    }
+    if (m->opened()) return OkStatus();
+    RJ_TRY(Open(link, m, moved));
+    uint64_t left = m->frame.bytes;
+    for (const iovec& piece : m->lent) {
+      if (!m->opened()) return OkStatus();
+      if (piece.iov_len > left) return OutOfStep(m->frame, m->frame.bytes);
+      left -= piece.iov_len;
+    }
+    return left == 0 ? OkStatus() : OutOfStep(m->frame, m->frame.bytes);
+  }
+
+  static bool IsLoan(const Frame& frame) {
+    return frame.kind == static_cast<uint16_t>(FrameKind::kLoan);
+  }
+
+  // Reads what a peer has lent, to where it belongs or to add it up.
+  Status Borrow(Link* link, const PlannedStep& planned, uint64_t limit, Message* m,
+                bool* moved) {
+    Loans& loans = *link->loans();
+    Result<uint64_t> ready = loans.Ready();
+    if (!ready.ok()) return ready.status();
+    const Step& s = planned.step;
+    const bool reduces = s.kind == StepKind::kRecvReduce;
+    for (uint64_t left = std::min(limit, ready.value()); left > 0;) {
+      const uint64_t n = reduces ? std::min(left, kBlock) : left;
+      std::vector<iovec> from;
+      PiecesOf(m->lent, m->bytes, n, kPieces, &from);
+      pieces_.clear();
+      if (reduces)
+        pieces_.push_back({Block(), n});
+      else
+        At(s.dst.region).Pieces(s.dst.offset * width_ + m->bytes, n, kPieces, &pieces_);
+      Result<uint64_t> read = loans.Borrow(pieces_, from);
+      if (!read.ok()) return read.status();
+      const uint64_t whole = read.value() - read.value() % wire_;
+      *moved = true;
+      if (whole == 0) {
+        m->Keep();
+        loans.Refuse();
+        return OkStatus();
+      }
+      loans.Take(whole);
+      if (reduces) Reduce(s, Block(), m->bytes / wire_, whole / wire_);
+      m->bytes += whole;
+      left -= whole;
+    }
+    return OkStatus();
+  }
+
+  static std::byte* Block() {
+    alignas(64) static thread_local std::byte block[kBlock];
+    return block;
+  }
+
   // Reduces or decodes straight out of the transport's memory.
   Status ReceiveThrough(Link* link, const PlannedStep& planned, uint64_t limit,
-                        Progress* p, bool* moved) {
+                        Message* m, bool* moved) {
     Result<std::span<const std::byte>> peeked = link->Peek(limit, wire_);
     if (!peeked.ok()) return peeked.status();
     const uint64_t n = peeked.value().size() / wire_;
     if (n == 0) return OkStatus();
-    const Step& s = planned.step;
-    const bool reduces = s.kind == StepKind::kRecvReduce;
-    const std::byte* from = peeked.value().data();
-    const uint64_t done = p->bytes / wire_;
+    if (planned.step.kind == StepKind::kRecvReduce)
+      Reduce(planned.step, peeked.value().data(), m->bytes / wire_, n);
+    else
+      Decoded(planned.step, peeked.value().data(), m->bytes / wire_, n);
+    link->Consume(n * wire_);
+    m->bytes += n * wire_;
+    *moved = true;
+    return OkStatus();
+  }
+
+  // Elements from `done` on have come as they travel.
+  void Reduce(const Step& s, const std::byte* from, uint64_t done, uint64_t n) const {
     uint64_t to = (s.dst.offset + done) * width_, own = (s.src.offset + done) * width_;
     for (uint64_t left = n * width_; left > 0;) {
       const Span out = At(s.dst.region).At(to, left);
-      uint64_t bytes = out.bytes;
-      if (reduces) {
-        const Span mine = At(s.src.region).At(own, bytes);
-        bytes = mine.bytes;
-        Combine(out.data, mine.data, from, bytes / width_, a_, s.first, s.last);
-      } else {
-        Decode(out.data, from, bytes / width_, a_);
-      }
-      from += bytes / width_ * wire_;
-      to += bytes;
-      own += bytes;
-      left -= bytes;
+      const Span mine = At(s.src.region).At(own, out.bytes);
+      Combine(out.data, mine.data, from, mine.bytes / width_, a_, s.first, s.last);
+      from += mine.bytes / width_ * wire_;
+      to += mine.bytes;
+      own += mine.bytes;
+      left -= mine.bytes;
     }
-    link->Consume(n * wire_);
-    p->bytes += n * wire_;
-    *moved = true;
-    return OkStatus();
+  }
+
+  void Decoded(const Step& s, const std::byte* from, uint64_t done, uint64_t n) const {
+    uint64_t to = (s.dst.offset + done) * width_;
+    for (uint64_t left = n * width_; left > 0;) {
+      const Span out = At(s.dst.region).At(to, left);
+      Decode(out.data, from, out.bytes / width_, a_);
+      from += out.bytes / width_ * wire_;
+      to += out.bytes;
+      left -= out.bytes;
+    }
   }
 
   Status Copies(bool* moved, bool* left) {
     for (int index : plan_.copies) {
       const PlannedStep& planned = plan_.steps[index];
-      Progress& p = progress_[index];
-      const uint64_t done = p.bytes / wire_, n = Allowed(planned) - done;
+      Message& m = progress_[index];
+      const uint64_t done = m.bytes / wire_, n = Allowed(planned) - done;
       if (n > 0) {
         const Step& s = planned.step;
         uint64_t to = (s.dst.offset + done) * width_;
@@ -235,12 +347,16 @@ class Run {
         for (uint64_t rest = n * width_; rest > 0;) {
           const Span out = At(s.dst.region).At(to, rest);
           const Span own = At(s.src.region).At(from, out.bytes);
-          CopyScaled(out.data, own.data, own.bytes / width_, a_, s.first, s.last);
+          if (own.bytes >= kPastCaches && IsPlain(a_, s.first) &&
+              !(s.last && a_.scales_last()))
+            CopyPast(out.data, own.data, own.bytes);
+          else
+            CopyScaled(out.data, own.data, own.bytes / width_, a_, s.first, s.last);
           to += own.bytes;
           from += own.bytes;
           rest -= own.bytes;
         }
-        p.bytes += n * wire_;
+        m.bytes += n * wire_;
         *moved = true;
       }
       if (!Finished(index)) *left = true;
@@ -248,11 +364,17 @@ class Run {
     return OkStatus();
   }
 
-  Status CheckFrame(const Frame& got, uint64_t bytes) const {
-    if (got.SameStream(frame_) && got.kind == static_cast<uint16_t>(FrameKind::kData) &&
-        got.fingerprint == frame_.fingerprint && got.step == frame_.step &&
-        got.bytes == bytes)
+  Status CheckFrame(const Frame& got, uint64_t bytes, bool lends) const {
+    const bool known = got.kind == static_cast<uint16_t>(FrameKind::kData) ||
+                       (IsLoan(got) && lends && !a_.compressed() && got.beside > 0 &&
+                        got.beside <= kMostLent);
+    if (known && got.SameStream(frame_) && got.fingerprint == frame_.fingerprint &&
+        got.step == frame_.step && got.bytes == bytes)
       return OkStatus();
+    return OutOfStep(got, bytes);
+  }
+
+  Status OutOfStep(const Frame& got, uint64_t bytes) const {
     return Status(Code::kInternal,
                   "sent a message that is out of step (seq " +
                       std::to_string(got.sequence) + ", " + std::to_string(got.bytes) +
@@ -282,7 +404,7 @@ class Run {
   bool Clear(int index) const {
     const PlannedStep& planned = plan_.steps[index];
     const bool receives = planned.step.kind != StepKind::kSend;
-    if (receives && progress_[index].header < sizeof(Frame)) return true;
+    if (receives && !progress_[index].opened()) return true;
     return Allowed(planned) > Done(index);
   }
 
@@ -301,7 +423,7 @@ class Run {
   const Lane& lane_;
   Waiter* waiter_;
   const uint64_t width_, wire_;
-  std::vector<Progress> progress_;
+  std::vector<Message> progress_;
   std::vector<size_t> next_send_, next_receive_;  // by peer
   std::vector<bool> flushed_;                     // by peer
   std::vector<iovec> pieces_;

@@ -72,6 +72,10 @@ struct Memory {
   Spans scratch;
 };
 
+// From so many bytes on, a message to a rank of this host is lent (transport/loans.h).
+// Only tests change it.
+inline std::atomic<uint64_t> least_loan{16 << 10};
+
 // Errors: kUnavailable with the peer's rank, kDeadlineExceeded with the first peer that
 // was waited for, kCancelled, kInternal for a stream that is out of step.
 Status Execute(const Plan& plan, const Memory& memory, const Arithmetic& arithmetic,

@@ -6,7 +6,7 @@
 
 namespace ringjax {
 
-enum class FrameKind : uint16_t { kAgree = 1, kExplain, kData, kRound, kEnd };
+enum class FrameKind : uint16_t { kAgree = 1, kExplain, kData, kRound, kEnd, kLoan };
 
 struct Frame {
   static constexpr uint32_t kMagic = 0x584a4752;  // "RGJX"
@@ -22,7 +22,9 @@ struct Frame {
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   uint64_t bytes = 0;   // payload that follows
-  uint64_t beside = 0;  // kRound: 1 + bytes of values behind the message; 0: none
+  // kRound: 1 + bytes of values behind the message; 0: none. kLoan: how many pieces the
+  // payload lies in, a list of which follows in its place.
+  uint64_t beside = 0;
 
   // Everything that both ends must know alike; not kind, agreed, step, fingerprint,
   // bytes and beside.

@@ -33,6 +33,9 @@ struct Plan {
   std::vector<int> peers;  // those with sends or receives
   uint64_t scratch = 0;    // elements
   uint64_t sent = 0;       // elements this rank sends
+  // Whether a message may wait with its sender until the peer can take it. The verifier
+  // proves that of the table's schedules: it has no buffers either.
+  bool lends = true;
 };
 
 // `in_place`: kIn and kOut are one memory.

@@ -11,9 +11,9 @@
 #include "base/failpoint.h"
 #include "engine/call/agreement.h"
 #include "engine/call/notes.h"
-#include "engine/call/reading.h"
 #include "engine/call/tiles.h"
 #include "engine/communicator/succession.h"
+#include "transport/loans.h"
 
 namespace ringjax {
 Communicator::Communicator(CommunicatorOptions options,
@@ -26,7 +26,6 @@ Communicator::Communicator(CommunicatorOptions options,
       succession_(std::move(succession)),
       progress_(succession_ ? std::make_shared<Progress>() : nullptr) {
   options_.topology.board = board != nullptr;
-  options_.topology.reads = board != nullptr;
   lane_.links = std::move(links);
   lane_.board = std::move(board);
   lane_.rank = rank();
@@ -347,23 +346,6 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
   const Plan& plan = planned.value()->plan;
   AddScratch(request, plan.scratch * Width(request->arithmetic.dtype));
   const std::string_view algorithm = planned.value()->algorithm->name;
-  if (algorithm == kReading && FitsReading(request->pieces, *lane_.board)) {
-    bool could = false;
-    const Status read =
-        MoveByReading(request->problem, request->memory, lane_, waiter, &could);
-    if (!read.ok() && lane_.board->Stopped() >= 0) AwaitNews();
-    RJ_TRY(read);
-    if (could) {
-      Count(*request, algorithm, plan.sent);
-      return OkStatus();
-    }
-    // Not here: by a setting of the kernel, or with memory of some device. All ranks
-    // have found out, and none tries again.
-    RJ_TRY(Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter));
-    options_.topology.reads = false;
-    plans_.clear();
-    return OkStatus();
-  }
   Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
   if (algorithm == kShared) {
     const auto& counts = request->problem.counts;
@@ -376,7 +358,17 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
                                   waiter, &could));
     if (could) return OkStatus();
   }
-  return Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
+  const Status done =
+      Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
+  // Not its own fault: it has heard of something.
+  if (GaveUp(done.rank())) AwaitNews();
+  return done;
+}
+
+bool Communicator::GaveUp(int peer) const {
+  if (peer < 0) return false;
+  const Loans* loans = lane_.links[peer]->loans();
+  return loans != nullptr && loans->gone();
 }
 
 uint64_t Communicator::SumsStay(const Request& request) {

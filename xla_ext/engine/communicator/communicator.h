@@ -338,7 +338,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status Fail(const Call& call, const Status& cause);  // ranks are those of here
   Status Aborted(const Call& call) const;
   void AwaitAbort(std::chrono::milliseconds patience) const;  // whoever finds out why
-  void AwaitNews() const;                                     // of a peer that stopped
+  bool GaveUp(int peer) const;  // the call, while its memory was read
+  void AwaitNews() const;       // of a peer that stopped
   Status Blame(const Call& call, const Status& cause) const;
   void End(const Status& blame);  // aborts and tells the peers
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers,
@@ -358,7 +359,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
 
-  // Only cost, algorithm and topology.reads ever change, in a turn.
+  // Only cost and algorithm ever change, in a turn.
   CommunicatorOptions options_;
   const std::unique_ptr<Doorbell> doorbell_;
   const std::shared_ptr<Succession> succession_;

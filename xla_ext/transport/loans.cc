@@ -1,0 +1,83 @@
+// See loans.h.
+#include "transport/loans.h"
+
+#include <algorithm>
+
+#include "base/failpoint.h"
+#include "transport/ring_link.h"
+
+namespace ringjax {
+namespace {
+
+Status Damaged() {
+  return Status(Code::kUnavailable, "shared memory is damaged: impossible loan");
+}
+
+}  // namespace
+
+Loans::Loans(LoanSide* mine, LoanSide* peer, Waker* waker)
+    : mine_(mine), peer_(peer), waker_(waker) {
+  mine_->memory = OwnMemory();
+}
+
+void Loans::TryReading() {
+  met_ = true;
+  memory_ = peer_->memory;
+  StoreShared(mine_->reads, CanRead(memory_) ? kReads : kCannotRead);
+}
+
+void Loans::Lend(uint64_t bytes) {
+  lent_ += bytes;
+  StoreShared(mine_->lent, lent_);
+  waker_->WakeIf(kWantsBytes);
+}
+
+void Loans::Withdraw() {
+  StoreShared(mine_->withdrawn, uint32_t{1});
+  waker_->WakeIf(kWantsBytes);
+}
+
+Result<uint64_t> Loans::Taken() {
+  const bool can = Can();  // before the number that is the last one then
+  const uint64_t taken = LoadShared(peer_->taken);
+  // Between what was taken before and what is lent.
+  if (taken - peer_taken_ > lent_ - peer_taken_) return Damaged();
+  peer_taken_ = taken;
+  // What the peer cannot read will be sent.
+  if (!can) lent_ = taken;
+  return taken;
+}
+
+Status Loans::Withdrawn() const {
+  if (!gone()) return OkStatus();
+  return Status(Code::kUnavailable, "gave the call up while its memory was read");
+}
+
+Result<uint64_t> Loans::Ready() {
+  RJ_TRY(Withdrawn());
+  const uint64_t lent = LoadShared(peer_->lent);
+  if (lent - taken_ < peer_lent_ - taken_) return Damaged();
+  peer_lent_ = lent;
+  awaited_ = lent == taken_;
+  return lent - taken_;
+}
+
+Result<uint64_t> Loans::Borrow(std::span<const iovec> to, std::span<const iovec> from) {
+  const ptrdiff_t got =
+      AtFailpoint(Failpoint::kBorrow).ok() ? ReadMemory(memory_, to, from) : -1;
+  RJ_TRY(Withdrawn());
+  return static_cast<uint64_t>(std::max<ptrdiff_t>(got, 0));
+}
+
+void Loans::Take(uint64_t bytes) {
+  taken_ += bytes;
+  StoreShared(mine_->taken, taken_);
+  waker_->WakeIf(kWantsRoom);
+}
+
+void Loans::Refuse() {
+  StoreShared(mine_->reads, kCannotRead);
+  waker_->WakeIf(kWantsRoom);
+}
+
+}  // namespace ringjax
