@@ -71,7 +71,7 @@ def memfd(host: Host) -> Iterator[Finding]:
 
 
 def reading(host: Host) -> Iterator[Finding]:
-    """Ranks may read each other's memory, which long broadcasts do."""
+    """Ranks may read each other's memory, which they do for long messages."""
     number = ctypes.create_string_buffer(b"ringjax")
     # As ranks do for their parent and its descendants; only Yama knows of it.
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
@@ -87,5 +87,5 @@ def reading(host: Host) -> Iterator[Finding]:
         return
     why = done.stderr.strip().rpartition("\n")[2]
     text = f"ranks may not read each other's memory ({why})"
-    text += ": long broadcasts, allgathers and alltoalls take another way"
+    text += ": long messages between them are copied twice"
     yield warn(f"{text} (Docker: --cap-add=SYS_PTRACE)", "sysctl kernel.yama")

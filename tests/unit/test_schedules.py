@@ -20,7 +20,7 @@ Counts = list[list[int]]
 Step = dict[str, Any]
 
 ROWS: list[tuple[str, str]] = _native.algorithms()
-ON_ONE_HOST = ("shared", "reading")
+ON_ONE_HOST = ("shared",)
 SIZES = [*range(1, 18), 23, 32, 33]
 
 
