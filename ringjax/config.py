@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringjax import failpoints as fail
+from ringjax import stdout
 from ringjax.settings import parsers, secret_file
 from ringjax.settings.parsers import LOG_LEVELS as LOG_LEVELS
 from ringjax.settings.parsers import Parser
@@ -414,9 +415,10 @@ def main() -> None:
     head = ("field", "variables", "default", "current", "meaning")
     rows = [head, *Config.from_env().table()]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
-        print("  ".join((*cells, row[4])))
+    with stdout.until_closed():
+        for row in rows:
+            cells = (f"{c:<{width}}" for c, width in zip(row, widths, strict=False))
+            print("  ".join((*cells, row[4])))
 
 
 if __name__ == "__main__":

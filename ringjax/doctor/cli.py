@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ringjax import stderr
+from ringjax import stderr, stdout
 from ringjax.doctor import report
 from ringjax.doctor.checks import CHECKS
 from ringjax.doctor.finding import FAIL, Job
@@ -125,11 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RingjaxError) as error:
         stderr.line(f"ringjax doctor: {error}")
         return 2
-    if args.json:
-        print(json.dumps(report.as_dict(rows, job), indent=1))
-    else:
-        colour = sys.stdout.isatty() and environ.wants_colour()
-        print(report.table(rows, job, colour=colour))
+    with stdout.until_closed():
+        if args.json:
+            print(json.dumps(report.as_dict(rows, job), indent=1))
+        else:
+            colour = sys.stdout.isatty() and environ.wants_colour()
+            print(report.table(rows, job, colour=colour))
     return int(report.worst(rows) == FAIL)
 
 

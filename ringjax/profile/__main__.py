@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ringjax import stdout
 from ringjax.profile import merge, show
 
 
@@ -22,12 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("directory", type=Path, metavar="DIR")
     args = parser.parse_args(argv)
     try:
-        print({"show": show, "merge": merge}[args.command](args.directory))
+        text = {"show": show, "merge": merge}[args.command](args.directory)
     except (OSError, ValueError) as error:
         print(f"ringjax.profile: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        return 1
+    with stdout.until_closed():
+        print(text)
     return 0
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ringjax import stderr
+from ringjax import stderr, stdout
 from ringjax.config import Config
 from ringjax.control import addresses
 from ringjax.errors import RingjaxError
@@ -229,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.check_build:
             from ringjax.run.check_build import report
 
-            print(report(), end="")
+            with stdout.until_closed():
+                print(report(), end="")
             return 0
         if args.join:
             join(args)

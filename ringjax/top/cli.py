@@ -18,6 +18,7 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ringjax import stdout
 from ringjax.control.waiting import readable
 from ringjax.monitor import sockets
 from ringjax.top import table
@@ -82,29 +83,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"ringjax top: {error}\n")
         return 1
     try:
-        with contextlib.closing(job):
-            return _look(job, options)
+        with contextlib.closing(job), stdout.until_closed():
+            _look(job, options)
     except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:  # as in `ringjax top | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        pass
+    except Ended:
+        sys.stderr.write("ringjax top: the job is over\n")
     except (OSError, ValueError) as error:
         sys.stderr.write(f"ringjax top: {error}\n")
         return 1
-
-
-def _look(job: Attached, options: argparse.Namespace) -> int:
-    try:
-        status = _first(job)
-        if options.once:
-            _print(status)
-            return 0
-        with _display() as (show, quits):
-            _follow(job, status, max(options.interval, 0.1), show, quits)
-    except Ended:
-        sys.stderr.write("ringjax top: the job is over\n")
     return 0
+
+
+def _look(job: Attached, options: argparse.Namespace) -> None:
+    status = _first(job)
+    if options.once:
+        _print(status)
+        return
+    with _display() as (show, quits):
+        _follow(job, status, max(options.interval, 0.1), show, quits)
 
 
 def _first(job: Attached) -> Status:

@@ -29,7 +29,8 @@ FLOORS = (
     {"runtime", "timeline", "recovery", "world"},
     {"run", "membership", "links", "monitor"},
     {"control"},
-    {"config", "settings", "errors", "ops", "failpoints", "stderr", "_native"},
+    {"config", "settings", "errors", "ops", "failpoints", "stderr", "stdout"}
+    | {"_native"},
 )
 FLOOR = {name: -number for number, names in enumerate(FLOORS) for name in names}
 ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # they start jobs, too

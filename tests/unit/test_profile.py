@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import random
+import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.launch import ROOT
+from support.unread import unread
 
 from ringjax.profile import archive, breakdown, merge, parts, show
 from ringjax.profile.__main__ import main
@@ -435,6 +437,12 @@ def test_show_says_what_is_wrong(
     assert main(["show", str(tmp_path)]) == 0
     assert "2 steps" in capsys.readouterr().out
     assert not (tmp_path / archive.ARCHIVE).exists()
+
+
+def test_who_reads_may_leave(tmp_path: Path) -> None:
+    job(tmp_path, ["host-a"], steps=3)
+    words = ["-P", "-m", "ringjax.profile", "show", str(tmp_path)]
+    assert unread([sys.executable, *words]) == (0, "")
 
 
 def test_the_documented_example_is_like_what_is_printed() -> None:

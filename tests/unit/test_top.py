@@ -245,6 +245,23 @@ def test_the_end_of_a_job_is_said(place: Path) -> None:
     assert done.stderr == "ringjax top: the job is over\n"
 
 
+def test_who_reads_may_leave(place: Path) -> None:
+    with Ringrun(MESSAGE * 3, hangs=True):
+        words = [sys.executable, "-P", "-m", "ringjax", "top", "-i", "0.1"]
+        top = subprocess.Popen(
+            words,
+            env=environment("top", {"TMPDIR": str(place.parent)}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        with top:
+            assert top.stdout is not None and top.stderr is not None
+            assert top.stdout.readline()
+            top.stdout.close()
+            assert (top.wait(40), top.stderr.read()) == (0, b"")
+
+
 @pytest.mark.parametrize("data", [b"nonsense\n", b"\xff\xfe\n", b'{"view": 3}\n'])
 def test_nonsense_is_an_error_and_no_traceback(place: Path, data: bytes) -> None:
     with Ringrun(data, hangs=True):

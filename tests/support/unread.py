@@ -1,0 +1,26 @@
+"""A command whose standard output is a pipe that nobody reads any longer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+
+from support.launch import environment
+
+
+def unread(words: Sequence[str]) -> tuple[int, str]:
+    """Runs it; its exit code, and what it says on standard error."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "wb") as nobody:
+        done = subprocess.run(
+            words,
+            env=environment("unread", {}),
+            stdin=subprocess.DEVNULL,
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=50,
+        )
+    return done.returncode, done.stderr

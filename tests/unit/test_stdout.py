@@ -1,0 +1,40 @@
+"""A command whose reader has left ends quietly, with the exit code it had anyway."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support.doctor import DOCTOR
+from support.unread import unread
+
+MODULE = [sys.executable, "-P", "-m"]
+IN_PARTS = """
+from ringjax import stdout
+with stdout.until_closed():
+    print("x" * 100_000)
+    print("and so on")
+    raise SystemExit("went on")
+print("after it")
+raise SystemExit(3)
+"""
+AT_THE_END = """
+from ringjax import stdout
+with stdout.until_closed():
+    print("stays in the buffer until now")
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        pytest.param([sys.executable, "-c", IN_PARTS], 3, id="in-parts"),
+        pytest.param([sys.executable, "-c", AT_THE_END], 3, id="at-the-end"),
+        pytest.param([*DOCTOR, "--no-trial"], 0, id="doctor"),
+        pytest.param([*MODULE, "ringjax.run", "--check-build"], 0, id="check-build"),
+        pytest.param([*MODULE, "ringjax.config"], 0, id="config"),
+    ],
+)
+def test_nobody_reads(words: list[str], code: int) -> None:
+    assert unread(words) == (code, "")
