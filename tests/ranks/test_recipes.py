@@ -26,6 +26,16 @@ def alike(tree):
         np.testing.assert_array_equal(every, np.broadcast_to(every[0], every.shape))
 """
 CHECKS = {
+    "From one rank to many": """
+        assert first == 0 and found["loss"] < 2e-3
+        alike((params, state))
+        ended = params
+        every = np.asarray(ringjax.allgather(np.asarray(mine)))
+        assert sorted(every) == list(range(256))
+        AGAIN
+        assert first == 6
+        np.testing.assert_array_equal(params, ended)
+    """,
     "Batch statistics": """
         alike((params, stats))
         assert np.abs(jax.tree.leaves(stats)[0]).max() > 0
@@ -104,7 +114,8 @@ def test_a_recipe(
         pytest.importorskip("equinox", reason="equinox is not installed")
     monkeypatch.chdir(str(tmp_path))  # where a program leaves files
     helpers = "" if "tensorflow" in RECIPES[name] else ALIKE
-    program = RECIPES[name] + helpers + dedent(CHECKS[name])
+    check = dedent(CHECKS[name]).replace("AGAIN\n", RECIPES[name])
+    program = RECIPES[name] + helpers + check
     job = start_job(
         2, program, env={**compiled_before(), "KERAS_BACKEND": "tensorflow"}
     )

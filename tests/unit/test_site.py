@@ -52,6 +52,45 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert _toctree("index") | api | {"index"} == PAGES
 
 
+# What a question of the first page is about, and words of the answer, which stand under
+# the heading that its first link leads to.
+ANSWERS = {
+    "install": ["pip install ringjax", "--check-build"],
+    "share": ["ringjax.data.shard", "DistributedSampler"],
+    "unequal": ["even_steps", "hvd.join()"],
+    "learning rate": ["multiply", "`size`"],
+    "saves": ["Rank 0 alone writes", "broadcast_optimizer_state"],
+    "accuracy": ["hvd.allreduce", "MetricAverageCallback"],
+    "hang": ["line of", "collective_timeout"],
+    "shut down": ["has shut down", "last line"],
+    "no faster": ["--profile", "on 2 CPUs"],
+    "several hosts": ["-H one:4,two:4", "--network-interfaces"],
+}
+
+
+def _under(page: str, anchor: str) -> str:
+    """The text of a page, or below one of its headings up to the next one."""
+    text = (DOCS / page).read_text()
+    if not anchor:
+        return text
+    below = re.split(r"(?m)^#+ (.*)$", text)
+    pairs = zip(below[1::2], below[2::2], strict=True)
+    return next(t for h, t in pairs if h.lower().replace(" ", "-") == anchor)
+
+
+def test_ten_questions_are_one_click_from_their_answers() -> None:
+    """That the links lead somewhere is asked by test_documents.py."""
+    part = (DOCS / "index.md").read_text().partition("## Ten questions")[2]
+    rows = re.findall(r"(?m)^\| ([A-Z].*\?) \| \[[^\]]*\]\(([^)#]*)#?([^)]*)\)", part)
+    assert len(rows) == len(ANSWERS) == 10
+    for (about, words), (question, page, anchor) in zip(
+        ANSWERS.items(), rows, strict=True
+    ):
+        assert about in question
+        text = _under(page, anchor)
+        assert not [word for word in words if word not in text], question
+
+
 def test_every_public_name_has_its_place_in_the_reference() -> None:
     text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     listed = {n for names in re.findall(r":names: (.*)", text) for n in names.split()}
