@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs recording clean
+.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -148,11 +148,14 @@ wheels-elsewhere: $(RELEASE)/installed  ## try them on arm64 and Python 3.14, wi
 
 # Beside the environment: the site's tools have requirements of their own.
 SITE := $(CURDIR)/$(VENV)/docs-tools
+SPHINX := JAX_PLATFORMS=cpu PYTHONPATH=$(SITE) $(BIN)/python -P -m sphinx -W --keep-going -q
 docs: $(VENV)/installed $(SITE)/installed  ## build the site into build/docs
 	PYTHONPATH=$(SITE) $(BIN)/python docs/pictures/draw.py
-	JAX_PLATFORMS=cpu PYTHONPATH=$(SITE) $(BIN)/python -P -m sphinx -W --keep-going -q \
-	  -b html docs build/docs
+	$(SPHINX) -b html docs build/docs
 	@echo "The site is build/docs/index.html"
+
+links: $(VENV)/installed $(SITE)/installed  ## ask for every address that the site leads to
+	$(SPHINX) -b linkcheck docs build/links
 
 RECORDED := docs/pictures/recorded
 recording: $(VENV)/installed-examples $(VENV)/installed-checkpoint $(SITE)/installed  ## record anew how a worker is killed
