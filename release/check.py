@@ -4,9 +4,10 @@
 
 Run by `make wheels`. What auditwheel, abi3audit, twine and check-wheel-contents say; no
 path of this machine inside; not too large; whole, with a list of what it is made of;
-the sdist has what its tests need; conda's recipe can be rendered. Then each Python
-installs its wheel into a bare environment and trains on two ranks. `--again` builds
-everything a second time, in another folder, and compares the bytes.
+conda's recipe can be rendered. Then each Python installs its wheel into a bare
+environment and trains on two ranks, and the first one runs tests and a benchmark of the
+sdist. `--again` builds everything a second time, in another folder, and compares the
+bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,12 +37,18 @@ SDIST = ("tests/conftest.py", "benchmarks/allreduce.py", "docs/conf.py", "Makefi
 # What every wheel is made of, beside its compilers and their runtimes.
 PARTS = {"nanobind", "robin-map", "XLA FFI headers"}
 BIN = Path(sys.executable).parent
+# A few tests of the sdist, alone and on ranks, that no framework but JAX is needed for.
+TESTS = ("unit/test_documents.py", "unit/test_site.py", "unit/test_benchmarks.py")
+TESTS += ("ranks/jax/test_barrier.py", "ranks/jax/test_sync.py")
+BENCHMARK = "-np 2 --peers ringjax jax-gloo --sizes 64K --no-model --no-tcp --rounds 2"
 
 
-def output(*words: str | Path) -> str:
+def output(*words: str | Path, cwd: Path | None = None) -> str:
     """What a command prints; its errors end the check."""
     done = subprocess.run(
         [str(word) for word in words],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -182,6 +191,24 @@ def check_install(dist: Path, version: str, work: Path) -> None:
     print(f"Python {version}: {wheel.name}, {seconds}", flush=True)
 
 
+def check_sdist_runs(sdist: Path, version: str, work: Path) -> None:
+    """Tests and a benchmark of the sdist, with the wheel's compiled module."""
+    source, bare = wheels.unpack(sdist, work / "sdist"), work / f"bare{version}"
+    (native,) = bare.glob("lib/*/site-packages/ringjax/_native*.so")
+    shutil.copy(native, source / "ringjax")
+    python = bare / "bin" / "python"
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    wanted = project["optional-dependencies"]["test"]
+    tools = [w for w in wanted if re.match("pytest|hypothesis|rich|flax", w)]
+    output(python, "-m", "pip", "--disable-pip-version-check", "install", *tools)
+    tests = [source / "tests" / name for name in TESTS]
+    said = output(python, "-P", "-m", "pytest", "-q", *tests, cwd=source)
+    said += output(python, "-m", "benchmarks.allreduce", *BENCHMARK.split(), cwd=source)
+    passed = re.search(r"\d+ passed", said)
+    assert passed and "jax-gloo" in said, said
+    print(f"{sdist.name}: {passed[0]}, and a benchmark", flush=True)
+
+
 def main() -> None:
     """All checks, the quick ones first."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -206,6 +233,8 @@ def main() -> None:
         print(f"{wheel.name}: {wheel.stat().st_size:,} bytes, {digest}", flush=True)
     for version in args.pythons:
         check_install(dist, version, work)
+    if args.pythons:
+        check_sdist_runs(sdist, args.pythons[0], work)
     if args.again:
         check_same_bytes(dist, work)
         print("built again: the same bytes")
