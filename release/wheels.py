@@ -161,6 +161,8 @@ def build_wheel(
         "SOURCE_DATE_EPOCH": epoch(),
         "RINGJAX_CUDA_CODE": str(device_code),
         "RINGJAX_SBOM": "ON",
+        # zig keeps objects and its libc++; none of another build gets in.
+        "ZIG_GLOBAL_CACHE_DIR": str(source.parent / "zig"),
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
     words = ["-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check"]
