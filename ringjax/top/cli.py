@@ -30,15 +30,16 @@ _ALTERNATE, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 Show = Callable[[Status], None]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    found = argparse.ArgumentParser(
         prog="ringjax top",
         description="Look at the ranks of a running job, on the host of its ringrun.",
         epilog="It shows the last five to ten seconds. waits, moves: share of the time "
         "in which a call waited for other ranks, or moved data; last in: of the calls; "
         "late by: how much, usually; at: where the program is most of the time.",
     )
-    add = parser.add_argument
+    add = found.add_argument
     add("pid", nargs="?", help="of ringrun; needed where this user has several jobs")
     add("--once", action="store_true", help="print one block of text, and end")
     add(
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="between two pictures (1)",
     )
-    return parser
+    return found
 
 
 def find(wanted: str | None) -> Path:
@@ -76,7 +77,7 @@ def find(wanted: str | None) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 if there was a job, 1 if not."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         job = Attached(find(options.pid))
     except sockets.NoJob as error:
