@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from release import toolchain, wheels
+from release import wheels
 
 PROGRAM = Path(__file__).with_name("two_ranks.py")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -140,8 +140,7 @@ def check(place: Place, dist: Path, work: Path) -> str:
     site = folder / "with-wheel"
     shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(libraries(place, folder), site, symlinks=True)
-    platform = f"manylinux_{toolchain.GLIBC.replace('.', '_')}_{place.machine}"
-    (wheel,) = dist.glob(f"ringjax-*-{place.tag}-{platform}.whl")
+    (wheel,) = dist.glob(f"ringjax-*-{place.tag}-*_{place.machine}.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     python = interpreter(place, root, folder, work)

