@@ -134,7 +134,7 @@ def test_there_are_commands() -> None:
     [
         "ringrun -np 2 --profil /tmp python train.py",
         "ringrun -np two python train.py",
-        "ringrun -np 2 pyhton train.py",
+        "ringrun -np 2 no-python train.py",
         "ringrun -np 2 python examples/jax_digit.py",
         "ringrun --log-level loud python train.py",
         "ringrun -np 4 python -m ringjax.bench allreduse",
