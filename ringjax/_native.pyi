@@ -212,27 +212,10 @@ class Heartbeat:
 class CudaCommunicator:
     """The ranks of a process set, joined by NCCL on a device and a stream of their own.
 
-    Pointers are device addresses and streams the driver's handles, both as integers, so
-    tensors of any framework may be sent. Refuses all calls once its epoch has failed.
+    Pointers are device addresses and streams handles of the driver, both as integers:
+    tensors of any framework may be sent. Refuses all calls once its epoch has failed,
+    on this device or on another one of the process.
     """
-
-    def __init__(
-        self,
-        *,
-        id: int,
-        control: Communicator,
-        device: int,
-        unique_id: bytes,
-        options: Mapping[str, float | str],
-    ) -> None:
-        """Blocks, without the GIL, until NCCL has joined all ranks of `control`.
-
-        Args:
-            id: the number of the process set; compiled programs find it by that.
-            control: joins the same ranks, for nothing else. Kept alive.
-            options: start_timeout (seconds), fusion ("hybrid", "pack" or "group"),
-                fusion_small (bytes), comm_stream (0 or 1).
-        """
     @property
     def id(self) -> int: ...
     @property
@@ -568,6 +551,23 @@ def predict(
     op: str, bytes: int, host: Sequence[int], cost: Mapping[str, float] = ...
 ) -> list[tuple[str, float]]:
     """Seconds by the cost model, of all algorithms that apply."""
+
+def connect_devices(
+    *,
+    id: int,
+    devices: Sequence[int],
+    controls: Sequence[Communicator],
+    unique_ids: Sequence[bytes],
+    options: Mapping[str, float | str],
+) -> list[CudaCommunicator]:
+    """Joins each device of this process with those of its place on the other ranks.
+
+    `controls` join the same ranks, one for each device, for nothing else; options are
+    start_timeout, fusion, fusion_small and comm_stream. Compiled programs use `id`.
+    """
+
+def device_here(id: int) -> int:
+    """The device of a program's call on this thread; -1: none of this process set."""
 
 def cuda_info() -> dict[str, Any]:
     """What is compiled in and what the driver shows; never raises.

@@ -245,6 +245,11 @@ class Config:
     gpu: bool = _setting(
         True, parsers.boolean, "CUDA devices; 0: as if there were none"
     )
+    devices_per_rank: int = _setting(
+        1,
+        parsers.or_all(parsers.integer(1, 16)),
+        "CUDA devices that a rank computes on; all: every one that it sees",
+    )
     nccl: str = _setting(
         "", str, "libnccl.so.2 to load, unless JAX has loaded one already"
     )

@@ -57,7 +57,7 @@ def device_communicator() -> Any:
     from ringjax import runtime
 
     devices = getattr(runtime.current("gpu_check"), "devices", None)
-    return devices.communicators.get(0) if devices is not None else None
+    return devices.communicators.get(0, [None])[0] if devices is not None else None
 
 
 def allreduce_stats() -> dict[str, float]:

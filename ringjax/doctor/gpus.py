@@ -6,6 +6,7 @@ import glob
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ringjax.config import Config
 from ringjax.control import addresses
 from ringjax.doctor.finding import Finding, Host, count, fail, ok, warn
 from ringjax.run.check_build import library
@@ -27,6 +28,14 @@ def _has_gpu() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
+def _each(host: Host) -> int:
+    """How many a rank is to have; 0: all, and if that cannot be read, one."""
+    try:
+        return Config.from_env(host.environ).devices_per_rank
+    except ValueError:  # told by another check
+        return 1
+
+
 def devices(host: Host) -> Iterator[Finding]:
     """The driver shows them, there is one for each rank, and code and NCCL for them."""
     about = _information()
@@ -43,9 +52,12 @@ def devices(host: Host) -> Iterator[Finding]:
     if not found:
         return
     names = ", ".join(dict.fromkeys(str(device["name"]) for device in found))
-    if len(found) < host.ranks:
+    each = _each(host) or len(found)
+    if len(found) < host.ranks * each:
         text = f"{count(host.ranks, 'rank')} and {count(len(found), 'GPU')} ({names})"
-        mend = f"ringrun -H {host.name}:{len(found)}"
+        if each > 1:
+            text += f", of which each rank is to have {each}"
+        mend = f"ringrun -H {host.name}:{max(1, len(found) // each)}"
         yield fail(text, mend, "startuperror")
     else:
         yield ok(f"{len(found)} x {names}")

@@ -31,7 +31,7 @@ class Home(Protocol):
     changed: threading.Condition
     enlistment: Enlistment | None
     devices: Devices
-    device: tuple[int, str] | None
+    device: tuple[Sequence[int], str] | None
     sets: dict[int, list[int]]
     waits: bool
 

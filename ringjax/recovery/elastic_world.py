@@ -51,7 +51,7 @@ class ElasticWorld(World):
         dismissed: this rank has left in good order.
         waits: an epoch is there in which all start again, once the program does.
         calls: what goes on from epoch to epoch.
-        device: the number of this rank's CUDA device, or -1 and why it has none; None
+        device: the numbers of this rank's CUDA devices, or why it has none; None
             until that is known.
     """
 
@@ -70,8 +70,8 @@ class ElasticWorld(World):
         self._registry = registry
         self._members: tuple[Member, ...] = ()
         self._former: forming.Former | None = None
-        self.device: tuple[int, str] | None = None
-        self._share: int | None = None
+        self.device: tuple[Sequence[int], str] | None = None
+        self._share: tuple[int, ...] | None = None
         self._end: tuple[type[RingjaxError], str] | None = None
         self._removed: set[int] = set()
         self._over = -1  # the newest epoch that was stopped
@@ -369,17 +369,17 @@ class ElasticWorld(World):
         return self.generation.workers if finished else self.contributors
 
     @property
-    def device_share(self) -> int | None:
-        """As in every world; a rank stays on it, whatever its number becomes."""
+    def device_share(self) -> tuple[int, ...] | None:
+        """As in every world; a rank stays on them, whatever its number becomes."""
         if self._share is None:
             self._share = super().device_share
         return self._share
 
-    def open_devices(self, device: int, why_not: str = "") -> None:
+    def open_devices(self, numbers: Sequence[int], why_not: str = "") -> None:
         """As in every world; a newcomer does it when it is a member."""
         if self.device is not None:
             return
-        self.device = device, why_not
+        self.device = numbers, why_not
         if self.generation is not None and not elastic_devices.renew(self):
             elastic_devices.start_again(self, elastic_devices.LOST)
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ringjax.config import LOG_LEVELS
-from ringjax.run import option_file
+from ringjax.run import option_file, rank_options
 from ringjax.run.monitor import options as watching
 from ringjax.run.numbers import number as _number
 
@@ -77,7 +77,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.set_defaults(ignored=[])
     parser.add_argument("-v", "--version", action="version", version=version)
     _add_basic(parser)
-    _add_groups(parser)
+    rank_options.add_options(parser)
     _add_agent(parser)
     _add_handed(parser)
     _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
@@ -149,17 +149,6 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         "--config-file",
         metavar="FILE",
         help="options from a file: TOML (.toml), or Horovod's YAML if PyYAML is there",
-    )
-
-
-def _add_groups(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--group-size",
-        type=_number(int, 1),
-        metavar="K",
-        help="JAX joins every K processes to one (jax.distributed), over whose devices "
-        "it shards; ringjax averages between such groups, and with --min-np they are "
-        "lost and join as a whole (1)",
     )
 
 
@@ -403,7 +392,7 @@ _VARIABLES = {
     "autotune_warmup_samples": "RINGJAX_AUTOTUNE_WARMUP_SAMPLES",
     "autotune_steps_per_sample": "RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE",
     **watching.VARIABLES,
-    "group_size": "RINGJAX_GROUP_SIZE",
+    **rank_options.VARIABLES,
     "timeline_filename": "RINGJAX_TIMELINE",
     "profile": "RINGJAX_PROFILE",
 }

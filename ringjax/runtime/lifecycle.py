@@ -132,7 +132,7 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
         for callback in list(_on_init):
             callback()
         if world.devices.possible:  # no effect where a callback has said something else
-            world.open_devices(-1, "JAX had not been imported before ringjax.init()")
+            world.open_devices((), "JAX had not been imported before ringjax.init()")
     except BaseException:
         shutdown()
         raise

@@ -30,6 +30,20 @@ def integer(low: int, high: int | None = None) -> Parser:
     return parse
 
 
+def or_all(parse: Parser) -> Parser:
+    """What `parse` takes, or "all", which is 0."""
+
+    def either(text: str) -> Any:
+        if text.strip().lower() == "all":
+            return 0
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"all, or {error}") from None
+
+    return either
+
+
 def seconds(low: float = 0.0, unit: str = "seconds") -> Parser:
     """A number of seconds, or of what `unit` says."""
     expected = f"a number of {unit}, at least {low:g}"

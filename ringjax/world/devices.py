@@ -17,13 +17,14 @@ from typing import Any, Protocol
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.control.session import ranks_text
 from ringjax.errors import Mismatch, RingjaxError, StartupError, from_status
+from ringjax.world import device_agreement
 from ringjax.world.coordinates import Standing
+from ringjax.world.device_agreement import version_text
 
-CONTROL = 1 << 30  # added to the number of a process set: that of its control mesh
-# What ranks must agree about, or they would call NCCL differently.
-_AGREED = ("fusion", "fusion_small")
+# Added to the number of a process set: that of its control mesh, for the first device
+# of each rank; and as often for each further one.
+CONTROL, _PLACE = 1 << 30, 1 << 20
 _ORDERS_LAUNCHES = 12030  # the driver from which on kernels in order may overlap
 _NO_CODE = "none"  # what the core says of its device code if it was built without
 
@@ -100,10 +101,13 @@ def memory_fraction() -> str:
     return ""
 
 
-def _gpu(device: int) -> str:
-    """What tells this rank's GPU from all others; nothing if it is not known."""
+def _gpus(devices: Sequence[int]) -> list[str]:
+    """What tells this rank's GPUs from all others; nothing if it is not known."""
     found = information()["devices"]
-    return str(found[device].get("uuid", "")) if 0 <= device < len(found) else ""
+    return [
+        str(found[device].get("uuid", "")) if device < len(found) else ""
+        for device in devices
+    ]
 
 
 def lane_options(config: Config, device: int) -> dict[str, Any]:
@@ -131,22 +135,32 @@ def _options(config: Config) -> dict[str, Any]:
     }
 
 
-def version_text(version: int) -> str:
-    """2.28.9 for 22809."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
 # -- which device ----------------------------------------------------------------------
 
 
-def share(local_rank: int, local_size: int, devices: int) -> int | None:
-    """The device of this rank if ranks of a host must share out several, else None.
+ALL = 0  # devices per rank: every one that it sees
+
+
+def share(
+    local_rank: int, local_size: int, devices: int, each: int = 1
+) -> tuple[int, ...] | None:
+    """The devices of this rank if ranks of a host must share them out, else None.
+
+    Args:
+        local_rank: number of this rank on its host.
+        local_size: ranks there.
+        devices: that it sees.
+        each: how many a rank is to have; `ALL`.
 
     Example:
-        >>> share(local_rank=5, local_size=8, devices=4)
-        1
+        >>> share(local_rank=5, local_size=8, devices=4), share(1, 2, 8, each=4)
+        ((1,), (4, 5, 6, 7))
     """
-    return local_rank % devices if devices > 1 and local_size > 1 else None
+    if each == ALL or devices <= each or (each == 1 and local_size == 1):
+        return None
+    places = max(1, devices // each)
+    first = local_rank % places * each
+    return tuple(range(first, first + each))
 
 
 # -- communicators ---------------------------------------------------------------------
@@ -185,14 +199,15 @@ class Devices:
 
     Attributes:
         counts: how many devices the driver of each rank has.
-        communicators: by number of the process set.
-        device: the number of this rank's device, -1 if it has none.
+        communicators: by number of the process set, one for each of `numbers`.
+        numbers: of this rank's devices, in an order that ranks share: the first of all
+            are joined, the second, and so on.
     """
 
     def __init__(self, home: Home, counts: Sequence[int]) -> None:
         self.counts = list(counts)
-        self.communicators: dict[int, _native.CudaCommunicator] = {}
-        self.device = -1
+        self.communicators: dict[int, list[_native.CudaCommunicator]] = {}
+        self.numbers: tuple[int, ...] = ()
         self._home, self._opened, self._reason = home, False, ""
 
     @property
@@ -201,13 +216,13 @@ class Devices:
         return any(self.counts)
 
     def open(
-        self, device: int, why_not: str, sets: Mapping[int, Sequence[int]]
+        self, numbers: Sequence[int], why_not: str, sets: Mapping[int, Sequence[int]]
     ) -> None:
         """Builds the communicators of all `sets`; every rank calls it, only once acts.
 
         Args:
-            device: the number of this rank's device; -1: it has none because of
-                `why_not`, and then no rank gets communicators.
+            numbers: of this rank's devices; if it has none, because of `why_not`, no
+                rank gets communicators.
             sets: the ranks of each process set, alike on all ranks.
 
         Raises:
@@ -217,9 +232,9 @@ class Devices:
             return
         self._opened = True
         try:
-            self._reason = self._assemble(device, why_not)
+            self._reason = self._assemble(tuple(numbers), why_not)
             if not self._reason:
-                self.device = device
+                self.numbers = tuple(numbers)
                 for number in sorted(sets):
                     self.add(number, sets[number])
         except BaseException as error:
@@ -229,10 +244,10 @@ class Devices:
         if self._reason:
             self._home.log("info", f"no CUDA collectives in jit: {self._reason}")
 
-    def _assemble(self, device: int, why_not: str) -> str:
+    def _assemble(self, numbers: tuple[int, ...], why_not: str) -> str:
         """Why there will be no device communicators, or nothing; alike on all ranks."""
         config, version, path = self._home.config, 0, ""
-        if device >= 0:
+        if numbers:
             try:
                 version, path = open_library(config.nccl)
             except RingjaxError as error:
@@ -242,23 +257,21 @@ class Devices:
                 "warning", f"RINGJAX_NCCL is not used: {path} is loaded already"
             )
         mine = {
-            "device": why_not or device,
+            "device": why_not or list(numbers),
+            "wanted": config.devices_per_rank,
             "nccl": version,
             "path": path,
-            "settings": {name: getattr(config, name) for name in _AGREED},
+            "settings": {s: getattr(config, s) for s in device_agreement.SETTINGS},
             "packs": information()["device_code"] != _NO_CODE,
             "tls": config.tls,
-            "gpu": _gpu(device),
+            "gpu": _gpus(numbers),
             "shares": shares_gpu(),
         }
         said = self._exchange(mine, "ringjax.init: the devices of all ranks")
         for rank, other in enumerate(said):
             if isinstance(other["device"], str):
                 return f"rank {rank} has no CUDA device: {other['device']}"
-        _check_versions(said)
-        _check_settings(said)
-        _check_code(said)
-        _check_gpus(said, self._home.standing.hosts)
+        device_agreement.check(said, self._home.standing.hosts)
         required = any(other["tls"] == "required" for other in said)
         if required and len(set(self._home.standing.hosts)) > 1:
             return (
@@ -280,7 +293,7 @@ class Devices:
                 "XLA_PYTHON_CLIENT_MEM_FRACTION to 0.85 or less if it finds none",
             )
         self._home.log(
-            "debug", f"device {device}, NCCL {version_text(version)} at {path}"
+            "debug", f"{_name(numbers)}, NCCL {version_text(version)} at {path}"
         )
         return ""
 
@@ -290,13 +303,13 @@ class Devices:
         Raises:
             StartupError: NCCL or a rank failed.
         """
-        if self.device < 0:
+        if not self.numbers:
             return
         what = "the world" if number == 0 else f"process set {number}"
-        value: dict[str, str] = {}
+        value: dict[str, Any] = {}
         if self._home.rank == ranks[0]:
             try:
-                value["id"] = _native.nccl_unique_id().hex()
+                value["ids"] = [_native.nccl_unique_id().hex() for _ in self.numbers]
             except _native.StatusError as error:
                 value["error"] = str(error)
         said = self._exchange(value, f"ringjax: the NCCL id of {what}")[ranks[0]]
@@ -305,30 +318,43 @@ class Devices:
                 f"{what} has no device communicator: rank {ranks[0]}: {said['error']}"
             )
         if self._home.rank in ranks:
-            self._build(number, ranks, bytes.fromhex(said["id"]), what)
+            self._build(number, ranks, [bytes.fromhex(i) for i in said["ids"]], what)
+
+    def _controls(self, number: int) -> list[int]:
+        return [number | CONTROL | i * _PLACE for i in range(len(self.numbers))]
 
     def _build(
-        self, number: int, ranks: Sequence[int], unique_id: bytes, what: str
+        self, number: int, ranks: Sequence[int], unique_ids: list[bytes], what: str
     ) -> None:
-        control = self._home.connect_control(
-            number | CONTROL, ranks, f"{'world' if number == 0 else what} (device)"
-        )
+        name = "world" if number == 0 else what
         try:
-            self.communicators[number] = _native.CudaCommunicator(
+            controls = [
+                self._home.connect_control(
+                    each,
+                    ranks,
+                    f"{name} (device{f' {i}' if len(self.numbers) > 1 else ''})",
+                )
+                for i, each in enumerate(self._controls(number))
+            ]
+            self.communicators[number] = _native.connect_devices(
                 id=number,
-                control=control,
-                device=self.device,
-                unique_id=unique_id,
+                controls=controls,
+                devices=self.numbers,
+                unique_ids=unique_ids,
                 options=_options(self._home.config),
             )
         except _native.StatusError as error:
             gone = {r: why for r, why in self._home.gone().items() if r in ranks}
             who = "".join(f"; rank {r} {why}" for r, why in gone.items())
-            self._home.disconnect(number | CONTROL)
+            self._disconnect(number)
             raise StartupError(
-                f"{what} has no device communicator: rank {self._home.rank}, device "
-                f"{self.device}: {error}{who}"
+                f"{what} has no device communicator: rank {self._home.rank}, "
+                f"{_name(self.numbers)}: {error}{who}"
             ) from error
+
+    def _disconnect(self, number: int) -> None:
+        for each in self._controls(number):
+            self._home.disconnect(each)
 
     def _exchange(self, value: dict[str, Any], what: str) -> list[Any]:
         try:
@@ -350,25 +376,32 @@ class Devices:
 
     def remove(self, number: int) -> None:
         """Ends the communicator of a process set, if there is one."""
-        communicator = self.communicators.pop(number, None)
-        if communicator is not None:
+        communicators = self.communicators.pop(number, [])
+        for communicator in communicators:
             communicator.close()
-            self._home.disconnect(number | CONTROL)
+        if communicators:
+            self._disconnect(number)
 
     def stop(self, text: str, rank: int) -> None:
         """Fails what is pending. Any thread may do so."""
-        for communicator in list(self.communicators.values()):
+        for communicator in self.everyone():
             communicator.abort(text, rank)
+
+    def everyone(self) -> list[_native.CudaCommunicator]:
+        """The communicators of all process sets."""
+        return [one for each in list(self.communicators.values()) for one in each]
 
     def close(self) -> None:
         """Ends all communicators, the latest first; the world ends their control."""
         for number in sorted(self.communicators, reverse=True):
-            try:
-                self.communicators[number].close()
-            except _native.StatusError as error:  # what remains must end as well
-                self._home.log("warning", f"the end of a device communicator: {error}")
+            for communicator in self.communicators[number]:
+                try:
+                    communicator.close()
+                except _native.StatusError as error:  # what remains must end as well
+                    text = f"the end of a device communicator: {error}"
+                    self._home.log("warning", text)
         self.communicators.clear()
-        self.device = -1
+        self.numbers = ()
 
 
 def absence(config: Config) -> str:
@@ -386,61 +419,13 @@ def count(config: Config) -> int:
     return len(information()["devices"]) if config.gpu else 0
 
 
+def _name(numbers: Sequence[int]) -> str:
+    several = "s" if len(numbers) > 1 else ""
+    return f"device{several} {', '.join(map(str, numbers))}"
+
+
 def _same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:
         return False
-
-
-def _check_versions(said: Sequence[dict[str, Any]]) -> None:
-    """NCCL itself would refuse, with less to go by."""
-    groups: dict[int, list[int]] = {}
-    for rank, other in enumerate(said):
-        groups.setdefault(int(other["nccl"]), []).append(rank)
-    if len(groups) > 1:
-        seen = "; ".join(
-            f"{ranks_text(ranks)}: {version_text(version)} ({said[ranks[0]]['path']})"
-            for version, ranks in groups.items()
-        )
-        raise StartupError(
-            f"all ranks must load the same NCCL, but they have {seen}; install one "
-            "version everywhere, or name it by RINGJAX_NCCL"
-        )
-
-
-def _check_settings(said: Sequence[dict[str, Any]]) -> None:
-    first = said[0]["settings"]
-    for rank, other in enumerate(said):
-        for name in _AGREED:
-            if other["settings"].get(name) != first.get(name):
-                raise StartupError(
-                    f"RINGJAX_{name.upper()} must be alike on all ranks: it is "
-                    f"{first.get(name)!r} on rank 0 and "
-                    f"{other['settings'].get(name)!r} on rank {rank}"
-                )
-
-
-def _check_code(said: Sequence[dict[str, Any]]) -> None:
-    """Ranks that pack and ranks that do not would call NCCL differently."""
-    without = [rank for rank, other in enumerate(said) if not other["packs"]]
-    if 0 < len(without) < len(said):
-        raise StartupError(
-            f"all ranks must have the same build of ringjax, but {ranks_text(without)} "
-            "has none of the device code that the others have"
-        )
-
-
-def _check_gpus(said: Sequence[dict[str, Any]], hosts: Sequence[int]) -> None:
-    """NCCL itself would say "Duplicate GPU detected", in its own log only."""
-    seen: dict[tuple[str, int], int] = {}
-    for rank, other in enumerate(said):
-        if not other["gpu"] or other["shares"]:
-            continue
-        first = seen.setdefault((other["gpu"], hosts[rank]), rank)
-        if first != rank:
-            raise StartupError(
-                f"rank {first} and rank {rank} compute on the same GPU, "
-                f"{other['gpu']}; NCCL wants one for each rank: start no more ranks on "
-                "a host than it has GPUs, or give each its own by CUDA_VISIBLE_DEVICES"
-            )

@@ -268,7 +268,7 @@ class World:
         counts = [int(m.hello.get("cuda", 0)) for m in members]
         counts = counts or [devices.count(self.config)]
         mine, local = counts[self.rank], self.standing.local_size
-        if mine and local > mine:
+        if mine and local * max(1, self.config.devices_per_rank) > mine:
             self.log(
                 "info",
                 f"{local} ranks of this host share {mine} CUDA device(s): let JAX take "
@@ -287,27 +287,27 @@ class World:
         if not self.devices.possible:
             return None
         have = self.devices.counts[self.rank]
-        return devices.lane_options(self.config, self.device_share or 0 if have else -1)
+        first = (self.device_share or (0,))[0]
+        return devices.lane_options(self.config, first if have else -1)
 
     @property
-    def device_share(self) -> int | None:
-        """The CUDA device that falls to this rank, None if there is no choice."""
-        standing, counts = self.standing, self.devices.counts
-        return devices.share(
-            standing.local_rank, standing.local_size, counts[self.rank]
-        )
+    def device_share(self) -> tuple[int, ...] | None:
+        """The CUDA devices that fall to this rank, None if there is no choice."""
+        here, each = self.standing, self.config.devices_per_rank
+        count = self.devices.counts[self.rank]
+        return devices.share(here.local_rank, here.local_size, count, each)
 
-    def open_devices(self, device: int, why_not: str = "") -> None:
+    def open_devices(self, numbers: Sequence[int], why_not: str = "") -> None:
         """Builds the device communicators, once; collective over the world.
 
         Args:
-            device: the number of the CUDA device that this rank computes on, -1 if it
-                computes on none, because of `why_not`.
+            numbers: of the CUDA devices that this rank computes on; if there are none,
+                because of `why_not`.
 
         Raises:
             StartupError: the ranks do not fit together, or NCCL failed.
         """
-        self.devices.open(device, why_not, self.sets)
+        self.devices.open(numbers, why_not, self.sets)
 
     def confirm(self) -> None:
         """Waits until all calls on devices have ended.
@@ -316,7 +316,7 @@ class World:
             PeerLost, RingjaxError: they have failed, and their results are void.
         """
         try:
-            for communicator in list(self.devices.communicators.values()):
+            for communicator in self.devices.everyone():
                 communicator.confirm()
             for lane in list(self.lanes.lanes.values()):
                 lane.confirm()

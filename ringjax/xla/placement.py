@@ -1,13 +1,14 @@
-"""Which CUDA device JAX computes on, asked once ringjax knows its ranks.
+"""Which CUDA devices JAX computes on, asked once ringjax knows its ranks.
 
-Ranks of a host share out its devices, unless somebody has chosen already. The device
+Ranks of a host share out its devices, unless somebody has chosen already: one each, or
+as many as RINGJAX_DEVICES_PER_RANK says. The device
 communicators are built in `world/devices.py`, which knows no framework. Not for CPU
 devices: there is nothing to build for them. Uses what is public of JAX only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,39 +31,43 @@ def open_devices(started: bool) -> None:
     if not world.devices.possible:
         return
     why_not = world.cuda_absence
-    number = -1
+    numbers: Sequence[int] = ()
     if not why_not:
         if world.device_share is not None:
             pin(world.device_share, started, world.log)
-        number, why_not = cuda_device()
-    world.open_devices(number, why_not)
+        numbers, why_not = cuda_devices(world.config.devices_per_rank)
+    world.open_devices(numbers, why_not)
 
 
-def pin(device: int, started: bool, log: Callable[[str, str], None]) -> None:
-    """Lets JAX see this rank's device only, unless somebody has chosen already."""
+def pin(numbers: Sequence[int], started: bool, log: Callable[[str, str], None]) -> None:
+    """Lets JAX see this rank's devices only, unless somebody has chosen already."""
     settings: Any = jax.config
     if settings.values.get(_VISIBLE, "all") not in ("", "all"):
         return
+    mine = ",".join(map(str, numbers))
     if not started:
-        jax.config.update(_VISIBLE, str(device))
-    elif jax.default_backend() == "gpu" and jax.local_device_count() > 1:
+        jax.config.update(_VISIBLE, mine)
+    elif jax.default_backend() == "gpu" and jax.local_device_count() > len(numbers):
         log(
             "warning",
             f"JAX was used before ringjax.init() and holds all "
             f"{jax.local_device_count()} devices of this host; call ringjax.init() "
-            f"first, or set CUDA_VISIBLE_DEVICES={device} for this rank",
+            f"first, or set CUDA_VISIBLE_DEVICES={mine} for this rank",
         )
 
 
-def cuda_device() -> tuple[int, str]:
-    """The number of the CUDA device that JAX computes on; else -1 and why it does not.
+def cuda_devices(each: int = 1) -> tuple[Sequence[int], str]:
+    """The numbers of the CUDA devices that JAX computes on; or none, and why.
 
     Numbers are the driver's, whatever JAX was told to see.
+
+    Args:
+        each: how many are wanted: 1 is JAX's default device, else all that it sees.
     """
     settings: Any = jax.config
     platforms = settings.jax_platforms
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return -1, f"JAX_PLATFORMS is {platforms}"
+        return (), f"JAX_PLATFORMS is {platforms}"
     chosen: Any = settings.jax_default_device
     if chosen is None:
         chosen = jax.default_backend()
@@ -70,5 +75,9 @@ def cuda_device() -> tuple[int, str]:
         chosen = jax.local_devices(backend=chosen)[0]
     version = str(getattr(chosen.client, "platform_version", ""))
     if chosen.platform not in ("gpu", "cuda") or "rocm" in version.lower():
-        return -1, f"JAX computes on {chosen.platform}"
-    return int(chosen.local_hardware_id), ""
+        return (), f"JAX computes on {chosen.platform}"
+    if each == 1:
+        return (int(chosen.local_hardware_id),), ""
+    seen = jax.local_devices(backend=chosen.platform)
+    numbers = sorted(int(device.local_hardware_id) for device in seen)
+    return numbers, ""

@@ -29,11 +29,11 @@ def connect(fusion: str = "hybrid", comm_stream: int = 1) -> Any:
     """A world of one rank; its number is one that nobody else has."""
     devices.open_library("")
     (control,) = _native.local_world([0])
-    return _native.CudaCommunicator(
+    (made,) = _native.connect_devices(
         id=1 << 20,
-        control=control,
-        device=0,
-        unique_id=_native.nccl_unique_id(),
+        controls=[control],
+        devices=[0],
+        unique_ids=[_native.nccl_unique_id()],
         options={
             "start_timeout": 40.0,
             "fusion": fusion,
@@ -41,6 +41,7 @@ def connect(fusion: str = "hybrid", comm_stream: int = 1) -> Any:
             "comm_stream": float(comm_stream),
         },
     )
+    return made
 
 
 @pytest.fixture(params=["hybrid", "pack", "group"])

@@ -72,20 +72,22 @@ def open_at_init() -> None:
 
     def take() -> None:
         world = runtime.current("test")
-        mine = world.device_share or 0
-        world.open_devices(-1 if world.cuda_absence else mine, world.cuda_absence)
+        seen = world.devices.counts[world.rank]
+        seen = min(seen, world.config.devices_per_rank or seen)
+        mine = world.device_share or range(seen)
+        world.open_devices(() if world.cuda_absence else mine, world.cuda_absence)
 
     runtime.on_init(take)
 
 
 class Device:
-    """This rank's end of a device communicator."""
+    """This rank's end of a device communicator, of one of its devices."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, place: int = 0) -> None:
         world = runtime.current("test")
         problem = world.devices.problem(number)
         assert not problem, problem
-        self.core = world.devices.communicators[number]
+        self.core = world.devices.communicators[number][place]
         self.rank, self.size = self.core.rank, self.core.size
 
     def enqueue(

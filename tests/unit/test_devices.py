@@ -50,7 +50,7 @@ class Core:
         self.calls.append(("id",))
         return bytes(128)
 
-    def communicator(self, **arguments: Any) -> Any:
+    def connect(self, **arguments: Any) -> list[Any]:
         if self.failing:
             raise Failure(self.failing, "UNAVAILABLE")
         self.calls.append(("make", arguments["id"]))
@@ -65,7 +65,7 @@ class Core:
             def abort(self, text: str, rank: int) -> None:
                 core.calls.append(("abort", arguments["id"], text, rank))
 
-        return Made()
+        return [Made() for _ in arguments["devices"]]
 
 
 class Home:
@@ -107,7 +107,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     fake = Core({"": "/usr/lib/libnccl.so.2"})
     monkeypatch.setattr(_native, "open_nccl", fake.open_nccl)
     monkeypatch.setattr(_native, "nccl_unique_id", fake.nccl_unique_id)
-    monkeypatch.setattr(_native, "CudaCommunicator", fake.communicator)
+    monkeypatch.setattr(_native, "connect_devices", fake.connect)
     monkeypatch.setattr(devices, "wheel_library", lambda: None)
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")
@@ -189,7 +189,7 @@ def test_all_process_sets_get_one(core: Core) -> None:
     home = Home(core, fusion="pack", fusion_small=7, comm_stream=False)
     both = devices_of(home)
     assert both.problem(0) == "it was not built"
-    both.open(3, "", {0: [0, 1], 2: [1], 1: [0]})
+    both.open([3], "", {0: [0, 1], 2: [1], 1: [0]})
     made = [call for call in core.calls if call[0] in ("connect", "make")]
     assert made == [
         ("connect", 0 | devices.CONTROL, [0, 1], "world (device)"),
@@ -198,8 +198,9 @@ def test_all_process_sets_get_one(core: Core) -> None:
         ("make", 1),
     ]
     assert core.calls.count(("id",)) == 2  # set 2's comes from rank 1
-    options = cast(Any, both.communicators[0]).options
-    assert (options["device"], options["unique_id"]) == (3, bytes(128))
+    (first,) = both.communicators[0]
+    options = cast(Any, first).options
+    assert (options["devices"], options["unique_ids"]) == ((3,), [bytes(128)])
     assert options["options"] == {
         "start_timeout": 120.0,
         "fusion": "pack",
@@ -208,13 +209,13 @@ def test_all_process_sets_get_one(core: Core) -> None:
     }
     assert (both.problem(0), both.problem(1)) == ("", "")
     before = len(core.calls)
-    both.open(3, "", {0: [0, 1]})  # only the first call acts
+    both.open([3], "", {0: [0, 1]})  # only the first call acts
     assert len(core.calls) == before
 
 
 def test_the_end_in_good_order(core: Core) -> None:
     both = devices_of(Home(core))
-    both.open(0, "", {0: [0, 1], 1: [0]})
+    both.open([0], "", {0: [0, 1], 1: [0]})
     core.calls.clear()
     both.remove(1)
     both.remove(1)
@@ -231,7 +232,7 @@ def test_ranks_with_different_nccls_refuse_each_other(core: Core) -> None:
     home.others = lambda rank, value: value | (odd if rank in (1, 3) else {})
     four = devices_of(home, [1] * 4)
     with pytest.raises(StartupError) as error:
-        four.open(0, "", {0: [0, 1, 2, 3]})
+        four.open([0], "", {0: [0, 1, 2, 3]})
     assert "ranks 0, 2: 2.28.9 (/usr/lib/libnccl.so.2)" in str(error.value)
     assert "ranks 1, 3: 2.27.3 (/other/libnccl.so.2)" in str(error.value)
     assert "RINGJAX_NCCL" in four.problem(0)
@@ -246,7 +247,7 @@ def test_ranks_with_different_fusion_refuse_each_other(
         value | {"settings": value["settings"] | {setting: 5}}
     )
     with pytest.raises(StartupError, match=f"RINGJAX_{setting.upper()} must be alike"):
-        devices_of(home).open(0, "", {0: [0, 1]})
+        devices_of(home).open([0], "", {0: [0, 1]})
 
 
 def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> None:
@@ -254,7 +255,7 @@ def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> Non
     mine = devices.information()["device_code"] != "none"
     home.others = lambda rank, value: value | {"packs": mine != (rank == 2)}
     with pytest.raises(StartupError, match="same build of ringjax, but rank"):
-        devices_of(home).open(0, "", {0: [0, 1, 2]})
+        devices_of(home).open([0], "", {0: [0, 1, 2]})
 
 
 def test_jax_that_leaves_nccl_no_memory_is_warned_about(
@@ -267,7 +268,7 @@ def test_jax_that_leaves_nccl_no_memory_is_warned_about(
             if name in variables:
                 monkeypatch.setenv(full, variables[name])
         home = Home(core)
-        devices_of(home).open(0, "", {0: [0, 1]})
+        devices_of(home).open([0], "", {0: [0, 1]})
         return any("of the GPU's memory" in line for line in home.lines)
 
     assert warned(FRACTION=".95")
@@ -286,15 +287,15 @@ def test_two_ranks_on_one_gpu_are_told_so(
     home = Home(core, 3)
     home.others = lambda rank, value: value | ({"gpu": "GPU-c"} if rank == 1 else {})
     with pytest.raises(StartupError, match=r"rank 0 and rank 2 .* same GPU, GPU-b; "):
-        devices_of(home, [2] * 3).open(1, "", {0: [0, 1, 2]})
+        devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
     # Of another host it is another one, whatever it says.
     home.standing = Standing.of(0, ["here", "here", "there"])
-    devices_of(home, [2] * 3).open(1, "", {0: [0, 1, 2]})
+    devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
     assert core.calls.count(("make", 0)) == 1
     # Who has arranged for it may share one.
     home.standing = Standing.of(0, ["here"] * 3)
     monkeypatch.setenv("NCCL_HOSTID", "test-0")
-    devices_of(home, [2] * 3).open(1, "", {0: [0, 1, 2]})
+    devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
     assert core.calls.count(("make", 0)) == 2
 
 
@@ -302,11 +303,11 @@ def test_two_ranks_on_one_gpu_are_told_so(
 def test_what_must_be_encrypted_does_not_go_by_nccl(core: Core, required: int) -> None:
     home = Home(core, tls=["required", "auto"][required])
     home.others = lambda rank, value: value | {"tls": ["auto", "required"][required]}
-    devices_of(home).open(0, "", {0: (0, 1)})  # it stays on this host
+    devices_of(home).open([0], "", {0: (0, 1)})  # it stays on this host
     assert ("make", 0) in core.calls
     home.standing = Standing.of(0, ["here", "there"])
     found = devices_of(home)
-    found.open(0, "", {0: (0, 1)})
+    found.open([0], "", {0: (0, 1)})
     assert "NCCL does not encrypt what goes from host to host" in found.problem(0)
 
 
@@ -314,7 +315,7 @@ def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
     home = Home(core)
     home.others = lambda rank, value: value | {"device": "JAX computes on cpu"}
     both = devices_of(home)
-    both.open(0, "", {0: [0, 1]})
+    both.open([0], "", {0: [0, 1]})
     assert both.problem(0) == "rank 1 has no CUDA device: JAX computes on cpu"
     assert both.communicators == {}
     assert home.lines[-1].startswith("info: no CUDA collectives in jit: rank 1 has")
@@ -323,7 +324,7 @@ def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
 
 def test_a_rank_without_a_device_says_so_and_opens_no_nccl(core: Core) -> None:
     both = devices_of(Home(core))
-    both.open(-1, "RINGJAX_GPU is 0", {0: [0, 1]})
+    both.open([], "RINGJAX_GPU is 0", {0: [0, 1]})
     assert both.problem(0) == "rank 0 has no CUDA device: RINGJAX_GPU is 0"
     assert core.calls == []
 
@@ -331,7 +332,7 @@ def test_a_rank_without_a_device_says_so_and_opens_no_nccl(core: Core) -> None:
 def test_without_nccl_there_are_no_device_communicators(core: Core) -> None:
     core.files.clear()
     both = devices_of(Home(core))
-    both.open(0, "", {0: [0, 1]})
+    both.open([0], "", {0: [0, 1]})
     assert "libnccl.so.2: cannot open" in both.problem(0)
 
 
@@ -354,7 +355,7 @@ def test_nccls_words_and_who_is_gone(core: Core) -> None:
     home.lost, core.failing = {1: "was killed", 7: "left"}, "ncclCommInitRank: broken"
     both = devices_of(home)
     with pytest.raises(StartupError) as error:
-        both.open(2, "", {0: [0, 1]})
+        both.open([2], "", {0: [0, 1]})
     text = str(error.value)
     assert "rank 0, device 2: ncclCommInitRank: broken; rank 1 was killed" in text
     assert "rank 7" not in text
@@ -370,20 +371,20 @@ def test_the_first_rank_of_a_set_may_fail(core: Core) -> None:
     with pytest.raises(
         StartupError, match="process set 1 has no .*rank 1: no interface"
     ):
-        devices_of(home).open(0, "", {1: [1]})
+        devices_of(home).open([0], "", {1: [1]})
 
 
 def test_another_call_on_another_rank_is_a_mismatch(core: Core) -> None:
     home = Home(core)
     home.others = lambda rank, value: "add_process_set 1 [0] 0123"
     with pytest.raises(Mismatch, match="rank 1 calls add_process_set 1"):
-        devices_of(home).open(0, "", {0: [0, 1]})
+        devices_of(home).open([0], "", {0: [0, 1]})
 
 
 def test_a_library_that_is_not_used_is_told(core: Core) -> None:
     core.files["/mine/libnccl.so.2"] = "/jax/libnccl.so.2"  # was mapped already
     home = Home(core, nccl="/mine/libnccl.so.2")
-    devices_of(home).open(0, "", {0: [0, 1]})
+    devices_of(home).open([0], "", {0: [0, 1]})
     assert any("RINGJAX_NCCL is not used: /jax/" in line for line in home.lines)
 
 
@@ -393,7 +394,7 @@ def test_a_library_that_is_not_used_is_told(core: Core) -> None:
 def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"devices": [{"name": "H200"}], "driver_error": "", "device_code": "none"}
     monkeypatch.setattr(_native, "cuda_info", lambda: found)
-    monkeypatch.setattr(placement, "cuda_device", lambda: (0, ""))
+    monkeypatch.setattr(placement, "cuda_devices", lambda each: ([0], ""))
     for _ in range(2):
         ringjax.init()
         try:

@@ -21,9 +21,21 @@ from ringjax.xla import placement
 
 
 def test_who_shares_what() -> None:
-    assert [devices.share(rank, 6, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [devices.share(rank, 6, 4) for rank in range(6)] == [
+        (0,), (1,), (2,), (3,), (0,), (1,),
+    ]  # fmt: skip
     assert devices.share(0, 1, 8) is None  # alone: JAX's choice
     assert devices.share(1, 2, 1) is None  # there is no choice
+
+
+def test_who_shares_what_if_each_has_several() -> None:
+    assert [devices.share(rank, 2, 4, 2) for rank in range(2)] == [(0, 1), (2, 3)]
+    assert devices.share(0, 1, 4, 2) == (0, 1)  # alone, but not all are wanted
+    assert devices.share(1, 2, 4, 4) is None  # each sees as many as it is to have
+    assert devices.share(1, 2, 2, 4) is None  # refused later, by their number
+    assert devices.share(1, 2, 8, devices.ALL) is None
+    # Too many ranks: all look the same way, and are told that they share a GPU.
+    assert devices.share(2, 3, 4, 2) == (0, 1)
 
 
 @pytest.fixture
@@ -40,16 +52,16 @@ def test_pinning(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def log(level: str, text: str) -> None:
         lines.append(f"{level}: {text}")
 
-    placement.pin(2, False, log)
+    placement.pin([2], False, log)
     assert visible() == "2"
-    placement.pin(3, False, log)  # somebody has chosen
+    placement.pin([3], False, log)  # somebody has chosen
     assert visible() == "2"
     jax.config.update("jax_cuda_visible_devices", "all")
-    placement.pin(3, True, log)  # too late, but JAX uses no GPU
+    placement.pin([3], True, log)  # too late, but JAX uses no GPU
     assert (visible(), lines) == ("all", [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    placement.pin(3, True, log)
+    placement.pin([3], True, log)
     assert visible() == "all"
     assert lines[0].startswith("warning: JAX was used before ringjax.init()")
     assert "CUDA_VISIBLE_DEVICES=3" in lines[0]
@@ -64,7 +76,7 @@ class Device:
 
 
 def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert placement.cuda_device()[0] == -1  # these tests compute on the CPU
+    assert placement.cuda_devices()[0] == ()  # these tests compute on the CPU
     device = Device("gpu", "cuda 13000", 5)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
@@ -72,11 +84,11 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for platforms in ("", "cuda", "cpu,gpu"):
             jax.config.update("jax_platforms", platforms)
-            assert placement.cuda_device() == (5, "")
+            assert placement.cuda_devices() == ((5,), "")
         device.client.platform_version = "rocm 60000"
-        assert placement.cuda_device() == (-1, "JAX computes on gpu")
+        assert placement.cuda_devices() == ((), "JAX computes on gpu")
         jax.config.update("jax_platforms", "tpu")
-        assert placement.cuda_device() == (-1, "JAX_PLATFORMS is tpu")
+        assert placement.cuda_devices() == ((), "JAX_PLATFORMS is tpu")
     finally:
         jax.config.update("jax_platforms", before)
 
@@ -87,13 +99,15 @@ def test_jax_is_not_asked_where_no_rank_has_a_device(
     def refuse(*_: Any) -> Any:
         raise AssertionError("JAX was asked for its device")
 
-    monkeypatch.setattr(placement, "cuda_device", refuse)
+    monkeypatch.setattr(placement, "cuda_devices", refuse)
     ringjax.init()
     try:
         world = runtime.current("test")
         world.devices.counts = [0]
         placement.open_devices(True)
-        monkeypatch.setattr(placement, "cuda_device", lambda: (-1, "as the test says"))
+        monkeypatch.setattr(
+            placement, "cuda_devices", lambda each: ([], "as the test says")
+        )
         world.devices.counts = [1]
         placement.open_devices(True)
         expected = "rank 0 has no CUDA device: as the test says"

@@ -254,7 +254,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
   if (!succession) {
     const auto meeting = std::make_shared<Meeting>();
     TellWhatIsMissing(c, meeting);
-    Register(id, {c, std::make_shared<Overlap>(c), nullptr, meeting});
+    Register(id, {c, std::make_shared<Overlap>(c), {}, meeting});
   }
   return c;
 }
@@ -272,7 +272,9 @@ void Install(Succession& self, const std::shared_ptr<Communicator>& next,
     if (status.ok() && next) {
       // A device half was perhaps there first; one of an epoch that failed is not kept.
       Registered now = Find(next->id());
-      if (now.device && !now.device->Check().ok()) now.device = nullptr;
+      if (std::any_of(now.devices.begin(), now.devices.end(),
+                      [](const auto& one) { return !one->Check().ok(); }))
+        now.devices.clear();
       // A step that is under way goes on with the one that began it.
       if (now.communicator && now.communicator->succession() == next->succession())
         now.overlap->Follow(next);

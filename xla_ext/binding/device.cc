@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "binding/module.h"
@@ -118,25 +119,42 @@ nb::dict WriteStats(const std::map<std::string, CudaStats>& stats) {
 
 namespace {
 
-std::shared_ptr<CudaCommunicator> Make(int id,
-                                       const std::shared_ptr<Communicator>& control,
-                                       int device, const nb::bytes& unique_id,
-                                       const nb::dict& options) {
-  nccl::UniqueId unique;
-  if (unique_id.size() != unique.size())
-    throw nb::value_error("ringjax: a unique id has 128 bytes");
-  std::memcpy(unique.data(), unique_id.c_str(), unique.size());
+CudaCommunicator::All Connect(
+    int id, const std::vector<int>& devices,
+    const std::vector<std::shared_ptr<Communicator>>& controls,
+    const std::vector<nb::bytes>& unique_ids, const nb::dict& options) {
+  if (controls.size() != devices.size() || unique_ids.size() != devices.size())
+    throw nb::value_error("ringjax: each device needs a control and a unique id");
+  std::vector<CudaCommunicator::Place> places(devices.size());
+  for (size_t i = 0; i < places.size(); ++i) {
+    places[i].device = devices[i];
+    places[i].control = controls[i];
+    if (unique_ids[i].size() != places[i].unique_id.size())
+      throw nb::value_error("ringjax: a unique id has 128 bytes");
+    std::memcpy(places[i].unique_id.data(), unique_ids[i].c_str(),
+                unique_ids[i].size());
+  }
   CudaOptions o = ReadCudaOptions(options);
   o.id = id;
-  o.device = device;
-  std::shared_ptr<CudaCommunicator> made;
+  CudaCommunicator::All made;
   Unlocked([&] {
-    auto connected = CudaCommunicator::Connect(o, control, unique);
-    if (connected.ok()) made = connected.value();
+    auto connected = CudaCommunicator::Connect(o, places);
+    if (connected.ok()) made = std::move(connected.value());
     return connected.status();
   });
-  SetDevice(id, made);
+  SetDevices(id, made);
   return made;
+}
+
+bool IsOf(const CudaCommunicator::All& all, const CudaCommunicator& one) {
+  return std::any_of(all.begin(), all.end(),
+                     [&](const auto& each) { return each.get() == &one; });
+}
+
+// Where a call of a program on this thread would go.
+int DeviceHere(int id) {
+  const CudaCommunicator* here = CudaCommunicator::Here(Find(id).devices);
+  return here == nullptr ? -1 : here->options().device;
 }
 
 void Execute(CudaCommunicator& self, int op, int reduce_op,
@@ -243,8 +261,6 @@ void BindCommunicator(nb::module_& m) {
   const std::vector<std::string> unnamed;
   const int sum = static_cast<int>(ReduceOp::kSum);
   nb::class_<CudaCommunicator>(m, "CudaCommunicator")
-      .def(nb::new_(&Make), nb::kw_only(), "id"_a, "control"_a, "device"_a,
-           "unique_id"_a, "options"_a)
       .def_prop_ro("id", [](const CudaCommunicator& c) { return c.options().id; })
       .def_prop_ro("device",
                    [](const CudaCommunicator& c) { return c.options().device; })
@@ -278,8 +294,7 @@ void BindCommunicator(nb::module_& m) {
       .def("close",
            [](CudaCommunicator& c) {
              nb::gil_scoped_release release;
-             if (Find(c.options().id).device.get() == &c)
-               SetDevice(c.options().id, nullptr);
+             if (IsOf(Find(c.options().id).devices, c)) SetDevices(c.options().id, {});
              c.Close();
            })
       .def("stats", [](const CudaCommunicator& c) { return WriteStats(c.stats()); });
@@ -289,6 +304,9 @@ void BindCommunicator(nb::module_& m) {
 
 void BindDevice(nb::module_& m) {
   BindCommunicator(m);
+  m.def("connect_devices", &Connect, nb::kw_only(), "id"_a, "devices"_a, "controls"_a,
+        "unique_ids"_a, "options"_a);
+  m.def("device_here", &DeviceHere, "id"_a);
   m.def("cuda_info", &Info);
   m.def(
       "open_nccl",

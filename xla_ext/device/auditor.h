@@ -22,9 +22,10 @@ namespace ringjax {
 // A call without its buffers: what ranks compare, kept for as long as it may recur.
 struct CallRecord {
   explicit CallRecord(const Call& from)
-      : call(from), name(from.name), names(from.names) {
+      : call(from), name(from.name), names(from.names), partition(from.partition) {
     call.name = name;
     call.names = names;
+    call.partition = partition;
   }
   CallRecord(const CallRecord&) = delete;
   CallRecord& operator=(const CallRecord&) = delete;
@@ -33,7 +34,7 @@ struct CallRecord {
   Status fits;  // whether this rank can do it
 
  private:
-  std::string name, names;
+  std::string name, names, partition;
 };
 
 class Auditor {

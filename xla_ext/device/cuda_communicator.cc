@@ -53,10 +53,14 @@ uint64_t KeyOf(const Call& call) {
 
 }  // namespace
 
-bool CudaCommunicator::InContext() const {
-  cuda::Context current = nullptr;
-  return driver_.CtxGetCurrent(&current) == cuda::kSuccess &&
-         (current == nullptr || current == context_);
+CudaCommunicator* CudaCommunicator::Here(const All& all) {
+  for (const auto& one : all) {
+    cuda::Context current = nullptr;
+    if (one->driver_.CtxGetCurrent(&current) != cuda::kSuccess) return nullptr;
+    if (current == one->context_ || (current == nullptr && all.size() == 1))
+      return one.get();
+  }
+  return nullptr;
 }
 
 Status CudaCommunicator::Admit(const Call& call) const {

@@ -1,5 +1,10 @@
 // A communicator of CUDA devices: one process set's ranks joined by NCCL.
 //
+// A rank has one device in it. A process with several has one of these for each, which
+// joins it with the devices of the same place in the other processes. Their calls are
+// nothing to each other, and each compares its own, because programs over some of the
+// devices come in no order with programs over others; but they are condemned together.
+//
 // It takes addresses, types, shapes and a stream, whoever made them: XLA, or any other
 // framework. Calls are enqueued and never wait for the device. Three others work
 // beside: the `control` communicator, which joins the same ranks over the host's own
@@ -41,6 +46,7 @@ struct CudaOptions {
   bool comm_stream = true;  // false: Start works on the caller's stream
   bool audited = true;      // false: the caller compares calls before they come here
   bool shares = false;      // NCCL has been told that ranks may share a GPU
+  bool timed = true;        // the recorder hears how long operations take on it
 };
 
 // What was enqueued, per collective. `seconds` is time of the host in these calls.
@@ -55,14 +61,21 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   // on the call's stream until the end of the call is done.
   using Workspace = std::function<Result<cuda::Pointer>(size_t bytes)>;
 
-  // Every rank of `control` calls it with the same id; waits for all of them. A failure
-  // ends `control`, and with it what watches it.
-  static Result<std::shared_ptr<CudaCommunicator>> Connect(
-      CudaOptions options, std::shared_ptr<Communicator> control,
-      const nccl::UniqueId& unique_id);
-  // The same in two halves, for ranks that have another way to tell each other how they
-  // fare. The first uses this rank's device only; a failure of either ends nothing
-  // else.
+  // One device of this process, and what it is joined with others by.
+  struct Place {
+    int device = 0;
+    std::shared_ptr<Communicator> control;
+    nccl::UniqueId unique_id{};
+  };
+  using All = std::vector<std::shared_ptr<CudaCommunicator>>;
+
+  // All devices of this process at once. Every rank of the controls calls it with the
+  // same ids in the same order; waits for all of them. A failure of one ends all of
+  // `places`' controls, and with them what watches them.
+  static Result<All> Connect(const CudaOptions& options, std::span<const Place> places);
+  // The same in two halves, of one device, for ranks that have another way to tell each
+  // other how they fare. The first uses this rank's device only; a failure of either
+  // ends nothing else.
   static Result<std::shared_ptr<CudaCommunicator>> Prepare(
       CudaOptions options, std::shared_ptr<Communicator> control);
   Status Join(const nccl::UniqueId& unique_id);
@@ -73,9 +86,9 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   bool condemned() const { return condemned_.load(std::memory_order_acquire); }
   // Why calls are refused; ok while they are not.
   Status Check() const;
-  // Whether the context that is current on this thread is this communicator's, or none
-  // is; then the driver refuses streams of another one.
-  bool InContext() const;
+  // The one of `all` whose device's context is current on this thread, or the only one
+  // if none is: then the driver refuses streams of another device. Else null.
+  static CudaCommunicator* Here(const All& all);
 
   // Enqueues one call. Without a workspace, memory comes from the driver's pool.
   Status Run(const Call& call, cuda::Stream stream, const Workspace& workspace = {});
@@ -132,7 +145,12 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   // cuda_connect.cc
   Status Open();
   Status OpenDevice();
-  Status JoinNccl(const nccl::UniqueId& unique_id);
+  using Joining = std::pair<CudaCommunicator*, nccl::UniqueId>;
+  // The first of `all` to fail is `culprit`.
+  static Status JoinAll(std::span<const Joining> all, size_t* culprit);
+  Status JoinNccl(const nccl::UniqueId& unique_id,
+                  const std::atomic<bool>& interrupted);
+  void Begin();
   Status AwaitPeers(nccl::Comm joining, const std::atomic<bool>& interrupted);
   Status Settled(double seconds);  // nothing is on its way any more, in this time
   bool Finish();  // NCCL, in good order; false if that was not possible in time
@@ -157,7 +175,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status FailHere(const Call& call, const Status& status);
   // The same where NCCL has been given something; returns when it is aborted.
   Status EndHere(const Call& call, const Status& status);
-  void Condemn(const Status& status);
+  void Condemn(const Status& status);  // and the other devices of the process
+  void CondemnThis(const Status& status);
   void Watch();
   void LookAround();
   void Execute();  // the sentence: poison, part from the other ranks, abort
@@ -198,6 +217,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   const cuda::Driver& driver_;
   const nccl::Nccl& nccl_;
 
+  // The other devices of this process; set before any thread knows this.
+  std::vector<std::weak_ptr<CudaCommunicator>> beside_;
   cuda::Context context_ = nullptr;
   std::unique_ptr<cuda::Kernels> kernels_;
   cuda::Stream comm_stream_ = nullptr, side_stream_ = nullptr;

@@ -34,20 +34,44 @@ CudaCommunicator::CudaCommunicator(CudaOptions options,
       driver_(driver),
       nccl_(nccl) {}
 
-Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Connect(
-    CudaOptions options, std::shared_ptr<Communicator> control,
-    const nccl::UniqueId& unique_id) {
-  const std::string prefix = control->Prefix();
-  const std::string place = "CUDA device " + std::to_string(options.device) + ": ";
-  auto prepared = Prepare(std::move(options), control);
-  Status status = prepared.status();
-  if (status.ok()) status = prepared.value()->Join(unique_id);
-  if (status.ok()) return prepared;
+Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& options,
+                                                        std::span<const Place> places) {
+  All made;
+  Status status;
+  size_t culprit = 0;
+  for (; culprit < places.size(); ++culprit) {
+    CudaOptions own = options;
+    own.device = places[culprit].device;
+    own.timed = culprit == 0;  // the times of all are alike
+    auto prepared = Prepare(own, places[culprit].control);
+    status = prepared.status();
+    if (!status.ok()) break;
+    for (const auto& other : made) {
+      other->beside_.push_back(prepared.value());
+      prepared.value()->beside_.push_back(other);
+    }
+    made.push_back(std::move(prepared.value()));
+  }
+  if (status.ok()) {
+    std::vector<Joining> joining;
+    for (size_t i = 0; i < made.size(); ++i)
+      joining.emplace_back(made[i].get(), places[i].unique_id);
+    status = JoinAll(joining, &culprit);
+  }
+  if (status.ok()) {
+    for (const auto& one : made) one->Begin();
+    return made;
+  }
   // The others would wait for this rank until their limit.
+  const auto& control = places[culprit].control;
+  const std::string place =
+      "CUDA device " + std::to_string(places[culprit].device) + ": ";
   const bool told = control->aborted();  // by a peer, with whose words `status` comes
-  if (!told) control->GiveUp(status.code(), place + status.message());
-  return Status(status.code(), prefix + (told ? "" : place) + status.message(),
-                status.rank());
+  const std::string text = (told ? "" : place) + status.message();
+  for (const Place& each : places)
+    if (!each.control->aborted())
+      each.control->GiveUp(status.code(), text, told ? status.rank() : -1);
+  return Status(status.code(), control->Prefix() + text, status.rank());
 }
 
 Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Prepare(
@@ -71,8 +95,8 @@ Status CudaCommunicator::Open() {
   kernels_ = std::move(kernels.value());
   const CommunicatorOptions& o = control_->options();
   flights_ = std::make_unique<Flights>(
-      driver_, [recorder = o.recorder, set = o.set, named = o.named](Collective op,
-                                                                     double seconds) {
+      driver_, [recorder = options_.timed ? o.recorder : nullptr, set = o.set,
+                named = o.named](Collective op, double seconds) {
         if (recorder) recorder->AddDevice({set, named, op}, seconds);
       });
   int least = 0, greatest = 0;
@@ -91,17 +115,19 @@ Status CudaCommunicator::Open() {
 }
 
 Status CudaCommunicator::Join(const nccl::UniqueId& unique_id) {
-  const Bound bound(driver_, context_);
-  if (Status s = JoinNccl(unique_id); !s.ok()) {
-    Abort(s);
-    return s;
-  }
+  const Joining self(this, unique_id);
+  size_t culprit = 0;
+  RJ_TRY(JoinAll({&self, 1}, &culprit));
+  Begin();
+  return OkStatus();
+}
+
+void CudaCommunicator::Begin() {
   if (size() > 1 && options_.audited)
     auditor_ =
         std::make_unique<Auditor>(control_, [this](const Status& s) { Condemn(s); });
   Live(true);
   watchdog_ = std::thread([this] { Watch(); });
-  return OkStatus();
 }
 
 Status CudaCommunicator::OpenDevice() {
@@ -116,32 +142,51 @@ Status CudaCommunicator::OpenDevice() {
   return OkStatus();
 }
 
-Status CudaCommunicator::JoinNccl(const nccl::UniqueId& unique_id) {
-  nccl::Config config;
-  nccl::Comm joining = nullptr;
-  Status status;
-  std::atomic<bool> interrupted{false}, over{false};
-  // On a thread of its own until it is connected: where it fails early, NCCL leaves its
-  // thread inside a group for good, and the work itself may lean on the thread's
-  // memory.
-  std::thread joiner([&] {
-    const Bound bound(driver_, context_);
-    status = nccl_.Check(
-        nccl_.CommInitRankConfig(&joining, size(), unique_id, rank(), &config),
-        "ncclCommInitRankConfig");
-    if (status.ok()) status = AwaitPeers(joining, interrupted);
-    if (!status.ok() && joining != nullptr) nccl_.CommAbort(joining);
-    over = true;
-  });
-  while (!over) {
+// Each on a thread of its own until it is connected: where it fails early, NCCL leaves
+// its thread inside a group for good, and the work itself may lean on the thread's
+// memory. And a rank may come to its devices in another order than its peers.
+Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) {
+  std::atomic<bool> interrupted{false};
+  std::atomic<size_t> over{0}, first{all.size()};
+  std::vector<Status> found(all.size());
+  std::vector<std::thread> joiners;
+  for (size_t i = 0; i < all.size(); ++i)
+    joiners.emplace_back([&, i] {
+      const auto& [one, unique_id] = all[i];
+      found[i] = one->JoinNccl(unique_id, interrupted);
+      size_t none = all.size();
+      if (!found[i].ok()) {
+        first.compare_exchange_strong(none, i);
+        interrupted = true;  // without one, the others are of no use
+      }
+      ++over;
+    });
+  while (over < all.size()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     InterruptCheck check = interrupt_check.load();
     if (check != nullptr && check()) interrupted = true;
   }
-  joiner.join();
-  RJ_TRY(status);
-  comm_ = joining;
-  return OkStatus();
+  for (std::thread& joiner : joiners) joiner.join();
+  if (first == all.size()) return OkStatus();
+  *culprit = first;
+  for (const auto& [one, unique_id] : all) one->CondemnThis(found[first]);
+  return found[first];
+}
+
+Status CudaCommunicator::JoinNccl(const nccl::UniqueId& unique_id,
+                                  const std::atomic<bool>& interrupted) {
+  const Bound bound(driver_, context_);
+  nccl::Config config;
+  nccl::Comm joining = nullptr;
+  Status status = nccl_.Check(
+      nccl_.CommInitRankConfig(&joining, size(), unique_id, rank(), &config),
+      "ncclCommInitRankConfig");
+  if (status.ok()) status = AwaitPeers(joining, interrupted);
+  if (status.ok())
+    comm_ = joining;
+  else if (joining != nullptr)
+    nccl_.CommAbort(joining);
+  return status;
 }
 
 Status CudaCommunicator::AwaitPeers(nccl::Comm joining,
@@ -240,7 +285,7 @@ void CudaCommunicator::Close() {
     poisoned_ = poisoned_ || finished;
     stopping_ = true;
   }
-  Condemn(over);
+  CondemnThis(over);
   if (auditor_) control_->Abort(over);
   if (watchdog_.joinable()) watchdog_.join();
   Execute();

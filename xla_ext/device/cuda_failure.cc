@@ -45,14 +45,24 @@ Status CudaCommunicator::Refused(const Call& call) const {
 // This rank cannot do its part: all must know, because theirs would never end.
 Status CudaCommunicator::FailHere(const Call& call, const Status& status) {
   if (condemned()) return Refused(call);
-  control_->GiveUp(status.code(), status.message());
+  const std::string where =
+      beside_.empty() ? ""
+                      : " (its CUDA device " + std::to_string(options_.device) + ")";
+  control_->GiveUp(status.code(), status.message() + where);
   Condemn(control_->Named(call, control_->abort_status()));
   return Refused(call);
 }
 
 void CudaCommunicator::Abort(const Status& status) { Condemn(status); }
 
+// One device without its results is a process without them.
 void CudaCommunicator::Condemn(const Status& status) {
+  CondemnThis(status);
+  for (const auto& other : beside_)
+    if (const auto here = other.lock()) here->CondemnThis(status);
+}
+
+void CudaCommunicator::CondemnThis(const Status& status) {
   {
     std::lock_guard lock(state_mutex_);
     if (!sentence_.ok()) return;

@@ -86,8 +86,6 @@ ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                             : std::vector<int64_t>();
   };
   ffi::Error problem = Invoke(Where::kHost, args, rets, attrs, [&](Invocation& it) {
-    const auto partition = attrs.get<std::string_view>("partition");
-    if (partition.has_value()) it.call.partition = *partition;
     Part part;
     part.communicator = it.live.communicator;
     part.device = device;

@@ -14,7 +14,8 @@ std::mutex& registry_mutex = *new std::mutex;
 auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
-// Of a call without a timeout of its own: see attributes() in xla/primitive.py.
+// Of a call on one device without a timeout of its own: see attributes() in
+// xla/primitive.py.
 constexpr size_t kUsualAttributes = 15;
 
 Status BadCall(const std::string& what) {
@@ -113,7 +114,7 @@ Status Invocation::Load() {
                   "RINGJAX[" + std::to_string(id) + "]: " + std::string(Text("name")) +
                       ": no such communicator: ringjax is shut down, or its process "
                       "set was removed");
-  if (where_ == Where::kDevice && !live.device)
+  if (where_ == Where::kDevice && live.devices.empty())
     return Status(
         Code::kFailedPrecondition,
         live.communicator->Prefix() + std::string(Text("name")) +
@@ -140,9 +141,13 @@ Status Invocation::Load() {
   if (auto counts = attrs_.get<ffi::Span<const int64_t>>("counts"); counts.has_value())
     call.rows.assign(counts->begin(), counts->end());
   // Most calls have none, which costs no look into the dictionary.
-  if (attrs_.size() > kUsualAttributes)
+  if (attrs_.size() > kUsualAttributes) {
     if (auto timeout = attrs_.get<double>("timeout"); timeout.has_value())
       call.timeout = *timeout;
+    if (auto partition = attrs_.get<std::string_view>("partition");
+        partition.has_value())
+      call.partition = *partition;
+  }
   if (failed_) return BadCall("an attribute is missing");
   return LoadBuffers();
 }
@@ -204,11 +209,11 @@ Registered Find(int64_t id) {
   return found == registry.end() ? Registered{} : found->second;
 }
 
-void SetDevice(int64_t id, std::shared_ptr<CudaCommunicator> device) {
-  std::shared_ptr<CudaCommunicator> old = std::move(device);  // dies unlocked
+void SetDevices(int64_t id, CudaCommunicator::All devices) {
+  CudaCommunicator::All old = std::move(devices);  // dies unlocked
   std::lock_guard lock(registry_mutex);
   if (auto found = registry.find(id); found != registry.end())
-    std::swap(found->second.device, old);
+    std::swap(found->second.devices, old);
 }
 
 void SetFailureHook(FailureHook hook) { failure_hook.store(hook); }

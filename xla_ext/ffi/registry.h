@@ -16,7 +16,7 @@ namespace ringjax {
 struct Registered {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Overlap> overlap;
-  std::shared_ptr<CudaCommunicator> device;  // null without CUDA
+  CudaCommunicator::All devices;  // of this process; none without CUDA
   std::shared_ptr<Meeting> meeting;
 };
 
@@ -26,7 +26,7 @@ void Unregister(int64_t id);
 // Empty pointers if there is none.
 Registered Find(int64_t id);
 // Gives the communicator that has this id, if there is one, a device half or takes it.
-void SetDevice(int64_t id, std::shared_ptr<CudaCommunicator> device);
+void SetDevices(int64_t id, CudaCommunicator::All devices);
 
 // Called after a handler failed, on the failing thread; may be null.
 using FailureHook = void (*)();

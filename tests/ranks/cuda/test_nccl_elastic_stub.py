@@ -95,7 +95,7 @@ def train(step, ends, state=None, before=lambda state: None):
 DEVICE = """
 calls.open_at_init()
 ringjax.init()
-stream = calls.DefaultStream(runtime.current("test").device_share or 0)
+stream = calls.DefaultStream((runtime.current("test").device_share or (0,))[0])
 
 def step(state):
     device = calls.Device()
@@ -148,7 +148,7 @@ def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
         3,
         """
         ringjax.add_process_set([1])  # nobody is left of it
-        connect = _native.CudaCommunicator
+        connect = _native.connect_devices
 
         def may_die(**options):
             if WORKER == 2 and runtime.generation().workers[0] == 2:
@@ -156,7 +156,7 @@ def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
             return connect(**options)
 
         if WORKER == 2:
-            _native.CudaCommunicator = may_die
+            _native.connect_devices = may_die
 
         def before(state):
             workers = runtime.generation().workers
@@ -187,7 +187,8 @@ def test_a_rank_leaves_and_its_process_set_shrinks(start_job: StartJob) -> None:
 
         def before(state):
             world = runtime.current("test")
-            assert calls.Device().core.device == world.device_share == WORKER
+            assert calls.Device().core.device == WORKER
+            assert world.device_share == (WORKER,)
             workers = runtime.generation().workers
             mine = [w for w in workers if w > 0]
             if WORKER > 0 and state.step % 2:
@@ -225,14 +226,14 @@ def test_a_rank_that_nccl_fails_on(start_job: StartJob) -> None:
         """,
         head=HEAD
         + """
-connect = _native.CudaCommunicator
+connect = _native.connect_devices
 
 def may_die(**options):
     if WORKER == 1:
         die()
     return connect(**options)
 
-_native.CudaCommunicator = may_die
+_native.connect_devices = may_die
 if WORKER == 2:  # after the first epoch, and the one without worker 1
     os.environ["NCCL_STUB_FAIL"] = "ncclCommInitRankConfig:3"
 """

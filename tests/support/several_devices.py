@@ -1,0 +1,81 @@
+"""A process with several devices, as XLA has it: a thread for each, with its context.
+
+For tests on the stubs. What a program's call on a device finds by that context, a
+thread here finds the same way. Knows no JAX; no test is here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringjax import _native, runtime
+from support.device_calls import Device
+
+
+class Devices:
+    """This rank's devices of one process set."""
+
+    def __init__(self, number: int = 0) -> None:
+        self._number, self._cuda = number, ctypes.CDLL("libcuda.so.1")
+        cores = runtime.current("test").devices.communicators[number]
+        self.all = [Device(number, place) for place in range(len(cores))]
+        self.numbers = [device.core.device for device in self.all]
+
+    def here(self, number: int | None) -> int:
+        """What a program's call finds with that device's context, or with none."""
+        context = ctypes.c_void_p()
+        if number is not None:
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+        self._call("cuCtxSetCurrent", context)
+        try:
+            return int(_native.device_here(self._number))
+        finally:
+            self._call("cuCtxSetCurrent", None)
+            if number is not None:
+                self._call("cuDevicePrimaryCtxRelease_v2", number)
+
+    def run(
+        self,
+        body: Callable[[int, Device], Any],
+        places: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Runs ``body(place, device)`` on a thread for each device, all at once.
+
+        Returns:
+            For each of `places` (all of them) what it returned or raised.
+        """
+        chosen = list(range(len(self.all)) if places is None else places)
+        out: dict[int, Any] = {}
+
+        def one(place: int) -> None:
+            try:
+                assert self.here(self.numbers[place]) == self.numbers[place]
+                out[place] = body(place, self.all[place])
+            except Exception as error:
+                out[place] = error
+
+        threads = [threading.Thread(target=one, args=(place,)) for place in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [out[place] for place in chosen]
+
+    def must(self, body: Callable[[int, Device], Any], **options: Any) -> list[Any]:
+        """As `run`; raises what a device has raised."""
+        out = self.run(body, **options)
+        for one in out:
+            if isinstance(one, Exception):
+                raise one
+        return out
+
+    def confirm(self) -> None:
+        """Waits for all devices, as a commit does."""
+        runtime.confirm()
+
+    def _call(self, name: str, *args: Any) -> None:
+        code = getattr(self._cuda, name)(*args)
+        assert code == 0, f"{name}: {code}"

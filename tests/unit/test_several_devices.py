@@ -1,0 +1,187 @@
+"""Several CUDA devices a rank, without any: numbers, names, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+from support.ringrun import ringrun
+
+from ringjax import _native
+from ringjax.config import Config
+from ringjax.errors import StartupError
+from ringjax.run import options
+from ringjax.world import devices
+from ringjax.world.coordinates import Standing
+from ringjax.xla import placement
+
+
+class Home:
+    """A world of two ranks on two hosts, of which this is the first."""
+
+    rank = 0
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = Config(**settings)
+        self.standing = Standing.of(0, ["here", "there"])
+        self.others: Callable[[Any], Any] = lambda value: value
+        self.controls: list[tuple[int, str]] = []
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        del what
+        return [value, self.others(value)]
+
+    def connect_control(self, number: int, ranks: Sequence[int], name: str) -> Any:
+        del ranks
+        self.controls.append((number, name))
+        return object()
+
+    def disconnect(self, number: int) -> None:
+        self.controls = [x for x in self.controls if x[0] != number]
+
+    def gone(self) -> dict[int, str]:
+        return {}
+
+    def log(self, level: str, text: str) -> None:
+        del level, text
+
+
+class Made:
+    """A communicator of one device."""
+
+    def __init__(self, log: list[str], device: int) -> None:
+        self.log, self.device = log, device
+
+    def close(self) -> None:
+        self.log.append(f"close {self.device}")
+
+    def abort(self, text: str, rank: int) -> None:
+        self.log.append(f"abort {self.device}: {text} {rank}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the native core is asked for."""
+    asked: list[str] = []
+    ids = iter(range(100))
+
+    def connect(**given: Any) -> list[Made]:
+        assert len(given["controls"]) == len(given["devices"])
+        asked.append(f"connect {[i[0] for i in given['unique_ids']]}")
+        return [Made(asked, device) for device in given["devices"]]
+
+    monkeypatch.setattr(_native, "open_nccl", lambda path="": (22809, "/nccl"))
+    monkeypatch.setattr(_native, "nccl_unique_id", lambda: bytes([next(ids)] * 128))
+    monkeypatch.setattr(_native, "connect_devices", connect)
+    return asked
+
+
+def of(home: Home) -> devices.Devices:
+    return devices.Devices(cast(devices.Home, home), (4, 4))
+
+
+def test_each_device_has_a_control_and_an_id_of_its_own(log: list[str]) -> None:
+    home = Home(devices_per_rank=2)
+    both = of(home)
+    both.open([2, 3], "", {0: [0, 1], 1: [0]})
+    names = ["world (device 0)", "world (device 1)"]
+    names += ["process set 1 (device 0)", "process set 1 (device 1)"]
+    assert [name for _, name in home.controls] == names
+    assert len({number for number, _ in home.controls}) == 4
+    assert log == ["connect [0, 1]", "connect [2, 3]"]
+    assert [c.device for c in both.communicators[0]] == [2, 3]
+    both.stop("over", 0)
+    assert log[2:] == ["abort 2: over 0", "abort 3: over 0"] * 2
+    both.remove(1)
+    assert [name for _, name in home.controls] == names[:2]
+    both.close()
+    assert log[-2:] == ["close 2", "close 3"]
+
+
+def test_one_device_is_named_as_ever(log: list[str]) -> None:
+    home = Home()
+    of(home).open([3], "", {0: [0, 1]})
+    assert home.controls == [(devices.CONTROL, "world (device)")]
+    assert log == ["connect [0]"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "other", "text"),
+    [
+        (0, {"device": [5]}, "rank 0 has 2 (0, 1) and rank 1 has 1 (5)"),
+        (2, {"wanted": 4}, "is 4 on rank 1, which computes on 2 (0, 1)"),
+        (4, {}, "is 4 on rank 0, which computes on 2 (0, 1)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    log: list[str], wanted: int, other: dict[str, Any], text: str
+) -> None:
+    home = Home(devices_per_rank=wanted)
+    home.others = lambda value: value | other
+    with pytest.raises(StartupError) as error:
+        of(home).open([0, 1], "", {0: [0, 1]})
+    assert text in str(error.value)
+    assert log == []
+
+
+def test_two_ranks_that_share_one_of_their_devices(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    home = Home(devices_per_rank=2)
+    home.standing = Standing.of(0, ["here", "here"])
+    home.others = lambda value: value | {"gpu": ["GPU-c", "GPU-b"]}
+    shown = [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]
+    found = devices.information() | {"devices": shown}
+    monkeypatch.setattr(_native, "cuda_info", lambda: found)
+    with pytest.raises(StartupError, match="rank 0 and rank 1 .* same GPU, GPU-b"):
+        of(home).open([0, 1], "", {0: [0, 1]})
+    assert log == []
+
+
+class Device:
+    """As much of a jax device as is looked at."""
+
+    platform = "gpu"
+    client = type("Client", (), {"platform_version": "cuda 13000"})
+
+    def __init__(self, number: int) -> None:
+        self.local_hardware_id = number
+
+
+def test_jax_says_which_devices_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.jax, "default_backend", lambda: "gpu")
+    seen = [Device(3), Device(1)]
+    monkeypatch.setattr(placement.jax, "local_devices", lambda backend: seen)
+    before = placement.jax.config.values["jax_platforms"]
+    try:
+        placement.jax.config.update("jax_platforms", "")
+        assert placement.cuda_devices(1) == ((3,), "")
+        for each in (0, 2):
+            assert placement.cuda_devices(each) == ([1, 3], "")
+    finally:
+        placement.jax.config.update("jax_platforms", before)
+
+
+def test_the_option_of_ringrun() -> None:
+    parser = options.build_parser("0")
+    for text in ("all", "4"):
+        args = parser.parse_args(["-np", "2", "--devices-per-rank", text, "true"])
+        found = options.environment(args)
+        assert found["RINGJAX_DEVICES_PER_RANK"] == text
+    assert Config.from_env(found).devices_per_rank == 4
+    assert Config.from_env({"RINGJAX_DEVICES_PER_RANK": "ALL"}).devices_per_rank == 0
+    args = parser.parse_args(["-np", "2", "true"])
+    assert "RINGJAX_DEVICES_PER_RANK" not in options.environment(args)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", "an integer between 1 and 16"), ("some", "an integer"), ("1.5", "an")],
+)
+def test_no_such_number_of_devices(text: str, expected: str) -> None:
+    done = ringrun("-np", "1", "--devices-per-rank", text, "true")
+    assert done.returncode == 2
+    assert "RINGJAX_DEVICES_PER_RANK" in done.stderr
+    assert f"expected all, or {expected}" in done.stderr
