@@ -66,7 +66,8 @@ def allreduce_grads(
         "auto": overlapped on CUDA devices; on CPUs in place where all ranks share
         one host, or did when an elastic job began, overlapped otherwise. Part of the
         program; RINGJAX_COMM_STREAM=0 lets the same program run on CUDA devices with
-        one stream, hence in turns. In an elastic job the gradients on their way are
+        one stream, hence in turns. Over several CUDA devices all gradients are in one
+        call in any case. In an elastic job the gradients on their way are
         kept twice, so that all of a step are averaged over the same ranks; if that
         exceeds RINGJAX_ELASTIC_OVERLAP_MEMORY, they go in one call.
       name: stands for the gradients in error messages.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ringjax import runtime
 from ringjax.ops import ReduceOp
-from ringjax.xla import buckets, jax_private, primitive, shards, ties
+from ringjax.xla import buckets, jax_private, lowering, primitive, several, ties
 from ringjax.xla.backward import Backward
 
 _chained_p = jax_private.new_primitive("allreduce")
@@ -188,12 +188,17 @@ def _chained_several(
     cuts: Any,
     overlapped: bool,
     overlapped_on_device: bool,
-    memory: int,
+    memory: float,
     **params: Any,
 ) -> list[Any]:
-    """Of several devices, which meet in each call."""
+    """Of several devices: on CPUs they meet in each call."""
     del overlapped_on_device
     primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_SHARDS)
+    if on_device := program.platform == "cuda":
+        primitive.check_nccl("allreduce_grads", ctx.avals_in[:-1], params)
+        # XLA has sums over the devices at the end of the backward pass, and would start
+        # nothing before.
+        overlapped, memory = False, math.inf
     devices = len(program.devices)
     # Inside of a shard_map a leaf is what one device has. Shards are rounded up, too.
     sizes = [
@@ -204,7 +209,7 @@ def _chained_several(
     cuts, order, in_flight, overlapped = _timetable(sizes, cuts, memory, overlapped)
     chain = ties.chain_number(ctx) if overlapped else 0
     calls = [
-        shards.call(
+        (
             cuts[site],
             primitive.attributes(
                 "allreduce",
@@ -218,7 +223,9 @@ def _chained_several(
         )
         for number, (kind, site) in enumerate(order)
     ]
-    return shards.lower_chain(ctx, program, operands, calls)
+    *out, seq = several.lower_chain(ctx, program, operands, calls)
+    seq_aval = ctx.avals_in[-1]
+    return [*out, jax_private.plus_one(seq, seq_aval) if on_device else seq]
 
 
 def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -262,4 +269,4 @@ jax_private.set_shape_rule(
 jax_private.set_rules(
     _chained_p, batch=_chained_batch, jvp=_chained_jvp, transpose=None
 )
-jax_private.register_lowering(_chained_p, _chained_lower, _chained_several)
+lowering.register(_chained_p, _chained_lower, _chained_several)

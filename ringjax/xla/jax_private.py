@@ -8,21 +8,21 @@ nothing about what a collective means: that is ``primitive.py`` and ``collective
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core
 import numpy as np
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import sharding_impls as _shardings
 from jax._src import xla_bridge as _bridge
+from jax._src.lib import xla_client as _client  # type: ignore[attr-defined]
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
-from ringjax import _native, runtime
-from ringjax.world.groups import REPLICAS
+from ringjax import runtime
 from ringjax.xla import group, placement, ties, tokens
 
 Zero = ad.Zero
@@ -119,158 +119,6 @@ def in_mesh() -> bool:
 
 
 # -- lowering --------------------------------------------------------------------------
-
-
-class Program(NamedTuple):
-    """The devices of a program over several of them.
-
-    Attributes:
-      devices: in the order of the program; of other processes, too.
-      mesh: None if the program is still to be cut into what each device does; else what
-        is lowered is one device's part already, and the mesh is of all of them.
-    """
-
-    devices: tuple[Any, ...]
-    mesh: Any
-
-
-def _program(ctx: Any, name: str) -> Program | None:
-    """None: it is for one device."""
-    axes = ctx.module_context.axis_context
-    mesh = getattr(axes, "mesh", None)
-    if mesh is None:
-        if (getattr(axes, "num_devices", 1) or 1) == 1:
-            return None
-        return Program(tuple(axes.device_assignment), None)
-    if mesh.size == 1:
-        return None
-    missing = set(mesh.axis_names) - set(axes.manual_axes)
-    if missing:
-        raise ValueError(
-            f"ringjax.{name}: this shard_map leaves the mesh axes {sorted(missing)} to "
-            "JAX: name all axes in `axis_names`, or call it outside of the shard_map"
-        )
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise ValueError(
-            f"ringjax.{name}: this shard_map does not say which devices it is for: "
-            "give it a mesh of devices, or call jax.set_mesh before"
-        )
-    return Program(tuple(mesh.devices.flat), mesh)
-
-
-def register_lowering(primitive: Any, rule: Any, several: Any = None) -> None:
-    """Lowers `primitive` by ``rule(ctx, platform, *operands, **params)``.
-
-    The platform is "cpu" or "cuda"; the others are refused. ``several(ctx, program,
-    *operands, **params)`` is for programs over several devices, on CPUs.
-
-    ``cacheable=False`` is essential: by default JAX lowers every equation into a
-    function of its own, no two calls would share a block, and the tie would silently
-    do nothing.
-    """
-    name = primitive.name.removeprefix("ringjax.")
-
-    def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        program = _program(ctx, name)
-        _register_handlers("cpu")
-        _check_spread(program, primitive.name, params)
-        if program is None:
-            return rule(ctx, "cpu", *operands, **params)
-        return several(ctx, program, *operands, **params)
-
-    def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-        _check_single(ctx, name)
-        if not _lowering.only:
-            _check_communicator(name, params["comm"])
-        _register_handlers("cuda")
-        return rule(ctx, "cuda", *operands, **params)
-
-    def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Any:
-        platforms = "/".join(ctx.module_context.platforms)
-        raise ValueError(
-            f"{primitive.name}: `tensor` is on a {platforms} device, but the "
-            "JAX collectives run on CPU and CUDA devices only; set JAX_PLATFORMS=cpu"
-        )
-
-    mlir.register_lowering(primitive, on_cpu, platform="cpu", cacheable=False)
-    mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=False)
-    mlir.register_lowering(primitive, elsewhere, cacheable=False)
-
-
-def _check_spread(
-    program: Program | None, name: str, params: Mapping[str, Any]
-) -> None:
-    """Of a program over several processes, each one averages its own shards."""
-    if program is None or params.get("comm", REPLICAS) == REPLICAS:
-        return
-    count = len({device.process_index for device in program.devices})
-    if count > 1:
-        raise ValueError(
-            f"ringjax.{name}: this program runs on the devices of {count} processes, "
-            "which hold different shards: exchange them with the same place of the "
-            "other groups, by process_set=ringjax.replica_set()"
-        )
-
-
-def _check_single(ctx: Any, name: str) -> None:
-    program = _program(ctx, name)
-    if program is not None:
-        raise ValueError(
-            f"ringjax.{name}: this program runs on {len(program.devices)} CUDA devices "
-            "of this process, but a program with ringjax in it runs on one of them: "
-            "start one process per device, and keep `tensor` on a single device"
-        )
-
-
-def _check_communicator(name: str, number: int) -> None:
-    problem = runtime.current(name).devices.problem(number)
-    if problem:
-        raise ValueError(
-            f"ringjax.{name}: `tensor` is on a CUDA device, but there is no device "
-            f"communicator: {problem}; for collectives on the CPU set "
-            "JAX_PLATFORMS=cpu or move the tensors to a CPU device"
-        )
-
-
-class _Lowering(threading.local):
-    only = False
-
-
-_lowering = _Lowering()
-
-
-@contextlib.contextmanager
-def lowering_only() -> Iterator[None]:
-    """Lowers for CUDA devices that are not there: to look at a program, not to run it.
-
-    For compilation ahead of time against the description of a device, as the test of
-    XLA's schedules does. A program that ran after all would end in an error.
-    """
-    before, _lowering.only = _lowering.only, True
-    try:
-        yield
-    finally:
-        _lowering.only = before
-
-
-_registration = threading.Lock()
-_registered: set[str] = set()
-
-
-def _register_handlers(platform: str) -> None:
-    # Not at import: a handler registered before the backend exists is checked only when
-    # the backend starts, and takes all of it down if it is refused.
-    with _registration:
-        if platform in _registered:
-            return
-        on_cuda = platform == "cuda"
-        targets = _native.cuda_ffi_targets() if on_cuda else _native.ffi_targets()
-        for name, handler in targets.items():
-            jax.ffi.register_ffi_target(
-                name, handler, platform="CUDA" if on_cuda else platform
-            )
-        _native.set_failure_hook(tokens.forget_failed)
-        _registered.add(platform)
 
 
 def emit(
@@ -392,6 +240,30 @@ def lower_function(
     )
     traced = mlir.lower_fun(lambda *xs: list(function(*xs)), multiple_results=True)
     return list(traced(local, *operands))
+
+
+@contextlib.contextmanager
+def axes_of(mesh: Any) -> Iterator[None]:
+    """What `lower_function` traces inside may name the axes of `mesh`."""
+    with _core.extend_axis_env_nd(mesh.shape.items()):
+        yield
+
+
+def tiling(devices: Sequence[Any], assignment: np.ndarray) -> Any:
+    """A sharding that cuts a tensor into tiles, one for each device.
+
+    Args:
+      devices: those of the program, in its order.
+      assignment: for each tile, by its place in the tensor, the place of its device.
+    """
+    tiles = np.ascontiguousarray(assignment, np.int64)
+    hlo = _client.HloSharding.subgroup_with_device_ordering(tiles)
+    return _shardings.GSPMDSharding(tuple(devices), hlo)
+
+
+def plain(aval: Any) -> Any:
+    """`aval` without what JAX knows about a mesh."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
 def varying(aval: Any) -> frozenset[str] | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ringjax import _native, runtime
 from ringjax.ops import ReduceOp as ReduceOp
-from ringjax.xla import buckets, jax_private, shards
+from ringjax.xla import buckets, jax_private, lowering, several
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
 
@@ -82,11 +82,14 @@ def collective(
             in_place=in_place,
         )
 
-    def several(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+    def over_all(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
         refuse_adasum(name, params["reduce_op"], NO_SHARDS)
+        on_device = program.platform == "cuda"
+        if on_device and name in ("allreduce", "reducescatter"):
+            check_nccl(name, ctx.avals_in, params)
         calls = [
-            shards.call(cut, attributes(name, select(params, cut)))
-            for cut in cuts(len(operands))
+            (cut, attributes(name, select(params, cut)), "run")
+            for cut in cuts(len(operands), whole=on_device)
         ]
         if program.mesh is None and operands and not in_place:
             raise ValueError(
@@ -94,9 +97,9 @@ def collective(
                 "devices, and its shape changes: call it inside of jax.shard_map, "
                 "where each device does it with its own part"
             )
-        return shards.lower_ordered(ctx, program, operands, calls, in_place=in_place)
+        return several.lower_ordered(ctx, program, operands, calls, in_place=in_place)
 
-    jax_private.register_lowering(primitive, lower, several)
+    lowering.register(primitive, lower, over_all)
     _primitives[name] = primitive
     return primitive
 

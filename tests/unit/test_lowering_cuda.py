@@ -19,7 +19,7 @@ from support.lowerings import SEQ, Call, calls, chained, equations, found_in, lo
 from support.stacked import raises
 
 import ringjax
-from ringjax.xla import jax_private
+from ringjax.xla import lowering
 
 ALIAS = re.compile(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)")
 ADD = re.compile(r"(%\w+) = stablehlo\.add (%\w+(?:#\d+)?), (%\w+) : tensor<1xui32>")
@@ -35,7 +35,7 @@ def _job_of_one() -> Iterator[None]:
 
 @pytest.fixture
 def no_device() -> Iterator[None]:
-    with jax_private.lowering_only():
+    with lowering.without_device():
         yield
 
 

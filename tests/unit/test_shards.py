@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax.xla import shards
+from ringjax.xla import lowering, shards
 
 
 class Device(NamedTuple):
@@ -34,7 +34,8 @@ LOW, HIGH = slice(0, 3), slice(3, 6)
 def test_shards_are_numbered_by_their_place_in_the_tensor() -> None:
     rows = sharding((HIGH, ALL), (LOW, ALL), (HIGH, ALL), (LOW, ALL))
     whole = sharding(*[(ALL, ALL)] * 4)
-    found = shards.of_shardings(DEVICES, [(6, 2), (6, 2)], [rows, whole])
+    program = lowering.Program("cpu", tuple(DEVICES), None)
+    found = shards.of_shardings(program, [(6, 2), (6, 2)], [rows, whole])
     assert found.devices == (10, 8, 9, 11)
     assert found.names == "4 devices (0, 1, 2, 3)"
     assert found.of == ((1, 0, 1, 0), (0, 0, 0, 0))
@@ -57,7 +58,8 @@ def test_inside_of_shard_map_the_place_in_the_mesh_counts(
     devices = np.empty(4, object)
     devices[:] = DEVICES
     mesh: Any = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("a", "b"))
-    found = shards.of_mesh(mesh, [varying])
+    program = lowering.Program("cpu", tuple(DEVICES), mesh)
+    found = shards.of_mesh(program, [varying])
     assert (found.of, found.parts) == ((of,), (parts,))
 
 

@@ -14,10 +14,10 @@ import hashlib, os, threading, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import ringjax
-from ringjax.xla import shards
+from ringjax.xla import several
 
 ringjax.init()
-shards._TARGET = os.environ.get("HANDLER", shards._TARGET)
+several._TARGETS["run"] = os.environ.get("HANDLER", several._TARGETS["run"])
 steps, towers, size = int(os.environ["STEPS"]), 8, 48
 mesh = jax.make_mesh((4,), ("d",))
 tx = [ringjax.allreduce_grads(name=f"tower {i}") for i in range(towers)]
