@@ -71,6 +71,7 @@ _BUILD = _module("build", "--site", "{site}", "--work", "{work}")
 _RANKS = _module("ranks", "--work", "{work}/ranks", *_TIMED)
 _ELASTIC = _module("elastic", "--work", "{work}/elastic", *_TIMED)
 _TORCH = _module("torch_tensors", "--work", "{work}/torch")
+_SEVERAL = _module("several", "--work", "{work}/several")
 _TRACE = _module("timeline", "--work", "{work}/trace")
 
 SECTIONS = (
@@ -112,6 +113,7 @@ SECTIONS = (
         least=40,
     ),
     Section("timeline", _TRACE, 50, dry=(*_TRACE, *_QUICK), least=20),
+    Section("several", _SEVERAL, 100, dry=(*_SEVERAL, "--cpu"), least=0),
 )
 
 

@@ -30,8 +30,18 @@ _XLA = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def prepare(rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Changes the environment of this rank's process."""
+def prepare(
+    rank: int,
+    visible: str | None = None,
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Changes the environment of this rank's process.
+
+    Args:
+      rank: its number.
+      visible: the devices that it sees; None: the first one that this process does.
+      environ: what to change.
+    """
     if "jax" in sys.modules and environ is os.environ:
         raise RuntimeError("too late: jax is imported already")
     environ["NCCL_HOSTID"] = f"ringjax-check-{rank}"
@@ -40,8 +50,9 @@ def prepare(rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
     for name in _FRACTIONS:  # jaxlib refuses both at once; neither is needed here
         environ.pop(name, None)
     environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "0")
-    environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+    if visible is None:
+        visible = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environ["CUDA_VISIBLE_DEVICES"] = visible
     environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {_XLA}".strip()
     environ.setdefault("JAX_ENABLE_X64", "1")
     # TF32 would turn a difference in the last bit into one in the eleventh.

@@ -260,7 +260,7 @@ def test_every_rank_gets_a_host_of_its_own() -> None:
     seen = []
     for rank in range(2):
         env = dict(given)
-        sharing.prepare(rank, env)
+        sharing.prepare(rank, environ=env)
         seen.append(env["NCCL_HOSTID"])
         assert env["CUDA_VISIBLE_DEVICES"] == "3"
         assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
