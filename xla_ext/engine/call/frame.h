@@ -21,7 +21,7 @@ struct Frame {
   uint32_t step = 0;  // kAgree: the round; kData: which operand of the call
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
-  uint64_t bytes = 0;   // payload that follows
+  uint64_t bytes = 0;  // payload that follows
   // kRound: 1 + bytes of values behind the message; 0: none. kLoan: how many pieces the
   // payload lies in, a list of which follows in its place.
   uint64_t beside = 0;
