@@ -252,9 +252,8 @@ class ElasticWorld(World):
         self.devices.stop(text, rank)
         for communicator in running.values():
             communicator.abort(text, rank)
-        seconds = self.config.failure_timeout
         return {
-            number: communicator.quiesce(seconds)
+            number: communicator.quiesce(self.config.failure_timeout)
             for number, communicator in running.items()
             if number in epoch.successions
         }
@@ -287,6 +286,7 @@ class ElasticWorld(World):
         try:
             self._former.connect(epoch, members, wanted, known)
         except BaseException:
+            epoch.leave()  # who has formed it already must not take this for a death
             epoch.close()
             raise
         return epoch

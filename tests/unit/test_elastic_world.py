@@ -1,0 +1,69 @@
+"""Epochs of an elastic world that come to nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.waiting import until
+
+from ringjax import _native
+from ringjax.config import Config
+from ringjax.control.session import Member
+from ringjax.errors import PeerLost
+from ringjax.membership.orders import Members
+from ringjax.recovery.elastic_world import ElasticWorld
+from ringjax.world.coordinates import Standing
+from ringjax.world.epoch import Epoch
+
+
+class Former:
+    """Forms epochs with a heartbeat, whose links then break."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def form(self, members: Members, watch: Any, before: Any) -> Epoch:
+        fabric: Any = SimpleNamespace(epoch=members.epoch, members=members.members)
+        epoch = Epoch(Config(), Standing.of(0, ["here"] * 3), fabric)
+        epoch._heartbeat = epoch._make_heartbeat([(1, self._control.detach())], [])
+        return epoch
+
+    def connect(self, *_: Any) -> None:
+        raise PeerLost("rank 2 closed its connection", 2)
+
+
+def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
+    # Another member may have formed it, and not know yet that it is over.
+    mine, theirs = socket.socketpair()
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    other = _native.Heartbeat(
+        1, [(0, theirs.detach())], interval=0.05, timeout=20, notify=bell, inquire=-1
+    )
+    former = Former(mine)
+    world: Any = ElasticWorld.__new__(ElasticWorld)
+    world.waits, world.generation, world._epoch, world._former = (
+        False,
+        None,
+        None,
+        former,
+    )
+    world.calls = SimpleNamespace(successions={})
+    everybody = tuple(Member(r, "", {"hostname": "here"}, r) for r in range(3))
+    order = Members(3, "repair", everybody, 0, (0, 1, 2), {}, {}, 1, {})
+    with pytest.raises(PeerLost, match="rank 2"):
+        ElasticWorld.link(world, [order], None)
+
+    def rung() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return os.eventfd_read(bell) > 0
+        return False
+
+    until(rung)  # it has heard the end
+    assert other.lost() == []
+    other.close()
+    os.close(bell)
