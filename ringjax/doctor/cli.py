@@ -15,7 +15,7 @@ from ringjax.doctor.finding import FAIL, Job
 from ringjax.doctor.report import Row
 from ringjax.doctor.survey import Survey, spec_of
 from ringjax.errors import RingjaxError
-from ringjax.run import environ
+from ringjax.run import environ, rank_options
 from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.host_command import check_agent_command
 from ringjax.run.start import named_hosts
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("-p", "--ssh-port", type=int, metavar="PORT")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     add("--network-interfaces", "--network-interface", metavar="NAME,...")
+    add("--devices-per-rank", type=rank_options.devices, metavar="N", help="of CUDA")
     add("--agent-command", default="", metavar="COMMAND", help="see ringrun --help")
     add("--no-trial", action="store_true", help="without the job at the end")
     add("--json", action="store_true", help="for programs")
@@ -74,6 +75,7 @@ def _words(args: argparse.Namespace, places: Sequence[slots.Host]) -> list[str]:
         "ssh_port",
         "ssh_identity_file",
         "network_interfaces",
+        "devices_per_rank",
         "agent_command",
     ):
         value = getattr(args, option)
@@ -88,6 +90,8 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], Job]:
     changes = {}
     if args.network_interfaces:
         changes["RINGJAX_NETWORK_INTERFACES"] = args.network_interfaces
+    if args.devices_per_rank:
+        changes["RINGJAX_DEVICES_PER_RANK"] = args.devices_per_rank
     spec = spec_of(
         variables,
         changes,

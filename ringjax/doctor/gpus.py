@@ -58,6 +58,8 @@ def devices(host: Host) -> Iterator[Finding]:
         if each > 1:
             text += f", of which each rank is to have {each}"
         mend = f"ringrun -H {host.name}:{max(1, len(found) // each)}"
+        if len(found) < each:
+            mend += " --devices-per-rank all"
         yield fail(text, mend, "startuperror")
     else:
         yield ok(f"{len(found)} x {names}")

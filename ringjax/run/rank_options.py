@@ -14,7 +14,8 @@ VARIABLES = {
 }
 
 
-def _devices(text: str) -> str:
+def devices(text: str) -> str:
+    """As many CUDA devices a rank, for argparse: the words of the setting."""
     try:
         Config.from_env({VARIABLES["devices_per_rank"]: text})
     except ValueError as error:
@@ -34,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--devices-per-rank",
-        type=_devices,
+        type=devices,
         metavar="N",
         help="CUDA devices of each rank, over which JAX shards; ringjax averages each "
         "with the one of its place on the other ranks. all: every one that it sees, "

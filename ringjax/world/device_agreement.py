@@ -102,8 +102,11 @@ def _check_gpus(said: Sequence[dict[str, Any]], hosts: Sequence[int]) -> None:
         for gpu in [] if other["shares"] else other["gpu"]:
             first = seen.setdefault((gpu, hosts[rank]), rank)
             if gpu and first != rank:
+                each = len(other["device"])
+                several = f", {each} each (RINGJAX_DEVICES_PER_RANK)"
                 raise StartupError(
                     f"rank {first} and rank {rank} compute on the same GPU, {gpu}; "
                     "NCCL wants others for each rank: start no more ranks on a host "
-                    "than it has GPUs for, or give each its own by CUDA_VISIBLE_DEVICES"
+                    f"than it has GPUs for{several if each > 1 else ''}, or give each "
+                    "its own by CUDA_VISIBLE_DEVICES"
                 )

@@ -18,13 +18,11 @@ from typing import Any, Protocol
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.errors import Mismatch, RingjaxError, StartupError, from_status
-from ringjax.world import device_agreement
+from ringjax.world import controls, device_agreement
 from ringjax.world.coordinates import Standing
 from ringjax.world.device_agreement import version_text
+from ringjax.world.groups import REPLICAS
 
-# Added to the number of a process set: that of its control mesh, for the first device
-# of each rank; and as often for each further one.
-CONTROL, _PLACE = 1 << 30, 1 << 20
 _ORDERS_LAUNCHES = 12030  # the driver from which on kernels in order may overlap
 _NO_CODE = "none"  # what the core says of its device code if it was built without
 
@@ -242,7 +240,9 @@ class Devices:
             self.close()
             raise
         if self._reason:
-            self._home.log("info", f"no CUDA collectives in jit: {self._reason}")
+            asked = self._home.config.devices_per_rank != 1  # somebody expects them
+            text = f"no CUDA collectives in jit: {self._reason}"
+            self._home.log("warning" if asked else "info", text)
 
     def _assemble(self, numbers: tuple[int, ...], why_not: str) -> str:
         """Why there will be no device communicators, or nothing; alike on all ranks."""
@@ -321,14 +321,14 @@ class Devices:
             self._build(number, ranks, [bytes.fromhex(i) for i in said["ids"]], what)
 
     def _controls(self, number: int) -> list[int]:
-        return [number | CONTROL | i * _PLACE for i in range(len(self.numbers))]
+        return [controls.number_of(number, i) for i in range(len(self.numbers))]
 
     def _build(
         self, number: int, ranks: Sequence[int], unique_ids: list[bytes], what: str
     ) -> None:
         name = "world" if number == 0 else what
         try:
-            controls = [
+            small = [
                 self._home.connect_control(
                     each,
                     ranks,
@@ -338,15 +338,17 @@ class Devices:
             ]
             self.communicators[number] = _native.connect_devices(
                 id=number,
-                controls=controls,
+                controls=small,
                 devices=self.numbers,
                 unique_ids=unique_ids,
                 options=_options(self._home.config),
             )
-        except _native.StatusError as error:
+        except BaseException as error:  # of some of the devices there are controls
             gone = {r: why for r, why in self._home.gone().items() if r in ranks}
             who = "".join(f"; rank {r} {why}" for r, why in gone.items())
             self._disconnect(number)
+            if not isinstance(error, _native.StatusError):
+                raise
             raise StartupError(
                 f"{what} has no device communicator: rank {self._home.rank}, "
                 f"{_name(self.numbers)}: {error}{who}"
@@ -370,6 +372,8 @@ class Devices:
         """Why a process set has no device communicator; nothing if it has one."""
         if number in self.communicators:
             return ""
+        if number == REPLICAS:
+            return "groups of processes (--group-size) are for CPU devices"
         if not self.possible:
             return f"no rank has a CUDA device: {absence(self._home.config)}"
         return self._reason or "it was not built"

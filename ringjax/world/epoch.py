@@ -16,6 +16,7 @@ from ringjax.config import Config
 from ringjax.control.session import Member
 from ringjax.links.descriptors import Mesh
 from ringjax.links.mesh import Fabric
+from ringjax.world.controls import place_of, set_of
 from ringjax.world.coordinates import Standing
 from ringjax.world.lanes import LANE
 from ringjax.world.whereabouts import Whereabouts
@@ -144,7 +145,8 @@ class Epoch:
                 "collective_timeout": config.collective_timeout,
                 "algorithm": config.algorithm,
                 "cost": self.cost,
-                "set": number & (LANE - 1),
+                "set": set_of(number),
+                "place": place_of(number),
                 "named": number & LANE,
                 **({} if self.recorder is None else {"recorder": self.recorder}),
             },

@@ -264,11 +264,11 @@ class World:
 
     def _count_devices(self) -> list[int]:
         """Of each rank; all alike know whether there is anything to talk about."""
-        members = self.members
-        counts = [int(m.hello.get("cuda", 0)) for m in members]
+        counts = [int(m.hello.get("cuda", 0)) for m in self.members]
         counts = counts or [devices.count(self.config)]
         mine, local = counts[self.rank], self.standing.local_size
-        if mine and local * max(1, self.config.devices_per_rank) > mine:
+        each = self.config.devices_per_rank or mine
+        if mine and local > 1 and local * each > mine:
             self.log(
                 "info",
                 f"{local} ranks of this host share {mine} CUDA device(s): let JAX take "

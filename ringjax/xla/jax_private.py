@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.extend.core
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import sharding_impls as _shardings
@@ -270,6 +271,14 @@ def varying(aval: Any) -> frozenset[str] | None:
     """The axes of the mesh over which a value in shard_map differs, if known."""
     kind = getattr(aval, "mat", aval)
     return getattr(kind, "varying", getattr(kind, "vma", None))
+
+
+def checks_varying() -> bool:
+    """Whether the shard_map that is being lowered knows what varies (check_vma).
+
+    Without, JAX says of every value that it varies over nothing.
+    """
+    return bool(_config._check_vma.value)
 
 
 def plus_one(value: Any, aval: Any) -> Any:

@@ -1,9 +1,9 @@
 """Which CUDA devices JAX computes on, asked once ringjax knows its ranks.
 
 Ranks of a host share out its devices, unless somebody has chosen already: one each, or
-as many as RINGJAX_DEVICES_PER_RANK says. The device
-communicators are built in `world/devices.py`, which knows no framework. Not for CPU
-devices: there is nothing to build for them. Uses what is public of JAX only.
+as many as RINGJAX_DEVICES_PER_RANK says. The device communicators are built in
+`world/devices.py`, which knows no framework. Not for CPU devices: there is nothing to
+build for them. Uses what is public of JAX only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ def open_devices(started: bool) -> None:
     """
     world = runtime.current("init")
     if not world.devices.possible:
+        if world.config.devices_per_rank != 1 and world.rank == 0:
+            text = f"RINGJAX_DEVICES_PER_RANK: {world.devices.problem(0)}"
+            world.log("warning", text)
         return
     why_not = world.cuda_absence
     numbers: Sequence[int] = ()

@@ -175,12 +175,9 @@ def put_together(share: Any, shape: Sequence[int], axis: Any, groups: Any) -> An
 
 
 def varying(avals: Sequence[Any]) -> list[frozenset[str] | None]:
-    """Over which axes values differ, where JAX knows it (check_vma).
-
-    It does if it says so of any; else they may differ over all.
-    """
-    known = [jax_private.varying(aval) for aval in avals]
-    return list(known) if any(known) else [None] * len(avals)
+    """Over which axes values differ, where JAX knows it; else it may be all of them."""
+    known = jax_private.checks_varying()
+    return [jax_private.varying(aval) if known else None for aval in avals]
 
 
 class Inside:

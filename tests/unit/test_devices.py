@@ -18,7 +18,7 @@ import ringjax
 from ringjax import _native, runtime
 from ringjax.config import Config
 from ringjax.errors import Mismatch, RingjaxError, StartupError
-from ringjax.world import devices, lanes
+from ringjax.world import controls, devices, lanes
 from ringjax.world.coordinates import Standing
 from ringjax.xla import placement
 
@@ -192,9 +192,9 @@ def test_all_process_sets_get_one(core: Core) -> None:
     both.open([3], "", {0: [0, 1], 2: [1], 1: [0]})
     made = [call for call in core.calls if call[0] in ("connect", "make")]
     assert made == [
-        ("connect", 0 | devices.CONTROL, [0, 1], "world (device)"),
+        ("connect", 0 | controls.CONTROL, [0, 1], "world (device)"),
         ("make", 0),
-        ("connect", 1 | devices.CONTROL, [0], "process set 1 (device)"),
+        ("connect", 1 | controls.CONTROL, [0], "process set 1 (device)"),
         ("make", 1),
     ]
     assert core.calls.count(("id",)) == 2  # set 2's comes from rank 1
@@ -219,7 +219,7 @@ def test_the_end_in_good_order(core: Core) -> None:
     core.calls.clear()
     both.remove(1)
     both.remove(1)
-    assert core.calls == [("close", 1), ("disconnect", 1 | devices.CONTROL)]
+    assert core.calls == [("close", 1), ("disconnect", 1 | controls.CONTROL)]
     both.stop("rank 0 fails", 0)
     both.close()
     assert core.calls[2:] == [("abort", 0, "rank 0 fails", 0), ("close", 0)]
@@ -359,7 +359,7 @@ def test_nccls_words_and_who_is_gone(core: Core) -> None:
     text = str(error.value)
     assert "rank 0, device 2: ncclCommInitRank: broken; rank 1 was killed" in text
     assert "rank 7" not in text
-    assert ("disconnect", devices.CONTROL) in core.calls
+    assert ("disconnect", controls.CONTROL) in core.calls
     assert both.problem(0) == text
 
 
@@ -398,7 +398,7 @@ def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         ringjax.init()
         try:
-            expected = {0, lanes.LANE, devices.CONTROL}
+            expected = {0, lanes.LANE, controls.CONTROL}
             assert set(runtime.current("test").communicators) == expected
             two = ringjax.add_process_set([0])  # equal to the world: nothing new
             assert two.process_set_id == 0

@@ -184,6 +184,26 @@ def test_more_ranks_than_gpus() -> None:
     assert found.mend("GPUs") == "ringrun -H localhost:1"
 
 
+@pytest.mark.parametrize(
+    ("seen", "each", "mend"),
+    [
+        (4, "2", ""),
+        (4, "all", "-H localhost:1"),
+        (3, "2", "-H localhost:1"),
+        (2, "4", "-H localhost:1 --devices-per-rank all"),
+    ],
+)
+def test_several_gpus_a_rank(seen: int, each: str, mend: str) -> None:
+    env = stub_environment(CUDA_STUB_DEVICES=seen)
+    found = one("-np", "2", "--devices-per-rank", each, env=env)
+    told = [row for row in found.of("GPUs") if row[1].startswith("2 ranks and ")]
+    assert len(told) == bool(mend)
+    for status, text in told:
+        assert status == "FAIL"
+        assert f"of which each rank is to have {seen if each == 'all' else each}" in text
+        assert found.mend("GPUs") == f"ringrun {mend}"
+
+
 def test_too_few_descriptors() -> None:
     found = one(before="ulimit -n 200")
     assert found.code == 1

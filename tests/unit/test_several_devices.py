@@ -10,9 +10,9 @@ from support.ringrun import ringrun
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.errors import StartupError
+from ringjax.errors import PeerLost, StartupError
 from ringjax.run import options
-from ringjax.world import devices
+from ringjax.world import controls, devices, groups, lanes
 from ringjax.world.coordinates import Standing
 from ringjax.xla import placement
 
@@ -27,6 +27,8 @@ class Home:
         self.standing = Standing.of(0, ["here", "there"])
         self.others: Callable[[Any], Any] = lambda value: value
         self.controls: list[tuple[int, str]] = []
+        self.fails: dict[str, BaseException] = {}  # by the end of a control's name
+        self.said: list[tuple[str, str]] = []
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         del what
@@ -34,6 +36,9 @@ class Home:
 
     def connect_control(self, number: int, ranks: Sequence[int], name: str) -> Any:
         del ranks
+        for end, error in self.fails.items():
+            if name.endswith(end):
+                raise error
         self.controls.append((number, name))
         return object()
 
@@ -44,7 +49,7 @@ class Home:
         return {}
 
     def log(self, level: str, text: str) -> None:
-        del level, text
+        self.said.append((level, text))
 
 
 class Made:
@@ -102,8 +107,53 @@ def test_each_device_has_a_control_and_an_id_of_its_own(log: list[str]) -> None:
 def test_one_device_is_named_as_ever(log: list[str]) -> None:
     home = Home()
     of(home).open([3], "", {0: [0, 1]})
-    assert home.controls == [(devices.CONTROL, "world (device)")]
+    assert home.controls == [(controls.CONTROL, "world (device)")]
     assert log == ["connect [0]"]
+
+
+def test_their_controls_are_told_apart() -> None:
+    numbers = [0, 1, 7, groups.REPLICAS]
+    found = {controls.number_of(n, i): (n, i) for n in numbers for i in range(16)}
+    assert len(found) == 64
+    for number, (own, place) in found.items():
+        assert number < 1 << 31  # the core's
+        assert (controls.set_of(number), controls.place_of(number)) == (own, place)
+    for number in numbers:
+        assert controls.set_of(number | lanes.LANE) == number
+        assert controls.place_of(number | lanes.LANE) == 0
+
+
+@pytest.mark.parametrize("error", [PeerLost("lost"), KeyboardInterrupt()])
+def test_no_control_is_left_if_the_next_one_fails(
+    log: list[str], error: BaseException
+) -> None:
+    """A process set that could not be added may be asked for again."""
+    home = Home(devices_per_rank=2)
+    both = of(home)
+    both.open([0, 1], "", {0: [0, 1]})
+    home.fails["1 (device 1)"] = error
+    with pytest.raises(type(error)):
+        both.add(1, [0, 1])
+    assert [number for number, _ in home.controls] == [
+        controls.number_of(0, 0),
+        controls.number_of(0, 1),
+    ]
+    home.fails.clear()
+    both.add(1, [0, 1])
+    assert len(both.communicators[1]) == 2
+
+
+@pytest.mark.parametrize(("wanted", "level"), [(1, "info"), (2, "warning")])
+def test_who_asks_for_several_hears_that_there_are_none(
+    log: list[str], wanted: int, level: str
+) -> None:
+    home = Home(devices_per_rank=wanted)
+    both = of(home)
+    both.open((), "JAX computes on cpu", {0: [0, 1]})
+    ((how, text),) = home.said
+    assert (how, log) == (level, [])
+    assert text.endswith("rank 0 has no CUDA device: JAX computes on cpu")
+    assert "--group-size" in both.problem(groups.REPLICAS)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +185,9 @@ def test_two_ranks_that_share_one_of_their_devices(
     shown = [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]
     found = devices.information() | {"devices": shown}
     monkeypatch.setattr(_native, "cuda_info", lambda: found)
-    with pytest.raises(StartupError, match="rank 0 and rank 1 .* same GPU, GPU-b"):
+    with pytest.raises(StartupError, match="rank 0 and rank 1 .* same GPU, GPU-b") as e:
         of(home).open([0, 1], "", {0: [0, 1]})
+    assert "has GPUs for, 2 each (RINGJAX_DEVICES_PER_RANK)" in str(e.value)
     assert log == []
 
 

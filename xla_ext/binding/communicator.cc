@@ -147,6 +147,7 @@ CommunicatorOptions MakeOptions(int id, std::string name, int rank,
   if (options.contains("recorder"))
     o.recorder = nb::cast<std::shared_ptr<Recorder>>(options["recorder"]);
   o.set = static_cast<int>(Number(options, "set", id));
+  o.place = static_cast<int>(Number(options, "place", 0));
   o.named = Number(options, "named", 0) != 0;
   if (options.contains("cost")) o.cost = ReadCost(nb::cast<nb::dict>(options["cost"]));
   if (o.topology.size < 1 || rank < 0 || rank >= o.topology.size ||

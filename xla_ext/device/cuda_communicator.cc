@@ -54,12 +54,12 @@ uint64_t KeyOf(const Call& call) {
 }  // namespace
 
 CudaCommunicator* CudaCommunicator::Here(const All& all) {
-  for (const auto& one : all) {
-    cuda::Context current = nullptr;
-    if (one->driver_.CtxGetCurrent(&current) != cuda::kSuccess) return nullptr;
+  cuda::Context current = nullptr;
+  if (all.empty() || all[0]->driver_.CtxGetCurrent(&current) != cuda::kSuccess)
+    return nullptr;
+  for (const auto& one : all)
     if (current == one->context_ || (current == nullptr && all.size() == 1))
       return one.get();
-  }
   return nullptr;
 }
 

@@ -209,6 +209,31 @@ def test_a_commit_waits_for_all_devices(devices: Devices) -> None:
     assert errors == []
 
 
+def test_what_is_counted_is_what_one_device_calls(
+    devices: Devices, world: World
+) -> None:
+    """And the bytes of all: a step is no longer for having more devices."""
+    reopen()
+    mine = Devices()
+
+    def step(place: int, device: Device) -> None:
+        device.run("allreduce", [np.ones(100 + place, np.float32)], name="grads")
+
+    for _ in range(3):
+        mine.must(step)
+    mine.confirm()
+    if world.size == 1:  # there is nobody to compare with
+        return
+    found = ringjax.stats()["process_sets"]
+    assert list(found) == [0]
+    assert found[0]["compiled"]["allreduce"]["calls"] == 3
+    count = len(mine.all)
+    sent = sum(4 * (100 + place) for place in range(count))
+    assert found[0]["compiled"]["allreduce"]["bytes"] == 3 * sent
+    calls = [one for one in ringjax.recent_calls() if one["name"] == "grads"]
+    assert [(one["set"], one["bytes"]) for one in calls] == [(0, 400)] * 3
+
+
 def test_process_sets_have_all_devices_too(devices: Devices, world: World) -> None:
     members = list(range(max(1, world.size - 1)))
     some = ringjax.add_process_set(members)

@@ -56,7 +56,7 @@ def same_bits_everywhere(tree) -> None:
 
 
 def sent() -> int:
-    return runtime.communicator().stats()["allreduce"]["bytes"]
+    return runtime.communicator().stats().get("allreduce", {"bytes": 0})["bytes"]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
@@ -206,6 +206,35 @@ def test_the_calls_of_cuda_devices(world) -> None:
         assert "shards = " not in line
     # Of six elements that are alike, filled up to eight, each device sends two.
     assert "tensor<2x3xf64>, tensor<2xf64>, tensor<1xui32>" in calls[0]
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_that_are_all_alike_inside_of_shard_map(world, check_vma) -> None:
+    """As JAX makes them of parameters that are alike, if it checks what varies."""
+    mesh = devices.mesh((4,))
+    tx = ringjax.allreduce_grads()
+    w = jax.device_put(np.arange(24.0).reshape(8, 3), NamedSharding(mesh, P()))
+    rows = jax.device_put(np.ones((4, 8)) + world.rank, NamedSharding(mesh, P("d")))
+
+    def step(w, state, rows):
+        grads = jax.grad(lambda w: (rows @ w).sum())(w)
+        if not check_vma:
+            grads = jax.lax.psum(grads, "d")
+        return tx.update(grads, state)
+
+    specs = (P(), P(), P("d"))
+    f = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=(P(), P()), check_vma=check_vma
+        )
+    )
+    before = sent()
+    updates, _ = jax.block_until_ready(f(w, tx.init(w), rows))
+    # Not from each device: that would be a copy of each.
+    assert sent() - before == 8 * 24 * (1 if check_vma else 4)
+    np.testing.assert_allclose(updates, np.full((8, 3), 2.0 + 2 * world.size), 1e-12)
+    if check_vma:
+        same_bits_everywhere(updates)
 
 
 def test_devices_that_have_not_been_joined(world, monkeypatch) -> None:

@@ -242,6 +242,8 @@ void Communicator::Report(const Call& call, Clock::time_point end, Code outcome)
   event_.done = end;
   // A lane tells of its operations by itself.
   if (!options_.recorder || options_.named || trial_) return;
+  if (options_.place > 0 && outcome == Code::kOk)
+    return options_.recorder->AddBytes({options_.set, false, call.op}, event_.bytes);
   event_.op = call.op;
   event_.beside = call.beside;
   event_.outcome = outcome;

@@ -49,6 +49,9 @@ struct CommunicatorOptions {
   CostModel cost;
   std::shared_ptr<Recorder> recorder;  // hears of every call; may be null
   int set = 0;                         // number of the process set, for it
+  // Of a CUDA device among those of this process. What the first one is called for
+  // stands for the calls of all, or a step would look like as many as there are.
+  int place = 0;
   // The calls are an eager lane's, which tells the recorder what they were made of.
   bool named = false;
 };

@@ -120,6 +120,11 @@ void Recorder::AddDevice(const Key& key, double seconds) {
   totals_[key].device_seconds += seconds;
 }
 
+void Recorder::AddBytes(const Key& key, uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  totals_[key].bytes += bytes;
+}
+
 std::vector<Event> Recorder::Latest() const {
   std::lock_guard lock(mutex_);
   return InOrder(ring_.size());
