@@ -104,7 +104,7 @@ gpu-check: $(GPU_NEEDS)  ## all that only a GPU can answer: tests and tables, 8 
 PLUGIN := $(CURDIR)/$(VENV)/cuda-plugin
 gpu-schedule: $(VENV)/installed-test $(PLUGIN)/installed  ## what XLA schedules for a GPU, without one
 	JAX_PLATFORMS=cpu PYTHONPATH=$(PLUGIN) $(BIN)/pytest -q -s --timeout 300 \
-	  tests/gpu/schedule.py tests/gpu/schedule_several.py $(TESTS)
+	  tests/gpu/schedule*.py $(TESTS)
 
 sanitize: $(VENV)/installed-cmake  ## the native tests under Address- and ThreadSanitizer
 	for kind in address thread; do \

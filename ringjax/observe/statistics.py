@@ -38,6 +38,9 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         * ``wait_histogram``, ``move_histogram``: calls by time, the first below 1 µs,
           each further one below twice as much, the last all others
 
+        Of several CUDA devices a process, calls and times are those of the first one,
+        and ``bytes`` are of all.
+
         For the compiled lane there is also, of the present epoch, ``sent_bytes`` and
         ``algorithms`` of each collective, and ``exposed_seconds``: how long programs
         have waited at the end of a step for what overlaps with it.

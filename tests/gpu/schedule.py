@@ -9,7 +9,6 @@ runs this file; plain `pytest` does not collect it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.experimental import topologies
+from support import described_gpu
 from support.described_gpu import (
     BF16,
     F32,
-    H200,
     LAYERS,
     MATRIX,
     ROWS,
@@ -42,13 +40,8 @@ from ringjax.xla import lowering
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Any]:
     """The sharding on a GPU that is not there."""
-    if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
-        pytest.skip("needs jax's CUDA plugin (make gpu-schedule installs it)")
     ringjax.init()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200, topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    mesh = jax.sharding.Mesh(described_gpu.gpus(1), ("x",))
     yield jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     ringjax.shutdown()
 

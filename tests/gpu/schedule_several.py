@@ -9,17 +9,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support import described_gpu
 from support.described_gpu import (
-    H200,
     LAYERS,
     MATRIX,
     ROWS,
@@ -28,16 +26,12 @@ from support.described_gpu import (
     dense,
     dense_loss,
 )  # fmt: skip
-from support.hlo import Program
+from support.hlo import COLLECTIVE, Program
 
 import ringjax
 from ringjax.xla import lowering
 
 DEVICES = 4
-COLLECTIVE = re.compile(
-    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-    r"(?:-start)?\("
-)
 P = PartitionSpec
 KINDS = [AxisType.Auto, AxisType.Explicit]
 
@@ -45,13 +39,8 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 @pytest.fixture(scope="module", autouse=True)
 def gpus() -> Iterator[Any]:
     """Four GPUs of one process that are not there."""
-    if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
-        pytest.skip("needs jax's CUDA plugin (make gpu-schedule installs it)")
     ringjax.init()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200, topology=f"1x1x{DEVICES}"
-    )
-    yield np.array(topology.devices)
+    yield described_gpu.gpus(DEVICES)
     ringjax.shutdown()
 
 

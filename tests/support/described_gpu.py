@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
 
 H200 = """
 platform_name: "CUDA"
@@ -49,6 +52,16 @@ MATRIX = 4 * WIDTH * WIDTH  # bytes of a layer's weights in float32
 F32, BF16 = jnp.float32, jnp.bfloat16
 Shape = jax.ShapeDtypeStruct
 ROWS = (Shape((BATCH, WIDTH), F32), Shape((BATCH, WIDTH), F32))
+
+
+def gpus(count: int) -> Any:
+    """So many of one process; fails without JAX's plugin, as nothing else is here."""
+    plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
+    assert any(map(find_spec, plugins)), "make gpu-schedule installs JAX's CUDA plugin"
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology=f"1x1x{count}"
+    )
+    return np.array(topology.devices)
 
 
 def dense(dtype: Any = F32) -> dict[str, dict[str, Any]]:

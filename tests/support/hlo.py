@@ -17,6 +17,11 @@ INSTRUCTION = re.compile(
     r"\((?P<operands>[^()]*)\)(?P<rest>.*)$"
 )
 CALL = re.compile(r'custom_call_target="ringjax_(\w+)"')
+# XLA's own.
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+    r"(?:-start)?\("
+)
 HEAVY = re.compile(r"__triton|__cublas|__cudnn| dot\(| convolution\(")
 # They name memory and move none.
 NAMING = ("get-tuple-element", "tuple", "bitcast", "opt-barrier")

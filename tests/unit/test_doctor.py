@@ -200,7 +200,9 @@ def test_several_gpus_a_rank(seen: int, each: str, mend: str) -> None:
     assert len(told) == bool(mend)
     for status, text in told:
         assert status == "FAIL"
-        assert f"of which each rank is to have {seen if each == 'all' else each}" in text
+        assert (
+            f"of which each rank is to have {seen if each == 'all' else each}" in text
+        )
         assert found.mend("GPUs") == f"ringrun {mend}"
 
 
