@@ -175,9 +175,9 @@ def start_again(world: Home, text: str) -> None:
 def _patience(world: Home, epoch: Epoch, error: RingjaxError) -> float:
     """Seconds in which an epoch may turn out to be over that NCCL has failed in.
 
-    A rank whose device fails ends with that error, and is lost to the others. They must
-    not end before they know.
+    A rank whose device fails, or does not fit the others', ends with that error, and is
+    lost to the others. They must not end before they know.
     """
-    blamed = getattr(error.__cause__, "rank", -1)
+    blamed = error.rank if error.rank >= 0 else getattr(error.__cause__, "rank", -1)
     others = blamed not in (-1, epoch.standing.rank)
     return max(_NEWS, world.config.failure_timeout) if others else _NEWS

@@ -151,17 +151,13 @@ PROGRAMS = {
 }  # fmt: skip
 # Cut over all devices, over those of a half only, or alike on all of them.
 CUTS = {"cut": ((4,), P("d")), "half": ((2, 2), P("t")), "alike": ((4,), P())}
-KINDS = {
-    "MultiSteps",
-    "two",
-    "scan",
-}  # of explicit meshes: those without layers of flax
+EXPLICIT = {"MultiSteps", "two", "scan"}  # layers of flax do not say what is gathered
 ROW = [
     pytest.param(name, kind, cut, id=f"{name}-{kind.name}-{cut}")
     for name in PROGRAMS
     for kind in (AxisType.Auto, AxisType.Explicit)
     for cut in CUTS
-    if kind is AxisType.Auto or name in KINDS
+    if kind is AxisType.Auto or name in EXPLICIT
 ]
 
 

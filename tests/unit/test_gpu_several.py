@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.launch import ROOT
@@ -12,6 +14,31 @@ from support.launch import ROOT
 sys.path.append(str(ROOT))
 from benchmarks.gpu import several, sharing
 from benchmarks.gpu.report import Report
+
+
+class Item:
+    """As much of a collected test as the hook looks at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.marks: list[str] = []
+
+    def add_marker(self, mark: Any) -> None:
+        self.marks.append(mark.name)
+
+
+def test_schedules_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "tests" / "gpu"
+    spec = importlib.util.spec_from_file_location("of_gpu", folder / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    monkeypatch.setattr(conftest.driver, "count_devices", lambda: (0, "no driver"))
+    items = [Item(path) for path in folder.glob("*_*.py")]
+    items += [Item(folder / "schedule.py"), Item(ROOT / "tests" / "unit" / "test_x.py")]
+    conftest.pytest_collection_modifyitems(items)
+    skipped = {item.path for item in items if "skip" in item.marks}
+    assert skipped == set(folder.glob("test_*.py")) != set()
 
 
 def test_which_devices_a_rank_with_several_has() -> None:

@@ -11,6 +11,7 @@ from support.ringrun import ringrun
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.errors import PeerLost, StartupError
+from ringjax.recovery import elastic_devices
 from ringjax.run import options
 from ringjax.world import controls, devices, groups, lanes
 from ringjax.world.coordinates import Standing
@@ -172,7 +173,18 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(StartupError) as error:
         of(home).open([0, 1], "", {0: [0, 1]})
     assert text in str(error.value)
+    assert error.value.rank == (1 if other else 0)
     assert log == []
+
+
+@pytest.mark.parametrize(("blamed", "seconds"), [(-1, 1), (0, 1), (1, 7)])
+def test_who_fits_waits_for_the_end_of_who_does_not(
+    blamed: int, seconds: float
+) -> None:
+    world: Any = Home(failure_timeout=7.0)
+    error = StartupError("does not fit")
+    error.rank = blamed
+    assert elastic_devices._patience(world, world, error) == seconds
 
 
 def test_two_ranks_that_share_one_of_their_devices(

@@ -339,6 +339,9 @@ def test_two_ranks_that_see_the_same_devices(start_job: StartJob) -> None:
 ELASTIC = """
 from ringjax import _native, elastic, errors
 WORKER = int(os.environ["RINGJAX_WORKER"])
+LAST = int(os.environ.get("LAST", 3))
+if LAST > 3 and WORKER == 3:
+    os.environ["CUDA_STUB_DEVICES"] = "3"
 
 def train():
     state = elastic.State(step=0, params=np.zeros(2, np.float32), expected=0.0)
@@ -347,7 +350,7 @@ def train():
     def loop(state):
         workers = runtime.generation().workers
         print("begins", state.step, *workers, flush=True)
-        while state.step < 40 or 3 not in workers:
+        while state.step < 40 or LAST not in workers:
             time.sleep(0.01)  # the rest of a step, and time for those who start
             if WORKER == 1 and state.step == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -397,3 +400,15 @@ def test_an_elastic_job_loses_a_rank_and_takes_another(start_job: StartJob) -> N
         begins = [line for line in lines if line.startswith("begins")]
         assert begins[-1].split()[2:] == ["0", "2", "3"], one.logs()
         assert worker == 3 or begins[0] == "begins 0 0 1 2", one.logs()
+
+
+@needs_kernels
+def test_a_newcomer_with_other_devices_ends_alone(start_job: StartJob) -> None:
+    """Those who were there go on, and take the next one."""
+    limits = ["--min-np", "2", "--max-np", "3"]
+    one = job(partial(start_job, options=limits), 3, ELASTIC, {"LAST": "4"})
+    assert one.wait(90) == 0, one.logs()
+    assert "rank 0 has 2 (0, 1) and rank 2 has 3 (0, 1, 2)" in one.logs()
+    for worker in (0, 2, 4):
+        assert "finished" in one.output(worker), one.logs()
+    assert "finished" not in one.output(3), one.logs()
