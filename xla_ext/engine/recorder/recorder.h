@@ -87,7 +87,7 @@ class Recorder {
   void Add(const Event& event);  // from any thread
   void AddDevice(const Key& key, double seconds);
   void AddBytes(const Key& key, uint64_t bytes);  // of a call that another stands for
-  std::vector<Event> Latest() const;  // the oldest first
+  std::vector<Event> Latest() const;              // the oldest first
   // Keeps so many from now on; the newest stay.
   void Keep(size_t capacity);
   // Those after the first `*seen`, which is moved on, as lines of JSON with the seconds
