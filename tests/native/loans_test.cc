@@ -171,7 +171,7 @@ TEST(WhoGivesACallUpTakesItsMemoryAway) {
   Pair pair(LocalEnds(1 << 14));
   std::vector<float> sent(1 << 20);
   std::thread lender([&] { CHECK(!pair.Run(0, &sent).ok()); });
-  while (!pair.lender().outstanding()) std::this_thread::yield();
+  while (!pair.borrower().HasLent()) std::this_thread::yield();
   pair.aborted[0] = true;
   pair.ends.bells[0]->Ring();
   lender.join();
