@@ -85,9 +85,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _give_cache(config: pytest.Config) -> None:
-    """What tests and their ranks measure or compile stays out of the user's cache."""
+    """What tests and their ranks measure or compile stays out of the user's cache.
+
+    What one of them compiles the others read. A rank that is killed may leave half a
+    file; jax notices, and compiles.
+    """
     folder, patch = tempfile.TemporaryDirectory(prefix="ringjax-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder.name)
+    patch.setenv("JAX_COMPILATION_CACHE_DIR", str(Path(folder.name, "jax")))
+    patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     config.add_cleanup(folder.cleanup)
     config.add_cleanup(patch.undo)
 

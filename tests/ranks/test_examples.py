@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from support.launch import ROOT, compiled_before, environment
+from support.launch import ROOT, environment
 
 EXAMPLES = ROOT / "examples"
 SHORT = {
@@ -70,10 +70,8 @@ LIMIT = 120
 
 
 def run(command: list[str]) -> str:
-    env = environment("", compiled_before())
+    env = environment("", {})
     env = {k: v for k, v in env.items() if not k.startswith(("RINGJAX_", "HOROVOD_"))}
-    # PyTorch's threads spin at barriers, which is slow where others work as well.
-    env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
     )

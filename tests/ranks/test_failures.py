@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import leaks
-from support.launch import Job, StartJob, cheap_code
+from support.launch import Job, StartJob
 from support.rank_worker import World
 
 import ringjax
@@ -255,7 +255,7 @@ DISAGREEMENTS: dict[str, tuple[list[str], Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.ranks(2, 3, env=cheap_code)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_every_rank_gets_one_clear_error_when_ranks_disagree(
     world: World, what: str
@@ -270,7 +270,7 @@ def test_every_rank_gets_one_clear_error_when_ranks_disagree(
     _still_usable(world, text)
 
 
-@pytest.mark.ranks(2, 3, env=cheap_code)
+@pytest.mark.ranks(2, 3)
 def test_every_rank_gets_one_clear_error_when_roots_differ(world: World) -> None:
     root = 1 if world.rank == 1 else 0
     text = _mismatch(
@@ -281,7 +281,7 @@ def test_every_rank_gets_one_clear_error_when_roots_differ(world: World) -> None
     _still_usable(world, text)
 
 
-@pytest.mark.ranks(2, 3, env=cheap_code)
+@pytest.mark.ranks(2, 3)
 def test_every_rank_gets_one_clear_error_when_operations_differ(world: World) -> None:
     call = ringjax.allgather if world.rank == 1 else ringjax.allreduce
     text = _mismatch(lambda: call(jnp.ones(3), name="x"))

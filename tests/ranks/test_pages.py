@@ -12,7 +12,7 @@ import re
 from textwrap import dedent
 
 import pytest
-from support.launch import ROOT, StartJob, compiled_before
+from support.launch import ROOT, StartJob
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): re.findall(
@@ -126,6 +126,6 @@ def test_the_blocks_of_a_page(
     monkeypatch.chdir(str(tmp_path))  # where a program leaves files
     if "torch" in page:
         pytest.importorskip("torch", reason="PyTorch is not installed")
-    env = {**compiled_before(), "KERAS_BACKEND": "jax"}
+    env = {"KERAS_BACKEND": "jax"}
     job = start_job(2, _program(page), env=env)
     assert job.wait(55) == 0, job.logs()

@@ -10,7 +10,7 @@ import re
 from textwrap import dedent
 
 import pytest
-from support.launch import ROOT, StartJob, compiled_before
+from support.launch import ROOT, StartJob
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"(?ms)^## ([^\n]*)\n.*?^```python\n(.*?)^```", PAGE))
@@ -116,7 +116,5 @@ def test_a_recipe(
     helpers = "" if "tensorflow" in RECIPES[name] else ALIKE
     check = dedent(CHECKS[name]).replace("AGAIN\n", RECIPES[name])
     program = RECIPES[name] + helpers + check
-    job = start_job(
-        2, program, env={**compiled_before(), "KERAS_BACKEND": "tensorflow"}
-    )
+    job = start_job(2, program, env={"KERAS_BACKEND": "tensorflow"})
     assert job.wait(55) == 0, job.logs()

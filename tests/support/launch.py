@@ -239,6 +239,10 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a job: this process's, without traces of another launcher."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     kept.setdefault("JAX_PLATFORMS", "cpu")
+    # PyTorch's threads spin at barriers, which is slow where others work as well.
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    if "XLA_FLAGS" not in kept.keys() | extra.keys():
+        kept |= cheap_code()
     # Hundreds of ranks import the same files: the first one compiles them for all.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     paths = [str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
@@ -257,25 +261,13 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def compiled_before() -> dict[str, str]:
-    """Variables with which jax keeps what it compiles for other jobs of this session.
-
-    Not for jobs whose ranks are killed: jax may leave half a file.
-    """
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ["XDG_CACHE_HOME"], "jax")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
 @functools.cache
 def cheap_code() -> dict[str, str]:
-    """For ranks that compile hundreds of small programs and run each a few times.
+    """For processes that compile many small programs and run each a few times.
 
     XLA rewrites and schedules them as always, but the code for them is made in half the
-    time. XLA aborts a process at a flag it does not know, and forgets flags from one
-    version to the next, so the installed one is asked.
+    time, by TensorFlow, too. XLA aborts a process at a flag it does not know, and
+    forgets flags from one version to the next, so the installed one is asked.
     """
     level = "--xla_backend_optimization_level=0"
     for flags in (f"{level} --xla_cpu_use_fusion_emitters=false", level):

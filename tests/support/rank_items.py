@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from support import leaks, rank_worker
-from support.launch import Job, compiled_before
+from support.launch import Job
 
 START_UP = 180.0  # seconds a launch may need before its first test: torch from a disk
 GRACE = 15.0  # seconds beyond a test's own timeout before the launch is ended
@@ -264,7 +264,7 @@ def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> L
         folder = Path(name)
         rank_worker.write_selection(folder, [item.test for item in items])
         added = group.env() if callable(group.env) else dict(group.env)
-        env = {**compiled_before(), **added, rank_worker.VARIABLE: str(folder)}
+        env = {**added, rank_worker.VARIABLE: str(folder)}
         command = rank_worker.command(config, sorted({item.path for item in items}))
         job = Job(group.np, command, folder, env).start()
         try:

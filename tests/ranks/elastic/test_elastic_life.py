@@ -13,7 +13,7 @@ import pytest
 from support.elastic_job import ElasticJob, jobs
 from support.elastic_steps import LOOP, begin, stop
 from support.handshakes import needs_tls
-from support.launch import StartJob, cheap_code
+from support.launch import StartJob
 
 Start = Callable[..., ElasticJob]
 
@@ -283,7 +283,7 @@ print("all sizes", ringjax.size())
 def test_every_size_without_a_loss(start_job: StartJob, np: int, shm: str) -> None:
     # PyTorch takes long to import: each transport and each number of ranks once.
     torch = "1" if (np, shm) in ((3, "1"), (2, "0")) else "0"
-    env = {"RINGJAX_SHM": shm, "WITH_TORCH": torch, **cheap_code()}
+    env = {"RINGJAX_SHM": shm, "WITH_TORCH": torch}
     job = start_job(np, SIZES, env, ["--min-np", "1"])
     assert job.wait(110) == 0, job.logs()
     for rank in range(np):
@@ -318,7 +318,7 @@ print("done", ringjax.size(), sorted(train(state)), flush=True)
 @needs_tls
 @pytest.mark.parametrize("np", [2, 3])
 def test_encrypted_links_survive_a_killed_rank(start_job: StartJob, np: int) -> None:
-    env = {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required", **cheap_code()}
+    env = {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required"}
     job = start_job(np, ENCRYPTED, env, ["--min-np", "2"])
     assert job.wait(110) == 0, job.logs()
     assert "done" in job.output(0), job.logs()

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.launch import cheap_code
 from support.stacked import FLOATS, equal, raises
 
 import ringjax
 from ringjax import Adasum, allreduce
 
 pytestmark = [
-    pytest.mark.ranks(4, env=cheap_code),
+    pytest.mark.ranks(4),
     pytest.mark.launch("collectives"),
 ]
 

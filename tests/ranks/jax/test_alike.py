@@ -7,19 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.launch import cheap_code
 
 import ringjax
 
 EVERY = 3
 
 
-def environment() -> dict[str, str]:
-    return {**cheap_code(), "RINGJAX_CHECK_PARAMETERS": str(EVERY)}
-
-
 pytestmark = [
-    pytest.mark.ranks(3, env=environment),
+    pytest.mark.ranks(3, env={"RINGJAX_CHECK_PARAMETERS": str(EVERY)}),
     pytest.mark.launch("alike"),
     pytest.mark.usefixtures("world"),
 ]

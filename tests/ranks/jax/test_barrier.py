@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.launch import cheap_code
 from support.stacked import equal, raises
 
 import ringjax
 
 # Two ranks do nothing that three do not; some tests prove it with counts of their own.
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=cheap_code),
+    pytest.mark.ranks(1, 3),
     pytest.mark.launch("collectives"),
 ]
 

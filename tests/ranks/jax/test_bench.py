@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import ROOT, StartJob, cheap_code, environment
+from support.launch import ROOT, StartJob, environment
 from support.rank_worker import World
 
 pytestmark = pytest.mark.launch("collectives")
-THREE = pytest.mark.ranks(3, env=cheap_code)
+THREE = pytest.mark.ranks(3)
 QUICK = ["-n", "2", "-w", "1"]
 
 
-@pytest.mark.ranks(1, 3, env=cheap_code)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("mode", ["--jit", "--eager"])
 @pytest.mark.parametrize(
     "collective",

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.launch import cheap_code
 
 from ringjax import Max, Min, Sum, allreduce
 
 pytestmark = [
-    pytest.mark.ranks(3, env=cheap_code),
+    pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
 ]
 

@@ -12,13 +12,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from support.launch import cheap_code
 
 import ringjax
 from ringjax.optim import AllreduceState
 
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=cheap_code),
+    pytest.mark.ranks(1, 3),
     pytest.mark.launch("collectives"),
     pytest.mark.usefixtures("world"),
 ]

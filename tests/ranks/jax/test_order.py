@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.launch import cheap_code
 from support.stacked import equal, raises
 
 import ringjax
@@ -124,7 +123,7 @@ def test_control_without_the_tie_disagrees(world) -> None:
         run(world, overlapped=False)
 
 
-@pytest.mark.ranks(2, env=cheap_code)
+@pytest.mark.ranks(2)
 def test_inner_jit_beside_a_call_never_hangs(world) -> None:
     """An inner jit is a block of its own: the tie does not reach it (a sharp bit).
 
@@ -150,7 +149,7 @@ def test_inner_jit_beside_a_call_never_hangs(world) -> None:
     assert len(set(outcomes.tolist())) == 1
 
 
-@pytest.mark.ranks(3, env=cheap_code)
+@pytest.mark.ranks(3)
 def test_steps_in_flight_stay_in_order(world) -> None:
     """Chains order whole programs: a step's number is the result of the one before."""
 
@@ -189,7 +188,7 @@ def test_exit_waits_for_what_was_dispatched(start_job) -> None:
         assert "Error" not in job.output(rank), job.logs()
 
 
-@pytest.mark.ranks(2, env=cheap_code)
+@pytest.mark.ranks(2)
 def test_ranks_at_different_steps_raise(world) -> None:
     step = jax.jit(lambda x, seq: chained(x, seq, False, "grads"))
     with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "grads"):

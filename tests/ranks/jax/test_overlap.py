@@ -10,7 +10,7 @@ import signal
 from textwrap import dedent
 
 import pytest
-from support.launch import Job, StartJob, cheap_code
+from support.launch import Job, StartJob
 
 pytestmark = pytest.mark.timeout(150)
 KIB, MIB = 1 << 10, 1 << 20
@@ -60,7 +60,6 @@ def resident(enough=0, seconds=2):
 def run(start_job: StartJob, np: int, memory: int, script: str) -> Job:
     env = {
         "RINGJAX_OVERLAP_MEMORY": str(memory),
-        **cheap_code(),
         "NPROC": "4",  # workers of XLA, which would else run small programs in order
         # What is freed goes back to the system, so that what is resident is in use.
         "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536",

@@ -14,21 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.launch import cheap_code
 
 import ringjax
 
 STEPS, BATCH, FEATURES = 50, 24, 6
 
 
-def in_both_widths() -> dict[str, str]:
-    """For all tests here, so that they share launches; asked when ranks start."""
-    return {"JAX_ENABLE_X64": "1", **cheap_code()}
+IN_BOTH_WIDTHS = {"JAX_ENABLE_X64": "1"}  # all tests here, so that they share launches
 
 
 # Three ranks have every optimizer, other counts one of each kind of call.
-RANKS = pytest.mark.ranks(3, env=in_both_widths)
-SOME_RANKS = pytest.mark.ranks(2, 3, 4, env=in_both_widths)
+RANKS = pytest.mark.ranks(3, env=IN_BOTH_WIDTHS)
+SOME_RANKS = pytest.mark.ranks(2, 3, 4, env=IN_BOTH_WIDTHS)
 
 
 def batches(dtype):
@@ -120,20 +117,20 @@ def test_float64_to_twelve_digits(world, name, overlap) -> None:
     check(world, name, np.float64, 1e-12, overlap=overlap, bucket_bytes=600)
 
 
-@pytest.mark.ranks(2, 3, env=in_both_widths)
+@pytest.mark.ranks(2, 3, env=IN_BOTH_WIDTHS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_float32_to_rounding(world, overlap) -> None:
     # 50 steps add up rounding of 2^-24 a step; sgd does not amplify it much.
     check(world, "sgd", np.float32, 2e-5, overlap=overlap, bucket_bytes=300)
 
 
-@pytest.mark.ranks(2, 4, env=in_both_widths)
+@pytest.mark.ranks(2, 4, env=IN_BOTH_WIDTHS)
 def test_bfloat16_on_the_wire_stays_near(world) -> None:
     bf16 = ringjax.Compression.bf16
     check(world, "sgd", np.float32, 3e-2, compression=bf16)
 
 
-@pytest.mark.ranks(2, env=in_both_widths)
+@pytest.mark.ranks(2, env=IN_BOTH_WIDTHS)
 def test_the_bound_would_notice_a_missing_allreduce(world) -> None:
     """The control: without it the ranks train apart."""
     mine = slice(world.rank, None, world.size)

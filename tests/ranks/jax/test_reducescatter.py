@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.launch import cheap_code
 from support.stacked import check_derivatives, draw, draw_all, equal, properties, raises
 
 import ringjax
@@ -18,7 +17,7 @@ from ringjax import Average, Compression, Max, Min, Product, Sum, reducescatter
 
 # Two ranks do nothing that three do not; some tests prove it with counts of their own.
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=cheap_code),
+    pytest.mark.ranks(1, 3),
     pytest.mark.launch("collectives"),
 ]
 

@@ -12,12 +12,11 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from support.launch import cheap_code
 
 import ringjax
 
 pytestmark = [
-    pytest.mark.ranks(1, 3, env=cheap_code),
+    pytest.mark.ranks(1, 3),
     pytest.mark.launch("collectives"),
 ]
 SEVERAL = pytest.mark.ranks(2, 3)

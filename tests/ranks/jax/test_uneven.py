@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.launch import cheap_code
 
 import ringjax
 from ringjax import eager, errors
 from ringjax.data import even_steps
 
 pytestmark = [
-    pytest.mark.ranks(1, 2, 3, 5, env=cheap_code),
+    pytest.mark.ranks(1, 2, 3, 5),
     pytest.mark.launch("collectives"),
     pytest.mark.usefixtures("world"),
 ]
