@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support import frameworks, leaks, rank_worker
-from support.launch import Job, StartJob
+from support.launch import Job, StartJob, cheap_code
 from support.rank_items import RUNS, RankItem, Runs, share
 from support.rank_worker import VARIABLE, RankWorker, World
 
@@ -87,14 +87,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _give_cache(config: pytest.Config) -> None:
     """What tests and their ranks measure or compile stays out of the user's cache.
 
-    What one of them compiles the others read. A rank that is killed may leave half a
-    file; jax notices, and compiles.
+    What one process compiles the others read, all with the same flags: some compare bit
+    by bit. A rank that is killed may leave half a file; jax notices, and compiles.
     """
     folder, patch = tempfile.TemporaryDirectory(prefix="ringjax-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder.name)
     patch.setenv("JAX_COMPILATION_CACHE_DIR", str(Path(folder.name, "jax")))
     patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    # Whoever names a platform, as the targets for GPUs do, is after its own code.
+    if {"XLA_FLAGS", "JAX_PLATFORMS"}.isdisjoint(os.environ):
+        patch.setenv("XLA_FLAGS", cheap_code())
     config.add_cleanup(folder.cleanup)
     config.add_cleanup(patch.undo)
 

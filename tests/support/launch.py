@@ -7,7 +7,6 @@ tests/support/rank_worker.py) and what counts as a leak (tests/support/leaks.py)
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import signal
@@ -241,8 +240,6 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     kept.setdefault("JAX_PLATFORMS", "cpu")
     # PyTorch's threads spin at barriers, which is slow where others work as well.
     kept.setdefault("OMP_NUM_THREADS", "1")
-    if "XLA_FLAGS" not in kept.keys() | extra.keys():
-        kept |= cheap_code()
     # Hundreds of ranks import the same files: the first one compiles them for all.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     paths = [str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
@@ -261,9 +258,8 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-@functools.cache
-def cheap_code() -> dict[str, str]:
-    """For processes that compile many small programs and run each a few times.
+def cheap_code() -> str:
+    """Flags for XLA where many small programs are compiled, and each run a few times.
 
     XLA rewrites and schedules them as always, but the code for them is made in half the
     time, by TensorFlow, too. XLA aborts a process at a flag it does not know, and
@@ -272,8 +268,8 @@ def cheap_code() -> dict[str, str]:
     level = "--xla_backend_optimization_level=0"
     for flags in (f"{level} --xla_cpu_use_fusion_emitters=false", level):
         if _xla_knows(flags):
-            return {"XLA_FLAGS": flags}
-    return {}
+            return flags
+    return ""
 
 
 def _xla_knows(flags: str) -> bool:

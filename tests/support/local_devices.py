@@ -5,6 +5,8 @@ The oracle is the same program on one device, with the data of all ranks.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +17,8 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from support.launch import cheap_code
 
-
+@functools.cache  # launches with the same one are shared
 def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
     """For ranks with so many devices, in double precision.
 
@@ -27,7 +28,7 @@ def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
 
     def made() -> Mapping[str, str]:
         count = f"--xla_force_host_platform_device_count={devices}"
-        flags = f"{cheap_code().get('XLA_FLAGS', '')} {count}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {count}"
         return {
             "XLA_FLAGS": flags,
             "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",

@@ -24,8 +24,10 @@ import ringjax
 from ringjax import runtime
 from ringjax.xla import several
 
+# Two ranks do nothing that three do not; a test of each file proves it.
 pytestmark = [
-    pytest.mark.ranks(2, 3, env=devices.environment(4)),
+    pytest.mark.ranks(3, env=devices.environment(4)),
+    pytest.mark.launch("shards"),
     pytest.mark.usefixtures("world"),
 ]
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -52,6 +54,7 @@ MESHES = {
 }
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("name", MESHES)
 def test_training_is_that_of_one_device_with_all_data(world, name, kind) -> None:

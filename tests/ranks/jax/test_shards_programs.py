@@ -20,6 +20,7 @@ import ringjax
 
 pytestmark = [
     pytest.mark.ranks(2, env=devices.environment(4)),
+    pytest.mark.launch("shards"),
     pytest.mark.usefixtures("world"),
 ]
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])

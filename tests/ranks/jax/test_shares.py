@@ -22,8 +22,10 @@ import ringjax
 from ringjax import runtime
 from ringjax.xla import lowering, shares
 
+# Two ranks do nothing that three do not; a test of each file proves it.
 pytestmark = [
-    pytest.mark.ranks(2, 3, env=devices.environment(4)),
+    pytest.mark.ranks(3, env=devices.environment(4)),
+    pytest.mark.launch("shards"),
     pytest.mark.usefixtures("world", "shared"),
 ]
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -117,6 +119,7 @@ def test_every_cut_of_every_shape_and_type(world, kind) -> None:
         same_bits_everywhere(out)
 
 
+@pytest.mark.ranks(2, 3)
 def test_broadcast_and_a_mesh_of_some_devices(world) -> None:
     mesh = devices.mesh((3,), devices=jax.devices()[1:])
     x = np.arange(70.0).reshape(7, 10)

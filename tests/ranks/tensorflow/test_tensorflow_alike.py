@@ -15,8 +15,9 @@ from support.parameters import by_the_first, errors, look_every, said
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 
+# Two ranks do nothing that three do not; a test of each file proves it.
 pytestmark = [
-    pytest.mark.ranks(2, 3),
+    pytest.mark.ranks(3),
     pytest.mark.launch("tensorflow"),
     pytest.mark.usefixtures("world"),
 ]
@@ -83,6 +84,7 @@ def story(world: Any, capfd: Any, training: Training, passes: int = 1) -> None:
     assert said(capfd) == by_the_first(world, 11, "one", 1)
 
 
+@pytest.mark.ranks(2, 3)
 @MODES
 def test_a_tape_tells_who_forgets_the_broadcast(
     world, capfd, monkeypatch, mode

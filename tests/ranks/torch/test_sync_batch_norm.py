@@ -10,7 +10,8 @@ from support.stacked import raises
 
 import ringjax.torch as hvd
 
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.launch("torch")]
+# Two ranks do nothing that three do not; a test of each file proves it.
+pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.launch("torch")]
 
 NORMS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d,
          5: torch.nn.BatchNorm3d}  # fmt: skip
@@ -56,6 +57,7 @@ def compare(world: Any, parts: Any, **options: Any) -> None:
     torch.testing.assert_close(ours(whole[mine]), reference(whole)[mine])
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("rest", [(), (5,), (2, 3), (2, 1, 2)], ids=str)
 def test_as_one_batch(world, rest: tuple[int, ...]) -> None:
     compare(world, batches(world.size, rest))
