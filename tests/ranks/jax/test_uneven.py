@@ -18,8 +18,9 @@ import ringjax
 from ringjax import eager, errors
 from ringjax.data import even_steps
 
+# Training is that of one process on any number of ranks; the rest has none of its own.
 pytestmark = [
-    pytest.mark.ranks(1, 2, 3, 5),
+    pytest.mark.ranks(1, 3),
     pytest.mark.launch("collectives"),
     pytest.mark.usefixtures("world"),
 ]
@@ -86,6 +87,7 @@ def train_alone(size: int, epochs: int) -> Any:
     return params
 
 
+@pytest.mark.ranks(1, 2, 3, 5)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("loader", [Sized, Loader, Unsure])
