@@ -6,15 +6,20 @@ import copy
 
 import pytest
 import torch
+from support.parameters import look_every
 
 import ringjax.torch as hvd
 
 pytestmark = [
-    pytest.mark.ranks(1, 2, 3, env={"RINGJAX_CHECK_PARAMETERS": "3"}),
-    pytest.mark.usefixtures("world"),
-    pytest.mark.launch("torch-alike"),
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.launch("torch"),
 ]
 DIFFER = "warning: the ranks' parameters differ at step"
+
+
+@pytest.fixture(autouse=True)
+def _look(world, monkeypatch) -> None:
+    look_every(monkeypatch, 3)
 
 
 class Training:
