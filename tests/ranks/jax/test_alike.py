@@ -7,24 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.parameters import look_every
 
 import ringjax
 
 EVERY = 3
 
-
-pytestmark = [
-    pytest.mark.ranks(3, env={"RINGJAX_CHECK_PARAMETERS": str(EVERY)}),
-    pytest.mark.launch("alike"),
-    pytest.mark.usefixtures("world"),
-]
+pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("collectives")]
 ALL = pytest.mark.ranks(1, 2, 3, 5)
 DIFFER = "warning: the ranks' parameters differ at optimizer step"
 
 
 @pytest.fixture(autouse=True)
-def alike_before(world, capfd) -> None:
+def alike_before(world, capfd, monkeypatch) -> None:
     """What one test has warned of has ended when the next one begins."""
+    look_every(monkeypatch, EVERY)
     tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
     jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
     ringjax.barrier()

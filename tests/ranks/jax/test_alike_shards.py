@@ -16,17 +16,16 @@ import ringjax
 
 EVERY = 3
 pytestmark = [
-    pytest.mark.ranks(
-        2, 3, env=devices.environment(4, RINGJAX_CHECK_PARAMETERS=str(EVERY))
-    ),
-    pytest.mark.usefixtures("world"),
+    pytest.mark.ranks(2, 3, env=devices.environment(4)),
+    pytest.mark.launch("shards"),
 ]
 KINDS = [AxisType.Auto, AxisType.Explicit]
 
 
 @pytest.fixture(autouse=True)
-def alike_before(world, capfd) -> None:
+def alike_before(world, capfd, monkeypatch) -> None:
     """What one test has warned of has ended when the next one begins."""
+    parameters.look_every(monkeypatch, EVERY)
     tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
     jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
     parameters.errors(capfd)
