@@ -2,6 +2,7 @@
 #include "transport/loans.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/failpoint.h"
 #include "transport/ring_link.h"
@@ -42,10 +43,10 @@ Result<uint64_t> Loans::Taken() {
   const uint64_t taken = LoadShared(peer_->taken);
   // Between what was taken before and what is lent.
   if (taken - peer_taken_ > lent_ - peer_taken_) return Damaged();
-  peer_taken_ = taken;
+  if (!can || IsNews(peer_taken_, taken, lent_)) peer_taken_ = taken;
   // What the peer cannot read will be sent.
   if (!can) lent_ = taken;
-  return taken;
+  return peer_taken_;
 }
 
 Status Loans::Withdrawn() const {
@@ -70,9 +71,9 @@ Result<uint64_t> Loans::Borrow(std::span<const iovec> to, std::span<const iovec>
 }
 
 void Loans::Take(uint64_t bytes) {
-  taken_ += bytes;
+  const uint64_t before = std::exchange(taken_, taken_ + bytes);
   StoreShared(mine_->taken, taken_);
-  waker_->WakeIf(kWantsRoom);
+  if (IsNews(before, taken_, peer_lent_)) waker_->WakeIf(kWantsRoom);
 }
 
 void Loans::Refuse() {

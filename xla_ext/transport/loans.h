@@ -58,7 +58,7 @@ class Loans {
   // So many more bytes of the announced message are ready.
   void Lend(uint64_t bytes);
   uint64_t lent() const { return lent_; }  // bytes, over all loans
-  // How many of these are taken.
+  // How many of these are taken, as far as that is news.
   Result<uint64_t> Taken();
   bool outstanding() const { return lent_ != peer_taken_; }
   // What is not taken yet is not to be had any more, for good.
@@ -81,9 +81,18 @@ class Loans {
 
   // Whether there is something new for who sleeps.
   bool HasLent() const { return LoadShared(peer_->lent) != peer_lent_ || gone(); }
-  bool HasTaken() const { return LoadShared(peer_->taken) != peer_taken_ || !Can(); }
+  bool HasTaken() const {
+    return IsNews(peer_taken_, LoadShared(peer_->taken), lent_) || !Can();
+  }
 
  private:
+  // Whether a lender hears of what was taken. It can do little before it has all of it
+  // back, and woken for each piece it would take the core from who reads.
+  static bool IsNews(uint64_t before, uint64_t taken, uint64_t lent) {
+    constexpr uint64_t kEvery = 4 << 20;  // bytes: somebody is alive
+    return taken != before && (taken == lent || taken / kEvery != before / kEvery);
+  }
+
   void TryReading();
   Status Withdrawn() const;
 

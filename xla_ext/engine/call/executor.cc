@@ -347,8 +347,8 @@ class Run {
         for (uint64_t rest = n * width_; rest > 0;) {
           const Span out = At(s.dst.region).At(to, rest);
           const Span own = At(s.src.region).At(from, out.bytes);
-          if (own.bytes >= kPastCaches && IsPlain(a_, s.first) &&
-              !(s.last && a_.scales_last()))
+          if (own.bytes >= kPastCaches && own.data != out.data &&
+              IsPlain(a_, s.first) && !(s.last && a_.scales_last()))
             CopyPast(out.data, own.data, own.bytes);
           else
             CopyScaled(out.data, own.data, own.bytes / width_, a_, s.first, s.last);
