@@ -36,6 +36,21 @@ TEST(eager_allreduce_with_and_without_a_board) {
   }
 }
 
+// Who asks again and again meets the very moment at which an operation ends.
+TEST(eager_asked_at_any_moment) {
+  Eager world(2);
+  world.Each([](EagerLane& lane, int rank) {
+    for (int i = 0; i < 2000; ++i) {
+      Floats x(1, rank + i), y(1);
+      auto ticket = lane.Submit(Place("x", &x, &y));
+      CHECK(ticket.ok());
+      while (!ticket.value()->settled()) continue;
+      CHECK(ticket.value()->status().ok());
+      CHECK_EQ(y[0], 1.0f + 2 * i);
+    }
+  });
+}
+
 TEST(eager_any_order_from_any_thread) {
   constexpr int kThreads = 3, kEach = 40, kSteps = 3;
   for (const size_t tile : {0, 4096}) {

@@ -70,7 +70,7 @@ class Ticket {
   // Whether the device has done its part as well, if there is one.
   bool passed() const { return done() && (!end_ || end_->passed()); }
   // Whether nobody needs to wait for more than that.
-  bool settled() const { return passed() || (done() && end_->failed()); }
+  bool settled() const { return done() && (!end_ || end_->passed() || end_->failed()); }
   // Once done, for tensors on a device: their results are there for what is enqueued on
   // `stream` from now on.
   Status Follow(uint64_t stream);
