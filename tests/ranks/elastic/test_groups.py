@@ -17,6 +17,7 @@ import pytest
 from support import local_devices
 from support.grouped import STEPS, finish, joined, lines, reach
 from support.launch import Job, StartJob
+from support.waiting import until
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -103,6 +104,7 @@ def test_a_group_that_is_asked_to_leave_leaves_whole(
     job = start(4)
     reach(job, {0, 1, 2, 3}, 10)
     os.kill(job.rank_pid(2), signal.SIGTERM)
+    until(lambda: job.launcher_output().count("has left") == 2, 60)
     count = len(lines(job, 0, "step"))
     reach(job, {0, 1}, count + 20)
     finish(job, {0, 1})
