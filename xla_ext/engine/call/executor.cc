@@ -1,7 +1,7 @@
 // Execute: a loop over the heads of the send and receive queues of each peer.
 //
-// One visit moves at most kSegment bytes, so that receiving, reducing and sending take
-// turns while the data is still in the cache. See executor.h.
+// One visit moves at most kSegment bytes (kBorrowed, see below), so that receiving,
+// reducing and sending take turns while the data is still in the cache. See executor.h.
 #include "engine/call/executor.h"
 
 #include <algorithm>
@@ -16,6 +16,8 @@ namespace ringjax {
 namespace {
 
 constexpr uint64_t kSegment = 256 << 10;
+// Of what is lent and belongs somewhere: each piece is a call of the kernel.
+constexpr uint64_t kBorrowed = 1 << 20;
 constexpr size_t kPieces = 64;  // iovecs in one call
 // Of what is lent and added up, read at once: it stays in a first cache.
 constexpr uint64_t kBlock = 32 << 10;
@@ -214,11 +216,11 @@ class Run {
       RJ_TRY(OpenIt(link, planned, &m, moved));
       if (!m.opened()) return OkStatus();
     }
-    const uint64_t limit =
-        std::min(Allowed(planned) * wire_, m.bytes + kSegment) - m.bytes;
+    const bool reduces = planned.step.kind == StepKind::kRecvReduce;
+    const uint64_t most = m.lent.empty() || reduces ? kSegment : kBorrowed;
+    const uint64_t limit = std::min(Allowed(planned) * wire_, m.bytes + most) - m.bytes;
     if (limit == 0) return OkStatus();
     if (!m.lent.empty()) return Borrow(link, planned, limit, &m, moved);
-    const bool reduces = planned.step.kind == StepKind::kRecvReduce;
     if (reduces || a_.compressed())
       return ReceiveThrough(link, planned, limit, &m, moved);
     pieces_.clear();
