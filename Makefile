@@ -22,7 +22,7 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-SOURCES := $(shell find xla_ext tests/native tests/fuzz tests/cuda_stub benchmarks/limit \
+SOURCES := $(shell PATH='$(PATH)'; find xla_ext tests/native tests/fuzz tests/cuda_stub benchmarks/limit \
   -name '*.h' -o -name '*.cc' -o -name '*.cu')
 NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES)) $(wildcard xla_ext/cuda/*)
 TESTS ?=
