@@ -148,7 +148,7 @@ struct Pair {
 // Of what the peer cannot read, be it from the beginning or from somewhere on, the rest
 // is sent, and nothing is lent any more.
 TEST(WhatCannotBeReadIsSent) {
-  for (const uint64_t passage : {1, 3, 9}) {
+  for (const uint64_t passage : {1, 3, 4}) {  // of the four that it takes
     Pair pair(ShmEnds(1 << 14));
     std::vector<float> sent(1 << 20), received(sent.size(), -1);
     for (size_t i = 0; i < sent.size(); ++i) sent[i] = Value(7, i);
