@@ -351,7 +351,6 @@ def train():
         workers = runtime.generation().workers
         print("begins", state.step, *workers, flush=True)
         while state.step < 40 or LAST not in workers:
-            time.sleep(0.01)  # the rest of a step, and time for those who start
             if WORKER == 1 and state.step == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
             devices = Devices()
