@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
 from ringjax import _native, errors, runtime
-from ringjax.ops import Average, Sum
+from ringjax.ops import Average, ReduceOp, Sum
 
 # How a finished operation becomes the caller's result.
 Finish = Callable[[Any], Any]
@@ -355,6 +355,8 @@ def op_or_average(average: bool | None, op: Any, stacklevel: int = 2) -> Any:
 
 def reduce_op(op: str, value: Any) -> int:
     """The number of a reduction; whether it fits the dtype, the core knows."""
+    if type(value) is ReduceOp:
+        return value
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 5:
         return int(value)
     raise ValueError(

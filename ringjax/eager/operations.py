@@ -104,7 +104,8 @@ def reduce_now(
         prescale = lane.as_float(op, "prescale_factor", prescale)
         postscale = lane.as_float(op, "postscale_factor", postscale)
     shape = None
-    if op == "reducescatter" and type(tensor) is np.ndarray and tensor.ndim:
+    new = out is None and type(tensor) is np.ndarray
+    if new and op == "reducescatter" and tensor.ndim:
         shape = lane.own_shape(op, tensor.shape, process_set)
     result = at_once(
         op, tensor, out, name, process_set, shape, kind, prescale, postscale

@@ -218,7 +218,7 @@ def current(what: str) -> World:
         NotInitialized: there is none.
     """
     _check_fork(what)
-    return begun(what)
+    return _world or begun(what)
 
 
 def begun(what: str) -> World:
@@ -340,21 +340,21 @@ def communicator(
         NotInitialized: before `init`.
         ValueError: the set is not registered, or this rank is not in it.
     """
-    number = _number(process_set, op)
-    return current(op).communicators[number]
+    world, number = _home(process_set, op)
+    return world.communicators[number]
 
 
 def lane(
     process_set: ProcessSet = global_process_set, op: str = "allreduce"
 ) -> EagerLane:
     """Where named operations of a process set are submitted. Raises as communicator."""
-    number = _number(process_set, op)  # first: it may be what makes the lanes
+    world, number = _home(process_set, op)
     if number == REPLICAS:
         raise ValueError(f"ringjax.{op}: named operations cannot be of replica_set()")
-    return current(op).lanes.lanes[number]
+    return world.lanes.lanes[number]
 
 
-def _number(process_set: ProcessSet, op: str) -> int:
+def _home(process_set: ProcessSet, op: str) -> tuple[World, int]:
     world = current(op)
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
@@ -372,7 +372,7 @@ def _number(process_set: ProcessSet, op: str) -> int:
             f"ringjax.{op}: process_set {process_set} does not include this rank, "
             f"{world.standing.rank}"
         )
-    return number
+    return world, number
 
 
 def on_init(callback: Callable[[], None]) -> None:

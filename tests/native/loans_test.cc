@@ -134,7 +134,7 @@ struct Pair {
     lane.links[1 - rank].reset(ends.links[rank].get());
     lane.rank = rank;
     lane.timeout = 20;
-    Waiter waiter(ends.bells[rank].get(), &aborted[rank], 0, true);
+    Waiter waiter(ends.bells[rank].get(), &aborted[rank], 0, crowded);
     const Status status = Execute(Compile(schedule, 2, true), memory,
                                   {DType::kF32, DType::kF32}, {}, lane, &waiter);
     for (auto& each : lane.links) each.release();  // it is this one's
@@ -143,7 +143,24 @@ struct Pair {
 
   Ends ends;
   std::atomic<bool> aborted[2] = {false, false};
+  bool crowded = true;  // more ranks than cores
 };
+
+// A rank that only sends lends where it would take the peer's core, and copies where it
+// has one to itself.
+TEST(WhoOnlySendsAndHasACoreHelps) {
+  for (const bool crowded : {false, true}) {
+    Pair pair(ShmEnds(1 << 14));
+    pair.crowded = crowded;
+    std::vector<float> sent(1 << 20), received(sent.size(), -1);
+    for (size_t i = 0; i < sent.size(); ++i) sent[i] = Value(7, i);
+    std::thread sender([&] { CHECK(pair.Run(0, &sent).ok()); });
+    CHECK(pair.Run(1, &received).ok());
+    sender.join();
+    CHECK(received == sent);
+    CHECK_EQ(pair.lender().lent(), crowded ? sent.size() * sizeof(float) : 0);
+  }
+}
 
 // Of what the peer cannot read, be it from the beginning or from somewhere on, the rest
 // is sent, and nothing is lent any more.

@@ -98,6 +98,14 @@ struct Kind {
   }
 };
 
+// Whether one has as many rows as this rank gets of the other's.
+bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
+  if (in.piece.dims.empty()) return false;
+  const auto present = lane.lane.communicator();
+  return result.piece.dims[0] ==
+         ShareOf(in.piece.dims[0], present->rank(), present->size());
+}
+
 // An operation from the call to its end. `held` lives as long: whoever is interrupted
 // leaves it under way.
 BoundTicket RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
@@ -129,6 +137,7 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
   const bool in_place = whole && in.address() == result.address();
   if (in.Overlaps(result) && !in_place) return false;
   if (whole && in.bytes() != result.bytes()) return false;
+  if (kind == Collective::kReducescatter && !IsShare(*self, in, result)) return false;
   if (!PyUnicode_Check(name.ptr())) name = name();
   request.what.name = nb::cast<std::string>(name);
   request.ins = {in.address()};

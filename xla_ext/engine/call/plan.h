@@ -36,6 +36,11 @@ struct Plan {
   // Whether a message may wait with its sender until the peer can take it. The verifier
   // proves that of the table's schedules: it has no buffers either.
   bool lends = true;
+
+  // All that this rank does is to send to one peer.
+  bool OnlySends() const {
+    return peers.size() == 1 && receives[static_cast<size_t>(peers[0])].empty();
+  }
 };
 
 // `in_place`: kIn and kOut are one memory.

@@ -54,6 +54,8 @@ class Waiter {
         std::chrono::duration<double>(spin_seconds));
   }
 
+  bool crowded() const { return crowded_; }  // more ranks on this host than cores
+
   // The caller moved something: the next wait starts with spinning again.
   // Where waits last, spinning only takes the core from others, so it gets shorter with
   // every long wait, and longer again where it would have been enough.
@@ -131,7 +133,7 @@ class Waiter {
   Doorbell* doorbell_;
   const std::atomic<bool>* aborted_;
   Clock::duration spin_;
-  bool crowded_;  // more ranks on this host than cores
+  bool crowded_;
   uint64_t idle_ = 0;
   Clock::time_point since_;
   int patience_ = 0;  // spins are this often halved
