@@ -19,6 +19,8 @@ from benchmarks.harness.turns import Case
 from benchmarks.peers.adapter import COLLECTIVES
 from benchmarks.peers.table import MPI, PEERS
 
+# Whose ranks give the very array that the harness has made.
+FRESH = ["ringjax", "mpi4py", "mpich"]
 NAMES = [name for name, entry in PEERS.items() if entry.kind.collectives]
 SIZES = (4 * KIB, 64 * KIB, MIB, 64 * MIB)
 QUICK = {"ranks": [2], "sizes": [4 * KIB, MIB], "rounds": 2, "seconds": 0.01}
@@ -34,7 +36,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     what = p.add_argument_group("what")
     what.add_argument("-np", dest="ranks", type=parse_ranks, default=[2, 4])
-    what.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
+    what.add_argument("--peers", nargs="+", choices=NAMES)
     what.add_argument(
         "--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES
     )
@@ -46,12 +48,21 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="of the whole vector (4K 64K 1M 64M)",
     )
     what.add_argument(
+        "--fresh",
+        action="store_true",
+        help=f"what is given is written anew before each call ({', '.join(FRESH)})",
+    )
+    what.add_argument(
         "--quick", action="store_true", help="seconds: whether it works, not how fast"
     )
     how(p, "collectives")
     if p.parse_args(words).quick:
         p.set_defaults(**QUICK)
     options = p.parse_args(words)
+    able = FRESH if options.fresh else NAMES
+    options.peers = options.peers or able
+    if unable := sorted(set(options.peers) - set(able)):
+        p.error(f"--fresh: not with {', '.join(unable)}")
     least = 4 * max(options.ranks)
     if options.rounds < 1 or min(options.sizes) < least:
         p.error(f"--rounds must be 1 or more, --sizes {least} or more")
@@ -67,6 +78,7 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
             [(size // 4 // ranks * ranks,)],
             "collectives",
             collective=name,
+            fresh=options.fresh,
         )
         for name in options.collectives
         for size in options.sizes

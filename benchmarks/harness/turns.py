@@ -36,6 +36,7 @@ class Case:
       counts: this case is a point of time against the number of tensors.
       network: of torch_networks.py, to be trained, with parameters of these shapes.
       collective: one of COLLECTIVES; the one shape is that of the whole vector.
+      fresh: what is given to it is written anew before each call.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Case:
     counts: bool = False
     network: str = ""
     collective: str = ""
+    fresh: bool = False
 
     @property
     def size(self) -> int:
@@ -216,6 +218,7 @@ def measure(
                 dtype=case.dtype,
                 network=case.network,
                 collective=bool(case.collective),
+                fresh=case.fresh,
             )
             for variant in found:
                 variant.settle(options.seconds)
@@ -234,7 +237,7 @@ def measure(
     variants = [v for v in variants if v.world in worlds]
     about: dict[str, Any] = {"case": case.title, "kind": case.kind, "ranks": ranks}
     about |= {"dtype": case.dtype, "counts": case.counts}
-    about |= {"collective": case.collective}
+    about |= {"collective": case.collective, "fresh": case.fresh}
     about |= {"tensors": len(case.shapes), "size": case.size}
     return [{**about, **row} for row in compare(variants, case, ranks)]
 

@@ -25,22 +25,51 @@ from benchmarks.peers.table import PEERS
 
 def run(peer: Peer, step: Operation, batches: int, calls: int) -> dict[str, Any]:
     """Seconds per call, batch by batch, and the CPU seconds of this process."""
-    repeat = getattr(step, "repeat", None) or functools.partial(_repeat, step)
+    timed = getattr(step, "seconds", None) or functools.partial(_seconds, step)
     before = resource.getrusage(resource.RUSAGE_SELF)
     peer.total(0.0)  # all ranks start together
     seconds = []
     for _ in range(batches):
-        start = time.perf_counter()
-        repeat(calls)
-        seconds.append((time.perf_counter() - start) / calls)
+        seconds.append(timed(calls) / calls)
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": seconds, "cpu": cpu}
 
 
-def _repeat(step: Operation, calls: int) -> None:
-    for _ in range(calls):
-        step()
+def _seconds(step: Operation, calls: int) -> float:
+    repeat = getattr(step, "repeat", None)
+    start = time.perf_counter()
+    if repeat is not None:
+        repeat(calls)
+    else:
+        for _ in range(calls):
+            step()
+    return time.perf_counter() - start
+
+
+class Fresh:
+    """An operation before each of whose calls all ranks write anew what they give.
+
+    That takes no part of its time.
+    """
+
+    def __init__(self, step: Operation, given: np.ndarray[Any, Any]) -> None:
+        self._step, self._given = step, given
+
+    def __call__(self) -> Any:
+        """Runs it once."""
+        self._given.fill(0)
+        return self._step()
+
+    def seconds(self, calls: int) -> float:
+        """What so many calls take."""
+        taken = 0.0
+        for _ in range(calls):
+            self._given.fill(0)
+            start = time.perf_counter()
+            self._step()
+            taken += time.perf_counter() - start
+        return taken
 
 
 def check(peer: Peer) -> None:
@@ -50,8 +79,10 @@ def check(peer: Peer) -> None:
         raise ArithmeticError(f"the sum of 1..{peer.size} came out as {total}")
 
 
-def collective(peer: Peer, variant: str, count: int) -> Operation:
-    """A collective that has given the right result once.
+def collective(
+    peer: Peer, variant: str, count: int, fresh: bool = False
+) -> Operation:
+    """A collective that has given the right result once; maybe of `Fresh` numbers.
 
     Raises:
       ArithmeticError: it has not.
@@ -66,7 +97,7 @@ def collective(peer: Peer, variant: str, count: int) -> Operation:
     if not np.array_equal(got.reshape(-1), right):
         raise ArithmeticError(f"{variant} of {count} numbers came out wrong")
     array.fill(0)  # or sums in place would grow from call to call
-    return step
+    return Fresh(step, array) if fresh else step
 
 
 class Worker:
@@ -89,7 +120,7 @@ class Worker:
 
     def _make(self, variant: str, shapes: Shapes, request: dict[str, Any]) -> Operation:
         if request["collective"]:
-            return collective(self._peer, variant, shapes[0][0])
+            return collective(self._peer, variant, shapes[0][0], request["fresh"])
         if request["network"]:
             return self._peer.training(variant, request["network"])
         return self._peer.operation(variant, shapes, request["dtype"])

@@ -95,6 +95,39 @@ def test_a_collective_is_checked_before_it_is_timed(name: str, returns: bool) ->
         worker.collective(OneRank(1, returns), name, 10)
 
 
+def test_fresh_numbers_are_written_before_each_call_and_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, seen = [0.0], []
+
+    class Given:
+        """Takes ten seconds to be written."""
+
+        def fill(self, value: float) -> None:
+            now[0] += 10
+            seen.append(value)
+
+    def step() -> None:
+        now[0] += 1
+        seen.append("called")
+
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: now[0])
+    given: Any = Given()
+    assert worker.Fresh(step, given).seconds(3) == 3
+    assert seen == [0, "called"] * 3
+    made = worker.collective(OneRank(0, True), "alltoall", 10, fresh=True)
+    assert isinstance(made, worker.Fresh)
+
+
+def test_only_some_give_the_very_array(capsys: pytest.CaptureFixture[str]) -> None:
+    options = collectives.parse(["--fresh"])
+    assert options.peers == ["ringjax", "mpi4py", "mpich"]
+    assert all(case.fresh for case in collectives.cases(options, 2))
+    with pytest.raises(SystemExit):
+        collectives.parse(["--fresh", "--peers", "ringjax", "limit"])
+    assert "--fresh: not with limit" in capsys.readouterr().err
+
+
 def test_busbw_is_of_the_collective() -> None:
     factors = [
         Case("", [(4,)], "collectives", collective=name).bus_factor(4)
