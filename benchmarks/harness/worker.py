@@ -79,9 +79,7 @@ def check(peer: Peer) -> None:
         raise ArithmeticError(f"the sum of 1..{peer.size} came out as {total}")
 
 
-def collective(
-    peer: Peer, variant: str, count: int, fresh: bool = False
-) -> Operation:
+def collective(peer: Peer, variant: str, count: int, fresh: bool = False) -> Operation:
     """A collective that has given the right result once; maybe of `Fresh` numbers.
 
     Raises:
