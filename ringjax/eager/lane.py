@@ -355,7 +355,7 @@ def op_or_average(average: bool | None, op: Any, stacklevel: int = 2) -> Any:
 
 def reduce_op(op: str, value: Any) -> int:
     """The number of a reduction; whether it fits the dtype, the core knows."""
-    if type(value) is ReduceOp:
+    if type(value) is ReduceOp:  # as usual: what follows is slow in a short call
         return value
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 5:
         return int(value)

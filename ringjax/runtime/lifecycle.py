@@ -218,7 +218,7 @@ def current(what: str) -> World:
         NotInitialized: there is none.
     """
     _check_fork(what)
-    return _world or begun(what)
+    return begun(what)
 
 
 def begun(what: str) -> World:
