@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from ringjax.control import addresses
@@ -112,12 +113,20 @@ class Process:
     def lines(self, word: str) -> list[str]:
         return [line for line in self.output.splitlines() if word in line]
 
-    def wait_for(self, text: str, count: int = 1, seconds: float = 20) -> None:
-        """Until it has been written so often, as a regular expression."""
+    def wait_for(
+        self, text: str, count: int = 1, seconds: float = 20, also: Sequence[Process] = ()
+    ) -> None:
+        """Until it has been written so often here or by others, as a regular expression.
+
+        What ranks write is on their agent until that has found another ringrun.
+        """
         deadline = time.monotonic() + seconds
-        while len(re.findall(text, self.output)) < count:
-            assert time.monotonic() < deadline, f"no {text!r} in\n{self.output}"
+        while len(re.findall(text, found := self._with(also))) < count:
+            assert time.monotonic() < deadline, f"no {text!r} in\n{found}"
             time.sleep(0.02)
+
+    def _with(self, others: Sequence[Process]) -> str:
+        return "\n".join(process.output for process in (self, *others))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self._process.send_signal(number)

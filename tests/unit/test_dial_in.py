@@ -315,7 +315,8 @@ def test_a_launcher_that_starts_anew_takes_the_members_back(site: Site) -> None:
     again = site.listen(
         "-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1", *site.rank
     )
-    again.wait_for("epoch . resize: ./4", 4)  # with a new worker on a host of its own
+    # With a new worker on a host of its own.
+    again.wait_for("epoch . resize: ./4", 4, also=agents)
     # That of the killed one's own host has a second to end.
     time.sleep(1.5)
     assert sum(_runs(pid) for pid in pids) == 3
@@ -347,7 +348,7 @@ def test_sigterm_has_a_launcher_leave(site: Site) -> None:
     assert job.output.count("Dismissed") == 1
     assert sum(_runs(pid) for pid in pids) == 3
     again = site.listen("-np", "3", "--min-np", "1", "-H", "localhost:1", *site.rank)
-    again.wait_for("epoch . resize: ./4", 4)
+    again.wait_for("epoch . resize: ./4", 4, also=agents)
     (own,) = site.pids(4)
     os.kill(own, signal.SIGSTOP)
     again.kill(signal.SIGTERM)
@@ -368,7 +369,7 @@ def test_most_hosts_are_lost_with_the_launcher(site: Site) -> None:
     words = ["-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1"]
     again = site.listen(*words, *site.rank)
     agents[1] = site.join("b", 2)  # its name says that what ran there has ended
-    again.wait_for("epoch . resize: ./4", 4)
+    again.wait_for("epoch . resize: ./4", 4, also=agents)
     assert sum(_runs(pid) for pid in pids) == 1  # it is no new beginning
     site.end()
     assert again.wait() == 0, again.output
