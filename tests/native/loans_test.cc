@@ -16,18 +16,6 @@
 namespace ringjax {
 namespace {
 
-// While it lives, messages are lent from so many bytes on.
-class LentFrom {
- public:
-  explicit LentFrom(uint64_t bytes) : before_(least_loan.exchange(bytes)) {}
-  ~LentFrom() { least_loan = before_; }
-  LentFrom(const LentFrom&) = delete;
-  LentFrom& operator=(const LentFrom&) = delete;
-
- private:
-  const uint64_t before_;
-};
-
 float Value(int rank, size_t i) { return static_cast<float>(1000 * rank + i % 999); }
 
 void CheckBroadcast(Communicator& c, const std::vector<size_t>& counts, bool in_place) {
@@ -89,7 +77,7 @@ const std::vector<std::vector<size_t>> kShapes = {
     std::vector<size_t>(2000, 3)};  // the last: more pieces than a list may have
 
 TEST(AllMessagesAreLent) {
-  const LentFrom all(1);
+  const Instead all(&least_loan, 1);
   const std::vector<std::vector<int>> layouts = {
       {0, 0}, {0, 0, 0}, {0, 0, 0, 0, 0}, {0, 0, 1, 1}, {0, 1, 1}};
   for (const auto& hosts : layouts) {

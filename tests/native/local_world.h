@@ -59,6 +59,20 @@ inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
   return ranks;
 }
 
+// While it lives, a setting of all ranks is another one.
+class Instead {
+ public:
+  Instead(std::atomic<uint64_t>* setting, uint64_t value)
+      : setting_(setting), before_(setting->exchange(value)) {}
+  ~Instead() { *setting_ = before_; }
+  Instead(const Instead&) = delete;
+  Instead& operator=(const Instead&) = delete;
+
+ private:
+  std::atomic<uint64_t>* const setting_;
+  const uint64_t before_;
+};
+
 class World {
  public:
   explicit World(std::vector<int> hosts, const std::string& algorithm = "",

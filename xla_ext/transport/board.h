@@ -20,6 +20,8 @@ class Board : public Waitable {
  public:
   // A rank's counters, each of which only grows.
   enum Counter { kAgreed, kPosted, kSummed, kFetched, kEnded, kCounters };
+  // What a rank says beside them, before it publishes one of them.
+  enum Sign { kLends, kWish, kSigns };
 
   static constexpr size_t kHeaderBytes = 64;  // in front of a note
   static constexpr size_t kTiles = 3;         // of tile_bytes, in an area
@@ -53,6 +55,12 @@ class Board : public Waitable {
   Status Follow(Counter counter, int rank, uint64_t value, uint64_t most,
                 uint64_t* known) const;
 
+  // What this rank says from its next Publish on, and what a peer has said.
+  void Set(Sign sign, uint32_t value) { StoreShared(words_[rank_].signs[sign], value); }
+  uint32_t Get(Sign sign, int rank) const {
+    return LoadShared(words_[rank].signs[sign]);
+  }
+
   // Shows the others, for good, that this rank publishes no more. In one order with
   // their counters: who is not seen to have published by a Look after this will find it
   // when it asks Stopped after publishing.
@@ -74,6 +82,7 @@ class Board : public Waitable {
  private:
   struct Words {  // of one rank; written by it alone, except `asleep`
     alignas(kLineBytes) uint64_t counters[kCounters];
+    uint32_t signs[kSigns];
     alignas(kLineBytes) uint32_t asleep;
     uint32_t closed, stopped;
   };

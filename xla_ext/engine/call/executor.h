@@ -11,6 +11,7 @@
 #include "base/reduce.h"
 #include "base/status.h"
 #include "engine/call/frame.h"
+#include "engine/call/loan_pace.h"
 #include "engine/call/plan.h"
 #include "engine/call/spans.h"
 #include "engine/call/waiter.h"
@@ -22,6 +23,9 @@ namespace ringjax {
 struct Lane {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
   std::unique_ptr<Board> board;              // null unless all ranks share a host
+  std::unique_ptr<LoanPace> pace;            // rank 0's, where there is a board
+  bool keeps_sums =
+      false;  // who is cut off fetches them later (communicator.h, kTiles)
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
   double look = 1;     // seconds without progress until anybody is asked
