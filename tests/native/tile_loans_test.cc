@@ -193,11 +193,10 @@ TEST(WhatWasGivenUpIsNotTrusted) {
     TileLoans lender(two.memories[1], two.lanes[1], true);
     lender.Show(two.slot(), kTile);
     CHECK(reader.Learn(1, two.slot(), kTile).ok());
-    CHECK(reader.Values(1, 3960, {&to, 1}).ok());
+    CHECK(reader.Values(1, 3960, {to}).ok());
     CHECK(got == std::vector<float>(10, 2));
   }
-  for (const Status& status :
-       {reader.Values(1, 0, {&to, 1}), reader.Results(1, 0, {&to, 1})}) {
+  for (const Status& status : {reader.Values(1, 0, {to}), reader.Results(1, 0, {to})}) {
     CHECK(status.code() == Code::kUnavailable);
     CHECK(status.message().find("gave the call up") != std::string::npos);
     CHECK_EQ(status.rank(), 1);
@@ -243,8 +242,7 @@ TEST(WhereNothingIsNothingIsRead) {
   CHECK(loans.Learn(1, two.slot(), kTile).ok());
   std::vector<float> got(200);
   const iovec to{got.data(), 800};
-  for (const Status& status :
-       {loans.Values(1, 0, {&to, 1}), loans.Results(1, 0, {&to, 1})}) {
+  for (const Status& status : {loans.Values(1, 0, {to}), loans.Results(1, 0, {to})}) {
     CHECK(status.code() == Code::kUnavailable);
     CHECK(status.message().find("cannot be read") != std::string::npos);
     CHECK_EQ(status.rank(), 1);

@@ -24,8 +24,9 @@ struct Lane {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
   std::unique_ptr<Board> board;              // null unless all ranks share a host
   std::unique_ptr<LoanPace> pace;            // rank 0's, where there is a board
-  bool keeps_sums =
-      false;  // who is cut off fetches them later (communicator.h, kTiles)
+  // Who calls has a barrier of its own at the end (an elastic job), and sums that are
+  // on the board stay for who is cut off.
+  bool ends_together = false;
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
   double look = 1;     // seconds without progress until anybody is asked

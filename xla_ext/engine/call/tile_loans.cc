@@ -56,8 +56,12 @@ TileLoans::TileLoans(const Memory& memory, const Lane& lane, bool wanted)
 }
 
 TileLoans::~TileLoans() {
-  if (!mine_) return;
-  for (const auto& link : lane_.links)
+  if (mine_) Withdraw(lane_);
+}
+
+void TileLoans::Withdraw(const Lane& lane) {
+  if (!lane.board || lane.board->Get(Board::kLends, lane.rank) == 0) return;
+  for (const auto& link : lane.links)
     if (link) link->loans()->Withdraw();
 }
 
@@ -88,14 +92,16 @@ Status TileLoans::Learn(int peer, const std::byte* slot, uint64_t bytes) {
   std::memcpy(&heads, slot, sizeof heads);
   const uint64_t most = (bytes - sizeof heads) / sizeof(iovec);
   if (heads.values > most || heads.results > most - heads.values) return damaged;
-  const auto take = [slot](uint64_t first, uint64_t count) {
+  auto take = [at = slot + sizeof heads](uint64_t count) mutable {
     Pieces list(count);
-    std::memcpy(list.data(), slot + sizeof(Heads) + first * sizeof(iovec),
-                count * sizeof(iovec));
+    for (iovec& piece : list) {
+      std::memcpy(&piece, at, sizeof piece);
+      at += sizeof piece;
+    }
     return list;
   };
-  values_[peer] = take(0, heads.values);
-  results_[peer] = take(heads.values, heads.results);
+  values_[peer] = take(heads.values);
+  results_[peer] = take(heads.results);
   if (Bytes(values_[peer]) != memory_.in->bytes()) return damaged;
   lane_.links[peer]->loans()->Meet();
   others_ = true;
@@ -103,22 +109,19 @@ Status TileLoans::Learn(int peer, const std::byte* slot, uint64_t bytes) {
 }
 
 Status TileLoans::Read(int peer, const Pieces& pieces, uint64_t offset,
-                       std::span<const iovec> to) {
+                       const Pieces& to) {
   Loans& loans = *lane_.links[peer]->loans();
-  rest_.assign(to.begin(), to.end());
-  for (uint64_t left = Bytes(rest_); left > 0;) {
+  const uint64_t all = Bytes(to);
+  for (uint64_t done = 0; done < all;) {
     from_.clear();
-    PiecesOf(pieces, offset, left, kPieces, &from_);
-    const Result<uint64_t> read = loans.Borrow(rest_, from_);
+    to_.clear();
+    PiecesOf(pieces, offset + done, all - done, kPieces, &from_);
+    PiecesOf(to, done, all - done, kPieces, &to_);
+    const Result<uint64_t> read = loans.Borrow(to_, from_);
     if (!read.ok()) return {read.status().code(), read.status().message(), peer};
-    const uint64_t n = read.value();
-    if (n == 0 || n > left)
+    if (read.value() == 0 || read.value() > all - done)
       return {Code::kUnavailable, "has memory that cannot be read, or has gone", peer};
-    Pieces after;
-    PiecesOf(rest_, n, left - n, rest_.size(), &after);
-    rest_.swap(after);
-    offset += n;
-    left -= n;
+    done += read.value();
   }
   return OkStatus();
 }

@@ -8,7 +8,6 @@
 
 #include <sys/uio.h>
 
-#include <span>
 #include <vector>
 
 #include "engine/call/executor.h"
@@ -17,9 +16,11 @@ namespace ringjax {
 
 class TileLoans {
  public:
+  using Pieces = std::vector<iovec>;
+
   // `wanted`: whether this rank lends if all others can read its memory.
   TileLoans(const Memory& memory, const Lane& lane, bool wanted);
-  // Tells who reads here that it cannot be trusted any more, unless all have ended.
+  // Before End, the call has come to nothing: see Withdraw.
   ~TileLoans();
   TileLoans(const TileLoans&) = delete;
   TileLoans& operator=(const TileLoans&) = delete;
@@ -32,28 +33,28 @@ class TileLoans {
   void Show(std::byte* slot, uint64_t bytes);
   // Once a peer has posted its first tile: whether it lends, and what.
   Status Learn(int peer, const std::byte* slot, uint64_t bytes);
-  // All have read what they need: what was lent is ours again.
+  // Whether all have read what they need is another's matter from now on.
   void End() { mine_ = false; }
+  // Which has come to nothing: what this rank has lent last, of all messages, is not to
+  // be trusted any more.
+  static void Withdraw(const Lane& lane);
 
   // Bytes of a peer's values, from `offset` on, to `to`; or of its results.
-  Status Values(int peer, uint64_t offset, std::span<const iovec> to) {
+  Status Values(int peer, uint64_t offset, const Pieces& to) {
     return Read(peer, values_[static_cast<size_t>(peer)], offset, to);
   }
-  Status Results(int peer, uint64_t offset, std::span<const iovec> to) {
+  Status Results(int peer, uint64_t offset, const Pieces& to) {
     return Read(peer, results_[static_cast<size_t>(peer)], offset, to);
   }
 
  private:
-  using Pieces = std::vector<iovec>;
-
-  Status Read(int peer, const Pieces& pieces, uint64_t offset,
-              std::span<const iovec> to);
+  Status Read(int peer, const Pieces& pieces, uint64_t offset, const Pieces& to);
 
   const Memory& memory_;
   const Lane& lane_;
   bool mine_ = false, others_ = false;
   std::vector<Pieces> values_, results_;  // of each peer that lends
-  Pieces from_, rest_;
+  Pieces from_, to_;                      // of one call of the kernel
 };
 
 }  // namespace ringjax

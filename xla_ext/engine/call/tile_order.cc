@@ -106,9 +106,8 @@ Status Tiles::Begin() {
 
 Status Tiles::End() {
   Time();
-  if (!loans_.mine()) return OkStatus();
   const uint64_t all = base_ + tiles_;
-  for (int peer = 0; peer < size_; ++peer)
+  for (int peer = 0; peer < size_ && loans_.mine() && !lane_.ends_together; ++peer)
     if (peer != rank_)
       RJ_TRY(AwaitCounter(Board::kFetched, peer, all, base_, all, lane_, waiter_,
                           kNotMoved));
@@ -151,8 +150,7 @@ Status Tiles::Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset,
     const int peer = (rank_ + i) % size_;
     const std::byte* theirs = Slot(k, peer) + offset;
     if (loans_.Lends(peer)) {
-      const iovec to{lent, n * width_};
-      RJ_TRY(loans_.Values(peer, at * width_, {&to, 1}));
+      RJ_TRY(loans_.Values(peer, at * width_, {{lent, n * width_}}));
       theirs = lent;
     }
     Combine(sum, mine, theirs, n, a_, i == 1, i == size_ - 1);

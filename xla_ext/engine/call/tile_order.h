@@ -75,7 +75,7 @@ class Tiles {
   Status Turn(bool* ready);
   // All have posted their first tiles, and said whether they lend.
   Status Begin();
-  // What was lent is the caller's again once nobody reads it.
+  // What was lent is the caller's again once nobody reads it; it waits, or we do.
   Status End();
   // For rank 0's choice.
   void Time();

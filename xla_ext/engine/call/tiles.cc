@@ -183,7 +183,7 @@ bool Lends(const Memory& memory, const Tiling& tiling, const Arithmetic& a,
   const uint64_t bytes = memory.in->bytes();
   if (!IsPlain(a, true)) return false;
   // Sums of what fits the slots stay on the board, see SummedAt.
-  if (!scatters && lane.keeps_sums && tiling.tiles <= tiling.sets) return false;
+  if (!scatters && lane.ends_together && tiling.tiles <= tiling.sets) return false;
   if (bytes >= least_lent_tiles) return true;
   if (bytes < LoanPace::kLeast) return false;
   return lane.board->Get(Board::kWish, 0) >> LoanPace::Kind(scatters, bytes) & 1;

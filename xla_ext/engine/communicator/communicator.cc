@@ -11,6 +11,7 @@
 #include "base/failpoint.h"
 #include "engine/call/agreement.h"
 #include "engine/call/notes.h"
+#include "engine/call/tile_loans.h"
 #include "engine/call/tiles.h"
 #include "engine/communicator/succession.h"
 #include "transport/loans.h"
@@ -29,7 +30,6 @@ Communicator::Communicator(CommunicatorOptions options,
   lane_.links = std::move(links);
   lane_.board = std::move(board);
   if (lane_.board && rank() == 0) lane_.pace = std::make_unique<LoanPace>();
-  lane_.keeps_sums = progress_ != nullptr;
   lane_.rank = rank();
   lane_.timeout = options_.collective_timeout;
   const auto& host = options_.topology.host;
@@ -153,12 +153,14 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
                                   const Status* fits, bool decided) {
   const Status status = Perform(call, attempt, fits, decided);
   if (progress_ && !attempt->complete) Seal(attempt);
+  if (!attempt->over) TileLoans::Withdraw(lane_);
   return status;
 }
 
 Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* fits,
                              bool decided) {
   event_ = Event::Now();
+  lane_.ends_together = progress_ && !ending_;
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
   Agreement agreement;
@@ -366,8 +368,8 @@ Status Communicator::RunInTiles(const Request& request, Waiter* waiter, bool* co
   const Collective op = request.problem.op;
   *could = true;
   if (op == Collective::kAllreduce)
-    RJ_TRY(AllreduceInTiles(request.memory, counts[0], request.arithmetic, lane_,
-                            waiter));
+    RJ_TRY(
+        AllreduceInTiles(request.memory, counts[0], request.arithmetic, lane_, waiter));
   else
     RJ_TRY(ReducescatterInTiles(request.memory, counts, request.arithmetic, lane_,
                                 waiter, could));
