@@ -56,7 +56,10 @@ class Board : public Waitable {
                 uint64_t* known) const;
 
   // What this rank says from its next Publish on, and what a peer has said.
-  void Set(Sign sign, uint32_t value) { StoreShared(words_[rank_].signs[sign], value); }
+  void Set(Sign sign, uint32_t value) {
+    // Peers look at this line all the time: who writes to it fetches it back.
+    if (Get(sign, rank_) != value) StoreShared(words_[rank_].signs[sign], value);
+  }
   uint32_t Get(Sign sign, int rank) const {
     return LoadShared(words_[rank].signs[sign]);
   }

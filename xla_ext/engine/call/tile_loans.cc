@@ -41,11 +41,7 @@ uint64_t Bytes(const std::vector<iovec>& pieces) {
 }  // namespace
 
 TileLoans::TileLoans(const Memory& memory, const Lane& lane, bool wanted)
-    : memory_(memory),
-      lane_(lane),
-      mine_(wanted),
-      values_(lane.links.size()),
-      results_(lane.links.size()) {
+    : memory_(memory), lane_(lane), mine_(wanted) {
   for (const auto& link : lane_.links) {
     if (!link) continue;
     Loans* const loans = link->loans();
@@ -100,11 +96,12 @@ Status TileLoans::Learn(int peer, const std::byte* slot, uint64_t bytes) {
     }
     return list;
   };
+  values_.resize(lane_.links.size());
+  results_.resize(lane_.links.size());
   values_[peer] = take(heads.values);
   results_[peer] = take(heads.results);
   if (Bytes(values_[peer]) != memory_.in->bytes()) return damaged;
   lane_.links[peer]->loans()->Meet();
-  others_ = true;
   return OkStatus();
 }
 

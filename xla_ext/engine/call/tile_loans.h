@@ -26,8 +26,10 @@ class TileLoans {
   TileLoans& operator=(const TileLoans&) = delete;
 
   bool mine() const { return mine_; }
-  bool any() const { return mine_ || others_; }
-  bool Lends(int peer) const { return !values_[static_cast<size_t>(peer)].empty(); }
+  bool any() const { return mine_ || !values_.empty(); }
+  bool Lends(int peer) const {
+    return !values_.empty() && !values_[static_cast<size_t>(peer)].empty();
+  }
 
   // Before this rank's first tile is posted. `slot`: `bytes` of the board for a list.
   void Show(std::byte* slot, uint64_t bytes);
@@ -52,8 +54,8 @@ class TileLoans {
 
   const Memory& memory_;
   const Lane& lane_;
-  bool mine_ = false, others_ = false;
-  std::vector<Pieces> values_, results_;  // of each peer that lends
+  bool mine_ = false;
+  std::vector<Pieces> values_, results_;  // of each peer that lends, if any does
   Pieces from_, to_;                      // of one call of the kernel
 };
 

@@ -53,7 +53,31 @@ Tiles::Tiles(const Memory& memory, const Tiling& tiling, const Arithmetic& a,
 Status Tiles::Loop() {
   while (fetched_ < tiles_) {
     bool ready = false;
-    RJ_TRY(Turn(&ready));
+    if (summed_ < posted_) {
+      RJ_TRY(Reached(Board::kPosted, summed_ + 1, &ready));
+      if (ready) RJ_TRY(Freed(Board::kFetched, summed_, &ready));
+      if (ready) {
+        if (summed_ == 0) RJ_TRY(Begin());
+        RJ_TRY(Sum(summed_++));
+        board_.Publish(Board::kSummed, base_ + summed_);
+        if (!fetches_) board_.Publish(Board::kFetched, base_ + ++fetched_);
+      }
+    }
+    if (!ready && fetched_ < summed_) {
+      RJ_TRY(Reached(Board::kSummed, fetched_ + 1, &ready));
+      if (ready) {
+        RJ_TRY(Fetch(fetched_++));
+        board_.Publish(Board::kFetched, base_ + fetched_);
+      }
+    }
+    if (!ready && posted_ < tiles_) {
+      RJ_TRY(Freed(Board::kSummed, posted_, &ready));
+      if (ready) {
+        if (posted_ == 0) loans_.Show(Slot(0, rank_), slot_);
+        if (!loans_.mine()) Post(posted_);
+        board_.Publish(Board::kPosted, base_ + ++posted_);
+      }
+    }
     if (ready) {
       RJ_FAILPOINT(kMoving);
       waiter_->Progressed();
@@ -68,37 +92,8 @@ Status Tiles::Loop() {
   return End();
 }
 
-Status Tiles::Turn(bool* ready) {
-  if (summed_ < posted_) {
-    RJ_TRY(Reached(Board::kPosted, summed_ + 1, ready));
-    if (*ready) RJ_TRY(Freed(Board::kFetched, summed_, ready));
-    if (*ready) {
-      if (summed_ == 0) RJ_TRY(Begin());
-      RJ_TRY(Sum(summed_++));
-      board_.Publish(Board::kSummed, base_ + summed_);
-      if (!fetches_) board_.Publish(Board::kFetched, base_ + ++fetched_);
-    }
-  }
-  if (!*ready && fetched_ < summed_) {
-    RJ_TRY(Reached(Board::kSummed, fetched_ + 1, ready));
-    if (*ready) {
-      RJ_TRY(Fetch(fetched_++));
-      board_.Publish(Board::kFetched, base_ + fetched_);
-    }
-  }
-  if (!*ready && posted_ < tiles_) {
-    RJ_TRY(Freed(Board::kSummed, posted_, ready));
-    if (*ready) {
-      if (posted_ == 0) loans_.Show(Slot(0, rank_), slot_);
-      if (!loans_.mine()) Post(posted_);
-      board_.Publish(Board::kPosted, base_ + ++posted_);
-    }
-  }
-  return OkStatus();
-}
-
 Status Tiles::Begin() {
-  began_ = Clock::now();
+  if (lane_.pace) began_ = Clock::now();
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_) RJ_TRY(loans_.Learn(peer, Slot(0, peer), slot_));
   return OkStatus();
@@ -142,21 +137,24 @@ uint64_t Tiles::Block() const {
   return (loans_.any() ? kLentBlock : kBlock) / std::max(width_, wire_);
 }
 
-Status Tiles::Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset,
-                  uint64_t at, uint64_t n) {
-  alignas(64) static thread_local std::byte lent[kLentBlock];
+bool Tiles::Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset,
+                uint64_t at, uint64_t n) {
   for (int i = 1; i < size_; ++i) {
     // Ranks start with different peers, as in direct.cc.
     const int peer = (rank_ + i) % size_;
-    const std::byte* theirs = Slot(k, peer) + offset;
-    if (loans_.Lends(peer)) {
-      RJ_TRY(loans_.Values(peer, at * width_, {{lent, n * width_}}));
-      theirs = lent;
-    }
+    const std::byte* const theirs =
+        loans_.Lends(peer) ? Lent(peer, at, n) : Slot(k, peer) + offset;
+    if (theirs == nullptr) return false;
     Combine(sum, mine, theirs, n, a_, i == 1, i == size_ - 1);
     mine = sum;
   }
-  return OkStatus();
+  return true;
+}
+
+const std::byte* Tiles::Lent(int peer, uint64_t at, uint64_t n) {
+  alignas(64) static thread_local std::byte block[kLentBlock];
+  failure_ = loans_.Values(peer, at * width_, {{block, n * width_}});
+  return failure_.ok() ? block : nullptr;
 }
 
 Status Tiles::Passed(Board::Counter counter, uint64_t value, bool* ready) {

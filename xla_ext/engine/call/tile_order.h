@@ -55,9 +55,9 @@ class Tiles {
   // Elements that are added up at a time.
   uint64_t Block() const;
   // `n` elements of all: `mine`, and those of the others, which are at `offset` in
-  // their slots, or begin with element `at` of their values.
-  Status Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset, uint64_t at,
-             uint64_t n);
+  // their slots, or begin with element `at` of their values. False: see `failure_`.
+  bool Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset, uint64_t at,
+           uint64_t n);
 
   const Memory& memory_;
   const Arithmetic& a_;
@@ -69,10 +69,11 @@ class Tiles {
   const bool fetches_;
   const uint64_t tile_, tiles_, slot_, sets_;  // as in Tiling
   TileLoans loans_;
+  Status failure_;  // a Status for each block would take as long as its sum
 
  private:
-  // One thing that can be done now, if there is one.
-  Status Turn(bool* ready);
+  // What a peer lends, here; null: see `failure_`.
+  const std::byte* Lent(int peer, uint64_t at, uint64_t n);
   // All have posted their first tiles, and said whether they lend.
   Status Begin();
   // What was lent is the caller's again once nobody reads it; it waits, or we do.

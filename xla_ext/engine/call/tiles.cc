@@ -77,7 +77,7 @@ class Allreduce : public Tiles {
       const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * wire_;
       const bool past = Past(out, own) && !loans_.mine();
       std::byte* sum = past ? sums + offset : out.data;
-      RJ_TRY(Add(sum, own.data, k, offset, at, n));
+      if (!Add(sum, own.data, k, offset, at, n)) return failure_;
       at += n;
       if (loans_.mine()) continue;
       if (past)
@@ -168,7 +168,7 @@ class Reducescatter : public Tiles {
       const Span own = memory_.in->At((before + at) * width_, out.bytes);
       const uint64_t n = own.bytes / width_;
       const uint64_t offset = (r * tile_ + at - part.begin) * wire_;
-      RJ_TRY(Add(out.data, own.data, k, offset, before + at, n));
+      if (!Add(out.data, own.data, k, offset, before + at, n)) return failure_;
       at += n;
     }
     return OkStatus();
