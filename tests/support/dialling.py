@@ -114,9 +114,13 @@ class Process:
         return [line for line in self.output.splitlines() if word in line]
 
     def wait_for(
-        self, text: str, count: int = 1, seconds: float = 20, also: Sequence[Process] = ()
+        self,
+        text: str,
+        count: int = 1,
+        seconds: float = 20,
+        also: Sequence[Process] = (),
     ) -> None:
-        """Until it has been written so often here or by others, as a regular expression.
+        """Until it has been written so often, as a regular expression, here or there.
 
         What ranks write is on their agent until that has found another ringrun.
         """
