@@ -23,7 +23,8 @@ namespace ringjax {
 struct Lane {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
   std::unique_ptr<Board> board;              // null unless all ranks share a host
-  std::unique_ptr<LoanPace> pace;            // rank 0's, where there is a board
+  std::unique_ptr<LoanPace> pace;     // of sums: rank 0's, where there is a board
+  std::unique_ptr<LoanPace> sending;  // of what this rank only sends; may be null
   // Who calls has a barrier of its own at the end (an elastic job), and sums that are
   // on the board stay for who is cut off.
   bool ends_together = false;

@@ -30,6 +30,7 @@ Communicator::Communicator(CommunicatorOptions options,
   lane_.links = std::move(links);
   lane_.board = std::move(board);
   if (lane_.board && rank() == 0) lane_.pace = std::make_unique<LoanPace>();
+  lane_.sending = std::make_unique<LoanPace>();
   lane_.rank = rank();
   lane_.timeout = options_.collective_timeout;
   const auto& host = options_.topology.host;
