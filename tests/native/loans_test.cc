@@ -160,16 +160,16 @@ TEST(WhoOnlySendsTriesBothWays) {
   pair.pace = std::make_unique<LoanPace>();
   std::vector<float> sent(1 << 20), received(sent.size());
   uint64_t lent = 0;
-  for (int turn = 0; turn < 7; ++turn) {
+  for (int turn = 0; turn < 9; ++turn) {
     for (size_t i = 0; i < sent.size(); ++i) sent[i] = Value(turn, i);
     std::thread sender([&] { CHECK(pair.Run(0, &sent).ok()); });
     CHECK(pair.Run(1, &received).ok());
     sender.join();
     CHECK(received == sent);
     if (turn == 2) CHECK_EQ(pair.lender().lent(), 0u);
-    if (turn == 5) lent = pair.lender().lent();
+    if (turn == 7) lent = pair.lender().lent();
   }
-  CHECK_EQ(lent, 3 * sent.size() * sizeof(float));
+  CHECK_EQ(lent, 5 * sent.size() * sizeof(float));
 }
 
 // Of what the peer cannot read, be it from the beginning or from somewhere on, the rest

@@ -33,7 +33,7 @@ void LoanPace::Took(int kind, bool lent, uint64_t bytes, double seconds) {
 
 void LoanPace::Begin(int kind, State* state) {
   wish_ ^= 1u << kind;
-  state->trial = kTurns;
+  state->trial = kWarm + kTurns;
   state->turns[wish_ >> kind & 1] = 0;
 }
 

@@ -4,7 +4,7 @@
 // of the time; where it does not, because the cores belong to different sockets, say,
 // loans take a third. Nobody tells a process which it is, and a machine that is shared
 // changes its mind. So rank 0 looks at its clock, tries the other way now and then,
-// three messages in a row, and says what all shall do. The bits do not depend on it.
+// five messages in a row, and says what all shall do. The bits do not depend on it.
 // And a rank that only sends asks by itself whether to copy into a ring or to lend.
 #pragma once
 
@@ -48,6 +48,8 @@ class LoanPace {
   // So much longer than a ring that who sends sees how long the other takes.
   static constexpr uint64_t kSeen = 4 << 20;
   static constexpr int kTurns = 3;  // of which the median counts
+  // Of a trial, so many before them do not: caches are as the other way has left them.
+  static constexpr int kWarm = 2;
 
   struct State {
     std::array<std::array<double, kTurns>, 2> paces =
@@ -61,7 +63,7 @@ class LoanPace {
 
   static constexpr uint32_t kFirstPause = 32;
   // Lent, nothing tells that the board would be quicker again.
-  static constexpr uint32_t kLongestPause[2] = {1024, 256};
+  static constexpr uint32_t kLongestPause[2] = {1024, 512};
   static constexpr double kBetter = 0.85;  // of the time, or it stays as it is
   static constexpr double kWorse = 1.5;    // of the time before: a reason to try
   static constexpr uint32_t kLeastPause = 8;

@@ -51,6 +51,8 @@ Tiles::Tiles(const Memory& memory, const Tiling& tiling, const Arithmetic& a,
       known_(static_cast<size_t>(size_) * Board::kCounters, 0) {}
 
 Status Tiles::Loop() {
+  // All have just agreed, so who waits here for others waits for their work.
+  if (lane_.pace) began_ = Clock::now();
   while (fetched_ < tiles_) {
     bool ready = false;
     if (summed_ < posted_) {
@@ -93,7 +95,6 @@ Status Tiles::Loop() {
 }
 
 Status Tiles::Begin() {
-  if (lane_.pace) began_ = Clock::now();
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_) RJ_TRY(loans_.Learn(peer, Slot(0, peer), slot_));
   return OkStatus();
