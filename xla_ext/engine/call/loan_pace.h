@@ -52,8 +52,8 @@ class LoanPace {
   static constexpr int kWarm = 2;
 
   struct State {
-    std::array<std::array<double, kTurns>, 2> paces =
-        {};  // seconds a byte, not lent, lent
+    // Seconds a byte, not lent and lent.
+    std::array<std::array<double, kTurns>, 2> paces = {};
     std::array<uint32_t, 2> turns = {};
     uint32_t trial = 0;            // messages that are left of one
     uint32_t wait = kTurns;        // messages until the next one

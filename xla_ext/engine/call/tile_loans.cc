@@ -1,15 +1,13 @@
 // Lists in slots, and reading what they tell. See tile_loans.h.
 #include "engine/call/tile_loans.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
-#include <string>
 
 #include "engine/call/message.h"
 #include "transport/board.h"
 #include "transport/loans.h"
+#include "transport/process_memory.h"
 
 namespace ringjax {
 namespace {
@@ -28,7 +26,7 @@ bool IsReadable(const std::vector<iovec>& pieces) {
     std::byte ends[2];
     const iovec to{ends, sizeof ends};
     const iovec from[2] = {{first, 1}, {first + piece.iov_len - 1, 1}};
-    return process_vm_readv(getpid(), &to, 1, from, 2, 0) == sizeof ends;
+    return ReadMemory(OwnMemory(), {&to, 1}, from) == sizeof ends;
   });
 }
 
@@ -101,7 +99,6 @@ Status TileLoans::Learn(int peer, const std::byte* slot, uint64_t bytes) {
   values_[peer] = take(heads.values);
   results_[peer] = take(heads.results);
   if (Bytes(values_[peer]) != memory_.in->bytes()) return damaged;
-  lane_.links[peer]->loans()->Meet();
   return OkStatus();
 }
 

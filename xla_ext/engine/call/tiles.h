@@ -20,8 +20,7 @@
 
 namespace ringjax {
 
-// From so many bytes on, what needs more than the slots is lent, quicker or not. Only
-// tests change it.
+// From so many bytes on, what can be lent is, quicker or not. Only tests change it.
 inline std::atomic<uint64_t> least_lent_tiles{~uint64_t{0}};
 
 // All `count` elements of memory.in, reduced, to memory.out, which may be the same.

@@ -60,8 +60,8 @@ struct CommunicatorOptions {
 struct OpStats {
   uint64_t calls = 0, bytes = 0, sent_bytes = 0;
   double seconds = 0;
-  std::map<std::string_view, uint64_t>
-      algorithms;  // calls, by name in the table; kLent
+  // Calls, by name in the table, or kLent.
+  std::map<std::string_view, uint64_t> algorithms;
 };
 
 // How far a call got in a communicator that was aborted under it.
