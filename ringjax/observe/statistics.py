@@ -42,10 +42,8 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         and ``bytes`` are of all.
 
         For the compiled lane there is also, of the present epoch, ``sent_bytes`` and
-        ``algorithms`` of each collective (``lent``: where ranks of one host read each
-        other's values instead of ``shared`` memory, because that was quicker, or to
-        find out), and ``exposed_seconds``: how long programs have waited at the end of
-        a step for what overlaps with it.
+        ``algorithms`` of each collective, and ``exposed_seconds``: how long programs
+        have waited at the end of a step for what overlaps with it.
 
         ``buckets``, if wanted, is a list: of the last 1,024 calls those that have the
         same ``set``, ``named``, ``op``, ``name`` and ``bytes`` (of one call), how many

@@ -77,7 +77,7 @@ const std::vector<std::vector<size_t>> kShapes = {
     std::vector<size_t>(2000, 3)};  // the last: more pieces than a list may have
 
 TEST(AllMessagesAreLent) {
-  const Instead all(&least_loan, 1);
+  const Instead<uint64_t> all(&least_loan, 1);
   const std::vector<std::vector<int>> layouts = {
       {0, 0}, {0, 0, 0}, {0, 0, 0, 0, 0}, {0, 0, 1, 1}, {0, 1, 1}};
   for (const auto& hosts : layouts) {
@@ -122,19 +122,16 @@ struct Pair {
     lane.links[1 - rank].reset(ends.links[rank].get());
     lane.rank = rank;
     lane.timeout = 20;
-    if (rank == 0) lane.sending = std::move(pace);
     Waiter waiter(ends.bells[rank].get(), &aborted[rank], 0, crowded);
     const Status status = Execute(Compile(schedule, 2, true), memory,
                                   {DType::kF32, DType::kF32}, {}, lane, &waiter);
     for (auto& each : lane.links) each.release();  // it is this one's
-    if (rank == 0) pace = std::move(lane.sending);
     return status;
   }
 
   Ends ends;
   std::atomic<bool> aborted[2] = {false, false};
   bool crowded = true;  // more ranks than cores
-  std::unique_ptr<LoanPace> pace;
 };
 
 // A rank that only sends lends where it would take the peer's core, and copies where it
@@ -151,25 +148,6 @@ TEST(WhoOnlySendsAndHasACoreHelps) {
     CHECK(received == sent);
     CHECK_EQ(pair.lender().lent(), crowded ? sent.size() * sizeof(float) : 0);
   }
-}
-
-// And finds out whether that is quicker.
-TEST(WhoOnlySendsTriesBothWays) {
-  Pair pair(ShmEnds(1 << 14));
-  pair.crowded = false;
-  pair.pace = std::make_unique<LoanPace>();
-  std::vector<float> sent(1 << 20), received(sent.size());
-  uint64_t lent = 0;
-  for (int turn = 0; turn < 9; ++turn) {
-    for (size_t i = 0; i < sent.size(); ++i) sent[i] = Value(turn, i);
-    std::thread sender([&] { CHECK(pair.Run(0, &sent).ok()); });
-    CHECK(pair.Run(1, &received).ok());
-    sender.join();
-    CHECK(received == sent);
-    if (turn == 2) CHECK_EQ(pair.lender().lent(), 0u);
-    if (turn == 7) lent = pair.lender().lent();
-  }
-  CHECK_EQ(lent, 5 * sent.size() * sizeof(float));
 }
 
 // Of what the peer cannot read, be it from the beginning or from somewhere on, the rest

@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -60,17 +61,18 @@ inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
 }
 
 // While it lives, a setting of all ranks is another one.
+template <typename T>
 class Instead {
  public:
-  Instead(std::atomic<uint64_t>* setting, uint64_t value)
+  Instead(std::atomic<T>* setting, T value)
       : setting_(setting), before_(setting->exchange(value)) {}
   ~Instead() { *setting_ = before_; }
   Instead(const Instead&) = delete;
   Instead& operator=(const Instead&) = delete;
 
  private:
-  std::atomic<uint64_t>* const setting_;
-  const uint64_t before_;
+  std::atomic<T>* const setting_;
+  const T before_;
 };
 
 class World {

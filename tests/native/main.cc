@@ -11,7 +11,6 @@
 
 #include "check.h"
 #include "engine/call/executor.h"
-#include "engine/call/tiles.h"
 
 namespace {
 
@@ -29,9 +28,7 @@ void OnAlarm(int) {
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
   const char* filter = argc > 1 ? argv[1] : "";
-  if (argc > 2)
-    ringjax::least_lent_tiles = ringjax::least_loan =
-        std::strtoull(argv[2], nullptr, 10);
+  if (argc > 2) ringjax::least_loan = std::strtoull(argv[2], nullptr, 10);
   signal(SIGALRM, OnAlarm);
   int passed = 0, failed = 0;
   for (const auto& test : ringjax::testing::Tests()) {

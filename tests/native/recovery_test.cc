@@ -4,7 +4,6 @@
 #include <random>
 #include <set>
 
-#include "engine/call/tiles.h"
 #include "generations.h"
 
 namespace ringjax::testing_generations {
@@ -177,11 +176,6 @@ TEST(OneOfTwoDiesAnywhere) {
 TEST(OneOfThreeDiesAnywhereOnABoard) {
   ManySeeds(3, 4096, 1);
   ManySeeds(3, size_t{1} << 20, 1);
-}
-TEST(OneOfThreeDiesAnywhereWhereSumsAreLent) {
-  const Instead all(&least_lent_tiles, 0);
-  ManySeeds(2, 4096, 1);
-  ManySeeds(3, size_t{1} << 16, 1);
 }
 TEST(OneOfThreeDiesAnywhereOverLinks) { ManySeeds(3, 0, 1); }
 TEST(TwoOfFourDieAnywhereOnABoard) { ManySeeds(4, 65536, 2); }

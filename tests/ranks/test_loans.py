@@ -87,27 +87,6 @@ def test_long_ones_arrive(world: World) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_sums_have_the_same_bits_when_lending_them_is_tried(world: World) -> None:
-    """As is after a few of a kind, to see whether that is quicker than the board."""
-    ringjax.shutdown()
-    ringjax.init()
-    x = np.random.default_rng(world.rank).normal(size=LENGTH).astype(np.float32)
-    counts = [LENGTH // world.size] * world.size
-    counts[0] += LENGTH - sum(counts)
-    run, op = runtime.communicator().execute, _native.COLLECTIVES
-    for name, length in (("allreduce", LENGTH), ("reducescatter", counts[world.rank])):
-        first = np.empty(length, np.float32)
-        more = {"counts": counts} if name == "reducescatter" else {}
-        run(op[name], _native.REDUCE_OPS["Sum"], [x], [first], **more)
-        for _ in range(9):
-            out = np.empty_like(first)
-            run(op[name], _native.REDUCE_OPS["Sum"], [x], [out], **more)
-            assert out.tobytes() == first.tobytes()
-        used = runtime.communicator().stats()[name]["algorithms"]
-        assert used["lent"] > 0 and sum(used.values()) == 10, used
-
-
-@pytest.mark.ranks(2, 3)
 def test_what_one_rank_may_not_read_is_sent(world: World) -> None:
     """The last one here: nothing gives back what the kernel was told to refuse."""
     if platform.machine() not in SYSTEM:

@@ -26,9 +26,6 @@ struct CostModel {
 
 // The one that needs a board: engine/call/tiles.h runs it, and not the executor.
 inline constexpr std::string_view kShared = "shared";
-// How calls are counted in which nothing went over the board, because reading was
-// quicker.
-inline constexpr std::string_view kLent = "lent";
 
 struct Algorithm {
   Collective op;

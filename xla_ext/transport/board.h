@@ -13,6 +13,7 @@
 
 #include "transport/link.h"
 #include "transport/ring_buffer.h"
+#include "transport/write_pace.h"
 
 namespace ringjax {
 
@@ -20,8 +21,6 @@ class Board : public Waitable {
  public:
   // A rank's counters, each of which only grows.
   enum Counter { kAgreed, kPosted, kSummed, kFetched, kEnded, kCounters };
-  // What a rank says beside them, before it publishes one of them.
-  enum Sign { kLends, kWish, kSigns };
 
   static constexpr size_t kHeaderBytes = 64;  // in front of a note
   static constexpr size_t kTiles = 3;         // of tile_bytes, in an area
@@ -44,6 +43,9 @@ class Board : public Waitable {
   uint64_t used() const { return used_; }
   void Use(uint64_t bytes) { used_ += bytes; }
 
+  // How this rank copies into its notes and areas.
+  WritePace& pace() { return pace_; }
+
   uint64_t mine(Counter counter) const { return mine_[counter]; }
   // Shows the others that a counter has advanced, with all that was written before.
   void Publish(Counter counter, uint64_t value);
@@ -54,15 +56,6 @@ class Board : public Waitable {
   // gone. What it published before it went still counts.
   Status Follow(Counter counter, int rank, uint64_t value, uint64_t most,
                 uint64_t* known) const;
-
-  // What this rank says from its next Publish on, and what a peer has said.
-  void Set(Sign sign, uint32_t value) {
-    // Peers look at this line all the time: who writes to it fetches it back.
-    if (Get(sign, rank_) != value) StoreShared(words_[rank_].signs[sign], value);
-  }
-  uint32_t Get(Sign sign, int rank) const {
-    return LoadShared(words_[rank].signs[sign]);
-  }
 
   // Shows the others, for good, that this rank publishes no more. In one order with
   // their counters: who is not seen to have published by a Look after this will find it
@@ -85,7 +78,6 @@ class Board : public Waitable {
  private:
   struct Words {  // of one rank; written by it alone, except `asleep`
     alignas(kLineBytes) uint64_t counters[kCounters];
-    uint32_t signs[kSigns];
     alignas(kLineBytes) uint32_t asleep;
     uint32_t closed, stopped;
   };
@@ -99,6 +91,7 @@ class Board : public Waitable {
   const size_t note_bytes_, tile_bytes_;
   uint64_t mine_[kCounters] = {};
   uint64_t used_ = 0;
+  WritePace pace_;
   std::vector<Words> seen_;  // the words of each rank when Arm looked last
 
   friend size_t BoardBytes(int size, size_t tile_bytes);

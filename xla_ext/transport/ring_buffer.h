@@ -15,6 +15,7 @@
 #include <span>
 
 #include "transport/copy.h"
+#include "transport/write_pace.h"
 
 namespace ringjax {
 
@@ -86,10 +87,10 @@ class RingWriter : public RingEnd {
   // bytes <= Room().
   void CopyIn(const void* from, size_t bytes) {
     const size_t before_wrap = std::min(bytes, ToWrap());
-    CopyBytes(data_ + Index(), from, before_wrap);
+    pace_.Copy(data_ + Index(), from, before_wrap);
     if (bytes > before_wrap)
-      CopyBytes(data_, static_cast<const std::byte*>(from) + before_wrap,
-                bytes - before_wrap);
+      pace_.Copy(data_, static_cast<const std::byte*>(from) + before_wrap,
+                 bytes - before_wrap);
     position_ += bytes;
   }
 
@@ -124,6 +125,8 @@ class RingWriter : public RingEnd {
       other_ = read;
     }
   }
+
+  WritePace pace_;
 };
 
 class RingReader : public RingEnd {

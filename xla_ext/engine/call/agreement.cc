@@ -136,11 +136,11 @@ Status CheckRound(const Frame& got, const Frame& mine, uint64_t note, int peer) 
 }
 
 // Puts values behind the message in a note; not those that do not fit there.
-void PutBeside(const Beside& beside, size_t most, std::byte* note, Frame* mine) {
+void PutBeside(const Beside& beside, Board* board, std::byte* note, Frame* mine) {
   const size_t size = beside.own.size();
-  if (!beside.given || mine->bytes + size > most) return;
-  if (size > 0)
-    std::memcpy(note + Board::kHeaderBytes + mine->bytes, beside.own.data(), size);
+  if (!beside.given || mine->bytes + size > board->note_bytes()) return;
+  std::byte* to = note + Board::kHeaderBytes + mine->bytes;
+  if (size > 0) board->pace().Copy(to, beside.own.data(), size);
   mine->beside = 1 + size;
 }
 
@@ -151,7 +151,7 @@ Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter*
   Board& board = *lane.board;
   const uint64_t turn = board.mine(Board::kAgreed) + 1;
   std::byte* note = board.Note(turn, board.rank());
-  PutBeside(*beside, board.note_bytes(), note, &mine);
+  PutBeside(*beside, &board, note, &mine);
   std::memcpy(note, &mine, sizeof mine);
   if (own.size() <= board.note_bytes())
     std::memcpy(note + Board::kHeaderBytes, own.data(), own.size());

@@ -11,7 +11,6 @@
 #include "base/reduce.h"
 #include "base/status.h"
 #include "engine/call/frame.h"
-#include "engine/call/loan_pace.h"
 #include "engine/call/plan.h"
 #include "engine/call/spans.h"
 #include "engine/call/waiter.h"
@@ -23,11 +22,6 @@ namespace ringjax {
 struct Lane {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
   std::unique_ptr<Board> board;              // null unless all ranks share a host
-  std::unique_ptr<LoanPace> pace;     // of sums: rank 0's, where there is a board
-  std::unique_ptr<LoanPace> sending;  // of what this rank only sends; may be null
-  // Who calls has a barrier of its own at the end (an elastic job), and sums that are
-  // on the board stay for who is cut off.
-  bool ends_together = false;
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
   double look = 1;     // seconds without progress until anybody is asked

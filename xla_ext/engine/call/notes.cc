@@ -52,12 +52,12 @@ std::vector<uint64_t> Given(const Problem& problem, const Arithmetic& a, size_t 
 }
 
 // Appends `in` as it travels.
-void Write(std::byte* to, const Spans& in, const Arithmetic& a) {
+void Write(std::byte* to, const Spans& in, const Arithmetic& a, WritePace* pace) {
   for (uint64_t at = 0; at < in.bytes();) {
     const Span from = in.At(at, in.bytes() - at);
     const uint64_t n = from.bytes / Width(a.dtype);
     if (IsPlain(a, true))
-      CopyBytes(to, from.data, from.bytes);
+      pace->Copy(to, from.data, from.bytes);
     else
       Encode(to, from.data, n, a, true);
     to += n * Width(a.wire);
@@ -141,7 +141,7 @@ bool FitsNote(const Problem& problem, const Arithmetic& a, const Board& board) {
 
 void PutNote(const Problem& problem, const Arithmetic& a, const Spans& in,
              const Lane& lane) {
-  const Board& board = *lane.board;
+  Board& board = *lane.board;
   const auto size = static_cast<size_t>(board.size());
   std::byte* to =
       Text(lane, board.mine(Board::kAgreed) + 1, static_cast<size_t>(board.rank()));
@@ -153,7 +153,7 @@ void PutNote(const Problem& problem, const Arithmetic& a, const Spans& in,
     if (!whole) return;
     to += Table::Bytes(size);
   }
-  Write(to, in, a);
+  Write(to, in, a, &board.pace());
 }
 
 Status ReadNotes(const Problem& problem, const Arithmetic& a, const Lane& lane,

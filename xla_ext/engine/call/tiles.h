@@ -9,8 +9,7 @@
 //   fetch   the other sums, from the common slot -> result
 //
 // (a reducescatter ends with its sums), so that a rank writes (P-1)/P n + n/P elements
-// to shared memory and reads 2 (P-1)/P n, and no rank reads another's private memory,
-// unless that is quicker: then long ones are lent (tile_loans.h, loan_pace.h).
+// to shared memory and reads 2 (P-1)/P n, and no rank reads another's private memory.
 // Sets of slots take turns, so that ranks may be at different tiles. After Graham and
 // Shipman, "MPI support for multi-core architectures: optimized shared memory
 // collectives", EuroPVM/MPI 2008.
@@ -19,9 +18,6 @@
 #include "engine/call/executor.h"
 
 namespace ringjax {
-
-// From so many bytes on, what can be lent is, quicker or not. Only tests change it.
-inline std::atomic<uint64_t> least_lent_tiles{~uint64_t{0}};
 
 // All `count` elements of memory.in, reduced, to memory.out, which may be the same.
 // Errors as Execute.

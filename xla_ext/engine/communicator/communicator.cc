@@ -11,7 +11,6 @@
 #include "base/failpoint.h"
 #include "engine/call/agreement.h"
 #include "engine/call/notes.h"
-#include "engine/call/tile_loans.h"
 #include "engine/call/tiles.h"
 #include "engine/communicator/succession.h"
 #include "transport/loans.h"
@@ -29,8 +28,6 @@ Communicator::Communicator(CommunicatorOptions options,
   options_.topology.board = board != nullptr;
   lane_.links = std::move(links);
   lane_.board = std::move(board);
-  if (lane_.board && rank() == 0) lane_.pace = std::make_unique<LoanPace>();
-  lane_.sending = std::make_unique<LoanPace>();
   lane_.rank = rank();
   lane_.timeout = options_.collective_timeout;
   const auto& host = options_.topology.host;
@@ -154,14 +151,12 @@ Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
                                   const Status* fits, bool decided) {
   const Status status = Perform(call, attempt, fits, decided);
   if (progress_ && !attempt->complete) Seal(attempt);
-  if (!attempt->over) TileLoans::Withdraw(lane_);
   return status;
 }
 
 Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* fits,
                              bool decided) {
   event_ = Event::Now();
-  lane_.ends_together = progress_ && !ending_;
   Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
   Frame frame;
   Agreement agreement;
@@ -354,34 +349,22 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
   AddScratch(request, plan.scratch * Width(request->arithmetic.dtype));
   const std::string_view algorithm = planned.value()->algorithm->name;
   Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
-  bool could = false;
-  Status done;
-  if (algorithm == kShared) done = RunInTiles(*request, waiter, &could);
-  if (!could)
-    done = Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
+  if (algorithm == kShared) {
+    const auto& counts = request->problem.counts;
+    bool could = true;
+    if (request->problem.op == Collective::kAllreduce)
+      RJ_TRY(AllreduceInTiles(request->memory, counts[0], request->arithmetic, lane_,
+                              waiter));
+    else
+      RJ_TRY(ReducescatterInTiles(request->memory, counts, request->arithmetic, lane_,
+                                  waiter, &could));
+    if (could) return OkStatus();
+  }
+  const Status done =
+      Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
   // Not its own fault: it has heard of something.
   if (GaveUp(done.rank())) AwaitNews();
   return done;
-}
-
-Status Communicator::RunInTiles(const Request& request, Waiter* waiter, bool* could) {
-  const auto& counts = request.problem.counts;
-  const Collective op = request.problem.op;
-  *could = true;
-  if (op == Collective::kAllreduce)
-    RJ_TRY(
-        AllreduceInTiles(request.memory, counts[0], request.arithmetic, lane_, waiter));
-  else
-    RJ_TRY(ReducescatterInTiles(request.memory, counts, request.arithmetic, lane_,
-                                waiter, could));
-  if (*could && lane_.board->Get(Board::kLends, rank()) != 0) {
-    event_.algorithm = kLent;
-    std::lock_guard lock(mutex_);
-    auto& algorithms = stats_[static_cast<size_t>(op)].algorithms;
-    if (--algorithms[kShared] == 0) algorithms.erase(kShared);
-    ++algorithms[kLent];
-  }
-  return OkStatus();
 }
 
 bool Communicator::GaveUp(int peer) const {

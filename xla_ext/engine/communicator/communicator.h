@@ -60,8 +60,7 @@ struct CommunicatorOptions {
 struct OpStats {
   uint64_t calls = 0, bytes = 0, sent_bytes = 0;
   double seconds = 0;
-  // Calls, by name in the table, or kLent.
-  std::map<std::string_view, uint64_t> algorithms;
+  std::map<std::string_view, uint64_t> algorithms;  // calls, by name in the table
 };
 
 // How far a call got in a communicator that was aborted under it.
@@ -324,7 +323,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status TakeNotes(const Call& call, std::vector<Request>* requests, Status* outcome,
                    Attempt* attempt);
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
-  Status RunInTiles(const Request& request, Waiter* waiter, bool* could);
   // If the sums of this request, the only one, stay on the board: see Attempt::summed.
   uint64_t SumsStay(const Request& request);
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
