@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <chrono>
+#include <cstring>
 
 namespace ringjax {
 
@@ -11,11 +12,16 @@ size_t WritePace::Kind(size_t bytes) {
   return std::min(static_cast<size_t>(above), decltype(states_)().size() - 1);
 }
 
+// What lies in another core's own cache, as a note does, takes a tenth less with the C
+// library's string instruction than with vector stores; what both share, as long.
 void WritePace::CopyLong(void* to, const void* from, size_t bytes) {
   using Clock = std::chrono::steady_clock;
   past_ = Past(bytes) || always_past.load(std::memory_order_relaxed);
   const auto began = Clock::now();
-  CopyPiece(to, from, bytes);
+  if (past_)
+    CopyPast(to, from, bytes);
+  else
+    std::memcpy(to, from, bytes);
   const std::chrono::duration<double> passed = Clock::now() - began;
   Took(bytes, passed.count());
 }
