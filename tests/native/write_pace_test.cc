@@ -27,7 +27,7 @@ TEST(CopiesAreTheSameEitherWay) {
         CHECK(std::all_of(to.begin(), to.begin() + offset,
                           [](unsigned char c) { return c == 255; }));
         CHECK_EQ(to[offset + bytes], 255);
-        if (bytes >= WritePace::kLeast) CHECK_EQ(pace.past() || !past, true);
+        if (bytes >= WritePace::kLeast) CHECK_EQ(pace.went_past() || !past, true);
       }
   }
 }

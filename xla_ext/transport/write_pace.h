@@ -37,14 +37,8 @@ class WritePace {
       CopyLong(to, from, bytes);
   }
 
-  // Pieces of a long copy: like the last long one, and nobody looks at the clock.
-  void CopyPiece(void* to, const void* from, size_t bytes) const {
-    if (past_)
-      CopyPast(to, from, bytes);
-    else
-      CopyBytes(to, from, bytes);
-  }
-  bool past() const { return past_; }
+  // Whether the last long copy did go past the caches.
+  bool went_past() const { return past_; }
 
   // Whether the next copy of so many bytes goes past the caches.
   bool Past(size_t bytes) const { return states_[Kind(bytes)].past; }

@@ -18,6 +18,9 @@ constexpr uint64_t kBlock = 8 << 10;
 // place in the caches.
 constexpr uint64_t kLong = 8 << 20;
 
+// What is not copied into a slot as it is.
+alignas(64) thread_local std::byte scratch[kBlock];
+
 struct Range {
   uint64_t begin, end;  // elements
 };
@@ -126,17 +129,20 @@ class Tiles {
   // This rank's values of `range`, as they travel.
   void Write(std::byte* to, Range range) const {
     const bool plain = IsPlain(a_, true);
+    const uint64_t most = plain ? range.end - range.begin : Block();
     for (uint64_t at = range.begin; at < range.end;) {
-      const Span from = memory_.in->At(at * width_, (range.end - at) * width_);
+      const Span from =
+          memory_.in->At(at * width_, std::min(most, range.end - at) * width_);
       const uint64_t n = from.bytes / width_;
-      if (plain)
-        board_.pace().Copy(to, from.data, from.bytes);
-      else
-        Encode(to, from.data, n, a_, true);
+      if (!plain) Encode(scratch, from.data, n, a_, true);
+      board_.pace().Copy(to, plain ? from.data : scratch, n * wire_);
       to += n * wire_;
       at += n;
     }
   }
+
+  // Elements of a piece that stays in the first-level cache.
+  uint64_t Block() const { return kBlock / std::max(width_, wire_); }
 
   // `n` elements of all: `mine`, and those at `offset` in the slots of the others.
   void Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset,
@@ -250,35 +256,33 @@ class Allreduce : public Tiles {
   void Sum(uint64_t k) override {
     const FloatMode mode;  // one for all blocks
     const Range tile = Tile(k), part = Part(tile, rank_);
-    const uint64_t block = kBlock / std::max(width_, wire_);
-    std::byte* sums = Slot(k, size_);
     for (uint64_t at = part.begin; at < part.end;) {
-      const uint64_t most = std::min(block, part.end - at) * width_;
+      const uint64_t most = std::min(Block(), part.end - at) * width_;
       const Span out = memory_.out->At(at * width_, most);
       const Span own = memory_.in->At(at * width_, out.bytes);
       const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * wire_;
-      if (Past(out, own)) {
-        SumPast(out.data, own.data, k, sums, offset, n);
-      } else {
-        Add(out.data, own.data, k, offset, n);
-        if (a_.compressed())
-          Encode(sums + offset, out.data, n, a_, false);
-        else
-          board_.pace().CopyPiece(sums + offset, out.data, n * width_);
-      }
+      SumBlock(out.data, own.data, k, offset, n, Past(out, own));
       at += n;
     }
   }
 
-  // A block of results that stay out of the caches, and of sums, which perhaps do.
-  void SumPast(std::byte* result, const void* own, uint64_t k, std::byte* sums,
-               uint64_t offset, uint64_t n) {
-    alignas(64) static thread_local std::byte block[kBlock];
-    const bool far = board_.pace().past();
-    std::byte* sum = far ? block : sums + offset;
-    Add(sum, own, k, offset, n);
-    CopyPast(result, sum, n * width_);
-    if (far) CopyPast(sums + offset, sum, n * width_);
+  // `past`: the result stays out of the caches.
+  void SumBlock(std::byte* out, const void* own, uint64_t k, uint64_t offset,
+                uint64_t n, bool past) {
+    const bool far = board_.pace().went_past();
+    std::byte* const slot = Slot(k, size_) + offset;
+    std::byte* shown = far ? scratch : slot;  // what others fetch
+    Add(past ? shown : out, own, k, offset, n);
+    if (past)
+      CopyPast(out, shown, n * width_);
+    else if (a_.compressed())
+      Encode(shown, out, n, a_, false);
+    else
+      shown = out;
+    if (far)
+      CopyPast(slot, shown, n * wire_);
+    else if (shown != slot)
+      CopyBytes(slot, shown, n * wire_);
   }
 
   void Fetch(uint64_t k) override {
@@ -335,9 +339,8 @@ class Reducescatter : public Tiles {
     uint64_t before = 0;
     for (size_t other = 0; other < r; ++other) before += counts_[other];
     const Range part = Part(k, r);
-    const uint64_t block = kBlock / std::max(width_, wire_);
     for (uint64_t at = part.begin; at < part.end;) {
-      const uint64_t most = std::min(block, part.end - at) * width_;
+      const uint64_t most = std::min(Block(), part.end - at) * width_;
       const Span out = memory_.out->At(at * width_, most);
       const Span own = memory_.in->At((before + at) * width_, out.bytes);
       const uint64_t n = own.bytes / width_;
