@@ -77,8 +77,8 @@ void Allgather(EagerLane& lane, int rank, int size) {
   CHECK(std::memcmp(outputs[0].memory.get(), want.data(), want.size() * 4) == 0);
 }
 
-// One row more for the first of the ranks.
-void Reducescatter(EagerLane& lane, int rank, int size) {
+// One row more for the first of the ranks. `inside`: the result overwrites the values.
+void Reducescatter(EagerLane& lane, int rank, int size, bool inside) {
   Floats x(static_cast<size_t>(size + 1));
   std::iota(x.begin(), x.end(), static_cast<float>(10 * rank));
   const Floats own = x;
@@ -86,22 +86,25 @@ void Reducescatter(EagerLane& lane, int rank, int size) {
   EagerRequest request = Place("scatter", &x, &out);
   request.what.op = Collective::kReducescatter;
   request.what.reduce_op = ReduceOp::kSum;
+  if (inside) request.outs[0] = x.data();
   CHECK(Do(lane, request).ok());
-  CHECK(x == own);
+  if (inside) std::copy_n(x.begin(), out.size(), out.begin());
+  CHECK(inside || x == own);
   for (size_t i = 0; i < out.size(); ++i) {
     const auto at = static_cast<float>(i + static_cast<size_t>(rank + (rank > 0)));
     CHECK_EQ(out[i], size * (2 * at + 10.0f * (size - 1)) / 2);
   }
 }
 
-// Of so many rows for each rank.
-void Alltoall(EagerLane& lane, int rank, int size) {
+// Of two rows for each rank.
+void Alltoall(EagerLane& lane, int rank, int size, bool in_place) {
   Floats x = Own(rank, size), want;
   for (int r = 0; r < size; ++r)
     for (int i = 0; i < 2; ++i)
       want.push_back(static_cast<float>(10 * r + 2 * rank + i));
-  EagerRequest request = Place("all", &x, nullptr);
+  EagerRequest request = Place("all", &x, in_place ? &x : nullptr);
   request.what.op = Collective::kAlltoall;
+  if (in_place) request.rooms = {x.size() * 4};
   std::vector<Output> outputs;
   CHECK(Do(lane, request, &outputs).ok());
   CHECK(std::memcmp(outputs[0].memory.get(), want.data(), want.size() * 4) == 0);
@@ -118,8 +121,8 @@ TEST(eager_values_beside_the_news_are_the_result) {
           Allreduce(lane, rank, size, ReduceOp::kMax);
           Broadcast(lane, rank, size, i % size);
           Allgather(lane, rank, size);
-          Alltoall(lane, rank, size);
-          Reducescatter(lane, rank, size);
+          Alltoall(lane, rank, size, i % 2 == 0);
+          Reducescatter(lane, rank, size, i % 2 == 0);
         }
       });
       const EagerStats first = world.lanes[0]->stats();

@@ -31,8 +31,8 @@ class Board : public Waitable {
   size_t tile_bytes() const { return tile_bytes_; }
   size_t area_bytes() const { return kTiles * tile_bytes_; }
 
-  // The note of `rank` in this turn: kHeaderBytes, then up to note_bytes. Two sets take
-  // turns. Aligned to a cache line.
+  // The note of `rank` in this turn: kHeaderBytes, then up to note_bytes. Sets take
+  // turns, at least two. Aligned to a cache line.
   std::byte* Note(uint64_t turn, int rank) const;
   // Of a rank, or of all together (rank == size()): area_bytes, aligned to a cache
   // line.
@@ -88,7 +88,9 @@ class Board : public Waitable {
   std::byte* notes_;
   std::byte* areas_;
   const int rank_, size_;
-  const size_t note_bytes_, tile_bytes_;
+  const size_t note_bytes_;
+  const uint64_t note_sets_;
+  const size_t tile_bytes_;
   uint64_t mine_[kCounters] = {};
   uint64_t used_ = 0;
   WritePace pace_;

@@ -140,7 +140,10 @@ void PutBeside(const Beside& beside, Board* board, std::byte* note, Frame* mine)
   const size_t size = beside.own.size();
   if (!beside.given || mine->bytes + size > board->note_bytes()) return;
   std::byte* to = note + Board::kHeaderBytes + mine->bytes;
-  if (size > 0) board->pace().Copy(to, beside.own.data(), size);
+  const std::byte* from = beside.own.data();
+  board->pace().Copy(to, from, beside.kept_end > 0 ? beside.kept_begin : size);
+  if (const size_t end = beside.kept_end; end > 0)
+    board->pace().Copy(to + end, from + end, size - end);
   mine->beside = 1 + size;
 }
 
@@ -169,6 +172,7 @@ Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter*
     if (!beside->whole) continue;
     beside->all.emplace_back(note + Board::kHeaderBytes + theirs.bytes,
                              theirs.beside - 1);
+    if (peer == board.rank() && beside->kept_end > 0) beside->all.back() = beside->own;
   }
   return OkStatus();
 }

@@ -45,11 +45,13 @@ Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
 // All-to-All Communications", 1997). What does not fit there follows from rank to rank.
 inline constexpr uint64_t kMostMessage = uint64_t{64} << 20;  // bytes
 // Values that ranks on a board give all others with their messages, in case they turn
-// out to be all that is needed. `own` and `given` go in. `whole`: all ranks have given
-// some, which stay in `all`, by rank, until this rank begins anything else.
+// out to be all that is needed. `own` and `given` go in, and which bytes of `own` only
+// this rank needs: they stay where they are. `whole`: all ranks have given some, which
+// stay in `all`, by rank, until this rank begins anything else.
 struct Beside {
   bool given = false, whole = false;
   std::span<const std::byte> own = {};
+  size_t kept_begin = 0, kept_end = 0;
   std::vector<std::span<const std::byte>> all = {};
 };
 Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& lane,
