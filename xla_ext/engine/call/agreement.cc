@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "engine/call/descriptor.h"
 #include "transport/board.h"
@@ -140,10 +141,9 @@ void PutBeside(const Beside& beside, Board* board, std::byte* note, Frame* mine)
   const size_t size = beside.own.size();
   if (!beside.given || mine->bytes + size > board->note_bytes()) return;
   std::byte* to = note + Board::kHeaderBytes + mine->bytes;
-  const std::byte* from = beside.own.data();
-  board->pace().Copy(to, from, beside.kept_end > 0 ? beside.kept_begin : size);
-  if (const size_t end = beside.kept_end; end > 0)
-    board->pace().Copy(to + end, from + end, size - end);
+  for (const auto [begin, end] :
+       {std::pair(size_t{0}, beside.kept_begin), std::pair(beside.kept_end, size)})
+    if (begin < end) board->pace().Copy(to + begin, &beside.own[begin], end - begin);
   mine->beside = 1 + size;
 }
 
@@ -172,7 +172,8 @@ Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter*
     if (!beside->whole) continue;
     beside->all.emplace_back(note + Board::kHeaderBytes + theirs.bytes,
                              theirs.beside - 1);
-    if (peer == board.rank() && beside->kept_end > 0) beside->all.back() = beside->own;
+    if (peer == board.rank() && beside->kept_end > beside->kept_begin)
+      beside->all.back() = beside->own;
   }
   return OkStatus();
 }
