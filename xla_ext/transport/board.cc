@@ -28,21 +28,21 @@ constexpr size_t NoteBytes(int size) {
 constexpr size_t NoteStride(size_t note) {
   return note + kStagger;  // which has room for the header
 }
+constexpr size_t TurnBytes(int size) {  // the notes of all ranks
+  return static_cast<size_t>(size) * NoteStride(NoteBytes(size));
+}
 // Turns need two sets. More of them, together longer than a core's own cache, are
 // quicker: see Board::used.
 constexpr size_t kNotes = 4 << 20;
-constexpr uint64_t kMostSets = 32;
 constexpr uint64_t NoteSets(int size) {
-  const size_t turn = static_cast<size_t>(size) * NoteStride(NoteBytes(size));
-  return std::clamp<uint64_t>(kNotes / turn, 2, kMostSets);
+  return std::max<uint64_t>(kNotes / TurnBytes(size), 2);
 }
 constexpr size_t AreaStride(size_t tile_bytes) {
   return Board::kTiles * tile_bytes + kPage + kStagger;
 }
 
 size_t BytesOfNotes(int size) {
-  const size_t turn = static_cast<size_t>(size) * NoteStride(NoteBytes(size));
-  return RoundUp(NoteSets(size) * turn, kPage);
+  return RoundUp(NoteSets(size) * TurnBytes(size), kPage);
 }
 
 }  // namespace

@@ -34,8 +34,8 @@ bool Qualifies(const Submission& s, bool waits) {
   return false;
 }
 
-bool Overlap(const std::byte* a, uint64_t a_bytes, const std::byte* b,
-             uint64_t b_bytes) {
+bool ShareMemory(const std::byte* a, uint64_t a_bytes, const std::byte* b,
+                 uint64_t b_bytes) {
   return std::less<>()(a, b + b_bytes) && std::less<>()(b, a + a_bytes);
 }
 
@@ -44,8 +44,8 @@ void Keep(const Submission& s, const void* out, int rank, int size, Beside* besi
   if (s.op != Collective::kAlltoall && s.op != Collective::kReducescatter) return;
   const uint64_t bytes = beside->own.size();
   if (bytes == 0 ||
-      Overlap(beside->own.data(), bytes, static_cast<const std::byte*>(out),
-              ResultBytes(s, 0, rank, size)))
+      ShareMemory(beside->own.data(), bytes, static_cast<const std::byte*>(out),
+                  ResultBytes(s, 0, rank, size)))
     return;
   const int64_t rows = s.tensors[0].dims[0];
   int64_t before = 0;
