@@ -22,8 +22,10 @@ def _rows(rank: int, n: int, dtype: Any = np.float32) -> Any:
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint64", "complex64"])
-@pytest.mark.parametrize("length", [0, 1, 1000, 100_000])
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [("float32", 0), ("complex64", 1), ("int8", 1000), ("float16", 100_000)],
+)
 def test_reductions(world: World, dtype: str, length: int) -> None:
     rank, size = world.rank, world.size
     x = np.full((length, 2), rank + 1, dtype)

@@ -1,0 +1,217 @@
+"""Every operation on every dtype, once for all frameworks: named, on numpy arrays.
+
+What a framework adds is its conversion of tensors, which its own tests cross once for
+each dtype. Against numpy on the arrays of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.rank_worker import World
+
+import ringjax
+from ringjax import eager
+from ringjax.errors import RingjaxError
+
+# Five ranks have what three have not: trees of two levels, and a fifth rank that is one
+# too many for pairs of pairs. The frameworks' tests leave that to these.
+pytestmark = [pytest.mark.ranks(1, 2, 3, 5), pytest.mark.launch("core")]
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+HALVES = ("float16", ml_dtypes.bfloat16)
+FLOATS = (*HALVES, "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
+SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3), (7, 2, 4)]
+LONG = 300_001  # read where it lies by ranks of one host, and in several segments
+UNDEFINED = {"Average": ("bool",), "Min": COMPLEX, "Max": COMPLEX}
+
+
+def draw(rank: int, shape: Sequence[int], dtype: Any) -> Any:
+    """What `rank` gives: small integers, so that sums are exact in any dtype."""
+    values = np.random.default_rng([rank, *shape]).integers(0, 4, shape)
+    return np.asarray(values).astype(dtype)
+
+
+def reduced(op: str, xs: Sequence[Any]) -> Any:
+    """By numpy, in the dtype of the arrays, rank by rank."""
+    whole = xs[0].dtype.kind in "iu"
+    if op == "Average":
+        total = reduced("Sum", xs)
+        if whole:
+            return np.trunc(total / len(xs)).astype(total.dtype)
+        wide = "complex128" if total.dtype.kind == "c" else "float64"
+        return (total.astype(wide) / len(xs)).astype(total.dtype)
+    combine = {"Min": np.minimum, "Max": np.maximum, "Product": np.multiply}
+    out = xs[0]
+    for x in xs[1:]:
+        out = combine.get(op, np.add)(out, x).astype(out.dtype)
+    return out
+
+
+def same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
+    assert type(actual) is type(expected) or actual.shape == ()
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    if tolerance:
+        wide = [np.asarray(x).astype("complex128") for x in (actual, expected)]
+        np.testing.assert_allclose(*wide, rtol=tolerance)
+    else:
+        np.testing.assert_array_equal(actual, expected)
+
+
+def check(
+    world: World,
+    start: Callable[..., eager.Handle],
+    expected: Callable[[list[Any]], Any],
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[Any] = DTYPES,
+    tolerance: Callable[[Any], float] = lambda dtype: 0.0,
+) -> None:
+    """Every shape of every dtype at once, so that some travel together; then one."""
+    kinds = [(shape, np.dtype(dtype)) for dtype in dtypes for shape in shapes]
+
+    def begin(kind: tuple[Sequence[int], Any]) -> tuple[eager.Handle, Any]:
+        x = draw(world.rank, *kind)
+        return start(x, name=f"{kind}"), x
+
+    def end(kind: tuple[Sequence[int], Any], handle: eager.Handle, x: Any) -> None:
+        xs = [draw(rank, *kind) for rank in range(world.size)]
+        same(eager.synchronize(handle), expected(xs), tolerance(kind[1]))
+        same(x, xs[world.rank])
+
+    begun = [begin(kind) for kind in kinds]
+    for kind, (handle, x) in zip(kinds, begun, strict=True):
+        end(kind, handle, x)
+    for dtype in dtypes:
+        kind = (shapes[-1], np.dtype(dtype))
+        end(kind, *begin(kind))
+
+
+@pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
+def test_allreduce(world: World, op: str) -> None:
+    undefined = UNDEFINED.get(op, ())
+    check(
+        world,
+        lambda x, name: eager.allreduce_async(x, getattr(ringjax, op), name=name),
+        lambda xs: np.asarray(reduced(op, xs)),
+        [*SHAPES, (4099,)],
+        [dtype for dtype in DTYPES if dtype not in undefined],
+        # A factor is rounded once, in the dtype.
+        lambda dtype: 0.0 if op != "Average" else 1e-2 if dtype.itemsize == 2 else 1e-6,
+    )
+
+
+@pytest.mark.parametrize("op", UNDEFINED)
+def test_what_has_no_meaning_is_refused(world: World, op: str) -> None:
+    for dtype in UNDEFINED[op]:
+        with pytest.raises(RingjaxError, match=f"op={op.upper()} has no"):
+            eager.allreduce(np.zeros(3, dtype), getattr(ringjax, op), name="refused")
+    assert eager.allreduce(1, ringjax.Sum) == world.size
+
+
+def test_reducescatter(world: World) -> None:
+    check(
+        world,
+        lambda x, name: eager.reducescatter_async(x, ringjax.Sum, name=name),
+        lambda xs: np.array_split(reduced("Sum", xs), world.size)[world.rank],
+        SHAPES[1:],
+    )
+
+
+def test_allgather(world: World) -> None:
+    check(
+        world,
+        lambda x, name: eager.allgather_async(x, name=name),
+        np.concatenate,
+        SHAPES[1:],
+    )
+
+
+def test_allgather_of_rows_that_differ(world: World) -> None:
+    for first in ((0,) * 5, (7, 0, 1, 0, 4), (1, 2, 3, 4, 5)):
+        for rest in ((), (3,), (2, 0)):
+            rows = [draw(r, (first[r], *rest), "int16") for r in range(world.size)]
+            found = eager.allgather(rows[world.rank], name="rows")
+            same(found, np.concatenate(rows))
+
+
+def test_broadcast(world: World) -> None:
+    for root in range(world.size):
+        check(
+            world,
+            lambda x, name, root=root: eager.broadcast_async(x, root, name=name),
+            lambda xs, root=root: xs[root],
+            SHAPES,
+            DTYPES if root == world.size - 1 else ("float32",),
+        )
+
+
+def test_alltoall(world: World) -> None:
+    """In equal parts: a row for every rank."""
+    check(
+        world,
+        lambda x, name: eager.alltoall_async(x, name=name),
+        lambda xs: np.concatenate([np.split(x, world.size)[world.rank] for x in xs]),
+        [(0,), (world.size,), (2 * world.size, 3), (world.size, 0, 3)],
+    )
+
+
+def test_alltoall_with_splits(world: World) -> None:
+    for seed in range(4):
+        table = np.random.default_rng(seed).integers(0, seed + 1, (world.size,) * 2)
+        xs = [draw(r, (table[r].sum(), 2), "float32") for r in range(world.size)]
+        found, received = eager.alltoall(xs[world.rank], table[world.rank], name="s")
+        parts = [
+            np.split(x, np.cumsum(row)[:-1])[world.rank]
+            for x, row in zip(xs, table, strict=True)
+        ]
+        same(found, np.concatenate(parts))
+        assert received.tolist() == table[:, world.rank].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_long_ones(world: World, dtype: str) -> None:
+    xs = [draw(r, (LONG, 2), dtype) for r in range(world.size)]
+    x = xs[world.rank]
+    total = reduced("Sum", xs)
+    out = np.empty((LONG * world.size, 2), dtype)
+    for turn in range(2):  # the second time, who reads from whom is known
+        same(eager.allreduce(x, ringjax.Sum, name="r"), total)
+        part = np.array_split(total, world.size)[world.rank]
+        same(eager.reducescatter(x, ringjax.Sum, name="s"), part)
+        same(eager.allgather(x, name="g"), np.concatenate(xs))
+        same(eager.allgather(x, name="o", out=out), np.concatenate(xs))
+        root = (world.size - 1) * turn
+        same(eager.broadcast(x, root, name="b"), xs[root])
+        rows = np.concatenate(xs)  # the same on all ranks
+        mine = np.concatenate([xs[world.rank]] * world.size)
+        same(eager.alltoall(rows, name="a"), mine)
+    same(x, draw(world.rank, (LONG, 2), dtype))
+
+
+@pytest.mark.ranks(2, 4)
+def test_adasum(world: World) -> None:
+    """Every tensor by itself, pair by pair, on powers of two of ranks."""
+
+    def combined(xs: Sequence[Any]) -> Any:
+        if len(xs) == 1:
+            return xs[0].astype("float64")
+        half = len(xs) // 2
+        a, b = combined(xs[:half]), combined(xs[half:])
+        dot, aa, bb = np.vdot(a, b), np.vdot(a, a), np.vdot(b, b)
+        left = 1 - dot / (2 * aa) if aa else 1
+        return left * a + (1 - dot / (2 * bb) if bb else 1) * b
+
+    check(
+        world,
+        lambda x, name: eager.allreduce_async(x, ringjax.Adasum, name=name),
+        lambda xs: np.asarray(combined(xs).astype(xs[0].dtype)),
+        [*SHAPES, (5003,)],
+        FLOATS,
+        lambda dtype: 4e-2 if dtype.itemsize == 2 else 1e-5,
+    )
