@@ -8,6 +8,7 @@ import pytest
 from support.membership_job import Job
 
 from ringjax.membership import assembly, orders
+from ringjax.world import groups
 
 PAIRS: dict[str, Any] = {"group": 2}
 
@@ -151,6 +152,18 @@ def test_a_welcome_says_who_the_others_are() -> None:
     order = orders.read({**message, "mates": mates}, 7)
     assert isinstance(order, orders.Welcome)
     assert [(m.rank, m.seen) for m in order.mates] == [(4, "h"), (5, "g")]
+
+
+def test_groups_of_three() -> None:
+    workers = [0, 1, 2, 6, 7, 8]  # the second group was lost
+    found = [groups.replicas(workers, worker, 3) for worker in workers]
+    assert found == [[0, 3], [1, 4], [2, 5]] * 2
+    members: Any = list("abcdef")
+    for rank in range(6):
+        group = groups.Group(3)
+        group.gather(members, rank)
+        assert group.replicas == found[rank]
+        assert group.mates == (members[:3] if rank < 3 else members[3:])
 
 
 def test_whole_groups() -> None:
