@@ -7,7 +7,6 @@ inputs at once. No test is here.
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,19 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
-
-# A rank's world is the same for all examples of a test. Each compiles its program, on
-# every rank: most of them are drawn for three ranks.
-properties = settings(
-    max_examples=20 if os.environ.get("RINGJAX_SIZE") == "3" else 8,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 def draw(

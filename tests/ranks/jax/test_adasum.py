@@ -1,5 +1,7 @@
 """op=Adasum through jit, the gradient path and a process set; and its refusals.
 
+Of four ranks, and in all shapes: ../test_eager_grid.py, tests/native/adasum_test.cc.
+
 The oracle is the formula, pair by pair in float64 on whole tensors.
 """
 
@@ -19,7 +21,7 @@ import ringjax
 from ringjax import Adasum, allreduce
 
 pytestmark = [
-    pytest.mark.ranks(4),
+    pytest.mark.ranks(2),
     pytest.mark.launch("collectives"),
 ]
 
@@ -71,9 +73,9 @@ def calls() -> int:
     return int(stats["algorithms"].get("adasum", 0))
 
 
-@pytest.mark.ranks(1, 2, 4)
-def test_every_dtype_and_shape(world) -> None:
-    shapes = [(), (0,), (1,), (2,), (3, 5), (1000,), (129, 33)]
+@pytest.mark.ranks(1, 2)
+def test_every_dtype(world) -> None:
+    shapes = [(), (0,), (3, 5)]
     stacks = [
         draw(world.size, shape, dtype, seed)
         for dtype in FLOATS
@@ -88,12 +90,11 @@ def test_every_dtype_and_shape(world) -> None:
         same_bits(out)
     # One of each dtype, all tensors of a dtype together, and nothing of another kind.
     assert calls() - before == 2 * len(FLOATS)
-    grouped = ringjax.grouped_allreduce(mine[4:6], op=Adasum, name="pair")
-    for value, xs in zip(grouped, stacks[4:6], strict=True):
+    grouped = ringjax.grouped_allreduce(mine[-2:], op=Adasum, name="pair")
+    for value, xs in zip(grouped, stacks[-2:], strict=True):
         close(value, xs)
 
 
-@pytest.mark.ranks(2, 4)
 def test_long_tensors_and_scaling(world) -> None:
     xs = draw(world.size, (700_001,), "float32")
     close(allreduce(xs[world.rank], Adasum), xs)
@@ -103,7 +104,6 @@ def test_long_tensors_and_scaling(world) -> None:
     close(out / 4, xs)
 
 
-@pytest.mark.ranks(2, 4)
 def test_properties(world) -> None:
     v = jnp.arange(1.0, 9.0)
     equal(allreduce(v, Adasum), np.arange(1.0, 9.0))
@@ -143,7 +143,6 @@ def test_in_a_loop(world) -> None:
         close(rows[i], [x[i] for x in xs])
 
 
-@pytest.mark.ranks(2)
 def test_derivatives_and_vmap_are_refused(world) -> None:
     x = jnp.ones(3)
     f = lambda x: jnp.sum(allreduce(x, Adasum))  # noqa: E731
@@ -166,7 +165,6 @@ def test_derivatives_and_vmap_are_refused(world) -> None:
     equal(both, 2 * np.ones(3))
 
 
-@pytest.mark.ranks(2)
 def test_what_is_refused(world) -> None:
     for dtype in ("int32", "bool", "complex64"):
         with raises(TypeError, "ringjax.allreduce: op=Adasum is not defined", dtype):

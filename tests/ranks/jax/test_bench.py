@@ -19,13 +19,17 @@ from support.rank_worker import World
 pytestmark = pytest.mark.launch("collectives")
 THREE = pytest.mark.ranks(3)
 QUICK = ["-n", "2", "-w", "1"]
+ALONE_TOO = ("allreduce", "barrier")
 
 
-@pytest.mark.ranks(1, 3)
+@THREE
 @pytest.mark.parametrize("mode", ["--jit", "--eager"])
 @pytest.mark.parametrize(
     "collective",
-    ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "barrier"],
+    [
+        *("allgather", "broadcast", "reducescatter", "alltoall"),
+        *(pytest.param(c, marks=pytest.mark.ranks(1, 3)) for c in ALONE_TOO),
+    ],
 )
 def test_every_collective_is_checked_and_timed(
     world: World, collective: str, mode: str

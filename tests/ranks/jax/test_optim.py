@@ -17,7 +17,7 @@ import ringjax
 from ringjax.optim import AllreduceState
 
 pytestmark = [
-    pytest.mark.ranks(1, 3),
+    pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
     pytest.mark.usefixtures("world"),
 ]
@@ -162,6 +162,7 @@ def test_compression(world, wire, rtol, overlap) -> None:
     assert (everyone == everyone[0]).all()  # bit for bit the same on all ranks
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("overlap", [False, True, "auto"])
 def test_a_linen_model_trains_alike(world, overlap) -> None:
     class Net(linen.Module):

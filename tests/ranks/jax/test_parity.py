@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,15 @@ import ringjax
 
 STEPS, BATCH, FEATURES = 50, 24, 6
 
+# Three ranks have every optimizer, two one of each kind of call.
+RANKS, SOME_RANKS = pytest.mark.ranks(3), pytest.mark.ranks(2, 3)
+pytestmark = pytest.mark.launch("collectives")
 
-IN_BOTH_WIDTHS = {"JAX_ENABLE_X64": "1"}  # all tests here, so that they share launches
 
-
-# Three ranks have every optimizer, other counts one of each kind of call.
-RANKS = pytest.mark.ranks(3, env=IN_BOTH_WIDTHS)
-SOME_RANKS = pytest.mark.ranks(2, 3, 4, env=IN_BOTH_WIDTHS)
+@pytest.fixture(autouse=True)
+def in_both_widths(world) -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
 
 
 def batches(dtype):
@@ -117,20 +120,20 @@ def test_float64_to_twelve_digits(world, name, overlap) -> None:
     check(world, name, np.float64, 1e-12, overlap=overlap, bucket_bytes=600)
 
 
-@pytest.mark.ranks(2, 3, env=IN_BOTH_WIDTHS)
+@SOME_RANKS
 @pytest.mark.parametrize("overlap", [False, True])
 def test_float32_to_rounding(world, overlap) -> None:
     # 50 steps add up rounding of 2^-24 a step; sgd does not amplify it much.
     check(world, "sgd", np.float32, 2e-5, overlap=overlap, bucket_bytes=300)
 
 
-@pytest.mark.ranks(2, 4, env=IN_BOTH_WIDTHS)
+@pytest.mark.ranks(2)
 def test_bfloat16_on_the_wire_stays_near(world) -> None:
     bf16 = ringjax.Compression.bf16
     check(world, "sgd", np.float32, 3e-2, compression=bf16)
 
 
-@pytest.mark.ranks(2, env=IN_BOTH_WIDTHS)
+@pytest.mark.ranks(2)
 def test_the_bound_would_notice_a_missing_allreduce(world) -> None:
     """The control: without it the ranks train apart."""
     mine = slice(world.rank, None, world.size)

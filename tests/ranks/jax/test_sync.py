@@ -16,10 +16,11 @@ from flax.training.train_state import TrainState
 import ringjax
 
 pytestmark = [
-    pytest.mark.ranks(1, 3),
+    pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
 ]
 SEVERAL = pytest.mark.ranks(2, 3)
+ALONE_TOO = pytest.mark.ranks(1, 3)
 
 
 class Bag(NamedTuple):
@@ -72,6 +73,7 @@ def same(a, b) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@ALONE_TOO
 @pytest.mark.parametrize("last", [False, True])
 def test_every_kind_of_leaf_arrives_as_it_was(world, last) -> None:
     root = world.size - 1 if last else 0
@@ -134,6 +136,7 @@ def test_an_nnx_state_with_its_random_streams(world) -> None:
     same(ringjax.broadcast_parameters(fresh(world.rank)), fresh(0))
 
 
+@ALONE_TOO
 def test_inside_jit(world) -> None:
     root = world.size - 1
     tree = {"w": jnp.full(3, world.rank), "key": jax.random.key(world.rank), "n": 2}
@@ -263,6 +266,7 @@ def test_a_root_outside_of_the_world_is_refused(world) -> None:
 OBJECT = {"lr": 1e-3, 5: (None, [True, b"\0"]), "name": "ß", "x": np.arange(4.0)}
 
 
+@ALONE_TOO
 @pytest.mark.parametrize("last", [False, True])
 def test_broadcast_object(world, last) -> None:
     root = world.size - 1 if last else 0
@@ -279,6 +283,7 @@ def test_large_and_empty_objects(world, length) -> None:
     assert ringjax.broadcast_object(data[:length]) == data[:length]
 
 
+@ALONE_TOO
 def test_allgather_object(world) -> None:
     mine = {"rank": world.rank, "long": "x" * (200 * world.rank)}
     everyone = ringjax.allgather_object(mine)
@@ -355,6 +360,7 @@ def test_process_sets(world) -> None:
 # -- metrics ---
 
 
+@ALONE_TOO
 def test_metrics_are_exact_to_float64(world) -> None:
     values = [0.1 + r * 1e-12 for r in range(world.size)]
     out = ringjax.allreduce_metrics(
@@ -382,6 +388,7 @@ def test_metrics_of_arrays_and_device_values(world) -> None:
     np.testing.assert_allclose(out["v"], np.arange(3) * middle)
 
 
+@ALONE_TOO
 def test_weighted_metrics(world) -> None:
     weights = [3.0 * r + 1 for r in range(world.size)]
     values = [r / 7 for r in range(world.size)]
