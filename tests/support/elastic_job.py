@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ringjax.membership.coordinator import Coordinator
-from support import leaks
+from ringjax.run.environ import rank_defaults
+from support import leaks, warm
 from support.launch import JobError, environment
 
 # What every script of these tests begins with: `say` writes one line at once.
@@ -69,7 +69,7 @@ class ElasticJob:
             self.secret, self.job, np=np, **{**settings, **limits}
         )
         self.coordinator.start()
-        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.workers: dict[int, warm.Program] = {}
         self.events: list[tuple[Any, ...]] = []
         self._watchers: list[threading.Thread] = []
         for _ in range(np):
@@ -95,12 +95,12 @@ class ElasticJob:
             (self._folder / f"{worker}.out").open("wb") as out,
             (self._folder / f"{worker}.err").open("wb") as err,
         ):
-            process = subprocess.Popen(
+            process = warm.start(
                 [sys.executable, "-P", str(self._script)],
-                env=environment(self.id, variables),
-                stdin=subprocess.DEVNULL,
+                environment(self.id, {**rank_defaults(), **variables}),
                 stdout=out,
                 stderr=err,
+                text=self._script.read_text(),
             )
         self.workers[worker] = process
         watcher = threading.Thread(target=self._watch, args=(worker, process))
@@ -108,7 +108,7 @@ class ElasticJob:
         self._watchers.append(watcher)
         return worker
 
-    def _watch(self, worker: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, worker: int, process: warm.Program) -> None:
         code = process.wait()
         self.coordinator.lost(worker, f"its process ended with {code}")
 

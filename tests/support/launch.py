@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from support import leaks
+from support import leaks, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job must not take itself for a part of the job that started pytest.
@@ -46,6 +46,8 @@ class Job:
       folder: an empty folder for the script and the logs.
       env: variables added to the job's environment.
       options: further words for ringrun.
+      source: what the ranks run, if it is not the script: its imports choose the warm
+        server that forks them (tests/support/warm.py). None: they are started afresh.
     """
 
     def __init__(
@@ -55,14 +57,16 @@ class Job:
         folder: Path,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
+        source: str | None = "",
     ) -> None:
         self.np = np
         self.id = uuid.uuid4().hex[:12]
         self._folder = folder
         self._command = self._write(script)
+        self._source = _source(self._command) if source == "" else source
         self._env = environment(self.id, env or {})
         self._options = list(options)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: warm.Program | None = None
         self._ended_itself = False
 
     def start(self) -> Self:
@@ -70,13 +74,12 @@ class Job:
         logs = ["--output-filename", str(self._folder / "logs")]
         words = [sys.executable, "-P", "-m", _LAUNCHER, "-np", str(self.np), *logs]
         with (self._folder / "launcher").open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = warm.start(
                 [*words, *self._options, *self._command],
-                env=self._env,
-                stdin=subprocess.DEVNULL,
+                self._env,
                 stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                text=self._source,
+                session=True,
             )
         return self
 
@@ -205,7 +208,7 @@ class Job:
         None: as any rank, newcomers of an elastic job among them.
         """
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             variables = _variables(pid)
         except OSError:
             return False
@@ -224,6 +227,11 @@ class Job:
         leaks.settle(kill, 10)
         if self._process is not None:
             self._process.wait(10)
+
+
+def _source(command: Sequence[str]) -> str:
+    """The text of the Python files of a command."""
+    return "\n".join(_text(Path(word)) for word in command if word.endswith(".py"))
 
 
 def _variables(pid: int) -> list[bytes]:

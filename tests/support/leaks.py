@@ -21,6 +21,20 @@ JOB_VARIABLE = "RINGJAX_TEST_JOB"
 _KINDS = ("socket:", "pipe:", "/memfd:", "anon_inode:[eventfd]", "anon_inode:[pidfd]")
 
 
+# Servers of the tests that live longer than one test: process -> our socket to it.
+_staying: dict[int, int] = {}
+
+
+def stays(pid: int, descriptor: int) -> None:
+    """From now on this child and this descriptor are no leak."""
+    _staying[pid] = descriptor
+
+
+def goes(pid: int) -> None:
+    """This child is about to end."""
+    del _staying[pid]
+
+
 def processes(job: str) -> dict[int, str]:
     """The living processes of a test job, orphans too: pid -> command line."""
     needle = f"{JOB_VARIABLE}={job}".encode()
@@ -33,7 +47,10 @@ def processes(job: str) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process and the machine's shared memory hold at one moment."""
+    """What this process holds at one moment, and files of ringjax in shared memory.
+
+    Other programs make and remove names in /dev/shm at all times; these do not count.
+    """
 
     children: dict[int, str]
     descriptors: dict[str, int]  # what it refers to -> its number
@@ -42,11 +59,18 @@ class Snapshot:
 
     @staticmethod
     def take() -> Snapshot:
+        own = [
+            n for n in _names("/dev/shm") if n.startswith("ringjax") and not _planted(n)
+        ]
         return Snapshot(
-            children=_children(),
-            descriptors=_descriptors(),
+            children={p: text for p, text in _children().items() if p not in _staying},
+            descriptors={
+                text: n
+                for text, n in _descriptors().items()
+                if n not in _staying.values()
+            },
             threads=_threads(),
-            shared_memory=frozenset(_names("/dev/shm")),
+            shared_memory=frozenset(own),
         )
 
     def leaked_since(self) -> list[str]:
@@ -72,7 +96,7 @@ class Snapshot:
             *(
                 f"/dev/shm/{name}"
                 for name in sorted(now.shared_memory - self.shared_memory)
-                if not _held_by_stranger(f"/dev/shm/{name}") and not _planted(name)
+                if not _held_by_stranger(f"/dev/shm/{name}")
             ),
         ]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from support import leaks, rank_worker
+from support import leaks, rank_worker, warm
 from support.launch import Job
 
 START_UP = 180.0  # seconds a launch may need before its first test: torch from a disk
@@ -266,7 +266,7 @@ def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> L
         added = group.env() if callable(group.env) else dict(group.env)
         env = {**added, rank_worker.VARIABLE: str(folder)}
         command = rank_worker.command(config, sorted({item.path for item in items}))
-        job = Job(group.np, command, folder, env).start()
+        job = Job(group.np, command, folder, env, source=_source(group, items)).start()
         try:
             stalled = not _watch(job, folder, max(item.limit for item in items))
             launch = Launch(
@@ -280,6 +280,16 @@ def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> L
             job.close()
         launch.read(folder)
         return launch
+
+
+def _source(group: Group, items: Sequence[RankItem]) -> str | None:
+    """The source of the tests; None for an isolated one, whose ranks start afresh.
+
+    So some ranks of every framework differ in what forks of one process share.
+    """
+    if group.alone:
+        return None
+    return "\n".join(warm.sources(path) for path in sorted({i.path for i in items}))
 
 
 def _watch(job: Job, folder: Path, limit: float) -> bool:

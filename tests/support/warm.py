@@ -1,0 +1,238 @@
+"""Starts Python programs as forks of a process that has imported what they need.
+
+The client's side of tests/support/warm_server.py. There is a server for each set of
+modules and of variables that imports read, started when it is first asked for. The text
+of a program chooses its set. RINGJAX_TEST_COLD=1 starts all programs afresh.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from ringjax.run import environ
+from support import leaks, warm_server
+
+# What every program of the tests may import; pytest runs in ranks.
+_CORE = (
+    "numpy",
+    "pytest",
+    "ringjax.eager",
+    "ringjax.run.cli",
+    "ringjax.run.hosts.agent",
+)
+_SETS = {
+    "": (),
+    "jax": ("jax", "jax.numpy", "optax", "ringjax.collectives", "ringjax.optim"),
+    "torch": ("torch", "ringjax.torch"),
+    "tensorflow": ("tensorflow", "ringjax.tensorflow"),
+}
+_MOST = 4  # servers of one process
+# One process never holds TensorFlow and PyTorch (tests/support/frameworks.py), so a
+# program is given one framework; others that it imports, it imports itself.
+_IMPORTS = {
+    "tensorflow": r"(ringjax\.)?tensorflow",
+    "torch": r"(ringjax\.)?torch",
+    "keras": r"(ringjax\.)?keras",
+    "jax": r"jax|optax|flax",
+}
+
+
+class Process:
+    """A program that a warm server has forked; as much of Popen as tests need."""
+
+    def __init__(self, answers: socket.socket, words: Sequence[str]) -> None:
+        self.args = words
+        self.returncode: int | None = None
+        self._answers, self._lock = answers, threading.Lock()
+        answer = self._answer()
+        if "pid" not in answer:
+            answers.close()
+            raise OSError(answer.get("error", "the warm server of ranks has ended"))
+        self.pid: int = answer["pid"]
+
+    def _answer(self) -> dict[str, int]:
+        text = self._answers.recv(1 << 12)
+        return json.loads(text) if text else {}
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; raises subprocess.TimeoutExpired."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit code, or None while the program runs."""
+        with self._lock:  # one thread of a test may wait while another one looks
+            if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+                self.returncode = self._answer().get("code", -signal.SIGKILL)
+                self._answers.close()
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing if the program has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends the program at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+Program = Process | subprocess.Popen[bytes]
+"""A program that a test has started, whichever way."""
+
+
+class _Server:
+    """A process that has imported `modules` and forks programs."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self._programs: list[Process] = []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        room = "x" * warm_server.ROOM
+        kept = {k: v for k, v in env.items() if not k.startswith("RINGJAX_T")}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "support.warm_server",
+                 str(theirs.fileno()), json.dumps(modules), room],
+                env={**kept, warm_server.ROOM_VARIABLE: room},
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )  # fmt: skip
+        leaks.stays(self._process.pid, self._socket.fileno())
+
+    def start(
+        self, words: Sequence[str], env: Mapping[str, str], files: Sequence[int],
+        session: bool,
+    ) -> Process:  # fmt: skip
+        """Has it fork a program; `files` are the program's descriptors 0, 1 and 2."""
+        order = {"words": words, "env": env, "cwd": os.getcwd(), "session": session}
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fds = [*files, theirs.fileno()]
+            socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+        try:
+            self._programs.append(Process(ours, words))
+        except OSError as error:
+            self._log.seek(0)
+            raise OSError(f"{error}\n{self._log.read().decode()}") from None
+        return self._programs[-1]
+
+    def idle(self) -> bool:
+        """Whether none of its programs runs."""
+        return all(program.poll() is not None for program in self._programs)
+
+    def close(self) -> None:
+        """Ends it; its programs go on."""
+        leaks.goes(self._process.pid)
+        self._socket.close()
+        self._process.wait()
+        self._log.close()
+
+
+_servers: dict[tuple[object, ...], _Server] = {}
+
+
+def start(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: IO[bytes],
+    stderr: IO[bytes] | None = None,
+    text: str | None = "",
+    session: bool = False,
+) -> Program:
+    """Starts a program: forked from a warm server, or afresh where that would differ.
+
+    Args:
+      words: the command.
+      env: its whole environment.
+      stdout, stderr: files for its output; stderr goes to stdout if not given.
+      text: the source of the program, or of what it starts: its imports choose the set.
+        None: it is started afresh.
+      session: whether it gets a session of its own, as from a terminal.
+    """
+    files = [stdout.fileno(), (stderr or stdout).fileno()]
+    if (
+        text is None
+        or "RINGJAX_TEST_COLD" in os.environ
+        or not warm_server.can_fork(words, env, env)
+    ):
+        return subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1],
+            start_new_session=session,
+        )  # fmt: skip
+    with open(os.devnull, "rb") as nothing:
+        files = [nothing.fileno(), *files]
+        return _server(framework(text, env), env).start(words, env, files, session)
+
+
+def _server(framework: str, env: Mapping[str, str]) -> _Server:
+    env = {**environ.rank_defaults(), **env}  # as ringrun gives it to ranks
+    fixed = warm_server.fixed(env)
+    key = (framework, *sorted(fixed.items()))
+    server = _servers.pop(key, None)
+    if server is None:
+        # The one that was not used for the longest time goes: they hold much memory.
+        for old in [k for k, s in _servers.items() if s.idle()][
+            : max(0, len(_servers) + 1 - _MOST)
+        ]:
+            _servers.pop(old).close()
+        server = _Server((*_CORE, *_SETS[framework]), env)
+    _servers[key] = server
+    return server
+
+
+def framework(text: str, env: Mapping[str, str]) -> str:
+    for name, pattern in _IMPORTS.items():
+        statement = rf"^\s*(?:import|from) (?:{pattern})\b|in_ranks\(\"(?:{pattern})\b"
+        if re.search(statement, text, re.MULTILINE):
+            if name == "keras":
+                return env.get("KERAS_BACKEND", "tensorflow")
+            return name
+    return ""
+
+
+@functools.cache
+def sources(path: Path) -> str:
+    """The text of a file of tests and of what it imports of tests/support."""
+    found, waiting = {path: path.read_text()}, [path]
+    while waiting:
+        text = found[waiting.pop()]
+        names = re.findall(r"^from support\.(\w+) import", text, re.MULTILINE)
+        for line in re.findall(r"^from support import (.*)", text, re.MULTILINE):
+            names += re.findall(r"\w+", line)
+        for name in names:
+            other = Path(__file__).with_name(f"{name}.py")
+            if other.exists() and other not in found:
+                found[other] = other.read_text()
+                waiting.append(other)
+    return "\n".join(found.values())
+
+
+def end_servers() -> None:
+    """Ends all servers; for the end of the session."""
+    while _servers:
+        _servers.popitem()[1].close()

@@ -1,0 +1,314 @@
+"""The process that has imported what ranks need and forks them: a warm server.
+
+Importing costs a rank 0.8 s of CPU for JAX, 1.6 s for PyTorch, 4.5 s for TensorFlow,
+and the suite starts hundreds of ranks. The server imports once, starts no backend and
+no thread, and forks each program that tests/support/warm.py asks for. In ringrun and
+its agent, forked from here, `subprocess.Popen` forks a Python program as well instead
+of starting an interpreter. So the processes of a job, their parents, groups, signals,
+pipes, exit codes and entries in /proc are those of a job that a user starts.
+
+Two things differ: the modules are loaded, and the ranks of a job share the seed of
+hash(). A program whose environment would have changed what was imported gets an
+interpreter of its own, as without a server; so do the tests of how ringrun starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOM = 1 << 16  # bytes for the command line of a forked program, and for its variables
+ROOM_VARIABLE = "RINGJAX_TEST_ROOM"
+# Interpreters and libraries read these variables while they are loaded.
+READ_AT_IMPORT = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "MKL_", "KMP_"),
+    *("NPY_", "NUMPY_", "JAX_", "ENABLE_", "TF_", "TORCH", "PYTORCH_", "CUDA_"),
+    *("NVIDIA_", "LC_", "LANG"),
+)
+_LAUNCHER = "ringjax.run"
+
+
+def fixed(env: Mapping[str, str], words: Sequence[str] = ()) -> dict[str, str]:
+    """The variables of `env` that must be the server's for `words` to be forked.
+
+    Not for ringrun and its agent: these have loaded all that they need.
+    """
+    if _module(words).startswith(_LAUNCHER):
+        return {}
+    return {name: env[name] for name in env if name.startswith(READ_AT_IMPORT)}
+
+
+def _module(words: Sequence[str]) -> str:
+    """X of the words `python -P -m X …`, else an empty text."""
+    return words[3] if len(words) > 3 and list(words[1:3]) == ["-P", "-m"] else ""
+
+
+def _script(words: Sequence[str]) -> int:
+    """Where the script stands in the words `python [-P] X.py …`, else 0."""
+    place = 2 if len(words) > 1 and words[1] == "-P" else 1
+    return place if len(words) > place and words[place].endswith(".py") else 0
+
+
+def can_fork(
+    words: Sequence[str], env: Mapping[str, str], server: Mapping[str, str]
+) -> bool:
+    """Whether a server with these variables can fork `words`, a Python program."""
+    if (
+        not words
+        or words[0] != sys.executable
+        or not (_module(words) or _script(words))
+    ):
+        return False
+    room = len(_joined(words)) <= ROOM and len(_joined(_assigned(env))) <= ROOM
+    return room and fixed(env, words) == fixed(server, words)
+
+
+class ForkingPopen(subprocess.Popen[bytes]):
+    """A Popen that forks a Python program if that can be done, with the same family."""
+
+    def _execute_child(  # type: ignore[override,unused-ignore]
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any,
+        pass_fds: Iterable[int], cwd: Any, env: Any, startupinfo: Any,
+        creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int,
+        c2pwrite: int, errread: int, errwrite: int, restore_signals: Any, gid: Any,
+        gids: Any, uid: Any, umask: Any, start_new_session: Any, process_group: Any,
+    ) -> None:  # fmt: skip
+        variables = dict(os.environ if env is None else env)
+        words = [args] if isinstance(args, str) else [os.fspath(word) for word in args]
+        if shell or executable or not can_fork(words, variables, _environment):
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env,
+                startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite,
+                errread, errwrite, restore_signals, gid, gids, uid, umask,
+                start_new_session, process_group,
+            )  # fmt: skip
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            with _fatal():
+                _keep((p2cread, c2pwrite, errwrite), pass_fds)
+                _reset_signals()
+                if cwd is not None:
+                    os.chdir(cwd)
+                if start_new_session:
+                    os.setsid()
+                if process_group is not None and process_group >= 0:
+                    os.setpgid(0, process_group)
+                if preexec_fn is not None:
+                    preexec_fn()
+                _take_name(words, variables)
+            _end(_outcome(words))
+        self.pid = pid
+        self._child_created = True
+        self._close_pipe_fds(  # type: ignore[attr-defined]
+            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        )
+
+
+@contextlib.contextmanager
+def _fatal() -> Any:
+    """What fails between fork and program ends the child, as a failed exec does."""
+    try:
+        yield
+    except BaseException as error:
+        os.write(2, f"warm server: {type(error).__name__}: {error}\n".encode())
+        os._exit(127)
+
+
+# -- what exec would have done ---------------------------------------------------------
+
+
+def _keep(streams: Sequence[int], more: Iterable[int]) -> None:
+    """Makes `streams` descriptors 0, 1, 2 and closes all but these and `more`."""
+    import fcntl
+
+    moved = [fcntl.fcntl(s, fcntl.F_DUPFD, 3) if s >= 0 else -1 for s in streams]
+    for number, stream in enumerate(moved):
+        if stream >= 0:
+            os.dup2(stream, number)
+    kept = {0, 1, 2, *more}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
+    for number in kept - {0, 1, 2}:
+        os.set_inheritable(number, True)
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _assigned(env: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in env.items()]
+
+
+def _joined(texts: Iterable[str]) -> bytes:
+    return b"".join(os.fsencode(text) + b"\0" for text in texts)
+
+
+def _take_name(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Sets the variables, and lets /proc show them and `words` for this process.
+
+    /proc/PID/cmdline and environ show the memory that the kernel filled when the server
+    was started; its command line and a variable are long enough to be written over.
+    """
+    os.environ.clear()
+    os.environ.update(env)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end, env_begin, env_end = map(int, fields[45:49])
+    for first, last, text in (
+        (begin, end, _joined(words)),
+        (env_begin, env_end, _joined(_assigned(env))),
+    ):
+        ctypes.memset(first, 0, last - first)
+        ctypes.memmove(first, text, len(text))
+
+
+# -- what a new interpreter would do ---------------------------------------------------
+
+
+def _outcome(words: Sequence[str]) -> int:
+    """Runs the program; returns its exit code."""
+    name, script = _module(words), _script(words)
+    if not name.startswith(_LAUNCHER):
+        subprocess.Popen = _Popen  # type: ignore[misc]
+    tempfile.tempdir = None
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.path[:] = _path
+    try:
+        if name:
+            sys.argv[:] = ["-m", *words[4:]]
+            sys.modules.pop(name, None)
+            runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        else:
+            sys.argv[:] = words[script:]
+            main.__file__ = words[script]
+            if script == 1:  # without -P
+                sys.path.insert(0, os.path.dirname(os.path.realpath(words[script])))
+            source = Path(words[script]).read_bytes()
+            exec(compile(source, words[script], "exec"), main.__dict__)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        sys.excepthook(type(error), error, trace and trace.tb_next)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """Ends this process as an interpreter does: threads, atexit, modules, C's exit."""
+    if code < 0:  # Ctrl-C: the shell is to see the signal
+        import atexit
+
+        atexit._run_exitfuncs()
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    ctypes.pythonapi.Py_Exit(code & 0xFF)
+    raise AssertionError("Py_Exit has returned")
+
+
+# -- the server ------------------------------------------------------------------------
+
+_Popen = subprocess.Popen
+_environment: dict[str, str] = {}
+_path: list[str] = []
+
+
+class Server:
+    """Answers orders that come over a socket: a program, and descriptors for it."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(orders, selectors.EVENT_READ, self._obey)
+        self._serving = True
+
+    def run(self) -> None:
+        """Serves until the other end is closed."""
+        while self._serving:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _obey(self) -> None:
+        text, fds, _, _ = socket.recv_fds(self._orders, 4 * ROOM, 4)
+        if not text:
+            self._serving = False
+            return
+        order, answers = json.loads(text), socket.socket(fileno=fds[3])
+        try:
+            process = ForkingPopen(
+                order["words"], env=order["env"], cwd=order["cwd"], stdin=fds[0],
+                stdout=fds[1], stderr=fds[2], start_new_session=order["session"],
+            )  # fmt: skip
+        except OSError as error:
+            answers.send(json.dumps({"error": str(error)}).encode())
+            answers.close()
+            return
+        finally:
+            for fd in fds[:3]:
+                os.close(fd)
+        answers.send(json.dumps({"pid": process.pid}).encode())
+        alive = os.pidfd_open(process.pid)
+
+        def ended() -> None:
+            self._selector.unregister(alive)
+            os.close(alive)
+            with contextlib.suppress(OSError):  # nobody waits any more
+                answers.send(json.dumps({"code": process.wait()}).encode())
+            answers.close()
+
+        self._selector.register(alive, selectors.EVENT_READ, ended)
+
+
+def main(orders: int, modules: Sequence[str]) -> None:
+    """Imports `modules` and serves."""
+    _environment.update(os.environ)
+    del _environment[ROOM_VARIABLE]
+    _path[:] = sys.path
+    _take_name(sys.argv[:-1], _environment)
+    for name in modules:
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError(f"an import of {modules} has started a thread")
+    subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
+    gc.collect()
+    gc.freeze()  # or the next collection would write to, and so copy, all their pages
+    Server(socket.socket(fileno=orders)).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    # One module, not two of which one is __main__: forked programs replace that one.
+    from support import warm_server
+
+    warm_server.main(int(sys.argv[1]), json.loads(sys.argv[2]))
