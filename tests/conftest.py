@@ -7,10 +7,13 @@ rank_worker.py.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 import tempfile
+import traceback
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,11 +127,31 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """For `--durations`: the launch is the first test's setup, the rest is its own."""
+    """Keeps what a failed test has dropped, and a launch's time, where they belong."""
     report = yield
     if isinstance(item, RankItem) and call.when == "call":
-        report.duration = item.verdict.seconds
+        report.duration = item.verdict.seconds  # the launch is the first test's setup
+    if report.failed and call.excinfo is not None and not item.config.option.usepdb:
+        _release(call.excinfo.value)
     return report
+
+
+def _release(error: BaseException | None) -> None:
+    """Ends what the frames of a failed test still hold: its sockets, files, programs.
+
+    Python keeps the last traceback, and so these frames, until another test fails. What
+    they hold would be closed in the middle of that one, and a warning of that kind is
+    an error there.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        while error is not None:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                with contextlib.suppress(RuntimeError):  # it runs: one of pytest's
+                    frame.clear()
+                    _ = frame.f_locals  # Python 3.11 keeps a copy until it is asked
+            error = error.__context__
+        gc.collect()
 
 
 @pytest.fixture
@@ -173,7 +196,11 @@ def frameworks_apart() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves processes, sockets, threads or shared memory behind."""
+    """Fails a test that leaves processes, sockets, threads or shared memory behind.
+
+    All of it is this process's own, or has the name of ringjax: what other programs do
+    beside the tests does not count.
+    """
     if _in_rank():
         yield  # a rank keeps its connections; the launch is checked as a whole
         return

@@ -18,6 +18,7 @@ from support.launch import ROOT, environment
 pytestmark = pytest.mark.timeout(120)
 
 Inner = Callable[..., str]
+COLD = {"RINGJAX_TEST_COLD": "1"}  # one launch each: a server would not pay
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def inner(tmp_path: Path) -> Inner:
         head = "import os, pytest, subprocess, sys, time\n"
         head += "RANK = os.environ.get('RINGJAX_RANK')\n"
         file.write_text(head + textwrap.dedent(source))
-        env = environment("harness", {"PYTEST_PLUGINS": "conftest"})
+        env = environment("harness", {"PYTEST_PLUGINS": "conftest", **COLD})
         env["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT / "tests"), env.get("PYTHONPATH")])
         )
@@ -196,6 +197,34 @@ def test_a_leak_in_this_process_is_a_failure(inner: Inner) -> None:
     """)
     assert "1 error" in out
     assert "tcp listening on port" in out
+
+
+def test_what_a_failed_test_drops_fails_no_other_test(inner: Inner) -> None:
+    out = inner("""
+        import gc, socket
+
+        def use(sock): raise ValueError(sock.getsockname())
+        def test_drops(): use(socket.create_server(("127.0.0.1", 0)))
+        def test_collects(): gc.collect()
+        def test_drops_behind_an_error():
+            try:
+                use(socket.create_server(("127.0.0.1", 0)))
+            except ValueError:
+                assert 1 == 2
+        def test_collects_again(): gc.collect()
+    """)
+    assert "2 failed, 2 passed" in out
+
+
+def test_names_that_other_programs_make_are_no_leak(inner: Inner) -> None:
+    other = Path(f"/dev/shm/sem.of-another-program-{os.getpid()}")
+    try:
+        out = inner(f"""
+            def test_beside_others(): open("{other}", "w").close()
+        """)
+    finally:
+        other.unlink(missing_ok=True)
+    assert "1 passed" in out
 
 
 def test_a_warning_is_an_error(inner: Inner) -> None:
