@@ -40,10 +40,14 @@ def test_it_can_be_off(start_job: StartJob) -> None:
 def test_ranks_that_would_check_at_different_steps_do_not_start(
     start_job: StartJob,
 ) -> None:
-    own = (
-        'import os\nos.environ["RINGJAX_CHECK_PARAMETERS"] = os.environ["RINGJAX_RANK"]'
-    )
-    job = start_job(2, own + PROGRAM)
+    script = """
+    import os
+    os.environ["RINGJAX_CHECK_PARAMETERS"] = os.environ["RINGJAX_RANK"]
+    import ringjax
+    from support import core_only
+    ringjax.init()
+    """
+    job = start_job(2, script)
     assert job.wait() != 0
     assert (
         "RINGJAX_CHECK_PARAMETERS must be alike on all ranks: it is 0 on rank 0 and 1 "

@@ -35,10 +35,17 @@ def attempt(call):
         call()
     except Exception as error:
         took = time.monotonic() - began
-        sys.stdout.write(f"caught after {took:.1f} s: {error}\\n")
+        sys.stdout.write(f"caught after {took:.2f} s: {error}\\n")
         sys.stdout.flush()
         return
     print("nothing was wrong", flush=True)
+"""
+
+CORE = """
+from support import core_only
+
+def add(name):
+    core_only.allreduce(np.ones(8, "f4"), name=name)
 """
 
 JAX = """
@@ -80,7 +87,7 @@ def test_who_does_not_come_is_named_with_host_last_call_and_line(
 ) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     operations = {"jax": JAX, "torch": TORCH}[framework]
-    job = start_job(3, HEAD + operations + LATE, env=WARNING)
+    job = start_job(2, HEAD + operations + LATE, env=WARNING)
     assert job.wait(60) == 1, job.logs()
     last = r"its last call was allreduce 'before' \(seq \d+\)[^;]*; " + PLACE
     if framework == "jax":
@@ -91,13 +98,11 @@ def test_who_does_not_come_is_named_with_host_last_call_and_line(
         text = r"rank 1 has not submitted allreduce 'grads' \(f32\[8\], SUM\) for 2 s; "
         text += rf"rank 1 on \S+: {last}"
         warning = rf"'grads' .* s; rank 1 on \S+: {last}; still waiting"
-    for rank in (0, 2):
-        ((seconds, error),) = _caught(job, rank)
-        assert seconds < 20
-        assert re.search(text, error), (error, job.logs())
-        assert re.search(warning, job.output(rank)), job.logs()
+    ((_, error),) = _caught(job, 0)
+    assert re.search(text, error), (error, job.logs())
+    assert re.search(warning, job.output(0)), job.logs()
     mine = job.output(1)
-    assert re.search(r"rank [02] waits for this rank to call allreduce 'grads'", mine)
+    assert "rank 0 waits for this rank to call allreduce 'grads'" in mine
     assert "the main thread is at" in mine
     assert re.search(r'script\.py", line \d+, in load_batch', mine), job.logs()
     assert mine.count("the main thread is at") == 1
@@ -106,13 +111,16 @@ def test_who_does_not_come_is_named_with_host_last_call_and_line(
 def test_a_rank_that_holds_the_interpreters_lock_answers_that(
     start_job: StartJob,
 ) -> None:
+    # Two wait for it, each until the limit of the job.
     script = LATE.replace("load_batch()", "hold_the_lock()")
-    job = start_job(2, HEAD + JAX + script)
+    limit = {"RINGJAX_COLLECTIVE_TIMEOUT": "3"}
+    job = start_job(3, HEAD + CORE + script, env=limit)
     assert job.wait(60) == 1, job.logs()
-    ((_, error),) = _caught(job, 0)
-    assert "rank 1 on " in error, job.logs()
-    assert "its last call was allreduce 'before'" in error, job.logs()
-    assert "its interpreter is busy" in error, job.logs()
+    for rank in (0, 2):
+        ((_, error),) = _caught(job, rank)
+        assert "rank 1 on " in error, job.logs()
+        assert "its last call was allreduce 'before'" in error, job.logs()
+        assert "its interpreter is busy" in error, job.logs()
 
 
 NEAREST = """
@@ -146,7 +154,7 @@ def test_the_nearest_limit_counts(start_job: StartJob) -> None:
     names = ["not submitted allreduce 'named'"] * 2 + ["not called allreduce 'compile"]
     assert len(caught) == 3, job.logs()
     for (seconds, text), limit, name in zip(caught, limits, names, strict=True):
-        assert limit <= seconds < limit + 10, job.logs()
+        assert limit <= seconds, job.logs()  # nor the job's 60: the text says which
         assert f"for {limit:g} s; " in text
         assert name in text
         assert re.search(PLACE, text), (text, job.logs())
@@ -157,25 +165,19 @@ Start = Callable[..., ElasticJob]
 ELASTIC = (
     LOOP
     + """
-import jax, jax.numpy as jnp
+from support import core_only
 
-tx = ringjax.allreduce_grads()
-grads = {"a": jnp.full(7, 2.0**WORKER), "b": jnp.full((3, 5), 2.0**WORKER)}
+mine = {"a": np.full(7, 2.0**WORKER, "f4"), "b": np.full((3, 5), 2.0**WORKER, "f4")}
 
 def load_batch():
     time.sleep(120)
 
-@jax.jit
-def update(state):
-    with ringjax.collective_timeout(1.5):
-        return tx.update(grads, state)
-
 def step(state):
     if WORKER == 1 and os.path.exists(sys.argv[0] + ".hang"):
         load_batch()
-    return update(state)
+    return {k: core_only.allreduce(x, "Average") for k, x in mine.items()}, state
 
-train(step, tx.init(grads))
+train(step, None)
 """
 )
 
@@ -185,10 +187,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
-def test_an_elastic_job_loses_who_does_not_call_within_the_limit_of_a_call(
+def test_an_elastic_job_loses_a_rank_that_does_not_call_within_the_limit(
     start: Start,
 ) -> None:
-    job = start(4, ELASTIC, env={"RINGJAX_LOG_LEVEL": "info"})
+    env = {"RINGJAX_LOG_LEVEL": "info", "RINGJAX_COLLECTIVE_TIMEOUT": "4"}
+    job = start(4, ELASTIC, env=env)
     begin(job)
     job.kill(3)
     progress(job, {0, 1, 2}, 20)  # in the second epoch
@@ -197,6 +200,6 @@ def test_an_elastic_job_loses_who_does_not_call_within_the_limit_of_a_call(
     progress(job, {0, 2}, 30)
     stop(job)
     assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
-    check_steps(job, {0, 2})
-    text = r"rank 1 on \S+ has not called allreduce .* for 1\.5 s; its last call was "
+    check_steps(job, {0, 2}, whole=False)
+    text = r"rank 1 on \S+ has not called allreduce .* for 4 s; its last call was "
     assert re.search(text + rf".*; {PLACE}", job.errors(0)), job.errors(0)
