@@ -1,10 +1,10 @@
 """Chaos: what ends, freezes, slows or annoys workers of a job at random moments.
 
-The workers run program.py, or eager_program.py. Afterwards `check` proves that
-training did not notice: it computes every step again in one process, from the workers
-that were in its sums, and compares the parameters bit by bit. So all ranks had the same
-parameters after every step, no step was lost, done twice or done with a wrong mean, and
-nobody contributed after it was declared lost.
+The workers run eager_program.py, or program.py where XLA is in the story. Afterwards
+`check` proves that training did not notice: it computes every step again in one
+process, from the workers that were in its sums, and compares the parameters bit by bit.
+So all ranks had the same parameters after every step, no step was lost, done twice or
+done with a wrong mean, and nobody contributed after it was declared lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support import leaks, strangers
 from support.launch import Job, StartJob
 
 PROGRAM = Path(__file__).with_name("program.py")
-EAGER = Path(__file__).with_name("eager_program.py")  # numpy: newcomers come sooner
+EAGER = Path(__file__).with_name("eager_program.py")  # numpy: all come sooner
 # Seconds after which a silent rank is declared lost: more than any has to wait for a
 # core of a busy machine, where several compile.
 SILENCE = 4.0
@@ -98,7 +98,7 @@ class Chaos:
         pause: float = 0.005,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
-        program: Path = PROGRAM,
+        program: Path = EAGER,
         seats: int = 0,
         arguments: Sequence[str] = (),
     ) -> None:

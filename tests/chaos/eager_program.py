@@ -1,7 +1,7 @@
 """eager_program.py FOLDER PAUSE: as program.py, with named operations on numpy.
 
-No jax is imported, so newcomers come sooner. Membership, recovery, pauses and the way
-of the state to newcomers are the same; what is repeated is an eager lane's call.
+No framework is imported, so newcomers come sooner. Membership, recovery, pauses and the
+way of the state to newcomers are the same; what is repeated is an eager lane's call.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from support import core_only
 
 import ringjax
 from chaos import numpy_model as model
 from chaos.loop import WORKER, Training
 from ringjax import eager
+
+assert core_only  # it refuses frameworks
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Chaos: workers die, freeze, leave, and training goes on without losing a step.
 
 After every story, all steps are computed again in one process, see chaos/deeds.py. What
-`make soak` does for hours.
+`make soak` does for hours. One story has compiled steps and a state of jax's arrays;
+the others are about the launcher, the coordinator and the core, and do without.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.deeds import EAGER, SILENCE, Chaos
+from chaos.deeds import PROGRAM, Chaos
 from support import leaks
 from support.launch import StartJob
 
@@ -27,24 +28,16 @@ SEED = 20  # of the moments; what happens at them is up to the machine
 
 @pytest.mark.timeout(150)
 def test_a_killed_worker_costs_no_step(start_job: StartJob, tmp_path: Path) -> None:
-    chaos, chance = Chaos(start_job, tmp_path, np=3), random.Random(SEED)
-    training = chaos.wait_for(3)
+    # Nor is it noticed by its silence, which would take longer than the test may.
+    env = {"RINGJAX_FAILURE_TIMEOUT": "600"}
+    chaos = Chaos(start_job, tmp_path, np=3, env=env, program=PROGRAM)
+    training, chance = chaos.wait_for(3), random.Random(SEED)
     chaos.do("kill", max(training), training[max(training)], chance)
     chaos.wait_for_steps(50)
     chaos.wait_for(3)  # another worker takes its place
     verdict = chaos.end()
     assert len(verdict.recoveries) == 2
-    assert max(verdict.recoveries) < 2
     assert (verdict.smallest, verdict.largest) == (2, 3)
-
-
-@pytest.mark.timeout(150)
-def test_rank_0_may_die_as_well(start_job: StartJob, tmp_path: Path) -> None:
-    chaos, chance = Chaos(start_job, tmp_path, np=3), random.Random(SEED)
-    training = chaos.wait_for(3)
-    chaos.do("kill", min(training), training[min(training)], chance)
-    chaos.wait_for_steps(50)
-    assert chaos.end().smallest == 2
 
 
 @pytest.mark.timeout(150)
@@ -58,7 +51,9 @@ def test_two_die_at_once(start_job: StartJob, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_all_but_one_die(start_job: StartJob, tmp_path: Path) -> None:
+def test_all_but_one_die_and_rank_0_is_the_first(
+    start_job: StartJob, tmp_path: Path
+) -> None:
     chaos, chance = Chaos(start_job, tmp_path, np=3), random.Random(SEED)
     training = chaos.wait_for(3)
     for worker in sorted(training)[:2]:
@@ -72,7 +67,7 @@ def test_all_but_one_die(start_job: StartJob, tmp_path: Path) -> None:
 def test_one_of_many_dies(start_job: StartJob, tmp_path: Path) -> None:
     # Two cores are slow to connect 276 pairs, which is no reason to lose a rank.
     env = {"RINGJAX_FAILURE_TIMEOUT": "30", "RINGJAX_HEARTBEAT": "1"}
-    chaos = Chaos(start_job, tmp_path, np=24, env=env, program=EAGER)
+    chaos = Chaos(start_job, tmp_path, np=24, env=env)
     training, chance = chaos.wait_for(24), random.Random(SEED)
     chaos.do("kill", min(training), training[min(training)], chance)
     chaos.wait_for_steps(20)
@@ -82,12 +77,16 @@ def test_one_of_many_dies(start_job: StartJob, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_a_short_freeze_is_no_loss(start_job: StartJob, tmp_path: Path) -> None:
+def test_short_freezes_slow_peers_and_strangers_are_no_loss(
+    start_job: StartJob, tmp_path: Path
+) -> None:
     chaos, chance = Chaos(start_job, tmp_path, np=2), random.Random(SEED)
     training = chaos.wait_for(2)
-    chaos.do("freeze", max(training), training[max(training)], chance)
-    chaos.wait_for_steps(50)
+    for what in ("freeze", "slow", "garbage"):
+        chaos.do(what, max(training), training[max(training)], chance)
+        chaos.wait_for_steps(20)
     assert chaos.end().smallest == 2
+    assert "refused a connection" in chaos.job.launcher_output()
 
 
 @pytest.mark.timeout(150)
@@ -97,9 +96,7 @@ def test_a_long_freeze_is_a_loss_and_the_frozen_one_must_not_go_on(
     chaos, chance = Chaos(start_job, tmp_path, np=3), random.Random(SEED)
     training = chaos.wait_for(3)
     frozen = max(training)
-    before = time.monotonic()
     chaos.do("fence", frozen, training[frozen], chance)
-    assert time.monotonic() - before > SILENCE
     chaos.wait_for_steps(50)
     chaos.wait_for_end_of(frozen, 20)
     assert chaos.end().smallest == 2  # and it contributed to nothing afterwards
@@ -118,25 +115,12 @@ def test_a_worker_that_is_asked_to_leave_costs_nothing(
 
 
 @pytest.mark.timeout(150)
-def test_slow_peers_and_strangers_are_no_loss(
-    start_job: StartJob, tmp_path: Path
-) -> None:
-    chaos, chance = Chaos(start_job, tmp_path, np=2), random.Random(SEED)
-    training = chaos.wait_for(2)
-    for what in ("slow", "garbage"):
-        chaos.do(what, max(training), training[max(training)], chance)
-        chaos.wait_for_steps(20)
-    assert chaos.end().smallest == 2
-    assert "refused a connection" in chaos.job.launcher_output()
-
-
-@pytest.mark.timeout(150)
 def test_a_worker_without_memory_is_lost_and_replaced(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     # And there is no shared memory for anybody, so that all of it goes over TCP.
     env = {"RINGJAX_FAILPOINTS": "memory.make=enospc"}
-    chaos = Chaos(start_job, tmp_path, np=3, env=env, program=EAGER)
+    chaos = Chaos(start_job, tmp_path, np=3, env=env)
     training, chance = chaos.wait_for(3), random.Random(SEED)
     chaos.do("memory", 1, training[1], chance)
     deadline = time.monotonic() + 40
@@ -179,7 +163,7 @@ def small_group() -> Iterator[Path]:
 def test_a_worker_that_the_kernel_kills_for_its_memory_is_replaced(
     start_job: StartJob, tmp_path: Path, small_group: Path
 ) -> None:
-    chaos = Chaos(start_job, tmp_path, np=3, program=EAGER)
+    chaos = Chaos(start_job, tmp_path, np=3)
     training, chance = chaos.wait_for(3), random.Random(SEED)
     small_group.write_text(str(training[1]))
     chaos.do("memory", 1, training[1], chance)
@@ -209,7 +193,7 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(
     traces, filling = tmp_path / "traces", small_disk / "filling"
     traces.mkdir()
     filling.write_bytes(bytes(980 << 10))
-    chaos = Chaos(*(start_job, traces, 2), program=EAGER, arguments=[str(small_disk)])
+    chaos = Chaos(start_job, traces, 2, arguments=[str(small_disk)])
     chaos.wait_for_steps(50)
     deadline = time.monotonic() + 40
     while "could not be written" not in chaos.job.launcher_output():
@@ -228,7 +212,7 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(
 def test_half_a_minute_of_everything_at_random(
     start_job: StartJob, tmp_path: Path
 ) -> None:
-    chaos = Chaos(start_job, tmp_path, np=3, program=EAGER, seats=100)
+    chaos = Chaos(start_job, tmp_path, np=3, seats=100)
     chaos.wait_for(3)
     chaos.rage(random.Random(SEED), seconds=25, every=0.4)
     chaos.wait_for(3)

@@ -114,10 +114,9 @@ def test_a_host_that_is_cut_off_is_lost_and_does_not_go_on(
     verdict = chaos.end()
     assert verdict.smallest == 2
     traces = {int(p.stem): lines(p) for p in chaos.folder.glob("*.jsonl")}
-    assert max(recoveries(cut, traces)) < SILENCE + 3
+    assert len(list(recoveries(cut, traces))) == 2
     # No step on the other side of the cut: nobody may train in two places.
-    last = traces[2][-1]
-    assert last["t"] < cut.at + 1 and 0 in last["who"]
+    assert all(0 in line["who"] for line in traces[2])
 
 
 def test_a_host_that_hears_but_is_not_heard(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict
+from chaos.deeds import PROGRAM, Chaos, Verdict
 from support.launch import StartJob
 
 from ringjax.elastic import Checkpointer
@@ -81,9 +81,7 @@ def test_members_and_newcomers_die_anywhere(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     points = deaths(EVERYWHERE, 1)
-    chaos = Chaos(
-        *(start_job, tmp_path, 4), env=armed(points), program=EAGER, seats=100
-    )
+    chaos = Chaos(start_job, tmp_path, 4, env=armed(points), seats=100)
     assert all_have_died(chaos, points).smallest == 1
 
 
@@ -96,7 +94,6 @@ def test_a_member_dies_while_a_newcomer_is_being_connected(
     chaos = Chaos(
         *(start_job, tmp_path, 2),
         env=armed(points),
-        program=EAGER,
         options=["--max-np", "3", "-H", "localhost:9"],
     )
     all_have_died(chaos, points)
@@ -117,7 +114,7 @@ def test_one_dies_that_has_all_others_go_back_to_the_last_commit(
     points = {1: "restart.said"}
     errors = "commit.saved=error@2#10;commit.saved=error@1#30"
     env = {"RINGJAX_FAILPOINTS": f"{errors};restart.said=kill@1"}
-    chaos = Chaos(start_job, tmp_path, 3, env=env, program=EAGER)
+    chaos = Chaos(start_job, tmp_path, 3, env=env)
     assert all_have_died(chaos, points).smallest == 2
 
 
@@ -130,7 +127,6 @@ def test_rank_0_dies_while_it_writes_a_checkpoint(
     chaos = Chaos(
         *(start_job, traces, 4),
         env=armed(points),
-        program=EAGER,
         seats=100,
         arguments=[str(folder)],
     )
@@ -144,7 +140,7 @@ def test_the_coordinator_dies_when_it_forms_an_epoch(
     start_job: StartJob, tmp_path: Path, point: str
 ) -> None:
     env = {"RINGJAX_FAILPOINTS": f"{point}=kill#2"}  # the first one is the start
-    chaos = Chaos(start_job, tmp_path, 2, env=env, program=EAGER)
+    chaos = Chaos(start_job, tmp_path, 2, env=env)
     training = chaos.wait_for(2)
     chaos.do("kill", 1, training[1], random.Random(1))
     chaos.wait_for_steps(20)
