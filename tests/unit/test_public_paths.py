@@ -1,23 +1,25 @@
 """What programs may import, by its path: a room that moves must not take one along.
 
-Modules are imported in processes of their own: TensorFlow and PyTorch do not always
-bear each other. The names in `ringjax.torch` and its like, with their arguments, are in
-test_torch_names.py, test_tensorflow_names.py and tests/support/keras_checks.py.
+Two processes import all paths: one those that need no TensorFlow, the other those that
+do, and then PyTorch, some builds of which end a process that holds both. The names
+in `ringjax.torch` and its like, with their arguments, are in test_torch_names.py,
+test_tensorflow_names.py and tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import pytest
+from support.launch import environment
+from support.tree import Tree
 
 import ringjax
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = """
     Adasum Average Compression Max Min ProcessSet Product PrometheusCollector Sum
     add_process_set allgather allgather_object allreduce allreduce_grads
@@ -70,22 +72,25 @@ FRAMEWORKS["ringjax.keras"] = "tensorflow"
 FRAMEWORKS |= {"ringjax.ray": "ray", "ringjax.spark": "pyspark"}  # see tests/engines
 # Written in documents, and no path of ours.
 ELSEWHERE = ("ringjax.mxnet",)
+pytestmark = pytest.mark.timeout(120)
 
 
-def _in_documents() -> set[str]:
-    """`ringjax.x.y` of the documents and the examples; `hvd.x` by what they import."""
-    found = set()
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]
-    for page in [*pages, *(ROOT / "examples").glob("**/*.py")]:
-        text = page.read_text()
-        found |= set(re.findall(r"\bringjax(?:\.[A-Za-z_]\w*)+", text))
-        for module, names in re.findall(r"from (ringjax[\w.]*) import ([\w, ]+)", text):
-            found |= {f"{module}.{name.strip()}" for name in names.split(",")}
-        hvd = re.findall(r"import (ringjax\.\w+) as hvd", text)
-        if len(set(hvd)) == 1:
-            used = re.findall(r"\bhvd((?:\.[A-Za-z_]\w*)+)", text)
-            found |= {hvd[0] + name for name in used}
-    return {name for name in found if not name.startswith(ELSEWHERE)}
+def _in_documents() -> dict[str, str]:
+    """Where documents and examples name `ringjax.x.y`; `hvd.x` by what they import."""
+    tree, found = Tree(), {}
+    pages = ["README.md", *tree.files("docs", ".md"), *tree.files("examples", ".py")]
+    for page in pages:
+        for place, match in tree.matches(r"\bringjax(?:\.[A-Za-z_]\w*)+", page):
+            found[match[0]] = place
+        imports = r"from (ringjax[\w.]*) import ([\w, ]+)"
+        for place, match in tree.matches(imports, page):
+            for name in match[2].split(","):
+                found[f"{match[1]}.{name.strip()}"] = place
+        hvd = {m[1] for _, m in tree.matches(r"import (ringjax\.\w+) as hvd", page)}
+        for place, match in tree.matches(r"\bhvd((?:\.[A-Za-z_]\w*)+)", page):
+            if len(hvd) == 1:
+                found[min(hvd) + match[1]] = place
+    return {p: place for p, place in found.items() if not p.startswith(ELSEWHERE)}
 
 
 def _needs(path: str) -> str:
@@ -93,19 +98,58 @@ def _needs(path: str) -> str:
     return FRAMEWORKS.get(first_two, "jax")
 
 
-def _skip_without(framework: str) -> None:
-    if framework in ("torch", "tensorflow") and find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed")
+RESOLVE = """
+import json, pkgutil, sys
+for name, paths in json.loads(sys.argv[1]).items():
+    missing = []
+    for path, place in paths.items():
+        try:
+            pkgutil.resolve_name(path)
+        except Exception as error:
+            missing.append(f"{place}: {path}: {error!r}")
+    print(json.dumps([name, missing, [*sys.modules]]), flush=True)
+"""
+BOTH = """
+import tensorflow as tf, torch
+torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+"""
+REDUCED = """
+import ringjax.tensorflow as hvd, ringjax.torch
+hvd.init()
+assert ringjax.torch.is_initialized()
+assert hvd.allreduce(tf.constant(2.0), op=hvd.Sum).numpy() == 2.0
+assert ringjax.torch.allreduce(torch.tensor(3.0), op=hvd.Sum).item() == 3.0
+hvd.shutdown()
+print("both reduced")
+"""
 
 
-def _resolve(paths: list[str]) -> subprocess.CompletedProcess[str]:
-    code = "import pkgutil, sys\nfor p in sys.argv[1:]: pkgutil.resolve_name(p)"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *paths],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+class Imported:
+    """A process that imported paths, each with its place, of one step after another."""
+
+    def __init__(self, steps: dict[str, dict[str, str]], then: str = "") -> None:
+        words = [sys.executable, "-P", "-W", "ignore", "-c", RESOLVE + then]
+        env = environment("imports", {"PYTHONFAULTHANDLER": "0"})
+        self.ended = subprocess.run(
+            [*words, json.dumps(steps)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        lines = self.ended.stdout.splitlines()[: len(steps)]
+        assert len(lines) == len(steps), self.ended.stderr
+        told: list[Any] = [json.loads(line) for line in lines]
+        self.loaded = {step: set(modules) for step, _, modules in told}
+        self.missing = [path for _, missing, _ in told for path in missing]
+
+
+def _paths(framework: str) -> dict[str, str]:
+    """What needs this framework: the modules, and what documents and examples use."""
+    found = _in_documents().items()
+    used = {path: place for path, place in found if _needs(path) == framework}
+    assert framework == "nothing" or len(used) > 5, used
+    return dict.fromkeys(MODULES[framework].split(), "MODULES") | used
 
 
 def test_every_public_name_is_there() -> None:
@@ -114,22 +158,57 @@ def test_every_public_name_is_there() -> None:
         assert getattr(ringjax, name) is not None
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("framework", MODULES)
-def test_every_module_can_be_imported(framework: str) -> None:
-    _skip_without(framework)
-    done = _resolve(MODULES[framework].split())
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def without_tensorflow() -> Imported:
+    light = ("ringjax.run.cli", "ringjax", "ringjax.eager")
+    steps = {path: {path: "MODULES"} for path in light}
+    frameworks = ["nothing", *filter(find_spec, ["torch"]), "jax"]
+    return Imported(steps | {each: _paths(each) for each in frameworks})
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("framework", ["jax", "torch", "tensorflow"])
-def test_what_documents_and_examples_use_is_there(framework: str) -> None:
-    _skip_without(framework)
-    paths = sorted(p for p in _in_documents() if _needs(p) == framework)
-    assert len(paths) > 5, paths
-    done = _resolve(paths)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def with_tensorflow() -> Imported:
+    if find_spec("tensorflow") is None:
+        pytest.skip("tensorflow is not installed")
+    steps = {"tensorflow": _paths("tensorflow")}
+    return Imported(steps, BOTH + REDUCED if find_spec("torch") else "")
+
+
+def test_every_path_is_there(without_tensorflow: Imported) -> None:
+    assert not without_tensorflow.missing
+
+
+def test_every_path_of_tensorflow_is_there(with_tensorflow: Imported) -> None:
+    assert not with_tensorflow.missing
+
+
+def test_an_import_is_light(without_tensorflow: Imported) -> None:
+    heavy = {"jax", "torch", "tensorflow"}
+    absent = {"ringjax.run.cli": {*heavy, "numpy", "ringjax._native"}}
+    absent |= {"ringjax": heavy, "ringjax.eager": heavy, "nothing": heavy}
+    absent |= {"torch": heavy - {"torch"}, "jax": {"tensorflow"}}
+    loaded = without_tensorflow.loaded
+    found = {step: absent[step] & modules for step, modules in loaded.items()}
+    assert not any(found.values()), found
+
+
+def test_tensorflow_and_pytorch_in_one_process(with_tensorflow: Imported) -> None:
+    if find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    ended = with_tensorflow.ended
+    if ended.returncode < 0 and Imported({}, BOTH).ended.returncode < 0:
+        signal = -ended.returncode
+        pytest.skip(f"they end a process without ringjax, too: signal {signal}")
+    assert ended.returncode == 0, ended.stderr
+    assert "both reduced" in ended.stdout
+
+
+def test_a_path_that_is_gone_is_named() -> None:
+    steps = {"one": {"ringjax.gone.x": "a.md:1", "json.loads": "a.md:2"}}
+    found = Imported(steps | {"two": {"json.gone": "b.md:3"}})
+    named = [text.partition(": AttributeError")[0] for text in found.missing]
+    assert named == ["a.md:1: ringjax.gone.x", "b.md:3: json.gone"]
+    assert "json" in found.loaded["one"]
 
 
 @pytest.mark.parametrize(
