@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from support.launch import ROOT
+from support.tree import Check, Tree, expect_offences, report
 
-TEXT = (ROOT / "docs" / "reliability.md").read_text()
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.(?:py|cc))::(\w+)`", TEXT)))
-FILES = sorted(set(re.findall(r"`((?:tests|benchmarks)/[\w/]+\.(?:py|cc))`", TEXT)))
-
-_FOLDERS = ("ringjax", "xla_ext", "tests", "examples", "benchmarks", "docs")
-_FOLDERS += ("release",)
-_LISTED = [
-    str(path.relative_to(ROOT))
-    for path in [
-        *ROOT.glob("*.md"),
-        *(p for folder in _FOLDERS for p in (ROOT / folder).rglob("*.*")),
-    ]
-]
-PAGES = sorted(path for path in _LISTED if path.endswith(".md"))
+FOLDERS = "ringjax xla_ext tests examples benchmarks docs release"
+PROMISES = "docs/reliability.md"
 # Headers of TensorFlow's, which are in no folder of ours.
 FOREIGN = {"tensorflow/c/kernels.h", "ops.h"}
+
+
+def _pages(tree: Tree) -> list[str]:
+    return tree.files(f". {FOLDERS}", ".md")
 
 
 def _anchors(text: str) -> set[str]:
@@ -30,46 +24,85 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text()
-    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
-        file = (ROOT / page).parent / target if target else ROOT / page
-        assert file.exists(), target
-        if anchor:
-            assert anchor in _anchors(file.read_text()), (target, anchor)
+def links_lead_somewhere(tree: Tree) -> Iterator[str]:
+    for page in _pages(tree):
+        for place, link in tree.matches(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page):
+            file = (tree.root / page).parent / link[1] if link[1] else tree.root / page
+            if not file.exists():
+                yield f"{place}: there is no {link[1]}"
+            elif link[2] and link[2] not in _anchors(file.read_text()):
+                yield f"{place}: {file.name} has no heading #{link[2]}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != "CHANGELOG.md"])
-def test_sources_that_are_named_exist(page: str) -> None:
-    named = re.findall(r"`((?:[\w-]+/)*[a-z_][\w-]*\.(?:py|cc|h|cu))`", _prose(page))
-    missing = {
-        name
-        for name in {*named} - FOREIGN
-        if not any(f"/{path}".endswith(f"/{name}") for path in _LISTED)
-    }
-    assert not missing
+def named_sources_exist(tree: Tree) -> Iterator[str]:
+    files = [f"/{path}" for path in tree.files(FOLDERS, ".py .cc .h .cu")]
+    pattern = r"`((?:[\w-]+/)*[a-z_][\w-]*\.(?:py|cc|h|cu))`"
+    for page in _pages(tree):
+        blocks = re.compile(r"(?ms)^```.*?^```")
+        prose = blocks.sub(lambda block: " " * len(block[0]), tree.text(page))
+        for match in re.finditer(pattern, prose) if page != "CHANGELOG.md" else ():
+            known = any(path.endswith(f"/{match[1]}") for path in files)
+            if not known and match[1] not in FOREIGN:
+                yield f"{tree.place(page, match.start())}: there is no {match[1]}"
 
 
-def _prose(page: str) -> str:
-    return re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text())
+def named_tests_exist(tree: Tree) -> Iterator[str]:
+    for page in _pages(tree):
+        for place, match in tree.matches(r"`(tests/[\w/]+\.(py|cc))::(\w+)`", page):
+            path, kind, name = match.groups()
+            line = rf"(?m)^def {name}\(" if kind == "py" else rf"(?m)^TEST\({name}\)"
+            file = tree.root / path
+            if not file.exists() or not re.search(line, file.read_text()):
+                yield f"{place}: there is no {path}::{name}"
 
 
-@pytest.mark.parametrize(("path", "name"), NAMED)
-def test_a_test_that_is_named_exists(path: str, name: str) -> None:
-    pattern = rf"^def {name}\(" if path.endswith(".py") else rf"^TEST\({name}\)"
-    assert re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", FILES)
-def test_a_file_that_is_named_exists(path: str) -> None:
-    assert (ROOT / path).is_file()
-
-
-def test_every_promise_names_a_test() -> None:
-    promises = TEXT.partition("## What is promised")[2].partition("\n## ")[0]
-    rows = [line for line in promises.splitlines() if line.startswith("| ")]
+def every_promise_names_a_test(tree: Tree) -> Iterator[str]:
+    text = tree.text(PROMISES)
+    start = text.index("## What is promised")
+    rows = [
+        *re.compile(r"(?m)^\| .*$").finditer(text, start, text.find("\n## ", start))
+    ]
     for row in rows:
-        if row not in ("| promise | shown by |", "| --- | --- |"):
-            assert re.search(r"`tests/[\w/.]+::\w+`", row), row
-    assert len(rows) > 20
+        heads = ("| promise | shown by |", "| --- | --- |")
+        if row[0] not in heads and not re.search(r"`tests/[\w/.]+::\w+`", row[0]):
+            yield f"{tree.place(PROMISES, row.start())}: this names no test"
+    if len(rows) <= 20:
+        yield f"{PROMISES}:1: {len(rows)} rows of promises are too few"
+
+
+CHECKS: list[Check] = [
+    *(links_lead_somewhere, named_sources_exist),
+    *(named_tests_exist, every_promise_names_a_test),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_documents_are_right(check: Check) -> None:
+    report(check)
+
+
+def test_each_offence_is_named(tmp_path: Path) -> None:
+    files = {
+        "CHANGELOG.md": "`gone.py`",
+        "README.md": """# One head
+[here](#one-head) [there](docs/reliability.md#what-is-promised) [x](https://a.b/c)
+[a](gone.md) [c](#gone) !! there is no gone.md !! README.md has no heading #gone
+[b](docs/reliability.md#gone) !! reliability.md has no heading #gone
+""",
+        "docs/reliability.md": """ !! 5 rows of promises are too few
+```
+`gone.py`
+```
+## What is promised
+| promise | shown by |
+| --- | --- |
+| one | `tests/test_it.py::test_it` |
+| two | `tests/test_it.py::test_x`, `test_it.py` | !! no tests/test_it.py::test_x
+| three | `gone.py` | !! there is no gone.py !! this names no test
+
+## More
+| four | `tests/gone.cc::It` | !! there is no tests/gone.cc::It
+""",
+        "tests/test_it.py": "def test_it() -> None:",
+    }
+    expect_offences(CHECKS, tmp_path, files)

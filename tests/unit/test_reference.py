@@ -11,67 +11,86 @@ import doctest
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
-from support.launch import ROOT
+from support.tree import Tree, expect_offences, report
 
-NAMES = re.compile(r"```\{ringjax-names\} (\S+)\n(?::names: (.*)\n)?")
+NAMES = r"```\{ringjax-names\} (\S+)\n(?::names: (.*)\n)?"
 # Nobody writes them: what `profile` returns, what a command runs, what never comes.
 WITHOUT = {"Profile", "compute_worker_fn", "HorovodVersionMismatchError"}
 
 
-def _in_docstrings() -> Iterator[str]:
+def _examples(tree: Tree) -> Iterator[str]:
     parser = doctest.DocTestParser()
-    holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    for path in (ROOT / "ringjax").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            text = ast.get_docstring(node) if isinstance(node, holders) else None
-            for example in parser.get_examples(text) if text else ():
+    for path in tree.files("ringjax", ".py"):
+        for text in tree.module(path).docstrings:
+            for example in parser.get_examples(text):
                 if not example.options.get(doctest.SKIP):
                     yield example.source
-
-
-def _on_pages() -> Iterator[str]:
-    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        yield from re.findall(r"(?ms)^```python\n(.*?)^```", path.read_text())
-    for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:
+    for page in ["README.md", *tree.files("docs", ".md")]:
+        yield from re.findall(r"(?ms)^```python\n(.*?)^```", tree.text(page))
+    for cell in json.loads(tree.text("docs/notebook.ipynb"))["cells"]:
         if cell["cell_type"] == "code":
             yield "".join(cell["source"])
 
 
-def _public(module: str) -> list[str]:
+def _public(tree: Tree, module: str) -> list[str]:
     """`__all__`, or what `ringjax.torch` and its like hand on: `import x as x`."""
-    path = ROOT.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    tree = ast.parse(file.read_text())
-    for node in tree.body:
+    path = module.replace(".", "/")
+    package = (tree.root / path).is_dir()
+    code = ast.parse(tree.text(f"{path}/__init__.py" if package else f"{path}.py"))
+    for node in code.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
-    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = [node for node in ast.walk(code) if isinstance(node, ast.ImportFrom)]
     names = [a.name for node in imported for a in node.names if a.asname == a.name]
     names += [
-        n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)
+        n.name for n in code.body if isinstance(n, ast.FunctionDef | ast.ClassDef)
     ]
     return [name for name in names if name[0] != "_"]
 
 
-REFERENCE = [
-    (module, names)
-    for page in sorted((ROOT / "docs" / "api").glob("*.md"))
-    for module, names in NAMES.findall(page.read_text())
-]
+def names_have_an_example(tree: Tree) -> Iterator[str]:
+    used = {word for text in _examples(tree) for word in re.findall(r"\w+", text)}
+    pages = tree.files("docs/api", ".md")
+    blocks = [block for page in pages for block in tree.matches(NAMES, page)]
+    assert blocks, "no page has a block of names"
+    for place, block in blocks:
+        listed = (block[2] or "").split() or _public(tree, block[1])
+        if not listed:
+            yield f"{place}: {block[1]} has no public name"
+        for name in listed:
+            if name not in used | WITHOUT:
+                yield f"{place}: no example uses {name} of {block[1]}"
 
 
-@pytest.fixture(scope="module")
-def examples() -> str:
-    return "\n".join([*_in_docstrings(), *_on_pages()])
+def test_a_name_has_an_example_that_runs() -> None:
+    report(names_have_an_example)
 
 
-@pytest.mark.parametrize(("module", "names"), REFERENCE)
-def test_a_name_has_an_example_that_runs(
-    module: str, names: str, examples: str
-) -> None:
-    listed = names.split() or _public(module)
-    assert listed
-    unused = {n for n in listed if not re.search(rf"\b{n}\b", examples)}
-    assert not unused - WITHOUT
+def test_a_name_without_an_example_is_named(tmp_path: Path) -> None:
+    files = {
+        "README.md": "```python\none()\n```\n",
+        "docs/notebook.ipynb": '{"cells": [{"cell_type": "code", "source": ["two"]}]}',
+        "docs/api/a.md": """
+```{ringjax-names} ringjax.a
+```{ringjax-names} ringjax.a
+:names: one gone
+```{ringjax-names} ringjax.b
+```{ringjax-names} ringjax.c
+```{ringjax-names} ringjax.d
+""",
+        "ringjax/a.py": "__all__ = ['one', 'two', 'three', 'skipped']",
+        "ringjax/b/__init__.py": "from x import four as four, y\nclass Five: ...",
+        "ringjax/c.py": "def f():\n  '>>> three()\\n>>> skipped() # doctest: +SKIP'",
+        "ringjax/d.py": "_private = 1",
+    }
+    page = "docs/api/a.md"
+    expected = [f"{page}:2: no example uses skipped of ringjax.a"]
+    expected += [f"{page}:3: no example uses gone of ringjax.a"]
+    expected += [
+        f"{page}:5: no example uses {x} of ringjax.b" for x in ("four", "Five")
+    ]
+    expected += [f"{page}:6: no example uses f of ringjax.c"]
+    expected += [f"{page}:7: ringjax.d has no public name"]
+    expect_offences([names_have_an_example], tmp_path, files, *expected)
