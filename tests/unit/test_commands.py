@@ -6,17 +6,21 @@ hosts, an engine or a day to run is read here by those who would read it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
 import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from support.launch import ROOT
+from support.tree import Check, Tree, expect_offences, report
 
 from ringjax import bench
 from ringjax.__main__ import COMMANDS
@@ -25,30 +29,6 @@ from ringjax.doctor import cli as doctor
 from ringjax.run import options
 from ringjax.top import cli as top
 
-PAGES = [
-    page.relative_to(ROOT).as_posix()
-    for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
-    if page.name != "CHANGELOG.md"
-]
-BLOCKS = [
-    (page, number, block)
-    for page in PAGES
-    for number, block in enumerate(
-        re.findall(r"(?ms)^```sh\n(.*?)^```", (ROOT / page).read_text())
-    )
-]
-# In sentences, where a value may be left open.
-INLINE = [
-    (page, program, words)
-    for page in PAGES
-    for program, words in re.findall(
-        r"`(ringrun|ringjax (?:doctor|top))\s([^`]*)`", (ROOT / page).read_text()
-    )
-]
-CONTAINERS = [(ROOT / "examples" / "kubernetes" / "Dockerfile").read_text()]
-CONTAINERS += re.findall(
-    r"(?ms)^```dockerfile\n(.*?)^```", (ROOT / "docs" / "hosts.md").read_text()
-)
 SETTINGS = {name for field in dataclasses.fields(Config) for name in variables(field)}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TARGETS = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
@@ -66,12 +46,18 @@ OTHERS = {".venv/bin/pytest", "curl", "kubectl", "hostname", "(umask"}
 SHELLS = {"if", "fi", "until", "done"}
 
 
+def need(found: object, text: str) -> None:
+    """Raises if something that a command names is not there."""
+    if not found:
+        raise ValueError(f"there is no {text}")
+
+
 def check(words: list[str]) -> None:
     """Raises, or ends with argparse's message, if a command cannot be meant."""
     while words and (words[0] in ("exec", "export") or re.match(r"\w+=", words[0])):
         name, _, value = words.pop(0).partition("=")
         if name.startswith("RINGJAX_"):
-            assert name in SETTINGS, name
+            need(name in SETTINGS, f"setting {name}")
             Config.from_env({name: value})
     if not words or words[0] in OTHERS | SHELLS:
         return
@@ -81,20 +67,22 @@ def check(words: list[str]) -> None:
         Config.from_env(options.environment(args))
         check(args.command)
     elif program == "ringjax":
-        assert rest[0] in COMMANDS
+        need(rest[0] in COMMANDS, f"command ringjax {rest[0]}")
         PARSERS[f"ringjax {rest[0]}"](rest[1:])
     elif program == "python" and rest[0] == "-m":
-        assert importlib.util.find_spec(rest[1].partition(".tensorflow")[0]), rest
+        module = rest[1].partition(".tensorflow")[0]
+        need(importlib.util.find_spec(module), f"module {module}")
         if rest[1] in PARSERS:
             PARSERS[rest[1]](rest[2:])
     elif program == "python":
-        assert rest[0] == "train.py" or (ROOT / rest[0]).is_file(), rest
+        need(rest[0] == "train.py" or (ROOT / rest[0]).is_file(), f"program {rest[0]}")
     elif program == "pip":
         for extra in re.findall(r"ringjax\[([\w,]+)\]", " ".join(rest)):
-            assert {*extra.split(",")} <= PROJECT["optional-dependencies"].keys()
+            unknown = {*extra.split(",")} - PROJECT["optional-dependencies"].keys()
+            need(not unknown, f"extra {unknown}")
     else:
-        assert program == "make", words
-        assert rest[0] in TARGETS
+        need(program == "make", f"program {words[0]} that is known here")
+        need(rest[0] in TARGETS, f"target {rest[0]}")
 
 
 def split(line: str) -> list[str]:
@@ -102,51 +90,119 @@ def split(line: str) -> list[str]:
     return shlex.split(re.sub(r"\$\([^)]*\)", "WORD", line), comments=True)
 
 
-@pytest.mark.parametrize(("page", "number", "block"), BLOCKS)
-def test_a_block(page: str, number: int, block: str) -> None:
-    subprocess.run(["sh", "-n"], input=block, text=True, check=True)
-    for line in block.replace("\\\n", " ").splitlines():
-        if not re.search(r"\[options\]|^\w+ \(|^\s*[})]", line):
-            check(split(line))
+def fault(command: str) -> str:
+    """What is wrong with a command of a shell, or a container's list; or nothing."""
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            check(json.loads(command) if command[:1] == "[" else split(command))
+        except (Exception, SystemExit) as error:
+            return told.getvalue().strip().rpartition("\n")[2] or repr(error)
+    return ""
 
 
-@pytest.mark.parametrize(("page", "program", "words"), INLINE)
-def test_in_a_sentence(page: str, program: str, words: str) -> None:
-    own = re.split(r"\spython\s", words)[0]
-    given = re.findall(r"(?<!\S)--?[a-z][\w-]*", own)
-    assert {*given} <= OPTIONS[program]
+def _pages(tree: Tree) -> list[str]:
+    return [page for page in tree.files(". docs", ".md") if page != "CHANGELOG.md"]
 
 
-@pytest.mark.parametrize("text", CONTAINERS, ids=range(len(CONTAINERS)))
-def test_in_a_container(text: str) -> None:
-    (command,) = re.findall(r"(?m)^CMD (.*)$", text)
-    check(json.loads(command))
-    for source in re.findall(r"(?m)^COPY (\S+)", text):
-        assert source == "train.py" or (ROOT / source).exists(), source
+def _blocks(tree: Tree) -> Iterator[tuple[str, re.Match[str]]]:
+    for page in _pages(tree):
+        for _, match in tree.matches(r"(?ms)^```sh\n(.*?)^```", page):
+            yield page, match
+
+
+def commands_in_blocks(tree: Tree) -> Iterator[str]:
+    for page, block in _blocks(tree):
+        shell = ["sh", "-n"]
+        done = subprocess.run(shell, input=block[1], text=True, stderr=subprocess.PIPE)
+        if done.returncode:
+            yield f"{tree.place(page, block.start(1))}: {done.stderr.strip()}"
+            continue
+        for match in re.finditer(r"(?m)^(?:.*\\\n)*.*$", block[1]):
+            line = match[0].replace("\\\n", " ")
+            left_open = re.search(r"\[options\]|^\w+ \(|^\s*[})]", line)
+            if not left_open and (found := fault(line)):
+                yield f"{tree.place(page, block.start(1) + match.start())}: {found}"
+
+
+def _sentences(tree: Tree) -> Iterator[tuple[str, re.Match[str]]]:
+    """Commands in sentences, where a value may be left open, and their places."""
+    for page in _pages(tree):
+        yield from tree.matches(r"`(ringrun|ringjax (?:doctor|top))\s([^`]*)`", page)
+
+
+def options_in_sentences(tree: Tree) -> Iterator[str]:
+    for place, match in _sentences(tree):
+        own = re.split(r"\spython\s", match[2])[0]
+        for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", own):
+            if option not in OPTIONS[match[1]]:
+                yield f"{place}: {match[1]} has no {option}"
+
+
+def _containers(tree: Tree) -> Iterator[tuple[str, re.Match[str]]]:
+    yield from tree.matches(r"(?s)\A(.*)", "examples/kubernetes/Dockerfile")
+    for page in _pages(tree):
+        yield from tree.matches(r"(?ms)^```dockerfile\n(.*?)^```", page)
+
+
+def commands_of_containers(tree: Tree) -> Iterator[str]:
+    for place, container in _containers(tree):
+        commands = re.findall(r"(?m)^CMD (.*)$", container[1])
+        if len(commands) != 1:
+            yield f"{place}: {len(commands)} commands in a container, expected 1"
+        for found in filter(None, map(fault, commands)):
+            yield f"{place}: {found}"
+        for source in re.findall(r"(?m)^COPY (\S+)", container[1]):
+            if source != "train.py" and not (ROOT / source).exists():
+                yield f"{place}: there is no {source} to copy"
+
+
+CHECKS: list[Check] = [commands_in_blocks, options_in_sentences, commands_of_containers]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_command_can_be_meant(check: Check) -> None:
+    report(check)
 
 
 def test_there_are_commands() -> None:
-    assert len(BLOCKS) > 20 and len(INLINE) > 20 and len(CONTAINERS) == 2
+    counts = [len([*find(Tree())]) for find in (_blocks, _sentences, _containers)]
+    assert counts[0] > 20 and counts[1] > 20 and counts[2] == 2
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "ringrun -np 2 --profil /tmp python train.py",
-        "ringrun -np two python train.py",
-        "ringrun -np 2 no-python train.py",
-        "ringrun -np 2 python examples/jax_digit.py",
-        "ringrun --log-level loud python train.py",
-        "ringrun -np 4 python -m ringjax.bench allreduse",
-        "ringjax doctr",
-        "ringjax doctor -G one:4",
-        "python -m ringjax_bench",
-        "RINGJAX_ALGORITM=ring python train.py",
-        "RINGJAX_LOG_LEVEL=loud python train.py",
-        "pip install 'ringjax[tops]'",
-        "make dcos",
-    ],
-)
-def test_what_is_broken_is_seen(command: str) -> None:
-    with pytest.raises((AssertionError, SystemExit, ValueError)):
-        check(split(command))
+BROKEN = """```sh
+ringrun -np 2 \\
+  python train.py
+ringrun -np 2 --profil /tmp python train.py  # !! --profil
+ringrun -np two python train.py  # !! two
+ringrun -np 2 no-python train.py  # !! no-python
+ringrun -np 2 python examples/jax_digit.py  # !! jax_digit.py
+ringrun --log-level loud python train.py  # !! loud
+ringrun -np 4 python -m ringjax.bench allreduse  # !! allreduse
+ringjax doctr  # !! doctr
+ringjax doctor -G one:4  # !! -G
+python -m ringjax_bench  # !! ringjax_bench
+RINGJAX_ALGORITM=ring python train.py  # !! ALGORITM
+RINGJAX_LOG_LEVEL=loud python train.py  # !! loud
+pip install 'ringjax[tops]'  # !! tops
+make dcos  # !! dcos
+```
+`ringrun -np 2 --gone python -x` !! ringrun has no --gone
+"""
+
+
+def test_what_is_broken_is_named(tmp_path: Path) -> None:
+    files = {
+        "README.md": BROKEN,
+        "docs/hosts.md": """```sh
+if # !! unexpected
+```
+```dockerfile
+FROM it # !! 0 commands in a container
+```
+""",
+        "examples/kubernetes/Dockerfile": """# !! 'x' !! no gone.py to copy
+COPY gone.py .
+CMD ["ringrun", "-np", "x", "python", "train.py"]
+""",
+    }
+    expect_offences(CHECKS, tmp_path, files)
