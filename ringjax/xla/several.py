@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ringjax.xla import jax_private, lowering, shards, shares, ties
 
 _AXIS = "devices"  # of the mesh of a program that is cut
+_NO_MESH = AbstractMesh((), ())
 
 # Its operands, its attributes if the tensors were undivided, and what it is: a "run",
 # or the "start" or the "done" of one, or a "check".
@@ -192,7 +193,8 @@ def _split(
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
     nowhere = NamedSharding(mesh, PartitionSpec())
 
-    # On a thread of XLA's, whose Python state ends with it: nothing may stay there.
+    # Perhaps on a thread of XLA's, whose Python state ends with it: nothing may stay
+    # there.
     def partition(_mesh: Any, args: Any, results: Any) -> Any:
         shapes = [aval.shape for aval in avals[:count]]
         chosen = [
@@ -241,10 +243,17 @@ def _split(
 def _part(
     values: Sequence[Any], cut: Sequence[shares.Copies | None], **parameters: Any
 ) -> tuple[Any, ...]:
-    """One device's part, with its shares of the tensors that are `cut`."""
-    place = jax.lax.axis_index(_AXIS)
-    out = _part_p.bind(*shares.take_all(values, cut, place), **parameters)
-    return tuple(shares.put_all_together(out, values, cut, _AXIS))
+    """One device's part, with its shares of the tensors that are `cut`.
+
+    XLA asks for it while it compiles, with jax 0.12 on the thread that compiles, where
+    `jax.set_mesh` holds. That mesh is not for this part: with explicit axes JAX would
+    write shardings into what lies on one device already, behind all passes of XLA that
+    take them out again.
+    """
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        place = jax.lax.axis_index(_AXIS)
+        out = _part_p.bind(*shares.take_all(values, cut, place), **parameters)
+        return tuple(shares.put_all_together(out, values, cut, _AXIS))
 
 
 def _is_even(sharding: Any, shape: Sequence[int]) -> bool:

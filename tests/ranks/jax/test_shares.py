@@ -119,6 +119,17 @@ def test_every_cut_of_every_shape_and_type(world, kind) -> None:
         same_bits_everywhere(out)
 
 
+def test_a_mesh_that_is_set_does_not_cut_one_devices_part(world) -> None:
+    """Where its axes are explicit, and XLA asks for the part on this thread."""
+    mesh = devices.mesh((2, 2), AxisType.Explicit)
+    x = np.arange(21.0).reshape(7, 3)
+    with jax.set_mesh(mesh):
+        mine = jax.device_put(x, NamedSharding(mesh, P()))
+        got = jax.jit(lambda v: ringjax.allreduce(v, op=ringjax.Sum))(mine)
+    np.testing.assert_array_equal(got, x * world.size)
+    same_bits_everywhere(got)
+
+
 @pytest.mark.ranks(2, 3)
 def test_broadcast_and_a_mesh_of_some_devices(world) -> None:
     mesh = devices.mesh((3,), devices=jax.devices()[1:])
