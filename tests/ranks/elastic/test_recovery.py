@@ -37,7 +37,7 @@ OVERLAPPED = JIT.replace(
 
 # Every second step says how much it counts.
 WEIGHTED = JIT.replace(
-    "train(step,",
+    "\ntrain(step,",
     """
 @jax.jit
 def weighted(state):
