@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.errors import AuthenticationError
+from ringjax.monitor.sockets import reach
 from support import leaks
 
 Door = tuple[str, int] | str
@@ -65,14 +66,20 @@ def memory(job: str) -> dict[int, int]:
     return found
 
 
-def connect(door: Door, seconds: float = 5.0) -> socket.socket:
-    """A connection to a door, which the job takes for a caller like any other."""
+def connect(door: Door, seconds: float = 20.0) -> socket.socket:
+    """A connection to a door, which the job takes for a caller like any other.
+
+    Raises:
+        TimeoutError: others waited there all the time.
+    """
     if isinstance(door, tuple):
         return socket.create_connection(door, timeout=seconds)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(seconds)
     try:
-        sock.connect(door)
+        reach(sock, door, seconds)
+    except BlockingIOError as error:
+        sock.close()
+        raise TimeoutError(f"the queue of {door!r} was full for {seconds} s") from error
     except BaseException:
         sock.close()
         raise
@@ -97,6 +104,11 @@ def _says(text: bytes, *, stays: bool) -> Visit:
     return visit
 
 
+def _half(door: Door, job: str) -> socket.socket | None:
+    text = Introduction(job, Purpose.DATA, 1, 0).pack(bytes(32))[:40]
+    return _says(text, stays=True)(door, job)
+
+
 def _with_wrong_secret(door: Door, job: str) -> None:
     """A rank of another job that was given this one's address."""
     for purpose, callee in ((Purpose.RENDEZVOUS, -1), (Purpose.DATA, 0)):
@@ -114,12 +126,6 @@ def _reflecting(door: Door, job: str) -> None:
         sock.sendall(proof[32:])
         sock.settimeout(2.0)
         assert len(sock.recv(64)) < 32, f"{door} believed its own proof"
-
-
-def _half(door: Door, job: str) -> socket.socket:
-    sock = connect(door)
-    sock.sendall(Introduction(job, Purpose.DATA, 1, 0).pack(bytes(32))[:40])
-    return sock
 
 
 VISITS: dict[str, Visit] = {
