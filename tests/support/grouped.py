@@ -93,7 +93,7 @@ def finish(job: Job, workers: set[int]) -> None:
     groups = range(20)
     means = {
         sum(2.0**g for g in some) / len(some)
-        for n in (1, 2, 3)
+        for n in (1, 2, 3, 4)
         for some in itertools.combinations(groups, n)
     }
     for value in map(float, values.values()):

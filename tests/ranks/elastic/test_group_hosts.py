@@ -58,29 +58,22 @@ def start(
     return begin
 
 
-def test_groups_over_hosts_train(start: Callable[..., Job]) -> None:
-    job = start(4, 4)
-    reach(job, {0, 1, 2, 3}, 20)
-    finish(job, {0, 1, 2, 3})
-    assert {value for _, value in lines(job, 0, "step")} == {"1.5"}
-
-
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_lost_process_takes_that_on_the_other_host_along(
-    start: Callable[..., Job], victim: int
+def test_groups_over_hosts_train_and_a_lost_process_takes_that_of_another_host_along(
+    start: Callable[..., Job],
 ) -> None:
     job = start(4, 4, "--min-np", "2")
-    reach(job, {0, 1, 2, 3}, 10)
-    job.kill(victim)
-    mate, others = victim ^ 1, {0, 1, 2, 3} - {victim, victim ^ 1}
-    joined(job, 4)
-    joined(job, 5)
-    reach(job, {4, 5}, 20)
-    finish(job, {*others, 4, 5})
-    said = job.launcher_output()
-    where = f"on {address(mate)}"
-    lost = rf"rank {mate} \(worker {mate}, {where}, pid \d+\) ended with its group"
-    assert re.search(lost, said), said
+    reach(job, {0, 1, 2, 3}, 20)
+    assert {value for _, value in lines(job, 0, "step")} == {"1.5"}
+    # The first of its group, then the second of another one.
+    for victim, rank, newest in ((0, 0, 4), (3, 1, 6)):
+        os.kill(job.worker_pid(victim), signal.SIGKILL)
+        joined(job, newest)
+        joined(job, newest + 1)
+        reach(job, {newest, newest + 1}, 20)
+        where = rf"worker {victim ^ 1}, on {address(victim ^ 1)}, pid \d+"
+        lost = rf"rank {rank ^ 1} \({where}\) ended with its group"
+        assert re.search(lost, job.launcher_output()), job.launcher_output()
+    finish(job, {4, 5, 6, 7})
 
 
 def test_a_lost_host_takes_a_process_of_another_one_along_and_a_spare_one_helps(
