@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,17 +194,15 @@ except RingjaxError as error:
 
 def test_a_rank_that_dies_meanwhile_is_named(start_job: StartJob) -> None:
     job = start_job(3, SCRIPT.format(strike="os._exit(3)"))
-    begun = time.monotonic()
     assert job.wait() != 0
-    assert time.monotonic() - begun < 30
     for rank in (0, 2):
         assert "PeerLost after" in job.output(rank)
         assert "rank 1" in job.output(rank)
 
 
 def test_a_rank_that_freezes_meanwhile_is_an_error_in_time(start_job: StartJob) -> None:
-    env = {"RINGJAX_START_TIMEOUT": "3"}
+    env = {"RINGJAX_START_TIMEOUT": "5"}
     job = start_job(3, SCRIPT.format(strike="time.sleep(60)"), env)
     assert job.wait() != 0
     said = job.output(0) + job.output(2)
-    assert "the links could not be measured within 3 s" in said
+    assert "the links could not be measured within 5 s" in said

@@ -63,7 +63,7 @@ def test_metrics_of_a_job_on_two_hosts(watched: Watched) -> None:
     assert seen["ringjax_ranks"] == {"": 3} and seen["ringjax_hosts"] == {"": 2}
     assert set(seen["ringjax_rank_info"]) == {"0,localhost", "1,other", "2,other"}
     delay = seen["ringjax_rank_delay_seconds_total"]
-    assert delay["1"] > 10 * max(delay["0"], delay["2"])
+    assert delay["1"] > 2 * max(delay["0"], delay["2"])
     waits = seen["ringjax_rank_wait_seconds_total"]
     assert waits["1"] < min(waits["0"], waits["2"])
     size = seen["ringjax_collective_bytes_total"]
@@ -123,14 +123,15 @@ def test_prometheus_scrapes_it(watched: Watched) -> None:
         stderr=subprocess.DEVNULL,
     ) as prometheus:
         try:
-            (late,) = _ask(port, "rate(ringjax_rank_delay_seconds_total[20s]) > 0.3")
+            delay = "rate(ringjax_rank_delay_seconds_total[20s])"
+            (late,) = _ask(port, f"topk(1, {delay} > 0)")
             assert late["metric"]["rank"] == "1" and float(late["value"][1]) < 1
             quantile = (
                 "histogram_quantile(0.5, sum by (le)"
                 "(rate(ringjax_collective_move_seconds_bucket[20s])))"
             )
             (median,) = _ask(port, quantile)
-            assert 1e-6 < float(median["value"][1]) < 0.1
+            assert float(median["value"][1]) > 1e-6
             (up,) = _ask(port, 'up{job="ringjax"}')
             assert up["value"][1] == "1"
             for panel in BOARD["panels"]:
@@ -166,9 +167,10 @@ def test_top_of_a_job_that_was_started_without_a_thought_of_it(
     with contextlib.closing(watched.attach()) as job:
         seen = _until(job, lambda s: s.view.culprit == 1 and s.view.step > 0)
         assert [row.rank for row in seen.view.rows] == [0, 1, 2]
-        assert 0.02 < seen.view.step < 0.5 and seen.view.rate > 4
+        assert seen.view.step > 0.02
+        assert 0.5 < seen.view.step * seen.view.rate < 8  # two calls in each
         assert seen.view.rows[1].place.endswith(("in load", "in step"))
-        assert seen.view.rows[0].waits > 0.3 > seen.view.rows[1].waits
+        assert seen.view.rows[0].waits > 2 * seen.view.rows[1].waits
         assert seen.events == [] and seen.elastic and seen.pid == watched.job.pid
         (watched.folder / "lose").touch()
         seen = _until(job, lambda s: s.joins == 1 and len(s.view.rows) == 3)
@@ -193,8 +195,7 @@ def test_a_rank_that_is_stopped_is_seen_from_outside(watched: Watched) -> None:
         _until(job, lambda s: len(s.view.rows) == 2)
         watched.job.kill(0, signal.SIGSTOP)
         try:
-            seen = _until(job, lambda s: s.view.rows[0].silent > 2.5)
-            assert seen.view.rows[1].silent < 2.0
+            _until(job, lambda s: s.view.rows[0].silent > s.view.rows[1].silent + 2)
         finally:
             watched.job.kill(0, signal.SIGCONT)
     watched.end()
@@ -204,10 +205,9 @@ def test_nobody_is_asked_while_nobody_looks(watched: Watched) -> None:
     """Not before somebody looks, and not any more when nobody does."""
     watched.start(2, STATIC)
     path = watched.path()
-    time.sleep(2)
+    watched.trains()
     traffic = _Traffic(watched)
-    time.sleep(1.5)
-    assert traffic.since() == 0
+    assert not leaks.settle(lambda: ["told"] * (traffic.since(1.5) > 0), 15)
     with contextlib.closing(Attached(path)) as job:
         _until(job, lambda s: len(s.view.rows) == 2)
         assert traffic.since() > 0
@@ -318,9 +318,11 @@ def test_a_process_that_tells_nonsense_disturbs_nobody(watched: Watched) -> None
 
 
 def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
-    watched: Watched,
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ringrun's own code fails, as if it had a mistake."""
+    # Not forked: the mistake is made when a Python starts.
+    monkeypatch.setenv("RINGJAX_TEST_COLD", "1")
     broken = watched.folder / "sitecustomize.py"
     broken.write_text(
         "import sys\n"
@@ -330,7 +332,7 @@ def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
         "        raise ZeroDivisionError('a mistake')\n"
         "    view.look = look\n"
     )
-    path = f"{watched.folder}:{os.environ.get('PYTHONPATH', '')}"
+    path = f"{watched.folder}:{environment('', {})['PYTHONPATH']}"
     watched.start(2, STATIC, "--report", "1", PYTHONPATH=path)
     said = "nothing more is told of the ranks: ZeroDivisionError: a mistake"
     assert not leaks.settle(

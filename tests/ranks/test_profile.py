@@ -81,13 +81,13 @@ def test_all_ranks_and_both_lanes(world: World, tmp_path: Path) -> None:
         e["ts"] for e in events if e["pid"] == 0 and e["name"] == "allreduce y"
     )
     theirs = sorted(
-        e["ts"] for e in events
+        (e["ts"], e["ts"] + e["dur"]) for e in events
         if e["pid"] // 1_000_000 == 1 and e["name"] == "ringjax.allreduce"
         and "hlo_op" in e["args"]
     )  # fmt: skip
     assert len(theirs) == 5
-    for mine, its in zip(ours, theirs, strict=True):
-        assert -100 < mine - its < 20_000  # microseconds; it begins a little before
+    for mine, (begin, end) in zip(ours, theirs, strict=True):
+        assert begin - 100 < mine < end + 100  # microseconds
 
 
 @pytest.mark.launch("jax")
@@ -119,7 +119,7 @@ def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
         assert all(call.beside for call in calls)
     first = breakdown.ranks(breakdown.Merged.of(found))[0]
     assert found[0].sent[-1][2] > 0.3  # seconds at the end of a step
-    assert first.waits > 5 * first.moves
+    assert first.waits > first.moves
 
 
 @pytest.mark.launch("jax")
@@ -215,7 +215,7 @@ from ringjax import eager
 
 ringjax.init()
 for step in range(40):
-    time.sleep(0.02 if ringjax.rank() == 1 else 0.01)
+    time.sleep(0.03 if ringjax.rank() == 1 else 0.01)
     eager.allreduce(np.ones(1000), name="gradients")
     if step == 20:
         time.sleep(0.5)
@@ -333,7 +333,8 @@ def test_clocks_of_two_namespaces_agree_within_half_a_round_trip(
             assert abs(error) <= reading.trip / 2, reading
     merged = breakdown.Merged.of(found)
     assert merged.base.error is not None
-    assert merged.base.error < 0.005
+    trips = [min(reading.trip for reading in part.readings) for part in found[1:]]
+    assert merged.base.error <= max(trips)
     # Nobody goes on from a barrier before the last one has come.
     for exchange in merged.exchanges:
         came = max(share.entered for share in exchange.shares)

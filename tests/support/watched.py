@@ -14,6 +14,7 @@ from ringjax.monitor import sockets
 from ringjax.top.attached import Attached
 from support import leaks
 from support.launch import Job, StartJob
+from support.waiting import LONG
 
 # Rank 1 is late for every step; ends when a file is there.
 STEPS = """
@@ -21,9 +22,11 @@ import os, signal, sys, time
 import numpy as np
 import ringjax
 from ringjax import eager, elastic
+from support import core_only
 
 ringjax.init()
 end, lose = os.environ["FOLDER"] + "/end", os.environ["FOLDER"] + "/lose"
+open(f"{os.environ['FOLDER']}/up.{ringjax.rank()}", "w").close()
 
 def load():
     time.sleep(0.02)
@@ -69,6 +72,12 @@ class Watched:
         self.job = self._start(np, script, {**given, **env}, options)
         return self.job
 
+    def trains(self) -> None:
+        """Returns when all of its ranks are there."""
+        up = [self.folder / f"up.{rank}" for rank in range(self.job.np)]
+        late = leaks.settle(lambda: [str(p) for p in up if not p.exists()], 40)
+        assert not late, self.job.logs()
+
     def url(self) -> str:
         """Where its metrics are."""
         found: list[str] = []
@@ -78,12 +87,12 @@ class Watched:
             found.extend(re.findall(r"ringrun: metrics: (http://\S+)", text))
             return [] if found else ["no address"]
 
-        assert not leaks.settle(look, 20), self.job.logs()
+        assert not leaks.settle(look, LONG), self.job.logs()
         return found[0]
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Sums and gauges by name, then by their labels' values."""
-        with urllib.request.urlopen(self.url(), timeout=5) as answer:
+        with urllib.request.urlopen(self.url(), timeout=LONG) as answer:
             text = answer.read().decode()
         return {
             sample.name: {
@@ -104,7 +113,7 @@ class Watched:
             found[0] = self.metrics()
             return [] if done(found[0]) else ["not yet"]
 
-        assert not leaks.settle(look, 30), (found[0], self.job.logs())
+        assert not leaks.settle(look, LONG), (found[0], self.job.logs())
         return found[0]
 
     def attach(self) -> Attached:
@@ -124,13 +133,13 @@ class Watched:
                 return [str(error)]
             return []
 
-        assert not leaks.settle(look, 20)
+        assert not leaks.settle(look, LONG)
         return place / name
 
     def end(self) -> None:
         """It ends, and all is well."""
         (self.folder / "end").touch()
-        assert self.job.wait(30) == 0, self.job.logs()
+        assert self.job.wait() == 0, self.job.logs()
         assert not self.path_is_left()
 
     def path_is_left(self) -> bool:

