@@ -16,9 +16,8 @@ from ringjax import elastic
 from ringjax.errors import Mismatch
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
-# Two ranks do nothing that three do not; a test of each file proves it.
+# Two ranks do nothing that three do not; one test proves it.
 RANKS = pytest.mark.ranks(1, 3)
-RESETS = pytest.mark.ranks(1, 2, 3)
 
 
 def build(seed: int) -> torch.nn.Module:
@@ -155,7 +154,7 @@ def test_users_may_handle_their_own_kinds(world) -> None:
         hvd.elastic.set_handler_registry(registry)
 
 
-@RESETS
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("failure", ["raised", "mismatch", "one leaves"])
 def test_training_goes_on_after_a_failure(world, failure: str) -> None:
     trained, resets = Trained(world, other=0), []
@@ -195,7 +194,7 @@ def test_training_goes_on_after_a_failure(world, failure: str) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-@RESETS
+@RANKS
 def test_a_failure_in_backward_leaves_the_optimizer_usable(world) -> None:
     trained = Trained(world)
     attempts = []
@@ -214,7 +213,7 @@ def test_a_failure_in_backward_leaves_the_optimizer_usable(world) -> None:
     assert same_everywhere(*trained.model.parameters())
 
 
-@RESETS
+@RANKS
 @pytest.mark.parametrize("kind", ["added", "removed"])
 def test_other_hosts_start_training_again_without_a_rollback(world, kind: str) -> None:
     trained, starts = Trained(world), []
@@ -234,7 +233,7 @@ def test_other_hosts_start_training_again_without_a_rollback(world, kind: str) -
     assert same_everywhere(*trained.model.parameters())
 
 
-@RESETS
+@RANKS
 def test_the_users_mistakes_are_not_tried_again(world) -> None:
     attempts = []
 
@@ -248,7 +247,7 @@ def test_the_users_mistakes_are_not_tried_again(world) -> None:
     assert attempts == [1]
 
 
-@RESETS
+@RANKS
 def test_every_sample_once(world) -> None:
     data = list(range(23))
     sampler = hvd.elastic.ElasticSampler(data, seed=4)
@@ -279,7 +278,7 @@ def test_every_sample_once(world) -> None:
     assert len(sampler) == -(-len(data) // world.size)
 
 
-@RESETS
+@RANKS
 def test_a_mismatch_is_a_failure_like_others(world) -> None:
     if world.size > 1:
         with pytest.raises(Mismatch):
