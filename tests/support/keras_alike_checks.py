@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from support.keras_checks import build, fit, hvd, keras, rows_of, share
 from support.parameters import by_the_first, look_every, said
 
@@ -41,8 +39,6 @@ def broadcast(model) -> None:
     backend().broadcast_variables([*model.weights, *model.optimizer.variables], 0)
 
 
-# Of two ranks none is outvoted; the counting below is the same for any number.
-@pytest.mark.ranks(2, 3)
 def test_who_forgets_the_broadcast_is_told_once(
     world, keras, hvd, capfd, monkeypatch
 ) -> None:

@@ -1,13 +1,15 @@
 """Tests of ringjax.keras that are the same on every backend of Keras.
 
 Collected by tests/ranks/keras/, each of which chooses a backend; in a rank,
-where Keras is imported. The pytest that starts the ranks does not import it.
+where Keras is imported. The pytest that starts the ranks does not import it. What a
+backend's adapter has a part in is in keras_smoke.py and runs on all of them, everything
+else on one.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
+import inspect
 import os
 import sys
 
@@ -34,20 +36,6 @@ def keras(world):
 def hvd(keras):
     del keras
     return importlib.import_module("ringjax.keras")
-
-
-def of_tensorflow():
-    """`ringjax.tensorflow.keras`, for which TensorFlow is installed again.
-
-    Nothing on PyTorch, which is not for one process with TensorFlow.
-    """
-    if os.environ["KERAS_BACKEND"] == "torch":
-        return []
-    if sys.modules.get("tensorflow") is None:
-        sys.modules.pop("tensorflow", None)
-    module = importlib.import_module("ringjax.tensorflow.keras")
-    gc.freeze()  # as RankWorker does with what was loaded before
-    return [module]
 
 
 def rows_of(size: int):
@@ -308,11 +296,8 @@ def test_values(world, keras, hvd) -> None:
         hvd.broadcast_global_variables(0)
 
 
-def test_names_and_arguments_are_those_of_horovod(world, hvd) -> None:
-    import inspect
-
-    # On one rank, as loading TensorFlow takes longer than this test.
-    modules = [hvd, *(of_tensorflow() if world.rank == 0 else [])]
+def check_names_and_arguments(module) -> None:
+    """As Horovod has them."""
     optimizer = """optimizer name device_dense device_sparse compression sparse_as_dense
     gradient_predivide_factor op backward_passes_per_step average_aggregated_gradients
     """
@@ -343,20 +328,23 @@ def test_names_and_arguments_are_those_of_horovod(world, hvd) -> None:
         "elastic.UpdateBatchStateCallback": "state",
         "elastic.UpdateEpochStateCallback": "state",
     }
-    for module in modules:
-        for name, arguments in expected.items():
-            found = module
-            for part in name.split("."):
-                found = getattr(found, part)
-            assert list(inspect.signature(found).parameters) == arguments.split(), name
-        names = """init shutdown is_initialized rank size local_rank local_size
-        cross_rank cross_size is_homogeneous start_timeline stop_timeline
-        mpi_threads_supported
-        mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
-        cuda_built rocm_built sycl_built Average Sum Adasum Min Max Product Compression
-        ProcessSet
-        global_process_set add_process_set remove_process_set"""
-        assert not [name for name in names.split() if not hasattr(module, name)]
+    for name, arguments in expected.items():
+        found = module
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert list(inspect.signature(found).parameters) == arguments.split(), name
+    names = """init shutdown is_initialized rank size local_rank local_size
+    cross_rank cross_size is_homogeneous start_timeline stop_timeline
+    mpi_threads_supported
+    mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
+    cuda_built rocm_built sycl_built Average Sum Adasum Min Max Product Compression
+    ProcessSet
+    global_process_set add_process_set remove_process_set"""
+    assert not [name for name in names.split() if not hasattr(module, name)]
+
+
+def test_names_and_arguments_are_those_of_horovod(hvd) -> None:
+    check_names_and_arguments(hvd)
     assert hvd.Compression.none is not None
     with pytest.raises(AttributeError, match="no attribute 'compress'"):
         hvd.compress  # noqa: B018

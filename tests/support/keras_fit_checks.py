@@ -40,11 +40,7 @@ OPTIMIZERS = {
 }
 
 
-# The mean of three is the same code for each of them.
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("momentum", marks=pytest.mark.ranks(3)), "accumulated", "scaled"],
-)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fit_is_that_of_one_process_on_the_whole_batch(world, keras, hvd, kind) -> None:
     x, y = rows_of(world.size)
     reference = build(keras, OPTIMIZERS[kind](keras))
@@ -99,7 +95,6 @@ def test_several_passes_for_one_step(world, keras, hvd) -> None:
     assert int(model.optimizer.iterations) == ROWS // 2 + 1
 
 
-@pytest.mark.ranks(3)
 def test_all_skip_a_step_whose_gradients_are_infinite_on_one(world, keras, hvd) -> None:
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:

@@ -1,4 +1,9 @@
-"""ringjax.keras on jax: tests/keras_*checks.py, on two ranks, some on three."""
+"""ringjax.keras on JAX: all of tests/support/keras_*_checks.py, on two ranks.
+
+In full here, because a train step on JAX changes nothing that it is not given: what is
+right there is right on the other backends, but for their adapters (keras_smoke.py). No
+code of ringjax.keras does on three ranks what it does not on two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ringjax.keras on tensorflow: tests/keras_*checks.py, on two ranks, some on three."""
+"""ringjax.keras on TensorFlow: its adapter, on two ranks; the rest is on JAX."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ pytest.register_assert_rewrite(
     "support.keras_fit_checks",
 )
 
-from support.keras_alike_checks import *  # noqa: E402, F403
-from support.keras_callback_checks import *  # noqa: E402, F403
-from support.keras_checks import *  # noqa: E402, F403
-from support.keras_checks import build, fit, rows_of, same_everywhere, share  # noqa: E402
-from support.keras_fit_checks import *  # noqa: E402, F403
+from support.keras_checks import (  # noqa: E402
+    build,
+    check_names_and_arguments,
+    fit,
+    rows_of,
+    same_everywhere,
+    share,
+)
+from support.keras_smoke import *  # noqa: E402, F403
 
 pytestmark = [
     pytest.mark.usefixtures("world"),
@@ -86,3 +90,9 @@ def test_gradients_of_a_tape(world, keras, hvd) -> None:
     assert float(pairs[0][0]) == world.size - 1
     with pytest.raises(ValueError, match="`tape` is required"):
         optimizer._compute_gradients(loss, [variable])
+
+
+def test_names_and_arguments_of_the_module_for_tensorflow(world, keras) -> None:
+    import ringjax.tensorflow.keras
+
+    check_names_and_arguments(ringjax.tensorflow.keras)

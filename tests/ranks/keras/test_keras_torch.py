@@ -1,4 +1,4 @@
-"""ringjax.keras on torch: tests/keras_*checks.py, on two ranks, some on three."""
+"""ringjax.keras on PyTorch: its adapter, on two ranks; the rest is on JAX."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ pytest.register_assert_rewrite(
 )
 
 from support.keras_alike_checks import *  # noqa: E402, F403
-from support.keras_callback_checks import *  # noqa: E402, F403
-from support.keras_checks import *  # noqa: E402, F403
-from support.keras_fit_checks import *  # noqa: E402, F403
+from support.keras_smoke import *  # noqa: E402, F403
 
 pytestmark = [
     pytest.mark.usefixtures("world"),
