@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from support import local_devices
 from support.elastic_job import ElasticJob, jobs
-from support.elastic_steps import LOOP, begin, check_steps, progress, stop
+from support.elastic_steps import LOOP, check_steps, progress, stop
 from support.launch import StartJob
 from support.rank_worker import World
 
@@ -96,34 +96,21 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_are_killed_and_all_devices_of_the_others_finish_the_step(
+def test_ranks_die_and_all_devices_of_the_others_finish_the_step(
     start: Start, overlap: bool
 ) -> None:
-    env = dict(local_devices.environment(4)())
+    """One while its call moves data, one when it has its results, one at any moment."""
+    deaths = "call.moving=kill@2#25;call.complete=kill@0#60"
+    env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": deaths}
     job = start(4, f"OVERLAP = {overlap}\n" + STEPS, env=env)
-    begin(job, 5)
-    alive = {0, 1, 2, 3}
-    for victim in (2, 0, 3):
-        job.kill(victim)
-        alive -= {victim}
-        progress(job, alive, 10)
+    assert [job.wait(worker) for worker in (2, 0)] == [-9, -9], job.story()
+    progress(job, {1, 3}, 10)
+    job.kill(3)
+    progress(job, {1}, 10)
     stop(job)
     assert job.wait(1) == 0, job.story()
     check_steps(job, {1})
     assert job.lines(1, "compiled") == [["1"]]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_die_within_a_call(start: Start, overlap: bool) -> None:
-    """One while its call moves data, another when it has its results."""
-    deaths = "call.moving=kill@2#25;call.complete=kill@0#60"
-    env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": deaths}
-    job = start(3, f"OVERLAP = {overlap}\n" + STEPS, env=env)
-    progress(job, {1}, 120)
-    stop(job)
-    assert job.wait(1) == 0, job.story()
-    assert [job.wait(worker) for worker in (0, 2)] == [-9, -9], job.story()
-    check_steps(job, {1})
 
 
 def test_a_device_that_does_not_come_is_named_within_the_timeout(
