@@ -18,6 +18,7 @@ from ringjax.control import addresses
 from support import leaks
 from support.elastic_member import RUN
 from support.launch import environment
+from support.waiting import LONG
 
 WORDS = [sys.executable, "-P", "-m", "ringjax.run"]
 
@@ -53,7 +54,7 @@ class Site:
         variables = {
             "RINGJAX_SECRET": self.secret.hex(),
             "FOLDER": str(self.folder),
-            "RINGJAX_FAILURE_TIMEOUT": "3",
+            "RINGJAX_FAILURE_TIMEOUT": "20",
             **env,
         }
         with log.open("wb") as file:
@@ -92,7 +93,7 @@ class Site:
         (self.folder / "end").touch()
 
     def close(self) -> list[str]:
-        found = leaks.settle(lambda: list(leaks.processes(self.id).values()))
+        found = leaks.settle(lambda: list(leaks.processes(self.id).values()), 10)
         for pid in leaks.processes(self.id):
             os.kill(pid, signal.SIGKILL)
         for process in self._started:
@@ -117,7 +118,7 @@ class Process:
         self,
         text: str,
         count: int = 1,
-        seconds: float = 20,
+        seconds: float = LONG,
         also: Sequence[Process] = (),
     ) -> None:
         """Until it has been written so often, as a regular expression, here or there.
@@ -135,7 +136,7 @@ class Process:
     def kill(self, number: int = signal.SIGKILL) -> None:
         self._process.send_signal(number)
 
-    def wait(self, seconds: float = 20) -> int:
+    def wait(self, seconds: float = LONG) -> int:
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -9,14 +9,13 @@ import contextlib
 import select
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.waiting import until
+from support.waiting import LONG, until
 
 from ringjax import errors
 from ringjax.control import addresses
@@ -60,7 +59,7 @@ class Town:
 
     def join(self, worker: int, secret: bytes = SECRET, **hello: Any) -> Enlistment:
         enlistment = join(
-            self.where, secret, JOB, worker, hello, 10.0, elastic_timeout=10.0
+            self.where, secret, JOB, worker, hello, LONG, elastic_timeout=LONG
         )
         self.workers[worker] = enlistment
         return enlistment
@@ -71,7 +70,8 @@ class Town:
     def event(self, kind: str) -> tuple[Any, ...]:
         """Waits for such an event, as a launcher does."""
         while not any(event[0] == kind for event in self.events):
-            assert select.select([self.coordinator.wakeup], [], [], 10)[0], self.events
+            wakeup = self.coordinator.wakeup
+            assert select.select([wakeup], [], [], LONG)[0], self.events
             self.coordinator.clear()
             while not self.coordinator.events.empty():
                 self.events.append(self.coordinator.events.get())
@@ -109,7 +109,7 @@ def hear(worker: Enlistment, kind: type) -> Any:
             order = orders.pop(0)
             if isinstance(order, kind):
                 return order
-        assert select.select([worker], [], [], 10)[0], f"no {kind.__name__}"
+        assert select.select([worker], [], [], LONG)[0], f"no {kind.__name__}"
         orders += worker.poll()
 
 
@@ -127,16 +127,14 @@ def test_start(town: Callable[..., Town]) -> None:
 
 
 def test_a_loss(town: Callable[..., Town]) -> None:
-    here = town(3)
+    here = town(3, failure_timeout=3600.0, elastic_timeout=3600.0)  # none is waited for
     zero, one, two = here.gather(0, 1, 2)
-    begin = time.monotonic()
     one.close()
     for worker in (zero, two):
         revoke = hear(worker, Revoke)
         assert revoke.lost.keys() == {1} == worker.gone().keys()
         worker.report(0, {0: (5, 6, True), 3: (2, 2, False)}, {1: [0, 2]}, 2)
     members = hear(two, Members)
-    assert time.monotonic() - begin < 10
     assert (members.epoch, members.kind, members.rank) == (1, "repair", 1)
     assert (members.previous, members.ranks) == ((0, 2), (0, -1, 1))
     assert members.verdicts == {0: (6, True), 3: (2, False)}
@@ -296,13 +294,13 @@ def test_strangers_do_not_disturb(town: Callable[..., Town]) -> None:
             with contextlib.suppress(OSError):
                 sock.sendall(b"RINGJ" if count % 2 else bytes(500))
         zero, one = here.gather(0, 1)
-        votes = here.pool.map(lambda w: w.exchange(w.rank, 9.0, "vote"), (zero, one))
+        votes = here.pool.map(lambda w: w.exchange(w.rank, LONG, "vote"), (zero, one))
         assert list(votes) == [[0, 1]] * 2
 
 
 def raw(here: Town, worker: int) -> tuple[socket.socket, Sealer]:
     """A worker that knows the secret and nothing else."""
-    sock = socket.create_connection(addresses.parse(here.where)[0], timeout=10)
+    sock = socket.create_connection(addresses.parse(here.where)[0], timeout=LONG)
     hello = Introduction(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
     return sock, introduce(sock, SECRET, hello).sealer()
 
@@ -362,7 +360,7 @@ def test_a_second_connection_of_a_member_fences_it(town: Callable[..., Town]) ->
     here = town(2)
     zero, _ = here.gather(0, 1)
     with pytest.raises(errors.Fenced, match="it connected again"):
-        join(here.where, SECRET, JOB, 1, {}, 5.0)
+        join(here.where, SECRET, JOB, 1, {}, LONG)
     assert hear(zero, Revoke).lost.keys() == {1}
 
 
@@ -372,7 +370,7 @@ def test_a_coordinator_that_is_started_anew(town: Callable[..., Town]) -> None:
     newcomer = here.join(9)
     port = addresses.parse(here.where)[0][1]
     here.coordinator.close()
-    vote = here.pool.submit(workers[0].exchange, 0, 9.0, "vote")
+    vote = here.pool.submit(workers[0].exchange, 0, LONG, "vote")
     workers[1].suspect(0, 2, "said while nobody listened")
     newcomer.ready()
     here.coordinator = here.open(port=port, resume=True)
@@ -401,7 +399,7 @@ def test_the_launcher_hears_of_a_fault(
     assert here.event("stop") == ("stop", text)
     monkeypatch.undo()
     assert here.coordinator._thread is not None
-    here.coordinator._thread.join(10)
+    here.coordinator._thread.join(LONG)
     here.coordinator = here.open(port=addresses.parse(here.where)[0][1])
     until(lambda: bool(here.workers))
 
@@ -412,14 +410,14 @@ def test_a_listener_that_the_launcher_keeps() -> None:
             SECRET, JOB, np=1, listeners=[listener.dup()], hosts=("nowhere",)
         )
         coordinator.start()
-        worker = join(addresses.show(*listener.getsockname()), SECRET, JOB, 0, {}, 9.0)
+        worker = join(addresses.show(*listener.getsockname()), SECRET, JOB, 0, {}, LONG)
         worker.close()
         coordinator.close()
 
 
 def test_without_a_coordinator_a_worker_stops(town: Callable[..., Town]) -> None:
     here = town(1)
-    worker = join(here.where, SECRET, JOB, 0, {}, 9.0, elastic_timeout=0.3)
+    worker = join(here.where, SECRET, JOB, 0, {}, LONG, elastic_timeout=0.3)
     here.workers[0] = worker
     here.coordinator.close()
     assert hear(worker, Stopped).text == "the coordinator was gone for 0.3 s"
@@ -430,12 +428,12 @@ def test_without_a_coordinator_a_worker_stops(town: Callable[..., Town]) -> None
 def test_closing_wakes_whoever_waits(town: Callable[..., Town]) -> None:
     here = town(2)
     zero, _ = here.gather(0, 1)
-    vote = here.pool.submit(zero.exchange, 1, 30.0, "vote")
-    poll = here.pool.submit(zero.poll, 30.0)
+    vote = here.pool.submit(zero.exchange, 1, 2 * LONG, "vote")
+    poll = here.pool.submit(zero.poll, 2 * LONG)
     until(lambda: threading.active_count() > 4)
     zero.close()
     with pytest.raises(PeerLost, match="this worker has left the job"):
-        vote.result()
-    assert poll.result() == []
+        vote.result(LONG)
+    assert poll.result(LONG) == []
     zero.report(0, {})  # nobody hears it, and that is no error
     zero.leave()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from support.waiting import until
 
 import ringjax
 from ringjax.data import (
@@ -213,9 +213,7 @@ def test_batches_are_read_before_they_are_asked_for() -> None:
     loader = AsyncLoader(2, False, 9)
     batches = iter(loader)
     assert next(batches) == 0
-    deadline = time.monotonic() + 20
-    while len(loader.readers) < 4 and time.monotonic() < deadline:
-        time.sleep(0.001)  # two in the queue, and one that waits for room
+    until(lambda: len(loader.readers) >= 4)  # two in the queue, one waits for room
     assert len(loader.readers) == 4
     batches.close()  # type: ignore[attr-defined]
     assert list(itertools.islice(loader, 4)) == [0, 10, 20, 30]  # begun anew

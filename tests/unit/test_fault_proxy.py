@@ -6,12 +6,12 @@ clear and, where Python can, in TLS.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy, every_fault
 from support.handshakes import needs_tls
+from support.waiting import LONG
 
 from ringjax.control import addresses
 from ringjax.control.rendezvous import Server
@@ -28,7 +28,7 @@ TLS_UP, TLS_DOWN = 343, 225
 @pytest.fixture(params=["off", pytest.param("required", marks=needs_tls)])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     server = Server(
-        SECRET, JOB, 1, start_timeout=20.0, log=lambda text: None, tls=request.param
+        SECRET, JOB, 1, start_timeout=LONG, log=lambda text: None, tls=request.param
     )
     server.start()
     yield server
@@ -51,8 +51,8 @@ def _target(server: Server) -> tuple[str, int]:
 )
 def test_a_slow_network_is_no_failure(server: Server, fault: Fault) -> None:
     with FaultProxy(_target(server), up=fault, down=fault) as proxy:
-        session = _join(server, proxy, 20.0)
-        assert session.exchange("value", 5.0, "a value") == ["value"]
+        session = _join(server, proxy, LONG)
+        assert session.exchange("value", LONG, "a value") == ["value"]
         session.close()
 
 
@@ -68,19 +68,23 @@ def test_no_damage_is_believed(
     faults = [f for at, f in enumerate(every_fault(size + 60)) if at % step == 0]
     for what, fault in faults:
         where = {direction: fault}
-        with FaultProxy(_target(server), **where) as proxy:
-            started = time.monotonic()
-            with pytest.raises((AuthenticationError, StartupError)):
-                _join(server, proxy, 0.3).exchange("v", 0.3, "a value")
-                pytest.fail(f"{what} ({direction}) was not noticed")
-            assert time.monotonic() - started < 8, what
+        with (
+            FaultProxy(_target(server), **where) as proxy,
+            pytest.raises((AuthenticationError, StartupError)),
+        ):
+            _join(server, proxy, 0.3).exchange("v", 0.3, "a value")
+            pytest.fail(f"{what} ({direction}) was not noticed")
     with FaultProxy(_target(server)) as proxy:  # and the server serves on
         _join(server, proxy).close()
 
 
-def test_a_silent_network_is_given_up_in_time(server: Server) -> None:
-    with FaultProxy(_target(server), down=Fault(stall_after=40)) as proxy:
-        started = time.monotonic()
-        with pytest.raises(StartupError):
-            _join(server, proxy, 1.0)
-        assert time.monotonic() - started < 8
+def test_a_silent_network_is_given_up_at_the_limit_of_the_caller(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that is less than a handshake may take: else this would never end."""
+    monkeypatch.setattr("ringjax.control.session.LIMIT", 3600.0)
+    with (
+        FaultProxy(_target(server), down=Fault(stall_after=40)) as proxy,
+        pytest.raises(StartupError),
+    ):
+        _join(server, proxy, 1.0)

@@ -6,8 +6,9 @@ pre-shared keys, 3.13.
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -95,66 +96,60 @@ def test_an_end_that_has_none_is_refused_and_it_is_said_why(
     assert "RINGJAX_TLS=required" in "\n".join(ranks.log)
 
 
-class Watched:
+@contextlib.contextmanager
+def watched(
+    fault: Fault, encrypted: bool
+) -> Iterator[tuple[list[_native.Heartbeat], FaultProxy]]:
     """Two heartbeats with a proxy between them."""
-
-    def __init__(self, fault: Fault, encrypted: bool) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        with listener:
-            self.proxy = FaultProxy(listener.getsockname(), up=fault)
-            self.proxy.__enter__()
-            ours = socket.create_connection(self.proxy.address)
+    with contextlib.ExitStack() as stack:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            proxy = stack.enter_context(FaultProxy(listener.getsockname(), up=fault))
+            ours = socket.create_connection(proxy.address)
             theirs, _ = listener.accept()
         up, down = b"u" * HALF, b"d" * HALF
         keys = [up + down], [down + up]
-        self.beats = [
-            _native.Heartbeat(
+        beats = []
+        for rank, sock in enumerate((ours, theirs)):
+            beat = _native.Heartbeat(
                 rank,
                 [(1 - rank, sock.detach())],
                 interval=0.05,
-                timeout=9,
+                timeout=60,
                 **({"keys": keys[rank]} if encrypted else {}),
             )
-            for rank, sock in enumerate((ours, theirs))
-        ]
-
-    def close(self) -> None:
-        for beat in self.beats:
-            beat.close()
-        self.proxy.__exit__()
+            stack.callback(beat.close)
+            beats.append(beat)
+        yield beats, proxy
 
 
 def test_who_listens_reads_nothing() -> None:
     heard = []
     for encrypted in (False, True):
-        watched = Watched(Fault(), encrypted)
-        watched.beats[0].fail(SENTENCE)
-        until(lambda w=watched: w.beats[1].lost())
-        assert SENTENCE in watched.beats[1].lost()[0][1]
-        watched.close()
-        heard.append(bytes(watched.proxy.heard[0]))
+        with watched(Fault(), encrypted) as (beats, proxy):
+            beats[0].fail(SENTENCE)
+            until(lambda beat=beats[1]: beat.lost())
+            assert SENTENCE in beats[1].lost()[0][1]
+        heard.append(bytes(proxy.heard[0]))
     assert [SENTENCE.encode() in bytes_ for bytes_ in heard] == [True, False]
     assert heard[1][:3] == b"\x17\x03\x03"
 
 
 @pytest.mark.parametrize("at", [0, 5, 30, 300])
 def test_what_was_altered_is_not_believed_and_called_so(at: int) -> None:
-    watched = Watched(Fault(flip_at=at), encrypted=True)
-    until(lambda: watched.beats[1].lost())
-    assert watched.beats[1].lost() == [
-        (0, "sent data that were altered on their way, or are no TLS records")
-    ]
-    watched.close()
+    with watched(Fault(flip_at=at), encrypted=True) as (beats, _):
+        until(lambda: beats[1].lost())
+        assert beats[1].lost() == [
+            (0, "sent data that were altered on their way, or are no TLS records")
+        ]
 
 
 def test_an_encrypted_heartbeat_lives_and_notices_the_end() -> None:
-    watched = Watched(Fault(drip=7), encrypted=True)
-    until(lambda: len(watched.proxy.heard[0]) > 600)  # some ten beats
-    assert [beat.lost() for beat in watched.beats] == [[], []]
-    watched.beats[0].close()
-    until(lambda: watched.beats[1].lost())
-    assert "closed its connection" in watched.beats[1].lost()[0][1]
-    watched.close()
+    with watched(Fault(drip=7), encrypted=True) as (beats, proxy):
+        until(lambda: len(proxy.heard[0]) > 600)  # some ten beats
+        assert [beat.lost() for beat in beats] == [[], []]
+        beats[0].close()
+        until(lambda: beats[1].lost())
+        assert "closed its connection" in beats[1].lost()[0][1]
 
 
 @pytest.mark.parametrize("keys", [[b"k" * 88, b"k" * 88], [b"k" * 87]])

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.waiting import LONG
 
 from ringjax.control import addresses, handshake
 from ringjax.control.handshake import Introduction, Purpose
@@ -33,9 +34,9 @@ def reception() -> Iterator[Reception]:
 
 
 def call(reception: Reception, epoch: int) -> Key:
-    with addresses.connect("\0" + reception.door, 5) as sock:
+    with addresses.connect("\0" + reception.door, LONG) as sock:
         said = Introduction(JOB, Purpose.CONTROL, 3, 1, epoch)
-        handshake.introduce(sock, SECRET, said, 5)
+        handshake.introduce(sock, SECRET, said, LONG)
     return Key(epoch, 0, Purpose.CONTROL, 0, 3)
 
 
@@ -43,7 +44,7 @@ def test_epochs_come_and_go(reception: Reception) -> None:
     early, next_one = call(reception, 4), call(reception, 7)
     reception.retire(5)
     assert reception.take(early, 0.0) is None
-    arrival = reception.take(next_one, 5)
+    arrival = reception.take(next_one, LONG)
     assert arrival is not None and not arrival.key
     arrival.sock.close()
     with pytest.raises(AuthenticationError):
@@ -59,7 +60,7 @@ def test_what_goes_wrong_with_one_caller_is_nothing_to_the_next(
     with pytest.raises((AuthenticationError, OSError)):
         call(reception, 1)
     monkeypatch.undo()
-    arrival = reception.take(call(reception, 1), 5)
+    arrival = reception.take(call(reception, 1), LONG)
     assert arrival is not None
     arrival.sock.close()
 
@@ -77,7 +78,7 @@ def test_a_thread_that_ends_unasked_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     try:
         monkeypatch.setattr(found._door, "sweep", lambda: 1 / 0)
         os.eventfd_write(found._wakeup, 1)
-        assert ended.wait(10)
+        assert ended.wait(LONG)
         what = "the listening thread of this rank failed: ZeroDivisionError"
         assert said[0].startswith(what)
     finally:

@@ -15,13 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.mesh_ranks import JOB, RING, SECRET, SIZE, Ranks, world
+from support.waiting import LONG, until
 
 from ringjax.control import handshake
 from ringjax.control.handshake import Introduction, Purpose
@@ -60,7 +60,7 @@ def check_connected(one: int, two: int, text: bytes) -> None:
     with here, there:
         for a, b in ((here, there), (there, here)):
             a.sendall(text)
-            b.settimeout(5)
+            b.settimeout(LONG)
             assert b.recv(100) == text
         if here.family != socket.AF_UNIX:
             assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -113,7 +113,8 @@ def test_communicators_may_be_built_at_different_times(
 ) -> None:
     ranks = world((0, 1, 0))
     early = ranks.start(7, [0, 1, 2], [2], control=False)
-    time.sleep(0.1)
+    key = Key(0, 7, Purpose.CONTROL, 0, 2)
+    until(lambda: ranks.fabrics[0].reception.holds(key))
     ranks.build(0)  # the call for 7 waits in the receptions of the others
     late = ranks.start(7, [0, 1, 2], [0, 1], control=False)
     meshes = [future.result() for future in (*late, *early)]
@@ -197,7 +198,7 @@ def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_could_not_be_reached_is_named(world: Callable[..., Ranks]) -> None:
-    ranks = world((0, 1, 2, 0), start_timeout=0.5)
+    ranks = world((0, 1, 2, 0), start_timeout=2.0)  # in which 0 and 2 are connected
     futures = ranks.start(0, range(4), [0, 2], control=True)
     with pytest.raises(StartupError) as error:
         futures[0].result()  # ranks 1 and 3 do not call
@@ -206,24 +207,20 @@ def test_who_could_not_be_reached_is_named(world: Callable[..., Ranks]) -> None:
         "world: rank 0 could not be connected with ranks 1, 3 within"
     )
     assert "rank 1 on host1: it did not call" in text
-    with pytest.raises(
-        StartupError, match=r"rank 2 could not be .* rank 3 within 0.5 s"
-    ):
+    with pytest.raises(StartupError, match=r"rank 2 could not be .* rank 3 within 2 s"):
         futures[1].result()
 
 
 def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
     world: Callable[..., Ranks],
 ) -> None:
-    ranks = world((0, 0, 0), start_timeout=30.0)
-    begin = time.monotonic()
+    ranks = world((0, 0, 0), start_timeout=2 * LONG)
     futures = ranks.start(0, range(3), [0, 2], control=True)
     ranks.fabrics[1].session.report_failure("ValueError: early")
     for future in futures:
         with pytest.raises(PeerLost, match="rank 1 failed: ValueError") as error:
-            future.result()
+            future.result(LONG)
         assert error.value.rank == 1
-    assert time.monotonic() - begin < 5
 
 
 # What strangers and impostors find at a reception.
@@ -278,7 +275,7 @@ def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
     for comm in (9, 9, 9, 10):  # once the last has come in, the others have
         _call(ranks.fabrics[0], Introduction(JOB, Purpose.DATA, 1, 0, comm=comm))
     key = Key(0, 9, Purpose.DATA, 0, 1)
-    arrival = reception.take(key, 5)
+    arrival = reception.take(key, LONG)
     assert arrival is not None
     arrival.sock.close()
     assert reception.take(key, 0.05) is None
@@ -299,9 +296,9 @@ reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=p
                       failed=print)
 hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
          "door": reception.door, "addresses": ",".join(reception.addresses)}
-session = join(where, secret, job, hello, 10)
+session = join(where, secret, job, hello, 40)
 fabric = Fabric(rank=rank, members=session.members, hosts=(0, int(sys.argv[3])),
-                epoch=0, job=job, secret=secret, config=Config(start_timeout=10),
+                epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
                 reception=reception, session=session, shm_bytes=lambda ring: 2 * ring,
                 board_bytes=lambda size, tile: size * tile,
                 log=lambda level, text: print(text))
@@ -333,12 +330,10 @@ def test_a_killed_process_is_noticed_and_leaves_nothing(host: int) -> None:
         for worker in workers:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "ready\n"
-        begin = time.monotonic()
         workers[1].send_signal(signal.SIGKILL)
         assert workers[0].stdout is not None
         assert workers[0].stdout.readline() == "noticed b''\n"
-        assert time.monotonic() - begin < 10
-        assert workers[0].wait(10) == 0
+        assert workers[0].wait(LONG) == 0
     finally:
         for worker in workers:
             worker.kill()

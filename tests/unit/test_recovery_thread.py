@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.waiting import until
+from support.waiting import LONG, until
 
 from ringjax import errors
 from ringjax.control.session import Member
@@ -184,7 +184,7 @@ def test_an_epoch_that_is_revoked_while_it_forms_is_given_up(stage: Stage) -> No
 
     stage.world.linking = linking
     stage.line.hear(Revoke(0, {2: "died"}, False), members(1))
-    assert began.wait(5)
+    assert began.wait(LONG)
     stage.world.linking = lambda watch: None
     stage.line.hear(Revoke(1, {1: "died, too"}, False), members(3, 1))
     stage.wait(3)

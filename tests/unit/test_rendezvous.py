@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.waiting import until
+from support.waiting import LONG, until
 
 from ringjax.control import addresses
 from ringjax.control.handshake import Introduction, Purpose, introduce
@@ -25,7 +25,7 @@ from ringjax.control.session import SERVER_RANK, News, ranks_text
 from ringjax.errors import AuthenticationError, RingjaxError, Stalled, StartupError
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-START_TIMEOUT = 5.0
+START_TIMEOUT = LONG
 
 
 class Town:
@@ -91,30 +91,36 @@ def test_everybody_learns_about_everybody(town: Callable[..., Town], size: int) 
 def test_missing_ranks_are_named_to_all_and_to_the_launcher(
     town: Callable[..., Town],
 ) -> None:
-    here = town(4, 0.5)
+    here = town(4, 2.0)  # in which two threads have called
     for future in here.start([1, 3]):
         with pytest.raises(StartupError) as error:
             future.result()
-        assert str(error.value) == "ranks 0, 2 of 4 did not join within 0.5 s"
-    expected = Failure(SERVER_RANK, "ranks 0, 2 of 4 did not join within 0.5 s")
+        assert str(error.value) == "ranks 0, 2 of 4 did not join within 2 s"
+    expected = Failure(SERVER_RANK, "ranks 0, 2 of 4 did not join within 2 s")
     assert here.server.failures == [expected]
 
 
 def test_one_rank_that_waits_for_long_says_for_whom(town: Callable[..., Town]) -> None:
-    here, said = town(4), []
+    here, said, asked = town(4), [], []
+    answer = here.server._missing
+
+    def counted(seat: Any, gathering: Any) -> None:
+        answer(seat, gathering)
+        asked.append(seat)
+
+    here.server._missing = counted  # type: ignore[method-assign]
 
     def come(rank: int) -> Session:
         hello = {"rank": rank, "size": 4}
-        news = News(lambda text: said.append((rank, text)), 0.2, 60.0)
+        news = News(lambda text: said.append((rank, text)), 1.0, 60.0)
         session = join(here.where, SECRET, JOB, hello, START_TIMEOUT, news=news)
         here.sessions.append(session)
         return session
 
     first = [here.pool.submit(come, rank) for rank in (1, 3)]
-    until(lambda: bool(said))
-    time.sleep(0.3)  # the other one has asked, too
+    until(lambda: said and len(asked) == 2)
     assert [text for _, text in said] == [
-        "has waited 0.2 s in init for ranks 0, 2 of 4; it waits up to 60 s"
+        "has waited 1 s in init for ranks 0, 2 of 4; it waits up to 60 s"
     ]
     last = here.start([0, 2])
     assert all(len(future.result().members) == 4 for future in [*first, *last])
@@ -136,6 +142,7 @@ def test_time_runs_only_when_somebody_waits(town: Callable[..., Town]) -> None:
     here = town(2, 0.3)
     time.sleep(0.8)  # a program that needs long until it calls init
     assert here.server.failures == []
+    here.server._start_timeout = LONG  # for those that come
     here.gather()
 
 
@@ -143,13 +150,11 @@ def test_the_wrong_secret_is_refused_at_once_and_logged_once(
     town: Callable[..., Town],
 ) -> None:
     here = town(2)
-    begin = time.monotonic()
-    for _ in range(3):
+    for _ in range(3):  # else each would try again for as long as it may
         with pytest.raises(
             AuthenticationError, match="does not know this job's secret"
         ):
             here.join(0, b"w" * 32)
-    assert time.monotonic() - begin < 10
     here.gather()
     until(lambda: bool(here.log))
     assert len(here.log) == 1
@@ -159,7 +164,7 @@ def test_the_wrong_secret_is_refused_at_once_and_logged_once(
 def test_another_job_is_refused(town: Callable[..., Town]) -> None:
     here = town(1)
     with pytest.raises(AuthenticationError, match="it belongs to another job"):
-        join(here.where, SECRET, "f" * 16, {"rank": 0, "size": 1}, 5)
+        join(here.where, SECRET, "f" * 16, {"rank": 0, "size": 1}, LONG)
     until(lambda: here.log)
     assert "belongs to job ffffffffffffffff" in here.log[0]
 
@@ -176,7 +181,7 @@ def test_a_rank_that_does_not_fit(
 ) -> None:
     here = town(2)
     with pytest.raises(StartupError, match=text):
-        join(here.where, SECRET, JOB, {"rank": rank, "size": size}, 5)
+        join(here.where, SECRET, JOB, {"rank": rank, "size": size}, LONG)
 
 
 def test_a_rank_that_is_there_already(town: Callable[..., Town]) -> None:
@@ -220,7 +225,7 @@ def test_nobody_answers() -> None:
         StartupError, match=r"rank 0 could not join its job within 0.5 s"
     ):
         join(f"127.0.0.1:{port}", SECRET, JOB, {"rank": 0, "size": 1}, 0.5)
-    assert 0.3 < time.monotonic() - begin < 10
+    assert time.monotonic() - begin > 0.3
 
 
 def test_a_second_address_helps(town: Callable[..., Town]) -> None:
@@ -259,8 +264,8 @@ class Stranger:
 def test_a_patient_rank_waits_for_the_right_server() -> None:
     hello = {"rank": 0, "size": 1}
     with Stranger() as stranger:
-        with pytest.raises(StartupError, match=r"within 0\.5 s"):
-            join(stranger.where, SECRET, JOB, hello, 0.5, patient=True)
+        with pytest.raises(StartupError, match="within 1 s"):
+            join(stranger.where, SECRET, JOB, hello, 1.0, patient=True)
         assert stranger.visits > 1
 
 
@@ -296,8 +301,7 @@ class Light:
     """A rank without a thread, which reads nothing; many fit into one test."""
 
     def __init__(self, town: Town, rank: int) -> None:
-        self.sock = socket.create_connection(addresses.parse(town.where)[0], timeout=5)
-        self.sock.settimeout(5)
+        self.sock = socket.create_connection(addresses.parse(town.where)[0], LONG)
         hello = Introduction(JOB, Purpose.RENDEZVOUS, rank, SERVER_RANK)
         self.sealer = introduce(self.sock, SECRET, hello).sealer()
         self.say({"type": "hello", "size": town.size, "hello": {"rank": rank}})
@@ -328,7 +332,7 @@ def test_exchange(town: Callable[..., Town]) -> None:
     sessions = here.gather()
     for turn in range(3):
         futures = [
-            here.pool.submit(s.exchange, [s.rank, turn], 5.0, "test") for s in sessions
+            here.pool.submit(s.exchange, [s.rank, turn], LONG, "test") for s in sessions
         ]
         expected = [[rank, turn] for rank in range(3)]
         assert [future.result() for future in futures] == [expected] * 3
@@ -337,7 +341,7 @@ def test_exchange(town: Callable[..., Town]) -> None:
 def test_an_exchange_names_who_is_missing(town: Callable[..., Town]) -> None:
     here = town(3)
     sessions = here.gather()
-    futures = [here.pool.submit(s.exchange, 1, 0.4, "vote") for s in sessions[:2]]
+    futures = [here.pool.submit(s.exchange, 1, 2.0, "vote") for s in sessions[:2]]
     for future in futures:
         with pytest.raises(Stalled, match="vote: rank 2 did not take part"):
             future.result()
@@ -346,13 +350,11 @@ def test_an_exchange_names_who_is_missing(town: Callable[..., Town]) -> None:
 def test_an_exchange_ends_when_a_rank_dies(town: Callable[..., Town]) -> None:
     here = town(3)
     sessions = here.gather()
-    begin = time.monotonic()
-    futures = [here.pool.submit(s.exchange, 1, 30.0, "vote") for s in sessions[:2]]
+    futures = [here.pool.submit(s.exchange, 1, 2 * LONG, "vote") for s in sessions[:2]]
     sessions[2].report_failure("MemoryError")
     for future in futures:
         with pytest.raises(Stalled, match="vote: rank 2 failed: MemoryError"):
-            future.result()
-    assert time.monotonic() - begin < 10
+            future.result(LONG)
 
 
 def test_an_exchange_without_a_server(town: Callable[..., Town]) -> None:
@@ -360,7 +362,7 @@ def test_an_exchange_without_a_server(town: Callable[..., Town]) -> None:
     (session,) = here.gather()
     here.server.close()
     with pytest.raises(RingjaxError, match="vote: the rendezvous is gone"):
-        session.exchange(1, 5.0, "vote")
+        session.exchange(1, LONG, "vote")
     session.report_failure("nobody hears it")  # and that is no error
     session.leave()
 
@@ -390,7 +392,7 @@ def test_a_quick_rank_may_join_again_before_a_slow_one_has_left(
 
 def test_an_altered_message_ends_the_session_only(town: Callable[..., Town]) -> None:
     here = town(1)
-    with socket.create_connection(addresses.parse(here.where)[0], timeout=5) as sock:
+    with socket.create_connection(addresses.parse(here.where)[0], LONG) as sock:
         hello = Introduction(JOB, Purpose.RENDEZVOUS, 0, SERVER_RANK)
         introduce(sock, SECRET, hello)
         sock.sendall(b"\0\0\0\2" + bytes(32) + b"{}")
@@ -404,7 +406,7 @@ def test_odd_messages_of_a_member_do_no_harm(
     town: Callable[..., Town], text: str
 ) -> None:
     here = town(1)
-    with socket.create_connection(addresses.parse(here.where)[0], timeout=5) as sock:
+    with socket.create_connection(addresses.parse(here.where)[0], LONG) as sock:
         hello = Introduction(JOB, Purpose.RENDEZVOUS, 0, SERVER_RANK)
         keys = introduce(sock, SECRET, hello)
         sealer, opener = keys.sealer(), keys.opener()

@@ -5,12 +5,11 @@ Nothing here tests ringjax or CUDA. Each test runs a script in a process of its 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.stub_processes import SECONDS, Processes
+from support.stub_processes import Processes
 from support.stubs import read_log
 
 
@@ -211,7 +210,6 @@ def test_a_call_fails_on_request(processes: Processes) -> None:
 def test_a_child_of_fork_has_no_cuda_and_a_busy_process_ends(
     processes: Processes,
 ) -> None:
-    begin = time.monotonic()
     processes.run(
         KERNELS,
         """
@@ -222,6 +220,5 @@ def test_a_child_of_fork_has_no_cuda_and_a_busy_process_ends(
             os._exit(cuda.code.StreamQuery(0))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         """,
-        CUDA_STUB_DELAY_US=60_000_000,
+        CUDA_STUB_DELAY_US=3_600_000_000,
     )
-    assert time.monotonic() - begin < SECONDS

@@ -18,7 +18,7 @@ import pytest
 from support.fault_proxy import Fault, FaultProxy
 from support.handshakes import converse, needs_tls
 from support.launch import environment
-from support.waiting import until
+from support.waiting import LONG, until
 
 from ringjax.control import addresses, handshake, tls
 from ringjax.control.handshake import Introduction, Purpose
@@ -162,15 +162,18 @@ def test_one_thread_may_send_while_another_receives() -> None:
 def town(request: pytest.FixtureRequest) -> Iterator[tuple[Server, list[str]]]:
     log: list[str] = []
     setting: str = request.param
-    server = Server(SECRET, JOB, 1, start_timeout=9.0, log=log.append, tls=setting)
+    server = Server(SECRET, JOB, 1, start_timeout=LONG, log=log.append, tls=setting)
     server.start()
     yield server, log
     server.close()
 
 
-def meet(server: Server, proxy: FaultProxy, setting: str) -> Session:
+def meet(
+    server: Server, proxy: FaultProxy, setting: str, seconds: float = LONG
+) -> Session:
     hello = {"rank": 0, "size": 1, "name": TOKEN}
-    return join(addresses.show(*proxy.address), SECRET, JOB, hello, 2.0, tls=setting)
+    where = addresses.show(*proxy.address)
+    return join(where, SECRET, JOB, hello, seconds, tls=setting)
 
 
 def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
@@ -245,7 +248,7 @@ def test_a_server_and_a_rank_of_other_opinions(
     server, log = town
     hello = {"rank": 0, "size": 1}
     with pytest.raises(AuthenticationError, match="RINGJAX_TLS=required"):
-        join(server.addresses[0], SECRET, JOB, hello, 2.0, tls=other)
+        join(server.addresses[0], SECRET, JOB, hello, LONG, tls=other)
     until(lambda: log)
     assert "RINGJAX_TLS=required" in log[0]
 
@@ -261,7 +264,7 @@ def test_damage_after_the_handshake_ends_it(
     where = addresses.parse(server.addresses[0])[0]
     with FaultProxy(where, **{direction: Fault(flip_at=at)}) as proxy:
         with pytest.raises((AuthenticationError, StartupError)):
-            meet(server, proxy, "auto")
+            meet(server, proxy, "auto", 2.0)
         assert len(proxy.heard[direction == "down"]) > at
 
 
