@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.launch import environment
 from support.ringrun import Done, ringrun, sh
+from support.waiting import LONG
 
 
 def last_line(done: Done) -> str:
@@ -70,12 +70,10 @@ def test_a_start_loads_little_and_waits_for_no_clock() -> None:
 
 
 def test_exit_code_and_reason_of_the_first_failure() -> None:
-    script = "[ $RINGJAX_RANK = 1 ] && echo boom >&2 && exit 7; exec sleep 100"
-    begin = time.monotonic()
+    script = "[ $RINGJAX_RANK = 1 ] && echo boom >&2 && exit 7; exec sleep 1000"
     done = ringrun("-np", "3", *sh(script))
     assert done.returncode == 7
     assert last_line(done) == "ringrun: rank 1 failed: boom (exit code 7)"
-    assert time.monotonic() - begin < 20
 
 
 def test_notes_of_jax_are_no_reason() -> None:
@@ -107,33 +105,25 @@ def test_signals_become_exit_codes(number: signal.Signals) -> None:
 
 
 def test_a_rank_that_ignores_sigterm_is_killed() -> None:
-    script = "trap '' TERM; [ $RINGJAX_RANK = 0 ] && sleep 0.3 && exit 3; sleep 100"
-    begin = time.monotonic()
+    script = "trap '' TERM; [ $RINGJAX_RANK = 0 ] && sleep 0.3 && exit 3; sleep 1000"
     assert ringrun("-np", "2", *sh(script)).returncode == 3
-    assert time.monotonic() - begin < 20
 
 
 def test_an_early_end_without_an_error_is_fine(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     script = f'[ $RINGJAX_RANK = 0 ] && exit 0; while [ ! -e "{flag}" ]; do :; done'
-    job = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "ringjax.run",
-            "--verbose",
-            "-np",
-            "2",
-            *sh(script),
-        ],
+    words = [sys.executable, "-P", "-m", "ringjax.run", "--verbose", "-np", "2"]
+    with subprocess.Popen(
+        [*words, *sh(script)],
         env=environment("ringrun", {}),
         stderr=subprocess.DEVNULL,
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        job.wait(0.7)
-    flag.touch()
-    assert job.wait(20) == 0
+    ) as job:
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.wait(0.7)
+        finally:
+            flag.touch()
+        assert job.wait(LONG) == 0
 
 
 def test_commands_that_cannot_run(tmp_path: Path) -> None:

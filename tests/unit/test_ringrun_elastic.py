@@ -15,6 +15,7 @@ import pytest
 from support import leaks
 from support.elastic_member import MEMBER, RUN
 from support.launch import Job
+from support.waiting import LONG, until
 
 StartJob = Callable[..., Job]
 
@@ -52,16 +53,16 @@ def said(job: Job) -> list[str]:
     ]
 
 
-def wait_for(job: Job, text: str, limit: float = 20) -> None:
-    left = leaks.settle(
-        lambda: [] if text in job.launcher_output() else ["not yet"], limit
-    )
-    assert not left, f"no {text!r} in\n{job.launcher_output()}"
+def wait_for(job: Job, text: str, times: int = 1) -> None:
+    def missing() -> list[str]:
+        return [] if job.launcher_output().count(text) >= times else ["not yet"]
+
+    assert not leaks.settle(missing, LONG), f"no {text!r} in\n{job.launcher_output()}"
 
 
 def finish(job: Job, folder: Path) -> int:
     (folder / "end").touch()
-    return job.wait(20)
+    return job.wait()
 
 
 def test_a_job_without_losses(start: StartJob, folder: Path) -> None:
@@ -112,9 +113,7 @@ def test_sigterm_to_all_ends_the_job(start: StartJob, least: str) -> None:
         os.kill(pid, signal.SIGTERM)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    begin = time.monotonic()
-    assert job.wait(20) == 143
-    assert time.monotonic() - begin < 10
+    assert job.wait(20) == 143  # and not when the time to leave is over, 25 s
     assert said(job)[-1] == "every rank has left, as it was asked to"
 
 
@@ -126,7 +125,7 @@ def test_ringrun_is_asked_to_have_all_leave(
     for rank in range(3):
         job.wait_for(rank, "epoch 0 start")
     os.kill(job.pid, number)
-    assert job.wait(20) == 143
+    assert job.wait() == 143
     assert all("Dismissed" in job.output(rank) for rank in range(3))
     ends = {signal.SIGTERM: "ended by SIGTERM"}
     assert said(job)[-1] == ends.get(number, "every rank has left, as it was asked to")
@@ -149,8 +148,10 @@ follow(job)
     job = start(2, script)
     wait_for(job, "worker 2 joined as rank 1; 2 ranks")
     assert finish(job, folder) == 0
-    assert said(job)[0] == (
-        "rank 0 (worker 0) failed: ValueError: boom (exit code 5); 1 rank goes on"
+    # Which of them is said: test_replacement.py. Ringrun waits 0.3 s for the exit code.
+    assert said(job)[0] in (
+        "rank 0 (worker 0) failed: ValueError: boom (exit code 5); 1 rank goes on",
+        "rank 0 (worker 0) was declared lost: failed: ValueError: boom; 1 rank goes on",
     )
 
 
@@ -158,10 +159,10 @@ def test_the_error_of_all_ranks_is_the_jobs_however_slowly_they_end(
     start: StartJob,
 ) -> None:
     script = MEMBER + (
-        "job = enlist()\njob.report_failure('TypeError: boom')\ntime.sleep(30)\n"
+        "job = enlist()\njob.report_failure('TypeError: boom')\ntime.sleep(1000)\n"
     )
     job = start(2, script, "--min-np", "2")
-    assert job.wait(30) == 1, job.launcher_output()
+    assert job.wait() == 1, job.launcher_output()
     assert "failed: TypeError: boom" in said(job)[-1]
 
 
@@ -170,15 +171,22 @@ def test_fewer_than_min_np(start: StartJob) -> None:
     job = start(2, script, "--min-np", "2", "--elastic-timeout", "1")
     job.wait_for(0, "epoch 0 start")
     job.kill(1)
-    begin = time.monotonic()
     assert job.wait() == 1
-    assert time.monotonic() - begin < 15
     last = said(job)[-1]
     assert "2" in last and "1 s" in last, last
 
 
+# The two enlist at the same moment, however long their interpreters took to start.
+TOGETHER = """
+(folder / f"came {worker}").touch()
+while len(list(folder.glob("came *"))) < 2:
+    time.sleep(0.005)
+follow(enlist())
+"""
+
+
 def test_who_never_comes(start: StartJob, folder: Path) -> None:
-    script = MEMBER + "if worker == 1: time.sleep(1000)\nfollow(enlist())\n"
+    script = MEMBER + "if worker == 1: time.sleep(1000)\n" + TOGETHER
     job = start(3, script, "--min-np", "2", "--start-timeout", "1")
     job.wait_for(0, "epoch 0 start: 0/2")
     job.wait_for(2, "epoch 0 start: 1/2")
@@ -196,9 +204,7 @@ def test_ctrl_c(start: StartJob) -> None:
     job = start(3, RUN)
     job.wait_for(2, "epoch 0 start")
     job.interrupt()
-    begin = time.monotonic()
     assert job.wait() == 130
-    assert time.monotonic() - begin < 5
     assert said(job)[-1] == "ended by SIGINT"
 
 
@@ -207,7 +213,7 @@ def test_kill_9_of_ringrun_leaves_nothing(start: StartJob) -> None:
     job.wait_for(1, "epoch 0 start")
     os.kill(job.pid, signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
-    assert leaks.settle(lambda: list(leaks.processes(job.id).values()), 5) == []
+    until(lambda: not leaks.processes(job.id))
 
 
 def test_kill_9_of_the_agent_ends_the_job(start: StartJob) -> None:
@@ -310,7 +316,7 @@ def _parent(pid: int) -> int:
 
 def _coordinator(job: Job) -> int:
     """Its process; one that was just started may not yet be there."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG
     while True:
         pids = [
             pid
@@ -331,7 +337,7 @@ def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
     job.kill(1)
     wait_for(job, "worker 3 joined as rank 2; 3 ranks")
     os.kill(_coordinator(job), signal.SIGKILL)
-    wait_for(job, "the coordinator ended", 20)
+    wait_for(job, "the coordinator ended", 2)
     assert finish(job, folder) == 0
     lines = [line for line in said(job) if "coordinator" not in line]
     assert lines == [
@@ -372,17 +378,10 @@ def test_a_coordinator_that_cannot_live_ends_the_job(start: StartJob) -> None:
     job = start(2, RUN)
     job.wait_for(1, "epoch 0 start")
     for number in range(6):
-        wait_for_times(job, "it is started again", number)
+        wait_for(job, "it is started again", number)
         os.kill(_coordinator(job), signal.SIGKILL)
     assert job.wait() == 1
     assert "the coordinator ends again and again" in said(job)[-1]
-
-
-def wait_for_times(job: Job, text: str, times: int) -> None:
-    def missing() -> list[str]:
-        return [] if job.launcher_output().count(text) >= times else ["not yet"]
-
-    assert not leaks.settle(missing, 20)
 
 
 # The first two never come to a commit, so nobody can join them.
@@ -403,7 +402,7 @@ def last_member(start: StartJob, folder: Path) -> tuple[Job, int]:
     first = job.rank_pid(0)
     job.kill(1)
     wait_for(job, "1 rank goes on")
-    assert not leaks.settle(lambda: [] if (folder / "ready 2").exists() else ["no"])
+    until((folder / "ready 2").exists)
     return job, first
 
 

@@ -6,13 +6,15 @@ The ranks join the rendezvous by themselves, without jax and without the native 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from support.launch import Job
 
 StartJob = Callable[..., Job]
 
 JOIN = """
-import os, signal, sys, time
+import os, select, signal, sys, time
+from pathlib import Path
 from ringjax.config import Config
 from ringjax.control.rendezvous import join
 
@@ -37,11 +39,14 @@ def test_ranks_find_each_other(start_job: StartJob) -> None:
 def test_the_reason_is_what_the_first_rank_reported(start_job: StartJob) -> None:
     script = """
 session = enter()
+pids = session.exchange(os.getpid(), 40.0, "pids")
 if rank == 1:
+    other = os.pidfd_open(pids[0])
     session.report_failure("ValueError: boom")
-    time.sleep(0.5)  # slow to leave
-    sys.exit(5)
-time.sleep(0.2)
+    select.select([other], [], [])  # slow to leave
+    os._exit(5)
+while 1 not in session.gone():
+    time.sleep(0.01)
 sys.exit("PeerLost: rank 1 failed: ValueError: boom")
 """
     job = start_job(2, JOIN + script)
@@ -55,7 +60,8 @@ def test_others_may_fail_by_themselves_first(start_job: StartJob) -> None:
 session = enter()
 if rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0.4)
+while 0 not in session.gone():
+    time.sleep(0.01)
 sys.exit("PeerLost: rank 0 closed its connection")
 """
     job = start_job(3, JOIN + script)
@@ -66,9 +72,21 @@ sys.exit("PeerLost: rank 0 closed its connection")
     assert last == "ringrun: rank 0 was killed by signal 9 (SIGKILL)"
 
 
-def test_start_timeout_names_who_never_came(start_job: StartJob) -> None:
-    script = "if rank in (1, 3): time.sleep(1000)\nenter()"
-    job = start_job(4, JOIN + script, options=["--start-timeout", "0.5"])
+def test_start_timeout_names_who_never_came(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    script = """
+if rank in (1, 3):
+    time.sleep(1000)
+# The others join at the same moment, however long their interpreters took to start.
+folder = Path(os.environ["FOLDER"])
+(folder / str(rank)).touch()
+while len(list(folder.iterdir())) < 2:
+    time.sleep(0.005)
+enter()
+"""
+    env = {"FOLDER": str(tmp_path)}
+    job = start_job(4, JOIN + script, env, ["--start-timeout", "1"])
     assert job.wait() == 1
     last = job.launcher_output().strip().splitlines()[-1]
     assert last.startswith(
