@@ -11,6 +11,7 @@ import signal
 from functools import partial
 
 import pytest
+from support import mortal
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
@@ -19,6 +20,7 @@ HEAD = """
 import os, sys, time
 import numpy as np
 from support.device_calls import DefaultStream
+from support import mortal
 from support.lane_calls import End, alive, without_jax
 import ringjax
 from ringjax import _native
@@ -51,10 +53,8 @@ def must_work_on_the_host(end):
         assert (out == size).all()
     print("works on the host", flush=True)
 
-def quickly_down():
-    started = time.monotonic()
+def shut_down():
     ringjax.shutdown()
-    assert time.monotonic() - started < 5, time.monotonic() - started
     print("down", flush=True)
 """
 
@@ -99,7 +99,7 @@ def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> Non
         else:
             fails(end, "second")
         must_work_on_the_host(end)
-        quickly_down()
+        shut_down()
         """,
     )
     assert one.wait() == 0, one.logs()
@@ -120,7 +120,7 @@ def test_nccl_that_does_not_connect(start_job: StartJob) -> None:
         must_work_on_the_host(end)
         fails(end, "second")
         must_work_on_the_host(end)
-        quickly_down()
+        shut_down()
         """,
         env={"RINGJAX_START_TIMEOUT": "4"},
     )
@@ -135,6 +135,8 @@ def test_a_killed_rank(start_job: StartJob) -> None:
         start_job,
         3,
         """
+        if rank == 2:
+            mortal.apart()
         end = begin()
         (out,) = end.run("allreduce", "warm", [ones()])
         assert (out == 3).all()
@@ -145,10 +147,9 @@ def test_a_killed_rank(start_job: StartJob) -> None:
         enqueued.ticket.wait()
         if rank == 2:
             print("ready", flush=True)
-            time.sleep(60)
+            time.sleep(1000)
         waiting = end.submit("allreduce", "waiting", [ones()])
         print("ready", flush=True)
-        started = time.time()
         try:
             waiting.wait()
         except _native.StatusError as error:
@@ -156,7 +157,6 @@ def test_a_killed_rank(start_job: StartJob) -> None:
         assert enqueued.ticket.done  # nobody needs to poll any longer
         # Nobody may take what the abort leaves for a result.
         while not all(np.isnan(out[0]) for out in enqueued.outs):
-            assert time.time() - started < 20, enqueued.outs
             time.sleep(0.001)
         try:
             enqueued.ticket.wait()
@@ -169,13 +169,14 @@ def test_a_killed_rank(start_job: StartJob) -> None:
     )
     for rank in range(3):
         one.wait_for(rank, "ready")
-    one.kill(2, signal.SIGKILL)
+    mortal.kill(one, 2)
     for rank in range(2):
         one.wait_for(rank, "down")
         errors = caught(one, rank)
         assert len(errors) == 3, one.logs()
         assert all("UNAVAILABLE 2" in error for error in errors), errors
-    one.wait()
+    one.kill(2)
+    assert one.wait() == 128 + signal.SIGKILL, one.logs()
 
 
 def test_an_operation_that_nccl_refuses(start_job: StartJob) -> None:
@@ -195,7 +196,7 @@ def test_an_operation_that_nccl_refuses(start_job: StartJob) -> None:
         except _native.StatusError as error:
             tell(error)
         fails(end, "later")
-        quickly_down()
+        shut_down()
         ringjax.init()
         assert (End().run("allreduce", "new epoch", [ones()])[0] == 2).all()
         """,
@@ -216,7 +217,7 @@ def test_what_is_enqueued_is_finished_at_shutdown(start_job: StartJob) -> None:
         gathered = end.submit("allgather", "rows", [ones()])
         for one in (*pending, gathered):
             one.ticket.wait()  # enqueued, no more
-        quickly_down()
+        shut_down()
         for one in pending:
             (out,) = one.wait()
             assert (out == 2).all()
@@ -254,7 +255,7 @@ def test_a_forked_child_leaves_the_device_alone(start_job: StartJob) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (pending.wait()[0] == 2).all()
         assert (end.run("allreduce", "z", [ones()])[0] == 2).all()
-        quickly_down()
+        shut_down()
         """,
     )
     assert one.wait() == 0, one.logs()
@@ -279,7 +280,7 @@ def test_jax_is_left_alone_where_only_pytorch_is_used(start_job: StartJob) -> No
         out = np.zeros(3, np.float32)
         End().submit("allreduce", "x", [ones()], [out]).wait()
         assert (out == 2).all()
-        quickly_down()
+        shut_down()
         """,
     )
     assert one.wait() == 0, one.logs()

@@ -45,9 +45,7 @@ class Stream:
         self.finish = self.stream.finish
 
 def wait_for(done):
-    deadline = time.monotonic() + 20
     while not done():
-        assert time.monotonic() < deadline
         time.sleep(1e-3)
 
 def total():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import signal
 import time
-from functools import partial
 
 import pytest
+from support import mortal
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
@@ -18,7 +18,7 @@ from support.stub_processes import stub_job
 HEAD = """
 import os, signal, sys, time
 import numpy as np
-from support import device_calls as calls
+from support import device_calls as calls, mortal
 import ringjax
 from ringjax import runtime
 
@@ -27,7 +27,7 @@ rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
 FOREVER = 10**9
 
 def tell(error):
-    sys.stdout.write(f"caught at {time.time()}: {error}\\n")
+    sys.stdout.write(f"caught: {error}\\n")
     sys.stdout.flush()
 
 def begin():
@@ -47,21 +47,25 @@ def must_work(device):
     assert all((array == 1).all() for array in steps(device, 3))
     print("works", device.size, flush=True)
 
-def quickly_down():
-    started = time.monotonic()
-    ringjax.shutdown()
-    assert time.monotonic() - started < 10, time.monotonic() - started
 """
 
 
-job = partial(stub_job, HEAD)
+def job(
+    start: StartJob,
+    np: int,
+    script: str,
+    env: dict[str, str] | None = None,
+    **stubs: str | float,
+) -> Job:
+    """Where a loss were noticed by silence, or a call ended at a limit, it hangs."""
+    limits = {"RINGJAX_FAILURE_TIMEOUT": "60"}
+    return stub_job(HEAD, start, np, script, limits | (env or {}), **stubs)
 
 
-def caught(one: Job, rank: int) -> tuple[float, str]:
-    """When a rank caught its error, and the text of it."""
-    assert "caught at " in one.output(rank), one.logs()
-    when, _, text = one.output(rank).partition("caught at ")[2].partition(": ")
-    return float(when), text
+def caught(one: Job, rank: int) -> str:
+    """The text of the error that a rank caught."""
+    assert "caught: " in one.output(rank), one.logs()
+    return one.output(rank).partition("caught: ")[2]
 
 
 def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) -> None:
@@ -69,6 +73,8 @@ def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) ->
         start_job,
         2,
         """
+        if rank == 1:
+            mortal.apart()
         device = begin()
         steps(device, 5)
         print("training", flush=True)
@@ -88,26 +94,24 @@ def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) ->
                 raise AssertionError("no error")
         assert device.stats("allreduce")["calls"] == enqueued
         assert all(np.isnan(x[0]) or (x == 1).all() for x in arrays), arrays
-        quickly_down()
+        ringjax.shutdown()
         try:
             device.run("allreduce", arrays)
         except Exception as error:
             print("late:", error)
         os.environ.update(RINGJAX_RANK="0", RINGJAX_SIZE="1")
         must_work(begin())
-        quickly_down()
+        ringjax.shutdown()
         """,
     )
     for rank in range(2):
         one.wait_for(rank, "training")
-    killed = time.time()
+    mortal.kill(one, rank=1)
+    one.wait_for(0, "works 1")
     one.kill(rank=1)
-    assert one.wait(20) == 128 + signal.SIGKILL, one.logs()
-    when, text = caught(one, 0)
-    assert when - killed < 1.5, one.logs()
-    assert "rank 1" in text
+    assert one.wait() == 128 + signal.SIGKILL, one.logs()
+    assert "rank 1" in caught(one, 0)
     assert "late: RINGJAX[world" in one.output(0), one.logs()
-    assert "works 1" in one.output(0), one.logs()
 
 
 @needs_kernels
@@ -116,6 +120,8 @@ def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> N
         start_job,
         3,
         """
+        if rank == 1:
+            mortal.apart()
         device = begin()
         steps(device, 2)
         arrays = [np.ones(3, np.float32), np.ones(4, np.float16),
@@ -135,20 +141,18 @@ def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> N
         for array in [*arrays, gathered]:
             assert np.isnan(array[0]), array[:3]
         print("all void", flush=True)
-        quickly_down()
+        ringjax.shutdown()
         """,
     )
     for rank in range(3):
         one.wait_for(rank, "ready")
-    time.sleep(0.2)
-    killed = time.time()
-    one.kill(rank=1)
-    assert one.wait(20) == 128 + signal.SIGKILL, one.logs()
+    time.sleep(0.2)  # until most wait for the device
+    mortal.kill(one, rank=1)
     for rank in (0, 2):
-        when, text = caught(one, rank)
-        assert when - killed < 1.5, one.logs()
-        assert "rank 1" in text
-        assert "all void" in one.output(rank), one.logs()
+        one.wait_for(rank, "all void")
+        assert "rank 1" in caught(one, rank)
+    one.kill(rank=1)
+    assert one.wait() == 128 + signal.SIGKILL, one.logs()
 
 
 def test_nothing_goes_before_a_group_that_nccl_has_yet_to_launch(
@@ -176,13 +180,13 @@ def test_nothing_goes_before_a_group_that_nccl_has_yet_to_launch(
             except Exception as error:
                 tell(error)
             thread.join()
-            quickly_down()
+            ringjax.shutdown()
         """,
         {"RINGJAX_FUSION": "pack"},
         NCCL_STUB_LATENCY_MS=20_000,
     )
-    assert one.wait(30) == 0, one.logs()
-    assert "somebody said so" in caught(one, 0)[1], one.logs()
+    assert one.wait() == 0, one.logs()
+    assert "somebody said so" in caught(one, 0), one.logs()
 
 
 def test_worlds_one_after_the_other(start_job: StartJob) -> None:
@@ -190,20 +194,17 @@ def test_worlds_one_after_the_other(start_job: StartJob) -> None:
         start_job,
         2,
         """
-        def least():
-            # threads of the stub end a moment after their streams
-            def now():
-                time.sleep(0.05)
-                return tuple(len(os.listdir("/proc/self/" + x)) for x in ("fd", "task"))
-            return min(now() for _ in range(10))
+        def held():
+            time.sleep(0.05)
+            return [len(os.listdir("/proc/self/" + x)) for x in ("fd", "task")]
 
-        held = []
+        most = None
         for _ in range(5):
             device = begin()
             must_work(device)
             device.start([np.ones(5, np.float32)], site=1)
             device.done(site=1)
-            quickly_down()
+            ringjax.shutdown()
             try:
                 device.run("barrier")
             except Exception as error:
@@ -211,8 +212,10 @@ def test_worlds_one_after_the_other(start_job: StartJob) -> None:
             else:
                 raise AssertionError("no error")
             del device
-            held.append(least())
-        assert held[1:] == held[:1] * 4, held
+            # threads of the stub end a moment after their streams
+            most = most or [min(x) for x in zip(*(held() for _ in range(10)))]
+            while any(now > x for now, x in zip(held(), most)):
+                pass
         """,
     )
     assert one.wait(40) == 0, one.logs()
@@ -230,26 +233,23 @@ def test_a_rank_that_never_calls_is_named(start_job: StartJob) -> None:
         if rank == 2:
             while not device.core.aborted:  # it hears of it as well
                 time.sleep(0.05)
-            quickly_down()
+            ringjax.shutdown()
             sys.exit()
         try:
             steps(device, 1)
         except Exception as error:
             tell(repr(ringjax.errors.from_status(error)))
-        quickly_down()
+        ringjax.shutdown()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "2", "RINGJAX_STALL_WARNING": "1"},
     )
-    started = time.time()
+    assert one.wait() == 0, one.logs()
     for rank in (0, 1):
-        one.wait_for(rank, "caught at ")
-        when, text = caught(one, rank)
-        assert when - started < 20
+        text = caught(one, rank)
         assert "rank 2" in text, one.logs()
         assert "grads" in text
         assert "for 2 s" in text
         assert "still waiting" in one.output(rank), one.logs()
-    assert one.wait(20) == 0, one.logs()
 
 
 def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
@@ -262,16 +262,14 @@ def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
             steps(device, 1)
         except Exception as error:
             tell(error)
-        quickly_down()
+        ringjax.shutdown()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "2"},
-        NCCL_STUB_STALL_SECONDS=30,
+        NCCL_STUB_STALL_SECONDS=60,
     )
-    started = time.time()
-    assert one.wait(40) == 0, one.logs()
+    assert one.wait() == 0, one.logs()
     for rank in range(2):
-        when, text = caught(one, rank)
-        assert when - started < 20
+        text = caught(one, rank)
         assert "allreduce 'grads'" in text
         assert "does not end though every rank has called it" in text
 
@@ -287,18 +285,18 @@ def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
         if rank == 1:
             device.core.abort("somebody said so", 1)
             time.sleep(6)  # it waits for its peer before it aborts
-            quickly_down()
+            ringjax.shutdown()
             sys.exit()
         try:
             steps(device, 1)
         except Exception as error:
             tell(error)
-        quickly_down()
+        ringjax.shutdown()
         """,
         NCCL_STUB_DETECT_DEATH=1,
     )
-    assert one.wait(30) == 0, one.logs()
-    _, text = caught(one, 0)
+    assert one.wait() == 0, one.logs()
+    text = caught(one, 0)
     assert "RINGJAX[world" in text, one.logs()
     assert "an error of NCCL: a peer went away (rank 1" in text, one.logs()
 
@@ -331,7 +329,7 @@ def test_functions_that_fail(start_job: StartJob, where: str) -> None:
                 names = [name for name in {names} if name.startswith(prefix)]
                 os.environ[variable + "_STUB_FAIL"] = ",".join(names)
         for attempt in range({len(names) + 1}):
-            started, device = time.monotonic(), None
+            device = None
             try:
                 device = begin()
                 must_work(device)
@@ -342,10 +340,8 @@ def test_functions_that_fail(start_job: StartJob, where: str) -> None:
                 print("all is well", flush=True)
             except Exception as error:
                 print("error", attempt, type(error).__name__, error, flush=True)
-            quickly_down()
-            assert time.monotonic() - started < 6, attempt
+            ringjax.shutdown()
         """,
-        {"RINGJAX_START_TIMEOUT": "5"},
     )
     assert one.wait(40) == 0, one.logs()
     for rank in range(2):
@@ -361,20 +357,18 @@ def test_the_init_of_nccl_ends_in_time(start_job: StartJob) -> None:
         start_job,
         2,
         """
-        started = time.monotonic()
         try:
             begin()
         except ringjax.errors.StartupError as error:
             tell(error)
-        assert time.monotonic() - started < 12
-        quickly_down()
+        ringjax.shutdown()
         """,
-        {"RINGJAX_START_TIMEOUT": "2"},
+        {"RINGJAX_START_TIMEOUT": "4"},  # for two interpreters to start, too
         NCCL_STUB_INIT_HANG=1,
     )
-    assert one.wait(20) == 0, one.logs()
-    texts = [caught(one, rank)[1] for rank in range(2)]
-    assert any("has not connected 2 ranks within 2 s" in text for text in texts)
+    assert one.wait() == 0, one.logs()
+    texts = [caught(one, rank) for rank in range(2)]
+    assert any("has not connected 2 ranks within 4 s" in text for text in texts)
 
 
 def test_versions_of_nccl_must_be_alike(start_job: StartJob) -> None:
@@ -389,9 +383,9 @@ def test_versions_of_nccl_must_be_alike(start_job: StartJob) -> None:
             tell(error)
         """,
     )
-    assert one.wait(20) == 0, one.logs()
+    assert one.wait() == 0, one.logs()
     for rank in range(3):
-        _, text = caught(one, rank)
+        text = caught(one, rank)
         for word in ["2.28.9", "2.27.3", "libnccl.so.2", "rank 1", "RINGJAX_NCCL"]:
             assert word in text, text
 
@@ -412,11 +406,11 @@ def test_a_rank_without_a_device(start_job: StartJob) -> None:
             one = np.ones(2, np.float32)
             runtime.current("test").communicators[0].execute(0, 1, [one], [one])
             assert (one == 2).all()
-        quickly_down()
+        ringjax.shutdown()
         """,
     )
-    assert one.wait(20) == 0, one.logs()
-    texts = [caught(one, rank)[1].strip() for rank in range(2)]
+    assert one.wait() == 0, one.logs()
+    texts = [caught(one, rank).strip() for rank in range(2)]
     assert texts[0] == texts[1]
     assert "rank 1" in texts[0]
 
@@ -430,15 +424,13 @@ def test_ctrl_c_while_waiting_for_the_device(start_job: StartJob) -> None:
         steps(device, 1)
         print("ready", flush=True)
         if rank == 0:
-            time.sleep(60)
+            time.sleep(1000)
         steps(device, 1)
         """,
     )
     for rank in range(2):
         one.wait_for(rank, "ready")
-    time.sleep(0.3)
-    pressed = time.time()
+    time.sleep(0.3)  # until it waits
     one.kill(rank=1, sig=signal.SIGINT)
-    one.wait_for(1, "KeyboardInterrupt", timeout=5)
-    assert time.time() - pressed < 3
-    assert one.wait(15) != 0
+    one.wait_for(1, "KeyboardInterrupt")  # and not the limit of a call, 60 s
+    assert one.wait() != 0

