@@ -17,9 +17,9 @@ from chaos.loop import WORKER, Training
 from ringjax import eager
 
 if len(sys.argv) <= 3:  # checkpoints are Orbax's, which imports jax
-    from support import core_only
+    from support import numpy_only
 
-    assert core_only  # it refuses frameworks
+    assert numpy_only  # it refuses frameworks
 
 
 def main() -> None:

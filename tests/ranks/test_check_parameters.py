@@ -44,7 +44,7 @@ def test_ranks_that_would_check_at_different_steps_do_not_start(
     import os
     os.environ["RINGJAX_CHECK_PARAMETERS"] = os.environ["RINGJAX_RANK"]
     import ringjax
-    from support import core_only
+    from support import numpy_only
     ringjax.init()
     """
     job = start_job(2, script)

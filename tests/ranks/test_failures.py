@@ -31,7 +31,7 @@ HEAD = """
 import os, sys, time
 import numpy as np
 import ringjax
-from support.core_only import allreduce
+from support.numpy_only import allreduce
 
 ringjax.init()
 rank, size = ringjax.rank(), ringjax.size()

@@ -122,7 +122,7 @@ import gc, os, sys, time
 import numpy as np
 import ringjax
 from ringjax import eager
-from support import core_only
+from support import numpy_only
 
 ringjax.init()
 
@@ -244,7 +244,7 @@ import os, signal
 import numpy as np
 import ringjax
 from ringjax import eager
-from support import core_only
+from support import numpy_only
 
 ringjax.init()
 for step in range(3):
@@ -280,7 +280,7 @@ import os, signal, time
 import numpy as np
 import ringjax
 from ringjax import eager, elastic, runtime
-from support import core_only
+from support import numpy_only
 
 ringjax.init()
 worker = int(os.environ["RINGJAX_WORKER"])

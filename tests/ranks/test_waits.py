@@ -42,10 +42,10 @@ def attempt(call):
 """
 
 CORE = """
-from support import core_only
+from support import numpy_only
 
 def add(name):
-    core_only.allreduce(np.ones(8, "f4"), name=name)
+    numpy_only.allreduce(np.ones(8, "f4"), name=name)
 """
 
 JAX = """
@@ -165,7 +165,7 @@ Start = Callable[..., ElasticJob]
 ELASTIC = (
     LOOP
     + """
-from support import core_only
+from support import numpy_only
 
 mine = {"a": np.full(7, 2.0**WORKER, "f4"), "b": np.full((3, 5), 2.0**WORKER, "f4")}
 
@@ -175,7 +175,7 @@ def load_batch():
 def step(state):
     if WORKER == 1 and os.path.exists(sys.argv[0] + ".hang"):
         load_batch()
-    return {k: core_only.allreduce(x, "Average") for k, x in mine.items()}, state
+    return {k: numpy_only.allreduce(x, "Average") for k, x in mine.items()}, state
 
 train(step, None)
 """

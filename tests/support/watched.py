@@ -22,7 +22,7 @@ import os, signal, sys, time
 import numpy as np
 import ringjax
 from ringjax import eager, elastic
-from support import core_only
+from support import numpy_only
 
 ringjax.init()
 end, lose = os.environ["FOLDER"] + "/end", os.environ["FOLDER"] + "/lose"

@@ -22,17 +22,17 @@ import os, sys, time
 import numpy as np
 import ringjax
 from ringjax import eager
-from support import core_only
+from support import numpy_only
 
 ringjax.init()
 print(ringjax.rank(), ringjax.size(), ringjax.local_rank(), ringjax.cross_size(),
-      int(core_only.allreduce(np.ones(3))[0]))
+      int(numpy_only.allreduce(np.ones(3))[0]))
 """
 LOOP = """
 @ringjax.elastic.run
 def loop(state):
     while state.step < 200 or ringjax.size() < int(sys.argv[1]):
-        core_only.allreduce(np.ones(3))
+        numpy_only.allreduce(np.ones(3))
         state.step += 1
         time.sleep(0.01)
         state.commit()

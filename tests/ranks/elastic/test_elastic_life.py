@@ -21,7 +21,7 @@ EAGER = (
     LOOP
     + """
 from ringjax import eager
-from support import core_only
+from support import numpy_only
 
 mine = np.full(77, 2.0**WORKER, np.float32)
 train(lambda state: ({"x": eager.allreduce(mine, name="x")}, state), None)
@@ -167,7 +167,7 @@ before = held()
 for i in range(20):
     runtime.restart(f"number {i}")
     assert add_all() == 7
-deadline = time.monotonic() + 5
+deadline = time.monotonic() + 20
 while any(a > b for a, b in zip(held(), before)) and time.monotonic() < deadline:
     time.sleep(0.05)
 say("held", *held())
@@ -262,7 +262,7 @@ SIZES = """
 import numpy as np
 import ringjax
 from ringjax import eager
-from support.core_only import allreduce
+from support.numpy_only import allreduce
 
 ringjax.init()
 for n in (0, 1, 1000, 65536, 262144, 1000001):
@@ -289,7 +289,7 @@ import os, signal
 import numpy as np
 import ringjax
 from ringjax import runtime
-from support.core_only import allreduce
+from support.numpy_only import allreduce
 
 ringjax.init()
 state = ringjax.elastic.State(step=0)

@@ -53,7 +53,7 @@ EAGER = (
     LOOP
     + """
 from ringjax import eager
-from support import core_only
+from support import numpy_only
 
 mine = {f"g{n}": np.full(n, 2.0**WORKER, np.float32) for n in (1, 77, 50_021)}
 
