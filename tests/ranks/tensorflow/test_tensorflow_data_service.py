@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -101,10 +100,9 @@ def test_what_is_refused(world: Any, path: Path) -> None:
         client.register_dispatcher(0, "grpc://there:1")
     client.register_worker_for_dispatcher(0, 7)
     client.register_worker_for_dispatcher(0, 7)
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match="has not said 'workers' of 0 in time"):
         client.wait_for_dispatcher_worker_registration(0, 0.3)
-    assert time.monotonic() - start < 10 and client.is_running()
+    assert client.is_running()
     stranger = ComputeClient(service.places(), b"another")
     with pytest.raises(RuntimeError, match="secret|another job"):
         stranger.wait_for_dispatcher_registration(0, 1)

@@ -34,7 +34,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.ranks(2, 3)
+@RANKS
 @pytest.mark.parametrize("mode", ["eager", "function", "graph"])
 def test_broadcast_variables(world, tf, hvd, mode: str) -> None:
     def build() -> Any:

@@ -21,7 +21,6 @@ if "RINGJAX_RANK" in os.environ:
     # TensorFlow reads it when its first operation runs: two threads for all graphs.
     os.environ["TF_NUM_INTEROP_THREADS"] = "2"
 
-# Two ranks do nothing that three do not; a test of each file proves it.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("tensorflow")]
 
 
@@ -37,7 +36,6 @@ def same(actual: Any, expected: Any) -> None:
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.ranks(2, 3)
 def test_many_on_two_threads_in_any_order(world) -> None:
     """Blocking operations would hang: two threads, and each rank begins with others."""
     count = 60

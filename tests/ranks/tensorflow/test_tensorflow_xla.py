@@ -11,7 +11,6 @@ from support.frameworks import in_ranks
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 
-# Two ranks do nothing that three do not; a test of each file proves it.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("tensorflow")]
 
 
@@ -29,7 +28,6 @@ def all_ranks(world: Any, shape: Any) -> np.ndarray:
     return np.stack(draws).astype(np.float32)
 
 
-@pytest.mark.ranks(2, 3)
 def test_all_operations(world) -> None:
     rows = 2 * world.size
 
