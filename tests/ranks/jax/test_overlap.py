@@ -145,7 +145,7 @@ def test_a_rank_that_dies_within_the_window_is_named(start_job: StartJob) -> Non
     for rank in range(3):
         job.wait_for(rank, "training")
     job.kill(rank=1)
-    assert job.wait(30) == 128 + signal.SIGKILL, job.logs()
+    assert job.wait(100) == 128 + signal.SIGKILL, job.logs()
     for rank in (0, 2):
         caught = job.output(rank).partition("caught: ")[2]
         assert "rank 1" in caught, job.logs()

@@ -17,7 +17,6 @@ from support import local_devices as devices
 
 import ringjax
 
-# Two ranks do nothing that three do not; a test of each file proves it.
 pytestmark = [
     pytest.mark.ranks(3, env=devices.environment(4)),
     pytest.mark.launch("shards"),
@@ -51,7 +50,6 @@ def test_training_is_that_of_one_device_with_all_data(world, kind, donate) -> No
     assert state[0].seq.tolist() == [5]
 
 
-@pytest.mark.ranks(2, 3)
 def test_every_bucket_starts_and_ends_in_the_program(world) -> None:
     mesh = devices.mesh((4,))
     tx = grads_mean()

@@ -19,7 +19,7 @@ from support import local_devices as devices
 import ringjax
 
 pytestmark = [
-    pytest.mark.ranks(2, env=devices.environment(4)),
+    pytest.mark.ranks(3, env=devices.environment(4)),
     pytest.mark.launch("shards"),
     pytest.mark.usefixtures("world"),
 ]
@@ -173,20 +173,21 @@ def test_jax_says_that_it_does_not_export_it(world) -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_what_is_of_no_mesh_goes_as_ever_under_one(world, kind) -> None:
     """JAX would have the devices of the mesh do it, which shapes must not depend on."""
-    own = np.full((world.rank + 1, 2), float(world.rank))
-    everyone = np.concatenate([np.full((r + 1, 2), float(r)) for r in range(2)])
+    rank, n = world.rank, world.size
+    own = np.full((rank + 1, 2), float(rank))
+    everyone = np.concatenate([np.full((r + 1, 2), float(r)) for r in range(n)])
     with jax.set_mesh(devices.mesh((4,), kind)):
-        assert ringjax.allgather_object(world.rank) == [0, 1]
-        assert ringjax.allreduce_metrics({"loss": float(world.rank)}) == {"loss": 0.5}
+        assert ringjax.allgather_object(rank) == list(range(n))
+        assert ringjax.allreduce_metrics({"loss": rank}) == {"loss": (n - 1) / 2}
         np.testing.assert_array_equal(ringjax.allgather(own), everyone)
-        got = ringjax.reducescatter(np.arange(4.0), op=ringjax.Sum)
-        np.testing.assert_array_equal(got, 2 * np.arange(4.0)[2 * world.rank :][:2])
-        got = ringjax.alltoall(np.arange(2.0) + 10 * world.rank)
-        np.testing.assert_array_equal(got, [world.rank, 10.0 + world.rank])
-        got = ringjax.broadcast_parameters({"w": own[:1], "step": world.rank}, 1)
+        got = ringjax.reducescatter(np.arange(2.0 * n), op=ringjax.Sum)
+        np.testing.assert_array_equal(got, n * (2.0 * rank + np.arange(2)))
+        got = ringjax.alltoall(np.arange(n) + 10.0 * rank)
+        np.testing.assert_array_equal(got, 10.0 * np.arange(n) + rank)
+        got = ringjax.broadcast_parameters({"w": own[:1], "step": rank}, 1)
         np.testing.assert_array_equal(got["w"], [[1.0, 1.0]])
         assert got["step"] == 1
-        state = ringjax.elastic.State(w=own[:1], step=world.rank)
+        state = ringjax.elastic.State(w=own[:1], step=rank)
         state.sync()
         assert state.step == 0 and not state.w.any()
         # The mesh is there again.
