@@ -270,13 +270,13 @@ WAITING = (
     HEAD
     + """
 tickets = [] if rank == 1 else [submit(f"pending {i}") for i in range(100)]
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     if rank == 1:
         time.sleep(60)
     tickets[0].wait()
 except BaseException as error:
-    print(f"caught at {time.time()}: {type(error).__name__} {error}", flush=True)
+    print(f"caught: {type(error).__name__} {error}", flush=True)
     for ticket in tickets:
         try:
             ticket.wait()
@@ -293,15 +293,14 @@ except BaseException as error:
 
 
 def test_a_killed_rank_fails_what_waits_for_it(start_job: StartJob) -> None:
-    job = start_job(3, WAITING)
+    # By its connections, not because it says nothing for so long.
+    job = start_job(3, WAITING, env={"RINGJAX_FAILURE_TIMEOUT": "1000"})
     for rank in range(3):
         job.wait_for(rank, "ready")
-    killed = time.time()
     job.kill(rank=1)
     for rank in (0, 2):
         job.wait_for(rank, "all failed")
-        when, _, text = job.output(rank).partition("caught at ")[2].partition(": ")
-        assert float(when) - killed < 2
+        text = job.output(rank).partition("caught: ")[2]
         assert "allreduce 'pending 0' (f64[4], SUM): rank 1 " in text
         assert "later: UNAVAILABLE" in text
         assert "no error" not in text
@@ -344,16 +343,16 @@ def test_a_late_rank_fails_one_operation_only(
         print("went on", flush=True)
         """
     )
-    patience = {"RINGJAX_STALL_WARNING": "0.3", "RINGJAX_COLLECTIVE_TIMEOUT": "1"}
+    patience = {"RINGJAX_STALL_WARNING": "0.3", "RINGJAX_COLLECTIVE_TIMEOUT": "4"}
     over = {"OVER": str(tmp_path / "over")}
     job = start_job(2, HEAD + script, env=patience | over)
     assert job.wait(30) == 0, job.logs()
     text = "rank 1 has not submitted allreduce 'late' (f64[4], SUM) for "
-    assert f"caught: DEADLINE_EXCEEDED RINGJAX[world, epoch 0]: {text}1 s" in (
+    assert f"caught: DEADLINE_EXCEEDED RINGJAX[world, epoch 0]: {text}4 s" in (
         job.output(0)
     )
-    assert f"{text}0." in job.output(0)  # the warning
-    assert "still waiting" in job.output(0)
+    warning = rf"{re.escape(text)}[\d.]+ s; .*; still waiting\n"
+    assert re.search(warning, job.output(0)), job.logs()
     for rank in range(2):
         assert "went on" in job.output(rank)
 
@@ -411,10 +410,7 @@ def test_a_waiting_rank_can_be_interrupted(start_job: StartJob) -> None:
     job = start_job(2, WAITING)
     for rank in range(2):
         job.wait_for(rank, "ready")
-    time.sleep(0.3)
-    pressed = time.time()
+    time.sleep(0.3)  # by now it waits, or soon: either way it must end
     job.interrupt()
-    job.wait(10)
-    assert time.time() - pressed < 3
-    assert "caught at" in job.output(0)
-    assert "KeyboardInterrupt" in job.output(0)
+    job.wait()
+    assert "caught: KeyboardInterrupt" in job.output(0), job.logs()
