@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording clean
+.PHONY: help demo test docs-test bench-check cuda-build-check test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording python-version clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -26,6 +26,7 @@ SOURCES := $(shell PATH='$(PATH)'; find xla_ext tests/native tests/fuzz tests/cu
   -name '*.h' -o -name '*.cc' -o -name '*.cu')
 NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES)) $(wildcard xla_ext/cuda/*)
 TESTS ?=
+CUDA_BUILD := $(CURDIR)/$(VENV)/cuda-build
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -38,8 +39,19 @@ demo: $(VENV)/installed-examples  ## train on handwritten digits with 2 ranks
 # Two at a time: most wait for something half of the time. JOBS=1 for one after the other,
 # as plain `pytest` does.
 JOBS ?= 2
-test: $(VENV)/torch $(VENV)/installed-test  ## all tests: plain pytest, which launches ranks itself
-	$(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(TESTS)
+PYTEST = $(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS))
+test: $(VENV)/torch $(VENV)/installed-test  ## the suite: plain pytest, which launches ranks itself
+	$(PYTEST) $(TESTS)
+
+# Three parts that plain pytest leaves to these targets; CI runs them, too.
+docs-test: $(VENV)/installed-test  ## run the programs of the documentation, and the examples
+	$(PYTEST) tests/docs $(TESTS)
+
+bench-check: $(VENV)/installed-test $(VENV)/installed-bench  ## test the benchmarks, not ringjax
+	$(PYTEST) tests/bench $(TESTS)
+
+cuda-build-check: $(VENV)/installed-test $(CUDA_BUILD)/installed  ## compile the CUDA kernels by nvcc and NVRTC
+	PYTHONPATH=$(CUDA_BUILD) $(PYTEST) tests/cuda_build $(TESTS)
 
 # In an environment of its own: their packages are large, and pull others along.
 ENGINES ?= ray spark slurm kubernetes mpi grid_engine
@@ -164,6 +176,9 @@ recording: $(VENV)/installed-examples $(VENV)/installed-checkpoint $(SITE)/insta
 	PYTHONPATH=$(SITE) $(BIN)/python -m termtosvg render build/killed.cast \
 	  $(RECORDED)/killed.svg -m 150 -M 900 -D 4000 -t gjm8
 
+python-version:
+	@$(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+
 clean:  ## remove all that make has made, the environments too
 	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -222,6 +237,16 @@ $(RELEASE)/installed: release/constraints.txt
 
 $(VENV)/installed-cmake: | $(VENV)/made
 	$(PIP) install 'cmake>=3.20' ninja
+	@touch $@
+
+# What pyproject.toml lets a build bring along, beside the environment: NVRTC, and nvcc
+# where the machine has none.
+$(CUDA_BUILD)/installed: pyproject.toml | $(VENV)/made
+	rm -rf $(CUDA_BUILD)
+	$(PIP) install --no-deps --target $(CUDA_BUILD) $$($(BIN)/python -c 'import tomllib, shutil; \
+	  overrides = tomllib.load(open("pyproject.toml", "rb"))["tool"]["scikit-build"]["overrides"]; \
+	  print(*[p for o in overrides for p in o["build"]["requires"] \
+	          if "nvrtc" in p or not shutil.which("nvcc")])')
 	@touch $@
 
 # JAX's compiler for CUDA without CUDA's libraries, which only running needs. It calls

@@ -38,7 +38,7 @@ SDIST = ("tests/conftest.py", "benchmarks/allreduce.py", "docs/conf.py", "Makefi
 PARTS = {"nanobind", "robin-map", "XLA FFI headers"}
 BIN = Path(sys.executable).parent
 # A few tests of the sdist, alone and on ranks, that no framework but JAX is needed for.
-TESTS = ["unit/test_documents.py", "unit/test_site.py", "unit/test_benchmarks.py"]
+TESTS = ["unit/test_documents.py", "unit/test_site.py", "bench/test_benchmarks.py"]
 TESTS += ["ranks/jax/test_barrier.py", "ranks/jax/test_sync.py"]
 BENCHMARK = "-np 2 --peers ringjax jax-gloo --sizes 64K --no-model --no-tcp --rounds 2"
 

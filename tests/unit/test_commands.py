@@ -1,6 +1,6 @@
 """Every command of the documentation is one: its options, files, targets and settings.
 
-The programs of the pages run in tests/ranks/test_pages.py; what would take several
+The programs of the pages run in tests/docs/test_pages.py; what would take several
 hosts, an engine or a day to run is read here by those who would read it.
 """
 

@@ -1,7 +1,7 @@
 """Every name of the API's reference is used in an example that some test runs.
 
 Examples are those in docstrings (test_doctests.py), the Python blocks of the pages
-(tests/ranks/test_pages.py, test_recipes.py) and the cells of the notebook.
+(tests/docs/test_pages.py, test_recipes.py) and the cells of the notebook.
 """
 
 from __future__ import annotations

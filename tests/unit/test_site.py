@@ -1,7 +1,7 @@
 """The pages of the site: nothing left out, nothing that only looks like a page.
 
 That it builds without a warning is `make docs`; that its programs run,
-tests/ranks/test_pages.py. Here is what needs no Sphinx.
+tests/docs/test_pages.py. Here is what needs no Sphinx.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""ringjax.bench on real worlds, and the comparison in benchmarks/ with ringjax alone.
-
-No test looks at how long something took.
-"""
+"""ringjax.bench on real worlds. No test looks at how long something took."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.launch import ROOT, StartJob, environment
+from support.launch import StartJob
 from support.rank_worker import World
 
 pytestmark = pytest.mark.launch("collectives")
@@ -96,46 +91,3 @@ def test_as_a_program(start_job: StartJob, tmp_path: Path) -> None:
     assert written["ranks"] == 2 and written["mode"] == "donated"
     assert [row["size"] for row in written["rows"]] == [1024, 4096, 16384]
     assert all(row["algorithm"] for row in written["rows"])
-
-
-def compared(program: str, *words: str, file: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What a comparison with nobody else has printed, and its rows."""
-    words = ("--peers", "ringjax", *words, "--json", str(file))
-    done = subprocess.run(
-        [sys.executable, "-m", program, *words],
-        cwd=ROOT,
-        env=environment("", {}),
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, json.loads(file.read_text())["rows"]
-
-
-def test_the_comparison_runs(tmp_path: Path) -> None:
-    short = ["--rounds", "1", "--seconds", "0.01", "--sizes", "4096", "--no-model"]
-    text, rows = compared("benchmarks.allreduce", *short, file=tmp_path / "rows.json")
-    assert "4 KiB, float32, sum" in text
-    assert [row["variant"] for row in rows] == [
-        "jit",
-        "jit, donated",
-        "allreduce_grads in jit, donated",
-        "core, numpy in place",
-    ]
-    assert rows[0]["ratio"] == 1.0 and len(rows[0]["rounds_us"]) == 1
-
-
-def test_the_comparison_of_all_collectives_runs(tmp_path: Path) -> None:
-    words = ["--quick", "-np", "3", "--rounds", "1"]  # which win over --quick
-    file = tmp_path / "rows.json"
-    text, rows = compared("benchmarks.collectives", *words, file=file)
-    names = ["allreduce", "broadcast", "allgather", "alltoall", "reducescatter"]
-    found = [(row["collective"], row["tensors"], row["size"]) for row in rows]
-    # A third for each rank, in whole numbers.
-    assert found == [(name, 1, size) for name in names for size in (4092, 1048572)]
-    assert all(row["ranks"] == 3 and len(row["rounds_us"]) == 1 for row in rows)
-    *_, head, first = text[: text.index("allreduce, 1 MiB  ")].splitlines()
-    assert head.split() == ["us", "(min", "..", "max)", "ringjax", "foreign"]
-    assert first.startswith("allreduce, 4 KiB  ")
