@@ -67,9 +67,7 @@ def run(start_job: StartJob, np: int, memory: int, script: str) -> Job:
     return start_job(np, HEAD + dedent(script), env=env)
 
 
-@pytest.mark.parametrize(
-    ("np", "memory"), [(1, 40 * KIB), (2, 0), (3, 40 * KIB), (3, MIB)]
-)
+@pytest.mark.parametrize(("np", "memory"), [(2, 0), (3, 40 * KIB)])
 def test_the_window_gives_what_in_place_gives(
     start_job: StartJob, np: int, memory: int
 ) -> None:
