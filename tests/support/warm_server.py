@@ -113,6 +113,8 @@ class ForkingPopen(subprocess.Popen[bytes]):
                     os.setpgid(0, process_group)
                 if preexec_fn is not None:
                     preexec_fn()
+                if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as at a start
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 _take_name(words, variables)
             _end(_outcome(words))
         self.pid = pid
@@ -157,8 +159,6 @@ def _reset_signals() -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _assigned(env: Mapping[str, str]) -> list[str]:

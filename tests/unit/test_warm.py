@@ -141,8 +141,12 @@ def test_a_test_file_gets_the_framework_that_it_or_its_support_imports() -> None
     assert warm.framework("x = 'import jax'\n", {}) == ""
 
 
-def test_ranks_find_their_framework_loaded(start_job: StartJob) -> None:
-    script = "import sys\nprint('jax' in sys.modules)\nimport jax"
+def test_ranks_find_their_framework_loaded_and_hear_ctrl_c(start_job: StartJob) -> None:
+    script = """
+        import signal, sys
+        print("jax" in sys.modules, signal.getsignal(signal.SIGINT).__name__)
+        import jax
+    """
     job = start_job(2, script)
     assert job.wait() == 0, job.logs()
-    assert [job.output(rank) for rank in range(2)] == ["True\n"] * 2
+    assert {job.output(rank) for rank in range(2)} == {"True default_int_handler\n"}
