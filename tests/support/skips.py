@@ -1,0 +1,28 @@
+"""The end of a run lists the skipped tests by reason, with their number.
+
+A plugin of pytest, which tests/conftest.py registers. `pytest -rs` lists them by place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints one line for each reason, the most frequent first."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(map(_reason, reports))
+    if not reasons:
+        return
+    terminalreporter.write_sep("=", f"{len(reports)} skipped, by reason")
+    for reason, count in sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0])):
+        example = next(r.nodeid for r in reports if _reason(r) == reason)
+        terminalreporter.write_line(f"{count:4} {reason} ({example})")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """What was said; of a skip, a report holds the place, the line and the text."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    return " ".join(str(text).removeprefix("Skipped: ").split()) or "no reason"
