@@ -48,6 +48,7 @@ TEST(eager_a_mismatch_is_one_text_everywhere) {
 
 TEST(eager_a_duplicate_is_refused_at_once) {
   Eager world(2);
+  std::barrier refused(2);
   world.Each([&](EagerLane& lane, int rank) {
     Floats x(4, rank), y(4, rank);
     if (rank == 0) {
@@ -56,6 +57,7 @@ TEST(eager_a_duplicate_is_refused_at_once) {
       CHECK(second.status().code() == Code::kInvalidArgument);
       CHECK(Says(second.status(), "duplicate"));
       CHECK(Says(second.status(), "allreduce 'x'"));
+      refused.arrive_and_wait();
       // Another operation may have the name.
       EagerRequest barrier;
       barrier.what.op = Collective::kBarrier;
@@ -64,7 +66,7 @@ TEST(eager_a_duplicate_is_refused_at_once) {
       CHECK(first->Wait().ok());
       CHECK(other->Wait().ok());
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      refused.arrive_and_wait();
       auto first = lane.Submit(Place("x", &x, &x)).value();
       EagerRequest barrier;
       barrier.what.op = Collective::kBarrier;
@@ -108,7 +110,7 @@ TEST(eager_refuses_what_cannot_be) {
 TEST(eager_what_waits_too_long_fails_and_the_rest_goes_on) {
   EagerOptions options;
   options.stall_warning = 0.1;
-  options.timeout = 0.4;
+  options.timeout = 1;
   for (const size_t tile : {0, 4096}) {
     Eager world(3, options, tile);
     std::barrier over(3);

@@ -89,7 +89,7 @@ TEST(eager_any_order_from_any_thread) {
 
 TEST(eager_fuses_what_is_ready_together) {
   EagerOptions options;
-  options.cycle_seconds = 0.05;
+  options.cycle_seconds = 0.3;  // in which all of them are submitted
   Eager world(2, options);
   world.Each([&](EagerLane& lane, int rank) {
     std::vector<Floats> data(100, Floats(10, rank));

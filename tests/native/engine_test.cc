@@ -205,7 +205,7 @@ TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
   std::vector<float> data(4, 1.0f);
   const Status status = world.ranks[0]->Run(AllreduceOf(&data));
   CHECK(status.code() == Code::kUnavailable);
-  for (int i = 0; i < 500 && zero->lost().size() < 2; ++i)
+  for (int i = 0; i < 6000 && zero->lost().size() < 2; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   CHECK_EQ(zero->lost()[0].first, 2);
   close(other[1]);
@@ -222,7 +222,7 @@ TEST(AHeartbeatNoticesManyThatDieAtOnce) {
   }
   const auto zero = std::make_shared<Heartbeat>(0, peers, 10.0, 60.0, MakeBell());
   for (const int fd : ends) close(fd);
-  for (int i = 0; i < 500 && zero->lost().size() < ends.size(); ++i)
+  for (int i = 0; i < 6000 && zero->lost().size() < ends.size(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   CHECK_EQ(zero->lost().size(), ends.size());
 }
@@ -235,7 +235,7 @@ TEST(AHeartbeatRestsWhileAForkedChildHasALostSocket) {
   const auto zero = std::make_shared<Heartbeat>(
       0, std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 60.0, MakeBell());
   close(pair[1]);
-  for (int i = 0; i < 500 && zero->lost().empty(); ++i)
+  for (int i = 0; i < 6000 && zero->lost().empty(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   CHECK_EQ(zero->lost().size(), 1u);
   const auto before = std::clock();
@@ -288,7 +288,8 @@ TEST(WhoLeavesAfterACallIsNotBlamedByThoseThatAreStillInIt) {
         if (r == 2) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
         std::vector<float> data(4, 1.0f);
         ends[r] = world.ranks[r]->Run(AllreduceOf(&data));
-        if (!ends[r].ok()) world.ranks[2]->Abort(ends[r]);
+        if (ends[r].ok()) return;
+        for (int other : {1, 2}) world.ranks[other]->Abort(ends[r]);
       });
     world.ranks[0]->PeerLeft(1, finished);
     for (auto& thread : threads) thread.join();

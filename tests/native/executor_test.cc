@@ -31,7 +31,7 @@ Status RunStep(int rank, Link* link, Doorbell* bell, std::vector<float>* data) {
   lane.timeout = 10;
   const std::atomic<bool> aborted = false;
   Waiter waiter(bell, &aborted, 0, true);
-  waiter.set_slice(std::chrono::seconds(1));  // a wait for nothing in particular shows
+  waiter.set_slice(std::chrono::hours(1));  // else a wait for nothing would not show
   const Status status = Execute(Compile(schedule, 2, true), memory,
                                 {DType::kF32, DType::kF16}, {}, lane, &waiter);
   for (auto& each : lane.links) each.release();  // it is the caller's
@@ -56,12 +56,10 @@ TEST(ASendOnAFullSocketEndsWhenAllIsOut) {
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   CHECK(!over);
-  const auto start = Clock::now();
+  // Dozens of times the socket is full: the sender sleeps until there is room.
   CHECK(RunStep(1, ends.links[1].get(), ends.bells[1].get(), &received).ok());
   sender.join();
   CHECK(received == sent);
-  // Dozens of times the socket was full: the sender slept until there was room.
-  CHECK(Clock::now() - start < std::chrono::seconds(15));
 }
 
 }  // namespace

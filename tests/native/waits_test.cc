@@ -16,10 +16,10 @@
 namespace ringjax {
 namespace {
 
-// Whether it comes true; false after ten seconds.
+// Whether it comes true; false after a minute.
 template <typename Condition>
 bool Soon(Condition condition) {
-  const auto limit = Clock::now() + std::chrono::seconds(10);
+  const auto limit = Clock::now() + std::chrono::seconds(60);
   while (!condition() && Clock::now() < limit) std::this_thread::yield();
   return condition();
 }
