@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-LONGEST = 5.0  # seconds for one input
+LONGEST = 5.0  # seconds of this process's own time for one input
 MOST_INPUT = 4096  # bytes
 MOST_MEMORY = 32 << 20  # bytes that an input of that size may make a parser allocate
 _LOOK_AT_MEMORY = 64  # every so many inputs, because looking is slow
@@ -121,22 +121,22 @@ def search(target: Target, runs: int, seed: int = 1, seconds: float = 1e9) -> in
 
 
 def _run(target: Target, data: bytes, *, measured: bool) -> None:
-    before = signal.signal(signal.SIGALRM, _too_long)
-    signal.setitimer(signal.ITIMER_REAL, LONGEST)
+    before = signal.signal(signal.SIGPROF, _too_long)
+    signal.setitimer(signal.ITIMER_PROF, LONGEST)
     if measured:
         tracemalloc.start()
     try:
         try:
             target.run(data)
         finally:  # here, too, the alarm may go off
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     except target.raises:
         pass
     except BaseException as error:
         text = f"{target.name}: {type(error).__name__}: {error}; the input: {data!r}"
         raise Broken(text) from error
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGPROF, before)
         peak = tracemalloc.get_traced_memory()[1] if measured else 0
         if measured:
             tracemalloc.stop()

@@ -7,6 +7,7 @@ tests/native/fuzz_targets.h.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -123,7 +124,10 @@ _folder = tempfile.TemporaryDirectory(prefix="ringjax-fuzz-")
 
 def _written(data: bytes, name: str) -> str:
     path = os.path.join(_folder.name, name)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    # Not into the old one: some file systems write a file that was cut to disk at once.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     os.write(fd, data)
     os.close(fd)
     return path
