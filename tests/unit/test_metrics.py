@@ -9,7 +9,6 @@ import re
 import socket
 import stat
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support import leaks
 from support.launch import ROOT
+from support.waiting import LONG, until
 
 from ringjax.config import Config
 from ringjax.monitor import metrics, view
@@ -224,13 +224,13 @@ def serve() -> Iterator[Serve]:
             return endpoint
 
         yield begin
-    assert not leaks.settle(before.leaked_since)
+    assert not leaks.settle(before.leaked_since, 10)
 
 
 def _get(url: str, **headers: str) -> tuple[int, str, str]:
     request = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=LONG) as answer:
             kind = answer.headers["Content-Type"]
             return answer.status, kind, answer.read().decode()
     except urllib.error.HTTPError as error:
@@ -290,7 +290,7 @@ def test_garbage_is_answered_or_not_and_the_next_one_is_served(
     serve: Serve, data: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     endpoint = serve()
-    sock = socket.create_connection(_address(endpoint), 5)
+    sock = socket.create_connection(_address(endpoint), LONG)
     with sock, contextlib.suppress(OSError):
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
@@ -300,31 +300,37 @@ def test_garbage_is_answered_or_not_and_the_next_one_is_served(
     assert capfd.readouterr() == ("", "")
 
 
+def _serving() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if "process_request" in t.name]
+
+
 def test_who_hangs_keeps_nobody_out(serve: Serve) -> None:
     """More than there are places for, which say nothing, or half of something."""
     endpoint = serve()
     with contextlib.ExitStack() as stack:
         for number in range(30):
-            sock = socket.create_connection(_address(endpoint), 5)
+            sock = socket.create_connection(_address(endpoint), LONG)
             stack.callback(sock.close)
             if number % 2:
                 sock.sendall(b"GET /metrics HTTP/1.1\r\nHost:")
         for _ in range(3):
             assert _get(endpoint.url)[0] == 200
-        serving = [t for t in threading.enumerate() if "process_request" in t.name]
-        assert not leaks.settle(
-            lambda: ["threads"] * (sum(t.is_alive() for t in serving) > 9)
-        )
+        until(lambda: len(_serving()) <= 9)
 
 
-def test_a_client_that_reads_nothing_does_not_keep_it_from_ending() -> None:
+def test_a_client_that_reads_nothing_does_not_keep_it_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ringjax.run.monitor.endpoint._Handler.timeout", 3600.0)
     endpoint = Endpoint(Wanted(host="127.0.0.1"), lambda: "x" * (32 << 20))
-    with socket.create_connection(_address(endpoint), 5) as sock:
+    with (
+        contextlib.closing(endpoint),
+        socket.create_connection(_address(endpoint), LONG) as sock,
+    ):
         sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        time.sleep(0.2)
-        begin = time.monotonic()
+        assert sock.recv(1, socket.MSG_PEEK)  # the rest does not fit anywhere
         endpoint.close()
-        assert time.monotonic() - begin < 3
+        until(lambda: not _serving())
 
 
 def test_a_file_is_replaced_as_a_whole(
@@ -340,12 +346,10 @@ def test_a_file_is_replaced_as_a_whole(
     file = TextFile(str(path), render, print)
     try:
         seen = set()
-        until = time.monotonic() + 5
-        while len(seen) < 20 and time.monotonic() < until:
+        while len(seen) < 20:
             lines = path.read_text().splitlines()
             assert len(lines) == 20_000 and len(set(lines)) == 1
             seen.add(lines[0])
-        assert len(seen) >= 20
         assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444
         assert {p.name for p in tmp_path.glob("*.prom")} == {"job.prom"}
     finally:
@@ -365,9 +369,11 @@ def test_a_folder_that_goes_away_is_said_once(
     folder, said = tmp_path / "folder", list[str]()
     folder.mkdir()
     file = TextFile(str(folder / "job.prom"), str, said.append)
-    (folder / "job.prom").unlink()
-    folder.rmdir()
-    assert not leaks.settle(lambda: [] if said else ["nothing said"])
-    time.sleep(0.2)
-    file.close()
+    try:
+        (folder / "job.prom").unlink()
+        folder.rmdir()
+        until(lambda: said)
+        until(lambda: not file._thread.is_alive())
+    finally:
+        file.close()
     assert len(said) == 1 and "No such file" in said[0]
