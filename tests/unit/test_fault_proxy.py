@@ -78,7 +78,7 @@ def test_no_damage_is_believed(
         _join(server, proxy).close()
 
 
-def test_a_silent_network_is_given_up_at_the_limit_of_the_caller(
+def test_a_silent_network_is_given_up_in_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that is less than a handshake may take: else this would never end."""
