@@ -1,11 +1,14 @@
-"""The eager lane through the native binding, on real ranks, without a framework."""
+"""The eager lane through the native binding, on real ranks, without a framework.
+
+Of the binding and of processes: what the lane does is in tests/native/eager_*_test.cc,
+and by name in test_eager.py.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import re
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -19,6 +22,7 @@ from support.launch import StartJob
 import ringjax
 from ringjax import _native, runtime
 
+pytestmark = pytest.mark.launch("core")
 OPS, DTYPES = _native.COLLECTIVES, _native.DTYPES
 KINDS = {"f": "f", "i": "i", "u": "u", "c": "c", "b": "bool"}
 Array = np.ndarray[Any, Any]
@@ -66,41 +70,7 @@ def total(value: float, **options: Any) -> float:
     return float(out[0])
 
 
-@pytest.mark.ranks(1, 2, 3, 5)
-def test_orders_that_differ() -> None:
-    ringjax.init()
-    rank, size = ringjax.rank(), ringjax.size()
-    for step in range(3):
-        order = np.random.default_rng(rank + 10 * step).permutation(50)
-        work = {i: allreduce(np.full(i, rank + float(i)), f"t{i}") for i in order}
-        for i, (ticket, out) in work.items():
-            ticket.wait()
-            assert (out == size * (size - 1) / 2 + size * i).all()
-
-
-@pytest.mark.ranks(2, 3, 5)
-def test_threads_submit_and_wait() -> None:
-    ringjax.init()
-    size, failed = ringjax.size(), []
-
-    def work(thread: int) -> None:
-        try:
-            for i in range(30):
-                ticket, out = allreduce(np.full(9, i), f"{thread} {i}")
-                ticket.wait()
-                assert (out == size * i).all()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-
-
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(3)
 def test_results_that_the_core_makes() -> None:
     ringjax.init()
     rank, size, lane = ringjax.rank(), ringjax.size(), runtime.lane()
@@ -128,34 +98,6 @@ def test_results_that_the_core_makes() -> None:
         ticket.output(1)
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_mismatch_leaves_the_job_usable() -> None:
-    ringjax.init()
-    rank = ringjax.rank()
-    ticket, _ = allreduce(np.ones(17 + (rank == 1)), "grad")
-    with pytest.raises(_native.StatusError) as error:
-        ticket.wait()
-    assert error.value.code == "MISMATCH"
-    assert "Mismatched shapes of allreduce 'grad'" in str(error.value)
-    assert total(1.0) == ringjax.size()
-
-
-@pytest.mark.ranks(2)
-def test_a_duplicate_name_is_refused_at_once() -> None:
-    ringjax.init()
-    if ringjax.rank() == 0:
-        ticket, _ = allreduce(np.ones(3), "twice")
-        with pytest.raises(_native.StatusError, match="duplicate.*") as error:
-            allreduce(np.ones(3), "twice")
-        assert error.value.code == "INVALID_ARGUMENT"
-        assert "'twice'" in str(error.value)
-        assert total(1.0) == 2
-    else:
-        assert total(1.0) == 2
-        ticket, _ = allreduce(np.ones(3), "twice")
-    ticket.wait()
-
-
 @pytest.mark.ranks(2)
 def test_what_is_kept_is_let_go_when_it_has_ended() -> None:
     ringjax.init()
@@ -179,20 +121,6 @@ def test_what_is_kept_is_let_go_when_it_has_ended() -> None:
             time.sleep(0.01)
         assert watch() is None
         assert (out == 2).all()
-
-
-@pytest.mark.ranks(3)
-def test_join() -> None:
-    ringjax.init()
-    rank, lane = ringjax.rank(), runtime.lane()
-    for i in range(rank * 3):
-        ticket, out = allreduce(np.ones(4), f"step {i}")
-        ticket.wait()
-        assert (out == sum(3 * r > i for r in range(3))).all()
-    joined = lane.join()
-    joined.wait()
-    assert joined.last_joined == 2
-    assert total(1.0) == 3
 
 
 @pytest.mark.ranks(3)
