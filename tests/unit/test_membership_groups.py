@@ -146,6 +146,17 @@ def test_a_new_coordinator_ends_the_group_of_who_does_not_come_back(
     assert job.order() == [0, 1]
 
 
+def test_a_new_coordinator_loses_no_group_of_a_worker_that_has_finished() -> None:
+    members = started().last(0, "members")
+    job = Job(4, 2, resume=True, **PAIRS)
+    job.membership.finished(2, job.now)
+    memory = {"term": 0, "epoch": 0, "members": members, "finished": {}}
+    for worker in (0, 1, 3):
+        job.hello(worker, rejoin=memory)
+    end(job, 2, "ended")
+    assert not fenced(job)
+
+
 def test_a_welcome_says_who_the_others_are() -> None:
     mates = [{"seen": "h", "hello": {"group_port": 5}}, {"seen": "g", "hello": {}}]
     message = {"type": "welcome", "epoch": 3, "rank": 5, "size": 6, "why": ""}

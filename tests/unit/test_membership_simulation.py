@@ -1,6 +1,6 @@
-"""Elastic jobs in simulated time: fifty thousand seeds, and rules that are wrong.
+"""Elastic jobs in simulated time: some thousand seeds, and rules that are wrong.
 
-The simulation is tests/simulation/job.py; run it by hand for more seeds.
+The simulation is tests/simulation/job.py; `make soak` runs sixty thousand seeds.
 """
 
 from __future__ import annotations
@@ -11,30 +11,26 @@ from simulation import job
 from simulation.call import Violation
 from simulation.wrong_rules import WRONG
 
-SEEDS, SLICES = 50_000, 10
+# By the number of workers in a group. Wrong rules are found within 140 seeds. Of 806
+# small mistakes in ringjax/membership, a random part was tried: those that 5,000 seeds
+# find were found within 100, but one, which needs groups of two, within 1,100.
+SEEDS = {1: 2000, 2: 1500, 3: 300}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("piece", range(SLICES))
-def test_the_invariants_hold(piece: int) -> None:
-    count = SEEDS // SLICES
-    for seed in range(piece * count, (piece + 1) * count):
-        job.run(seed)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("group", [2, 3])
-def test_the_invariants_hold_with_groups(group: int) -> None:
-    for seed in range(SEEDS // SLICES):
+@pytest.mark.parametrize("group", SEEDS)
+def test_the_invariants_hold(group: int) -> None:
+    for seed in range(SEEDS[group]):
         job.run(seed, group=group)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_rules_are_caught(wrong: str) -> None:
     """Otherwise the test above would prove nothing."""
+    group = 2 if wrong == "own ending" else 1
     with pytest.raises(Violation):
-        for seed in range(3000):
-            job.run(seed, wrong, group=2 if wrong == "own ending" else 1)
+        for seed in range(SEEDS[group]):
+            job.run(seed, wrong, group)
 
 
 def test_a_seed_tells_all() -> None:
