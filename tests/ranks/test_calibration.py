@@ -170,7 +170,9 @@ def test_members_of_an_elastic_job_know_constants_that_newcomers_do_not(
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
+# ringrun asks all to end a second after a loss; a busy one may be about to tell of it.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.environ["RINGJAX_HOSTNAME"] = "host" + os.environ["RINGJAX_RANK"]
 import ringjax
 from ringjax.errors import RingjaxError
@@ -181,12 +183,10 @@ def strike(probe):
 
 if os.environ["RINGJAX_RANK"] == "1":
     calibration._short = strike
-start = time.monotonic()
 try:
     ringjax.init()
 except RingjaxError as error:
-    took = time.monotonic() - start
-    print(f"{{type(error).__name__}} after {{took:.1f}} s: {{error}}", flush=True)
+    print(f"{{type(error).__name__}}: {{error}}", flush=True)
     time.sleep(2)  # so that all of them have said it
     sys.exit(4)
 """
@@ -196,7 +196,7 @@ def test_a_rank_that_dies_meanwhile_is_named(start_job: StartJob) -> None:
     job = start_job(3, SCRIPT.format(strike="os._exit(3)"))
     assert job.wait() != 0
     for rank in (0, 2):
-        assert "PeerLost after" in job.output(rank)
+        assert "PeerLost: " in job.output(rank)
         assert "rank 1" in job.output(rank)
 
 

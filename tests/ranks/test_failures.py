@@ -26,9 +26,21 @@ import ringjax
 
 pytestmark = pytest.mark.launch("collectives")
 
+TELL = """
+# Where tests run in the background of a shell, Ctrl-C is ignored and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# ringrun asks all to end a second after a loss; a busy one may be about to tell of it.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+def tell(error):
+    sys.stdout.write(f"caught: {error}\\n")
+    sys.stdout.flush()
+"""
+
 # What is not about XLA needs no jax: its calls go the way of a compiled program's.
-HEAD = """
-import os, sys, time
+HEAD = (
+    """
+import os, signal, sys, time
 import numpy as np
 import ringjax
 from support.numpy_only import allreduce
@@ -42,15 +54,14 @@ def train(steps):
 
 def loss():
     allreduce(np.ones(4, "f4"), name="loss")
-
-def tell(error):
-    sys.stdout.write(f"caught: {error}\\n")
-    sys.stdout.flush()
 """
+    + TELL
+)
 
 # The same names where XLA is in the story: what it makes of an error, of a signal.
-COMPILED = """
-import os, sys, time
+COMPILED = (
+    """
+import os, signal, sys, time
 import jax, jax.numpy as jnp, numpy as np, optax
 import ringjax
 
@@ -74,11 +85,9 @@ def train(steps):
 
 def loss():
     jax.block_until_ready(ringjax.allreduce(jnp.ones(4), name="loss"))
-
-def tell(error):
-    sys.stdout.write(f"caught: {error}\\n")
-    sys.stdout.flush()
 """
+    + TELL
+)
 
 TRAIN = """
 train(10)
@@ -97,9 +106,6 @@ except Exception as error:
 )
 
 WAIT = """
-import signal
-# Where tests run in the background of a shell, Ctrl-C is ignored and that is inherited.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 loss()  # compiled, if it is: the next one is in the core within a moment
 print("ready", flush=True)
 try:
@@ -208,7 +214,7 @@ def test_a_rank_that_leaves_early_is_named(start_job: StartJob) -> None:
 
 
 def test_a_frozen_rank_is_named_after_the_failure_timeout(start_job: StartJob) -> None:
-    patience = {"RINGJAX_FAILURE_TIMEOUT": "2", "RINGJAX_HEARTBEAT": "0.2"}
+    patience = {"RINGJAX_FAILURE_TIMEOUT": "4", "RINGJAX_HEARTBEAT": "0.2"}
     job = start_job(3, HEAD + TRAIN_ON, env={**PATIENT, **patience})
     _all_print(job, "training")
     job.kill(rank=2, sig=signal.SIGSTOP)
