@@ -177,6 +177,7 @@ os.environ["RINGJAX_HOSTNAME"] = "host" + os.environ["RINGJAX_RANK"]
 import ringjax
 from ringjax.errors import RingjaxError
 from ringjax.links import calibration
+from support import numpy_only
 
 def strike(probe):
     {strike}

@@ -212,6 +212,7 @@ import os, signal, sys, time
 import numpy as np
 import ringjax
 from ringjax import eager
+from support import numpy_only
 
 ringjax.init()
 for step in range(40):
@@ -304,6 +305,7 @@ if os.environ["RINGJAX_RANK"] != "0" and len(sys.argv) == 2:
     os.execvp("unshare", [*words, sys.executable, *sys.argv, "there"])
 import ringjax
 from ringjax import eager
+from support import numpy_only
 
 ringjax.init()
 with ringjax.profile(sys.argv[1]):
