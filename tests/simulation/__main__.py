@@ -10,6 +10,8 @@ from simulation import job
 from simulation.call import Violation
 from simulation.wrong_rules import WRONG
 
+ALL = {1: 50_000, 2: 5_000, 3: 5_000}  # seeds, by the number of workers in a group
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs many seeds, prints those that fail; 1 if there were any."""
@@ -17,18 +19,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 10000))
     parser.add_argument("--wrong", choices=WRONG, default="")
     parser.add_argument("--group", type=int, default=1, help="workers of a group")
+    parser.add_argument("--all", action="store_true", help="60,000 seeds, as make soak")
     options = parser.parse_args(arguments)
+    parts = [(options.group, range(*options.seeds))]
+    if options.all:
+        parts = [(group, range(count)) for group, count in ALL.items()]
+    return int(sum(run(*part, options.wrong) for part in parts) > 0)
+
+
+def run(group: int, seeds: range, wrong: str) -> int:
+    """Prints the seeds that fail; how many they are."""
     begin, failed = time.process_time(), 0
-    for seed in range(*options.seeds):
+    for seed in seeds:
         try:
-            job.run(seed, options.wrong, options.group)
+            job.run(seed, wrong, group)
         except Violation as violation:
             failed += 1
             print(violation)
     seconds = time.process_time() - begin
-    count = options.seeds[1] - options.seeds[0]
+    count = len(seeds)
     print(f"{count} seeds, {failed} failed, {count / seconds:.0f} a second")
-    return int(failed > 0)
+    return failed
 
 
 if __name__ == "__main__":

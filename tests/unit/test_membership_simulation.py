@@ -1,6 +1,6 @@
 """Elastic jobs in simulated time: some thousand seeds, and rules that are wrong.
 
-The simulation is tests/simulation/job.py; `make soak` runs sixty thousand seeds.
+The simulation is tests/simulation/job.py; `make soak` runs 60,000 seeds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from simulation.wrong_rules import WRONG
 
 # By the number of workers in a group. Wrong rules are found within 140 seeds. Of 806
 # small mistakes in ringjax/membership, a random part was tried: those that 5,000 seeds
-# find were found within 100, but one, which needs groups of two, within 1,100.
+# find were found within 800, but one, which needs groups of two, within 1,100.
 SEEDS = {1: 2000, 2: 1500, 3: 300}
 
 
