@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.launch import ROOT, environment
+from support.waiting import LONG
 
 from ringjax.control.waiting import readable
 from ringjax.monitor import sockets
@@ -209,7 +210,7 @@ class Ringrun:
             while not self._over.is_set():
                 with contextlib.suppress(TimeoutError, BrokenPipeError):
                     sock, _ = self._listener.accept()
-                    sock.settimeout(5)
+                    sock.settimeout(LONG)
                     stack.callback(sock.close)
                     sock.sendall(self._data)
                     if not self._hangs:
@@ -334,7 +335,7 @@ def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None
             os.write(ours, end)
         text = _shown(ours, b"\x1b[?1049l")
         assert b"Traceback" not in text
-        assert process.wait(10) == 0
+        assert process.wait(LONG) == 0
         assert termios.tcgetattr(theirs) == before
 
 
@@ -347,6 +348,6 @@ def _on_its_terminal() -> None:
 def _shown(terminal: int, wanted: bytes) -> bytes:
     text = b""
     while wanted not in text:
-        assert readable(terminal, 15), text
+        assert readable(terminal, LONG), text
         text += os.read(terminal, 1 << 16)
     return text
