@@ -13,8 +13,8 @@ import ringjax
 from ringjax import eager
 from ringjax.errors import Mismatch
 
-# Two ranks do nothing that three do not; a test of each file proves it.
-pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.launch("torch")]
+# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 
 def _rows(rank: int, n: int, dtype: Any = np.float32) -> Any:
@@ -164,8 +164,5 @@ def test_the_ranks_need_not_agree_about_out(world: World) -> None:
     assert (result == size * (size + 1) / 2).all()
     assert rank > 0 or result is out
     with pytest.raises(Mismatch):
-        # Of other lengths, so not for ranks that are alone.
-        if size == 1:
-            raise Mismatch("alone")
         eager.allreduce(np.ones(3 + rank), name="other", out=np.ones(3 + rank))
     assert (eager.allreduce(x, ringjax.Min, name="some") == 1).all()

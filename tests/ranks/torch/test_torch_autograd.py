@@ -9,8 +9,8 @@ import torch
 
 import ringjax.torch as hvd
 
-# Two ranks do nothing that three do not; a test of each file proves it.
-pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.launch("torch")]
+# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 
 def gradient(run: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from support.stacked import raises
 
 import ringjax.torch as hvd
 
-# Two ranks do nothing that three do not; a test of each file proves it.
-pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.launch("torch")]
+# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, weight_decay=0.1),
