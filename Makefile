@@ -27,6 +27,7 @@ SOURCES := $(shell PATH='$(PATH)'; find xla_ext tests/native tests/fuzz tests/cu
 NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES)) $(wildcard xla_ext/cuda/*)
 TESTS ?=
 CUDA_BUILD := $(CURDIR)/$(VENV)/cuda-build
+CORE := build/native/libringjax_core.a
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -42,7 +43,7 @@ JOBS ?= 2
 AGAIN ?=
 PYTEST = $(BIN)/$(if $(AGAIN),python -P tests/support/again.py,pytest) \
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS))
-test: $(VENV)/torch $(VENV)/installed-test  ## the suite: plain pytest, which launches ranks itself
+test: $(VENV)/torch $(VENV)/installed-test  ## the suite: plain pytest, which builds native tests and launches ranks
 	$(PYTEST) $(TESTS)
 
 # Three parts that plain pytest leaves to these targets; CI runs them, too.
@@ -195,8 +196,10 @@ $(VENV)/made:
 	  echo 'The venv module is incomplete: on Debian and Ubuntu install python3-venv.' >&2; exit 1; }
 	@touch $@
 
-$(VENV)/installed: $(VENV)/made pyproject.toml $(NATIVE)
-	$(PIP) install --editable .
+# The core is built once for its own tests and for the extension of every interpreter.
+$(VENV)/installed: pyproject.toml $(NATIVE) | $(VENV)/installed-cmake
+	cd tests && ../$(BIN)/python -m support.native_build ringjax_core
+	$(PIP) install --editable . --config-settings=cmake.define.RINGJAX_CORE=$(CURDIR)/$(CORE)
 	@touch $@
 
 PACKAGES_OF = $(BIN)/python -c 'import sys, tomllib; \

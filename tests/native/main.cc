@@ -1,6 +1,7 @@
-// ringjax_native_tests [name-filter [least-loan]]: runs the registered tests whose name
-// contains the filter, one line each, with messages lent from so many bytes on. A test
-// that hangs ends the program with its name.
+// ringjax_native_tests [filter [least-loan]]: runs the registered tests whose name
+// contains the filter, or is what follows the "=" of "=Name", one line each, with
+// messages lent from so many bytes on. A test that hangs ends the program with its
+// name. --list names all.
 #include <signal.h>
 #include <unistd.h>
 
@@ -23,16 +24,25 @@ void OnAlarm(int) {
   _exit(2);
 }
 
+bool Chosen(const char* name, const char* filter) {
+  if (filter[0] == '=') return std::strcmp(name, filter + 1) == 0;
+  return std::strstr(name, filter) != nullptr;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
   const char* filter = argc > 1 ? argv[1] : "";
   if (argc > 2) ringjax::least_loan = std::strtoull(argv[2], nullptr, 10);
+  if (std::strcmp(filter, "--list") == 0) {
+    for (const auto& test : ringjax::testing::Tests()) std::puts(test.name);
+    return 0;
+  }
   signal(SIGALRM, OnAlarm);
   int passed = 0, failed = 0;
   for (const auto& test : ringjax::testing::Tests()) {
-    if (std::strstr(test.name, filter) == nullptr) continue;
+    if (!Chosen(test.name, filter)) continue;
     running = test.name;
     ringjax::testing::failures = 0;
     alarm(kSecondsPerTest);

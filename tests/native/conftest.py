@@ -1,0 +1,76 @@
+"""The native tests as items of pytest: `pytest tests/native/board_test.cc -k Turn`.
+
+Each runs in a process of its own, so that one that crashes or hangs fails alone; the
+program ends itself after its own limit. What it is built from: support/native_build.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import native_build
+
+
+class NativeFailure(Exception):
+    """A check failed, or the program crashed; the text is what it printed."""
+
+
+class NativeTest(pytest.Item):
+    """One TEST of a file."""
+
+    line: int
+
+    def setup(self) -> None:
+        """Builds what has changed, which may take longer than a test may."""
+        try:
+            self.program = native_build.tests()
+        except native_build.BuildError as error:
+            pytest.fail(str(error), pytrace=False)
+
+    def runtest(self) -> None:
+        done = subprocess.run(
+            [self.program, f"={self.name}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode:
+            raise NativeFailure(f"exit code {done.returncode}\n{done.stdout}")
+
+    def repr_failure(
+        self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None
+    ) -> Any:
+        """Shows what the program printed, not how this process called it."""
+        if isinstance(excinfo.value, NativeFailure):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, self.line, self.name
+
+
+class NativeFile(pytest.File):
+    """A file of tests."""
+
+    def collect(self) -> Iterable[NativeTest]:
+        """Reads the file, since nothing may be built yet."""
+        text = self.path.read_text()
+        for found in re.finditer(r"(?m)^TEST\((\w+)\)", text):
+            item: NativeTest = NativeTest.from_parent(self, name=found[1])
+            item.line = text.count("\n", 0, found.start())
+            item.add_marker(pytest.mark.timeout(0))
+            yield item
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
+    if file_path.name.endswith("_test.cc"):
+        return NativeFile.from_parent(parent, path=file_path)
+    return None
