@@ -1,7 +1,9 @@
 """Chaos: workers die, freeze, leave, and training goes on without losing a step.
 
 After every story, all steps are computed again in one process, see chaos/deeds.py. What
-`make soak` does for hours. One story has compiled steps and a state of jax's arrays;
+`make soak` does for hours. A new worker may come before the next step, so it depends on
+the machine whether there is one with a rank less; that there is none with two less is
+that nobody else was lost. One story has compiled steps and a state of jax's arrays;
 the others are about the launcher, the coordinator and the core, and do without.
 """
 
@@ -37,7 +39,7 @@ def test_a_killed_worker_costs_no_step(start_job: StartJob, tmp_path: Path) -> N
     chaos.wait_for(3)  # another worker takes its place
     verdict = chaos.end()
     assert len(verdict.recoveries) == 2
-    assert (verdict.smallest, verdict.largest) == (2, 3)
+    assert verdict.smallest >= 2 and verdict.largest == 3
 
 
 @pytest.mark.timeout(150)
@@ -50,7 +52,7 @@ def test_two_die_at_once(start_job: StartJob, tmp_path: Path) -> None:
         chaos.do("kill", worker, training[worker], chance)
     chaos.wait_for_steps(50)
     verdict = chaos.end()
-    assert verdict.smallest <= 2
+    assert len(verdict.recoveries) == 4
     # 0.1 s on an idle machine, on which a job needs less than a second to start.
     assert max(verdict.recoveries) < 2 + 2 * start
 
@@ -84,7 +86,7 @@ def test_one_of_many_dies(start_job: StartJob, tmp_path: Path) -> None:
     chaos.wait_for_steps(20)
     verdict = chaos.end()
     assert len(verdict.recoveries) == 23
-    assert verdict.smallest == 23
+    assert verdict.smallest >= 23
 
 
 @pytest.mark.timeout(150)
@@ -110,7 +112,9 @@ def test_a_long_freeze_is_a_loss_and_the_frozen_one_must_not_go_on(
     chaos.do("fence", frozen, training[frozen], chance)
     chaos.wait_for_steps(50)
     chaos.wait_for_end_of(frozen, 20)
-    assert chaos.end().smallest == 2  # and it contributed to nothing afterwards
+    assert chaos.end().smallest >= 2  # and it contributed to nothing afterwards
+    lost = rf"\(worker {frozen}, pid \d+\) was declared lost"
+    assert re.search(lost, chaos.job.launcher_output()), chaos.logs()
 
 
 @pytest.mark.timeout(150)
@@ -122,7 +126,7 @@ def test_a_worker_that_is_asked_to_leave_costs_nothing(
     chaos.do("term", max(training), training[max(training)], chance)
     chaos.wait_for_end_of(max(training), 30)
     chaos.wait_for_steps(50)
-    assert chaos.end().smallest == 2
+    assert chaos.end().smallest >= 2
 
 
 @pytest.mark.timeout(150)
@@ -139,7 +143,7 @@ def test_a_worker_without_memory_is_lost_and_replaced(
         assert time.monotonic() < deadline, chaos.logs()
         time.sleep(0.05)
     chaos.wait_for(3)
-    assert chaos.end().smallest == 2
+    assert chaos.end().smallest >= 2
     text = chaos.job.launcher_output()
     assert "No space left on device" in text
     assert re.search(r"^ringrun: .*worker 1, .*MemoryError", text, re.MULTILINE)
@@ -180,7 +184,7 @@ def test_a_worker_that_the_kernel_kills_for_its_memory_is_replaced(
     chaos.do("memory", 1, training[1], chance)
     chaos.wait_for_end_of(1, 40)
     chaos.wait_for(3)
-    assert chaos.end().smallest == 2
+    assert chaos.end().smallest >= 2
     text = chaos.job.launcher_output()
     assert re.search(r"^ringrun: .*worker 1, .* killed by signal 9", text, re.MULTILINE)
 
@@ -232,4 +236,4 @@ def test_half_a_minute_of_everything_at_random(
     assert chaos.counts()["kill"] >= 2
     assert chaos.failures() >= 2
     assert verdict.steps > 20
-    assert (verdict.smallest, verdict.largest) == (1, 3)
+    assert verdict.largest == 3
