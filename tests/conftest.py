@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import frameworks, leaks, rank_worker, warm
+from support import frameworks, leaks, rank_worker, skips, warm
 from support.launch import Job, StartJob, cheap_code
 from support.rank_items import RUNS, RankItem, Runs, share
 from support.rank_worker import VARIABLE, RankWorker, World
@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.stash[RUNS] = Runs()
         config.add_cleanup(warm.end_servers)
+        config.pluginmanager.register(skips)
         if not hasattr(config, "workerinput"):  # pytest-xdist's processes share one
             _give_cache(config)
 

@@ -231,6 +231,8 @@ def _end(code: int) -> NoReturn:
         import atexit
 
         atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     ctypes.pythonapi.Py_Exit(code & 0xFF)
