@@ -114,6 +114,16 @@ def test_what_has_no_meaning_is_refused(world: World, op: str) -> None:
     assert eager.allreduce(1, ringjax.Sum) == world.size
 
 
+@pytest.mark.parametrize("op", ["Min", "Max"])
+def test_the_ends_of_every_range(world: World, op: str) -> None:
+    """What is unsigned is not taken for signed, nor the other way round."""
+    for dtype in INTEGERS:
+        ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 1], dtype)
+        xs = [np.roll(ends, rank) for rank in range(world.size)]
+        found = eager.allreduce(xs[world.rank], getattr(ringjax, op), name=dtype)
+        same(found, reduced(op, xs))
+
+
 def test_reducescatter(world: World) -> None:
     check(
         world,

@@ -34,7 +34,7 @@ def test_equal_rows(world) -> None:
             equal(out, np.concatenate(xs[dtype]))
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("rows", "rest"),
     [((0, 0, 0), ()), ((7, 0, 1), (4,)), ((0, 2, 3), (2, 0)), ((1, 6, 0), (3, 1, 2))],

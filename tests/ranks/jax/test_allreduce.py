@@ -68,7 +68,7 @@ def test_every_dtype(world, op) -> None:
             equal(out, oracle(op, xs[dtype]), tolerance)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("shape", "dtype", "count"),
     [

@@ -52,7 +52,7 @@ def test_average_is_the_default(world) -> None:
     equal(reducescatter(whole[world.rank]), expected)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("total", "rest", "op"),
     [
