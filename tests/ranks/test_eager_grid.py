@@ -114,14 +114,27 @@ def test_what_has_no_meaning_is_refused(world: World, op: str) -> None:
     assert eager.allreduce(1, ringjax.Sum) == world.size
 
 
+def test_calls_that_wait(world: World) -> None:
+    """Of numpy's arrays: they have a way of their own through the binding."""
+    for dtype in DTYPES:
+        xs = [draw(r, (3, 2), dtype) for r in range(world.size)]
+        x = xs[world.rank]
+        same(eager.allreduce(x, ringjax.Sum, name="r"), reduced("Sum", xs))
+        same(eager.allgather(x, name="g"), np.concatenate(xs))
+        same(eager.broadcast(x, world.size - 1, name="b"), xs[-1])
+        part = np.array_split(reduced("Sum", xs), world.size)[world.rank]
+        same(eager.reducescatter(x, ringjax.Sum, name="s"), part)
+
+
 @pytest.mark.parametrize("op", ["Min", "Max"])
 def test_the_ends_of_every_range(world: World, op: str) -> None:
     """What is unsigned is not taken for signed, nor the other way round."""
     for dtype in INTEGERS:
         ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 1], dtype)
         xs = [np.roll(ends, rank) for rank in range(world.size)]
-        found = eager.allreduce(xs[world.rank], getattr(ringjax, op), name=dtype)
-        same(found, reduced(op, xs))
+        call = xs[world.rank], getattr(ringjax, op)
+        same(eager.allreduce(*call, name=dtype), reduced(op, xs))
+        same(eager.allreduce_async(*call, name=dtype).wait(), reduced(op, xs))
 
 
 def test_reducescatter(world: World) -> None:
