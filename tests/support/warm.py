@@ -112,8 +112,8 @@ class _Server:
         kept = {k: v for k, v in env.items() if not k.startswith("RINGJAX_T")}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "support.warm_server",
-                 str(theirs.fileno()), json.dumps(modules), room],
+                [sys.executable, "-P", warm_server.__file__, str(theirs.fileno()),
+                 json.dumps(modules), room],
                 env={**kept, warm_server.ROOM_VARIABLE: room},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

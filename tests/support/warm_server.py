@@ -310,7 +310,5 @@ def main(orders: int, modules: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # One module, not two of which one is __main__: forked programs replace that one.
-    from support import warm_server
-
-    warm_server.main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    _this = sys.modules["__main__"]  # forked programs have another module of that name
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))
