@@ -17,21 +17,22 @@ from support.launch import Job, StartJob
 
 TRAIN = """
 import os, sys
-import jax, jax.numpy as jnp
+import numpy as np
 import ringjax
+from support import numpy_only
 
 ringjax.init()
 rank, size = ringjax.rank(), ringjax.size()
-x, steps = jnp.arange(1001, dtype=jnp.float32) + rank, 0
-expected = jnp.arange(1001, dtype=jnp.float32) * size + sum(range(size))
-step = jax.jit(lambda x: ringjax.allreduce(x, op=ringjax.Sum))
+x, steps = np.arange(1001, dtype=np.float32) + rank, 0
+expected = np.arange(1001, dtype=np.float32) * size + sum(range(size))
 print("training", flush=True)
 while True:
     for _ in range(20):
-        assert (step(x) == expected).all(), f"step {steps} has a wrong result"
+        found = numpy_only.allreduce(x)
+        assert (found == expected).all(), f"step {steps} has a wrong result"
         steps += 1
-    stop = jnp.float32(rank == 0 and os.path.exists(sys.argv[1]))
-    if ringjax.allreduce(stop, op=ringjax.Max) > 0:
+    stop = np.float32(rank == 0 and os.path.exists(sys.argv[1]))
+    if numpy_only.allreduce(stop, "Max") > 0:
         break
 print(f"done after {steps} steps", flush=True)
 """
