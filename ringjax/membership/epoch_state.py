@@ -116,7 +116,8 @@ class EpochState:
         if now < min(self._doubts.values()) + doubt:
             return None
         rank_of = {worker: rank for rank, worker in enumerate(self.order)}
-        rank = verdicts.culprit((rank_of[a], rank_of[b]) for a, b in self._doubts)
+        pairs = ((rank_of[a], rank_of[b]) for a, b in self._doubts)
+        rank = verdicts.culprit(pairs, {rank_of[worker] for worker in self.joiners})
         assert rank is not None
         worker = self.order[rank]
         accusers = [w for w, accused in self._doubts if accused == worker]

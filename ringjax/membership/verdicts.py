@@ -10,7 +10,7 @@ have complete results, it may count as finished though nobody has returned yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,20 +133,28 @@ def all_sets(
     return found, following
 
 
-def culprit(accusations: Iterable[tuple[int, int]]) -> int | None:
+def culprit(
+    accusations: Iterable[tuple[int, int]], joined: Container[int] = ()
+) -> int | None:
     """The rank to give up so that ranks which cannot reach each other are not together.
 
     Args:
         accusations: pairs of (accuser, accused), both alive.
+        joined: ranks that have joined in this epoch. They may have no state of the
+            training yet, and the others have it.
 
     Returns:
-        The one that has trouble with the most others; of equals the one that more
-        accuse; of equals the highest.
+        The one that has trouble with the most others; of equals one that has joined;
+        of equals the one that more accuse; of equals the highest.
 
     Example:
         >>> culprit([(0, 3), (3, 0), (1, 3)])
         3
         >>> culprit([(0, 1), (1, 0)])
+        1
+        >>> culprit([(1, 0)])
+        0
+        >>> culprit([(1, 0)], joined=[1])
         1
     """
     trouble: dict[int, set[int]] = {}
@@ -157,6 +165,11 @@ def culprit(accusations: Iterable[tuple[int, int]]) -> int | None:
         accusers[accused] = accusers.get(accused, 0) + 1
     return max(
         trouble,
-        key=lambda rank: (len(trouble[rank]), accusers.get(rank, 0), rank),
+        key=lambda rank: (
+            len(trouble[rank]),
+            rank in joined,
+            accusers.get(rank, 0),
+            rank,
+        ),
         default=None,
     )

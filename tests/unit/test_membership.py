@@ -120,6 +120,20 @@ def test_of_two_that_do_not_reach_each_other_one_stays() -> None:
     assert job.order() == [0, 2, 3]
 
 
+def test_a_rank_that_has_joined_puts_out_none_that_has_the_state() -> None:
+    job = started(2, 1, 3).hello(8)
+    job.say(8, "ready")
+    job.say(1, "restart", text="ValueError")
+    job.report(0, 1, line=(3, 4, True))
+    assert job.order() == [0, 1, 8]
+    job.say(8, "suspect", rank=0, text="rank 0 cannot be reached")
+    job.report(0, 1, 8)
+    job.wait(1.1)
+    assert job.order() == [0, 1]
+    text = "it says that it cannot reach the others"
+    assert job.last(8) == {"type": "fenced", "text": text}
+
+
 def test_restart() -> None:
     job = started(3, 1, 4).hello(8)
     job.say(8, "ready")
