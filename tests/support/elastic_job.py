@@ -139,9 +139,11 @@ class ElasticJob:
     def wait_for(
         self, check: Callable[[], bool], what: str, seconds: float = 40
     ) -> None:
-        """Waits until something is so."""
+        """Waits until something is so; not for long once no worker is left."""
         deadline = time.monotonic() + seconds
         while not check():
+            if all(process.poll() is not None for process in self.workers.values()):
+                deadline = min(deadline, time.monotonic() + 5)
             if time.monotonic() > deadline:
                 raise JobError(f"never: {what}\n{self.story()}")
             time.sleep(0.005)

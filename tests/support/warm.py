@@ -210,7 +210,8 @@ def framework(text: str, env: Mapping[str, str]) -> str:
         statement = rf"^\s*(?:import|from) (?:{pattern})\b|in_ranks\(\"(?:{pattern})\b"
         if re.search(statement, text, re.MULTILINE):
             if name == "keras":
-                return env.get("KERAS_BACKEND", "tensorflow")
+                said = re.search(r"KERAS_BACKEND\W+(\w+)", text)
+                return said[1] if said else env.get("KERAS_BACKEND", "tensorflow")
             return name
     return ""
 

@@ -138,6 +138,8 @@ def test_a_test_file_gets_the_framework_that_it_or_its_support_imports() -> None
     assert framework("torch/test_torch_ops.py") == "torch"
     assert framework("tensorflow/test_tensorflow_ops.py") == "tensorflow"
     assert framework("keras/test_keras_jax.py", KERAS_BACKEND="jax") == "jax"
+    script = "os.environ['KERAS_BACKEND'] = 'torch'\nimport keras"
+    assert warm.framework(script, {}) == "torch"
     assert warm.framework("x = 'import jax'\n", {}) == ""
 
 
