@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -100,7 +101,9 @@ class ForkingPopen(subprocess.Popen[bytes]):
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        with warnings.catch_warnings():  # of threads, which the child has not
+            warnings.simplefilter("ignore")
+            pid = os.fork()
         if pid == 0:
             with _fatal():
                 _keep((p2cread, c2pwrite, errwrite), pass_fds)
