@@ -181,7 +181,7 @@ ringrun -np 4 python -m ringjax.bench allreduse  # !! allreduse
 ringjax doctr  # !! doctr
 ringjax doctor -G one:4  # !! -G
 python -m ringjax_bench  # !! ringjax_bench
-RINGJAX_ALGORITM=ring python train.py  # !! ALGORITM
+RINGJAX_ALGORITHMS=ring python train.py  # !! ALGORITHMS
 RINGJAX_LOG_LEVEL=loud python train.py  # !! loud
 pip install 'ringjax[tops]'  # !! tops
 make dcos  # !! dcos
