@@ -41,7 +41,7 @@ _SETS = {
     "torch": ("torch", "ringjax.torch"),
     "tensorflow": ("tensorflow", "ringjax.tensorflow"),
 }
-_MOST = 4  # servers of one process
+_MOST = 6  # servers of one process
 # One process never holds TensorFlow and PyTorch (tests/support/frameworks.py), so a
 # program is given one framework; others that it imports, it imports itself.
 _IMPORTS = {

@@ -38,8 +38,7 @@ ROOM_VARIABLE = "RINGJAX_TEST_ROOM"
 # Interpreters and libraries read these variables while they are loaded.
 READ_AT_IMPORT = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "MKL_", "KMP_"),
-    *("NPY_", "NUMPY_", "JAX_", "ENABLE_", "TF_", "TORCH", "PYTORCH_", "CUDA_"),
-    *("NVIDIA_", "LC_", "LANG"),
+    *("NPY_", "NUMPY_", "JAX_", "ENABLE_", "TF_", "TORCH", "PYTORCH_", "LC_", "LANG"),
 )
 _LAUNCHER = "ringjax.run"
 
