@@ -27,7 +27,7 @@ from typing import IO
 from ringjax.run import environ
 from support import leaks, warm_server
 
-# What every program of the tests may import; pytest runs in ranks.
+# Modules that every program of the tests may import; pytest runs in ranks.
 _CORE = (
     "numpy",
     "pytest",
@@ -133,6 +133,7 @@ class _Server:
         with theirs:
             fds = [*files, theirs.fileno()]
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+        self._programs = [old for old in self._programs if old.poll() is None]
         try:
             self._programs.append(Process(ours, words))
         except OSError as error:
