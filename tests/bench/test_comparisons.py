@@ -15,7 +15,7 @@ from support.launch import ROOT, environment
 
 
 def compared(program: str, *words: str, file: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What a comparison with nobody else has printed, and its rows."""
+    """The output of a comparison without other libraries, and its rows."""
     words = ("--peers", "ringjax", *words, "--json", str(file))
     done = subprocess.run(
         [sys.executable, "-m", program, *words],

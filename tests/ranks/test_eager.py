@@ -30,7 +30,7 @@ DTYPES = (
 
 
 def mine(rank: int, shape: tuple[int, ...] = (3, 2), dtype: str = "float32") -> Any:
-    """What `rank` gives: small integers, so that sums are exact in any dtype."""
+    """The input of `rank`: small integers, so that sums are exact in any dtype."""
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     values = np.random.default_rng(rank).integers(0, 4, shape)
     return values.astype(kind)

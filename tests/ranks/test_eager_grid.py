@@ -33,7 +33,7 @@ UNDEFINED = {"Average": ("bool",), "Min": COMPLEX, "Max": COMPLEX}
 
 
 def draw(rank: int, shape: Sequence[int], dtype: Any) -> Any:
-    """What `rank` gives: small integers, so that sums are exact in any dtype."""
+    """The input of `rank`: small integers, so that sums are exact in any dtype."""
     values = np.random.default_rng([rank, *shape]).integers(0, 4, shape)
     return np.asarray(values).astype(dtype)
 
@@ -115,7 +115,7 @@ def test_what_has_no_meaning_is_refused(world: World, op: str) -> None:
 
 
 def test_calls_that_wait(world: World) -> None:
-    """Of numpy's arrays: they have a way of their own through the binding."""
+    """Arrays of numpy have a way of their own through the binding."""
     for dtype in DTYPES:
         xs = [draw(r, (3, 2), dtype) for r in range(world.size)]
         x = xs[world.rank]
@@ -128,7 +128,7 @@ def test_calls_that_wait(world: World) -> None:
 
 @pytest.mark.parametrize("op", ["Min", "Max"])
 def test_the_ends_of_every_range(world: World, op: str) -> None:
-    """What is unsigned is not taken for signed, nor the other way round."""
+    """An unsigned dtype is not taken for the signed one, nor the other way round."""
     for dtype in INTEGERS:
         ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 1], dtype)
         xs = [np.roll(ends, rank) for rank in range(world.size)]

@@ -37,7 +37,7 @@ def tell(error):
     sys.stdout.flush()
 """
 
-# What is not about XLA needs no jax: its calls go the way of a compiled program's.
+# Stories that are not about XLA need no jax: numpy_only calls as a program does.
 HEAD = (
     """
 import os, signal, sys, time
@@ -58,7 +58,7 @@ def loss():
     + TELL
 )
 
-# The same names where XLA is in the story: what it makes of an error, of a signal.
+# These names are for stories about XLA: its way with an error, with a signal.
 COMPILED = (
     """
 import os, signal, sys, time

@@ -47,7 +47,7 @@ def processes(job: str) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process holds at one moment, and files of ringjax in shared memory.
+    """The resources of this process at one moment, and ringjax's files in /dev/shm.
 
     Other programs make and remove names in /dev/shm at all times; these do not count.
     """

@@ -49,7 +49,7 @@ def allreduce(
     name: str = "",
     process_set: runtime.ProcessSet = runtime.global_process_set,
 ) -> Any:
-    """As a compiled program's, but that what fails has a class of ringjax's.
+    """An allreduce as a compiled program calls it; errors have classes of ringjax.
 
     Args:
         op: a key of `_native.REDUCE_OPS`.

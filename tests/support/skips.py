@@ -23,6 +23,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """What was said; of a skip, a report holds the place, the line and the text."""
+    """The reason; the report of a skip holds its place, its line and its text."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     return " ".join(str(text).removeprefix("Skipped: ").split()) or "no reason"

@@ -20,7 +20,7 @@ from support.launch import ROOT
 
 @dataclass(frozen=True)
 class Module:
-    """What a Python file contains; the whole syntax tree would fill the memory."""
+    """A digest of a Python file; whole syntax trees would fill the memory."""
 
     docstring: str | None
     docstrings: list[str]  # its own, and those of its classes and functions
@@ -77,15 +77,15 @@ class Tree:
         return found
 
     def text(self, path: str) -> str:
-        """What a file contains."""
+        """The text of a file."""
         return _text(self.root / path)
 
     def module(self, path: str) -> Module:
-        """What a Python file contains."""
+        """The digest of a Python file."""
         return _module(self.root / path)
 
     def place(self, path: str, offset: int) -> str:
-        """Where in a file a character stands: `path:line`."""
+        """The place of a character of a file: `path:line`."""
         return f"{path}:{self.text(path).count(chr(10), 0, offset) + 1}"
 
     def matches(self, pattern: str, path: str) -> Iterator[tuple[str, re.Match[str]]]:

@@ -59,7 +59,7 @@ def _module(words: Sequence[str]) -> str:
 
 
 def _script(words: Sequence[str]) -> int:
-    """Where the script stands in the words `python [-P] X.py …`, else 0."""
+    """The position of the script in the words `python [-P] X.py …`, else 0."""
     place = 2 if len(words) > 1 and words[1] == "-P" else 1
     return place if len(words) > place and words[place].endswith(".py") else 0
 
@@ -128,7 +128,7 @@ class ForkingPopen(subprocess.Popen[bytes]):
 
 @contextlib.contextmanager
 def _fatal() -> Any:
-    """What fails between fork and program ends the child, as a failed exec does."""
+    """An error between fork and program ends the child, as a failed exec does."""
     try:
         yield
     except BaseException as error:

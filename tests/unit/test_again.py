@@ -1,4 +1,4 @@
-"""What CI does with a test that fails: once more, alone, and listed if it passes then.
+"""CI runs a failed test once more, alone, and lists it if the test passes then.
 
 And the list of skipped tests by reason, with which a run ends.
 """

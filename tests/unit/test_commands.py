@@ -91,7 +91,7 @@ def split(line: str) -> list[str]:
 
 
 def fault(command: str) -> str:
-    """What is wrong with a command of a shell, or a container's list; or nothing."""
+    """The mistake in a command of a shell or of a container, or an empty text."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
         try:
             check(json.loads(command) if command[:1] == "[" else split(command))

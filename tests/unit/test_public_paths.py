@@ -76,7 +76,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def _in_documents() -> dict[str, str]:
-    """Where documents and examples name `ringjax.x.y`; `hvd.x` by what they import."""
+    """The places that name `ringjax.x.y` in documents; `hvd.x` by its import."""
     tree, found = Tree(), {}
     pages = ["README.md", *tree.files("docs", ".md"), *tree.files("examples", ".py")]
     for page in pages:
@@ -145,7 +145,7 @@ class Imported:
 
 
 def _paths(framework: str) -> dict[str, str]:
-    """What needs this framework: the modules, and what documents and examples use."""
+    """All that needs this framework: modules, and names in documents and examples."""
     found = _in_documents().items()
     used = {path: place for path, place in found if _needs(path) == framework}
     assert framework == "nothing" or len(used) > 5, used

@@ -57,7 +57,7 @@ def job(
     env: dict[str, str] | None = None,
     **stubs: str | float,
 ) -> Job:
-    """Where a loss were noticed by silence, or a call ended at a limit, it hangs."""
+    """The test hangs if only silence, or a limit, would tell ranks of a loss."""
     limits = {"RINGJAX_FAILURE_TIMEOUT": "60"}
     return stub_job(HEAD, start, np, script, limits | (env or {}), **stubs)
 

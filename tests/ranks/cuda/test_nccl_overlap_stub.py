@@ -108,7 +108,7 @@ def test_results_are_there_after_done_and_not_before(
     world, early = runtime.current("test"), [False]
 
     def enough() -> bool:
-        """Where a copy may come early: on a busy machine it may be late by itself."""
+        """A copy may come early here; on a busy machine it may be late by itself."""
         if runtime.config().comm_stream:
             return all(world.exchange(any(early), "seen"))
         return len(early) > 5

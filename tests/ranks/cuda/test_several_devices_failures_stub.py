@@ -61,7 +61,7 @@ def nothing_left():
         time.sleep(0.01)
     print("nothing left", flush=True)
 """
-# Where a loss were noticed by silence it would be too late.
+# A loss that only silence would tell of is noticed too late for the test.
 SETTINGS = {"RINGJAX_DEVICES_PER_RANK": "all", "RINGJAX_FAILURE_TIMEOUT": "60"}
 
 

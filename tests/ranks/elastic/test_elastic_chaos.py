@@ -66,7 +66,7 @@ def test_all_but_one_die_and_rank_0_is_the_first(
     chaos.do("kill", min(training), training[min(training)], chance)
     chaos.wait_for_steps(3)
     last = max(training)
-    # Those that have come meanwhile, too.
+    # Workers that have joined meanwhile count, too.
     while lines(tmp_path / f"{last}.jsonl")[-1]["size"] > 1:
         for worker, pid in chaos.training().items():
             if worker != last:

@@ -120,7 +120,7 @@ def test_every_cut_of_every_shape_and_type(world, kind) -> None:
 
 
 def test_a_mesh_that_is_set_does_not_cut_one_devices_part(world) -> None:
-    """Where its axes are explicit, and XLA asks for the part on this thread."""
+    """With explicit axes, and where XLA asks for the part on this thread."""
     mesh = devices.mesh((2, 2), AxisType.Explicit)
     x = np.arange(21.0).reshape(7, 3)
     with jax.set_mesh(mesh):

@@ -14,7 +14,7 @@ from support.parameters import by_the_first, errors, look_every, said
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 
-# What needs no third rank runs on two, which trace less.
+# Tests that need no third rank run on two ranks, which trace less.
 pytestmark = [
     pytest.mark.ranks(3),
     pytest.mark.launch("tensorflow"),

@@ -53,7 +53,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def draw(rank: int, shape: Sequence[int], dtype: Any = "float32") -> Any:
-    """What `rank` gives: small integers, so that sums are exact in any dtype."""
+    """The input of `rank`: small integers, so that sums are exact in any dtype."""
     values = np.random.default_rng(rank).integers(0, 4, shape)
     return tf.cast(tf.constant(values, tf.int64), dtype)
 

@@ -14,7 +14,7 @@ import pytest
 from support.tensorflow_net import Net, adasum, batch, close, everybodys, in_mode, mean
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")]
-# What needs no third rank runs on two, which trace less.
+# Tests that need no third rank run on two ranks, which trace less.
 RANKS = pytest.mark.ranks(3)
 
 

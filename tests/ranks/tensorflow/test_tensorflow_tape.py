@@ -19,7 +19,7 @@ from support.tensorflow_net import (
 )
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")]
-# What needs no third rank runs on two, which trace less.
+# Tests that need no third rank run on two ranks, which trace less.
 RANKS = pytest.mark.ranks(3)
 MODES = pytest.mark.parametrize("mode", ["eager", "function"])
 

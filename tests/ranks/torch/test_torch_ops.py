@@ -21,7 +21,7 @@ SHAPES = [(), (0,), (5,), (3, 4), (2, 0, 3), (2, 3, 4)]
 
 
 def draw(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
-    """What `rank` gives: small integers, so that sums are exact in any dtype."""
+    """The input of `rank`: small integers, so that sums are exact in any dtype."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 
