@@ -1,8 +1,9 @@
 """Builds and installs this checkout where there may be no network: into a folder.
 
-pyproject.toml pins what a wheel is built with; a bare machine has other versions of the
-same tools and cannot fetch. So no isolation and no index: this Python's own tools. An
-installed ringjax (`make gpu-check GPU_PYTHON=.venv/bin/python`) is used as it is.
+pyproject.toml pins the tools that build a wheel, and one of them only writes the text for
+the package index. A machine without network has other versions and may lack that one, so
+CMake is called directly. An installed ringjax (`make gpu-check
+GPU_PYTHON=.venv/bin/python`) is used as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,8 +24,6 @@ from benchmarks.gpu.section import missing, section
 ROOT = Path(__file__).resolve().parents[2]
 # import name -> how pip calls it
 TOOLS = {
-    "pip": "pip",
-    "scikit_build_core": "scikit-build-core>=0.10",
     "nanobind": "nanobind>=2.4",
     "jaxlib": "jaxlib (XLA's FFI headers)",
 }
@@ -33,13 +33,13 @@ EXAMPLES = ("flax", "sklearn", "hypothesis")
 
 
 def programs_missing() -> list[str]:
-    """Programs that are neither on PATH nor in this Python's folder or packages."""
+    """Programs that are neither on PATH nor in this Python's folder."""
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside, os.environ.get("PATH", "")])
     names = [n for n in PROGRAMS if shutil.which(n, path=path) is None]
     if os.environ.get("CXX"):
         names = [n for n in names if n != "c++"]
-    return [n for n in names if n == "c++" or missing(n)]
+    return names
 
 
 def without_checkout(environ: Mapping[str, str]) -> dict[str, str]:
@@ -65,22 +65,29 @@ def installed() -> str:
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
-def command(site: Path, work: Path) -> list[str]:
-    """The words of the build."""
-    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    offline = ["--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir"]
-    where = ["--target", str(site), "-C", f"build-dir={work / 'cmake'}"]
-    return [*pip, *offline, "--root-user-action=ignore", *where, "-v", str(ROOT)]
+def commands(site: Path, work: Path) -> list[list[str]]:
+    """Configure, build, install: what scikit-build-core would call."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    options = {
+        "CMAKE_INSTALL_PREFIX": site,
+        "Python_EXECUTABLE": sys.executable,
+        "SKBUILD_PROJECT_VERSION": project["version"],
+    }
+    defines = [f"-D{name}={value}" for name, value in options.items()]
+    return [
+        ["cmake", "-S", str(ROOT), "-B", str(work), "-G", "Ninja", *defines],
+        ["cmake", "--build", str(work)],
+        ["cmake", "--install", str(work)],
+    ]
 
 
 def environment() -> dict[str, str]:
-    """Ninja, all cores, and the programs that pip has put beside this Python."""
+    """All cores, and the programs that pip has put beside this Python."""
     beside = str(Path(sys.executable).parent)
     cores = str(len(os.sched_getaffinity(0)))
     return {
         **without_checkout(os.environ),
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", "")]),
-        "CMAKE_ARGS": os.environ.get("CMAKE_ARGS", "-G Ninja"),
         "CMAKE_BUILD_PARALLEL_LEVEL": cores,
     }
 
@@ -106,21 +113,19 @@ def main() -> None:
             text = f"to build ringjax, {sys.executable} lacks: {', '.join(absent)}"
             report.fail(f"{text}; see benchmarks/gpu/README.md for other ways")
             return
-        for name in ("scikit-build-core", "nanobind", "jaxlib"):
+        for name in ("nanobind", "jaxlib"):
             report.row(name, importlib.metadata.version(name))
         started = time.monotonic()
-        done = subprocess.run(
-            command(options.site, options.work),
-            env=environment(),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        for words in commands(options.site, options.work / "cmake"):
+            code = subprocess.run(
+                words, env=environment(), stdin=subprocess.DEVNULL, check=False
+            ).returncode
+            if code:
+                report.fail(f"{' '.join(words[:2])} failed with exit code {code}")
+                return
+        shutil.copytree(ROOT / "ringjax", options.site / "ringjax", dirs_exist_ok=True)
         report.row("built in", f"{time.monotonic() - started:.0f} s")
-        if done.returncode:
-            report.fail(f"the build failed with exit code {done.returncode}")
-        else:
-            report.row("ringjax", str(options.site))
+        report.row("ringjax", str(options.site))
 
 
 if __name__ == "__main__":
