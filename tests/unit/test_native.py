@@ -294,3 +294,11 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = None
     return found
+
+
+def test_the_module_exports_its_entry_point_and_nothing_else() -> None:
+    # libstdc++ inside the module, as some compilers link it, must not mix with the one
+    # of other modules: numbers in their streams come out empty, or the process crashes.
+    words = ["nm", "--dynamic", "--defined-only", _native.__file__]
+    listed = subprocess.check_output(words, text=True).split()
+    assert listed[1:] == ["T", "PyInit__native"]
