@@ -118,9 +118,9 @@ Outcome cuDeviceGetAttribute(int* value, int attribute, Device device) {
     case 10:
       *value = 32;
       return kSuccess;  // threads per warp
-    case kAttributeMultiprocessors:
+    case 16:
       *value = 132;
-      return kSuccess;
+      return kSuccess;  // multiprocessors
     case kAttributeMajor:
       *value = 9;
       return kSuccess;

@@ -35,8 +35,7 @@ inline bool MayRun(Outcome outcome) {
 }
 inline constexpr unsigned kEventDisableTiming = 2, kStreamNonBlocking = 1;
 inline constexpr int kPointerDevice = 9;  // an int
-inline constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75,
-                     kAttributeMinor = 76;
+inline constexpr int kAttributeMajor = 75, kAttributeMinor = 76;
 
 // X(member, exported name, parameter types)
 #define RINGJAX_CUDA_FUNCTIONS(X)                                                    \

@@ -71,7 +71,6 @@ class Kernels {
   const Driver& driver_;
   Module module_ = nullptr;
   bool large_ = false;        // parameters beyond 4 KiB
-  unsigned most_blocks_ = 1;  // a grid that fills the device
   std::mutex mutex_;          // guards functions_
   std::map<std::string, Function> functions_;
 };
