@@ -41,7 +41,7 @@ class Section:
     Attributes:
       words: the arguments of Python; {work}, {site} and {seconds} are replaced.
       limit: seconds.
-      least: seconds that earlier sections leave to it.
+      least: seconds that earlier sections leave to it, if there is enough for all.
       dry: the words for a dry run on the CPU; None: not possible there.
       needs_build: whether it imports ringjax.
       needs_gpu: whether it makes no sense without a device.
@@ -75,7 +75,7 @@ _SEVERAL = _module("several", "--work", "{work}/several")
 _TRACE = _module("timeline", "--work", "{work}/trace")
 
 SECTIONS = (
-    Section("build", _BUILD, 150, dry=_BUILD, needs_build=False, needs_gpu=False),
+    Section("build", _BUILD, 150, _BUILD, needs_build=False, needs_gpu=False, least=60),
     Section("machine", _module("machine"), 40, dry=_module("machine")),
     Section(
         "tests/gpu",
@@ -214,8 +214,12 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
 
 
 def limit_of(section: Section, left: float, later: Sequence[Section]) -> float:
-    """Its own limit, or less, so that every later section keeps some time."""
-    return min(section.limit, left - sum(other.least for other in later))
+    """Its own limit, or less, so that every later section keeps some time.
+
+    Where there is not enough for all, those that come first have what they need least.
+    """
+    spare = left - sum(other.least for other in later)
+    return min(section.limit, left, max(section.least, spare))
 
 
 def run(options: argparse.Namespace, sections: Sequence[Section]) -> list[Outcome]:
