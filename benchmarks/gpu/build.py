@@ -1,8 +1,8 @@
 """Builds and installs this checkout where there may be no network: into a folder.
 
-pyproject.toml pins the tools that build a wheel, and one of them only writes the text for
-the package index. A machine without network has other versions and may lack that one, so
-CMake is called directly. An installed ringjax (`make gpu-check
+pyproject.toml pins the tools that build a wheel, and one of them only writes the text
+for the package index. A machine without network has other versions and may lack that
+one, so CMake is called directly. An installed ringjax (`make gpu-check
 GPU_PYTHON=.venv/bin/python`) is used as it is.
 """
 

@@ -201,8 +201,9 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
     env = {
         k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_FOREIGN)
     }
+    given = env.get("PYTHONPATH", "").split(os.pathsep)  # a wheel may lie there
     paths = [str(site)] if (site / "ringjax").is_dir() else []
-    paths += [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    paths += [*(p for p in given if p not in ("", str(ROOT))), str(ROOT)]
     return {
         **env,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -3,7 +3,7 @@
 The handler itself counts its seconds; the steps here are waited for one by one, and the
 differences of the counters are the samples. On a CPU a call takes at most
 `buckets.MOST` buffers; a step with more of them makes several, which count together.
-One rank: what NCCL does on the device is nearly nothing, what the host does is all of it.
+One rank: what NCCL does on the device is nearly nothing, and the host does the rest.
 """
 
 from __future__ import annotations

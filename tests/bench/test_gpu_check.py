@@ -121,7 +121,7 @@ def test_what_a_section_runs_with(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     (tmp_path / "ringjax").mkdir()
     env = check.environment(tmp_path, dry=False)
-    assert env["PYTHONPATH"].split(":") == [str(tmp_path), str(ROOT), "/somewhere"]
+    assert env["PYTHONPATH"].split(":") == [str(tmp_path), "/somewhere", str(ROOT)]
     assert env["JAX_PLATFORMS"] == "cuda"
     assert "RINGJAX_FUSION" not in env
     assert check.environment(tmp_path / "none", dry=True)["JAX_PLATFORMS"] == "cpu"

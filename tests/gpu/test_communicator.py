@@ -44,7 +44,8 @@ def connect(fusion: str = "hybrid", comm_stream: int = 1) -> Any:
     return made
 
 
-@pytest.fixture(params=["hybrid", "pack", "group"])
+# One for all tests: NCCL takes half a second to connect.
+@pytest.fixture(scope="module", params=["hybrid", "pack", "group"])
 def communicator(request) -> Iterator[Any]:
     made = connect(request.param)
     yield made
