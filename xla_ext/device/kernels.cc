@@ -11,9 +11,9 @@ namespace ringjax::cuda {
 namespace {
 
 constexpr int kLargeParameters = 12010;  // driver from which on they exist
-// A block for every two chunks, as far as this goes: blocks that the device hands out one
-// by one read and write large tensors at 95 % of the speed of its own copy, and blocks
-// that stay on their multiprocessor and fetch chunk after chunk at 90 % (H200).
+// A block for every two chunks, as far as this goes: blocks that the device hands out
+// one by one read and write large tensors at 95 % of the speed of its own copy, and
+// blocks that stay on their multiprocessor and fetch chunk after chunk at 90 % (H200).
 constexpr uint64_t kMostBlocks = 1 << 24;
 
 // Machine code first, from the closest architecture down; then what can be compiled.

@@ -70,8 +70,8 @@ class Kernels {
 
   const Driver& driver_;
   Module module_ = nullptr;
-  bool large_ = false;        // parameters beyond 4 KiB
-  std::mutex mutex_;          // guards functions_
+  bool large_ = false;  // parameters beyond 4 KiB
+  std::mutex mutex_;    // guards functions_
   std::map<std::string, Function> functions_;
 };
 
