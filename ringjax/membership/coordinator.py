@@ -61,6 +61,7 @@ class Coordinator(Service):
             ("dismissed", worker, text)  it left, as it had asked for, or is not needed
             ("ready", worker)            a newcomer could be a member now
             ("finished", worker)         a member left because it has finished
+            ("ended", worker)            the answer to `ended`
             ("waiting", text)            too few members: newcomers are needed
             ("stop", text)               the job ends without success
             ("pulse",)                   the answer to `pulse`
@@ -150,6 +151,13 @@ class Coordinator(Service):
     def expected(self, worker: int) -> None:
         """A process was started as this worker; it has not said anything yet."""
         self._ask(lambda now: self._membership.expected(worker))
+
+    def ended(self, worker: int) -> None:
+        """A worker's process has ended without an error: says so once more.
+
+        What was decided about the worker before comes before that event.
+        """
+        self._ask(lambda now: self._publish(("ended", worker)))
 
     def admission(self, max_np: int) -> None:
         """Changes the most members there may be; nobody is sent away for it."""
@@ -258,13 +266,15 @@ class Coordinator(Service):
         formed = any(event[0] == "members" for event in news)
         if formed:
             failpoints.passing("coordinator.formed")
+        # First to the launcher: a worker that is told to leave may end at once, and its
+        # end must not be taken for that of the job.
+        for event in news:
+            self._note(event)
+            self._publish(event)
         for worker, message, last in mail:
             self._send(worker, message, last)
         if formed:
             failpoints.passing("coordinator.told")
-        for event in news:
-            self._note(event)
-            self._publish(event)
 
     def _publish(self, event: News) -> None:
         self.events.put(event)

@@ -153,6 +153,7 @@ class EngineJob:
         self._reports = 0
         self._spread = False
         self._stop = ""
+        self._fenced: list[int] = []  # whose processes are to be ended
 
     def __enter__(self) -> EngineJob:
         return self
@@ -237,6 +238,7 @@ class EngineJob:
 
     def finished(self, worker: int, result: Any = None) -> None:
         """The worker's function has returned `result`."""
+        self._hear()  # one that was sent away returns, and that is not the job's end
         known = self._of(worker)
         if known.state == RUNS:
             known.state, known.result = FINISHED, result
@@ -277,19 +279,24 @@ class EngineJob:
                 else:
                     self._of(failure.rank).report = failure.text
             return []
-        assert self._coordinator is not None
+        self._hear()
+        fenced, self._fenced = self._fenced, []
+        return [number for number in fenced if self.workers[number].state == RUNS]
+
+    def _hear(self) -> None:
+        """Takes what the coordinator has decided."""
+        if self._coordinator is None:
+            return
         self._coordinator.clear()
-        fenced: list[int] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                self._decided(fenced, *self._coordinator.events.get_nowait())
-        return [number for number in fenced if self.workers[number].state == RUNS]
+                self._decided(*self._coordinator.events.get_nowait())
 
     def _of(self, worker: int) -> Worker:
         rank = None if self.elastic else worker
         return self.workers.setdefault(worker, Worker(rank=rank))
 
-    def _decided(self, fenced: list[int], event: str, *details: Any) -> None:
+    def _decided(self, event: str, *details: Any) -> None:
         match event, *details:
             case ["members", _, _, members]:
                 self._entered(members)
@@ -297,7 +304,7 @@ class EngineJob:
                 self._of(number).ready = True
             case ["fenced", number, why]:
                 self._of(number).fenced = self._of(number).fenced or why
-                fenced.append(number)
+                self._fenced.append(number)
             case ["failure", number, text]:
                 self._of(number).report = self._of(number).report or text
             case ["dismissed", number, _]:

@@ -59,6 +59,9 @@ class StandIn:
             if self.epoch >= 0 or len(self.started) == self.np:
                 self._begin("resize")
 
+    def ended(self, worker: int) -> None:
+        self.tell("ended", worker)
+
     def lost(self, worker: int, text: str, heirs: bool = True) -> None:
         self.told.append((worker, text))
         if worker in self.started:

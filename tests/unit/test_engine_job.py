@@ -114,6 +114,15 @@ def test_the_first_to_blame_is_named(engine: Processes) -> None:
     assert "Traceback" in str(e.value)
 
 
+def test_a_worker_that_was_sent_away_returns_before_the_job_has_heard_of_it() -> None:
+    with EngineJob(2, min_size=1, hosts=["127.0.0.1"]) as job:
+        job.tickets(["one", "two"])
+        assert job._coordinator is not None
+        job._coordinator.events.put(("dismissed", 0, "it is asked to leave"))
+        job.finished(0)
+        assert job.running() == [1] and not job.closing  # another one may come
+
+
 def test_an_elastic_job(engine: Processes) -> None:
     notes: list[str] = []
     with EngineJob(

@@ -24,13 +24,26 @@ class Nobody:
         pass
 
 
+class Coordinator:
+    """Hears of workers that have ended; the test answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def ended(self, worker: int) -> None:
+        self.asked.append(worker)
+
+    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
+        pass
+
+
 class Story:
     """Three members of a job, and what is said."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        seating = Seating(
-            [Host("localhost", 3)], first=3, most=3, least=1, blacklist=None
+        self.seating = seating = Seating(
+            [Host("localhost", 4)], first=3, most=3, least=1, blacklist=None
         )
         self.roster = Roster(1, lambda number: "")
         for seat in seating.vacant(0, 0.0):
@@ -115,3 +128,21 @@ def test_a_worker_that_the_system_kills_keeps_its_code() -> None:
     story.killed(1.01)
     blame = story.roster.blame(place=False)
     assert blame is not None and blame.exit_code == 137
+
+
+@pytest.mark.parametrize("dismissed", [True, False])
+def test_a_worker_whose_end_is_known_before_its_reason(dismissed: bool) -> None:
+    # It was asked to leave, and what the coordinator has decided comes another way.
+    story, coordinator = Story(), Coordinator()
+    story.keeper.coordinator = coordinator  # type: ignore[assignment]
+    story.keeper.ended(story.worker, 0, "", 1.0)
+    story.worker.streams.clear()
+    for tick in range(20):
+        story.keeper.tick(1.0 + tick)
+    assert coordinator.asked == [1]
+    assert story.said == [] and not story.seating.closed
+    story.worker.dismissed = dismissed
+    story.worker.answered = True
+    story.keeper.tick(30.0)
+    # Others take its place, unless it had come to the end of its program.
+    assert len(story.seating.vacant(2, 30.0)) == int(dismissed)

@@ -77,6 +77,7 @@ class CoordinatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._expected: set[int] = set()
+        self._asked: set[int] = set()  # of whose end an answer is to come
         self._lost: dict[int, Message] = {}
         self._finished: list[int] = []
         self._begun = resume
@@ -119,6 +120,8 @@ class CoordinatorProcess:
             self._channel.send({"do": "expected", "worker": worker})
         for lost in self._lost.values():
             self._channel.send(lost)
+        for worker in sorted(self._asked):
+            self._channel.send({"do": "ended", "worker": worker})
 
     def _heard(self, message: Message) -> None:
         event, *details = message["event"]
@@ -130,6 +133,8 @@ class CoordinatorProcess:
             self._begun = True
         elif event == "finished":
             self._finished.append(details[0])
+        elif event == "ended":
+            self._asked.discard(details[0])
         self.events.put((event, *details))
 
     def _ended(self) -> None:
@@ -180,6 +185,11 @@ class CoordinatorProcess:
         """A worker's process was started."""
         self._expected.add(worker)
         self._tell({"do": "expected", "worker": worker})
+
+    def ended(self, worker: int) -> None:
+        """A worker's process has ended without an error: the answer is an event."""
+        self._asked.add(worker)
+        self._tell({"do": "ended", "worker": worker})
 
     def lost(self, worker: int, text: str, heirs: bool = True) -> None:
         """A worker's process has ended."""
@@ -236,6 +246,8 @@ class _Served:
                 self._serve(message)
             case "expected" if coordinator is not None:
                 coordinator.expected(message["worker"])
+            case "ended" if coordinator is not None:
+                coordinator.ended(message["worker"])
             case "finished" if coordinator is not None:
                 coordinator.finished(message["worker"])
             case "pulse" if coordinator is not None:

@@ -322,6 +322,8 @@ class ElasticJob:
                 self._seating.closed = True
             case ["dismissed", number, _]:
                 known(number).dismissed = True
+            case ["ended", number]:
+                known(number).answered = True
             case ["waiting", text]:
                 if self._roster.present():
                     self.console.note(text)

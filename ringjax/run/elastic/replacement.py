@@ -78,8 +78,12 @@ class Keeper:
             worker.streams.clear()
         if code:
             self._tell(worker)
-        else:  # it may have said so itself, and the news of it be on its way
-            self._gone.append((now + _NEWS, worker))
+            return
+        # It may have said so itself, and the news of it be on its way.
+        self._gone.append((now + _NEWS, worker))
+        worker.answered = self.coordinator is None
+        if self.coordinator is not None:
+            self.coordinator.ended(worker.number)
 
     def _tell(self, worker: Worker) -> None:
         if self.coordinator is not None:
@@ -125,7 +129,8 @@ class Keeper:
             if worker.settled:
                 continue
             if worker.exit_code is not None:
-                if not worker.streams or now - worker.ended > _LAST_WORDS:
+                over = not worker.streams or now - worker.ended > _LAST_WORDS
+                if over and not _is_unexplained(worker):
                     self._settle(worker, now)
             elif not worker.killed and now > _latest(worker):
                 worker.killed = True
@@ -182,6 +187,16 @@ class Keeper:
             return
         how_long = "any more" if seconds == math.inf else f"for {seconds:.0f} s"
         self._note(f"host {host} gets no worker {how_long}: one has failed there")
+
+
+def _is_unexplained(worker: Worker) -> bool:
+    """Whether it has ended without an error, and the reason is still to come.
+
+    A worker that was sent away makes room for another one; any other has come to the
+    end of its program, and so has the job.
+    """
+    known = worker.answered or worker.finished or worker.dismissed
+    return worker.exit_code == 0 and not known
 
 
 def _latest(worker: Worker) -> float:

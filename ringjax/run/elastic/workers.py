@@ -25,6 +25,8 @@ class Worker:
         rank: in the latest epoch that it belonged to, None: in none.
         joined: when it became a member.
         exit_code, exit_text, ended: how and when its process has ended.
+        answered: it has ended without an error, and what the coordinator had decided
+            about it before has come.
         settled: it has ended, and so has what it wrote.
         told: when ringrun asked it to leave, as its seat is gone.
         killed: it did not end by itself when it should have.
@@ -45,6 +47,7 @@ class Worker:
     exit_text: str = ""
     ended: float = 0.0
     streams: set[str] = field(default_factory=lambda: {"stdout", "stderr"})
+    answered: bool = False
     settled: bool = False
     told: float | None = None
     killed: bool = False
