@@ -13,8 +13,6 @@ namespace {
 
 using Vector = std::vector<double>;
 
-constexpr DType kFloats[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
-
 template <typename T>
 void Put(std::byte* to, T value) {
   std::memcpy(to, &value, sizeof value);

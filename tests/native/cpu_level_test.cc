@@ -10,15 +10,15 @@
 #include "base/moments.h"
 #include "base/reduce.h"
 #include "check.h"
+#include "local_world.h"
 #include "transport/copy.h"
 
 namespace ringjax {
 namespace {
 
-constexpr DType kFloats[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 constexpr size_t kMany = 2501;  // more than one block, and no whole vectors
 
-std::vector<std::byte> Random(size_t bytes, uint64_t seed) {
+std::vector<std::byte> RandomBytes(size_t bytes, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<std::byte> all(bytes);
   for (std::byte& b : all) b = static_cast<std::byte>(random());
@@ -43,7 +43,8 @@ void MaskNaN(DType t, std::vector<std::byte>* all) {
 
 std::vector<std::byte> Results(const Arithmetic& a) {
   const size_t width = Width(a.dtype), wire = Width(a.wire);
-  const auto own = Random(kMany * width, 1), received = Random(kMany * wire, 2);
+  const auto own = RandomBytes(kMany * width, 1),
+             received = RandomBytes(kMany * wire, 2);
   std::vector<std::byte> sums(kMany * width), sent(kMany * wire), back(kMany * width);
   Combine(sums.data(), own.data(), received.data(), kMany, a, true, true);
   Encode(sent.data(), own.data(), kMany, a, true);

@@ -12,10 +12,7 @@ namespace {
 using testing_eager::Eager;
 using testing_eager::Floats;
 using testing_eager::Place;
-
-bool Says(const Status& status, const std::string& text) {
-  return status.message().find(text) != std::string::npos;
-}
+using testing_eager::Says;
 
 // That the lane works after whatever happened.
 void CheckUsable(EagerLane& lane, int rank) {

@@ -14,12 +14,6 @@ using testing_eager::Generations;
 using testing_eager::Place;
 using TicketPtr = std::shared_ptr<Ticket>;
 
-bool Says(const Status& status, const std::string& text) {
-  const bool says = status.message().find(text) != std::string::npos;
-  if (!says) std::fprintf(stderr, "it says: %s\n", status.message().c_str());
-  return says;
-}
-
 // All that are left reduce something of theirs.
 void CheckUsable(Generations& job) {
   const auto size = static_cast<float>(job.members.size());

@@ -1,6 +1,7 @@
 // A world of eager lanes with threads as ranks, and the requests that their tests make.
 #pragma once
 
+#include <cstdio>
 #include <memory>
 #include <string>
 #include <thread>
@@ -18,6 +19,12 @@ inline constexpr bool kSlow = false;
 #endif
 
 using Floats = std::vector<float>;
+
+inline bool Says(const Status& status, const std::string& text) {
+  const bool says = status.message().find(text) != std::string::npos;
+  if (!says) std::fprintf(stderr, "it says: %s\n", status.message().c_str());
+  return says;
+}
 
 class Eager {
  public:

@@ -35,7 +35,6 @@ class Otherwise {
   FloatMode::Control before_;
 };
 
-constexpr DType kFloats[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
                              ReduceOp::kProduct};
 
@@ -60,7 +59,7 @@ TEST(DenormalsAreNumbersWhereTheThreadFlushesThem) {
 }
 
 using Bytes = std::vector<std::byte>;
-constexpr size_t kCount = 509;
+constexpr size_t kElements = 509;
 
 // Denormals, and if `others` as many numbers of any bits.
 Bytes Values(DType t, unsigned seed, bool others) {
@@ -68,8 +67,8 @@ Bytes Values(DType t, unsigned seed, bool others) {
   const int digits = t == DType::kF16 ? 10 : t == DType::kBF16 ? 7 : 23;
   const uint64_t mantissa = (uint64_t{1} << (t == DType::kF64 ? 52 : digits)) - 1;
   const uint64_t sign = uint64_t{1} << (8 * Width(t) - 1);
-  Bytes all(kCount * Width(t));
-  for (size_t i = 0; i < kCount; ++i) {
+  Bytes all(kElements * Width(t));
+  for (size_t i = 0; i < kElements; ++i) {
     uint64_t bits = random();
     if (!others || i % 2 == 0) bits &= sign | mantissa;
     std::memcpy(all.data() + i * Width(t), &bits, Width(t));
@@ -80,8 +79,8 @@ Bytes Values(DType t, unsigned seed, bool others) {
 // Doubles that float and bf16 can only hold as denormals, or not at all.
 Bytes SmallDoubles(unsigned seed) {
   std::mt19937_64 random(seed);
-  Bytes all(kCount * 8);
-  for (size_t i = 0; i < kCount; ++i) {
+  Bytes all(kElements * 8);
+  for (size_t i = 0; i < kElements; ++i) {
     const uint64_t bits = random(), exponent = 1023 - 160 + bits % 40;
     const uint64_t number = (bits & ~(uint64_t{0x7ff} << 52)) | exponent << 52;
     std::memcpy(all.data() + i * 8, &number, 8);
@@ -91,18 +90,18 @@ Bytes SmallDoubles(unsigned seed) {
 
 // All results of all functions, one after another.
 Bytes AllResults(const Arithmetic& a, const Bytes& own, const Bytes& received) {
-  Bytes results, out(kCount * Width(a.dtype)), sent(kCount * Width(a.wire));
+  Bytes results, out(kElements * Width(a.dtype)), sent(kElements * Width(a.wire));
   const auto keep = [&](const Bytes& part) {
     results.insert(results.end(), part.begin(), part.end());
   };
   for (int ends = 0; ends < 4; ++ends) {
-    Combine(out.data(), own.data(), received.data(), kCount, a, ends & 1, ends & 2);
+    Combine(out.data(), own.data(), received.data(), kElements, a, ends & 1, ends & 2);
     keep(out);
-    CopyScaled(out.data(), own.data(), kCount, a, ends & 1, ends & 2);
+    CopyScaled(out.data(), own.data(), kElements, a, ends & 1, ends & 2);
     keep(out);
-    Encode(sent.data(), own.data(), kCount, a, ends & 1);
+    Encode(sent.data(), own.data(), kElements, a, ends & 1);
     keep(sent);
-    Decode(out.data(), received.data(), kCount, a);
+    Decode(out.data(), received.data(), kElements, a);
     keep(out);
   }
   return results;
@@ -135,11 +134,11 @@ TEST(NoModeOfTheThreadChangesMoments) {
     const Bytes a = Values(t, 1, false), b = Values(t, 2, false);
     const auto all = [&] {
       Moments moments;
-      AddMoments(a.data(), b.data(), kCount, t, &moments);
+      AddMoments(a.data(), b.data(), kElements, t, &moments);
       Bytes results(sizeof moments + a.size());
       std::memcpy(results.data(), &moments, sizeof moments);
-      AddWeighted(results.data() + sizeof moments, a.data(), 0.3, b.data(), 0.7, kCount,
-                  t);
+      AddWeighted(results.data() + sizeof moments, a.data(), 0.3, b.data(), 0.7,
+                  kElements, t);
       return results;
     };
     const Bytes want = all();

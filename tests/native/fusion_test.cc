@@ -97,7 +97,7 @@ bool Same(const FusionPlan& a, const FusionPlan& b) {
 }
 
 Call RandomCall(Random& random) {
-  constexpr Collective kOps[] = {Collective::kAllreduce, Collective::kBroadcast};
+  constexpr Collective kFusing[] = {Collective::kAllreduce, Collective::kBroadcast};
   std::vector<Tensor> tensors;
   for (size_t n = random() % 40; n > 0; --n) {
     std::vector<int64_t> dims;
@@ -105,7 +105,7 @@ Call RandomCall(Random& random) {
       dims.push_back(static_cast<int64_t>(random() % 40));
     tensors.push_back(MakeTensor(static_cast<DType>(random() % kDTypeCount), dims));
   }
-  Call call = MakeCall(std::move(tensors), kOps[random() % 2]);
+  Call call = MakeCall(std::move(tensors), kFusing[random() % 2]);
   if (random() % 3 == 0) call.wire = static_cast<int>(DType::kBF16);
   if (random() % 3 == 0) call.prescale = 0.5;
   return call;

@@ -17,6 +17,9 @@
 
 namespace ringjax {
 
+inline constexpr DType kFloats[] = {DType::kF16, DType::kBF16, DType::kF32,
+                                    DType::kF64};
+
 inline std::unique_ptr<Doorbell> MakeBell() {
   return std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
 }

@@ -140,8 +140,8 @@ class Stream {
         CHECK_EQ(o.sum, want[i].sum);
         CHECK_EQ(o.epoch, want[i].epoch);
         float sum = 0;
-        for (int w : memberships_[o.epoch])
-          if (w % plan_.group == 0) sum += plan_.PartOf(w);
+        for (int worker : memberships_[o.epoch])
+          if (worker % plan_.group == 0) sum += plan_.PartOf(worker);
         CHECK_EQ(o.sum, sum);
       }
     }

@@ -16,7 +16,7 @@ using namespace kernels;
 // Partial sums that are kept apart, so that the compiler may add in vectors.
 constexpr size_t kLanes = 8;
 // Elements that are widened at a time: they stay in the first-level cache.
-constexpr size_t kBlock = 512;
+constexpr size_t kMomentBlock = 512;
 
 using F32 = Same<float>;
 using F64 = Same<double>;
@@ -47,12 +47,12 @@ RINGJAX_INLINE void AddVectors(const std::byte* a, const std::byte* b, size_t n,
   *sums = s;
 }
 
-// Widens n <= kBlock elements and fills up with zeros to whole vectors.
+// Widens n <= kMomentBlock elements and fills up with zeros to whole vectors.
 template <typename T>
 RINGJAX_INLINE void AddBlock(const std::byte* a, const std::byte* b, size_t n,
                              VectorMoments* sums) {
   using V = typename T::Value;
-  alignas(64) V left[kBlock], right[kBlock];
+  alignas(64) V left[kMomentBlock], right[kMomentBlock];
   RINGJAX_VECTOR_LOOP
   for (size_t i = 0; i < n; ++i) {
     left[i] = T::Widen(LoadAs<T>(a, i));
@@ -76,8 +76,8 @@ RINGJAX_INLINE void MomentsOf(const void* from_a, const void* from_b, size_t n,
     done = n - n % kLanes;
     AddVectors<typename T::Value>(a, b, done, &sums);
   }
-  for (; done < n; done += kBlock)
-    AddBlock<T>(a + done * kWidth, b + done * kWidth, std::min(kBlock, n - done),
+  for (; done < n; done += kMomentBlock)
+    AddBlock<T>(a + done * kWidth, b + done * kWidth, std::min(kMomentBlock, n - done),
                 &sums);
   for (size_t lane = 0; lane < kLanes; ++lane) {
     moments->ab += sums.ab[lane];

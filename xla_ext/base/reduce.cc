@@ -273,7 +273,7 @@ void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool la
 }
 
 // Elements that are f32 for a moment, in the first-level cache.
-constexpr size_t kBlock = 1024;
+constexpr size_t kFloatBlock = 1024;
 
 // f32 that has the same factors.
 Arithmetic AsFloats(const Arithmetic& a) {
@@ -294,11 +294,11 @@ char* At(void* base, size_t bytes) { return static_cast<char*>(base) + bytes; }
 
 // Of f16, or of f32 that travels as f16.
 void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last) {
-  alignas(64) float own[kBlock], received[kBlock];
+  alignas(64) float own[kFloatBlock], received[kFloatBlock];
   const Arithmetic floats = AsFloats(a);
   const bool wide = a.dtype == DType::kF32;
-  for (size_t done = 0; done < p.n; done += kBlock) {
-    const size_t n = std::min(kBlock, p.n - done), at = done * Width(a.dtype);
+  for (size_t done = 0; done < p.n; done += kFloatBlock) {
+    const size_t n = std::min(kFloatBlock, p.n - done), at = done * Width(a.dtype);
     WidenHalves(received, At(p.received, done * sizeof(uint16_t)), n);
     if (!wide) WidenHalves(own, At(p.own, at), n);
     void* sums = wide ? At(p.out, at) : static_cast<void*>(own);

@@ -23,8 +23,9 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-using Input = std::tuple<uint64_t, int, std::vector<int64_t>>;  // address, dtype, shape
-using Output = std::pair<uint64_t, uint64_t>;                   // address, bytes
+using DeviceInput =
+    std::tuple<uint64_t, int, std::vector<int64_t>>;  // address, dtype, shape
+using DeviceOutput = std::pair<uint64_t, uint64_t>;   // address, bytes
 
 void* AsPointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 cuda::Stream AsStream(uint64_t stream) {
@@ -37,8 +38,8 @@ DType AsDType(int number) {
   return static_cast<DType>(number);
 }
 
-std::vector<Tensor> AsTensors(const std::vector<Input>& ins,
-                              const std::vector<Output>& outs) {
+std::vector<Tensor> AsTensors(const std::vector<DeviceInput>& ins,
+                              const std::vector<DeviceOutput>& outs) {
   if (ins.size() != outs.size())
     throw nb::value_error("ringjax: as many `outs` as `ins` are needed");
   std::vector<Tensor> tensors;
@@ -59,7 +60,7 @@ struct OwnedCall {
   std::string name, names;
 
   OwnedCall(int op, int reduce_op, int wire, double prescale, double postscale,
-            const std::vector<Input>& ins, const std::vector<Output>& outs,
+            const std::vector<DeviceInput>& ins, const std::vector<DeviceOutput>& outs,
             std::string title, const std::vector<std::string>& titles)
       : name(std::move(title)) {
     Raise(call.SetKinds(op, reduce_op, wire));
@@ -158,7 +159,7 @@ int DeviceHere(int id) {
 }
 
 void Execute(CudaCommunicator& self, int op, int reduce_op,
-             const std::vector<Input>& ins, const std::vector<Output>& outs,
+             const std::vector<DeviceInput>& ins, const std::vector<DeviceOutput>& outs,
              uint64_t stream, const std::vector<int64_t>& counts, int root, int wire,
              double prescale, double postscale, const std::string& name,
              const std::vector<std::string>& names) {
@@ -168,17 +169,17 @@ void Execute(CudaCommunicator& self, int op, int reduce_op,
   Unlocked([&] { return self.Run(owned.call, AsStream(stream)); });
 }
 
-void Start(CudaCommunicator& self, const std::vector<Input>& ins,
-           const std::vector<Output>& outs, int64_t site, bool first, uint64_t stream,
-           int reduce_op, int wire, double prescale, double postscale,
+void Start(CudaCommunicator& self, const std::vector<DeviceInput>& ins,
+           const std::vector<DeviceOutput>& outs, int64_t site, bool first,
+           uint64_t stream, int reduce_op, int wire, double prescale, double postscale,
            const std::string& name, const std::vector<std::string>& names) {
   OwnedCall owned(static_cast<int>(Collective::kAllreduce), reduce_op, wire, prescale,
                   postscale, ins, outs, name, names);
   Unlocked([&] { return self.Start(owned.call, site, first, AsStream(stream)); });
 }
 
-void Done(CudaCommunicator& self, const std::vector<Input>& ins,
-          const std::vector<Output>& outs, int64_t site, uint64_t stream,
+void Done(CudaCommunicator& self, const std::vector<DeviceInput>& ins,
+          const std::vector<DeviceOutput>& outs, int64_t site, uint64_t stream,
           const std::string& name) {
   OwnedCall owned(static_cast<int>(Collective::kAllreduce),
                   static_cast<int>(ReduceOp::kSum), -1, 1.0, 1.0, ins, outs, name, {});
@@ -214,8 +215,8 @@ nb::dict Info() {
 
 // The kernels by themselves, for tests and benchmarks: packs or unpacks tensors one
 // after another into `fused`, each at the next multiple of 16 bytes.
-uint64_t Pack(const std::vector<Input>& ins, uint64_t fused, int wire, double scale,
-              uint64_t stream, bool unpack, int device, uint64_t poison) {
+uint64_t Pack(const std::vector<DeviceInput>& ins, uint64_t fused, int wire,
+              double scale, uint64_t stream, bool unpack, int device, uint64_t poison) {
   static std::map<int, std::unique_ptr<cuda::Kernels>>& loaded =
       *new std::map<int, std::unique_ptr<cuda::Kernels>>;  // guarded by the GIL
   const auto driver = cuda::OpenDriver();
@@ -240,7 +241,7 @@ uint64_t Pack(const std::vector<Input>& ins, uint64_t fused, int wire, double sc
   std::vector<cuda::Patch> patches;
   uint64_t offset = 0;
   DType dtype = DType::kF32;
-  for (const Tensor& t : AsTensors(ins, std::vector<Output>(ins.size()))) {
+  for (const Tensor& t : AsTensors(ins, std::vector<DeviceOutput>(ins.size()))) {
     if (!patches.empty() && t.dtype != dtype)
       throw nb::value_error("ringjax: one element type at a time");
     dtype = t.dtype;
@@ -273,9 +274,9 @@ void BindCommunicator(nb::module_& m) {
       .def("start", &Start, "ins"_a, "outs"_a, nb::kw_only(), "site"_a, "first"_a,
            "stream"_a = 0, "reduce_op"_a = sum, "wire"_a = -1, "prescale"_a = 1.0,
            "postscale"_a = 1.0, "name"_a = "", "names"_a = unnamed)
-      .def("done", &Done, "ins"_a = std::vector<Input>(),
-           "outs"_a = std::vector<Output>(), nb::kw_only(), "site"_a, "stream"_a = 0,
-           "name"_a = "")
+      .def("done", &Done, "ins"_a = std::vector<DeviceInput>(),
+           "outs"_a = std::vector<DeviceOutput>(), nb::kw_only(), "site"_a,
+           "stream"_a = 0, "name"_a = "")
       .def(
           "synchronize",
           [](CudaCommunicator& c, uint64_t stream) {

@@ -32,9 +32,9 @@ Status PassOrder(const Invocation& it, cuda::Stream stream) {
   return OkStatus();
 }
 
-ffi::Error Run(cuda::Stream stream, ffi::ScratchAllocator scratch,
-               ffi::RemainingArgs args, ffi::RemainingRets rets,
-               ffi::Dictionary attrs) {
+ffi::Error RunOnDevice(cuda::Stream stream, ffi::ScratchAllocator scratch,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attrs) {
   return Invoke(Where::kDevice, args, rets, attrs, [&](Invocation& it) {
     const auto here = Here(it);
     RJ_TRY(here.status());
@@ -51,8 +51,8 @@ ffi::Error Run(cuda::Stream stream, ffi::ScratchAllocator scratch,
   });
 }
 
-ffi::Error Start(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 ffi::Dictionary attrs) {
+ffi::Error StartOnDevice(cuda::Stream stream, ffi::RemainingArgs args,
+                         ffi::RemainingRets rets, ffi::Dictionary attrs) {
   return Invoke(Where::kDevice, args, rets, attrs, [&](Invocation& it) {
     const auto here = Here(it);
     RJ_TRY(here.status());
@@ -61,8 +61,8 @@ ffi::Error Start(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRet
   });
 }
 
-ffi::Error Done(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                ffi::Dictionary attrs) {
+ffi::Error DoneOnDevice(cuda::Stream stream, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets, ffi::Dictionary attrs) {
   return Invoke(Where::kDevice, args, rets, attrs, [&](Invocation& it) {
     const auto here = Here(it);
     RJ_TRY(here.status());
@@ -72,7 +72,8 @@ ffi::Error Done(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets
 }
 
 // From a token to a number that stands for it, and back: both only order.
-ffi::Error Order(cuda::Stream stream, ffi::RemainingArgs, ffi::RemainingRets rets) {
+ffi::Error OrderOnDevice(cuda::Stream stream, ffi::RemainingArgs,
+                         ffi::RemainingRets rets) {
   auto number = rets.get<ffi::AnyBuffer>(0);
   if (!number.has_value() || (*number)->element_type() != ffi::DataType::U32)
     return ffi::Error::Success();
@@ -85,26 +86,26 @@ ffi::Error Order(cuda::Stream stream, ffi::RemainingArgs, ffi::RemainingRets ret
 }
 
 // No command-buffer trait: an epoch may be aborted and replaced, a captured graph not.
-XLA_FFI_DEFINE_HANDLER(kRun, Run,
+XLA_FFI_DEFINE_HANDLER(kDeviceRun, RunOnDevice,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()
                            .Ctx<ffi::ScratchAllocator>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attrs());
-XLA_FFI_DEFINE_HANDLER(kStart, Start,
+XLA_FFI_DEFINE_HANDLER(kDeviceStart, StartOnDevice,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attrs());
-XLA_FFI_DEFINE_HANDLER(kDone, Done,
+XLA_FFI_DEFINE_HANDLER(kDeviceDone, DoneOnDevice,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attrs());
-XLA_FFI_DEFINE_HANDLER(kOrder, Order,
+XLA_FFI_DEFINE_HANDLER(kDeviceOrder, OrderOnDevice,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()
                            .RemainingArgs()
@@ -113,10 +114,10 @@ XLA_FFI_DEFINE_HANDLER(kOrder, Order,
 }  // namespace
 
 std::vector<std::pair<std::string, void*>> DeviceHandlers() {
-  return {{"ringjax_run", reinterpret_cast<void*>(kRun)},
-          {"ringjax_start", reinterpret_cast<void*>(kStart)},
-          {"ringjax_done", reinterpret_cast<void*>(kDone)},
-          {"ringjax_order", reinterpret_cast<void*>(kOrder)}};
+  return {{"ringjax_run", reinterpret_cast<void*>(kDeviceRun)},
+          {"ringjax_start", reinterpret_cast<void*>(kDeviceStart)},
+          {"ringjax_done", reinterpret_cast<void*>(kDeviceDone)},
+          {"ringjax_order", reinterpret_cast<void*>(kDeviceOrder)}};
 }
 
 }  // namespace ringjax

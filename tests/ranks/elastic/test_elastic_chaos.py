@@ -225,12 +225,12 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(
 
 
 @pytest.mark.timeout(240)
-def test_half_a_minute_of_everything_at_random(
+def test_sixty_deeds_of_every_kind_at_random(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     chaos = Chaos(start_job, tmp_path, np=3, seats=100)
     chaos.wait_for(3)
-    chaos.rage(random.Random(SEED), seconds=25, every=0.4)
+    chaos.rage(random.Random(SEED), seconds=15, every=0.25)
     chaos.wait_for(3)
     chaos.wait_for_steps(20)
     verdict = chaos.end()

@@ -13,12 +13,12 @@ namespace {
 // Bytes that are exchanged at a time: what has arrived, or goes out, is in the cache.
 constexpr uint64_t kTileBytes = 1 << 20;
 
-struct Range {
+struct Extent {
   uint64_t offset = 0, count = 0;  // elements
 
   uint64_t end() const { return offset + count; }
   // At most `most` elements from the `done`th on.
-  Range From(uint64_t done, uint64_t most) const {
+  Extent From(uint64_t done, uint64_t most) const {
     const uint64_t skip = std::min(done, count);
     return {offset + skip, std::min(most, count - skip)};
   }
@@ -27,10 +27,10 @@ struct Range {
 // What one rank does at one level with its piece of the vector.
 struct Level {
   int peer;
-  bool lower;        // this rank's vector is a, the peer's b
-  Range keep, give;  // the two halves
+  bool lower;         // this rank's vector is a, the peer's b
+  Extent keep, give;  // the two halves
 
-  Level(int rank, int distance, Range piece)
+  Level(int rank, int distance, Extent piece)
       : peer(rank ^ distance), lower((rank & distance) == 0) {
     keep = {piece.offset, (piece.count + 1) / 2};
     give = {keep.end(), piece.count - keep.count};
@@ -44,11 +44,11 @@ double Weight(double dot, double square) {
   return 1 - dot / (2 * square);
 }
 
-class Run {
+class AdasumRun {
  public:
-  Run(const Memory& memory, const std::vector<uint64_t>& sizes,
-      const Arithmetic& arithmetic, const Frame& frame, const Lane& lane,
-      Waiter* waiter, uint64_t* sent_bytes)
+  AdasumRun(const Memory& memory, const std::vector<uint64_t>& sizes,
+            const Arithmetic& arithmetic, const Frame& frame, const Lane& lane,
+            Waiter* waiter, uint64_t* sent_bytes)
       : memory_(memory),
         a_(arithmetic),
         frame_(frame),
@@ -67,7 +67,7 @@ class Run {
   }
 
   Status Loop() {
-    Range piece{0, ends_.empty() ? 0 : ends_.back()};
+    Extent piece{0, ends_.empty() ? 0 : ends_.back()};
     if (size_ == 1 || a_.scales_first()) {
       Scale(piece, true, size_ == 1);
       own_ = memory_.out;
@@ -91,25 +91,25 @@ class Run {
   // Calls visit(tensor, part) for what of each tensor lies in `range`. A part is one
   // piece of memory in all spans.
   template <typename Visit>
-  void ForTensors(Range range, Visit visit) const {
+  void ForTensors(Extent range, Visit visit) const {
     auto tensor = std::upper_bound(ends_.begin(), ends_.end(), range.offset);
     for (uint64_t at = range.offset; at < range.end(); ++tensor) {
       const uint64_t end = std::min(*tensor, range.end());
-      visit(static_cast<size_t>(tensor - ends_.begin()), Range{at, end - at});
+      visit(static_cast<size_t>(tensor - ends_.begin()), Extent{at, end - at});
       at = end;
     }
   }
 
-  std::byte* At(const Spans& spans, Range part) const {
+  std::byte* At(const Spans& spans, Extent part) const {
     return spans.At(part.offset * width_, part.count * width_).data;
   }
   // What has come from the peer of `part`, which lies in the half that is kept.
-  const std::byte* Arrived(const Level& level, Range part) const {
+  const std::byte* Arrived(const Level& level, Extent part) const {
     return At(memory_.scratch, {part.offset - level.keep.offset, part.count});
   }
 
-  void Scale(Range range, bool first, bool last) {
-    ForTensors(range, [&](size_t, Range part) {
+  void Scale(Extent range, bool first, bool last) {
+    ForTensors(range, [&](size_t, Extent part) {
       CopyScaled(At(*memory_.out, part), At(*own_, part), part.count, a_, first, last);
     });
   }
@@ -126,13 +126,13 @@ class Run {
   // tile by tile: before(tile) is called for what is to be sent, after(tile) for what
   // has come.
   template <typename Before, typename After>
-  Status Swap(int peer, Range give, const Spans* from, Range take, Slice to,
+  Status Swap(int peer, Extent give, const Spans* from, Extent take, Slice to,
               Before before, After after) {
     const uint64_t tile = kTileBytes / width_, most = std::max(give.count, take.count);
     Memory memory = memory_;
     memory.in = from;
     for (uint64_t done = 0; done < most; done += tile) {
-      const Range out = give.From(done, tile), in = take.From(done, tile);
+      const Extent out = give.From(done, tile), in = take.From(done, tile);
       const Slice source{Region::kIn, out.offset, out.count};
       const Slice target{to.region, to.offset + done, in.count};
       before(out);
@@ -149,15 +149,15 @@ class Run {
   // of these and ours.
   Status Exchange(const Level& level) {
     std::fill(moments_.begin(), moments_.end(), Moments{});
-    auto add = [&](Range tile) {
-      ForTensors(tile, [&](size_t t, Range part) {
+    auto add = [&](Extent tile) {
+      ForTensors(tile, [&](size_t t, Extent part) {
         const std::byte *a = At(*own_, part), *b = Arrived(level, part);
         if (!level.lower) std::swap(a, b);
         AddMoments(a, b, part.count, a_.dtype, &moments_[t]);
       });
     };
     const Slice scratch{Region::kScratch, 0, level.keep.count};
-    return Swap(level.peer, level.give, own_, level.keep, scratch, [](Range) {}, add);
+    return Swap(level.peer, level.give, own_, level.keep, scratch, [](Extent) {}, add);
   }
 
   // Recursive doubling: at every step two ranks add the same two numbers, so all end
@@ -177,9 +177,9 @@ class Run {
     return Move(doubling, Memory{&numbers, &numbers, {}}, adding_, false);
   }
 
-  void Combine(const Level& level, Range range) {
+  void Combine(const Level& level, Extent range) {
     const FloatMode mode;  // for the weights, too
-    ForTensors(range, [&](size_t t, Range part) {
+    ForTensors(range, [&](size_t t, Extent part) {
       const Moments& m = moments_[t];
       const std::byte *a = At(*own_, part), *b = Arrived(level, part);
       if (!level.lower) std::swap(a, b);
@@ -191,17 +191,17 @@ class Run {
   // The last level's results, and with the same peer the first step of the way back:
   // tiles go out when they are finished.
   Status Turn(const Level& level) {
-    auto finish = [&](Range tile) {
+    auto finish = [&](Extent tile) {
       Combine(level, tile);
       if (!a_.scales_last()) return;
-      ForTensors(tile, [&](size_t, Range part) {
+      ForTensors(tile, [&](size_t, Extent part) {
         std::byte* out = At(*memory_.out, part);
         CopyScaled(out, out, part.count, a_, false, true);
       });
     };
     const Slice back{Region::kOut, level.give.offset, level.give.count};
     return Swap(level.peer, level.keep, memory_.out, level.give, back, finish,
-                [](Range) {});
+                [](Extent) {});
   }
 
   // The other levels backwards: what was given away comes back from who has it now.
@@ -239,7 +239,7 @@ class Run {
 Status AllreduceAdasum(const Memory& memory, const std::vector<uint64_t>& sizes,
                        const Arithmetic& arithmetic, const Frame& frame,
                        const Lane& lane, Waiter* waiter, uint64_t* sent_bytes) {
-  return Run(memory, sizes, arithmetic, frame, lane, waiter, sent_bytes).Loop();
+  return AdasumRun(memory, sizes, arithmetic, frame, lane, waiter, sent_bytes).Loop();
 }
 
 }  // namespace ringjax

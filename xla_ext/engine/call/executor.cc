@@ -20,14 +20,14 @@ constexpr uint64_t kSegment = 256 << 10;
 constexpr uint64_t kBorrowed = 1 << 20;
 constexpr size_t kPieces = 64;  // iovecs in one call
 // Of what is lent and added up, read at once: it stays in a first cache.
-constexpr uint64_t kBlock = 32 << 10;
+constexpr uint64_t kStepBlock = 32 << 10;
 // Copies longer than the caches go past them.
 constexpr uint64_t kPastCaches = 4 << 20;
 
-class Run {
+class PlanRun {
  public:
-  Run(const Plan& plan, const Memory& memory, const Arithmetic& arithmetic,
-      const Frame& frame, const Lane& lane, Waiter* waiter)
+  PlanRun(const Plan& plan, const Memory& memory, const Arithmetic& arithmetic,
+          const Frame& frame, const Lane& lane, Waiter* waiter)
       : plan_(plan),
         memory_(memory),
         a_(arithmetic),
@@ -43,7 +43,7 @@ class Run {
         flushed_(plan.sends.size(), true) {}
 
   // Who reads here what was lent must not trust it any more.
-  ~Run() {
+  ~PlanRun() {
     for (int peer : plan_.peers)
       if (Loans* loans = lane_.links[peer]->loans(); loans && loans->outstanding())
         loans->Withdraw();
@@ -266,7 +266,7 @@ class Run {
     const Step& s = planned.step;
     const bool reduces = s.kind == StepKind::kRecvReduce;
     for (uint64_t left = std::min(limit, ready.value()); left > 0;) {
-      const uint64_t n = reduces ? std::min(left, kBlock) : left;
+      const uint64_t n = reduces ? std::min(left, kStepBlock) : left;
       std::vector<iovec> from;
       PiecesOf(m->lent, m->bytes, n, kPieces, &from);
       pieces_.clear();
@@ -292,7 +292,7 @@ class Run {
   }
 
   static std::byte* Block() {
-    alignas(64) static thread_local std::byte block[kBlock];
+    alignas(64) static thread_local std::byte block[kStepBlock];
     return block;
   }
 
@@ -439,7 +439,7 @@ class Run {
 
 Status Execute(const Plan& plan, const Memory& memory, const Arithmetic& arithmetic,
                const Frame& frame, const Lane& lane, Waiter* waiter) {
-  return Run(plan, memory, arithmetic, frame, lane, waiter).Loop();
+  return PlanRun(plan, memory, arithmetic, frame, lane, waiter).Loop();
 }
 
 }  // namespace ringjax

@@ -13,13 +13,13 @@ namespace ringjax {
 namespace {
 
 // Several sources are added up in pieces that stay in the first-level cache.
-constexpr uint64_t kBlock = 8 << 10;
+constexpr uint64_t kTileBlock = 8 << 10;
 // Results as long as this, to other memory than the values came from, are not worth a
 // place in the caches.
 constexpr uint64_t kLong = 8 << 20;
 
 // What is not copied into a slot as it is.
-alignas(64) thread_local std::byte scratch[kBlock];
+alignas(64) thread_local std::byte scratch[kTileBlock];
 
 struct Range {
   uint64_t begin, end;  // elements
@@ -142,7 +142,7 @@ class Tiles {
   }
 
   // Elements of a piece that stays in the first-level cache.
-  uint64_t Block() const { return kBlock / std::max(width_, wire_); }
+  uint64_t Block() const { return kTileBlock / std::max(width_, wire_); }
 
   // `n` elements of all: `mine`, and those at `offset` in the slots of the others.
   void Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset,

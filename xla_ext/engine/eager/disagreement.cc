@@ -32,7 +32,7 @@ struct Difference {
 };
 
 // All NaN are one, since they read alike.
-bool Equal(double a, double b) { return a == b || (a != a && b != b); }
+bool ReadAlike(double a, double b) { return a == b || (a != a && b != b); }
 
 bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
                bool ragged) {
@@ -56,7 +56,7 @@ bool Differ(const Submission& a, const Submission& b, Difference* difference) {
   }
   if (a.Reduces()) {
     if (a.reduce_op != b.reduce_op) return in(Aspect::kReduceOps);
-    if (!Equal(a.prescale, b.prescale) || !Equal(a.postscale, b.postscale))
+    if (!ReadAlike(a.prescale, b.prescale) || !ReadAlike(a.postscale, b.postscale))
       return in(Aspect::kFactors);
   }
   if (a.op == Collective::kBroadcast && a.root != b.root) return in(Aspect::kRoots);

@@ -16,7 +16,7 @@ constexpr uint64_t kMostBytes = uint64_t{1} << 48;
 
 Status Invalid(const std::string& why) { return {Code::kInvalidArgument, why}; }
 
-bool Equal(double a, double b) {
+bool SameBits(double a, double b) {
   return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
 }
 
@@ -91,7 +91,7 @@ bool Submission::Reduces() const {
 
 bool Submission::Same(const Submission& other) const {
   return op == other.op && reduce_op == other.reduce_op && root == other.root &&
-         Equal(prescale, other.prescale) && Equal(postscale, other.postscale) &&
+         SameBits(prescale, other.prescale) && SameBits(postscale, other.postscale) &&
          cuda == other.cuda && alone == other.alone && placed == other.placed &&
          name == other.name && tensors == other.tensors && splits == other.splits;
 }
