@@ -157,7 +157,8 @@ def test_who_listens_between_hosts_reads_what_is_not_encrypted_and_nothing_else(
         env = hosts.env | {"RINGJAX_TLS": tls}
         job = start_job(2, TALK, env, hosts.options(1, 1))
         assert job.wait(60) == 0, job.logs()
-        assert all(job.output(rank).strip() == "heard tcp" for rank in (0, 1))
+        heard = [job.output(rank).strip() for rank in (0, 1)]
+        assert heard == ["heard tcp"] * 2, job.logs()
         seen = bytearray()
         with contextlib.suppress(BlockingIOError):
             while True:
