@@ -6,6 +6,7 @@ several ranks compute is a part of `make gpu-check`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,15 +23,16 @@ NUMPY = {
     "u64": np.uint64,
 }  # fmt: skip
 OPS, REDUCE = _native.COLLECTIVES, _native.REDUCE_OPS
+IDS = itertools.count(1 << 20)
 SHAPES = [(), (3,), (0,), (17, 5), (400_003,)]  # the last is reduced in place
 
 
 def connect(fusion: str = "hybrid", comm_stream: int = 1) -> Any:
-    """A world of one rank; its number is one that nobody else has."""
+    """A world of one rank; its id is one that no other has."""
     devices.open_library("")
     (control,) = _native.local_world([0])
     (made,) = _native.connect_devices(
-        id=1 << 20,
+        id=next(IDS),
         controls=[control],
         devices=[0],
         unique_ids=[_native.nccl_unique_id()],
