@@ -19,11 +19,14 @@ from typing import IO, Self
 
 BURST, QUEUE = "128kb", "20ms"  # of the token buckets
 END = 10.0  # seconds for what is ended to be gone
+# Another one in every process: the machine routes a network to one bridge only.
+NETWORK = f"10.77.{os.getpid() % 256}"
+LAUNCHER = f"{NETWORK}.254"  # for a bridge, where hosts must reach the machine itself
 
 
 def address(host: int) -> str:
-    """Where a host is; the bridge has no address, so this exists nowhere else."""
-    return f"10.77.0.{host + 1}"
+    """Where a host is. Nothing else reaches it while the bridge has no address."""
+    return f"{NETWORK}.{host + 1}"
 
 
 def spawn(

@@ -22,7 +22,7 @@ from support.launch import ROOT
 sys.path.append(str(ROOT))
 from benchmarks.hosts import collectives, namespaces
 from benchmarks.hosts.layouts import Layout, parse_rate, parse_size
-from benchmarks.hosts.namespaces import Namespaces
+from benchmarks.hosts.namespaces import Namespaces, address
 from benchmarks.peers.adapter import COLLECTIVES
 from ringjax.config import Config
 from ringjax.control.launch_environment import find
@@ -165,8 +165,8 @@ def test_ranks_know_their_place() -> None:
     assert config.secret_bytes() == bytes.fromhex(secret)
     place = find(config, env)
     assert not place.one_host
-    assert place.first_host == layout.ring[0][1] == "10.77.0.1"
-    assert layout.ring == [(0, "10.77.0.1"), (2, "10.77.0.2"), (4, "10.77.0.3")]
+    assert place.first_host == layout.ring[0][1] == address(0)
+    assert layout.ring == [(0, address(0)), (2, address(1)), (4, address(2))]
 
 
 def test_loopback_is_one_host_without_shared_memory() -> None:
@@ -250,7 +250,8 @@ def test_the_network_exists_inside_and_never_after(network: Any) -> None:
         assert machine.names == names
         shaped = [c for c in machine.commands if "tbf rate 1gbit" in c]
         assert len(shaped) == 6  # both ends of every link
-        assert "ip -n rjtestn2 addr add 10.77.0.3/24 dev eth0" in machine.commands
+        added = f"ip -n rjtestn2 addr add {address(2)}/24 dev eth0"
+        assert added in machine.commands
     assert machine.names == set()
 
 

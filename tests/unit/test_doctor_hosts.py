@@ -20,11 +20,10 @@ from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks.hosts.namespaces import Namespaces, address
+from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip", "unshare", "tc", "hostname"), pytest.mark.timeout(90)]
 
-LAUNCHER = "10.77.0.254"
 ONE, TWO = address(0), address(1)
 # As OpenSSH: options, a host, then words for the shell. FOLDER/N.sh is what else is
 # special about host N.
@@ -121,10 +120,10 @@ def test_another_host_that_is_taken_for_this_one(hosts: Hosts) -> None:
 
 
 def test_one_host_under_two_names(hosts: Hosts) -> None:
-    hosts.on(0, "ip addr add 10.77.0.101/24 dev eth0")
+    hosts.on(0, f"ip addr add {address(100)}/24 dev eth0")
     ssh = hosts.folder / "bin" / "ssh"
     ssh.write_text(ssh.read_text().replace("- 1))", "- 1)); number=$((number % 100))"))
-    found = hosts.visit("-H", f"{ONE}:1,10.77.0.101:1")
+    found = hosts.visit("-H", f"{ONE}:1,{address(100)}:1")
     assert ("warn", f"is the same machine as {ONE}") in found.of("other names")
 
 

@@ -25,9 +25,8 @@ from support.launch import ROOT, StartJob
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks.hosts.namespaces import Namespaces, address
+from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 
-LAUNCHER = "10.77.0.254"
 _SO_RCVBUFFORCE = 33  # of Linux; Python has no name for it
 # As OpenSSH: options, a host, then words for the shell; the host's namespace is known
 # by the last number of its address.

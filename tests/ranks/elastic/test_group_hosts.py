@@ -22,11 +22,10 @@ from support.launch import ROOT, Job, StartJob
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks.hosts.namespaces import Namespaces, address
+from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
 
-LAUNCHER = "10.77.0.254"
 # What starts the agent of a host: the last number of its address is that of its name.
 AGENT = """#!/bin/sh
 number=$((${1##*.} - 1)); shift
