@@ -127,9 +127,11 @@ sanitize: $(VENV)/installed-cmake  ## the native tests under Address- and Thread
 	for kind in address thread; do \
 	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	    -DRINGJAX_SANITIZE=$$kind -DRINGJAX_NATIVE_TESTS=ON -DRINGJAX_EXTENSION=OFF && \
-	  $(BIN)/cmake --build build/$$kind && \
-	  setarch -R build/$$kind/ringjax_native_tests || exit 1; \
+	  $(BIN)/cmake --build build/$$kind || exit 1; \
 	done
+	setarch -R build/address/ringjax_native_tests >build/address/log 2>&1 & \
+	setarch -R build/thread/ringjax_native_tests; code=$$?; \
+	wait $$! || code=1; cat build/address/log; exit $$code
 
 # For each of the native parsers and, a sixth of it, for each of the Python ones.
 FUZZ_RUNS ?= 1000000
