@@ -123,6 +123,7 @@ gpu-schedule: $(VENV)/installed-test $(PLUGIN)/installed  ## what XLA schedules 
 	JAX_PLATFORMS=cpu PYTHONPATH=$(PLUGIN) $(BIN)/pytest -q -s --timeout 300 \
 	  tests/gpu/schedule*.py $(TESTS)
 
+# Both programs at once: each waits for something half of the time.
 sanitize: $(VENV)/installed-cmake  ## the native tests under Address- and ThreadSanitizer
 	for kind in address thread; do \
 	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \

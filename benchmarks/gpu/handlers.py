@@ -1,9 +1,9 @@
-"""What the calls of the handler in a step cost the host, for every way of fusing.
+"""Host time of ringjax's FFI handler for allreduce in one step, in each fusion mode.
 
-The handler itself counts its seconds; the steps here are waited for one by one, and the
-differences of the counters are the samples. On a CPU a call takes at most
-`buckets.MOST` buffers; a step with more of them makes several, which count together.
-One rank: what NCCL does on the device is nearly nothing, and the host does the rest.
+The handler counts the seconds that it runs. The benchmark waits for every step; the
+increase of that counter over a step is one sample. On a CPU a call takes at most
+`buckets.MOST` buffers, and a step with more buffers makes several calls: their seconds
+are added up. There is one rank, so NCCL does nearly nothing on the device.
 """
 
 from __future__ import annotations

@@ -19,13 +19,14 @@ from typing import IO, Self
 
 BURST, QUEUE = "128kb", "20ms"  # of the token buckets
 END = 10.0  # seconds for what is ended to be gone
-# Another one in every process: the machine routes a network to one bridge only.
+# The subnet of the hosts. Each process has its own: the kernel routes a subnet to one
+# bridge, and tests that run at once have a bridge each.
 NETWORK = f"10.77.{os.getpid() % 256}"
-LAUNCHER = f"{NETWORK}.254"  # for a bridge, where hosts must reach the machine itself
+LAUNCHER = f"{NETWORK}.254"  # for a bridge, so that hosts reach a launcher outside
 
 
 def address(host: int) -> str:
-    """Where a host is. Nothing else reaches it while the bridge has no address."""
+    """The IP address of a host. Only hosts reach it, unless the bridge has one, too."""
     return f"{NETWORK}.{host + 1}"
 
 

@@ -46,14 +46,14 @@ def test_a_section_that_fails_crashes_or_hangs_does_not_stop_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
-    child += f"'import time; time.sleep(3600) # {tmp_path.name}'])"
+    child += f"'import signal; signal.pause() # {tmp_path.name}'])"
     outcomes = run(
         tmp_path,
         section("one", REPORT + "r.table('T', 'a', 'b'); r.row(1, 2)"),
         section("wrong", REPORT + "r.fail('two and two'); print('why')"),
         section("crash", "import os; print('the last words'); os.abort()"),
         section("hangs", f"{child}; {REPORT} r.table('H'); r.row('had this'); "
-                         "import time; time.sleep(3600)", 2),
+                         "import signal; signal.pause()", 2),
         section("last", "print('...'); print('3 passed')"),
     )  # fmt: skip
     assert [o.status for o in outcomes] == ["ok", "failed", "failed", "timed out", "ok"]
@@ -318,7 +318,7 @@ def test_jobs_that_fail_or_hang_are_ended(tmp_path: Path) -> None:
         commands = [["-c", "pass"], ["-c", "print('broken'); raise SystemExit(3)"]]
         ranks.finish(commands, env, log, 20)
     with pytest.raises(ranks.LegError, match="still ran after 1 s"):
-        ranks.finish([["-c", "import time; time.sleep(3600)"]], env, log, 1)
+        ranks.finish([["-c", "import signal; signal.pause()"]], env, log, 1)
 
 
 @pytest.fixture
