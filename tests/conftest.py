@@ -93,13 +93,17 @@ def _give_cache(config: pytest.Config) -> None:
     """What tests and their ranks measure or compile stays out of the user's cache.
 
     What one process compiles the others read, all with the same flags: some compare bit
-    by bit. A rank that is killed may leave half a file; jax notices, and compiles.
+    by bit. jax writes a file in its place, so another rank may read half of it; jax
+    notices, warns and compiles. Tests that compare the output of a rank must not see
+    that warning.
     """
     folder, patch = tempfile.TemporaryDirectory(prefix="ringjax-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder.name)
     patch.setenv("JAX_COMPILATION_CACHE_DIR", str(Path(folder.name, "jax")))
     patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    unfinished = "ignore:Error reading persistent compilation cache entry:UserWarning"
+    patch.setenv("PYTHONWARNINGS", unfinished)
     # Whoever names a platform, as the targets for GPUs do, is after its own code.
     if {"XLA_FLAGS", "JAX_PLATFORMS"}.isdisjoint(os.environ):
         patch.setenv("XLA_FLAGS", cheap_code())
