@@ -255,14 +255,14 @@ TEST(AClockIsReadWithinHalfOfTheWay) {
   const auto start = Clock::now();
   beats[0]->AskClock(5);  // asks nobody
   beats[2]->AskClock(5);
-  beats[2]->AskClock(3);  // there are more under way
+  beats[2]->AskClock(3);  // none more, unless some of the five are answered already
   std::vector<ClockReading> readings;
   CHECK(Until([&] {
     for (const ClockReading& reading : beats[2]->TakeClocks())
       readings.push_back(reading);
     return readings.size() >= 5;
   }));
-  CHECK_EQ(readings.size(), 5u);
+  CHECK(readings.size() <= 8);
   for (const ClockReading& reading : readings) {
     CHECK_EQ(reading.rank, 0);
     CHECK(reading.trip > 0 && reading.trip <= SecondsSince(start));
