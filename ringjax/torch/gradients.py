@@ -1,4 +1,8 @@
-"""Gradients on their way: hooks submit them while backward runs, `collect` waits.
+"""Gradients on their way: hooks submit them while backward runs.
+
+At the end of a backward pass the ranks tell each other which gradients they have sent
+(readiness.py), and wait for those that all ranks have sent: what a program then does to
+`.grad`, it does to the reduced gradient. `collect` sends and waits for the rest.
 
 The state of one step of a DistributedOptimizer. Not here: what the user calls and when
 (optimizer.py), names and groups (parameters.py), how a named tensor is reduced
@@ -7,6 +11,7 @@ The state of one step of a DistributedOptimizer. Not here: what the user calls a
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -25,6 +30,7 @@ from ringjax.ops import Adasum, Average, ReduceOp
 from ringjax.torch import mpi_ops
 from ringjax.torch.functions import broadcast_object
 from ringjax.torch.parameters import Unit, names_of, units_of
+from ringjax.torch.readiness import Answer, ask
 from ringjax.tuning.tuning import Tuning
 from ringjax.world.process_set import ProcessSet
 
@@ -34,8 +40,31 @@ _FIRST_BUCKET = 1 << 20
 _TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to "
     "step(): {name!r}, more than {passes}. Increase backward_passes_per_step to "
-    "accumulate gradients locally."
+    "accumulate gradients locally. If the backward pass before failed, or was that of "
+    "another network's loss, call optimizer.zero_grad() or, on every rank, "
+    "optimizer.step() after it. A parameter that several activation checkpoints use "
+    "needs checkpoint(..., use_reentrant=False)."
 )
+_TOUCHED = (
+    "the gradient of {name!r} was changed between backward() and step() while it was "
+    "on its way to other ranks, since not all of them had sent theirs: their losses "
+    "use other parameters, or zero_grad(set_to_none=False) left a gradient there. "
+    "Call optimizer.synchronize() before the change, and optimizer.step() within "
+    "`with optimizer.skip_synchronize():`."
+)
+_WITH_GRAPH = (
+    "backward(create_graph=True) leaves a gradient of {name!r} that is part of a "
+    "graph, and a reduced gradient has none. Take the inner derivative by "
+    "torch.autograd.grad(..., create_graph=True), and call backward() on the sum."
+)
+_SAME_NAME = (
+    "two optimizers have a parameter named {name!r}, and both have gradients on their "
+    "way. Give them different names: DistributedOptimizer(optimizer, "
+    "[(f'decoder.{{n}}', p) for n, p in decoder.named_parameters()])"
+)
+# The optimizers between a backward pass and their step.
+_in_step: weakref.WeakSet[Gradients] = weakref.WeakSet()
+runtime.on_init(_in_step.clear)
 
 
 @dataclass
@@ -50,11 +79,24 @@ class Settings:
     process_set: ProcessSet
 
 
+class _Sent(NamedTuple):
+    """A gradient that was submitted, as it was then."""
+
+    parameter: Tensor
+    gradient: Tensor
+    version: int
+    context: Any  # of the compression
+
+    def is_changed(self) -> bool:
+        gradient = self.gradient
+        return self.parameter.grad is not gradient or gradient._version != self.version
+
+
 class _Flight(NamedTuple):
     """A submission: how to wait for it, and what became of its gradients."""
 
     wait: Callable[[], Any]
-    sent: list[tuple[Tensor, Tensor, Any]]  # parameter, gradient, of the compression
+    sent: list[_Sent]
 
 
 class Gradients:
@@ -64,6 +106,7 @@ class Gradients:
         settings: how they travel.
         name_of: their names.
         begun: whether backward has run since the last `collect` or `forget`.
+        settled: whether all gradients are reduced on all ranks.
 
     Raises:
         ValueError: a bad argument, see `parameters`.
@@ -96,6 +139,11 @@ class Gradients:
         """Those whose gradients travel."""
         return list(self._passes_left)
 
+    @property
+    def title(self) -> str:
+        """What the optimizer is called, alike on all ranks."""
+        return f"the optimizer of {self._first_name}"
+
     def groups(self) -> list[Unit]:
         """The parameters that are submitted as one, if they are several."""
         return [unit for unit in dict.fromkeys(self._unit_of.values()) if unit[1:]]
@@ -113,6 +161,7 @@ class Gradients:
                 self.name_of.setdefault(p, f"allreduce.noname.{i}.{j}")
                 self._unit_of.setdefault(p, (p,))
                 self._passes_left[p] = self.settings.backward_passes_per_step
+                self.settled = False
                 name = self.name_of[p]
                 self._first_name = min(self._first_name or name, name)
                 hook = _hook(weakref.ref(self))
@@ -124,43 +173,156 @@ class Gradients:
             self._flights: dict[Unit, _Flight] = {}
             self._bucket: list[Unit] = []
             self._bucket_bytes = 0
-            self.begun = False
+            self._launched: set[Unit] = set()  # in the bucket, under way or reduced
+            self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
+            self._anywhere: set[Tensor] = set()  # some rank has a gradient of it
+            self._failure: RingjaxError | None = None
+            self._rounds = self._backwards = 0
+            self._tasks: set[int] = set()  # backward passes that run
+            self.begun = self.settled = False
             passes = self.settings.backward_passes_per_step
             self._passes_left = dict.fromkeys(self._passes_left, passes)
+            _in_step.discard(self)
 
-    def collect(self) -> None:
+    def collect(self, param_groups: list[dict[str, Any]]) -> None:
         """Waits until all gradients are reduced; submits those that no hook has.
+
+        A parameter that has no gradient on any rank keeps none.
 
         Raises:
             RingjaxError: the first failure, after all have ended.
+            RuntimeError: a gradient was changed while it was under way.
         """
-        failure: RingjaxError | None = None
         with self._lock:
             try:
-                launched = self._flights.keys() | set(self._bucket)
-                units = dict.fromkeys(self._unit_of[p] for p in self._passes_left)
-                self._bucket += [unit for unit in units if unit not in launched]
-                self._send_bucket()
+                flights = list(self._flights.values())
+                sent = [each for flight in flights for each in flight.sent]
+                changed = [each.parameter for each in sent if each.is_changed()]
+                self.adopt(param_groups)
+                if self._failure is None:
+                    self._try(self._finish)
                 for flight in self._flights.values():
-                    try:
-                        self._receive(flight)
-                    except RingjaxError as error:
-                        failure = failure or error
+                    self._try(partial(self._receive, flight))
+                failure = self._failure
             finally:
                 self.forget()
         if failure is not None:
             raise failure
+        if changed:
+            raise RuntimeError(_TOUCHED.format(name=self.name_of[changed[0]]))
         if runtime.config().autotune and not self.alone():
             self._tune()
+
+    def _finish(self) -> None:
+        """Sends what some rank has sent, and this rank has not."""
+        answer = None
+        while not self.settled and not (answer and answer.final):
+            order, answer = self._ask(final=True)()
+            self._take(order, answer)
+        if answer is not None:
+            pairs = zip(order, answer.anywhere, strict=True)
+            self._anywhere = {p for p, found in pairs if found}
+            units = dict.fromkeys(self._unit_of[p] for p in order)
+            self._bucket = [
+                unit
+                for unit in units
+                if unit not in self._launched and not self._anywhere.isdisjoint(unit)
+            ]
+            self._send_bucket()
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except RingjaxError as error:
+            self._failure = self._failure or error
+
+    def _ask(self, final: bool) -> Callable[[], tuple[list[Tensor], Answer]]:
+        """Sends the bucket, and submits a round of which the answer is returned later.
+
+        Every rank submits as many rounds as all others, whose passes may be fewer: a
+        rank about to step goes on until all are, or until all gradients are reduced.
+        """
+        self._rounds += 1
+        order = sorted(self._passes_left, key=self.name_of.__getitem__)
+        with lane.together(self.settings.process_set):
+            self._send_bucket()
+            sent = [self._unit_of[p] in self._launched for p in order]
+            answer = ask(
+                f"gradients of {self.title}, {self._rounds}",
+                sent,
+                [has or p.grad is not None for has, p in zip(sent, order, strict=True)],
+                final,
+                self.settings.process_set,
+            )
+        return lambda: (order, answer())
+
+    def _take(self, order: list[Tensor], answer: Answer) -> None:
+        """Waits for the gradients that all ranks have sent."""
+        here = {
+            p for p, all_sent in zip(order, answer.everywhere, strict=True) if all_sent
+        }
+        for unit in [unit for unit in self._flights if here.issuperset(unit)]:
+            flight = self._flights.pop(unit)
+            self._try(partial(self._receive, flight))
+            for p in unit:
+                if p.grad is not None:
+                    self._reduced[p] = weakref.ref(p.grad)
+        self.settled = len(here) == len(self._passes_left)
+
+    def _await_end_of_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and task not in self._tasks:
+            self._tasks.add(task)
+            _at_end(partial(_call, weakref.ref(self), "_on_end_of_backward", task))
+
+    def _on_end_of_backward(self, task: int) -> None:
+        """Submits a round; `_settle` waits for it when other optimizers have, too.
+
+        Not at the end of a reentrant pass, of a checkpoint, within another pass.
+        """
+        with self._lock:
+            self._tasks.discard(task)
+            if not self.begun or torch._C._current_autograd_node() is not None:
+                return
+            self._backwards += 1
+            passes = self.settings.backward_passes_per_step
+            if self._failure or not (self._launched or self._backwards >= passes):
+                return
+            rounds: list[Any] = []
+            self._try(lambda: rounds.append(self._ask(final=False)))
+        for answer in rounds:
+            _at_end(partial(self._settle, answer))
+
+    def _settle(self, answer: Callable[[], tuple[list[Tensor], Answer]]) -> None:
+        found: list[Any] = []
+        self._try(lambda: found.append(answer()))  # no lock: other passes may go on
+        with self._lock:
+            for order, each in found:
+                self._take(order, each)
+
+    def refuse_scaler(self) -> None:
+        """To be called when somebody looks at the parameters, between two steps.
+
+        Raises:
+            RuntimeError: it is `GradScaler.unscale_`, which divides gradients without
+                a trace, and some are under way.
+        """
+        if self._flights:
+            reader = sys._getframe(2).f_globals.get("__name__")
+            if reader == torch.amp.GradScaler.__module__:
+                name = self.name_of[next(iter(self._flights))[0]]
+                raise RuntimeError(_TOUCHED.format(name=name))
 
     def _tune(self) -> None:
         """At the end of a step: how long it took, and what the next one is to try."""
         now = time.monotonic()
         if self._tuning is None:
             bytes_of = [self.name_of[p] + str(p.nbytes) for p in self._passes_left]
-            name = f"the optimizer of {self._first_name}"
             self._tuning = Tuning(
-                name, ["torch", *sorted(bytes_of)], None, self.settings.process_set
+                self.title,
+                ["torch", *sorted(bytes_of)],
+                None,
+                self.settings.process_set,
             )
         else:
             self._tuning.took(now - self._ended)
@@ -177,9 +339,7 @@ class Gradients:
                 here = p.detach().cpu().contiguous()  # the parameter itself, mostly
                 yield self.name_of[p], here.data_ptr(), here.nbytes
 
-        alike.check(
-            f"the optimizer of {self._first_name}", memory, self.settings.process_set
-        )
+        alike.check(self.title, memory, self.settings.process_set)
 
     def _agreed(self, names: list[str]) -> list[str]:
         """The order of the names on the first rank that takes part."""
@@ -199,30 +359,46 @@ class Gradients:
         with self._lock:
             if not self.begun and (not mpi_ops.is_initialized() or self.alone()):
                 return
+            assert p.grad is not None
+            if p.grad.requires_grad:
+                raise RuntimeError(_WITH_GRAPH.format(name=self.name_of[p]))
+            if p in self._reduced and self._reduced[p]() is not p.grad:
+                self.forget()  # the module's zero_grad has dropped what was reduced
             left = self._passes_left[p] - 1
             if left < 0:
                 passes = self.settings.backward_passes_per_step
                 text = _TOO_OFTEN.format(name=self.name_of[p], passes=passes)
                 raise AssertionError(text)
-            assert p.grad is not None and not p.grad.requires_grad
-            self.begun = True
+            if not self.begun:
+                self._begin()
             self._passes_left[p] = left
+            if self.settings.op == Adasum:
+                return
             unit = self._unit_of[p]
-            if self.settings.op != Adasum and not any(
-                self._passes_left[member] for member in unit
-            ):
+            if not any(self._passes_left[member] for member in unit):
                 self._launch(unit)
+            self._await_end_of_backward()
+
+    def _begin(self) -> None:
+        mine = set(self.name_of.values())
+        for other in _in_step:
+            if twice := mine.intersection(other.name_of.values()):
+                raise ValueError(_SAME_NAME.format(name=min(twice)))
+        self.begun = True
+        _in_step.add(self)
 
     def _launch(self, unit: Unit) -> None:
         """Puts the gradients of a unit into the bucket, and sends it when it is full.
 
         Submissions have names, so the buckets of the ranks need not be alike.
         """
+        first = not self._launched
+        self._launched.add(unit)
         self._bucket.append(unit)
         self._bucket_bytes += sum(p.nbytes for p in unit)
         how = self._tuning.setting if self._tuning else runtime.config()
         room = how.bucket_bytes
-        if self._bucket_bytes >= (room if self._flights else min(room, _FIRST_BUCKET)):
+        if self._bucket_bytes >= (min(room, _FIRST_BUCKET) if first else room):
             self._send_bucket()
 
     def _send_bucket(self) -> None:
@@ -249,13 +425,14 @@ class Gradients:
         gradients = [self._gradient(p) for p in unit]
         if gradients[0].is_sparse and len(unit) == 1 and not how.sparse_as_dense:
             handle = mpi_ops.sparse_allreduce_async(gradients[0], **options)
-            return _Flight(lambda: [handle()], [(unit[0], gradients[0], None)])
+            alone = _Sent(unit[0], gradients[0], gradients[0]._version, None)
+            return _Flight(lambda: [handle()], [alone])
         sent, packed = [], []
         for p, gradient in zip(unit, gradients, strict=True):
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             tensor, context = how.compression.compress(dense)
             packed.append(tensor)
-            sent.append((p, gradient, context))
+            sent.append(_Sent(p, gradient, gradient._version, context))
         if how.op == Average:  # the core divides by the size after the sum
             options["prescale_factor"] = 1.0 / how.gradient_predivide_factor
             options["postscale_factor"] = how.gradient_predivide_factor
@@ -277,13 +454,14 @@ class Gradients:
             indices = torch.empty((dims, 0), dtype=torch.int64, device=p.device)
             entries = indices, p.new_empty((0, *p.shape[dims:]))
             zeros = torch.sparse_coo_tensor(*entries, p.shape, check_invariants=False)
-        if p.requires_grad:  # a frozen one takes part only for the others' sake
+        # A frozen one, and one without a gradient in a group, take part for the others.
+        if p.requires_grad and p in self._anywhere:
             p.grad = zeros
         return zeros
 
     def _receive(self, flight: _Flight) -> None:
         outputs = flight.wait()
-        for (p, gradient, context), output in zip(flight.sent, outputs, strict=True):
+        for (p, gradient, _, context), output in zip(flight.sent, outputs, strict=True):
             if p.grad is None:
                 continue
             output = self.settings.compression.decompress(output, context)
@@ -294,6 +472,16 @@ class Gradients:
                 p.grad = output
             else:
                 p.grad = output.to_sparse(gradient.sparse_dim())
+
+
+def _at_end(action: Callable[[], Any]) -> None:
+    """Has autograd call it at the end of the backward pass that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def _call(owner: weakref.ref[Gradients], method: str, *arguments: Any) -> None:
+    if (gradients := owner()) is not None:
+        getattr(gradients, method)(*arguments)
 
 
 def _hook(owner: weakref.ref[Gradients]) -> Callable[[Tensor], None]:

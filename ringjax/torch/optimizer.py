@@ -28,7 +28,9 @@ _PASSES = "backward_passes_per_step must be > 0"
 _ZEROED = (
     "optimizer.zero_grad() was called after loss.backward() but before "
     "optimizer.step() or optimizer.synchronize(). Gradients are on their way to other "
-    "ranks: to set them to zero now would be a race."
+    "ranks: to set them to zero now would be a race. If backward failed on this rank "
+    "(out of memory, say), call optimizer.step() all the same: this rank then takes "
+    "part with the gradients that it has, and all ranks make the same step."
 )
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -48,6 +50,32 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _gradients: Gradients
     _synchronized = False
     _should_synchronize = True
+    _is_scaled = False  # GradScaler.step has begun, after gradients were reduced
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters and options, as the optimizer's own.
+
+        Raises:
+            RuntimeError: see `Gradients.refuse_scaler`.
+        """
+        if (gradients := vars(self).get("_gradients")) is not None:
+            gradients.refuse_scaler()
+        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(self)["param_groups"] = groups
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step asks it before it looks at the gradients, so they are reduced
+        # here. It may find infinities then, on all ranks, and make no step.
+        if self._should_synchronize and self.op != Adasum:
+            self._collect()
+            self._is_scaled = True
+        return bool(vars(self).get("_step_supports_amp_scaling"))
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
@@ -73,16 +101,21 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until all gradients are reduced; submits those that backward did not.
 
-        For gradient clipping and the like. Put `step` into `skip_synchronize` then.
+        Before gradients are clipped or changed, where the ranks' losses do not all use
+        the same parameters (else they are reduced when backward returns). Put `step`
+        into `skip_synchronize` then.
 
         Raises:
             Mismatch, PeerLost, Stalled: the first failure, after all have ended. The
                 optimizer can go on.
         """
-        if not self._gradients.alone():
-            self._gradients.adopt(self.param_groups)
-            self._gradients.collect()
+        self._collect()
         self._synchronized = True
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        if not self._gradients.alone():
+            self._gradients.collect(self.param_groups)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -112,14 +145,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         With a closure, the gradients that it computes are reduced, every time that the
         optimizer calls it.
         """
-        if self._should_synchronize:
+        if self._should_synchronize and not self._is_scaled:
             if self._synchronized:
                 warnings.warn(_TWICE, stacklevel=2)
             if closure is None:
                 self.synchronize()
             else:
                 closure = self._reducing(closure)
-        self._synchronized = False
+        self._synchronized = self._is_scaled = False
         self._gradients.check_parameters()
         try:
             return super().step(closure)
@@ -140,18 +173,34 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if self._gradients.begun or not done:
                 self.synchronize()
                 done = True
-            return loss
+            return self._loss_of_all(loss)
 
         return reduced
 
+    def _loss_of_all(self, loss: Any) -> Any:
+        """LBFGS decides by the loss how often to call the closure: all ranks alike."""
+        if not isinstance(self, torch.optim.LBFGS) or self._gradients.alone():
+            return loss
+        losses = mpi_ops.allgather(
+            torch.as_tensor(loss).detach().reshape(1),
+            name=f"the loss of {self._gradients.title}",
+            process_set=self.process_set,
+        )
+        if bool((losses == losses[0]).all()):  # the closure has reduced it already
+            return loss
+        return losses.mean() if self.op == Average else losses.sum()
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own.
+        """As the optimizer's own; gradients that are reduced already are dropped.
 
         Raises:
-            AssertionError: between backward and step or synchronize.
+            AssertionError: some gradients are on their way, or a backward pass of
+                several is missing.
         """
-        if self._gradients.begun:
+        if self._gradients.begun and not self._gradients.settled:
             raise AssertionError(_ZEROED)
+        self._gradients.forget()
+        self._is_scaled = False
         super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -165,6 +214,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """As the optimizer's own. Gradients that are under way are forgotten."""
         self._gradients.forget()
         self._synchronized, self._should_synchronize = False, True
+        self._is_scaled = False
         super().load_state_dict(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -244,7 +294,8 @@ def _distributed(
     result = made.__new__(made)
     # Not what would hide our methods: a scheduler has put a `step` of its own there.
     ours = vars(_DistributedOptimizer)
-    vars(result).update((k, v) for k, v in vars(optimizer).items() if k not in ours)
+    state = vars(optimizer).items()
+    vars(result).update((k, v) for k, v in state if not callable(ours.get(k)))
     groups_of_it = optimizer.param_groups
     result._gradients = Gradients(groups_of_it, named_parameters, groups, settings)
     return result

@@ -67,12 +67,10 @@ class Twins:
         steps: int = 4,
         loss: Callable = lambda model, rank, step: loss_of(model, batch(rank, step)),
         factor: float = 1.0,
-        zero_sized: bool = True,
     ) -> None:
         """`loss` is what a rank computes; the reference gets the sum over all ranks.
 
-        `factor` is for reductions that are no average; with `zero_sized`, a parameter
-        that nobody uses has a gradient of zeros.
+        `factor` is for reductions that are no average.
         """
         size = self.world.size
         for _ in range(steps):
@@ -82,9 +80,6 @@ class Twins:
             self.plain.zero_grad()
             for rank in range(size):
                 (loss(self.reference, rank, self.step) * factor / size).backward()
-            for p in self.reference.parameters() if zero_sized and size > 1 else ():
-                if p.grad is None and p.requires_grad:
-                    p.grad = torch.zeros_like(p)
             self.plain.step()
             self.step += 1
 
@@ -188,9 +183,6 @@ def test_backward_passes_add_up_locally(world, passes: int) -> None:
                     loss = loss_of(twins.reference, batch(rank, twins.step))
                     (loss / world.size).backward()
             twins.optimizer.step()
-            if world.size > 1:
-                for p in twins.reference.spare.parameters():
-                    p.grad = torch.zeros_like(p)
             twins.plain.step()
         close(twins.model, twins.reference)
 
@@ -253,8 +245,6 @@ def test_ranks_may_have_their_parameters_in_other_orders(world) -> None:
         for rank in range(world.size):
             loss = loss_of(reference, batch(rank, step), spare=True)
             (loss / world.size).backward()
-        for p in reference.middle.parameters() if world.size > 1 else ():
-            p.grad = torch.zeros_like(p)
         plain.step()
     close(model, reference)
 
@@ -348,7 +338,7 @@ def test_sparse_gradients(world, dense: bool, groups) -> None:
         return torch.optim.SGD(parameters, lr=0.1)
 
     twins = Twins(world, make, model, sparse_as_dense=dense, groups=groups)
-    twins.train(4, loss, zero_sized=False)
+    twins.train(4, loss)
     close(twins.model, twins.reference)
     assert twins.model.weight.grad.is_sparse
 
@@ -374,5 +364,5 @@ def test_sparse_gradients_that_a_rank_does_not_have(world, dense: bool) -> None:
     if world.size == 1:
         twins.train(1, loss)
     else:
-        twins.train(4, loss, zero_sized=False)
+        twins.train(4, loss)
     close(twins.model, twins.reference)

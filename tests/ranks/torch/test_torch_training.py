@@ -123,6 +123,33 @@ def test_a_closure_is_reduced_every_time(world) -> None:
 
 
 @RANKS
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_lbfgs_takes_the_loss_of_all(world, search, reduced: bool) -> None:
+    model, optimizer, reference, plain = pair(
+        lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5, line_search_fn=search)
+    )
+
+    def ours():
+        optimizer.zero_grad()
+        loss = loss_of(model, world.rank, 0)
+        loss.backward()
+        return hvd.allreduce(loss.detach(), name="loss") if reduced else loss
+
+    def theirs():
+        plain.zero_grad()
+        loss = everyones_loss(reference, world, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(ours)
+        plain.step(theirs)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@RANKS
 def test_a_closure_without_backward(world) -> None:
     model, optimizer, reference, plain = pair(op=hvd.Sum)
     loss_of(model, world.rank, 0).backward()
@@ -133,15 +160,190 @@ def test_a_closure_without_backward(world) -> None:
 
 
 @SEVERAL
-def test_zero_grad_is_refused_while_gradients_travel(world) -> None:
+def test_zero_grad_is_refused_until_the_last_backward(world) -> None:
     model, optimizer, _, _ = pair(backward_passes_per_step=2)
-    for _ in range(2):
-        loss_of(model, world.rank, 0).backward()
-        with pytest.raises(AssertionError, match=r"optimizer.zero_grad\(\) was called"):
-            optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, world.rank, 0).backward()
+    with pytest.raises(AssertionError, match=r"optimizer.zero_grad\(\) was called"):
+        optimizer.zero_grad()
+    loss_of(model, world.rank, 0).backward()
+    optimizer.zero_grad(set_to_none=False)  # nothing is on its way any more
     assert not model[0].weight.grad.any()
+    optimizer.step()
+
+
+TOUCHES = {
+    "clip_norm": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.05),
+    "clip_value": lambda ps: torch.nn.utils.clip_grad_value_(ps, 0.01),
+    "divided": lambda ps: [p.grad.div_(4) for p in ps],
+    "noise": lambda ps: [p.grad.add_(0.5) for p in ps],
+    "replaced": lambda ps: [setattr(p, "grad", p.grad.abs()) for p in ps],
+    "dropped": lambda ps: setattr(ps[0], "grad", None),
+}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("options", ["plain", "fp16", "groups", "unused", "one by one"])
+def test_gradients_may_be_changed_after_backward(
+    world, touch: str, options: str, monkeypatch
+) -> None:
+    more: dict = {
+        "fp16": {"compression": hvd.Compression.fp16},
+        "groups": {"groups": 2},
+    }.get(options, {})
+    if options == "one by one":  # all are under way when backward ends
+        monkeypatch.setattr("ringjax.torch.gradients._FIRST_BUCKET", world.rank)
+    model, optimizer, reference, plain = pair(**more)
+    if options == "unused":
+        unused = torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [unused]})
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        TOUCHES[touch](list(model.parameters()))
+        optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        TOUCHES[touch](list(reference.parameters()))
+        plain.step()
+    tolerance = 1e-2 if options == "fp16" else 1e-5
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@SEVERAL
+@pytest.mark.parametrize("touch", ["clip_norm", "replaced", "dropped", "unscale"])
+def test_a_change_while_gradients_are_under_way_is_an_error(world, touch: str) -> None:
+    model, optimizer, _, _ = pair()
+    lonely = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [lonely]})
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = loss_of(model, world.rank, 0)
+    if world.rank == 1:  # the loss of this rank alone needs it
+        loss = loss + lonely.sum()
+    scaler.scale(loss).backward()
+    if world.rank != 1:
+        optimizer.step()
+    elif touch == "unscale":
+        with pytest.raises(RuntimeError, match=r"noname.1.0.*optimizer.synchronize"):
+            scaler.unscale_(optimizer)
+        optimizer.step()
+    else:
+        TOUCHES[touch]([lonely])
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match=r"noname.1.0.*optimizer.synchronize"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters())), "nothing is stepped"
+    optimizer.zero_grad()
+    loss_of(model, world.rank, 1).backward()
+    optimizer.step()
+
+
+@SEVERAL
+def test_each_rank_may_use_its_own_parameters_and_synchronize(world) -> None:
+    model, optimizer, _, _ = pair()
+    heads = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(world.size))
+    optimizer.add_param_group({"params": heads.parameters()})
+    model[2].requires_grad_(False)
+    for step in range(2):
+        optimizer.zero_grad()
+        heads[world.rank](model(batch(world.rank, step))).square().mean().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([*model.parameters(), *heads.parameters()], 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        same = hvd.allgather_object([p.tolist() for p in heads.parameters()])
+        assert same.count(same[0]) == world.size
+
+
+@RANKS
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_parameter_that_no_rank_uses_stays(world, kind: str) -> None:
+    make = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    }[kind]
+    torch.manual_seed(1)
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters()
+    )
+    plain = make(reference.parameters())
+    for step in range(5):
+        head = step % 2
+        optimizer.zero_grad()
+        loss_of(model[head], world.rank, step).backward()
+        optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference[head], world, step).backward()
+        plain.step()
+        assert model[2].weight.grad is None
+    close(model, reference)
+
+
+@RANKS
+@pytest.mark.parametrize("zero", ["optimizer", "module"])
+def test_another_networks_loss_passes_through(world, zero: str) -> None:
+    """As the loss of a generator does through the discriminator."""
+
+    def train(maker, made, judge, judges, average) -> None:
+        def made_up(rank: int, step: int):
+            return judge(made(batch(rank, step))).mean()
+
+        def judged(rank: int, step: int):
+            return judge(batch(rank, step)).square().mean()
+
+        for step in range(3):
+            maker.zero_grad()
+            average(made_up, step).backward()
+            maker.step()
+            (judges if zero == "optimizer" else judge).zero_grad()
+            average(judged, step).backward()
+            judges.step()
+
+    def networks() -> list[torch.nn.Module]:
+        torch.manual_seed(4)
+        return [torch.nn.Linear(4, 4), build()]
+
+    made, judge = networks()
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            [(f"{i}.{name}", p) for name, p in net.named_parameters()],
+        )
+        for i, net in enumerate((made, judge))
+    ]
+    train(optimizers[0], made, judge, optimizers[1], lambda f, i: f(world.rank, i))
+    alone = networks()
+    plain = [torch.optim.SGD(net.parameters(), lr=0.1) for net in alone]
+    everyone = range(world.size)
+    train(
+        *(plain[0], *alone, plain[1]),
+        lambda f, i: sum(f(rank, i) for rank in everyone) / world.size,
+    )
+    close(made, alone[0])
+    close(judge, alone[1])
+
+
+@SEVERAL
+def test_mistakes_with_a_text_of_their_own(world) -> None:
+    model, optimizer, _, _ = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about the same call
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*autograd.grad"):
+            loss_of(model, world.rank, 0).backward(create_graph=True)
+    optimizer.zero_grad()
+    twin = build()
+    second = hvd.DistributedOptimizer(
+        torch.optim.SGD(twin.parameters(), lr=0.1), twin.named_parameters()
+    )
+    loss_of(model, world.rank, 0).backward()
+    with pytest.raises(ValueError, match=r"two optimizers .*'0.bias'.*different names"):
+        loss_of(twin, world.rank, 0).backward()
+    optimizer.step()
+    loss_of(twin, world.rank, 1).backward()  # one after the other they may be alike
+    second.step()
 
 
 @SEVERAL
@@ -166,9 +368,10 @@ def test_a_scaler_of_mixed_precision(world) -> None:
     other = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for step in range(4):
         optimizer.zero_grad()
-        scaler.scale(loss_of(model, world.rank, step)).backward()
+        loss = scaler.scale(loss_of(model, world.rank, step))
         if step == 2 and world.rank == world.size - 1:
-            model[0].weight.grad[0, 0] = torch.inf  # on one rank, so for all of them
+            loss = loss * torch.inf  # on one rank, so for all of them
+        loss.backward()
         optimizer.synchronize()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -248,10 +451,10 @@ def test_a_mismatch_fails_on_all_ranks_and_training_goes_on(world) -> None:
         torch.optim.SGD([*model.parameters(), extra], lr=0.1),
         [*((f"broken.{n}", p) for n, p in model.named_parameters()), ("extra", extra)],
     )
-    with pytest.raises(Mismatch, match=r"shapes.*'extra'"):
-        broken.synchronize()
-    with pytest.raises(Mismatch, match=r"shapes.*'extra'"):
-        broken.step()
+    for reduce in (broken.synchronize, broken.step):
+        extra.grad = torch.ones_like(extra)
+        with pytest.raises(Mismatch, match=r"shapes.*'extra'"):
+            reduce()
     del broken
     optimizer.zero_grad()
     loss_of(model, world.rank, 0).backward()
