@@ -6,13 +6,16 @@ sent, so what is not plain data is pickled: a rank runs code that its sender cho
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from ringjax import runtime
 from ringjax.eager import objects
 from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.torch.movement import broadcast_async_
@@ -51,19 +54,21 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: torch.nn.Module | None = None,
 ) -> None:
-    """Gives every rank the root's optimizer state and options, in place.
+    """Gives every rank the root's optimizer state and options.
 
-    Where there is no state yet, it is created by a step with gradients of zero; the
-    parameters stay as they are.
+    Every rank ends with the state of the root: for the parameters for which the root
+    has some, and with all options that the root has, such as the ``initial_lr`` of a
+    scheduler. If the root has made no step, no rank has state.
 
     Args:
         optimizer: of any kind but LBFGS, also a `DistributedOptimizer`.
         root_rank: the rank that has the state.
-        model: to find embeddings whose gradients are sparse.
+        model: not needed; for programs that were written for Horovod.
 
     Raises:
-        ValueError: it is an LBFGS.
-        HorovodInternalError: the ranks' optimizers differ, or a rank is gone.
+        ValueError: it is an LBFGS, or the ranks' optimizers are of different classes or
+            have other parameters. On every rank.
+        HorovodInternalError: a rank is gone.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -71,24 +76,94 @@ def broadcast_optimizer_state(
         >>> optimizer = torch.optim.Adam(torch.nn.Linear(2, 1).parameters())
         >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
+    del model
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    state = optimizer.state_dict()
-    if not state["state"]:
-        _create_state(optimizer, model)
-        state = optimizer.state_dict()
-    tensors, scalars = [], []
-    for key, holder, entry, value in _entries(optimizer, state):
-        if isinstance(value, Tensor):
-            tensors.append((key, value))
-        else:
-            scalars.append((key, holder, entry, value))
-    broadcast_parameters(tensors, root_rank)
-    values = {key: value for key, _, _, value in scalars}
-    sent = broadcast_object(values, root_rank, "optimizer_state")
-    for key, holder, entry, _ in scalars:
-        if key in sent:
-            holder[entry] = sent[key]
+    is_root = runtime.rank() == root_rank
+    tensors: list[Tensor] = []
+
+    def mark(tensor: Tensor) -> _Mark:
+        tensors.append(tensor)
+        on_cpu = tensor.device.type == "cpu"
+        return _Mark(tensor.shape, tensor.dtype, on_cpu)
+
+    kind, state = _kind(optimizer), None
+    if is_root:
+        state = tree_map_only(Tensor, mark, optimizer.state_dict())
+    root_kind, state = broadcast_object((kind, state), root_rank, "optimizer_state")
+    kinds = allgather_object(kind, "optimizer_state.kinds")
+    for rank, other in enumerate(kinds):
+        for one, two in zip_longest(root_kind, other, fillvalue="no more parameters"):
+            if one != two:
+                raise ValueError(
+                    f"broadcast_optimizer_state: the optimizer of rank {root_rank} has "
+                    f"{one}, that of rank {rank} has {two}"
+                )
+    if is_root:
+        _broadcast_all(tensors, root_rank)
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device if parameters else "cpu"
+
+    def room(mark: _Mark) -> Tensor:
+        where = "cpu" if mark.on_cpu else device
+        tensors.append(torch.empty(mark.shape, dtype=mark.dtype, device=where))
+        return tensors[-1]
+
+    state = tree_map_only(_Mark, room, state)
+    _broadcast_all(tensors, root_rank)
+    _load(optimizer, state)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What stands for a tensor in the state that travels as an object."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The class and the parameters, for comparison and for errors."""
+    name = getattr(optimizer, "plain_class", type(optimizer)).__name__
+    return [
+        f"the class {name}",
+        *(
+            f"the shape {tuple(p.shape)} for parameter {j} of group {i}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        ),
+    ]
+
+
+def _broadcast_all(tensors: list[Tensor], root_rank: int) -> None:
+    pairs = [(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)]
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]
+    for handle in handles:
+        handle.wait()
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """As `load_state_dict`, but what refers to the options and the state still does.
+
+    A scheduler may hold the optimizer that a DistributedOptimizer was made from, which
+    shares both dicts. And what is in another dtype than its parameter stays so.
+    """
+    groups, states = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(state)
+    for kept, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if kept is not loaded:
+            kept.clear()
+            kept.update(loaded)
+    if states is not optimizer.state:
+        states.clear()
+        states.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, states
+    for number, entries in optimizer.state_dict()["state"].items():
+        for name, value in state["state"][number].items():
+            if isinstance(value, Tensor) and entries[name].dtype != value.dtype:
+                entries[name] = value
 
 
 def broadcast_object(
@@ -131,48 +206,3 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         True
     """
     return objects.allgather_object(obj, name, allow_pickle=True)
-
-
-def _create_state(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module | None
-) -> None:
-    sparse = {
-        id(parameter)
-        for module in (model.modules() if model is not None else ())
-        if isinstance(module, torch.nn.Embedding) and module.sparse
-        for parameter in module.parameters()
-    }
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    trained = [p for p in parameters if p.requires_grad]
-    takes_sparse = isinstance(optimizer, torch.optim.SGD)
-    for parameter in trained:
-        zeros = torch.zeros_like(parameter.data)
-        if isinstance(optimizer, torch.optim.SparseAdam) or (
-            takes_sparse and id(parameter) in sparse
-        ):
-            zeros = zeros.to_sparse()
-        parameter.grad = zeros
-    before = [parameter.detach().clone() for parameter in trained]
-    # Not the step of a DistributedOptimizer, which would wait for the other ranks.
-    getattr(optimizer, "plain_class", type(optimizer)).step(optimizer)
-    with torch.no_grad():
-        for parameter, value in zip(trained, before, strict=True):
-            parameter.copy_(value)  # weight decay has changed it
-
-
-def _entries(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """All options and pieces of state: key, the dict that holds it, its name there."""
-    seen: Counter[str] = Counter()
-    for index, group in enumerate(state["param_groups"]):
-        for option, value in group.items():
-            if option != "params":
-                holder = optimizer.param_groups[index]
-                yield f"{option}.{index}", holder, option, value
-        for number in group["params"]:
-            # A parameter that is not trained has none.
-            entries = state["state"].get(number, {})
-            for name, value in entries.items():
-                seen[name] += 1
-                yield f"{name}.{seen[name]}", entries, name, value

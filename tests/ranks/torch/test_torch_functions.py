@@ -121,6 +121,84 @@ def test_state_of_a_distributed_optimizer(world) -> None:
     assert same_on_all_ranks(flat(optimizer.state_dict()))
 
 
+def trained(model: torch.nn.Module, optimizer: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((4, 3), step + 1.0)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "SGD"])
+def test_a_fresh_optimizer_stays_fresh(world, name: str) -> None:
+    model, alone = model_of(0), model_of(0)
+    plain = OPTIMIZERS[name](alone.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[name](model.parameters(), 0.1), model.named_parameters()
+    )
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert not optimizer.state
+    trained(model, optimizer)
+    trained(alone, plain)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_roots_state_replaces_whatever_others_have(world) -> None:
+    model, root = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3)), 1
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=0.1, amsgrad=world.rank == root, weight_decay=0.1
+    )
+    used = model[1:] if world.rank == root else model[: world.rank]
+    if len(used):
+        sum(layer.weight.sum() for layer in used).backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root)
+    state = optimizer.state_dict()
+    assert sorted(state["state"]) == [2, 4], "the weights of the layers 1 and 2"
+    assert state["param_groups"][0]["amsgrad"]
+    assert set(state["state"][2]) >= {"step", "exp_avg", "max_exp_avg_sq"}
+    assert same_on_all_ranks(flat(state))
+
+
+def test_a_scheduler_finds_what_the_root_has(world) -> None:
+    model = model_of(0)
+    plain = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    if world.rank == 0:
+        saved = torch.optim.SGD(model_of(0).parameters(), lr=0.4, momentum=0.5)
+        torch.optim.lr_scheduler.StepLR(saved, 2)
+        optimizer.load_state_dict(saved.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["initial_lr"]) == (0.4, 0.5, 0.4)
+    if world.rank:  # a scheduler of the plain optimizer still sets the rate of both
+        plain.param_groups[0]["lr"] = 0.2
+        assert group["lr"] == 0.2
+
+
+def test_state_keeps_its_dtype(world) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    if world.rank == 0:
+        optimizer.state[parameter]["master"] = torch.full((3,), 1.001)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(optimizer.state[parameter]["master"], torch.full((3,), 1.001))
+
+
+@pytest.mark.parametrize("differs", ["class", "shapes"])
+def test_optimizers_that_differ_are_refused_on_all_ranks(world, differs: str) -> None:
+    odd = world.rank == 2
+    parameter = torch.nn.Parameter(torch.ones(3 if differs == "shapes" and odd else 2))
+    kind = torch.optim.Adam if differs == "class" and odd else torch.optim.SGD
+    theirs, here = {
+        "class": ("the class SGD", "the class Adam"),
+        "shapes": ("the shape (2,) for parameter 0 of", "the shape (3,) for parameter"),
+    }[differs]
+    with raises(ValueError, f"of rank 0 has {theirs}", f"that of rank 2 has {here}"):
+        hvd.broadcast_optimizer_state(kind([parameter], lr=0.1), root_rank=0)
+
+
 def test_sparse_embeddings(world) -> None:
     model = torch.nn.Embedding(5, 2, sparse=True)
     adam = torch.optim.SparseAdam(list(model.parameters()), lr=0.1 * (world.rank + 1))
