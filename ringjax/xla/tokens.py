@@ -1,8 +1,9 @@
 """JAX's effects and tokens, which order the collectives that carry no seq.
 
 Like ``jax_private.py`` it touches what is private to JAX, and nothing but tokens: the
-effect of a stand-alone collective, programs that need no token from outside, a shortcut
-for it between two that do, and what becomes of tokens after a failure.
+effect of a stand-alone collective, loops that stop by one, programs that need no token
+from outside, a shortcut for it between two that do, and what becomes of tokens after a
+failure.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from jax._src import compilation_cache as _cache
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax.control_flow import loops as _loops
 
 ABSTRACT = _core.abstract_token
 
@@ -82,6 +85,51 @@ def _leave_tokens_in_place() -> None:
 
 
 _leave_tokens_in_place()
+
+
+def _stop_lanes_that_are_finished() -> None:
+    """Lets `vmap` of a loop whose condition has a collective keep finished lanes.
+
+    A lane of a vmapped loop goes on until all lanes are finished, and JAX then selects
+    what a finished lane had before, but not if the condition has an ordered effect. So
+    the condition is computed in the body, and the loop carries it.
+    """
+    rules: Any = _batching.fancy_primitive_batchers
+    plain_rule = rules[_loops.while_p]
+
+    def rule(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+        condition, step = params["cond_jaxpr"], params["body_jaxpr"]
+        if RING not in condition.effects:
+            return plain_rule(axis, args, dims, **params)
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+
+        def loop(*args: Any) -> Any:
+            def is_on(state: Any) -> Any:
+                return _core.jaxpr_as_fun(condition)(*args[:first], *state)[0]
+
+            def body(carry: Any) -> Any:
+                state = _core.jaxpr_as_fun(step)(*args[first:last], *carry[1])
+                return is_on(state), list(state)
+
+            start = list(args[last:])
+            carry = (is_on(start), start)
+            return jax.lax.while_loop(lambda carry: carry[0], body, carry)[1]
+
+        lanes = jax.vmap(
+            loop,
+            in_axes=tuple(dims),
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )
+        results = lanes(*args)
+        return results, [0] * len(results)
+
+    rules[_loops.while_p] = rule
+
+
+_stop_lanes_that_are_finished()
 
 
 class _Entry(threading.local):
