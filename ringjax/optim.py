@@ -6,22 +6,27 @@ The call itself is `chained.bucketed_allreduce`, the plan of buckets `xla/bucket
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ringjax import runtime
 from ringjax.collectives import arguments
+from ringjax.collectives.arguments import is_float0
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
 from ringjax.tuning import trials
 from ringjax.xla import alike, buckets, chained, jax_private, weights
 
 _WHAT = "allreduce_grads"
+# What optimizers call, what they give it beside the parameters, and how to write it.
+_FUNCTIONS: tuple[tuple[str, tuple[int, ...], str], ...] = (
+    ("value_fn", (), "lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))"),
+    ("grad_fn", (0,), "lambda p, _: ringjax.allreduce(jax.grad(loss)(p))"),
+)
 
 
 class AllreduceState(NamedTuple):
@@ -79,7 +84,10 @@ def allreduce_grads(
       and float0 leaves pass through; a tree without others is not sent, `seq` stays.
 
       If it is given `params`, it now and then looks whether all ranks have the same
-      ones, and warns if not (RINGJAX_CHECK_PARAMETERS; on CPUs).
+      ones, and warns if not (RINGJAX_CHECK_PARAMETERS; on CPUs). So it does of
+      `value=` and `grad=`, which optimizers behind it get as they are: give
+      ``value=ringjax.allreduce(loss)``. A `value_fn=` or `grad_fn=` without a
+      collective is a ValueError that says how to write it.
 
       ``tx.update(grads, state, params, weight=n)`` weighs the averages: this rank's
       gradients are the mean over its `n` samples, and the result is ``Σ n·g / Σ n``,
@@ -117,25 +125,21 @@ def allreduce_grads(
         weight: Any = None,
         **extra: Any,
     ) -> tuple[Any, AllreduceState]:
-        del extra
         chosen, communicator = _sharers(process_set)
-        leaves, treedef = jax.tree.flatten(updates)
-        kept = [i for i, leaf in enumerate(leaves) if not _is_float0(leaf)]
-        # The names of all leaves are right only in the whole tree: cut out by None.
-        sent = arguments.flatten(
-            _WHAT, jax.tree.map(lambda x: None if _is_float0(x) else x, updates)
-        )
-        if not kept:
+        if communicator.size > 1:
+            _refuse_functions_of_one_rank(params, extra)
+        sent = arguments.flatten(_WHAT, updates, elementwise=True)
+        if not sent.arrays:
             return updates, state
         arguments.reduce_op(_WHAT, op, sent.arrays, adasum_ranks=communicator.size)
-        order = readiness([leaves[i] for i in kept])
+        order = readiness([x for x in jax.tree.leaves(updates) if not is_float0(x)])
         arrays, names = sent.arrays, sent.names
         if weight is not None:
             own = weights.checked(_WHAT, weight, op, arrays, compressed=wire >= 0)
             # The sum of the weights travels with the gradients, and is there first.
             arrays, names = weights.weighed(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
-        seq = _check_alike(updates, params, state.seq, chosen, name)
+        seq = _check_alike(updates, params, extra, state.seq, chosen, name)
         # Of 0 bytes: no two gradients travel together.
         setting = trials.tried() or runtime.config()
         limit = bucket_bytes or setting.bucket_bytes or 1
@@ -156,31 +160,62 @@ def allreduce_grads(
         )
         if weight is not None:
             out = weights.divided(out)
-        for i, value in zip(kept, out, strict=True):
-            leaves[i] = value
-        return jax.tree.unflatten(treedef, leaves), AllreduceState(seq)
+        return sent.rebuild(out), AllreduceState(seq)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _refuse_functions_of_one_rank(params: Any, extra: Mapping[str, Any]) -> None:
+    """Refuses a loss or gradient that an optimizer would call on this rank's data.
+
+    A line search or SAM calls it at other parameters, so what it decides is alike on
+    all ranks only if the function reduces over the ranks itself.
+    """
+    for key, given, remedy in _FUNCTIONS:
+        function = extra.get(key)
+        known = callable(function) and params is not None
+        if known and jax_private.reduces(function, (params, *given), extra) is False:
+            raise ValueError(
+                f"ringjax.{_WHAT}: `{key}` computes on the data of this rank alone, so "
+                f"the ranks would part; give {key}={remedy}, and likewise `value` and "
+                "`grad`"
+            )
+
+
 def _check_alike(
-    updates: Any, params: Any, seq: Any, process_set: runtime.ProcessSet, name: str
+    updates: Any,
+    params: Any,
+    extra: Mapping[str, Any],
+    seq: Any,
+    process_set: runtime.ProcessSet,
+    name: str,
 ) -> Any:
-    """Returns `seq`, behind a look at the parameters whose gradients are sent."""
+    """Returns `seq`, behind a look at what is to be alike on all ranks.
+
+    That is the parameters whose gradients are sent, and what optimizers behind this one
+    get beside the gradients: they would decide by the loss of their rank.
+    """
     every = runtime.config().check_parameters
+    compared: dict[str, Any] = {}
     treedef: Any
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
-    if not every or treedef != jax.tree.structure(updates):
+    if treedef == jax.tree.structure(updates):
+        for (path, leaf), update in zip(pairs, jax.tree.leaves(updates), strict=True):
+            if not is_float0(update):
+                compared[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+    for key in ("value", "grad"):
+        if extra.get(key) is not None:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(extra[key]):
+                where = jax.tree_util.keystr(path, simple=True, separator="/")
+                title = f"{key} {where}".rstrip()
+                remedy = f"give {key}=ringjax.allreduce({key}) to update"
+                compared[f"{title} ({remedy})"] = jnp.asarray(leaf)
+    if not every or not compared:
         return seq
-    sent = [not _is_float0(leaf) for leaf in jax.tree.leaves(updates)]
     return alike.check(
         seq,
-        [leaf for (_, leaf), is_sent in zip(pairs, sent, strict=True) if is_sent],
-        [
-            jax.tree_util.keystr(path, simple=True, separator="/")
-            for (path, _), is_sent in zip(pairs, sent, strict=True)
-            if is_sent
-        ],
+        list(compared.values()),
+        list(compared),
         comm=runtime.communicator(process_set, _WHAT).id,
         every=every,
         name=f"the check of the parameters of {name}",
@@ -237,10 +272,6 @@ def _check_travel(overlap: Any, bucket_bytes: int | None) -> None:
         raise ValueError(
             f"ringjax.{_WHAT}: `bucket_bytes` is {bucket_bytes}, expected at least 1"
         )
-
-
-def _is_float0(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
 
 
 def _sharers(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any]:

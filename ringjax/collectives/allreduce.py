@@ -139,7 +139,7 @@ def _allreduce(
     compression: WireDtype,
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
-    leaves = arguments.flatten(what, tree)
+    leaves = arguments.flatten(what, tree, elementwise=True)
     params: dict[str, Any] = {
         "comm": communicator.id,
         "timeout": process_set.limit(),

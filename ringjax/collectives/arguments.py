@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,16 +32,62 @@ class Leaves(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-def flatten(what: str, tree: Any) -> Leaves:
-    """The leaves of `tree` as arrays that can be sent: of a known dtype."""
+def flatten(
+    what: str, tree: Any, *, elementwise: bool = False, whole: bool = False
+) -> Leaves:
+    """The leaves of `tree` as arrays that can be sent: of a known dtype.
+
+    Args:
+      what: the function, for errors.
+      elementwise: results have the shapes of the tensors, so that float0 leaves
+        (gradients of integers, which have no value) can pass.
+      whole: results are what one rank has, so that sparse arrays can be sent, too.
+
+    Raises:
+      TypeError: a leaf is no array of numbers, or a part of a sparse array.
+    """
+    if not whole:
+        _refuse_sparse(what, tree)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in pairs]
+    kept = [i for i, x in enumerate(leaves) if not (elementwise and is_float0(x))]
     names = tuple(
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs
+        jax.tree_util.keystr(pairs[i][0], simple=True, separator="/") for i in kept
     )
-    arrays = [
-        _array(what, leaf, name) for (_, leaf), name in zip(pairs, names, strict=True)
-    ]
-    return Leaves(arrays, names, lambda out: jax.tree.unflatten(treedef, list(out)))
+    arrays = [_array(what, leaves[i], n) for i, n in zip(kept, names, strict=True)]
+
+    def rebuild(out: Sequence[Any]) -> Any:
+        for i, value in zip(kept, out, strict=True):
+            leaves[i] = value
+        return jax.tree.unflatten(treedef, leaves)
+
+    return Leaves(arrays, names, rebuild)
+
+
+def is_float0(leaf: Any) -> bool:
+    """Whether it is a gradient of an integer, traced or not: it has no value."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _refuse_sparse(what: str, tree: Any) -> None:
+    """Indices are no values: those of several ranks cannot be added or appended."""
+    sparse = sys.modules.get("jax.experimental.sparse")
+    if sparse is None:  # then there are no such arrays
+        return
+
+    def is_sparse(x: Any) -> bool:
+        return isinstance(x, sparse.JAXSparse)
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+        if is_sparse(leaf):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"ringjax.{what}: `tensor`{' ' + repr(name) if name else ''} is a "
+                f"{type(leaf).__name__} of shape {leaf.shape}, whose indices are no "
+                "values; send x.todense(), or the values x.data alone if all ranks "
+                "have the same indices, or gather the data and the indices of all "
+                "ranks by ringjax.allgather and make a sparse array of both"
+            )
 
 
 def _array(what: str, leaf: Any, name: str) -> Any:

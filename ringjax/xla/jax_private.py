@@ -8,6 +8,7 @@ nothing about what a collective means: that is ``primitive.py`` and ``collective
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,6 +113,28 @@ def producers(values: Sequence[Any]) -> list[int]:
     entries = [e() if callable(e) else e for e in equations]  # weak references or not
     places = {id(e): place for place, e in enumerate(entries) if e is not None}
     return [places.get(id(v.parent), -1) for v in values]
+
+
+def reduces(
+    function: Any, arguments: Sequence[Any], named: Mapping[str, Any]
+) -> bool | None:
+    """Whether `function` has a collective; None if it cannot be traced.
+
+    Args:
+      function: is traced, with as many of `arguments` as it takes.
+      arguments: by their places.
+      named: of these, those that it takes by their names.
+    """
+    try:
+        taken = list(inspect.signature(function).parameters)
+        first = [n for n in taken if n not in named][: len(arguments)]
+        options = {n: named[n] for n in taken if n in named}
+        jaxpr = jax.make_jaxpr(lambda *args: function(*args, **options))(
+            *arguments[: len(first)]
+        )
+    except Exception:  # whatever it raises, it will raise where it is called
+        return None
+    return tokens.RING in jaxpr.effects
 
 
 def in_mesh() -> bool:

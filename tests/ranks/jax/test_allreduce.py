@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 from support.stacked import (
     COMPLEX,
     DTYPES,
@@ -183,6 +184,32 @@ def test_scan_cond_while_and_checkpoint(world) -> None:
     equal(jax.jit(jax.grad(f))(x), jax.grad(g)(x), 1e-12)
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("lanes", ["vmap", "jit of vmap", "vmap of jit", "twice"])
+def test_lanes_of_a_loop_that_stops_by_a_collective_keep_their_values(
+    world, lanes: str
+) -> None:
+    def halve(x):
+        """Until the largest of all ranks is at most 1; and how often."""
+        return jax.lax.while_loop(
+            lambda s: allreduce(s[0], Max) > 1.0, lambda s: (s[0] / 2, s[1] + 1), (x, 0)
+        )
+
+    mapped = {
+        "vmap": jax.vmap(halve),
+        "jit of vmap": jax.jit(jax.vmap(halve)),
+        "vmap of jit": jax.vmap(jax.jit(halve)),
+        "twice": lambda xs: jax.tree.map(
+            lambda y: y[0], jax.vmap(jax.vmap(halve))(xs[None])
+        ),
+    }[lanes]
+    starts = np.array([3.0, 20.0, 0.5, 700.0])
+    values, counts = mapped(jnp.asarray(starts) * (world.rank + 1))
+    times = [max(0, int(np.ceil(np.log2(s * world.size)))) for s in starts]
+    equal(counts, times)
+    equal(values, starts * (world.rank + 1) / 2.0 ** np.array(times), 1e-12)
+
+
 def _start(world: Any) -> np.ndarray:
     return np.stack([np.arange(4.0) + r for r in range(world.size)])
 
@@ -307,11 +334,37 @@ def test_bad_arguments(world) -> None:
         allreduce(jax.random.key(0))
     with raises(TypeError, "`tensor` 'a/0' is a str"):
         allreduce({"a": ["text"]})
+    rows = sparse.BCOO((jnp.ones(1), jnp.array([[world.rank]])), shape=(4,))
+    for call in (allreduce, ringjax.allgather, ringjax.reducescatter, ringjax.alltoall):
+        with raises(TypeError, call.__name__, "'s' is a BCOO of shape (4,)", "todense"):
+            call({"s": rows})
+    equal(ringjax.broadcast(rows, 0).todense(), np.array([1.0, 0, 0, 0]))
     with raises(TypeError, "ringjax.grouped_allreduce", "is a str"):
         ringjax.grouped_allreduce("text")
     with raises(TypeError, "`compression` is 'bf16'"):
         allreduce(x, compression="bf16")
     equal(allreduce(x, Max), np.ones(3))  # nothing of this was sent
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit])
+def test_gradients_of_integers_pass(world, how) -> None:
+    """They have no value, traced or not."""
+    params = {"w": jnp.ones(2), "i": jnp.int32(3)}
+
+    def grads(p):
+        loss = jax.grad(lambda p: jnp.sum(p["w"]) * (world.rank + 1), allow_int=True)
+        return allreduce(loss(p))
+
+    out = how(lambda p: grads(p)["w"])(params)
+    equal(out, np.full(2, (world.size + 1) / 2))
+    assert grads(params)["i"].dtype == jax.dtypes.float0
+    tx = ringjax.allreduce_grads()
+
+    def update(p):
+        loss = jax.grad(lambda p: jnp.sum(p["w"]) * (world.rank + 1), allow_int=True)
+        return tx.update(loss(p), tx.init(p), p)[0]["w"]
+
+    equal(how(update)(params), np.full(2, (world.size + 1) / 2))
 
 
 @pytest.mark.ranks(2, 3)
