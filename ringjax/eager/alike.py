@@ -68,7 +68,7 @@ def due(whose: str, process_set: runtime.ProcessSet, first: int) -> int:
     if not every:
         return -1
     step = lane.next_number(f"check {whose}", process_set) - 1
-    wanted = step >= first and (step - first) % every == 0
+    wanted = step >= first and _native.compares_at(step - first, every)
     return step if wanted and process_set.size() > 1 else -1
 
 

@@ -295,6 +295,7 @@ NB_MODULE(_native, m) {
   BindEager(m);
   BindTensorFlow(m);
   m.def("ffi_targets", &FfiTargets);
+  m.def("compares_at", &ComparesAt, "step"_a, "every"_a);
   m.def("hash_memory", &HashMemory, "pieces"_a);
   m.def("difference", &DifferenceOf, "hashes"_a, "names"_a, "members"_a, "rank"_a,
         "greatest"_a);

@@ -51,9 +51,11 @@ struct Check {
   bool IsDue() {
     const bool elastic = communicator->succession() != nullptr, counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;
-    if (!counts) return step % terms.every == 0 || (!elastic && !counter->load());
+    const auto every = static_cast<uint64_t>(terms.every);
+    if (!counts) return ComparesAt(step, every) || (!elastic && !counter->load());
     step = counter->fetch_add(1);
-    return step >= terms.first && (step - terms.first) % terms.every == 0;
+    const int64_t since = step - terms.first;
+    return since >= 0 && ComparesAt(static_cast<uint64_t>(since), every);
   }
 
   Status Greatest(std::vector<uint64_t>* numbers) {

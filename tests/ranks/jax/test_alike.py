@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from support.parameters import look_every
 
@@ -143,6 +146,90 @@ def test_the_last_bits_count_and_nothing_else(world, capfd) -> None:
     check(world, training.run(1), 0, "b/d", rest)
     training.params["b"]["d"] = jnp.full(2, jnp.nan, jnp.bfloat16)  # alike in its bits
     assert training.run(4) == []
+
+
+@ALL
+@pytest.mark.parametrize("key", ["value", "grad"])
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_optimizers_get_beside_the_gradients(world, capfd, key, alike) -> None:
+    tx = optax.chain(ringjax.allreduce_grads(), optax.polyak_sgd(1.0))
+    params = {"w": jnp.ones(3)}
+
+    @jax.jit
+    def step(params, state):
+        own = {"value": jnp.float32(1 + world.rank), "grad": {"w": params["w"]}}
+        own["grad"]["w"] *= 1 + world.rank
+        given = ringjax.allreduce(own) if alike else {**own, "value": own["value"]}
+        extra = {"value": jnp.float32(1), key: given[key]}
+        return tx.update(own["grad"], state, params, **extra)
+
+    jax.block_until_ready(step(params, tx.init(params)))
+    ringjax.barrier()
+    lines = [line for line in capfd.readouterr().err.splitlines() if DIFFER in line]
+    if alike or world.size == 1 or world.rank:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert f"give {key}=ringjax.allreduce({key}) to update" in line
+
+
+@ALL
+def test_functions_of_one_ranks_data_are_refused(world) -> None:
+    params, data = jnp.ones(3), jnp.arange(3.0) + world.rank
+
+    def loss(p, shift=0.0):
+        return jnp.sum((p - data - shift) ** 2)
+
+    def update(tx, **extra):
+        value, grad = jax.value_and_grad(loss)(params)
+        if "value_fn" in extra:
+            extra |= {"value": value, "grad": grad}
+        return tx.update(grad, tx.init(params), params, **extra)
+
+    front = ringjax.allreduce_grads()
+    lbfgs = optax.chain(front, optax.lbfgs())
+    sam = optax.chain(
+        front, optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+    )
+    wrong = [
+        (lbfgs, {"value_fn": loss}, "value_fn=lambda p: ringjax.allreduce(loss("),
+        (lbfgs, {"value_fn": loss, "shift": 1.0}, "value_fn=lambda p: ringjax"),
+        (
+            sam,
+            {"grad_fn": lambda p, _: jax.grad(loss)(p)},
+            "ringjax.allreduce(jax.grad",
+        ),
+    ]
+    for tx, extra, remedy in wrong:
+        if world.size > 1:
+            with pytest.raises(ValueError, match=re.escape(remedy)):
+                update(tx, **extra)
+        else:
+            update(tx, **extra)
+    reduced = lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))  # noqa: E731
+    value, grad = jax.value_and_grad(reduced)(params)
+    updates, _ = lbfgs.update(
+        *(grad, lbfgs.init(params), params), value=value, grad=grad, value_fn=reduced
+    )
+    every = ringjax.allgather(updates[None])
+    np.testing.assert_array_equal(every, np.broadcast_to(every[0], every.shape))
+    update(sam, grad_fn=lambda p, _: ringjax.allreduce(jax.grad(loss)(p)))
+
+
+@ALL
+def test_the_first_steps_are_looked_at_more_often(world, capfd, monkeypatch) -> None:
+    look_every(monkeypatch, 1000)
+    training = Training(world, capfd)
+    assert training.run(1) == []
+    training.change(float(world.rank == world.size - 1))
+    rest = f"rank {world.size - 1} is not that of rank 0;"
+    check(world, training.run(1), 1, "b/c", rest)
+    training.params = ringjax.broadcast_parameters(training.params)
+    training.state = ringjax.broadcast_parameters(training.state)
+    assert training.run(9) == []
+    training.change(float(world.rank == world.size - 1))
+    assert training.run(89) == []
+    check(world, training.run(1), 100, "b/c", rest)
 
 
 def test_in_a_scan_and_in_an_ensemble(world, capfd) -> None:

@@ -54,6 +54,10 @@ std::string WhoDiffers(const std::vector<uint64_t>& hashes,
 
 }  // namespace
 
+bool ComparesAt(uint64_t step, uint64_t every) {
+  return every > 0 && (step % every == 0 || step == 1 || step == 10 || step == 100);
+}
+
 uint64_t HashOfBytes(const void* data, uint64_t size) {
   std::array<Hash, kLanes> lanes;
   const auto* at = static_cast<const std::byte*>(data);
@@ -95,8 +99,10 @@ Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_vie
   return "'" + std::string(Line(names, first)) + "' of " + WhoDiffers(table, members) +
          (count == 1 ? ""
                      : ", the first of " + std::to_string(count) + " that differ") +
-         "; begin with broadcast_parameters (broadcast_variables), and let no rank "
-         "change them alone (RINGJAX_CHECK_PARAMETERS=0: no such check)";
+         "; begin with broadcast_parameters (broadcast_variables), give optimizers what "
+         "all ranks have alike (value=ringjax.allreduce(loss), not the loss of a rank), "
+         "and let no rank change parameters, reduced gradients or optimizer state alone "
+         "(RINGJAX_CHECK_PARAMETERS=0: no such check)";
 }
 
 }  // namespace ringjax
