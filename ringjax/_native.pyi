@@ -42,7 +42,7 @@ class Communicator:
         """Takes ownership of every descriptor in `links`, `board` and of `doorbell`.
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
-        Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell) or
+        Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell, process) or
         ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes,
         bells). Compiled programs find it under its id from here on; a `succession`'s
         from Succession.install on; its calls end when the ranks of `ending` are there.

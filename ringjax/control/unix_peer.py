@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket."""
+"""Who is at the other end of a unix socket, as the kernel tells it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import struct
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user behind a connected unix socket, as the kernel tells it."""
+    """The user of the process that connected a unix socket, or that listened."""
+    return _credentials(sock)[1]
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The number of that process here; 0 if its namespace is not seen from here."""
+    return _credentials(sock)[0]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
     size = struct.calcsize("3i")
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return int(struct.unpack("3i", credentials)[1])
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, uid, gid = struct.unpack("3i", found)
+    return pid, uid, gid

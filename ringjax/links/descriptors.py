@@ -15,7 +15,8 @@ class Mesh:
     """Descriptors for `_native.Communicator` and `_native.Heartbeat`, which take them.
 
     Attributes:
-        links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer) or
+        links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer, number of
+            the peer's process) or
             ("tcp", peer, [socket, ...]), encrypted with a list of keys as a fourth;
             peers count within the communicator.
         doorbell: this rank's own eventfd.

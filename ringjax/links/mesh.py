@@ -26,7 +26,7 @@ from ringjax.control.listener import Key, Reception
 from ringjax.control.open_files import is_shortage
 from ringjax.control.session import Member, ranks_text
 from ringjax.control.tls import Offer, offer
-from ringjax.control.unix_peer import peer_uid
+from ringjax.control.unix_peer import peer_pid, peer_uid
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import Mesh as Mesh
@@ -409,9 +409,11 @@ class _Work:
             peer = place[pair.rank]
             if pair.shared:
                 side = int(place[self.fabric.rank] > peer)
-                link = ("shm", peer, pair.memory, side, self.ring, pair.doorbell)
+                # The kernel's word: a peer could name a process that it may not read.
+                process = peer_pid(pair.control) if pair.control else 0
+                rings = (pair.memory, side, self.ring, pair.doorbell)
+                mesh.links.append(("shm", peer, *rings, process))
                 pair.memory = pair.doorbell = -1
-                mesh.links.append(link)
             else:
                 keys = [pair.keys[sock] for sock in pair.data]
                 sockets = [sock.detach() for sock in pair.data]

@@ -293,7 +293,8 @@ void Ring(std::string_view input) {
   auto* pair = static_cast<RingPair*>(block);
   std::memset(block, 0, sizeof *pair);
   Pieces pieces(input);
-  auto link = std::move(MakeShmLink(dup(memfd), 0, kSmallRing, MakeEventFd()).value());
+  auto link = std::move(
+      MakeShmLink(dup(memfd), 0, kSmallRing, MakeEventFd(), getpid()).value());
   std::byte mine[256] = {};
   std::vector<pollfd> fds;
   for (int steps = 0; steps < 64 && !pieces.empty(); ++steps) {

@@ -50,11 +50,13 @@ inline int MakeMemfd(size_t bytes, int seals = F_SEAL_SHRINK | F_SEAL_GROW) {
   return fd;
 }
 
-inline Ends ShmEnds(size_t ring) {
+// `peer`: the process of both ends, as a link is told.
+inline Ends ShmEnds(size_t ring, pid_t peer = getpid()) {
   Ends ends = WithBells();
   const int memfd = MakeMemfd(ShmBytes(ring));
   for (int side = 0; side < 2; ++side) {
-    auto link = MakeShmLink(dup(memfd), side, ring, dup(ends.bells[1 - side]->fd()));
+    auto link =
+        MakeShmLink(dup(memfd), side, ring, dup(ends.bells[1 - side]->fd()), peer);
     CHECK(link.ok());
     ends.links[side] = std::move(link.value());
   }

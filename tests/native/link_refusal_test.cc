@@ -25,7 +25,7 @@ TEST(ImpossiblePositionsInSharedMemoryAreRefused) {
     const int memfd = MakeMemfd(ShmBytes(kRing));
     auto* pair = static_cast<RingPair*>(
         mmap(nullptr, ShmBytes(kRing), PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0));
-    auto link = MakeShmLink(memfd, 0, kRing, dup(bells.bells[1]->fd()));
+    auto link = MakeShmLink(memfd, 0, kRing, dup(bells.bells[1]->fd()), getpid());
     CHECK(link.ok());
     std::vector<std::byte> data(3 * kRing);
     const iovec piece{data.data(), 200}, rest{data.data(), data.size()};
@@ -55,7 +55,7 @@ TEST(UnsafeSharedMemoryIsRefusedAndClosed) {
   constexpr size_t kRing = 4096;
   const auto refused = [](int memfd, int side, size_t ring) {
     const int bell = MakeEventFd();
-    const auto link = MakeShmLink(memfd, side, ring, bell);
+    const auto link = MakeShmLink(memfd, side, ring, bell, getpid());
     CHECK(link.status().code() == Code::kInvalidArgument);
     CHECK(!IsOpen(memfd) && !IsOpen(bell));
   };

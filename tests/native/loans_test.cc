@@ -3,7 +3,10 @@
 // away.
 #include "transport/loans.h"
 
+#include <poll.h>
+
 #include <cstring>
+#include <functional>
 #include <thread>
 
 #include "base/failpoint.h"
@@ -188,25 +191,126 @@ TEST(WhoGivesACallUpTakesItsMemoryAway) {
   CHECK(status.message().find("gave the call up") != std::string::npos);
 }
 
+// Calls `claim` with a pair and with the block that its two sides share.
+void WithBlock(const std::function<void(Pair*, RingPair*)>& claim) {
+  Ends ends = WithBells();
+  const int memfd = MakeMemfd(ShmBytes(1 << 14));
+  void* block =
+      mmap(nullptr, ShmBytes(1 << 14), PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
+  CHECK(block != MAP_FAILED);
+  for (int side = 0; side < 2; ++side)
+    ends.links[side] = std::move(MakeShmLink(dup(memfd), side, 1 << 14,
+                                             dup(ends.bells[1 - side]->fd()), getpid())
+                                     .value());
+  close(memfd);
+  {
+    Pair pair(std::move(ends));
+    claim(&pair, reinterpret_cast<RingPair*>(block));
+  }
+  munmap(block, ShmBytes(1 << 14));
+}
+
+// Where the lender goes on, and whether it lends or sends, are one look: a borrower may
+// take more and refuse at any moment, and what it took must not be sent again.
+TEST(HowMuchIsTakenAndWhetherTheRestIsRefusedAreOneLook) {
+  WithBlock([](Pair* pair, RingPair* shared) {
+    LoanSide& borrower = shared->sides[1].loans;
+    Loans& lender = pair->lender();
+    lender.Lend(100);
+    StoreShared(borrower.taken, uint64_t{40});
+    CHECK_EQ(lender.Taken().value(), uint64_t{0});  // not yet news
+    StoreShared(borrower.taken, uint64_t{60});
+    StoreShared(borrower.reads, kCannotRead);
+    CHECK(!lender.refused());  // as the last look was
+    CHECK(lender.HasTaken());
+    CHECK_EQ(lender.Taken().value(), uint64_t{60});
+    CHECK(lender.refused() && !lender.outstanding());
+  });
+}
+
+// What was read while the lender took its memory away counts for nothing.
+TEST(WhatIsTakenAwayWhileItIsReadIsNotTaken) {
+  Pair pair(LocalEnds(1 << 14));
+  char from[8] = "before", to[8] = "";
+  const iovec there{from, sizeof from}, here{to, sizeof to};
+  pair.lender().Lend(sizeof from);
+  CHECK_EQ(pair.borrower().Ready().value(), sizeof from);
+  pair.lender().Withdraw();
+  const auto read = pair.borrower().Borrow({&here, 1}, {&there, 1});
+  CHECK(read.status().message().find("gave the call up") != std::string::npos);
+}
+
+TEST(ALenderThatSleepsIsWokenByTheLastByteTaken) {
+  Pair pair(LocalEnds(1 << 14));
+  pair.lender().Lend(100);
+  CHECK_EQ(pair.lender().Taken().value(), uint64_t{0});
+  std::vector<pollfd> none;
+  CHECK(!pair.ends.links[0]->Arm(false, true, &none));
+  CHECK_EQ(pair.borrower().Ready().value(), uint64_t{100});
+  pollfd bell{pair.ends.bells[0]->fd(), POLLIN, 0};
+  pair.borrower().Take(99);
+  CHECK_EQ(poll(&bell, 1, 0), 0);  // it could do little yet
+  pair.borrower().Take(1);
+  CHECK_EQ(poll(&bell, 1, 0), 1);
+}
+
+// Either side: a loan of which the rest will not come is an error at once.
+TEST(WhoClosesALinkEndsALoan) {
+  const auto closed = [](const Status& status) {
+    return status.code() == Code::kUnavailable &&
+           status.message().find("closed the link") != std::string::npos;
+  };
+  for (const int side : {0, 1}) {
+    Pair pair(ShmEnds(1 << 14));
+    Loans& lender = pair.lender();
+    Loans& borrower = pair.borrower();
+    lender.Lend(100);
+    CHECK_EQ(borrower.Ready().value(), uint64_t{100});
+    borrower.Take(60);
+    pair.ends.links[side].reset();
+    if (side == 1) CHECK(closed(lender.Taken().status()));
+    if (side == 1) continue;
+    CHECK_EQ(borrower.Ready().value(), uint64_t{40});
+    borrower.Take(40);
+    CHECK(closed(borrower.Ready().status()));
+  }
+}
+
+// Whose memory a link reads is the kernel's word, and each read proves it.
+TEST(OnlyTheMemoryOfTheProcessThatProvesItIsRead) {
+  uint64_t number = 5, value = 7, copy = 0;
+  const Proof proof{reinterpret_cast<uintptr_t>(&number), 5};
+  const iovec from{&value, sizeof value}, to{&copy, sizeof copy};
+  CHECK(!ProcessMemory(0, proof).CanRead());
+  CHECK(!ProcessMemory(getpid(), {proof.at, 6}).CanRead());
+  const ProcessMemory memory(getpid(), proof);
+  CHECK(memory.CanRead());
+  CHECK_EQ(memory.Read({&to, 1}, {&from, 1}), static_cast<ptrdiff_t>(sizeof value));
+  CHECK_EQ(copy, value);
+  number = 6;  // another process has that number now
+  CHECK_EQ(memory.Read({&to, 1}, {&from, 1}), ptrdiff_t{-1});
+}
+
+// A peer's loan is not taken where this side may not read the peer.
+TEST(ALoanOfAPeerThatCannotBeReadIsOutOfStep) {
+  Pair pair(ShmEnds(1 << 14, 0));
+  CHECK(!pair.lender().Can() && !pair.borrower().may_borrow());
+  std::vector<float> data(1000), unused(1000);
+  Frame frame;
+  frame.kind = static_cast<uint16_t>(FrameKind::kLoan);
+  frame.bytes = data.size() * sizeof(float);
+  frame.beside = 1;
+  const iovec list{data.data(), frame.bytes};
+  const iovec out[2] = {{&frame, sizeof frame},
+                        {const_cast<iovec*>(&list), sizeof list}};
+  CHECK(pair.ends.links[0]->TryWrite(out).ok());
+  const Status status = pair.Run(1, &unused);
+  CHECK(status.message().find("out of step") != std::string::npos);
+}
+
 // A peer that writes into the shared block what it likes.
 TEST(ImpossibleLoansAreDamage) {
-  const auto tried = [](auto claim) {
-    Ends ends = WithBells();
-    const int memfd = MakeMemfd(ShmBytes(1 << 14));
-    void* block =
-        mmap(nullptr, ShmBytes(1 << 14), PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
-    CHECK(block != MAP_FAILED);
-    for (int side = 0; side < 2; ++side)
-      ends.links[side] = std::move(
-          MakeShmLink(dup(memfd), side, 1 << 14, dup(ends.bells[1 - side]->fd()))
-              .value());
-    close(memfd);
-    {
-      Pair pair(std::move(ends));
-      claim(&pair, reinterpret_cast<RingPair*>(block));
-    }
-    munmap(block, ShmBytes(1 << 14));
-  };
+  const auto tried = WithBlock;
   const auto damaged = [](const Result<uint64_t>& result) {
     return result.status().message().find("impossible loan") != std::string::npos;
   };

@@ -88,6 +88,29 @@ def test_what_one_rank_may_not_read_is_sent(world: World) -> None:
         _move(world)
 
 
+READ = """
+import numpy as np
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+for name in ("first", "second"):  # the first one on a link is copied
+    eager.allgather(np.ones(500_000, np.float32), name=name)
+"""
+
+
+def test_ranks_of_a_job_read_each_others_memory(start_job: StartJob) -> None:
+    """Whoever connects and whoever listens knows the number of the other's process."""
+    env = {"RINGJAX_FAILPOINTS": "memory.borrow=exit@1"}
+    job = start_job(2, READ, env=env)
+    assert job.wait(40), job.logs()
+    assert "failpoint memory.borrow" in job.output(1), job.logs()
+    env = {"RINGJAX_FAILPOINTS": "memory.borrow=exit@0"}
+    job = start_job(2, READ, env=env)
+    assert job.wait(40), job.logs()
+    assert "failpoint memory.borrow" in job.output(0), job.logs()
+
+
 MOVE_ON = """
 import numpy as np
 import ringjax

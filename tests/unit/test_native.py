@@ -75,8 +75,8 @@ def test_the_communicator_closes_its_descriptors() -> None:
 @pytest.mark.parametrize(
     "second",
     [
-        ("shm", 2, bell, 0, 4096, bell),  # an eventfd is no memory
-        ("shm", 2, bell, 0, 1000, bell),  # no size of a ring
+        ("shm", 2, bell, 0, 4096, bell, 0),  # an eventfd is no memory
+        ("shm", 2, bell, 0, 1000, bell, 0),  # no size of a ring
         ("tcp", 2, bell),  # no socket
         ("tcp", 9, bell),  # no such rank
         ("tcp", 0, bell),  # this rank itself

@@ -162,6 +162,7 @@ struct LinkEnds {
   bool shared;
   int side = 0;
   size_t ring_bytes = 0;
+  pid_t process = 0;
   std::vector<int> fds;
   std::vector<std::string> keys = {};
 };
@@ -169,15 +170,15 @@ struct LinkEnds {
 LinkEnds ReadLink(const nb::tuple& link) {
   try {  // a tuple does not look whether it is long enough
     const std::string kind = link.size() > 2 ? nb::cast<std::string>(link[0]) : "";
-    if (kind == "shm" && link.size() == 6)
-      return {nb::cast<size_t>(link[1]),
-              true,
-              nb::cast<int>(link[3]),
-              nb::cast<size_t>(link[4]),
-              {nb::cast<int>(link[2]), nb::cast<int>(link[5])}};
+    if (kind == "shm" && link.size() == 7)
+      return {
+          nb::cast<size_t>(link[1]), true,
+          nb::cast<int>(link[3]),    nb::cast<size_t>(link[4]),
+          nb::cast<pid_t>(link[6]),  {nb::cast<int>(link[2]), nb::cast<int>(link[5])}};
     if (kind == "tcp" && (link.size() == 3 || link.size() == 4))
       return {nb::cast<size_t>(link[1]),
               false,
+              0,
               0,
               0,
               nb::cast<std::vector<int>>(link[2]),
@@ -226,7 +227,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
     if (e.peer >= made.size() || static_cast<int>(e.peer) == rank || made[e.peer])
       throw nb::value_error("ringjax: a link names a peer that is not there, or twice");
     std::vector<int> fds = descriptors[i].Release();
-    auto link = e.shared ? MakeShmLink(fds[0], e.side, e.ring_bytes, fds[1])
+    auto link = e.shared ? MakeShmLink(fds[0], e.side, e.ring_bytes, fds[1], e.process)
                          : MakeTcpLink(std::move(fds), e.keys);
     Raise(link.status());
     made[e.peer] = std::move(link.value());

@@ -78,10 +78,11 @@ class Doorbell {
 // Shared memory: `memfd` holds both directions of the pair, `side` is 0 on the lower
 // rank and 1 on the higher, `peer_doorbell` is the peer's eventfd. Takes both
 // descriptors, also on failure. The creator must have sized it with ShmBytes(ring) and
-// sealed it; a memfd of another size is refused.
+// sealed it; a memfd of another size is refused. `peer`: the peer's process, as the
+// kernel tells it (SO_PEERCRED); 0: unknown, so the memory of the peer is not read.
 size_t ShmBytes(size_t ring_bytes);
 Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
-                                          int peer_doorbell);
+                                          int peer_doorbell, pid_t peer);
 
 // In-process: the two ends of a pair for threads as ranks (tests, sanitizers).
 // doorbell0 must outlive the first end, doorbell1 the second.

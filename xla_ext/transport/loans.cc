@@ -14,17 +14,25 @@ Status Damaged() {
   return Status(Code::kUnavailable, "shared memory is damaged: impossible loan");
 }
 
+Status Closed() { return Status(Code::kUnavailable, "the peer closed the link"); }
+
 }  // namespace
 
-Loans::Loans(LoanSide* mine, LoanSide* peer, Waker* waker)
-    : mine_(mine), peer_(peer), waker_(waker) {
-  mine_->memory = OwnMemory();
+Loans::Loans(LoanSide* mine, LoanSide* peer, uint32_t* closed, pid_t pid, Waker* waker)
+    : mine_(mine),
+      peer_(peer),
+      closed_(closed),
+      waker_(waker),
+      pid_(pid),
+      memory_(0, {}) {
+  mine_->proof = OwnProof();
 }
 
 void Loans::TryReading() {
   met_ = true;
-  memory_ = peer_->memory;
-  StoreShared(mine_->reads, CanRead(memory_) ? kReads : kCannotRead);
+  memory_ = ProcessMemory(pid_, peer_->proof);
+  may_borrow_ = memory_.CanRead();
+  StoreShared(mine_->reads, may_borrow_ ? kReads : kCannotRead);
 }
 
 void Loans::Lend(uint64_t bytes) {
@@ -39,13 +47,14 @@ void Loans::Withdraw() {
 }
 
 Result<uint64_t> Loans::Taken() {
-  const bool can = Can();  // before the number that is the last one then
-  const uint64_t taken = LoadShared(peer_->taken);
+  const auto [closed, reads, taken] = Look();
   // Between what was taken before and what is lent.
   if (taken - peer_taken_ > lent_ - peer_taken_) return Damaged();
-  if (!can || IsNews(peer_taken_, taken, lent_)) peer_taken_ = taken;
+  if (!reads || IsNews(peer_taken_, taken, lent_)) peer_taken_ = taken;
+  refused_ = !reads;
   // What the peer cannot read will be sent.
-  if (!can) lent_ = taken;
+  if (refused_) lent_ = taken;
+  if (closed && taken != lent_) return Closed();
   return peer_taken_;
 }
 
@@ -56,16 +65,19 @@ Status Loans::Withdrawn() const {
 
 Result<uint64_t> Loans::Ready() {
   RJ_TRY(Withdrawn());
+  const bool closed =
+      LoadShared(*closed_) != 0;  // before the number, the last one then
   const uint64_t lent = LoadShared(peer_->lent);
   if (lent - taken_ < peer_lent_ - taken_) return Damaged();
   peer_lent_ = lent;
   awaited_ = lent == taken_;
+  if (closed && awaited_) return Closed();
   return lent - taken_;
 }
 
 Result<uint64_t> Loans::Borrow(std::span<const iovec> to, std::span<const iovec> from) {
   const ptrdiff_t got =
-      AtFailpoint(Failpoint::kBorrow).ok() ? ReadMemory(memory_, to, from) : -1;
+      AtFailpoint(Failpoint::kBorrow).ok() ? memory_.Read(to, from) : -1;
   RJ_TRY(Withdrawn());
   return static_cast<uint64_t>(std::max<ptrdiff_t>(got, 0));
 }

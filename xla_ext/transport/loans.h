@@ -25,7 +25,7 @@ namespace ringjax {
 
 // What one side of a link shows to the other. Zeros are a valid beginning.
 struct LoanSide {
-  ProcessMemory memory;  // of this side
+  Proof proof;  // of this side's process
   alignas(kLineBytes) uint64_t lent;
   uint32_t withdrawn;
   alignas(kLineBytes) uint64_t taken;
@@ -45,26 +45,33 @@ class Waker {
 
 class Loans {
  public:
-  // Introduces this side, before its first byte is in the ring.
-  Loans(LoanSide* mine, LoanSide* peer, Waker* waker);
+  // Introduces this side, before its first byte is in the ring. `closed`: of the peer,
+  // shared; `pid`: of the peer's process, see ProcessMemory.
+  Loans(LoanSide* mine, LoanSide* peer, uint32_t* closed, pid_t pid, Waker* waker);
 
   // Once something has come from the peer: tries whether its memory can be read.
   void Meet() {
     if (!met_) TryReading();
   }
 
-  // -- who lends. Whether the peer reads the memory of this process:
-  bool Can() const { return LoadShared(peer_->reads) == kReads; }
+  // -- who lends. Whether the peer reads the memory of this process, before a loan; of
+  // one that is under way, `refused` tells.
+  bool Can() const { return Look().reads; }
   // So many more bytes of the announced message are ready.
   void Lend(uint64_t bytes);
   uint64_t lent() const { return lent_; }  // bytes, over all loans
   // How many of these are taken, as far as that is news.
   Result<uint64_t> Taken();
+  // Whether the peer had refused to read on when Taken looked: then Taken's number is
+  // the last one, and what follows it is to be sent.
+  bool refused() const { return refused_; }
   bool outstanding() const { return lent_ != peer_taken_; }
   // What is not taken yet is not to be had any more, for good.
   void Withdraw();
 
-  // -- who borrows. Bytes that are lent and not taken:
+  // -- who borrows. Whether this side has found that it may read the peer's memory.
+  bool may_borrow() const { return may_borrow_; }
+  // Bytes that are lent and not taken:
   Result<uint64_t> Ready();
   // Reads some of them, not more than that, and returns how many bytes; 0: the rest of
   // the message cannot be read.
@@ -82,7 +89,8 @@ class Loans {
   // Whether there is something new for who sleeps.
   bool HasLent() const { return LoadShared(peer_->lent) != peer_lent_ || gone(); }
   bool HasTaken() const {
-    return IsNews(peer_taken_, LoadShared(peer_->taken), lent_) || !Can();
+    const News news = Look();
+    return IsNews(peer_taken_, news.taken, lent_) || !news.reads;
   }
 
  private:
@@ -93,14 +101,29 @@ class Loans {
     return taken != before && (taken == lent || taken / kEvery != before / kEvery);
   }
 
+  // What the peer shows to a lender. Each decision is made by one look, since the peer
+  // goes on meanwhile; in this order, so that if `closed` or not `reads`, `taken` is
+  // the last number.
+  struct News {
+    bool closed, reads;
+    uint64_t taken;
+  };
+  News Look() const {
+    const bool closed = LoadShared(*closed_) != 0;
+    const bool reads = LoadShared(peer_->reads) == kReads;
+    return {closed, reads, LoadShared(peer_->taken)};
+  }
+
   void TryReading();
   Status Withdrawn() const;
 
   LoanSide* mine_;
   LoanSide* peer_;
+  uint32_t* closed_;
   Waker* waker_;
-  ProcessMemory memory_{};  // the peer's
-  bool met_ = false, awaited_ = false;
+  pid_t pid_;             // the peer's
+  ProcessMemory memory_;  // likewise
+  bool met_ = false, may_borrow_ = false, refused_ = false, awaited_ = false;
   uint64_t lent_ = 0, taken_ = 0;            // by this side
   uint64_t peer_lent_ = 0, peer_taken_ = 0;  // as last seen
 };

@@ -1,5 +1,7 @@
 // Rings in the memory of one process, for threads as ranks. The same code as shared
 // memory, so that sanitizers see it; only where the memory comes from differs.
+#include <unistd.h>
+
 #include "transport/local_memory.h"
 #include "transport/ring_link.h"
 
@@ -9,7 +11,7 @@ namespace {
 class LocalLink final : public RingLink {
  public:
   LocalLink(std::shared_ptr<LocalMemory> pair, int side, size_t ring_bytes)
-      : RingLink(pair->block(), side, ring_bytes),
+      : RingLink(pair->block(), side, ring_bytes, getpid()),
         pair_(std::move(pair)),
         side_(side) {}
   ~LocalLink() override {

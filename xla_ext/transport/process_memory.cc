@@ -4,36 +4,47 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <mutex>
 #include <random>
 
 namespace ringjax {
 namespace {
 
-struct Proof {
-  Proof() { prctl(PR_SET_PTRACER, static_cast<unsigned long>(getppid()), 0, 0, 0); }
-  uint64_t number = (uint64_t{std::random_device()()} << 32) | std::random_device()();
-};
+// Another one after a fork: the child has the same address, but is another process.
+struct Numbered {
+  std::mutex mutex;
+  pid_t pid = 0;
+  uint64_t number = 0;
+} numbered;
 
 }  // namespace
 
-ProcessMemory OwnMemory() {
-  static const Proof proof;
-  return {static_cast<uint64_t>(getpid()), reinterpret_cast<uintptr_t>(&proof.number),
-          proof.number};
+Proof OwnProof() {
+  const std::lock_guard lock(numbered.mutex);
+  if (numbered.pid != getpid()) {
+    prctl(PR_SET_PTRACER, static_cast<unsigned long>(getppid()), 0, 0, 0);
+    std::random_device random;
+    numbered.number = (uint64_t{random()} << 32) | random();
+    numbered.pid = getpid();
+  }
+  return {reinterpret_cast<uintptr_t>(&numbered.number), numbered.number};
 }
 
-bool CanRead(const ProcessMemory& memory) {
+ptrdiff_t ProcessMemory::Read(std::span<const iovec> to,
+                              std::span<const iovec> from) const {
+  if (pid_ <= 0 || to.size() > kMostRead || from.size() > kMostRead) return -1;
+  std::array<iovec, 1 + kMostRead> here, there;
   uint64_t number = 0;
-  const iovec mine{&number, sizeof number};
-  const iovec theirs{reinterpret_cast<void*>(memory.proof_at), sizeof number};
-  return ReadMemory(memory, {&mine, 1}, {&theirs, 1}) == sizeof number &&
-         number == memory.proof;
-}
-
-ptrdiff_t ReadMemory(const ProcessMemory& memory, std::span<const iovec> to,
-                     std::span<const iovec> from) {
-  return process_vm_readv(static_cast<pid_t>(memory.pid), to.data(), to.size(),
-                          from.data(), from.size(), 0);
+  here[0] = {&number, sizeof number};
+  there[0] = {reinterpret_cast<void*>(proof_.at), sizeof number};
+  std::copy(to.begin(), to.end(), here.begin() + 1);
+  std::copy(from.begin(), from.end(), there.begin() + 1);
+  const ptrdiff_t got = process_vm_readv(pid_, here.data(), to.size() + 1, there.data(),
+                                         from.size() + 1, 0);
+  constexpr ptrdiff_t kProof = sizeof number;
+  return got < kProof || number != proof_.number ? -1 : got - kProof;
 }
 
 }  // namespace ringjax

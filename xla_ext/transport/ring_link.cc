@@ -15,14 +15,14 @@ std::byte* RingData(std::byte* block, int side, size_t ring_bytes) {
 
 }  // namespace
 
-RingLink::RingLink(std::byte* block, int side, size_t ring_bytes)
+RingLink::RingLink(std::byte* block, int side, size_t ring_bytes, pid_t peer)
     : pair_(reinterpret_cast<RingPair*>(block)),
       mine_(&pair_->sides[side]),
       peer_(&pair_->sides[1 - side]),
       out_(&pair_->positions[side], RingData(block, side, ring_bytes), ring_bytes),
       in_(&pair_->positions[1 - side], RingData(block, 1 - side, ring_bytes),
           ring_bytes),
-      loans_(&mine_->loans, &peer_->loans, this) {}
+      loans_(&mine_->loans, &peer_->loans, &peer_->closed, peer, this) {}
 
 void RingLink::Close() {
   StoreShared(mine_->closed, uint32_t{1});

@@ -51,8 +51,8 @@ class RingLink : public Link, private Waker {
   void Disarm() override;
 
  protected:
-  // `block` must stay until after Close.
-  RingLink(std::byte* block, int side, size_t ring_bytes);
+  // `block` must stay until after Close. `peer`: the process of the other side.
+  RingLink(std::byte* block, int side, size_t ring_bytes, pid_t peer);
 
   // Tells the peer that this side is gone; destructors of derived classes call it
   // while the memory and the peer's doorbell are still there.

@@ -34,9 +34,9 @@ class Descriptor {
 
 class ShmLink final : public RingLink {
  public:
-  ShmLink(std::byte* block, int side, size_t ring_bytes,
+  ShmLink(std::byte* block, int side, size_t ring_bytes, pid_t peer,
           std::unique_ptr<Doorbell> peer_doorbell)
-      : RingLink(block, side, ring_bytes),
+      : RingLink(block, side, ring_bytes, peer),
         block_(block),
         bytes_(ShmBytes(ring_bytes)),
         peer_doorbell_(std::move(peer_doorbell)) {}
@@ -114,7 +114,7 @@ class ShmBoard final : public Board {
 size_t ShmBytes(size_t ring_bytes) { return kPairHeader + 2 * ring_bytes; }
 
 Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
-                                          int peer_doorbell) {
+                                          int peer_doorbell, pid_t peer) {
   Descriptor file(memfd);
   auto doorbell = std::make_unique<Doorbell>(peer_doorbell);
   if (side != 0 && side != 1)
@@ -125,8 +125,8 @@ Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes
                       std::to_string(ring_bytes));
   Result<std::byte*> block = Map(file.Release(), ShmBytes(ring_bytes));
   if (!block.ok()) return block.status();
-  return std::unique_ptr<Link>(
-      std::make_unique<ShmLink>(block.value(), side, ring_bytes, std::move(doorbell)));
+  return std::unique_ptr<Link>(std::make_unique<ShmLink>(
+      block.value(), side, ring_bytes, peer, std::move(doorbell)));
 }
 
 Result<std::unique_ptr<Board>> MakeShmBoard(int memfd, int rank, size_t tile_bytes,

@@ -183,7 +183,7 @@ class PlanRun {
     if (!taken.ok()) return taken.status();
     *moved |= taken.value() - m->loans > m->bytes;
     m->bytes = taken.value() - m->loans;
-    if (!loans.Can()) m->Keep();
+    if (loans.refused()) m->Keep();
     return OkStatus();
   }
 
@@ -239,7 +239,8 @@ class PlanRun {
     if (m->head < sizeof(Frame)) {
       RJ_TRY(Open(link, m, moved));
       if (m->head < sizeof(Frame)) return OkStatus();
-      RJ_TRY(CheckFrame(m->frame, planned.count * wire_, link->loans() != nullptr));
+      const bool lends = link->loans() != nullptr && link->loans()->may_borrow();
+      RJ_TRY(CheckFrame(m->frame, planned.count * wire_, lends));
       if (IsLoan(m->frame)) m->lent.resize(m->frame.beside);
     }
     if (m->opened()) return OkStatus();
