@@ -2,10 +2,14 @@
 // some ranks only.
 #include "engine/call/notes.h"
 
+#include <cstring>
+#include <functional>
 #include <numeric>
+#include <thread>
 
 #include "check.h"
 #include "local_world.h"
+#include "transport/board.h"
 
 namespace ringjax {
 namespace {
@@ -121,6 +125,94 @@ TEST(SplitsThatDoNotFitAreFoundInTheNotes) {
     });
     Exchange(world, {{1, 2, 3}, {4, 5, 6}, {7, 8, 9}});
   }
+}
+
+// One rank of a board, and what a foul peer writes while it waits for the peer's note:
+// `write` is given both notes, of ranks 0 and 1, behind their headers.
+Status BesideAFoulPeer(int rank, int64_t rows, Values32* in, Values32* out,
+                       const std::function<void(std::byte*, std::byte*)>& write) {
+  std::unique_ptr<Doorbell> bells[2] = {MakeBell(), MakeBell()};
+  auto boards = MakeLocalBoards(4096, {bells[0].get(), bells[1].get()});
+  auto [low, high] = MakeLocalLinks(1 << 15, bells[0].get(), bells[1].get());
+  CommunicatorOptions o;
+  o.topology = {rank, 2, {0, 0}};
+  o.members = {0, 1};
+  std::vector<std::unique_ptr<Link>> links(2);
+  links[1 - rank] = std::move(rank == 0 ? low : high);
+  Communicator victim(o, std::move(links), std::move(bells[rank]),
+                      std::move(boards[rank]));
+  Board& foul = *boards[1 - rank];
+  Call call;
+  call.op = Collective::kAlltoall;
+  call.name = "x";
+  call.rows = {rows, rows, rows, rows};
+  call.tensors.push_back(Floats(in, out));
+  Status status;
+  std::thread thread([&] { status = victim.Run(call); });
+  while (foul.Look(Board::kAgreed, rank) < 1) std::this_thread::yield();
+  std::byte* notes[2] = {foul.Note(1, 0), foul.Note(1, 1)};
+  std::memcpy(notes[1 - rank], notes[rank], Board::kHeaderBytes);
+  write(notes[0] + Board::kHeaderBytes, notes[1] + Board::kHeaderBytes);
+  foul.Publish(Board::kAgreed, 1);
+  thread.join();
+  return status;
+}
+
+// What a rank sends and expects is not read back from the board, where a peer may
+// write.
+TEST(APeerThatWritesIntoTheNoteOfAnotherRankChangesNoBounds) {
+  for (const int64_t rows : {12, 0}) {
+    const auto count = static_cast<size_t>(2 * rows);
+    Values32 in(count, 1), out(count, -1);
+    const uint64_t part = static_cast<uint64_t>(rows) * sizeof(float), most = 60000;
+    const Status status =
+        BesideAFoulPeer(0, rows, &in, &out, [&](std::byte* own, std::byte* foul) {
+          const uint64_t expects[5] = {1, part, part, part, most};
+          const uint64_t sends[5] = {1, most, part, part, part};
+          std::memcpy(own, expects, sizeof expects);
+          std::memcpy(foul, sends, sizeof sends);
+        });
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(out == Values32(count, -1));
+  }
+}
+
+// The parts of ranks before this one are not the matter of this rank: they may be
+// claimed to be of any length.
+TEST(PartsBeyondANoteAreDamage) {
+  Values32 in(24, 1), out(24, -1);
+  const Status status =
+      BesideAFoulPeer(1, 12, &in, &out, [](std::byte* foul, std::byte*) {
+        const uint64_t table[5] = {1, 1 << 20, 48, 1 << 20, 48};
+        std::memcpy(foul, table, sizeof table);
+      });
+  CHECK(status.code() == Code::kUnavailable);
+  CHECK(status.message().find("impossible splits") != std::string::npos);
+}
+
+// Each rank adds up the notes of all by itself, from memory that lies otherwise.
+TEST(SumsOfNotesHaveTheSameBitsOnAllRanksAlsoIfTheyAreNoNumbers) {
+  World world({0, 0});
+  constexpr size_t n = 37;
+  std::vector<uint32_t> bits[2];
+  world.Each([&](Communicator& c) {
+    Values32 memory(4 * n);
+    float* tensors[2] = {memory.data(), memory.data() + n + (c.rank() == 0 ? 0 : 16)};
+    const uint32_t nan = c.rank() == 0 ? 0xffc00001 : 0x7fc00002;
+    Call call;
+    call.name = "x";
+    for (float* tensor : tensors) {
+      for (size_t i = 0; i < n; ++i) std::memcpy(tensor + i, &nan, sizeof nan);
+      call.tensors.push_back({DType::kF32, {n}, tensor, tensor, n * sizeof(float)});
+    }
+    CHECK(c.Run(call).ok());
+    std::vector<uint32_t>& out = bits[c.rank()];
+    out.resize(2 * n);
+    for (size_t k = 0; k < 2; ++k)
+      std::memcpy(out.data() + k * n, tensors[k], n * sizeof(float));
+  });
+  CHECK_EQ(Notes(world, "allreduce"), 1u);
+  CHECK(bits[0] == bits[1]);
 }
 
 }  // namespace

@@ -44,6 +44,11 @@ void Decode(void* out, const void* wire, size_t n, const Arithmetic& a);
 void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool first,
                 bool last);
 
+// Gives every NaN the same bits. Processors keep the bits of one of two NaNs, and which
+// one depends on how the loop was compiled and where it ends: where each rank adds up
+// all values by itself, ranks would end with different bits.
+void UnifyNans(void* values, size_t n, DType dtype);
+
 // True if Encode(first) is a plain copy, so that bytes can go out as they are.
 inline bool IsPlain(const Arithmetic& a, bool first) {
   return !a.compressed() && !(first && a.scales_first());

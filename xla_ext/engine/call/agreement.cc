@@ -96,12 +96,13 @@ Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
 }
 
 // The frames that all have shown on the board, against our own.
-Status CompareOnBoard(uint64_t turn, const Lane& lane, bool* agreed) {
+Status CompareOnBoard(uint64_t turn, const Frame& mine, const Lane& lane,
+                      bool* agreed) {
   Board& board = *lane.board;
-  Frame mine, theirs;
-  std::memcpy(&mine, board.Note(turn, board.rank()), sizeof mine);
+  Frame theirs;
   *agreed = mine.agreed == 1;
   for (int peer = 0; peer < board.size(); ++peer) {
+    if (peer == board.rank()) continue;
     std::memcpy(&theirs, board.Note(turn, peer), sizeof theirs);
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind)
       return OutOfStep(theirs, mine, peer);
@@ -117,7 +118,7 @@ Status AgreeOnBoard(const Frame& mine, const Lane& lane, Waiter* waiter, bool* a
   std::memcpy(board.Note(turn, board.rank()), &mine, sizeof mine);
   board.Publish(Board::kAgreed, turn);
   RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
-  return CompareOnBoard(turn, lane, agreed);
+  return CompareOnBoard(turn, mine, lane, agreed);
 }
 
 // What a rank gives all others at once where there is no board.
@@ -164,6 +165,7 @@ Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter*
     Frame& theirs = (*frames)[peer];
     note = board.Note(turn, peer);
     std::memcpy(&theirs, note, sizeof theirs);
+    if (peer == board.rank()) theirs = mine;  // not read back: others may write there
     RJ_TRY(CheckRound(theirs, mine, board.note_bytes(), peer));
     if (theirs.bytes <= board.note_bytes())
       (*all)[peer].assign(reinterpret_cast<const char*>(note + Board::kHeaderBytes),
@@ -245,7 +247,9 @@ bool HaveAgreed(uint64_t turn, const Lane& lane) {
   bool agreed = board.mine(Board::kAgreed) >= turn;
   for (int peer = 0; peer < board.size() && agreed; ++peer)
     agreed = board.Look(Board::kAgreed, peer) >= turn;
-  return agreed && CompareOnBoard(turn, lane, &agreed).ok() && agreed;
+  Frame mine;  // what others saw of this rank
+  std::memcpy(&mine, board.Note(turn, board.rank()), sizeof mine);
+  return agreed && CompareOnBoard(turn, mine, lane, &agreed).ok() && agreed;
 }
 
 Status AwaitEnd(const Frame& frame, const Lane& lane, bool fetched, Waiter* waiter) {

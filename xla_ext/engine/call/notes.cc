@@ -15,6 +15,10 @@ namespace {
 // it, and worth it where one exchange less is.
 constexpr uint64_t kMostSummedByAll = 16 << 10;  // bytes
 
+uint64_t Sum(std::span<const uint64_t> counts) {
+  return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+}
+
 // In front of the bytes of an alltoall: whether they are there, then for each rank the
 // bytes sent to it, then for each the bytes expected of it.
 class Table {
@@ -23,6 +27,13 @@ class Table {
 
   Table(const std::byte* at, size_t size) : words_(1 + 2 * size) {
     std::memcpy(words_.data(), at, Bytes(size));
+  }
+
+  // Of this rank itself: other ranks may write where its note is.
+  Table(const Problem& problem, uint64_t room) : words_(1 + problem.counts.size()) {
+    const size_t size = problem.counts.size() / 2;
+    words_[0] = Sum(std::span(problem.counts).first(size)) <= room;
+    std::copy(problem.counts.begin(), problem.counts.end(), words_.begin() + 1);
   }
 
   bool whole() const { return words_[0] != 0; }
@@ -35,10 +46,6 @@ class Table {
 
 std::byte* Text(const Lane& lane, uint64_t turn, size_t rank) {
   return lane.board->Note(turn, static_cast<int>(rank)) + Board::kHeaderBytes;
-}
-
-uint64_t Sum(std::span<const uint64_t> counts) {
-  return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
 }
 
 // Bytes that each rank gives; not of an alltoall, where others do not know.
@@ -100,12 +107,18 @@ bool Agree(const std::vector<Table>& tables) {
   return true;
 }
 
-Status ReadTables(const Lane& lane, Values* values, bool* whole) {
+Status ReadTables(const Problem& problem, const Lane& lane, Values* values,
+                  bool* whole) {
   const auto size = static_cast<size_t>(lane.board->size());
   const auto rank = static_cast<size_t>(lane.board->rank());
   const uint64_t turn = lane.board->mine(Board::kAgreed);
+  const uint64_t room = lane.board->note_bytes() - Table::Bytes(size);
   std::vector<Table> tables;
-  for (size_t r = 0; r < size; ++r) tables.emplace_back(Text(lane, turn, r), size);
+  for (size_t r = 0; r < size; ++r)
+    if (r == rank)
+      tables.emplace_back(problem, room);
+    else
+      tables.emplace_back(Text(lane, turn, r), size);
   if (!Agree(tables))
     return Status(Code::kMismatch,
                   "splits and received_splits of the ranks do not fit together. "
@@ -113,7 +126,6 @@ Status ReadTables(const Lane& lane, Values* values, bool* whole) {
   *whole = std::all_of(tables.begin(), tables.end(),
                        [](const Table& t) { return t.whole(); });
   if (!*whole) return OkStatus();
-  const uint64_t room = lane.board->note_bytes() - Table::Bytes(size);
   for (size_t r = 0; r < size; ++r) {
     uint64_t before = 0;
     for (size_t to = 0; to < rank; ++to)
@@ -160,7 +172,8 @@ Status ReadNotes(const Problem& problem, const Arithmetic& a, const Lane& lane,
                  Values* values, bool* whole) {
   values->clear();
   *whole = true;
-  if (problem.op == Collective::kAlltoall) return ReadTables(lane, values, whole);
+  if (problem.op == Collective::kAlltoall)
+    return ReadTables(problem, lane, values, whole);
   const uint64_t turn = lane.board->mine(Board::kAgreed);
   const auto size = static_cast<size_t>(lane.board->size());
   const std::vector<uint64_t> given = Given(problem, a, size);
@@ -189,7 +202,13 @@ void Finish(const Problem& problem, const Arithmetic& a, const Values& values, i
   const auto before = static_cast<size_t>(rank);
   switch (problem.op) {
     case Collective::kAllreduce:
-      return AddUp(values, 0, a, out);
+      AddUp(values, 0, a, out);
+      for (uint64_t at = 0; at < out.bytes();) {
+        const Span sums = out.At(at, out.bytes() - at);
+        UnifyNans(sums.data, sums.bytes / Width(a.dtype), a.dtype);
+        at += sums.bytes;
+      }
+      return;
     case Collective::kReducescatter:
       return AddUp(values, Sum(std::span(problem.counts).first(before)) * Width(a.wire),
                    a, out);

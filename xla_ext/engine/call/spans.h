@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/status.h"
+
 namespace ringjax {
 
 struct Span {
@@ -39,6 +41,7 @@ class Spans {
 
   // The longest contiguous piece at `offset`, at most `limit` bytes.
   Span At(uint64_t offset, uint64_t limit) const {
+    RJ_CHECK(offset < total_, "memory is asked for behind the end of a tensor");
     const Piece& piece = pieces_[Find(offset)];
     const uint64_t skip = offset - piece.start;
     return {piece.data + skip, std::min(limit, piece.bytes - skip)};
