@@ -11,6 +11,23 @@
 #include "check.h"
 #include "local_world.h"
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#include <dlfcn.h>
+
+#include <cerrno>
+
+// In front of the C library's, so that a test can have it fail. Sanitizers have their
+// own in that place.
+#define RJ_THREADS_CAN_FAIL
+static std::atomic<bool> no_thread_can_be_made{false};
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*body)(void*), void* argument) {
+  using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  static const auto real = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+  return no_thread_can_be_made ? EAGAIN : real(thread, attributes, body, argument);
+}
+#endif
+
 namespace ringjax {
 namespace {
 
@@ -262,6 +279,49 @@ TEST(WhatDoesNotFitIsRefusedAndNothingIsLeftOpen) {
     CHECK_EQ(told.count(), 0u);
   }
   CHECK(told.Of(0).code() == Code::kUnavailable);  // it was shut down
+}
+
+#ifdef RJ_THREADS_CAN_FAIL
+TEST(WhereNoThreadCanBeMadeTheNextCallIsAsEver) {
+  World world({0});
+  Meeting meeting;
+  Told told;
+  std::vector<float> in[2] = {{1}, {2}}, out[2] = {{0}, {0}};
+  const auto join = [&](int64_t device, int64_t run) {
+    return meeting.Join(PartOf(world.ranks[0], &told, device, &in[device], &out[device],
+                               {0, 1}, {0, 1}, run));
+  };
+  no_thread_can_be_made = true;
+  bool failed = false;
+  try {
+    failed = !join(0, 1).ok();
+  } catch (const std::system_error&) {
+    failed = true;
+  }
+  no_thread_can_be_made = false;
+  CHECK(failed);
+  CHECK(join(0, 2).ok() && join(1, 2).ok());
+  CHECK(told.Of(0).ok() && told.Of(1).ok());
+  CHECK(out[0][0] == 1 && out[1][0] == 2);
+}
+#endif
+
+TEST(ACallWithAShorterTimeoutIsToldBeforeALongerOneThatCameFirst) {
+  World world({0});
+  Told told;
+  std::vector<float> x{1};
+  {
+    Meeting meeting;
+    for (const double seconds : {1000.0, 0.05}) {
+      const int64_t device = seconds < 1 ? 1 : 0;
+      Part part =
+          PartOf(world.ranks[0], &told, device, &x, &x, {0, 1}, {0, 1}, device + 1);
+      part.call.timeout = seconds;
+      CHECK(meeting.Join(std::move(part)).ok());
+    }
+    CHECK(told.Of(1).code() == Code::kDeadlineExceeded);
+  }
+  CHECK(!told.Of(0).ok());
 }
 
 }  // namespace

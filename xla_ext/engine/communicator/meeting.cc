@@ -185,8 +185,13 @@ Status Meeting::Join(Part part) {
   auto group = std::find_if(open_.begin(), open_.end(), [&](const Group& g) {
     return g.parts.front().run == part.run && !has(g, part.device);
   });
+  std::list<Group> fresh;
   if (group == open_.end()) {
-    group = open_.emplace(open_.end());
+    // A thread that cannot be made is an exception: before there is a group, since
+    // whoever looks at a group asks its first part.
+    if (!watch_.joinable()) watch_ = std::thread([this] { Watch(); });
+    fresh.emplace_back().parts.reserve(part.devices.size());
+    group = fresh.begin();
     group->seconds = part.call.timeout >= 0
                          ? part.call.timeout
                          : part.communicator->options().collective_timeout;
@@ -196,11 +201,11 @@ Status Meeting::Join(Part part) {
                                  std::chrono::duration<double>(group->seconds))
             : Time::max();
     if (group->deadline < alarm_) changed_.notify_all();
-    if (!watch_.joinable()) watch_ = std::thread([this] { Watch(); });
   } else {
     RJ_TRY(Fit(part, group->parts.front()));
   }
   group->parts.push_back(std::move(part));
+  open_.splice(open_.end(), fresh);
   if (group->parts.size() < group->parts.front().devices.size()) return OkStatus();
   std::vector<Part> parts = std::move(group->parts);
   open_.erase(group);
