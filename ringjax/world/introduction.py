@@ -35,13 +35,17 @@ def hello(rank: int, size: int, config: Config) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """What two processes share if a unix socket of one can be reached by the other."""
+    """What two processes share if they can trust each other's unix sockets and memory.
+
+    Ranks of two users, or of two user namespaces, are on two hosts that TCP connects.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "user")]
+        return f"{boot} {spaces[0]} {spaces[1]} {os.geteuid()}"
     except OSError:
-        return socket.gethostname()
+        return f"{socket.gethostname()} {os.geteuid()}"
 
 
 def listening_hosts(config: Config, *, one_host: bool) -> list[str]:
