@@ -202,7 +202,7 @@ def test_a_step_that_is_never_collected_ends_it_everywhere(condemned: Device) ->
     device, arrays = condemned, [np.ones(3, np.float32) for _ in range(4)]
     culprit = device.size - 1
     with pytest.raises(_native.StatusError) as caught:
-        # Within it: the culprit may start its second step before others start the first.
+        # The culprit may start its second step before others start the first.
         device.start([arrays[0]], site=0, name="grads")
         if device.rank != culprit:
             device.done(site=0)
