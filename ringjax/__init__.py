@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ringjax.ops import Product as Product
     from ringjax.ops import Sum as Sum
     from ringjax.optim import allreduce_grads as allreduce_grads
+    from ringjax.optim import weighted_loss as weighted_loss
     from ringjax.profile import profile as profile
     from ringjax.run import run as run
     from ringjax.runtime import ProcessSet as ProcessSet
@@ -95,7 +96,7 @@ _NAMES = {
     """,
     "compression": "Compression",
     "world.timeouts": "collective_timeout",
-    "optim": "allreduce_grads",
+    "optim": "allreduce_grads weighted_loss",
     "tuning.step": "autotune",
     "sync": "allgather_object allreduce_metrics broadcast_object broadcast_parameters",
     "observe.prometheus": "PrometheusCollector",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from ringjax import runtime
-from ringjax.collectives import arguments
+from ringjax.collectives import allreduce, arguments
 from ringjax.collectives.arguments import is_float0
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
@@ -26,6 +26,14 @@ _WHAT = "allreduce_grads"
 _FUNCTIONS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("value_fn", (), "lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))"),
     ("grad_fn", (0,), "lambda p, _: ringjax.allreduce(jax.grad(loss)(p))"),
+)
+
+
+_CROSSED = (
+    f"ringjax.{_WHAT}: `weight` would weigh gradients of a loss that has a collective "
+    "in it (a batch norm over ranks, a contrastive loss): cotangents of all ranks are "
+    "in them already, unweighed. Weigh the loss, and leave out `weight`: "
+    "jax.grad(lambda p: ringjax.weighted_loss(loss(p), n))"
 )
 
 
@@ -96,7 +104,7 @@ def allreduce_grads(
       its gradients are; if all are, the result is 0. ``n·g`` must not overflow: with
       float16 gradients, give shares of a batch. Needs op=Average. MultiSteps hands on
       the last weight only: if weights differ between its micro-batches, add up ``n·g``
-      and `n` yourself.
+      and `n` yourself. If the loss has a collective in it, use `weighted_loss`.
 
     Raises:
       TypeError, ValueError: a bad argument.
@@ -136,6 +144,8 @@ def allreduce_grads(
         arrays, names = sent.arrays, sent.names
         if weight is not None:
             own = weights.checked(_WHAT, weight, op, arrays, compressed=wire >= 0)
+            if communicator.size > 1 and jax_private.has_crossed(arrays):
+                raise ValueError(_CROSSED)
             # The sum of the weights travels with the gradients, and is there first.
             arrays, names = weights.weighed(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
@@ -163,6 +173,52 @@ def allreduce_grads(
         return sent.rebuild(out), AllreduceState(seq)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def weighted_loss(
+    loss: Any,
+    weight: Any,
+    *,
+    process_set: runtime.ProcessSet = runtime.global_process_set,
+) -> Any:
+    """This rank's loss, so that the ranks' average is the mean over all samples.
+
+    It is ``P·w·loss / Σ w`` for P ranks. Its gradients go through `allreduce_grads()`
+    without a `weight`, and they are right also where the loss has a collective in it (a
+    batch norm over ranks, a contrastive loss), whose cotangents cross the ranks before
+    gradients could be weighed.
+
+    Args:
+      loss: the mean over this rank's samples, a floating-point scalar.
+      weight: how many samples that are, a number from 0 that may be traced. If it is 0,
+        the result is 0, also for a loss that is NaN. A derivative of the loss that is
+        NaN stays one, though: divide by ``jnp.maximum(n, 1)`` in a mean over n.
+      process_set: the ranks that take part.
+
+    Returns:
+      A scalar of the dtype of `loss`; 0 if no rank has a weight.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ringjax
+      >>> ringjax.init()
+      >>> x = jnp.arange(4.0)
+      >>> loss = lambda p: ringjax.weighted_loss(jnp.mean(p * x), len(x))
+      >>> gradient = jax.grad(loss)(2.0)  # for allreduce_grads().update
+    """
+    loss = jnp.asarray(loss)
+    if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"ringjax.weighted_loss: `loss` is {loss.dtype.name}{list(loss.shape)}, "
+            "expected one floating-point number"
+        )
+    own = weights.checked(
+        "weighted_loss", weight, ReduceOp.Average, [loss], compressed=False
+    )
+    own = jax.lax.stop_gradient(own)
+    mean = allreduce(own, process_set=process_set, name="weight of the loss")
+    share = jnp.where(own > 0, own / jnp.where(own > 0, mean, 1), 0)
+    # Not 0 * loss: of a rank without samples it may be NaN.
+    return jnp.where(own > 0, loss * share.astype(loss.dtype), 0)
 
 
 def _refuse_functions_of_one_rank(params: Any, extra: Mapping[str, Any]) -> None:

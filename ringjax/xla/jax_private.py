@@ -137,6 +137,36 @@ def reduces(
     return tokens.RING in jaxpr.effects
 
 
+def has_crossed(values: Sequence[Any]) -> bool:
+    """Whether traced gradients come from a derivative through a collective.
+
+    Then cotangents of all ranks are in them already. Not seen are gradients that come
+    from another program, and derivatives within `jax.checkpoint`.
+    """
+    seen: set[int] = set()
+    equations = [getattr(v, "parent", None) for v in values]
+    while equations:
+        equation = equations.pop()
+        if equation is None or id(equation) in seen:
+            continue
+        seen.add(id(equation))
+        if _is_transposed(equation):
+            return True
+        operands = getattr(equation, "in_tracers", ())
+        equations += [getattr(v, "parent", None) for v in operands]
+    return False
+
+
+def _is_transposed(equation: Any) -> bool:
+    if tokens.RING not in equation.effects:
+        return False
+    stack = str(equation.source_info.name_stack)
+    if equation.primitive.name.startswith("ringjax.") and "transpose" in stack:
+        return True
+    inner = _core.jaxprs_in_params(equation.params)
+    return any(_is_transposed(e) for jaxpr in inner for e in jaxpr.eqns)
+
+
 def in_mesh() -> bool:
     """Whether this is not traced, and `jax.set_mesh` has set a mesh."""
     return _core.trace_state_clean() and not jax.sharding.get_abstract_mesh().empty

@@ -273,3 +273,77 @@ def test_other_ranks_do_not_wait_for_the_compiled_step(world) -> None:
     handle = eager.allreduce_async(1.0, name="beside", op=ringjax.Sum)
     assert len(list(even_steps(iter([np.ones((1, 1))] * 3)))) == 3
     assert eager.synchronize(handle) == world.size
+
+
+def _normed(h: Any, rows: int) -> Any:
+    """Batch norm over the rows of all ranks."""
+    total = ringjax.allreduce(jnp.float64(rows), ringjax.Sum)
+    sums = ringjax.allreduce((h.sum(0), (h * h).sum(0)), ringjax.Sum)
+    mean, square = sums[0] / total, sums[1] / total
+    return (h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit])
+def test_a_weighted_loss_is_right_where_collectives_are_in_it(world, how) -> None:
+    rows = [
+        data_of(r, n)[0]["x"] if n else np.zeros((0, 3)) for r, n in enumerate(ROWS)
+    ]
+    everyone = np.concatenate(rows[: world.size])
+    own = rows[world.rank]
+    w = jnp.asarray(np.random.default_rng(9).normal(size=(3, 2)))
+
+    def loss(w):  # NaN on a rank without rows
+        return jnp.mean(jnp.tanh(_normed(own @ w, len(own))))
+
+    def wanted(w):
+        h = everyone @ w
+        mean, square = h.mean(0), (h * h).mean(0)
+        return jnp.mean(jnp.tanh((h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)))
+
+    tx = ringjax.allreduce_grads()
+
+    def update(w):
+        grads = jax.grad(lambda w: ringjax.weighted_loss(loss(w), len(own)))(w)
+        return tx.update(grads, tx.init(w), w)[0]
+
+    if len(own) or world.size == 1:
+        value = ringjax.weighted_loss(jnp.float32(2), len(own))
+    else:
+        value = ringjax.weighted_loss(jnp.nan, 0)
+        assert value == 0
+    share = world.size * len(own) / len(everyone)
+    np.testing.assert_allclose(value, 2 * share, rtol=1e-6)
+    np.testing.assert_allclose(how(update)(w), jax.grad(wanted)(w), rtol=1e-9)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit])
+def test_weights_behind_a_collective_in_the_loss_are_refused(world, inner) -> None:
+    tx, w = ringjax.allreduce_grads(), jnp.ones(3)
+
+    def update(loss):
+        grad = inner(jax.grad(loss))
+        step = jax.jit(lambda w: tx.update(grad(w), tx.init(w), w, weight=2)[0])
+        return step(w)
+
+    def crossing(w):
+        return jnp.sum((w - ringjax.allreduce(w)) ** 2)
+
+    if world.size == 1:
+        update(crossing)
+    else:
+        with pytest.raises(ValueError, match=r"ringjax\.weighted_loss"):
+            update(crossing)
+    # What crosses no derivative may be weighed.
+    out = update(lambda w: jnp.sum(w * ringjax.allreduce(jnp.float64(2))))
+    np.testing.assert_allclose(out, 2.0)
+
+
+def test_what_is_no_loss_is_refused(world) -> None:
+    with pytest.raises(ValueError, match=r"`loss` is float64\[3\], expected one"):
+        ringjax.weighted_loss(jnp.ones(3), 1)
+    with pytest.raises(ValueError, match=r"`loss` is int64\[\], expected one"):
+        ringjax.weighted_loss(1, 1)
+    with pytest.raises(ValueError, match=r"weighted_loss: `weight` is -1"):
+        ringjax.weighted_loss(1.0, -1)
