@@ -269,10 +269,12 @@ class Coordinator(Service):
         # First to the launcher: a worker that is told to leave may end at once, and its
         # end must not be taken for that of the job.
         for event in news:
-            self._note(event)
             self._publish(event)
         for worker, message, last in mail:
             self._send(worker, message, last)
+        # Behind the mail: who hears that an exchange is broken off knows who has gone.
+        for event in news:
+            self._note(event)
         if formed:
             failpoints.passing("coordinator.told")
 
