@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from ringjax.ops import ReduceOp
 from ringjax.xla import jax_private
 
 _global = runtime.global_process_set
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.Sum: np.sum,
     ReduceOp.Min: np.min,
@@ -32,6 +33,13 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
+def _transferring(function: _Function) -> _Function:
+    """Lifts jax's transfer guard: such a function is for moving values about."""
+    guarded: _Function = jax.transfer_guard("allow")(function)
+    return guarded
+
+
+@_transferring
 def broadcast_parameters(
     tree: Any,
     root_rank: int = 0,
@@ -118,6 +126,7 @@ def _between_groups(
     return chosen, root_rank - root_rank % size + runtime.group_rank()
 
 
+@_transferring
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -168,6 +177,7 @@ def broadcast_object(
         )
 
 
+@_transferring
 def allgather_object(
     obj: Any,
     name: str | None = None,
@@ -200,6 +210,7 @@ def allgather_object(
         )
 
 
+@_transferring
 def allreduce_metrics(
     metrics: Any,
     op: int = ReduceOp.Average,
@@ -311,14 +322,9 @@ def _can_stay(leaf: Any) -> bool:
 
 def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
     dtype, dims = leaf.dtype, ",".join(map(str, leaf.shape))
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        impl = jax.random.key_impl(leaf)
-        return _Packed(
-            jax.random.key_data(leaf),
-            f"{dtype.name}[{dims}]",
-            lambda out: jax.random.wrap_key_data(out, impl=impl),
-        )
     kind = f"{dtype.name}[{dims}]"
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return _pack_traced(leaf, kind)
     if not eager:
         return _pack_traced(jnp.asarray(leaf), kind)
     if dtype.hasobject:
@@ -337,18 +343,8 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
 
 def _pack_traced(array: Any, kind: str) -> _Packed:
     """Types that are not sent travel in one that holds all their values."""
-    dtype = array.dtype
-    if dtype.name in dtypes.NUMBERS:
-        return _Packed(array, kind, lambda out: out)
-    whole = jnp.issubdtype(dtype, jnp.integer)
-    if not whole and jnp.finfo(dtype).bits == 8:
-        return _Packed(
-            jax.lax.bitcast_convert_type(array, jnp.uint8),
-            kind,
-            lambda out: jax.lax.bitcast_convert_type(out, dtype),
-        )
-    wide = array.astype(jnp.int8 if whole else jnp.float32)
-    return _Packed(wide, kind, lambda out: out.astype(dtype))
+    sent, restore = arguments.carrier(array) or (array, lambda out: out)
+    return _Packed(sent, kind, restore)
 
 
 def _restorer(leaf: Any) -> Callable[[Any], Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ringjax import runtime
@@ -74,7 +75,8 @@ def _allgather(
     what: str, tree: Any, process_set: runtime.ProcessSet, name: str | None
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
-    leaves = arguments.with_rows(what, arguments.flatten(what, tree), scalars=True)
+    leaves = arguments.flatten(what, tree, moves=True)
+    leaves = arguments.with_rows(what, leaves, scalars=True)
     if not leaves.arrays:
         return tree
     own = [array.shape[0] for array in leaves.arrays]
@@ -108,10 +110,15 @@ def exchange_rows(
     Two 32-bit words a number, because without jax_enable_x64 there is no 64-bit array.
     """
     words = np.array([[[n >> 32, n & 0xFFFFFFFF] for n in own]], np.uint32)
-    (gathered,) = primitive.bind(
-        "allgather", [words], **call, names=("sizes",), size=size, counts=((1,) * size,)
-    )
-    table = np.asarray(gathered).astype(np.int64)
+    with jax.transfer_guard("allow"):  # these arrays are ours, not the caller's
+        (gathered,) = primitive.bind(
+            *("allgather", [words]),
+            **call,
+            names=("sizes",),
+            size=size,
+            counts=((1,) * size,),
+        )
+        table = np.asarray(gathered).astype(np.int64)
     rows = (table[..., 0] << 32) + table[..., 1]
     return tuple(tuple(int(n) for n in column) for column in rows.T)
 

@@ -33,7 +33,12 @@ class Leaves(NamedTuple):
 
 
 def flatten(
-    what: str, tree: Any, *, elementwise: bool = False, whole: bool = False
+    what: str,
+    tree: Any,
+    *,
+    elementwise: bool = False,
+    moves: bool = False,
+    whole: bool = False,
 ) -> Leaves:
     """The leaves of `tree` as arrays that can be sent: of a known dtype.
 
@@ -41,6 +46,8 @@ def flatten(
       what: the function, for errors.
       elementwise: results have the shapes of the tensors, so that float0 leaves
         (gradients of integers, which have no value) can pass.
+      moves: results are values of ranks, so that keys of jax.random and types with
+        which nothing can be computed here can be sent, too: see `carrier`.
       whole: results are what one rank has, so that sparse arrays can be sent, too.
 
     Raises:
@@ -54,14 +61,51 @@ def flatten(
     names = tuple(
         jax.tree_util.keystr(pairs[i][0], simple=True, separator="/") for i in kept
     )
+    restore: dict[int, Callable[[Any], Any]] = {}
+    for i in kept if moves else ():
+        if getattr(leaves[i], "dtype", None) is not None:
+            found = carrier(leaves[i], rows=not elementwise)
+            if found is not None:
+                leaves[i], restore[i] = found
     arrays = [_array(what, leaves[i], n) for i, n in zip(kept, names, strict=True)]
 
     def rebuild(out: Sequence[Any]) -> Any:
         for i, value in zip(kept, out, strict=True):
-            leaves[i] = value
+            leaves[i] = restore[i](value) if i in restore else value
         return jax.tree.unflatten(treedef, leaves)
 
     return Leaves(arrays, names, rebuild)
+
+
+def carrier(
+    array: Any, *, rows: bool = False
+) -> tuple[Any, Callable[[Any], Any]] | None:
+    """What holds all values of an array of a dtype that is not sent, and the way back.
+
+    None if the dtype is sent as it is, or nothing is known that could hold its values.
+    Floats of 8 bits and fewer travel as bfloat16, which has all of their values and
+    a derivative; a key of jax.random as its data, and with `rows` as one row at least.
+    """
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(array)
+        keys = array.reshape(1) if rows and array.ndim == 0 else array
+        return jax.random.key_data(keys), functools.partial(
+            jax.random.wrap_key_data, impl=impl
+        )
+    if dtype.name in dtypes.NUMBERS:
+        return None
+    if jnp.issubdtype(dtype, jnp.integer):
+        narrow: Any = jnp.int8
+    elif jnp.issubdtype(dtype, jnp.floating) and dtype.name != "float8_e8m0fnu":
+        narrow = jnp.bfloat16
+    elif jnp.issubdtype(dtype, jnp.floating):  # exponents, of which no type has all
+        return jax.lax.bitcast_convert_type(array, jnp.uint8), (
+            lambda out: jax.lax.bitcast_convert_type(out, dtype)
+        )
+    else:
+        return None
+    return jnp.asarray(array).astype(narrow), lambda out: out.astype(dtype)
 
 
 def is_float0(leaf: Any) -> bool:

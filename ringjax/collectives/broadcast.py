@@ -74,7 +74,7 @@ def _broadcast(
     name: str | None,
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
-    leaves = arguments.flatten(what, tree, elementwise=True, whole=True)
+    leaves = arguments.flatten(what, tree, elementwise=True, moves=True, whole=True)
     root = arguments.root(what, root_rank, process_set)
     if not leaves.arrays:
         return tree

@@ -79,7 +79,8 @@ def _leave_tokens_in_place() -> None:
                 token.block_until_ready()
                 if token._buf.devices() == set(devices):
                     return token
-        return place(tokens, effect, devices)
+        with jax.transfer_guard("allow"):  # the first token is on no device yet
+            return place(tokens, effect, devices)
 
     store.get_token_input = get_token_input
 

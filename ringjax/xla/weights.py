@@ -42,8 +42,9 @@ def checked(
         raise _bad(what, weight)
     if not isinstance(own, jax.core.Tracer) and not 0 <= float(own) < float("inf"):
         raise _bad(what, weight)
-    wide = jnp.result_type(jnp.float32, *arrays)
-    kind = jnp.float64 if jnp.finfo(wide).bits == 64 else jnp.float32
+    # Not by promotion, which may be strict.
+    is_double = any(jnp.finfo(array.dtype).bits == 64 for array in arrays)
+    kind = jnp.float64 if is_double else jnp.float32
     if compressed:
         kind = jnp.complex128 if kind == jnp.float64 else jnp.complex64
     return own.astype(kind)
@@ -70,6 +71,7 @@ def divided(sums: Sequence[Any]) -> list[Any]:
 
 def _scaled(array: Any, by: Callable[[Any, Any], Any], weight: Any) -> Any:
     """In float32 at least; zero where the weight is."""
-    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    out = by(wide, weight.astype(wide.real.dtype))
+    is_narrow = jnp.finfo(array.dtype).bits < 32
+    wide = array.astype(jnp.float32) if is_narrow else array
+    out = by(wide, weight.astype(wide.dtype))
     return jnp.where(weight > 0, out, 0).astype(array.dtype)

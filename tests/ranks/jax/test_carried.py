@@ -1,0 +1,113 @@
+"""What moves and is not computed with: keys, types of few bits; and jax's switches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ringjax
+
+# Other numbers of ranks do nothing that three do not.
+pytestmark = [
+    pytest.mark.ranks(1, 3),
+    pytest.mark.launch("collectives"),
+    pytest.mark.usefixtures("world"),
+]
+
+NARROW = [
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+    "int4",
+    "uint4",
+]
+HOW = pytest.mark.parametrize("how", [lambda f: f, jax.jit])
+
+
+def same(out: Any, wanted: Any) -> None:
+    assert np.asarray(out).tobytes() == np.asarray(wanted).tobytes()
+
+
+@HOW
+@pytest.mark.parametrize("name", NARROW)
+def test_types_of_few_bits(world, how, name: str) -> None:
+    dtype = getattr(ml_dtypes, name)
+    everyone = [
+        jnp.asarray(np.arange(6).reshape(3, 2) % 3 + (r == 0), dtype) for r in range(3)
+    ]
+    x = everyone[world.rank]
+    gathered = how(ringjax.allgather)(x)
+    assert gathered.dtype == dtype
+    same(gathered, np.concatenate(everyone[: world.size]))
+    same(
+        how(lambda x: ringjax.broadcast(x, world.size - 1))(x), everyone[world.size - 1]
+    )
+    rows = jnp.concatenate([x] * world.size)[: 3 * world.size]
+    swapped = how(ringjax.alltoall)(rows)
+    same(swapped, np.concatenate(everyone[: world.size]))
+    with pytest.raises(TypeError, match=f"dtype {name}"):
+        ringjax.allreduce(x)
+
+
+@HOW
+def test_keys(world, how) -> None:
+    keys = jax.random.split(jax.random.key(world.rank), 2)
+    wanted = [jax.random.split(jax.random.key(r), 2) for r in range(world.size)]
+    data = jax.random.key_data
+    gathered = how(ringjax.allgather)({"k": keys})["k"]
+    assert gathered.dtype == keys.dtype and gathered.shape == (2 * world.size,)
+    same(data(gathered), np.concatenate([data(k) for k in wanted]))
+    alone = how(ringjax.allgather)(keys[0])
+    same(data(alone), np.stack([data(k[0]) for k in wanted]))
+    root = how(lambda k: ringjax.broadcast(k, 0))(keys[1])
+    assert root.shape == ()
+    same(data(root), data(wanted[0][1]))
+    with pytest.raises(TypeError, match="jax.random.key_data"):
+        ringjax.allreduce(keys)
+
+
+def test_a_derivative_passes_types_of_few_bits(world) -> None:
+    def loss(x):
+        small = ringjax.allgather(x.astype(jnp.float8_e5m2))
+        return jnp.sum(small.astype(jnp.float32) * 2)
+
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2)), 2.0 * world.size)
+
+
+def test_the_transfer_guard_is_about_the_programs_arrays(world) -> None:
+    x, row = jnp.arange(world.rank + 1.0), jnp.ones(1)
+    splits = [1] + [0] * (world.size - 1)
+    params = {"w": np.ones(3), "n": 3, "x": jnp.ones(2)}
+    with jax.transfer_guard("disallow"):
+        ringjax.barrier()
+        metrics = ringjax.allreduce_metrics({"loss": 1.0})
+        everything = ringjax.broadcast_parameters(params)
+        objects = ringjax.allgather_object(world.rank)
+        assert ringjax.broadcast_object({"a": 1}) == {"a": 1}
+        gathered = ringjax.allgather(x)
+        ringjax.alltoall(row, splits)
+        with pytest.raises(Exception, match="Disallowed host-to-device"):
+            ringjax.allreduce(np.ones(3, np.float32))
+    assert metrics == {"loss": 1.0} and everything["n"] == 3
+    assert objects == list(range(world.size))
+    same(gathered, np.concatenate([np.arange(r + 1.0) for r in range(world.size)]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_weights_under_strict_promotion(world, dtype: str, compression: str) -> None:
+    tx = ringjax.allreduce_grads(compression=getattr(ringjax.Compression, compression))
+    grads = {"a": jnp.full(3, world.rank + 1, dtype), "b": jnp.ones(2, jnp.float32)}
+    with jax.numpy_dtype_promotion("strict"):
+        out, _ = tx.update(grads, tx.init(grads), grads, weight=world.rank + 1)
+    ranks = np.arange(1, world.size + 1)
+    assert out["a"].dtype == dtype
+    wanted = (ranks**2).sum() / ranks.sum()
+    got = np.asarray(out["a"].astype(jnp.complex64)).real
+    np.testing.assert_allclose(got, wanted, rtol=0.01)
