@@ -96,7 +96,8 @@ def test_the_transfer_guard_is_about_the_programs_arrays(world) -> None:
             ringjax.allreduce(np.ones(3, np.float32))
     assert metrics == {"loss": 1.0} and everything["n"] == 3
     assert objects == list(range(world.size))
-    same(gathered, np.concatenate([np.arange(r + 1.0) for r in range(world.size)]))
+    wanted = [np.arange(r + 1, dtype=np.float32) for r in range(world.size)]
+    same(gathered, np.concatenate(wanted))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
