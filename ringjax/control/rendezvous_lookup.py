@@ -16,7 +16,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringjax.config import Config
@@ -44,7 +44,7 @@ class Meeting:
     """
 
     session: Session
-    secret: bytes
+    secret: bytes = field(repr=False)
     job: str
     server: Server | None = None
 
@@ -66,7 +66,7 @@ class Ticket:
     """What a rank must know to join: where, with which secret, which job."""
 
     addresses: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     job: str
 
 
@@ -163,7 +163,9 @@ def attend(
         raise
     finally:
         if server is not None and place.one_host:
-            _Notice(place).remove()
+            # What went wrong before says more than a file that cannot be removed.
+            with contextlib.suppress(OSError, StartupError):
+                _Notice(place).remove()
     return Meeting(session, ticket.secret, ticket.job, server)
 
 

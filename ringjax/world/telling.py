@@ -85,6 +85,8 @@ class Teller:
             if peer_uid(self._socket) != os.geteuid():
                 return
             self._socket.sendall(f'{{"id":{self._own}}}\n'.encode())
+            if self._closing:  # before there was a connection to shut down
+                self._socket.shutdown(socket.SHUT_RD)
             self._serve()
 
     def _serve(self) -> None:

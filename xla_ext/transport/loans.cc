@@ -43,6 +43,8 @@ void Loans::Lend(uint64_t bytes) {
 
 void Loans::Withdraw() {
   StoreShared(mine_->withdrawn, uint32_t{1});
+  // What the caller writes to its memory from now on stays behind that store.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   waker_->WakeIf(kWantsBytes);
 }
 
@@ -78,6 +80,7 @@ Result<uint64_t> Loans::Ready() {
 Result<uint64_t> Loans::Borrow(std::span<const iovec> to, std::span<const iovec> from) {
   const ptrdiff_t got =
       AtFailpoint(Failpoint::kBorrow).ok() ? memory_.Read(to, from) : -1;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // the look is behind the reads
   RJ_TRY(Withdrawn());
   return static_cast<uint64_t>(std::max<ptrdiff_t>(got, 0));
 }

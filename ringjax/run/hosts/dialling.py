@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ringjax import stderr
@@ -52,7 +52,7 @@ class Calling:
     """
 
     address: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     job: str
     host: str
     slots: int

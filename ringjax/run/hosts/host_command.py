@@ -9,7 +9,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ringjax.run import environ
@@ -33,7 +33,7 @@ class Listening:
 
     addresses: Sequence[str]
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     job: str
     own: Sequence[Host] = ()
     patience: float = 600.0

@@ -79,6 +79,7 @@ class Tiles {
     uint64_t posted = 0, summed = 0, fetched = 0;
     while (fetched < tiles_) {
       bool ready = false;
+      late_ = -1;
       if (summed < posted) {
         RJ_TRY(Reached(Board::kPosted, summed + 1, &ready));
         if (ready) RJ_TRY(Freed(Board::kFetched, summed, &ready));
@@ -183,7 +184,9 @@ class Tiles {
       if (r == rank_ || Known(counter, r) >= value) continue;
       RJ_TRY(board_.Follow(counter, r, value, Most(counter), &Known(counter, r)));
       if (Known(counter, r) >= value) continue;
-      late_ = r;
+      // The first look of a pass is at the earliest phase: who is late there is to blame,
+      // and not a peer that waits for that one itself.
+      if (late_ < 0) late_ = r;
       return OkStatus();
     }
     *ready = true;
@@ -204,7 +207,7 @@ class Tiles {
   const uint64_t first_;         // the first slot to be used
   const uint64_t base_;          // tiles of all messages before
   std::vector<uint64_t> known_;  // counters of the peers
-  int late_ = -1;                // the peer that was waited for last
+  int late_ = -1;                // the peer that is waited for in the earliest phase
 };
 
 class Allreduce : public Tiles {
