@@ -161,6 +161,39 @@ def training(r: Rank) -> list[float]:
     return losses[-1:]
 
 
+def touched(r: Rank) -> None:
+    """Gradients that are scaled and clipped after backward, as with DDP."""
+    torch, hvd = r.torch, r.hvd
+
+    def train(rows: Any, distributed: bool) -> Any:
+        torch.manual_seed(2)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 2000), torch.nn.Tanh(), torch.nn.Linear(2000, 1)
+        ).to(r.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if distributed:
+            names = [(f"touched.{n}", p) for n, p in model.named_parameters()]
+            optimizer = hvd.DistributedOptimizer(optimizer, names)
+        scaler = torch.amp.GradScaler(r.device.type, init_scale=1024.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = ((model(rows) - 3) ** 2).mean()
+            bad = step == 2 and (not distributed or r.rank == 1)
+            scaler.scale(loss * torch.inf if bad else loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            scaler.step(optimizer)  # not with infinities, on any rank
+            scaler.update()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    drawn = torch.Generator().manual_seed(5)
+    x = torch.randn(32, 64, generator=drawn).to(r.device)
+    ours = train(x[r.rank :: r.size], True)
+    every = hvd.allgather(ours[None], name="touched")
+    assert all(torch.equal(every[0], other) for other in every), "other bits"
+    torch.testing.assert_close(ours, train(x, False), rtol=1e-4, atol=1e-5)
+
+
 def joined(r: Rank) -> None:
     """The last rank has no more data."""
     if r.rank < r.size - 1:
@@ -175,6 +208,7 @@ CASES: dict[str, Callable[[Rank], Any]] = {
     "broadcast, allgather, alltoall, reducescatter": movements,
     "streams and memory": streams,
     "DistributedOptimizer, 20 steps": training,
+    "gradients scaled and clipped after backward": touched,
     "join": joined,
 }
 
