@@ -7,9 +7,7 @@ COLLECTIVES: dict[str, int]
 REDUCE_OPS: dict[str, int]
 DTYPES: dict[str, int]
 
-def waits_since(
-    recorder: Recorder, seen: int
-) -> tuple[int, list[tuple[bool, int, int]]]:
+def waits_since(recorder: Recorder, seen: int) -> tuple[int, list[Any]]:
     """How many calls there were, and the waits of those after the first `seen`."""
 
 class StatusError(RuntimeError):

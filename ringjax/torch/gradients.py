@@ -16,9 +16,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +25,13 @@ from torch import Tensor
 from ringjax import runtime
 from ringjax.eager import alike, lane
 from ringjax.errors import RingjaxError
-from ringjax.ops import Adasum, Average, ReduceOp
+from ringjax.ops import Adasum
 from ringjax.torch import mpi_ops
+from ringjax.torch.flights import Flight, Settings, failed, send
 from ringjax.torch.functions import broadcast_object
 from ringjax.torch.parameters import Unit, names_of, units_of
 from ringjax.torch.readiness import Answer, ask
 from ringjax.tuning.tuning import Tuning
-from ringjax.world.process_set import ProcessSet
 
 # The first bucket of a step is no larger, so that communication begins early.
 _FIRST_BUCKET = 1 << 20
@@ -65,38 +64,6 @@ _SAME_NAME = (
 # The optimizers between a backward pass and their step.
 _in_step: weakref.WeakSet[Gradients] = weakref.WeakSet()
 runtime.on_init(_in_step.clear)
-
-
-@dataclass
-class Settings:
-    """The arguments of `DistributedOptimizer` that say how gradients travel."""
-
-    compression: Any
-    backward_passes_per_step: int
-    op: ReduceOp
-    gradient_predivide_factor: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-
-class _Sent(NamedTuple):
-    """A gradient that was submitted, as it was then."""
-
-    parameter: Tensor
-    gradient: Tensor
-    version: int
-    context: Any  # of the compression
-
-    def is_changed(self) -> bool:
-        gradient = self.gradient
-        return self.parameter.grad is not gradient or gradient._version != self.version
-
-
-class _Flight(NamedTuple):
-    """A submission: how to wait for it, and what became of its gradients."""
-
-    wait: Callable[[], Any]
-    sent: list[_Sent]
 
 
 class Gradients:
@@ -170,7 +137,7 @@ class Gradients:
     def forget(self) -> None:
         """Begins a step. What is under way ends by itself, and nobody waits for it."""
         with self._lock:
-            self._flights: dict[Unit, _Flight] = {}
+            self._flights: dict[Unit, Flight] = {}
             self._bucket: list[Unit] = []
             self._bucket_bytes = 0
             self._launched: set[Unit] = set()  # in the bucket, under way or reduced
@@ -202,7 +169,7 @@ class Gradients:
                 if self._failure is None:
                     self._try(self._finish)
                 for flight in self._flights.values():
-                    self._try(partial(self._receive, flight))
+                    self._try(partial(flight.receive, self.settings.compression))
                 failure = self._failure
             finally:
                 self.forget()
@@ -263,11 +230,12 @@ class Gradients:
         }
         for unit in [unit for unit in self._flights if here.issuperset(unit)]:
             flight = self._flights.pop(unit)
-            self._try(partial(self._receive, flight))
+            self._try(partial(flight.receive, self.settings.compression))
             for p in unit:
                 if p.grad is not None:
                     self._reduced[p] = weakref.ref(p.grad)
-        self.settled = len(here) == len(self._passes_left)
+        # Answers to rounds of several threads may be taken in another order.
+        self.settled = self.settled or len(here) == len(self._passes_left)
 
     def _await_end_of_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -410,37 +378,14 @@ class Gradients:
                 for unit in bucket:
                     self._flights[unit] = self._try_to_send(unit)
         except RingjaxError as error:
-            self._flights.update(dict.fromkeys(bucket, _failed(error)))
+            self._flights.update(dict.fromkeys(bucket, failed(error)))
 
-    def _try_to_send(self, unit: Unit) -> _Flight:
-        try:
-            return self._send(unit)
-        except RingjaxError as error:
-            return _failed(error)
-
-    def _send(self, unit: Unit) -> _Flight:
-        how = self.settings
-        options: dict[str, Any] = {"name": self.name_of[unit[0]], "op": how.op}
-        options["process_set"] = how.process_set
+    def _try_to_send(self, unit: Unit) -> Flight:
         gradients = [self._gradient(p) for p in unit]
-        if gradients[0].is_sparse and len(unit) == 1 and not how.sparse_as_dense:
-            handle = mpi_ops.sparse_allreduce_async(gradients[0], **options)
-            alone = _Sent(unit[0], gradients[0], gradients[0]._version, None)
-            return _Flight(lambda: [handle()], [alone])
-        sent, packed = [], []
-        for p, gradient in zip(unit, gradients, strict=True):
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            tensor, context = how.compression.compress(dense)
-            packed.append(tensor)
-            sent.append(_Sent(p, gradient, gradient._version, context))
-        if how.op == Average:  # the core divides by the size after the sum
-            options["prescale_factor"] = 1.0 / how.gradient_predivide_factor
-            options["postscale_factor"] = how.gradient_predivide_factor
-        if len(unit) == 1:
-            one = mpi_ops.allreduce_async_(packed[0], **options)
-            return _Flight(lambda: [mpi_ops.synchronize(one)], sent)
-        group = mpi_ops.grouped_allreduce_async_(packed, **options)
-        return _Flight(lambda: mpi_ops.synchronize(group), sent)
+        try:
+            return send(unit, gradients, self.name_of[unit[0]], self.settings)
+        except RingjaxError as error:
+            return failed(error)
 
     def _gradient(self, p: Tensor) -> Tensor:
         """The gradient; zeros if this rank has none, since other ranks may have one."""
@@ -458,20 +403,6 @@ class Gradients:
         if p.requires_grad and p in self._anywhere:
             p.grad = zeros
         return zeros
-
-    def _receive(self, flight: _Flight) -> None:
-        outputs = flight.wait()
-        for (p, gradient, _, context), output in zip(flight.sent, outputs, strict=True):
-            if p.grad is None:
-                continue
-            output = self.settings.compression.decompress(output, context)
-            if not gradient.is_sparse:
-                if output is not p.grad:
-                    p.grad.copy_(output)
-            elif output.is_sparse:
-                p.grad = output
-            else:
-                p.grad = output.to_sparse(gradient.sparse_dim())
 
 
 def _at_end(action: Callable[[], Any]) -> None:
@@ -497,12 +428,3 @@ def _hook(owner: weakref.ref[Gradients]) -> Callable[[Tensor], None]:
 def _remove(removers: list[Any]) -> None:
     for remover in removers:
         remover.remove()
-
-
-def _failed(error: RingjaxError) -> _Flight:
-    """What `collect` raises, after all others have ended."""
-    return _Flight(partial(_fail, error), [])
-
-
-def _fail(error: RingjaxError) -> Any:
-    raise error

@@ -20,7 +20,8 @@ from ringjax.ops import Adasum, Average, ReduceOp, Sum
 from ringjax.runtime import global_process_set
 from ringjax.torch import mpi_ops
 from ringjax.torch.compression import Compression
-from ringjax.torch.gradients import Gradients, Settings
+from ringjax.torch.flights import Settings
+from ringjax.torch.gradients import Gradients
 from ringjax.torch.parameters import Unit
 from ringjax.world.process_set import ProcessSet
 

@@ -31,7 +31,7 @@ NAMES = """
     is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
     nccl_built profile rank recent_calls reducescatter remove_process_set replica_set
     rocm_built run shutdown size start_timeline stats stop_timeline sycl_built
-    write_scalars
+    weighted_loss write_scalars
 """
 # By what they load.
 MODULES = {

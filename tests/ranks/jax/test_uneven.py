@@ -310,7 +310,7 @@ def test_a_weighted_loss_is_right_where_collectives_are_in_it(world, how) -> Non
     if len(own) or world.size == 1:
         value = ringjax.weighted_loss(jnp.float32(2), len(own))
     else:
-        value = ringjax.weighted_loss(jnp.nan, 0)
+        value = ringjax.weighted_loss(jnp.float32(jnp.nan), 0)
         assert value == 0
     share = world.size * len(own) / len(everyone)
     np.testing.assert_allclose(value, 2 * share, rtol=1e-6)

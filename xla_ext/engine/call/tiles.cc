@@ -184,8 +184,8 @@ class Tiles {
       if (r == rank_ || Known(counter, r) >= value) continue;
       RJ_TRY(board_.Follow(counter, r, value, Most(counter), &Known(counter, r)));
       if (Known(counter, r) >= value) continue;
-      // The first look of a pass is at the earliest phase: who is late there is to blame,
-      // and not a peer that waits for that one itself.
+      // The first look of a pass is at the earliest phase: who is late there is to
+      // blame, and not a peer that waits for that one itself.
       if (late_ < 0) late_ = r;
       return OkStatus();
     }

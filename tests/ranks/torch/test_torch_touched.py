@@ -1,0 +1,200 @@
+"""What programs do to gradients between backward and step, as they do with DDP.
+
+Changes of `.grad`, parameters that not all ranks use, losses that pass through another
+network, and the texts of the mistakes that are possible there.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.parameters import look_every
+from support.torch_pairs import batch, build, close, everyones_loss, loss_of, pair
+
+import ringjax.torch as hvd
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
+# Two ranks do nothing that three do not; a test of each file proves it.
+RANKS = pytest.mark.ranks(1, 3)
+SEVERAL = pytest.mark.ranks(2, 3)
+
+TOUCHES = {
+    "clip_norm": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.05),
+    "clip_value": lambda ps: torch.nn.utils.clip_grad_value_(ps, 0.01),
+    "divided": lambda ps: [p.grad.div_(4) for p in ps],
+    "noise": lambda ps: [p.grad.add_(0.5) for p in ps],
+    "replaced": lambda ps: [setattr(p, "grad", p.grad.abs()) for p in ps],
+    "dropped": lambda ps: setattr(ps[0], "grad", None),
+}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("options", ["plain", "fp16", "groups", "unused", "one by one"])
+def test_gradients_may_be_changed_after_backward(
+    world, touch: str, options: str, monkeypatch
+) -> None:
+    more: dict[str, Any] = {
+        "fp16": {"compression": hvd.Compression.fp16},
+        "groups": {"groups": 2},
+    }.get(options, {})
+    if options == "one by one":  # all are under way when backward ends
+        monkeypatch.setattr("ringjax.torch.gradients._FIRST_BUCKET", world.rank)
+    model, optimizer, reference, plain = pair(**more)
+    if options == "unused":
+        unused = torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [unused]})
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        TOUCHES[touch](list(model.parameters()))
+        optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        TOUCHES[touch](list(reference.parameters()))
+        plain.step()
+    tolerance = 1e-2 if options == "fp16" else 1e-5
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@SEVERAL
+@pytest.mark.parametrize("touch", ["clip_norm", "replaced", "dropped", "unscale"])
+def test_a_change_while_gradients_are_under_way_is_an_error(
+    world, touch: str, monkeypatch
+) -> None:
+    look_every(monkeypatch, 0)  # one rank makes a step less
+    model, optimizer, _, _ = pair()
+    lonely = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [lonely]})
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = loss_of(model, world.rank, 0)
+    if world.rank == 1:  # the loss of this rank alone needs it
+        loss = loss + lonely.sum()
+    scaler.scale(loss).backward()
+    if world.rank != 1:
+        optimizer.step()
+    elif touch == "unscale":
+        with pytest.raises(RuntimeError, match=r"noname.1.0.*optimizer.synchronize"):
+            scaler.unscale_(optimizer)
+        optimizer.step()
+    else:
+        TOUCHES[touch]([lonely])
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match=r"noname.1.0.*optimizer.synchronize"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters())), "nothing is stepped"
+    optimizer.zero_grad()
+    loss_of(model, world.rank, 1).backward()
+    optimizer.step()
+
+
+@SEVERAL
+def test_each_rank_may_use_its_own_parameters_and_synchronize(world) -> None:
+    model, optimizer, _, _ = pair()
+    heads = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(world.size))
+    optimizer.add_param_group({"params": heads.parameters()})
+    model[2].requires_grad_(False)
+    for step in range(2):
+        optimizer.zero_grad()
+        heads[world.rank](model(batch(world.rank, step))).square().mean().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([*model.parameters(), *heads.parameters()], 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        same = hvd.allgather_object([p.tolist() for p in heads.parameters()])
+        assert same.count(same[0]) == world.size
+
+
+@RANKS
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_parameter_that_no_rank_uses_stays(world, kind: str) -> None:
+    make = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    }[kind]
+    torch.manual_seed(1)
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters()
+    )
+    plain = make(reference.parameters())
+    for step in range(5):
+        head = step % 2
+        optimizer.zero_grad()
+        loss_of(model[head], world.rank, step).backward()
+        optimizer.step()
+        plain.zero_grad()
+        everyones_loss(reference[head], world, step).backward()
+        plain.step()
+        assert model[2].weight.grad is None
+    close(model, reference)
+
+
+@RANKS
+@pytest.mark.parametrize("zero", ["optimizer", "module"])
+def test_another_networks_loss_passes_through(world, zero: str) -> None:
+    """As the loss of a generator does through the discriminator."""
+
+    def train(maker, made, judge, judges, average) -> None:
+        def made_up(rank: int, step: int):
+            return judge(made(batch(rank, step))).mean()
+
+        def judged(rank: int, step: int):
+            return judge(batch(rank, step)).square().mean()
+
+        for step in range(3):
+            maker.zero_grad()
+            average(made_up, step).backward()
+            maker.step()
+            (judges if zero == "optimizer" else judge).zero_grad()
+            average(judged, step).backward()
+            judges.step()
+
+    def networks() -> list[torch.nn.Module]:
+        torch.manual_seed(4)
+        return [torch.nn.Linear(4, 4), build()]
+
+    made, judge = networks()
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            [(f"{i}.{name}", p) for name, p in net.named_parameters()],
+        )
+        for i, net in enumerate((made, judge))
+    ]
+    train(optimizers[0], made, judge, optimizers[1], lambda f, i: f(world.rank, i))
+    alone = networks()
+    plain = [torch.optim.SGD(net.parameters(), lr=0.1) for net in alone]
+    everyone = range(world.size)
+    train(
+        *(plain[0], *alone, plain[1]),
+        lambda f, i: sum(f(rank, i) for rank in everyone) / world.size,
+    )
+    close(made, alone[0])
+    close(judge, alone[1])
+
+
+@SEVERAL
+def test_mistakes_with_a_text_of_their_own(world) -> None:
+    model, optimizer, _, _ = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about the same call
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*autograd.grad"):
+            loss_of(model, world.rank, 0).backward(create_graph=True)
+    optimizer.zero_grad()
+    twin = build()
+    second = hvd.DistributedOptimizer(
+        torch.optim.SGD(twin.parameters(), lr=0.1), twin.named_parameters()
+    )
+    loss_of(model, world.rank, 0).backward()
+    with pytest.raises(ValueError, match=r"two optimizers .*'0.bias'.*different names"):
+        loss_of(twin, world.rank, 0).backward()
+    optimizer.step()
+    loss_of(twin, world.rank, 1).backward()  # one after the other they may be alike
+    second.step()
