@@ -336,8 +336,8 @@ def test_weights_behind_a_collective_in_the_loss_are_refused(world, inner) -> No
         with pytest.raises(ValueError, match=r"ringjax\.weighted_loss"):
             update(crossing)
     # What crosses no derivative may be weighed.
-    out = update(lambda w: jnp.sum(w * ringjax.allreduce(jnp.float64(2))))
-    np.testing.assert_allclose(out, 2.0)
+    out = update(lambda w: jnp.sum(w**2 * ringjax.allreduce(jnp.float64(3))))
+    np.testing.assert_allclose(out, 6.0)
 
 
 def test_what_is_no_loss_is_refused(world) -> None:
