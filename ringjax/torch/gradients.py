@@ -27,7 +27,7 @@ from ringjax.eager import alike, lane
 from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum
 from ringjax.torch import mpi_ops
-from ringjax.torch.flights import Flight, Settings, failed, send
+from ringjax.torch.flights import Flight, Sent, Settings, failed, send
 from ringjax.torch.functions import broadcast_object
 from ringjax.torch.parameters import Unit, names_of, units_of
 from ringjax.torch.readiness import Answer, ask
@@ -45,11 +45,11 @@ _TOO_OFTEN = (
     "needs checkpoint(..., use_reentrant=False)."
 )
 _TOUCHED = (
-    "the gradient of {name!r} was changed between backward() and step() while it was "
-    "on its way to other ranks, since not all of them had sent theirs: their losses "
-    "use other parameters, or zero_grad(set_to_none=False) left a gradient there. "
-    "Call optimizer.synchronize() before the change, and optimizer.step() within "
-    "`with optimizer.skip_synchronize():`."
+    "the gradient of {name!r} was changed between backward() and step() before it was "
+    "reduced, since not all ranks had sent theirs: their losses use other parameters, "
+    "some of its group (groups=) have no gradient, or zero_grad(set_to_none=False) "
+    "left a gradient there. Call optimizer.synchronize() before the change, and "
+    "optimizer.step() within `with optimizer.skip_synchronize():`."
 )
 _WITH_GRAPH = (
     "backward(create_graph=True) leaves a gradient of {name!r} that is part of a "
@@ -143,6 +143,7 @@ class Gradients:
             self._launched: set[Unit] = set()  # in the bucket, under way or reduced
             self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
             self._anywhere: set[Tensor] = set()  # some rank has a gradient of it
+            self._held: list[Sent] = []  # not sent, since their groups lack others
             self._failure: RingjaxError | None = None
             self._rounds = self._backwards = 0
             self._tasks: set[int] = set()  # backward passes that run
@@ -164,7 +165,8 @@ class Gradients:
             try:
                 flights = list(self._flights.values())
                 sent = [each for flight in flights for each in flight.sent]
-                changed = [each.parameter for each in sent if each.is_changed()]
+                unreduced = [*sent, *self._held]
+                changed = [each.parameter for each in unreduced if each.is_changed()]
                 self.adopt(param_groups)
                 if self._failure is None:
                     self._try(self._finish)
@@ -256,6 +258,12 @@ class Gradients:
             passes = self.settings.backward_passes_per_step
             if self._failure or not (self._launched or self._backwards >= passes):
                 return
+            self._held = [
+                Sent(p, p.grad, p.grad._version, None)
+                for p, left in self._passes_left.items()
+                if not left and p.grad is not None
+                if self._unit_of[p] not in self._launched
+            ]
             rounds: list[Any] = []
             self._try(lambda: rounds.append(self._ask(final=False)))
         for answer in rounds:
@@ -275,11 +283,11 @@ class Gradients:
             RuntimeError: it is `GradScaler.unscale_`, which divides gradients without
                 a trace, and some are under way.
         """
-        if self._flights:
+        waiting = [*self._flights, *(each[:1] for each in self._held)]
+        if waiting:
             reader = sys._getframe(2).f_globals.get("__name__")
             if reader == torch.amp.GradScaler.__module__:
-                name = self.name_of[next(iter(self._flights))[0]]
-                raise RuntimeError(_TOUCHED.format(name=name))
+                raise RuntimeError(_TOUCHED.format(name=self.name_of[waiting[0][0]]))
 
     def _tune(self) -> None:
         """At the end of a step: how long it took, and what the next one is to try."""

@@ -94,6 +94,30 @@ def test_a_change_while_gradients_are_under_way_is_an_error(
 
 
 @SEVERAL
+@pytest.mark.parametrize("touch", ["clip_norm", "unscale"])
+def test_a_change_of_a_group_that_lacks_gradients_is_an_error(
+    world, touch: str, monkeypatch
+) -> None:
+    look_every(monkeypatch, 0)
+    model = build()
+    unused = torch.nn.Parameter(torch.ones(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([*model.parameters(), unused], lr=0.1), groups=1
+    )
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, world.rank, 0)).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"before it was reduced.*groups="):
+        if touch == "unscale":
+            scaler.unscale_(optimizer)
+        TOUCHES[touch](list(model.parameters()))
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters())), "nothing is stepped"
+    optimizer.step()
+    assert unused.grad is None
+
+
+@SEVERAL
 def test_each_rank_may_use_its_own_parameters_and_synchronize(world) -> None:
     model, optimizer, _, _ = pair()
     heads = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(world.size))
