@@ -136,6 +136,8 @@ def _refuse_sparse(what: str, tree: Any) -> None:
 
 def _array(what: str, leaf: Any, name: str) -> Any:
     label = f"`tensor` {name!r}" if name else "`tensor`"
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu":
+        _check_fits(what, leaf, label)
     try:
         array = jnp.asarray(leaf)
     except (TypeError, ValueError) as e:
@@ -154,6 +156,20 @@ def _array(what: str, leaf: Any, name: str) -> Any:
             f"{', '.join(dtypes.NUMBERS)}{hint}"
         )
     return array
+
+
+def _check_fits(what: str, leaf: Any, label: str) -> None:
+    """Refuses integers that JAX would cut: without 64 bits, it keeps the lower half."""
+    narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if narrow == leaf.dtype or not leaf.size:
+        return
+    least, most = leaf.min(), leaf.max()
+    if least < np.iinfo(narrow).min or most > np.iinfo(narrow).max:
+        raise ValueError(
+            f"ringjax.{what}: {label} is {leaf.dtype.name} with values from {least} to "
+            f"{most}, and JAX keeps {narrow.name} of it; set jax_enable_x64, or use "
+            "ringjax.eager, which sends 64 bits"
+        )
 
 
 def outside_mesh(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,6 +100,18 @@ def test_the_transfer_guard_is_about_the_programs_arrays(world) -> None:
     same(gathered, np.concatenate(wanted))
 
 
+def test_integers_that_jax_would_cut_are_refused(world) -> None:
+    small = np.array([1, 2**31 - 1])
+    same(ringjax.broadcast(small, 0), small.astype(np.int32))
+    for large in (np.array([1, 2**31]), np.int64(-(2**31) - 1), np.uint64(2**32)):
+        with pytest.raises(
+            ValueError, match=r"`tensor` 'n' is u?int64 .*ringjax\.eager"
+        ):
+            ringjax.allreduce({"n": large}, ringjax.Sum)
+    with jax.enable_x64(True):
+        same(ringjax.broadcast(np.array([2**40]), 0), np.array([2**40]))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_weights_under_strict_promotion(world, dtype: str, compression: str) -> None:
