@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -219,6 +220,31 @@ std::vector<std::string> FramesSeeds() {
 // -- board: memory that a peer writes as it likes
 // ----------------------------------------
 
+// A peer that writes again and again where this rank writes, while this rank calls: it
+// races on purpose, so sanitizers of threads are not to look.
+class Scribbler {
+ public:
+  Scribbler(std::byte* to, std::string_view bytes) : to_(to), bytes_(bytes) {
+    if (!bytes.empty()) thread_ = std::thread([this] { Run(); });
+  }
+  ~Scribbler() {
+    stop_ = true;
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  __attribute__((no_sanitize("thread"))) void Run() {
+    while (!stop_)
+      for (size_t i = 0; i < bytes_.size(); ++i)
+        *static_cast<volatile char*>(reinterpret_cast<char*>(to_ + i)) = bytes_[i];
+  }
+
+  std::byte* to_;
+  std::string_view bytes_;
+  std::atomic<bool> stop_ = false;
+  std::thread thread_;
+};
+
 void OnBoard(std::string_view input) {
   Pieces pieces(input);
   const unsigned works = pieces.Byte();
@@ -238,6 +264,10 @@ void OnBoard(std::string_view input) {
   }
   const std::string_view area = pieces.Text();
   std::memcpy(foul.Area(1), area.data(), std::min(area.size(), foul.area_bytes()));
+  const size_t room = Board::kHeaderBytes + foul.note_bytes();
+  const std::string_view over = pieces.Text().substr(0, room);
+  const size_t place = pieces.Word() % (room - over.size() + 1);
+  const Scribbler scribbler(foul.Note(1, 0) + place, over);
   Write(theirs.get(), pieces.rest());
   bells[0]->Ring();
   std::vector<std::unique_ptr<Link>> links(2);
@@ -251,7 +281,7 @@ void OnBoard(std::string_view input) {
 }
 
 // The notes and counters that rank 1 leaves behind.
-std::string Shown(unsigned number) {
+std::string Shown(unsigned number, std::string_view over) {
   Ends ends = LocalEnds(kRing);
   auto boards = MakeLocalBoards(kTile, {ends.bells[0].get(), ends.bells[1].get()});
   const Board& board = *boards[1];
@@ -272,12 +302,15 @@ std::string Shown(unsigned number) {
     bytes += Packed({reinterpret_cast<const char*>(board.Note(turn, 1)), 700});
   for (int counter = 0; counter < Board::kCounters; ++counter)
     bytes += static_cast<char>(board.Look(static_cast<Board::Counter>(counter), 1));
-  return bytes + Packed(std::string(64, '\1')) + record.substr(0, 4096);
+  const std::string own = Packed(over) + std::string(8, '\0');
+  return bytes + Packed(std::string(64, '\1')) + own + record.substr(0, 4096);
 }
 
 std::vector<std::string> BoardSeeds() {
   std::vector<std::string> seeds;
-  for (unsigned number = 0; number < kWorks; ++number) seeds.push_back(Shown(number));
+  for (unsigned number = 0; number < kWorks; ++number)
+    for (const size_t over : {0, 40, 200})
+      seeds.push_back(Shown(number, std::string(over, '\2')));
   return seeds;
 }
 
