@@ -229,7 +229,8 @@ class Config:
         1000,
         parsers.integer(0, 2**31 - 1),
         "steps between two looks whether all ranks have the same parameters, beginning "
-        "with the first, in Keras and TensorFlow the second; 0 = never",
+        "with the first, in Keras and TensorFlow the second, and 1, 10 and 100 steps "
+        "after it, too; 0 = never",
     )
     overlap_memory: int = _setting(
         40 << 20,

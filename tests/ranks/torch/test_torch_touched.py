@@ -222,3 +222,18 @@ def test_mistakes_with_a_text_of_their_own(world) -> None:
     optimizer.step()
     loss_of(twin, world.rank, 1).backward()  # one after the other they may be alike
     second.step()
+
+
+@SEVERAL
+def test_a_rank_without_more_data_joins(world) -> None:
+    model, optimizer, _, _ = pair()
+    steps = 2 + world.rank
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    assert hvd.join() == world.size - 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=world.size - 1)
+    same = hvd.allgather(model[0].weight[None].detach())
+    assert all(torch.equal(same[0], other) for other in same)
