@@ -95,6 +95,7 @@ class Gradients:
         self._tuning: Tuning | None = None
         self._ended = 0.0  # the last step, by `time.monotonic`
         self._first_name = ""  # of the parameters, in the order of the alphabet
+        self._order: list[Tensor] = []  # of all of them, likewise; when it is needed
         weakref.finalize(self, _remove, self._removers)
         self.forget()
         units = units_of(param_groups, groups, self.name_of, self._agreed)
@@ -129,6 +130,7 @@ class Gradients:
                 self._unit_of.setdefault(p, (p,))
                 self._passes_left[p] = self.settings.backward_passes_per_step
                 self.settled = False
+                self._order = []
                 name = self.name_of[p]
                 self._first_name = min(self._first_name or name, name)
                 hook = _hook(weakref.ref(self))
@@ -212,24 +214,27 @@ class Gradients:
         rank about to step goes on until all are, or until all gradients are reduced.
         """
         self._rounds += 1
-        order = sorted(self._passes_left, key=self.name_of.__getitem__)
+        if not self._order:
+            self._order = sorted(self._passes_left, key=self.name_of.__getitem__)
+        order = self._order
+        sent = present = [True] * len(order)  # as usual
+        if not self._has_launched_all():
+            sent = [self._unit_of[p] in self._launched for p in order]
+            pairs = zip(sent, order, strict=True)
+            present = [has or p.grad is not None for has, p in pairs]
+        name = f"gradients of {self.title}, {self._rounds}"
         with lane.together(self.settings.process_set):
             self._send_bucket()
-            sent = [self._unit_of[p] in self._launched for p in order]
-            answer = ask(
-                f"gradients of {self.title}, {self._rounds}",
-                sent,
-                [has or p.grad is not None for has, p in zip(sent, order, strict=True)],
-                final,
-                self.settings.process_set,
-            )
+            answer = ask(name, sent, present, final, self.settings.process_set)
         return lambda: (order, answer())
+
+    def _has_launched_all(self) -> bool:
+        return sum(map(len, self._launched)) == len(self._passes_left)
 
     def _take(self, order: list[Tensor], answer: Answer) -> None:
         """Waits for the gradients that all ranks have sent."""
-        here = {
-            p for p, all_sent in zip(order, answer.everywhere, strict=True) if all_sent
-        }
+        pairs = zip(order, answer.everywhere, strict=True)
+        here = {p for p, all_sent in pairs if all_sent}
         for unit in [unit for unit in self._flights if here.issuperset(unit)]:
             flight = self._flights.pop(unit)
             self._try(partial(flight.receive, self.settings.compression))
@@ -258,12 +263,13 @@ class Gradients:
             passes = self.settings.backward_passes_per_step
             if self._failure or not (self._launched or self._backwards >= passes):
                 return
-            self._held = [
-                Sent(p, p.grad, p.grad._version, None)
-                for p, left in self._passes_left.items()
-                if not left and p.grad is not None
-                if self._unit_of[p] not in self._launched
-            ]
+            if not self._has_launched_all():
+                self._held = [
+                    Sent(p, p.grad, p.grad._version, None)
+                    for p, left in self._passes_left.items()
+                    if not left and p.grad is not None
+                    if self._unit_of[p] not in self._launched
+                ]
             rounds: list[Any] = []
             self._try(lambda: rounds.append(self._ask(final=False)))
         for answer in rounds:
