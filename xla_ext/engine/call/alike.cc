@@ -99,9 +99,12 @@ Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_vie
   return "'" + std::string(Line(names, first)) + "' of " + WhoDiffers(table, members) +
          (count == 1 ? ""
                      : ", the first of " + std::to_string(count) + " that differ") +
-         "; begin with broadcast_parameters (broadcast_variables), give optimizers what "
-         "all ranks have alike (value=ringjax.allreduce(loss), not the loss of a rank), "
-         "and let no rank change parameters, reduced gradients or optimizer state alone "
+         "; begin with broadcast_parameters (broadcast_variables), give optimizers "
+         "what "
+         "all ranks have alike (value=ringjax.allreduce(loss), not the loss of a "
+         "rank), "
+         "and let no rank change parameters, reduced gradients or optimizer state "
+         "alone "
          "(RINGJAX_CHECK_PARAMETERS=0: no such check)";
 }
 

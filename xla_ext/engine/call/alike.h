@@ -13,8 +13,8 @@
 
 namespace ringjax {
 
-// Whether the ranks compare at a step, numbered from 0: every so many steps, and at 1, 10
-// and 100, since what makes ranks differ mostly does so in the first steps.
+// Whether the ranks compare at a step, numbered from 0: every so many steps, and at 1,
+// 10 and 100, since what makes ranks differ mostly does so in the first steps.
 bool ComparesAt(uint64_t step, uint64_t every);
 
 // As fast as memory is read; no defence against anybody who looks for collisions.
