@@ -22,13 +22,12 @@ from ringjax.tuning import trials
 from ringjax.xla import alike, buckets, chained, jax_private, weights
 
 _WHAT = "allreduce_grads"
-# What optimizers call, what they give it beside the parameters, and how to write it.
+# Functions that optimizers call: the name of the argument, the values that optimizers
+# pass behind the parameters, and a function that is right on several ranks.
 _FUNCTIONS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("value_fn", (), "lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))"),
     ("grad_fn", (0,), "lambda p, _: ringjax.allreduce(jax.grad(loss)(p))"),
 )
-
-
 _CROSSED = (
     f"ringjax.{_WHAT}: `weight` would weigh gradients of a loss that has a collective "
     "in it (a batch norm over ranks, a contrastive loss): cotangents of all ranks are "

@@ -80,11 +80,12 @@ def flatten(
 def carrier(
     array: Any, *, rows: bool = False
 ) -> tuple[Any, Callable[[Any], Any]] | None:
-    """What holds all values of an array of a dtype that is not sent, and the way back.
+    """Returns an array of a dtype that can be sent, and a function that converts back.
 
-    None if the dtype is sent as it is, or nothing is known that could hold its values.
-    Floats of 8 bits and fewer travel as bfloat16, which has all of their values and
-    a derivative; a key of jax.random as its data, and with `rows` as one row at least.
+    The array that is sent has all values of `array`. None if the dtype is sent as it
+    is, or no type is known that has its values. Floats of 8 bits and fewer travel as
+    bfloat16, which has all of their values and a derivative; a key of jax.random as its
+    data, and with `rows` as one row at least.
     """
     dtype = array.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -97,12 +98,12 @@ def carrier(
         return None
     if jnp.issubdtype(dtype, jnp.integer):
         narrow: Any = jnp.int8
-    elif jnp.issubdtype(dtype, jnp.floating) and dtype.name != "float8_e8m0fnu":
-        narrow = jnp.bfloat16
-    elif jnp.issubdtype(dtype, jnp.floating):  # exponents, of which no type has all
+    elif dtype.name == "float8_e8m0fnu":  # bfloat16 has its least value as a denormal
         return jax.lax.bitcast_convert_type(array, jnp.uint8), (
             lambda out: jax.lax.bitcast_convert_type(out, dtype)
         )
+    elif jnp.issubdtype(dtype, jnp.floating):
+        narrow = jnp.bfloat16
     else:
         return None
     return jnp.asarray(array).astype(narrow), lambda out: out.astype(dtype)

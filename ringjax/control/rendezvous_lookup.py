@@ -163,7 +163,7 @@ def attend(
         raise
     finally:
         if server is not None and place.one_host:
-            # What went wrong before says more than a file that cannot be removed.
+            # An error of `join` must not be replaced by one of removing the file.
             with contextlib.suppress(OSError, StartupError):
                 _Notice(place).remove()
     return Meeting(session, ticket.secret, ticket.job, server)

@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, as the kernel tells it."""
+"""The process and the user at the other end of a unix socket (SO_PEERCRED)."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def send(
 
 
 def failed(error: RingjaxError) -> Flight:
-    """What raises `error` where it is waited for."""
+    """Returns a flight whose `wait` raises `error`."""
     return Flight(partial(_fail, error), [])
 
 

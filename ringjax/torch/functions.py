@@ -117,7 +117,7 @@ def broadcast_optimizer_state(
 
 @dataclass(frozen=True)
 class _Mark:
-    """What stands for a tensor in the state that travels as an object."""
+    """A placeholder for a tensor in the state dict that is sent as an object."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -145,10 +145,12 @@ def _broadcast_all(tensors: list[Tensor], root_rank: int) -> None:
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As `load_state_dict`, but what refers to the options and the state still does.
+    """Loads a state dict into the dicts that the optimizer already has.
 
-    A scheduler may hold the optimizer that a DistributedOptimizer was made from, which
-    shares both dicts. And what is in another dtype than its parameter stays so.
+    `load_state_dict` makes new dicts of options and state. A scheduler may hold the
+    optimizer that a DistributedOptimizer was made from, which shares both dicts. And
+    `load_state_dict` casts state to the dtype of its parameter; here a tensor of state
+    keeps the dtype that it has on the root.
     """
     groups, states = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)

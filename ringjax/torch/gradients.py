@@ -109,7 +109,7 @@ class Gradients:
 
     @property
     def title(self) -> str:
-        """What the optimizer is called, alike on all ranks."""
+        """The name of the optimizer in warnings and operations, alike on all ranks."""
         return f"the optimizer of {self._first_name}"
 
     def groups(self) -> list[Unit]:
@@ -201,11 +201,13 @@ class Gradients:
             ]
             self._send_bucket()
 
-    def _try(self, action: Callable[[], Any]) -> None:
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """Returns what `action` does; None after a failure, which `collect` raises."""
         try:
-            action()
+            return action()
         except RingjaxError as error:
             self._failure = self._failure or error
+            return None
 
     def _ask(self, final: bool) -> Callable[[], tuple[list[Tensor], Answer]]:
         """Sends the bucket, and submits a round of which the answer is returned later.
@@ -214,9 +216,7 @@ class Gradients:
         rank about to step goes on until all are, or until all gradients are reduced.
         """
         self._rounds += 1
-        if not self._order:
-            self._order = sorted(self._passes_left, key=self.name_of.__getitem__)
-        order = self._order
+        order = self._in_order()
         sent = present = [True] * len(order)  # as usual
         if not self._has_launched_all():
             sent = [self._unit_of[p] in self._launched for p in order]
@@ -227,6 +227,12 @@ class Gradients:
             self._send_bucket()
             answer = ask(name, sent, present, final, self.settings.process_set)
         return lambda: (order, answer())
+
+    def _in_order(self) -> list[Tensor]:
+        """The parameters by name: the ranks may have them in other orders."""
+        if not self._order:
+            self._order = sorted(self._passes_left, key=self.name_of.__getitem__)
+        return self._order
 
     def _has_launched_all(self) -> bool:
         return sum(map(len, self._launched)) == len(self._passes_left)
@@ -270,17 +276,15 @@ class Gradients:
                     if not left and p.grad is not None
                     if self._unit_of[p] not in self._launched
                 ]
-            rounds: list[Any] = []
-            self._try(lambda: rounds.append(self._ask(final=False)))
-        for answer in rounds:
+            answer = self._try(partial(self._ask, final=False))
+        if answer is not None:
             _at_end(partial(self._settle, answer))
 
     def _settle(self, answer: Callable[[], tuple[list[Tensor], Answer]]) -> None:
-        found: list[Any] = []
-        self._try(lambda: found.append(answer()))  # no lock: other passes may go on
-        with self._lock:
-            for order, each in found:
-                self._take(order, each)
+        found = self._try(answer)  # without the lock: other backward passes may go on
+        if found is not None:
+            with self._lock:
+                self._take(*found)
 
     def refuse_scaler(self) -> None:
         """To be called when somebody looks at the parameters, between two steps.
@@ -316,8 +320,7 @@ class Gradients:
             return
 
         def memory() -> Iterator[tuple[str, int, int]]:
-            # By name: the ranks may have them in other orders.
-            for p in sorted(self._passes_left, key=self.name_of.__getitem__):
+            for p in self._in_order():
                 here = p.detach().cpu().contiguous()  # the parameter itself, mostly
                 yield self.name_of[p], here.data_ptr(), here.nbytes
 

@@ -192,7 +192,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return losses.mean() if self.op == Average else losses.sum()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own; gradients that are reduced already are dropped.
+        """Calls the optimizer's own `zero_grad`, also on gradients that are reduced.
 
         Raises:
             AssertionError: some gradients are on their way, or a backward pass of

@@ -18,7 +18,7 @@ from ringjax.world.process_set import ProcessSet
 
 
 class Answer(NamedTuple):
-    """What a round has found.
+    """The result of a round, the same on all ranks.
 
     Attributes:
         everywhere: for each parameter, whether all ranks have sent its gradient.

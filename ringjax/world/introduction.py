@@ -35,7 +35,7 @@ def hello(rank: int, size: int, config: Config) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """What two processes share if they can trust each other's unix sockets and memory.
+    """Identifies the host for links: ranks of one host share memory and unix sockets.
 
     Ranks of two users, or of two user namespaces, are on two hosts that TCP connects.
     """

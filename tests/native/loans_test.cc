@@ -210,8 +210,8 @@ void WithBlock(const std::function<void(Pair*, RingPair*)>& claim) {
   munmap(block, ShmBytes(1 << 14));
 }
 
-// Where the lender goes on, and whether it lends or sends, are one look: a borrower may
-// take more and refuse at any moment, and what it took must not be sent again.
+// The lender loads `reads` and `taken` of the borrower once for a decision: a borrower
+// may take more and refuse at any moment, and what it took must not be sent again.
 TEST(HowMuchIsTakenAndWhetherTheRestIsRefusedAreOneLook) {
   WithBlock([](Pair* pair, RingPair* shared) {
     LoanSide& borrower = shared->sides[1].loans;
