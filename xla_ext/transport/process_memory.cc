@@ -24,7 +24,10 @@ struct Numbered {
 Proof OwnProof() {
   const std::lock_guard lock(numbered.mutex);
   if (numbered.pid != getpid()) {
-    prctl(PR_SET_PTRACER, static_cast<unsigned long>(getppid()), 0, 0, 0);
+    // Everything descends from process 1, also what is not of this job; and 0, a parent
+    // in another namespace, would undo what a crash handler has asked for.
+    if (const pid_t parent = getppid(); parent > 1)
+      prctl(PR_SET_PTRACER, static_cast<unsigned long>(parent), 0, 0, 0);
     std::random_device random;
     numbered.number = (uint64_t{random()} << 32) | random();
     numbered.pid = getpid();

@@ -21,7 +21,7 @@ struct Proof {
 
 // Of this process. Where Yama lets only ancestors read (`ptrace_scope` 1), asking for
 // it lets the process that started this one, and what descends from it, read, too: the
-// other ranks.
+// other ranks. Not if that is process 1: messages are copied then.
 Proof OwnProof();
 
 class ProcessMemory {
