@@ -136,11 +136,13 @@ TEST(eager_an_abort_fails_pending_and_later_ones_on_all_ranks) {
     // As the heartbeat does: a rank that fails in a round tells those who wait for it.
     for (int r = 0; r < 2; ++r) {
       Communicator* const other = world.world.ranks[1 - r].get();
-      world.world.ranks[r]->set_on_failure([other](const Status& why) {
+      HeartbeatHooks hooks;
+      hooks.on_failure = [other](const Status& why) {
         other->Abort(Status(Code::kUnavailable,
                             "rank " + std::to_string(why.rank()) + " " + why.message(),
                             why.rank()));
-      });
+      };
+      world.world.ranks[r]->SetHooks(hooks);
     }
     std::vector<Floats> data(3, Floats(4, 1));
     std::vector<std::shared_ptr<Ticket>> pending;

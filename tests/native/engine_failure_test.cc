@@ -153,15 +153,31 @@ TEST(AnInterruptedTurnFailsTheOthersAtOnce) {
 TEST(AnExceptionWithinACallBecomesAStatusAndPeersAreTold) {
   World world({0, 0}, "", 4096, 1.1);
   Communicator& zero = *world.ranks[0];
-  zero.set_laggards([](uint64_t) -> std::vector<int> { throw std::bad_alloc(); });
   std::vector<std::string> told;
-  zero.set_on_failure([&](const Status& s) { told.push_back(s.message()); });
+  HeartbeatHooks hooks;
+  hooks.laggards = [](uint64_t) -> std::vector<int> { throw std::bad_alloc(); };
+  hooks.on_failure = [&](const Status& s) { told.push_back(s.message()); };
+  zero.SetHooks(hooks);
   std::vector<float> data(4, 1.0f);
   const Status status = zero.Run(AllreduceOf(&data));  // times out, then throws
   CHECK(status.code() == Code::kUnavailable);
   CHECK(Contains(status.message(), "rank 0 failed: std::bad_alloc"));
   CHECK_EQ(told.size(), 1u);
   CHECK(!zero.Run(AllreduceOf(&data)).ok());
+}
+
+TEST(ACallThatOneRankCannotMakeFailsOnAllRanksAndNobodyWaits) {
+  World world({0, 0, 0}, "", 4096, 60);
+  world.Each([](Communicator& c) {
+    std::vector<float> data(4, 1.0f);
+    const Status fits =
+        c.rank() == 1 ? Status(Code::kInternal, "no memory") : OkStatus();
+    const Status status = c.RunOnce(AllreduceOf(&data), fits);
+    CHECK(!status.ok() && !c.aborted());
+    CHECK(Contains(status.message(), "no memory"));
+    CHECK(data == std::vector<float>(4, 1.0f));
+    CheckUsable(c, 3.0f);
+  });
 }
 
 TEST(StatsMayBeReadWhileCallsRun) {
@@ -186,7 +202,9 @@ TEST(StatsMayBeReadWhileCallsRun) {
 TEST(AHalfStepEndsTheCommunicatorAndPeersAreTold) {
   World world({0});
   std::vector<Status> told;
-  world.ranks[0]->set_on_failure([&](const Status& s) { told.push_back(s); });
+  HeartbeatHooks hooks;
+  hooks.on_failure = [&](const Status& s) { told.push_back(s); };
+  world.ranks[0]->SetHooks(hooks);
   Overlap overlap(world.ranks[0]);
   std::vector<float> data(8, 1.0f);
   CHECK(overlap.Start(AllreduceOf(&data), 0, 64).ok());

@@ -268,6 +268,47 @@ TEST(AHeartbeatThatStoodStillBlamesNobody) {
   close(pair[1]);
 }
 
+// All bytes of a stream that come until its end.
+std::string ReadAll(int fd) {
+  std::string bytes;
+  char buffer[4096];
+  for (ssize_t n; (n = read(fd, buffer, sizeof buffer)) > 0;)
+    bytes.append(buffer, static_cast<size_t>(n));
+  return bytes;
+}
+
+TEST(APeerThatStoodStillFindsItsHeartbeatsStreamWhole) {
+  const auto [ours, theirs] = Loopback();
+  const int little = 4096;
+  setsockopt(ours, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
+  setsockopt(theirs, SOL_SOCKET, SO_RCVBUF, &little, sizeof little);
+  auto heartbeat = std::make_shared<Heartbeat>(
+      0, std::vector<Heartbeat::Peer>{{1, ours}}, 10.0, 60.0, MakeBell());
+  const auto ask = [&](int from, int to) {
+    for (int i = from; i < to; ++i)
+      heartbeat->Ask(
+          {i, 0, false, {1}, std::string(static_cast<size_t>(i) % 997, '?')});
+  };
+  constexpr int kMany = 20000;
+  ask(0, kMany);  // far more than the socket takes: the peer stands still
+  std::string bytes;
+  std::thread reader([&, fd = theirs] { bytes = ReadAll(fd); });
+  ask(kMany, 2 * kMany);
+  heartbeat->Stop();
+  reader.join();
+  close(theirs);
+  size_t at = 0;
+  int messages = 0;
+  for (; at + 32 <= bytes.size(); ++messages) {
+    uint32_t magic, length;
+    std::memcpy(&magic, &bytes[at], 4);
+    std::memcpy(&length, &bytes[at + 12], 4);
+    CHECK_EQ(magic, 0x42484752u);
+    at += 32 + length;
+  }
+  CHECK(messages > 1 && messages < 2 * kMany);
+}
+
 TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {
   World world({0, 0});
   CheckSum(&world, 10, ReduceOp::kSum);

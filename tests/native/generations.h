@@ -131,12 +131,15 @@ class Job {
       for (Worker* w : members_)
         if (w->number % group_ == place) peers.push_back(w);
       Successions successions;
-      for (Worker* w : peers) successions.push_back(w->succession);
-      const auto made =
-          JoinRanks(std::vector<int>(peers.size(), 0), o, 4096, tile_, successions);
+      std::vector<std::shared_ptr<Communicator>> ending;
+      for (Worker* w : peers) {
+        successions.push_back(w->succession);
+        ending.push_back(w->ending);
+      }
+      const auto made = JoinRanks(std::vector<int>(peers.size(), 0), o, 4096, tile_,
+                                  successions, ending);
       for (size_t i = 0; i < peers.size(); ++i) {
         peers[i]->communicator = made[i];
-        if (peers[i]->ending) made[i]->set_ending(peers[i]->ending);
         peers[i]->installed = false;
       }
     }

@@ -30,7 +30,8 @@ using Successions = std::vector<std::shared_ptr<Succession>>;
 // so many bytes, unless it is 0.
 inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
     const std::vector<int>& hosts, CommunicatorOptions o, size_t ring, size_t tile,
-    const Successions& successions = {}) {
+    const Successions& successions = {},
+    const std::vector<std::shared_ptr<Communicator>>& ending = {}) {
   const int size = static_cast<int>(hosts.size());
   std::vector<std::unique_ptr<Doorbell>> bells;
   std::vector<std::vector<std::unique_ptr<Link>>> links(size);
@@ -56,6 +57,7 @@ inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
   for (int r = 0; r < size; ++r) {
     o.topology = {r, size, hosts};
     o.members = members;
+    o.ending = ending.empty() ? nullptr : ending[static_cast<size_t>(r)];
     ranks.push_back(std::make_shared<Communicator>(
         o, std::move(links[r]), std::move(bells[r]), std::move(boards[r]),
         successions.empty() ? nullptr : successions[static_cast<size_t>(r)]));

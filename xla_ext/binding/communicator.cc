@@ -218,7 +218,10 @@ std::shared_ptr<Communicator> MakeCommunicator(
     fds.push_back(std::get<0>(*board));
     of_board = Descriptors(std::move(fds));
   }
+  if (ending && (!succession || ending->succession()))
+    throw nb::value_error("ringjax: only a generation ends with one that is none");
   CommunicatorOptions o = MakeOptions(id, name, rank, hosts, members, options);
+  o.ending = std::move(ending);
   o.job = job;
   o.epoch = epoch;
   std::vector<std::unique_ptr<Link>> made(hosts.size());
@@ -247,11 +250,6 @@ std::shared_ptr<Communicator> MakeCommunicator(
   }
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(shared), succession);
-  if (ending) {
-    if (!succession || ending->succession())
-      throw nb::value_error("ringjax: only a generation ends with one that is none");
-    c->set_ending(std::move(ending));
-  }
   // A generation is found by programs when it is installed.
   if (!succession) {
     const auto meeting = std::make_shared<Meeting>();

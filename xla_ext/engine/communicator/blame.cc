@@ -73,7 +73,7 @@ void Communicator::End(const Status& blame) {
                       "rank " + std::to_string(blame.rank()) + " " + blame.message(),
                       blame.rank());
   Abort(status);
-  if (on_failure_) on_failure_(blame);
+  if (const auto tell = hooks().on_failure) tell(blame);
   if (succession_ && own) succession_->End(status);
 }
 
@@ -89,7 +89,7 @@ bool Communicator::PartTogether(double seconds) {
   const auto limit = Clock::now() + std::chrono::duration<double>(seconds);
   bool told = false;
   while (true) {
-    const auto farewell = farewell_.lock();
+    const auto farewell = hooks().farewell.lock();
     if (!farewell) return true;  // there is nobody to agree with
     if (!std::exchange(told, true)) farewell->LetGo(id(), epoch());
     if (farewell->Holding(id(), epoch(), options_.members).empty()) return true;

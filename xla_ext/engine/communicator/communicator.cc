@@ -32,6 +32,8 @@ Communicator::Communicator(CommunicatorOptions options,
   lane_.timeout = options_.collective_timeout;
   const auto& host = options_.topology.host;
   const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
+  // CPUs of the machine, not those this process is bound to: a launcher that binds
+  // ranks gives each one its own.
   crowded_ = neighbours > static_cast<long>(std::thread::hardware_concurrency());
 }
 
@@ -72,6 +74,7 @@ Status Communicator::Compare(const Call& call, const Status& fits, bool* refused
     Frame frame;
     Agreement agreement;
     event_ = Event::Now();
+    *refused = false;
     RJ_TRY(Enter(call, fits, &frame, &waiter, &agreement));
     *refused = agreement.refused;
     event_.agreed = Clock::now();
@@ -165,8 +168,9 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   if (valid.ok()) requests = Split(call);
   const bool note = IsNote(requests);
   using Rest = Attempt::Rest;
-  if (note && !ending_) attempt->rest = Rest::kNote;
-  if (valid.ok() && requests.empty() && !ending_) attempt->rest = Rest::kNothing;
+  if (note && !options_.ending) attempt->rest = Rest::kNote;
+  if (valid.ok() && requests.empty() && !options_.ending)
+    attempt->rest = Rest::kNothing;
   // (The ranks of an alltoall may agree twice.)
   Board* const board = lane_.board.get();
   if (board && attempt->rest != Rest::kLost && call.op != Collective::kAlltoall)
@@ -189,7 +193,8 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   }
   if (progress_ && !requests.empty()) {
     progress_->set_repeatable(fits || call.KeepsInputs());
-    if (requests.size() == 1 && !ending_) attempt->summed = SumsStay(requests[0]);
+    if (requests.size() == 1 && !options_.ending)
+      attempt->summed = SumsStay(requests[0]);
     if (attempt->summed > 0) attempt->rest = Rest::kTiles;
   }
   Barrier barrier = Barrier::kNone;
@@ -214,7 +219,7 @@ Status Communicator::TakeNotes(const Call& call, std::vector<Request>* requests,
   const Arithmetic& arithmetic = request.arithmetic;
   Values values;
   bool whole = false;
-  if (ending_) progress_->set_repeatable(call.KeepsInputs());
+  if (options_.ending) progress_->set_repeatable(call.KeepsInputs());
   const Status read = ReadNotes(problem, arithmetic, lane_, &values, &whole);
   if (read.code() == Code::kMismatch) *outcome = Named(call, read);
   if (!read.ok()) return outcome->ok() ? Fail(call, read) : OkStatus();

@@ -35,6 +35,8 @@ namespace ringjax {
 // The id of the one beside the world that compares what its devices do.
 inline constexpr int kWorldControl = 1 << 30;
 
+class Communicator;
+
 struct CommunicatorOptions {
   int id = 0;
   std::string name = "world";
@@ -54,6 +56,13 @@ struct CommunicatorOptions {
   int place = 0;
   // The calls are an eager lane's, which tells the recorder what they were made of.
   bool named = false;
+  // Of one that is beside others with the same calls (a job of groups): its calls end
+  // when those of all have, which the ranks of `ending` tell each other; a failure of
+  // one is one of all, and no call is finished here that is not finished there.
+  // `ending` has no succession, and no other calls. What lies on a board here says
+  // nothing about the others, so no call ends by that alone. Null: the end is a matter
+  // of this one.
+  std::shared_ptr<Communicator> ending;
 };
 
 // What was exchanged, per collective. `bytes` counts the tensors, not the wire.
@@ -61,6 +70,17 @@ struct OpStats {
   uint64_t calls = 0, bytes = 0, sent_bytes = 0;
   double seconds = 0;
   std::map<std::string_view, uint64_t> algorithms;  // calls, by name in the table
+};
+
+// How a communicator reaches the heartbeat of its process. Each may be empty.
+struct HeartbeatHooks {
+  // Called once, on the failing thread, when a call fails in a way that ends the
+  // communicator, so that the peers can be told.
+  std::function<void(const Status&)> on_failure;
+  // World ranks known not to have entered call `sequence` yet.
+  std::function<std::vector<int>(uint64_t sequence)> laggards;
+  std::weak_ptr<Inquiry> inquiry;    // asks late ranks where they are
+  std::weak_ptr<Farewell> farewell;  // lets members part together
 };
 
 // How far a call got in a communicator that was aborted under it.
@@ -188,27 +208,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status CheckLeft(uint64_t sequence) const;
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 
-  // Called once, on the failing thread, when a call fails in a way that ends this
-  // communicator, so that the peers can be told. Set before the first call.
-  void set_on_failure(std::function<void(const Status&)> f) {
-    on_failure_ = std::move(f);
-  }
-  // World ranks known not to have entered call `sequence` yet. Set before first use.
-  void set_laggards(std::function<std::vector<int>(uint64_t)> f) {
-    laggards_ = std::move(f);
-  }
-  // Of one that is beside others with the same calls (a job of groups): its calls end
-  // when those of all have, which the ranks of `wide` tell each other; a failure of one
-  // is one of all, and no call is finished here that is not finished there. `wide` has
-  // no succession, and no other calls. What lies on a board here says nothing about the
-  // others, so no call ends by that alone. Set before the first call.
-  void set_ending(std::shared_ptr<Communicator> wide) { ending_ = std::move(wide); }
-  // Whom to ask where late ranks are. Set before first use.
-  void set_inquiry(std::weak_ptr<Inquiry> inquiry) { inquiry_ = std::move(inquiry); }
-  // With whom to part together. Set before first use.
-  void set_farewell(std::weak_ptr<Farewell> farewell) {
-    farewell_ = std::move(farewell);
-  }
+  // From now on the heartbeat is told of failures and asked about other ranks. From any
+  // thread.
+  void SetHooks(HeartbeatHooks hooks);
   // After the end: lets go of what members share beside the links, and waits until all
   // who live have let go as well, so long at most. Says whether they have.
   bool PartTogether(double seconds);
@@ -338,6 +340,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string_view ForcedAlgorithm(Collective op) const;
   Status LookForCall(bool* called);
   std::vector<Waiter::Interest> Callers() const;
+  HeartbeatHooks hooks() const;  // a copy: SetHooks may replace them meanwhile
   Status Fail(const Call& call, const Status& cause);  // ranks are those of here
   Status Aborted(const Call& call) const;
   void AwaitAbort(std::chrono::milliseconds patience) const;  // whoever finds out why
@@ -400,11 +403,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::function<std::string()> missing_;
   std::array<OpStats, kCollectiveCount> stats_;  // by collective
 
-  std::function<void(const Status&)> on_failure_;
-  std::function<std::vector<int>(uint64_t)> laggards_;
-  std::shared_ptr<Communicator> ending_;  // null: the end is a matter of this one
-  std::weak_ptr<Inquiry> inquiry_;
-  std::weak_ptr<Farewell> farewell_;
+  HeartbeatHooks hooks_;
 };
 
 }  // namespace ringjax

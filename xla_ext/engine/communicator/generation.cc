@@ -39,8 +39,10 @@ Status Communicator::Try(const Call& call, Attempt* attempt) {
 }
 
 Status Communicator::RunOnce(const Call& call, const Status& fits) {
-  if (!Continues()) return fits.ok() ? Run(call) : fits;
   Attempt attempt;
+  if (!Continues())
+    return InTurn(turnstile_.Take(), call,
+                  [&] { return RunExclusive(call, &attempt, &fits); });
   const Status status = InTurn(turnstile_.Take(), call, [&] {
     attempt.sequence = progress_->begun() + 1;
     return RunExclusive(call, &attempt, &fits);
@@ -63,7 +65,7 @@ Status Communicator::Close(const Call& call, const Status& outcome, Barrier barr
       AwaitNews();
       return Fail(call, Status(Code::kUnavailable, "has stopped", peer));
     }
-    if (ending_) {
+    if (options_.ending) {
       const Status all = EndEverywhere(call, outcome);
       if (!all.ok() && aborted()) return all;
       attempt->outcome = all;
@@ -86,9 +88,10 @@ Status Communicator::EndEverywhere(const Call& call, const Status& outcome) {
   end.op = Collective::kBarrier;
   end.name = outcome.ok() ? "the end of a call" : "the end of a call that has failed";
   end.timeout = call.timeout;
-  const Status all = ending_->Run(end);
+  Communicator& ending = *options_.ending;
+  const Status all = ending.Run(end);
   if (all.ok()) return outcome;
-  if (!ending_->aborted())  // it was compared, and differs: so it is on all ranks
+  if (!ending.aborted())  // it was compared, and differs: so it is on all ranks
     return outcome.ok()
                ? Named(call, {Code::kMismatch,
                               "it has failed at another place of the groups: " +
@@ -98,7 +101,7 @@ Status Communicator::EndEverywhere(const Call& call, const Status& outcome) {
   if (all.code() == Code::kCancelled) return Fail(call, {all.code(), "interrupted"});
   // Ranks of the world there; and others go on without the one that is to blame.
   AwaitAbort(std::chrono::milliseconds(200));
-  const Status why = ending_->abort_status();
+  const Status why = ending.abort_status();
   if (!aborted()) Abort(Status(Code::kUnavailable, why.message(), why.rank()));
   return Aborted(call);
 }

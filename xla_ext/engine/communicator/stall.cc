@@ -54,12 +54,14 @@ void Communicator::StoppedWaiting() {
 }
 
 void Communicator::AskWhereTheyAre(const Call& call, const std::vector<int>& peers) {
-  const auto inquiry = inquiry_.lock();
+  const HeartbeatHooks hooks = this->hooks();
+  const auto inquiry = hooks.inquiry.lock();
   if (!inquiry) return;
   // Who is known to be late, and those whose links are waited for, come first.
   std::vector<int> waited;
   for (int peer : peers) waited.push_back(options_.members[peer]);
-  std::vector<int> asked = laggards_ ? laggards_(entered()) : std::vector<int>{};
+  std::vector<int> asked;
+  if (hooks.laggards) asked = hooks.laggards(entered());
   for (const auto& more : {waited, Others()})
     for (int other : more)
       if (std::find(asked.begin(), asked.end(), other) == asked.end())
@@ -70,7 +72,7 @@ void Communicator::AskWhereTheyAre(const Call& call, const std::vector<int>& pee
 
 void Communicator::AskAbout(uint64_t operation, const std::vector<int>& ranks,
                             const std::string& what) {
-  const auto inquiry = inquiry_.lock();
+  const auto inquiry = hooks().inquiry.lock();
   if (!inquiry) return;
   std::vector<int> asked = ranks;
   if (asked.size() > kMostAsked) asked.resize(kMostAsked);
@@ -78,7 +80,8 @@ void Communicator::AskAbout(uint64_t operation, const std::vector<int>& ranks,
 }
 
 std::vector<Sighting> Communicator::Sightings(const std::vector<int>& ranks) const {
-  if (const auto inquiry = inquiry_.lock()) return inquiry->Sightings(id(), ranks);
+  if (const auto inquiry = hooks().inquiry.lock())
+    return inquiry->Sightings(id(), ranks);
   std::vector<Sighting> nothing;
   for (int r : ranks) nothing.emplace_back().rank = r;
   return nothing;
@@ -94,7 +97,8 @@ std::vector<int> Communicator::Others() const {
 // set there are answers only, and who gives none is as suspicious.
 std::vector<int> Communicator::Late() const {
   std::vector<int> late, silent;
-  if (laggards_) late = laggards_(entered());
+  const auto laggards = hooks().laggards;
+  if (laggards) late = laggards(entered());
   for (const Sighting& r : Sightings(Others())) {
     if (!r.asked) continue;
     if (r.answered && r.entered) {
@@ -106,9 +110,19 @@ std::vector<int> Communicator::Late() const {
       silent.push_back(r.rank);
     }
   }
-  if (late.empty() && !laggards_) late = silent;
+  if (late.empty() && !laggards) late = silent;
   std::sort(late.begin(), late.end());
   return late;
+}
+
+void Communicator::SetHooks(HeartbeatHooks hooks) {
+  std::lock_guard lock(mutex_);
+  hooks_ = std::move(hooks);
+}
+
+HeartbeatHooks Communicator::hooks() const {
+  std::lock_guard lock(mutex_);
+  return hooks_;
 }
 
 void Communicator::set_missing(std::function<std::string()> f) {

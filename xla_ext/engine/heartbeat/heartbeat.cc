@@ -26,27 +26,6 @@ int PlaneOf(const Communicator& c) {
   return c.id() == 0 ? 0 : c.id() == kWorldControl ? 1 : -1;
 }
 
-// Writes all of `text`, waiting a little for a slow reader: these messages are rare and
-// a peer that cannot take 1 KiB within the limit is about to be lost anyway.
-bool WriteAll(Channel* channel, const std::string& text, int limit_ms) {
-  size_t sent = 0;
-  while (sent < text.size() || channel->pending()) {
-    const iovec rest{const_cast<char*>(text.data()) + sent, text.size() - sent};
-    const ssize_t n = rest.iov_len > 0 ? channel->Send({&rest, 1}) : channel->Flush();
-    if (n > 0) {
-      if (rest.iov_len > 0) sent += static_cast<size_t>(n);
-    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      pollfd p{channel->fd(), POLLOUT, 0};
-      // Half a message would garble the stream: then it is worth waiting.
-      const int wait = sent > 0 ? 1000 : limit_ms;
-      if (wait <= 0 || poll(&p, 1, wait) <= 0) return false;
-    } else if (errno != EINTR) {
-      return false;
-    }
-  }
-  return true;
-}
-
 }  // namespace
 
 Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
@@ -176,14 +155,38 @@ std::string Heartbeat::Bytes(Type type, int culprit, std::string_view text) cons
 }
 
 void Heartbeat::Send(State* state, Type type, std::string_view text) {
-  if (state->open) WriteAll(&state->channel, Bytes(type, -1, text), 0);
+  if (state->open) Write(state, Bytes(type, -1, text), 0);
+}
+
+// A peer that takes no more for so long gets the rest of what was begun with the next
+// message, or the stream would be garbled; a message that was not begun is dropped.
+void Heartbeat::Write(State* state, const std::string& message, int limit_ms) {
+  std::string& bytes = state->output;
+  const size_t before = bytes.size();
+  bytes += message;
+  size_t sent = 0;
+  while (sent < bytes.size() || state->channel.pending()) {
+    const iovec rest{bytes.data() + sent, bytes.size() - sent};
+    const ssize_t n =
+        rest.iov_len > 0 ? state->channel.Send({&rest, 1}) : state->channel.Flush();
+    if (n > 0) {
+      if (rest.iov_len > 0) sent += static_cast<size_t>(n);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      pollfd p{state->channel.fd(), POLLOUT, 0};
+      if (limit_ms <= 0 || poll(&p, 1, limit_ms) <= 0) break;
+    } else if (errno != EINTR) {
+      break;
+    }
+  }
+  if (sent <= before) bytes.resize(before);
+  bytes.erase(0, sent);
 }
 
 void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
   std::lock_guard lock(mutex_);
   const std::string bytes = Bytes(type, culprit, Cut(text, kMostText));
   for (State& state : states_)
-    if (state.open) WriteAll(&state.channel, bytes, type == Type::kBeat ? 0 : 100);
+    if (state.open) Write(&state, bytes, type == Type::kBeat ? 0 : 100);
 }
 
 void Heartbeat::ReadFrom(State* state) {
@@ -344,16 +347,18 @@ void Heartbeat::Close(State* state) {
 void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
   // Weak: a communicator may outlive the heartbeat that watched it.
   std::weak_ptr<Heartbeat> self = weak_from_this();
-  communicator->set_on_failure([self](const Status& status) {
+  HeartbeatHooks hooks;
+  hooks.on_failure = [self](const Status& status) {
     if (auto heartbeat = self.lock()) heartbeat->Fail(status.message(), status.rank());
-  });
+  };
   if (const int plane = PlaneOf(*communicator); plane >= 0)
-    communicator->set_laggards([self, plane](uint64_t sequence) {
+    hooks.laggards = [self, plane](uint64_t sequence) {
       auto heartbeat = self.lock();
       return heartbeat ? heartbeat->Laggards(plane, sequence) : std::vector<int>{};
-    });
-  communicator->set_inquiry(self);
-  communicator->set_farewell(self);
+    };
+  hooks.inquiry = self;
+  hooks.farewell = self;
+  communicator->SetHooks(std::move(hooks));
   std::vector<std::pair<int, std::string>> lost_before;
   std::map<int, uint64_t> left_before;
   {

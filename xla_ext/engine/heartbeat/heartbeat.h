@@ -196,8 +196,9 @@ class Heartbeat : public Inquiry,
     }
     Peer peer;
     Channel channel;
-    std::string input;  // bytes of an incomplete message, at most one message
-    double heard = 0;   // seconds, on our clock
+    std::string input;   // bytes of an incomplete message, at most one message
+    std::string output;  // the rest of a message that was begun
+    double heard = 0;    // seconds, on our clock
     uint64_t entered[2] = {};
     bool open = true, left = false;
     std::map<int, uint64_t> finished;  // if it has left: calls, by communicator
@@ -220,6 +221,7 @@ class Heartbeat : public Inquiry,
   std::vector<std::shared_ptr<Communicator>> WatchedWith(int rank) const;
   void Close(State* state);
   void Tell(Type type, int culprit, const std::string& text);
+  void Write(State* state, const std::string& message, int limit_ms);
   std::string Bytes(Type type, int culprit, std::string_view text) const;
   std::vector<int> Laggards(int plane, uint64_t sequence) const;
 

@@ -39,8 +39,8 @@ std::map<int, Waits> Heartbeat::TakeWaits() {
 
 // Waits of the world's calls since the last time, the newest that there is room for.
 std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t most) {
-  const std::vector<Event> latest = recorder.Latest();
-  const uint64_t count = recorder.count();
+  uint64_t count = 0;
+  const std::vector<Event> latest = recorder.Latest(&count);
   const uint64_t fresh =
       std::min<uint64_t>(count - std::min(*seen, count), latest.size());
   *seen = count;

@@ -125,8 +125,9 @@ void Recorder::AddBytes(const Key& key, uint64_t bytes) {
   totals_[key].bytes += bytes;
 }
 
-std::vector<Event> Recorder::Latest() const {
+std::vector<Event> Recorder::Latest(uint64_t* count) const {
   std::lock_guard lock(mutex_);
+  if (count != nullptr) *count = count_;
   return InOrder(ring_.size());
 }
 

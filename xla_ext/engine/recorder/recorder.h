@@ -87,7 +87,8 @@ class Recorder {
   void Add(const Event& event);  // from any thread
   void AddDevice(const Key& key, double seconds);
   void AddBytes(const Key& key, uint64_t bytes);  // of a call that another stands for
-  std::vector<Event> Latest() const;              // the oldest first
+  // The oldest first. `*count`: of all that were ever added up to the last of them.
+  std::vector<Event> Latest(uint64_t* count = nullptr) const;
   // Keeps so many from now on; the newest stay.
   void Keep(size_t capacity);
   // Those after the first `*seen`, which is moved on, as lines of JSON with the seconds
