@@ -342,3 +342,56 @@ def test_a_waiting_rank_can_be_interrupted(start_job: StartJob) -> None:
     job.interrupt()
     job.wait()
     assert "caught: KeyboardInterrupt" in job.output(0), job.logs()
+
+
+def test_memory_of_an_interrupted_operation_cannot_be_resized(
+    start_job: StartJob,
+) -> None:
+    script = dedent(
+        """
+        import os
+        import signal
+
+        import numpy as np
+
+        import ringjax
+
+        class Stop(Exception):
+            pass
+
+        def stop(*_):
+            raise Stop
+
+        ringjax.init()
+        rank = ringjax.rank()
+        mine, out = np.full(8, 1 + rank, np.uint8), bytearray(8)
+
+        def add():
+            ringjax.eager.allreduce(mine, ringjax.Sum, name="late", out=out)
+
+        if rank == 0:
+            signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            try:
+                add()
+            except Stop:
+                print("interrupted", flush=True)
+            try:
+                out.append(0)
+            except BufferError:
+                print("refused", flush=True)
+        ringjax.barrier()
+        if rank == 1:
+            add()
+        ringjax.eager.allreduce(mine, name="next")
+        assert out == bytes([3]) * 8, out
+        while len(out) == 8:  # until the thread of the lane has let go of it
+            try:
+                out.append(0)
+            except BufferError:
+                os.sched_yield()
+        """
+    )
+    job = start_job(2, script)
+    assert job.wait(30) == 0, job.logs()
+    assert "interrupted\nrefused" in job.output(0), job.logs()

@@ -144,7 +144,22 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
   request.outs = {result.address()};
   request.rooms = {result.bytes()};
   request.what.tensors.push_back(std::move(in.piece));
-  const auto ended = RunNow(self, std::move(request), nb::make_tuple(array, out));
+  nb::list held;
+  held.append(array);
+  held.append(out);
+  const auto ended = [&] {
+    try {
+      return RunNow(self, std::move(request), held);
+    } catch (...) {
+      // After an interrupt the operation goes on: its result must not be resized, as a
+      // bytearray could be.
+      if (PyObject* view = PyMemoryView_FromObject(out.ptr()))
+        held.append(nb::steal(view));
+      else
+        PyErr_Clear();
+      throw;
+    }
+  }();
   if (!ragged || ended.At(0).memory.get() == result.address()) return true;
   const int64_t rows = ended.At(0).dims[0];
   throw nb::value_error(("ringjax: the result has " + std::to_string(rows) +
