@@ -49,9 +49,9 @@ def named_hosts(
     if host_list is not None and hostfile is not None:
         raise ValueError("-H and --hostfile: give only one of them")
     if host_list is not None:
-        return places.parse_hosts(host_list)
+        return places.without_aliases(places.parse_hosts(host_list))
     if hostfile is not None:
-        return places.parse_hostfile(hostfile)
+        return places.without_aliases(places.parse_hostfile(hostfile))
     found = allocations.find(variables)
     if found is None or len(found.hosts) > 1:
         return None if found is None else list(found.hosts)

@@ -17,8 +17,9 @@ from ringjax.run.hosts.slots import (
     own_addresses,
     parse_hostfile,
     parse_hosts,
+    without_aliases,
 )
-from ringjax.run.start import find_hosts
+from ringjax.run.start import find_hosts, named_hosts
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,20 @@ def test_where_the_hosts_come_from(tmp_path: Path) -> None:
         find_hosts(None, None, None, {})
     with pytest.raises(ValueError, match="only one of them"):
         find_hosts(1, "a:1", str(file), {})
+
+
+def test_this_machine_is_one_host_under_all_its_names() -> None:
+    own = socket.gethostname()
+    there = [Host("n1.invalid", 2), Host("localhost", 1), Host("127.0.0.1", 2)]
+    found = without_aliases([*there, Host("n2.invalid", 1), Host(own, 3)])
+    wanted = [Host("n1.invalid", 2), Host("localhost", 6), Host("n2.invalid", 1)]
+    assert found == wanted
+    assert without_aliases([Host(own, 3), Host("a@localhost", 1)]) == [
+        Host(own, 3),
+        Host("a@localhost", 1),
+    ]
+    hosts = named_hosts("localhost:2,127.0.0.1:2", None, {}, None)
+    assert hosts == [Host("localhost", 4)]
 
 
 def test_local_names() -> None:

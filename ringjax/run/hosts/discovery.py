@@ -6,13 +6,19 @@ fails, hangs or prints something else changes nothing, and is complained about o
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringjax.run.hosts.slots import Host, parse_discovered
+from ringjax.run.hosts.slots import (
+    Host,
+    is_local,
+    parse_discovered,
+    without_aliases,
+)
 
 PERIOD = 1.0  # seconds from the end of one run to the next, as in Horovod
 LIMIT = 30.0  # seconds for one run
@@ -50,6 +56,7 @@ class Discovery:
         self._running: int | None = None
         self._runs = 0
         self._killed = False
+        self._is_local = functools.cache(is_local)  # it may ask a name server
         self.hosts: list[Host] | None = None
         self.trouble = ""
         self.hopeless = False
@@ -96,7 +103,8 @@ class Discovery:
             trouble = f"exit code {code}" + (f": {last}" if last else "")
         else:
             try:
-                self.hosts = parse_discovered(out, self._slots)
+                found = parse_discovered(out, self._slots)
+                self.hosts = without_aliases(found, self._is_local)
             except ValueError as error:
                 trouble = str(error).removeprefix("--host-discovery-script: ")
         self.hopeless = self._runs == 1 and code in (126, 127)
