@@ -35,24 +35,27 @@ def same(out: Any, wanted: Any) -> None:
 
 
 @HOW
-@pytest.mark.parametrize("name", NARROW)
-def test_types_of_few_bits(world, how, name: str) -> None:
-    dtype = getattr(ml_dtypes, name)
-    everyone = [
-        jnp.asarray(np.arange(6).reshape(3, 2) % 3 + (r == 0), dtype) for r in range(3)
-    ]
-    x = everyone[world.rank]
-    gathered = how(ringjax.allgather)(x)
-    assert gathered.dtype == dtype
-    same(gathered, np.concatenate(everyone[: world.size]))
-    same(
-        how(lambda x: ringjax.broadcast(x, world.size - 1))(x), everyone[world.size - 1]
-    )
-    rows = jnp.concatenate([x] * world.size)[: 3 * world.size]
-    swapped = how(ringjax.alltoall)(rows)
-    same(swapped, np.concatenate(everyone[: world.size]))
-    with pytest.raises(TypeError, match=f"dtype {name}"):
-        ringjax.allreduce(x)
+def test_types_of_few_bits(world, how) -> None:
+    def of(name: str, rank: int) -> Any:
+        numbers = np.arange(6).reshape(3, 2) % 3 + (rank == 0)
+        return jnp.asarray(numbers, getattr(ml_dtypes, name))
+
+    def program(mine: Any, rows: Any) -> Any:
+        swapped = {name: ringjax.alltoall(x) for name, x in rows.items()}
+        root = ringjax.broadcast(mine, world.size - 1)
+        return ringjax.allgather(mine), root, swapped
+
+    mine = {name: of(name, world.rank) for name in NARROW}
+    rows = {name: jnp.concatenate([x] * world.size) for name, x in mine.items()}
+    gathered, root, swapped = how(program)(mine, rows)
+    for name, x in mine.items():
+        wanted = np.concatenate([of(name, rank) for rank in range(world.size)])
+        assert gathered[name].dtype == x.dtype
+        same(gathered[name], wanted)
+        same(root[name], of(name, world.size - 1))
+        same(swapped[name], wanted)
+        with pytest.raises(TypeError, match=f"dtype {name}"):
+            ringjax.allreduce(x)
 
 
 @HOW
@@ -112,15 +115,16 @@ def test_integers_that_jax_would_cut_are_refused(world) -> None:
         same(ringjax.broadcast(np.array([2**40]), 0), np.array([2**40]))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 @pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_weights_under_strict_promotion(world, dtype: str, compression: str) -> None:
+def test_weights_under_strict_promotion(world, compression: str) -> None:
     tx = ringjax.allreduce_grads(compression=getattr(ringjax.Compression, compression))
-    grads = {"a": jnp.full(3, world.rank + 1, dtype), "b": jnp.ones(2, jnp.float32)}
+    dtypes = ("bfloat16", "float16", "float32", "complex64")
+    grads = {name: jnp.full(3, world.rank + 1, name) for name in dtypes}
     with jax.numpy_dtype_promotion("strict"):
         out, _ = tx.update(grads, tx.init(grads), grads, weight=world.rank + 1)
     ranks = np.arange(1, world.size + 1)
-    assert out["a"].dtype == dtype
     wanted = (ranks**2).sum() / ranks.sum()
-    got = np.asarray(out["a"].astype(jnp.complex64)).real
-    np.testing.assert_allclose(got, wanted, rtol=0.01)
+    for name, x in out.items():
+        assert x.dtype == name
+        got = np.asarray(x.astype(jnp.complex64)).real
+        np.testing.assert_allclose(got, wanted, rtol=0.01)
