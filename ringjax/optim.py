@@ -93,7 +93,9 @@ def allreduce_grads(
       If it is given `params`, it now and then looks whether all ranks have the same
       ones, and warns if not (RINGJAX_CHECK_PARAMETERS; on CPUs). So it does of
       `value=` and `grad=`, which optimizers behind it get as they are: give
-      ``value=ringjax.allreduce(loss)``. A `value_fn=` or `grad_fn=` without a
+      ``value=ringjax.allreduce(loss)``. On CUDA devices nothing is compared: there it
+      warns, when it is compiled, if the program itself computes `value` or `grad`
+      without a collective. A `value_fn=` or `grad_fn=` without a
       collective is a ValueError that says how to write it.
 
       ``tx.update(grads, state, params, weight=n)`` weighs the averages: this rank's
@@ -251,7 +253,9 @@ def _check_alike(
     get beside the gradients: they would decide by the loss of their rank.
     """
     every = runtime.config().check_parameters
+    communicator = runtime.communicator(process_set, _WHAT)
     compared: dict[str, Any] = {}
+    own: list[str] = []
     treedef: Any
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
     if treedef == jax.tree.structure(updates):
@@ -265,16 +269,19 @@ def _check_alike(
                 title = f"{key} {where}".rstrip()
                 remedy = f"give {key}=ringjax.allreduce({key}) to update"
                 compared[f"{title} ({remedy})"] = jnp.asarray(leaf)
+                if communicator.size > 1 and jax_private.is_own(leaf):
+                    own.append(f"{title} ({remedy})")
     if not every or not compared:
         return seq
     return alike.check(
         seq,
         list(compared.values()),
         list(compared),
-        comm=runtime.communicator(process_set, _WHAT).id,
+        comm=communicator.id,
         every=every,
         name=f"the check of the parameters of {name}",
         timeout=process_set.limit(),
+        own=own,
     )
 
 

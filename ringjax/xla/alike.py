@@ -2,7 +2,8 @@
 
 It stands before the gradients' call in the chain of `seq`, and ends at once in most
 steps. When it is due, how it compares and what it says is native (`ffi/check.cc`). On
-CUDA devices there is none: handlers there never wait for the device.
+CUDA devices there is none, since handlers there never wait for the device: what the
+program itself shows is a warning when it is lowered.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ringjax import stderr
 from ringjax.eager import dtypes
 from ringjax.xla import buckets, jax_private, lowering, several
 
@@ -28,6 +30,7 @@ def check(
     name: str,
     timeout: float,
     first: int = -1,
+    own: Sequence[str] = (),
 ) -> Any:
     """Returns `seq`; parameters that differ between ranks are a warning, no error.
 
@@ -41,6 +44,8 @@ def check(
       timeout: of waiting for other ranks.
       first: from 0: `seq` has no number of the step, so calls are counted, and
         this is the first one to look at. In elastic jobs, none is.
+      own: those of `names` that this rank computes without a collective. They may be
+        alike all the same; if nobody compares them, they are a warning.
     """
     chosen = [
         (x, n)
@@ -57,6 +62,7 @@ def check(
             name=name,
             names=tuple(chosen[i][1] for i in cut),
             timeout=timeout,
+            own=tuple(chosen[i][1] for i in cut if chosen[i][1] in own),
         )
     return seq
 
@@ -68,6 +74,7 @@ def _lower(
     **params: Any,
 ) -> list[Any]:
     if platform == "cuda":
+        _warn(**params)
         return [operands[0]]
     return jax_private.emit(
         ctx,
@@ -80,9 +87,19 @@ def _lower(
     )
 
 
+def _warn(*, own: tuple[str, ...], name: str, **_: Any) -> None:
+    for found in own:
+        stderr.line(
+            f"[ringjax] warning: {name}: {found}: this rank computes it without a "
+            "collective, and on CUDA devices the ranks do not compare it; if their "
+            "data differ, they part"
+        )
+
+
 def _attributes(
-    *, names: tuple[str, ...], timeout: float, **params: Any
+    *, names: tuple[str, ...], timeout: float, own: tuple[str, ...], **params: Any
 ) -> dict[str, Any]:
+    del own
     return {
         **params,
         "count": len(names),
@@ -95,6 +112,7 @@ def _lower_several(ctx: Any, program: Any, *operands: Any, **params: Any) -> lis
     """Each shard is compared by itself, with that of its place on the other ranks."""
     seq, *leaves = operands
     if program.platform == "cuda":
+        _warn(**params)
         return [seq]
     whole = _attributes(**params)
     return [several.lower_check(ctx, program, [*leaves, seq], whole)]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import sharding_impls as _shardings
 from jax._src import xla_bridge as _bridge
+from jax._src.api_util import InternalFloatingPointError
 from jax._src.lib import xla_client as _client  # type: ignore[attr-defined]
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
@@ -41,9 +44,33 @@ def new_primitive(name: str) -> Any:
     """
     primitive = Primitive(f"ringjax.{name}")
     primitive.multiple_results = True
-    _dispatch.simple_impl(primitive)
+    primitive.def_impl(partial(_apply, primitive))
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
+
+
+def _apply(primitive: Any, *values: Any, **params: Any) -> Any:
+    """Runs a primitive outside of jit.
+
+    With jax_debug_nans, JAX runs a program that has returned a NaN again, operation by
+    operation, within the handler of its own exception. Other ranks may have no NaN, so
+    the call has another name there: such ranks disagree, and their error says why.
+
+    Raises:
+      FloatingPointError: a call that was made again has failed.
+    """
+    if not isinstance(sys.exc_info()[1], InternalFloatingPointError):
+        return _dispatch.apply_primitive(primitive, *values, **params)
+    name = f"{params['name'] or primitive.name} again, for jax_debug_nans"
+    try:
+        found = _dispatch.apply_primitive(primitive, *values, **params | {"name": name})
+        return jax.block_until_ready(found)
+    except jax.errors.JaxRuntimeError as error:
+        raise FloatingPointError(
+            "a jit function has returned a NaN, and no operation in front of a "
+            "collective makes one on this rank. The collective could not be made "
+            f"again, so look behind it, and at what other ranks send: {error}"
+        ) from None
 
 
 def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
@@ -143,6 +170,20 @@ def has_crossed(values: Sequence[Any]) -> bool:
     Then cotangents of all ranks are in them already. Not seen are gradients that come
     from another program, and derivatives within `jax.checkpoint`.
     """
+    return any(map(_is_transposed, _upstream(values)))
+
+
+def is_own(value: Any) -> bool:
+    """Whether the program that is traced computes the value without a collective.
+
+    False for an input of the program, and for a value that is not traced.
+    """
+    equations = list(_upstream([value]))
+    return bool(equations) and all(tokens.RING not in e.effects for e in equations)
+
+
+def _upstream(values: Sequence[Any]) -> Iterator[Any]:
+    """The equations of this program that traced values are computed by."""
     seen: set[int] = set()
     equations = [getattr(v, "parent", None) for v in values]
     while equations:
@@ -150,11 +191,9 @@ def has_crossed(values: Sequence[Any]) -> bool:
         if equation is None or id(equation) in seen:
             continue
         seen.add(id(equation))
-        if _is_transposed(equation):
-            return True
+        yield equation
         operands = getattr(equation, "in_tracers", ())
         equations += [getattr(v, "parent", None) for v in operands]
-    return False
 
 
 def _is_transposed(equation: Any) -> bool:

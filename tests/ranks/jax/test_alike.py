@@ -13,6 +13,7 @@ import pytest
 from support.parameters import look_every
 
 import ringjax
+from ringjax.xla import lowering
 
 EVERY = 3
 
@@ -171,6 +172,30 @@ def test_what_optimizers_get_beside_the_gradients(world, capfd, key, alike) -> N
     else:
         (line,) = lines
         assert f"give {key}=ringjax.allreduce({key}) to update" in line
+
+
+@ALL
+@pytest.mark.parametrize("reduced", [False, True])
+def test_cuda_devices_compare_nothing_so_the_program_is_looked_at(
+    world, capfd, reduced
+) -> None:
+    tx, w = ringjax.allreduce_grads(), jnp.ones(3)
+
+    @jax.jit
+    def step(w, state, given):
+        loss = jax.jit(lambda w: jnp.sum((w - world.rank) ** 2))
+        value, grads = jax.value_and_grad(loss)(w)
+        value = ringjax.allreduce(value) * 2 if reduced else value
+        return tx.update(grads, state, w, value=value, grad=given)
+
+    with lowering.without_device():
+        step.trace(w, tx.init(w), w).lower(lowering_platforms=("cuda",))
+    lines = [line for line in capfd.readouterr().err.splitlines() if "CUDA" in line]
+    if reduced or world.size == 1:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert "give value=ringjax.allreduce(value) to update" in line
 
 
 @ALL

@@ -194,3 +194,28 @@ def test_ranks_at_different_steps_raise(world) -> None:
     with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "grads"):
         jax.block_until_ready(step(jnp.ones(3), jnp.full(1, world.rank, jnp.uint32)))
     equal(step(jnp.ones(3), jnp.zeros(1, jnp.uint32))[0], np.ones(3, np.float32))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_nan_behind_a_collective_is_looked_for_by_its_rank_alone(world) -> None:
+    """JAX runs the program again there, with its collectives; the others go on."""
+    last = world.size - 1
+
+    @jax.jit
+    def program(x, bad):
+        total = ringjax.allreduce(x, ringjax.Sum, name="total")
+        return total, jnp.log(jnp.where(bad, -1.0, 1.0))
+
+    with jax.debug_nans(True):
+        if world.rank == last:
+            parts = ("in log",) if last == 0 else ("behind it", f"rank {last} sent")
+            with raises(FloatingPointError, *parts):
+                program(jnp.ones(3), True)
+        else:
+            program(jnp.ones(3), False)
+            again = f"rank {last} sent allreduce 'total again, for jax_debug_nans'"
+            # JAX looks at the values, and what it raises then is a ValueError.
+            with raises(ValueError, again):
+                jax.block_until_ready(program(jnp.ones(3), False))
+        total, _ = program(jnp.ones(3), False)
+    equal(total, np.full(3, world.size, np.float32))
