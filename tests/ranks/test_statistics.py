@@ -183,10 +183,13 @@ LATE_FOR = {
     "work": "work(0.008)",
 }
 LATE_AT = {"input": "in load", "garbage": "garbage collection", "work": "in work"}
-COMPUTES = """
+# Before init: what a rank does at its beginning is in its report for a while.
+LITTER = """
+import gc
 gc.disable()
 litter = [[n] for n in range(200_000)]
-
+"""
+COMPUTES = """
 def all_compute():
     time.sleep(0.02)
 
@@ -213,7 +216,7 @@ def test_a_report_says_where_a_rank_is_late(
     start_job: StartJob, tmp_path: Path, what: str
 ) -> None:
     end = tmp_path / "end"
-    script = REPORTED + COMPUTES.format(late=LATE_FOR[what])
+    script = LITTER + REPORTED + COMPUTES.format(late=LATE_FOR[what])
     job = start_job(2, script, {"END": str(end)}, ["--report", "2"])
 
     def places() -> list[str]:
@@ -221,11 +224,15 @@ def test_a_report_says_where_a_rank_is_late(
         text = job.launcher_output().partition("ringjax report: ")[2]
         return re.findall(r"^.* 1  .* ms  (.+)$", text, re.MULTILINE)
 
-    until(lambda: len(places()) > 1 or job.poll() is not None, 40)
+    def found() -> bool:
+        # Not where it is most of the time, which is the same everywhere. The places are
+        # from twenty looks a second, so few of them may say something else.
+        return any(LATE_AT[what] in place for place in places()[1:])
+
+    until(lambda: found() or job.poll() is not None, 40)
     end.touch()
     assert job.wait() == 0, job.logs()
-    # Not where it is most of the time, which is the same everywhere.
-    assert LATE_AT[what] in places()[1], job.logs()
+    assert found(), job.logs()
 
 
 @pytest.mark.parametrize("options", [[], ["--quiet"]])
