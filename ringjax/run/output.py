@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -22,10 +22,12 @@ from ringjax.run import environ
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
 _BETWEEN_STATES = 10.0  # seconds from one state of a progress bar to the next, in logs
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
-# What JAX and ringjax add below an exception, which is the line worth repeating.
+_END = re.compile(rb"\r\n|\n|\r")
+# What JAX, ringjax and C++ libraries write below an error, which is the line worth
+# repeating; and states of progress bars.
 _NOTE = re.compile(
     r"-+$|For simplicity, JAX has removed its internal frames|Help: https://\S+$"
+    r"|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
 )
 _CRASH = "Fatal Python error: "  # of faulthandler, and of the interpreter itself
 _STREAMS = {"stdout": 1, "stderr": 2}
@@ -126,18 +128,21 @@ class Console:
         if key in self._files:
             self._copy(key, data)
         data = self._partial.pop(key, b"") + data
-        lines = _LINE.findall(data)
-        rest = data[sum(map(len, lines)) :]
         if stream == "stderr":
-            self._remember(rank, [*lines, rest])
-        lines = self._folded(key, lines)
+            self._remember(rank, data)
+        if b"\r" in data:
+            lines, rest = _split(data)
+            pieces = self._folded(key, lines)
+        else:
+            end = data.rfind(b"\n") + 1
+            pieces, rest = [data[:end]] if end else [], data[end:]
         if len(rest) > _LONGEST:
-            lines.append(rest)
+            pieces.append(rest)
             rest = b""
         if rest:
             self._partial[key] = rest
-        if lines:
-            self._show(key, lines)
+        if pieces:
+            self._show(key, pieces)
 
     def _folded(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
         """Without the states of progress bars that are overwritten by the next one.
@@ -175,18 +180,27 @@ class Console:
             with contextlib.suppress(OSError):  # what a file server tells only now
                 file.close()
 
-    def _remember(self, rank: int, lines: list[bytes]) -> None:
-        if _CRASH in self._last.get(rank, ""):  # stacks of all threads follow it
+    def _remember(self, rank: int, data: bytes) -> None:
+        last = self._last.get(rank, "")
+        if _CRASH in last:  # stacks of all threads follow it
             return
-        for line in lines:
-            if _CRASH.encode() in line:
-                self._last[rank] = line.decode(errors="replace").strip()
+        if (at := data.find(_CRASH.encode())) >= 0:
+            line = data[data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]
+            self._last[rank] = line.decode(errors="replace").strip()
+            return
+        found = ""
+        for line in _backwards(data.replace(b"\r\n", b"\n").rstrip(b"\n")):
+            text = line.decode(errors="replace")
+            # A line with \r is a progress bar. What is indented belongs to a line
+            # above, such as the place in a program that a note names.
+            if not text.strip() or "\r" in text or _NOTE.match(text.strip()):
+                continue
+            if not text[0].isspace():
+                self._last[rank] = text.strip()
                 return
-        for line in reversed(lines):
-            text = line.decode(errors="replace").strip()
-            if text and not _NOTE.match(text):
-                self._last[rank] = text
-                return
+            found = found or text.strip()
+        if found and not last:
+            self._last[rank] = found
 
     def _finish(self, rank: int, stream: str) -> None:
         """The stream has ended: a last line without an end gets one."""
@@ -215,16 +229,19 @@ class Console:
             label = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
         return f"{time_text} {label} ".lstrip().encode()
 
-    def _show(self, key: tuple[int, str], lines: list[bytes]) -> None:
-        """Write lines with prefixes; only the last one may be unfinished."""
+    def _show(self, key: tuple[int, str], pieces: list[bytes]) -> None:
+        """Write whole lines with prefixes; only the last one may be unfinished."""
         target = _STREAMS[key[1]]
         prefix = self._prefix(*key)
-        text = prefix + prefix.join(lines)
+        within = b"\n" + prefix
+        text = prefix + prefix.join(
+            piece[:-1].replace(b"\n", within) + piece[-1:] for piece in pieces
+        )
         if self._unfinished == key:
             text = text[len(prefix) :]  # we are in the middle of this rank's line
         else:
             self._break()
-        self._unfinished = None if lines[-1].endswith((b"\n", b"\r")) else key
+        self._unfinished = None if pieces[-1].endswith((b"\n", b"\r")) else key
         self._write(target, text)
 
     def _break(self) -> None:
@@ -261,7 +278,10 @@ class Console:
             if self._python:
                 file = sys.stdout if target == 1 else sys.stderr
                 if file is not None:  # closed when the program was started
-                    file.write(data.decode(errors="replace"))
+                    name = getattr(file, "encoding", None) or "utf-8"
+                    text = data.decode(errors="replace")
+                    # A character that the stream cannot show becomes a "?".
+                    file.write(text.encode(name, "replace").decode(name))
                     file.flush()
             else:
                 _write_all(target, data)
@@ -271,6 +291,23 @@ class Console:
             why = f"{getattr(error, 'strerror', None) or error}; the job goes on"
             text = f"ringrun: nothing more is written to {name}: {why}\n"
             self._write(3 - target, text.encode())
+
+
+def _split(data: bytes) -> tuple[list[bytes], bytes]:
+    """Lines with their ends, which may be a lone return, and what follows them."""
+    ends = [found.end() for found in _END.finditer(data)]
+    starts = [0, *ends]
+    lines = [data[a:b] for a, b in zip(starts, ends, strict=False)]
+    return lines, data[starts[-1] :]
+
+
+def _backwards(data: bytes) -> Iterator[bytes]:
+    """The lines of `data` without their ends, the last one first."""
+    end = len(data)
+    while end >= 0:
+        start = data.rfind(b"\n", 0, end) + 1
+        yield data[start:end]
+        end = start - 1
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
