@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 
 from ringjax.config import Config
 from ringjax.control import addresses as address
+from ringjax.control import temporary
 from ringjax.control.launch_environment import Place
 from ringjax.control.rendezvous import Server
 from ringjax.control.session import News, Session, join, knock
@@ -317,8 +317,27 @@ class _Notice:
             os.unlink(self.path)
 
 
+def _of_session() -> str:
+    """The folder that lasts as long as the user's session; or for temporary files.
+
+    XDG_RUNTIME_DIR may name one that is not here, or another user's (su, sudo, the
+    login node of a cluster).
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    try:
+        own = os.stat(base).st_uid == os.geteuid()
+    except OSError:
+        own = False
+    return base if own and os.access(base, os.W_OK | os.X_OK) else temporary.folder()
+
+
 def _private_folder() -> str:
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    base = _of_session()
+    if not base:
+        raise StartupError(
+            "there is no folder for temporary files, by which the ranks of this host "
+            "find each other: set TMPDIR, or MASTER_ADDR and MASTER_PORT"
+        )
     path = os.path.join(base, f"ringjax-{os.geteuid()}")
     try:
         os.mkdir(path, 0o700)

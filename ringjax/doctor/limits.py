@@ -156,6 +156,9 @@ def memory(host: Host) -> Iterator[Finding]:
         yield ok(text)
 
 
+_PLACES = ("/dev/shm", "$HOME")  # for temporary files, if the usual ones are not there
+
+
 def temporary_files(host: Host) -> Iterator[Finding]:
     """There is a place for them, with room: XLA, Triton and many programs want one."""
     try:
@@ -163,7 +166,9 @@ def temporary_files(host: Host) -> Iterator[Finding]:
             free = shutil.disk_usage(file.name).free
             where = os.path.dirname(file.name)
     except OSError as error:
-        yield warn(f"none can be made: {error}", "export TMPDIR=$HOME")
+        usable = [p for p in _PLACES if os.access(os.path.expandvars(p), os.W_OK)]
+        mend = f"export TMPDIR={usable[0]}" if usable else "# mount a folder at /tmp"
+        yield warn(f"none can be made: {error}", mend)
         return
     if free < _LEAST_FILES:
         text = f"{free >> 20} MiB are free in {where}"

@@ -14,6 +14,7 @@ import stat
 import time
 from pathlib import Path
 
+from ringjax.control import temporary
 from ringjax.control.unix_peer import peer_uid
 
 HELLO = b"ringjax top 1\n"  # what somebody says first who wants to look
@@ -29,13 +30,17 @@ class NoJob(OSError):
 def folder() -> Path:
     """Where the sockets of this user are; may not be there.
 
+    Raises:
+        OSError: there is no folder for temporary files.
+
     Example:
         >>> folder().name.startswith("ringjax-")
         True
     """
-    import tempfile  # rarely needed, and ringrun is to start in a moment
-
-    return Path(tempfile.gettempdir()) / f"ringjax-{os.geteuid()}"
+    base = temporary.folder()
+    if not base:
+        raise FileNotFoundError("there is no folder for temporary files")
+    return Path(base) / f"ringjax-{os.geteuid()}"
 
 
 def _opened(place: Path) -> int:

@@ -44,13 +44,15 @@ class _Signals:
         self._late = False
 
     def install(self) -> None:
-        """Take over the signals."""
+        """Take over the signals, also those that were blocked when we were started."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup
-            signal.signal(number, self._handle)
+            # SIGHUP is ignored under nohup, SIGINT in the background of a script.
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            if number == signal.SIGTERM or not ignored:
+                signal.signal(number, self._handle)
         signal.signal(signal.SIGUSR1, self._hand_on)
         signal.signal(signal.SIGALRM, self._expire)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def forget(self) -> None:
         """Nothing is awaited any more: an alarm would end ringrun as it ends."""
@@ -130,6 +132,8 @@ def launch(args: argparse.Namespace) -> int:
     for name in (item for item in args.handed_on if "=" not in item):
         if name not in given:
             job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
+    if args.command[-1] == "-" and not spec.stdin:
+        job.console.note("ranks read nothing from -: --stdin 0 gives it to rank 0")
     signals = _Signals(job)
     signals.install()
     outcome = job.run()

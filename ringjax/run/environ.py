@@ -16,8 +16,10 @@ from pathlib import Path
 from ringjax import config
 
 # What describes the first host and would mislead a program on another one.
+# The account may be another one there: its agent knows (`of_account`).
+_ACCOUNT = ("HOME", "LOGNAME", "SHELL", "USER")
 _HOST_BOUND = frozenset(
-    ("DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
+    (*_ACCOUNT, "DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
 )
 _HOST_BOUND_PREFIXES = ("BASH_FUNC_", "SSH_", "XDG_")
 # XLA:CPU asks malloc for every result that is not donated, and what malloc gave back to
@@ -108,6 +110,11 @@ def of_engine() -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith((*_OURS, "PYTHON"))
     }
+
+
+def of_account() -> dict[str, str]:
+    """What says whose account this process has, and where its home is."""
+    return {name: os.environ[name] for name in _ACCOUNT if name in os.environ}
 
 
 def agent_path() -> str:

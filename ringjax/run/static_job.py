@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ringjax.run.hosts.arrivals import Arrivals
 
 _TICK = 0.1  # seconds between two looks at the rendezvous server
+_TO_END = 10.0  # seconds for a rank that has told that it fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,7 @@ class Job:
         spec, fleet = self._spec, self._fleet
         job = secrets.token_hex(8)
         hosts = list(dict.fromkeys(slot.host for slot in spec.slots))
-        remote = [host for host in hosts if not fleet.is_local(host)]
-        secret, where = spec.rendezvous(remote)
+        secret, where = spec.rendezvous(fleet.remote(hosts))
         self._server = rendezvous.Server(
             secret,
             job,
@@ -223,8 +223,15 @@ class Job:
         self._end_after_failure()
 
     def _advance(self) -> None:
-        if self._verdict.failed and not self._ending.begun:
-            self._end_after_failure()
+        if not self._ending.begun:
+            hangs = self._verdict.hangs(time.monotonic(), _TO_END)
+            if hangs is not None:
+                self.console.note(
+                    f"rank {hangs} has failed, and its process has not ended in "
+                    f"{_TO_END:g} s: a thread or an exit handler of it goes on"
+                )
+            if self._verdict.failed or hangs is not None:
+                self._end_after_failure()
         for number in self._ending.due():
             self._verdict.stopping()
             self._fleet.signal(number)

@@ -66,6 +66,17 @@ class Verdict:
         """Whether a rank has ended with an error."""
         return any(rank.exit_code for rank in self._ranks)
 
+    def hangs(self, now: float, limit: float) -> int | None:
+        """A rank that has told that it fails, and has not ended `limit` seconds later.
+
+        A thread that is no daemon, or an exit handler, keeps its process.
+        """
+        for number, rank in enumerate(self._ranks):
+            late = now - rank.report_time > limit
+            if rank.report and rank.exit_code is None and late:
+                return number
+        return None
+
     def succeeded(self) -> set[int]:
         """The ranks that have ended without an error."""
         return {n for n, rank in enumerate(self._ranks) if rank.exit_code == 0}
@@ -144,13 +155,13 @@ def fate(
         return f": {text}"
     words = report or last_words
     how = how or f"exit code {code}"
-    if code > 128 and (name := _signal_name(code - 128)):
+    name = _signal_name(code - 128) if code > 128 else ""
+    if name:
         how = f"killed by {name}"
         if code - 128 in _FROM_OUTSIDE and not report:
-            # What it wrote before has nothing to do with it.
-            return f" was {how}"
+            words = ""  # what it wrote before has nothing to do with it
     if not words:
-        return f" failed with {how}"
+        return f" was {how}" if name else f" failed with {how}"
     return f" failed: {one_line(words)} ({how})"
 
 

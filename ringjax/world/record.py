@@ -5,11 +5,11 @@ The core adds every call by itself; what users see of it is in observe/.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from ringjax import _native
 from ringjax.config import Config
+from ringjax.control import temporary
 
 KEPT = 1024  # calls; about 200 bytes each in the file
 
@@ -21,8 +21,8 @@ def recorder(config: Config, who: str, job: str) -> _native.Recorder:
         who: "rank 3".
         job: the job's id; a job of one has none, and nothing to write.
     """
-    folder = config.record_dir or tempfile.gettempdir()
+    folder = config.record_dir or temporary.folder()
     path = ""
-    if job and folder != "off":
+    if job and folder not in ("", "off"):
         path = str(Path(folder) / f"ringjax-{job[:8]}-{who.replace(' ', '')}.jsonl")
     return _native.Recorder(KEPT, who, path)

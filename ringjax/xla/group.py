@@ -6,6 +6,7 @@ groups are for is told in `world/groups.py`. Uses what is public of JAX only.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -13,6 +14,10 @@ import jax
 from ringjax import runtime
 from ringjax.errors import StartupError
 from ringjax.world import groups
+
+# Variables of gRPC: those that it asks for a proxy, and for what needs none.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXY, _NO_PROXY_OF_ALL = "no_grpc_proxy", "no_proxy"
 
 
 def join(started: bool) -> None:
@@ -39,6 +44,7 @@ def join(started: bool) -> None:
         )
     _prepare()
     where = groups.coordinator(world.group.mates)
+    _keep_from_proxy(where.rpartition(":")[0].strip("[]"))
     try:
         jax.distributed.initialize(
             where,
@@ -55,6 +61,14 @@ def join(started: bool) -> None:
             f"the group of ranks {names} did not come together at {where}: {error}"
         ) from error
     world.group.close()
+
+
+def _keep_from_proxy(host: str) -> None:
+    """JAX's coordinator is a neighbour; gRPC would go there through http_proxy."""
+    if not any(os.environ.get(name) for name in _PROXIES):
+        return
+    without = os.environ.get(_NO_PROXY) or os.environ.get(_NO_PROXY_OF_ALL, "")
+    os.environ[_NO_PROXY] = f"{without},{host}".lstrip(",")
 
 
 def _prepare() -> None:

@@ -201,9 +201,9 @@ class ElasticJob:
 
     def _start_coordinator(self) -> None:
         elastic, spec = self._elastic, self._spec
-        names = dict.fromkeys(host.name for host in self._hosts)
-        remote = [name for name in names if not self._fleet.is_local(name)]
-        secret, where = spec.rendezvous(remote if self._discovery is None else [ANY])
+        hosts = dict.fromkeys(host.name for host in self._hosts)
+        remote = self._fleet.remote(hosts) if self._discovery is None else [ANY]
+        secret, where = spec.rendezvous(remote)
         job = self._adoption.job = self._adoption.job or secrets.token_hex(8)
         count = self._elastic.whole(len(self._seating.seats))
         self._coordinator = self._make_coordinator(
@@ -231,7 +231,7 @@ class ElasticJob:
             "RINGJAX_SECRET": secret.hex(),
             "RINGJAX_JOB": job,
             "RINGJAX_ELASTIC": "1",
-            "RINGJAX_SPREAD": str(int(len(names) > 1 or spec.listening is not None)),
+            "RINGJAX_SPREAD": str(int(len(hosts) > 1 or spec.listening is not None)),
         }
         if spec.verbose:
             self.console.note(

@@ -67,6 +67,8 @@ class Agent:
             signal.SIGUSR1,
         ):
             signal.signal(number, lambda *_: None)
+        # Slurm and MPI start programs with SIGCHLD blocked.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._signalled)
 
     def connect(self, reader: int, writer: int, keys: Keys | None = None) -> Channel:
@@ -136,6 +138,8 @@ class Agent:
             # A directory that only the first host has: stay where ssh put us.
             os.chdir(message["cwd"])
         env = message["env"]
+        if message.get("account"):
+            env = {**environ.of_account(), **env}
         if message.get("engine"):
             env = {**env, **environ.of_engine()}
         for order in message["children"]:
@@ -158,10 +162,8 @@ class Agent:
                 outlives=order.get("outlives", False),
             )
         except (OSError, ValueError, RuntimeError) as error:
-            missing = isinstance(error, FileNotFoundError)
-            reason = getattr(error, "strerror", None) or str(error)
-            text = f"cannot run {argv[0]!r}: {reason}"
-            code = 127 if missing else 126
+            code = 127 if isinstance(error, FileNotFoundError) else 126
+            text = f"cannot run {argv[0]!r}: {why_not(argv[0], error)}"
             self._say({"is": "exited", "id": name, "code": code, "text": text})
             return
         child.takes_group = order.get("takes_group", False)
@@ -324,10 +326,27 @@ class Agent:
         os._exit(code)
 
 
+def why_not(program: str, error: Exception) -> str:
+    """Why a program cannot be run, and what may have been meant."""
+    reason = getattr(error, "strerror", None) or str(error)
+    if not os.path.isfile(program):
+        return reason
+    if isinstance(error, FileNotFoundError) and "/" in program:
+        with contextlib.suppress(OSError), open(program, "rb") as file:
+            first = file.readline(200).removesuffix(b"\n")
+        if first.startswith(b"#!"):
+            name = first[2:].decode(errors="replace")
+            windows = " (lines end as on Windows)" if first.endswith(b"\r") else ""
+            return f"there is no interpreter {name!r}{windows}"
+    return f"{reason}; is it python {program}?" if program.endswith(".py") else reason
+
+
 def main() -> NoReturn:
     """Entry point."""
     agent = Agent()
-    agent.connect(*standard_streams())
+    channel = agent.connect(*standard_streams())
+    channel.end_greeting()
+    channel.send({"is": "here"})
     agent.run()
 
 

@@ -92,6 +92,14 @@ class Channel:
         """Bytes queued that the other side has not taken yet."""
         return sum(map(len, self._outgoing))
 
+    def end_greeting(self) -> None:
+        """Ends what a login script has written before the first message.
+
+        Without an end of its line it would be taken for the beginning of the message.
+        """
+        self._outgoing.append(memoryview(b"\n"))
+        self._write()
+
     def send(self, message: Message) -> None:
         """Queue a message; what fits into the pipe leaves at once."""
         if self.closed:

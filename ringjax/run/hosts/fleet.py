@@ -13,14 +13,15 @@ import base64
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ringjax.run import environ, keyboard
-from ringjax.run.hosts import processes
+from ringjax.run.hosts import names, processes
 from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.errands import Errands
 from ringjax.run.hosts.files import Incoming
@@ -28,6 +29,9 @@ from ringjax.run.hosts.host_command import Spec, agent_command, reach
 from ringjax.run.hosts.reached import Agent
 from ringjax.run.hosts.slots import is_local
 from ringjax.run.output import Console
+
+_SOON = 10.0  # seconds without an answer of a host until that is said
+_SHELL = "a login script there may wait for something, or replace the shell"
 
 
 class Observer(Protocol):
@@ -107,6 +111,13 @@ class Fleet:
         if host not in self._own:
             self._own[host] = is_local(host)
         return self._own[host]
+
+    def remote(self, hosts: Iterable[str]) -> list[str]:
+        """Those that are not this machine."""
+        hosts = list(hosts)
+        if len(hosts) > 1:  # at the same time
+            names.ask(host.rpartition("@")[2] for host in hosts)
+        return [host for host in hosts if not self.is_local(host)]
 
     @property
     def asked_back(self) -> str:
@@ -233,11 +244,16 @@ class Fleet:
         env: Mapping[str, str],
         payload: bytes | None,
     ) -> None:
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:
+            raise FileNotFoundError("the current folder has been deleted") from None
         message: Message = {
             "do": "spawn",
-            "cwd": os.getcwd(),
+            "cwd": folder,
             "env": dict(env),
             "engine": agent.by_engine,
+            "account": agent is not self._local,
             "children": list(orders),
         }
         if payload is not None:
@@ -283,6 +299,7 @@ class Fleet:
     def turn(self, timeout: float, first: Callable[[], None] | None = None) -> bool:
         """Wait for something and handle it, after `first`; False if nothing came."""
         events = self.selector.select(timeout)
+        self._look_for_silence(time.monotonic())
         if first is not None:
             first()
         for key, _ in events:
@@ -290,8 +307,28 @@ class Fleet:
                 key.data()
         return bool(events)
 
+    def _look_for_silence(self, now: float) -> None:
+        """Gives up hosts whose agents do not answer within the start timeout."""
+        for agent in self._remote.values():
+            silence, limit = now - agent.since, self._spec.start_timeout
+            known = agent.answers or agent.done or agent.rendezvous
+            if known or silence < min(_SOON, limit):
+                continue
+            if silence >= limit:
+                order = {"do": "signal", "signal": int(signal.SIGKILL)}
+                self._tell(self._local, {**order, "ids": [agent.number]})
+                why = f"no answer over {agent.client} in {limit:g} s"
+                self.lost(agent, f"{why}; {_SHELL}")
+            elif not agent.noted:
+                agent.noted = True
+                self._console.note(
+                    f"{agent.host}: no answer over {agent.client} for {_SOON:g} s, "
+                    f"waiting up to {limit:g} s; {_SHELL}"
+                )
+
     def heard(self, agent: Agent, message: Message) -> None:
         """An agent has said something."""
+        agent.answers = True
         name = message.get("id", 0)
         match message.get("is"):
             case "output":
@@ -322,7 +359,8 @@ class Fleet:
             self._observer.exited(name, code, text)
         elif not self._clients[name].ended:
             client = self._clients[name]
-            self.lost(client, f"lost its host, {client.client} ended ({code})")
+            why = f": {text}" if text else ""
+            self.lost(client, f"lost its host, {client.client} ended ({code}){why}")
 
     def lost(self, agent: Agent, text: str) -> None:
         """The connection of an agent without a client of ours has ended."""

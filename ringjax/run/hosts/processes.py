@@ -167,7 +167,11 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
 
 
 def _descendants() -> list[int]:
-    """Process ids of all our descendants, from /proc."""
+    """Process ids of all our descendants, from /proc.
+
+    In a PID namespace with the /proc of its host the numbers there are of that one:
+    what is there is found by them, and signalled by the numbers of here.
+    """
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -179,12 +183,24 @@ def _descendants() -> list[int]:
             continue
         parents.setdefault(int(fields[1]), []).append(int(name))
     found: list[int] = []
-    queue = [os.getpid()]
+    own = os.getpid()
+    with contextlib.suppress(OSError):  # no /proc at all
+        own = int(os.readlink("/proc/self"))
+    queue = [own]
     while queue:
         children = parents.get(queue.pop(), [])
         found += children
         queue += children
-    return found
+    return found if own == os.getpid() else [n for pid in found for n in _here(pid)]
+
+
+def _here(pid: int) -> list[int]:
+    """The number of a process in our own PID namespace; none if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith("NSpid:"):
+                return [int(line.split()[-1])]
+    return []
 
 
 def childless() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from ringjax.run.hosts.channel import Channel
@@ -15,6 +16,9 @@ class Agent:
         client: what reaches it from here: ssh, srun.
         by_engine: an engine has set its environment.
         rendezvous: where its ranks find the job, for one that has come by itself.
+        since: when it was started, by `time.monotonic`.
+        answers: whether anything has come from it.
+        noted: whether it has been said that nothing has.
         asked_back: somebody there wants the host back: it got SIGTERM.
         orphan: the process of its client, once the guardian that owned it is gone.
         names: the processes that it has and had to start.
@@ -26,6 +30,9 @@ class Agent:
     by_engine: bool = False
     rendezvous: str = ""
     channel: Channel | None = None
+    since: float = field(default_factory=time.monotonic)
+    answers: bool = False
+    noted: bool = False
     ended: bool = False
     asked_back: bool = False
     orphan: int | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ringjax.control import addresses
+from ringjax.run.hosts import names
 
 # A host is handed to ssh as an argument: it must never look like an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
@@ -178,9 +179,9 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
         raise ValueError(f"-np: at least one process is needed, not {size}")
     available = sum(host.slots for host in hosts)
     if size > available:
-        names = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        given = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise ValueError(
-            f"-np {size}: more processes than slots; there are {available} ({names})"
+            f"-np {size}: more processes than slots; there are {available} ({given})"
         )
     taken: list[tuple[Host, int]] = []
     left = size
@@ -224,10 +225,7 @@ def is_local(name: str) -> bool:
         return True
     if "@" in name:  # another user, even on this machine, needs ssh
         return False
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
+    found = names.addresses(name)
     return any(_is_ours(family, address) for family, *_, address in found)
 
 
@@ -254,6 +252,7 @@ def without_aliases(
     """
     if len(hosts) < 2:
         return list(hosts)
+    names.ask(host.name for host in hosts)
     own = [host.name for host in hosts if local(host.name)]
     return merged(
         Host(own[0], host.slots) if host.name in own else host for host in hosts
@@ -293,11 +292,7 @@ def _every_address() -> list[str]:
 
 def _address_towards(name: str) -> str | None:
     """Our address on the way to `name`; connecting a datagram socket sends nothing."""
-    try:
-        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in names.addresses(name):
         with (
             contextlib.suppress(OSError),
             socket.socket(family, kind, protocol) as probe,

@@ -1,0 +1,55 @@
+"""Names of hosts where the name server is slow: asked at once, and never twice."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from ringjax.run.hosts import names, slots
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "_answers", {})
+    monkeypatch.setattr(names, "_said", set())
+
+
+def test_all_names_are_asked_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each look-up waits until all four have been begun."""
+    hosts, asked = ["a", "b", "c", "d"], []
+    together = threading.Barrier(4)
+
+    def slow(name: str, port: object, **kinds: Any) -> Any:
+        asked.append(name)
+        together.wait(30)
+        if name == "d":
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("192.0.2.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    found = slots.without_aliases([slots.Host(name, 1) for name in hosts])
+    assert [host.name for host in found] == hosts
+    assert not slots.is_local("d") and names.addresses("d") == []
+    assert names.addresses("a")[0][4] == ("192.0.2.1", 9)
+    assert sorted(asked) == hosts
+    assert "name server" not in capfd.readouterr().err
+
+
+def test_what_is_waited_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, seen = threading.Event(), []
+    monkeypatch.setattr(names, "_SOON", 0.0)
+
+    def hear(text: str) -> None:
+        seen.append(text)
+        answer.set()
+
+    monkeypatch.setattr(names.stderr, "line", hear)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait(30) and [])
+    names.ask(["far", "other"])
+    assert names.addresses("far") == names.addresses("other") == []
+    assert seen == ["ringrun: waiting for the name server to answer for far, other"]

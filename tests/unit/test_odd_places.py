@@ -1,0 +1,275 @@
+"""ringrun and init in places that are odd and common: containers, batch systems, sudo.
+
+Blocked and ignored signals, hosts that do not answer or greet, no folder for temporary
+files, a proxy, processes numbered by another namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.doctor import needs_root
+from support.launch import environment
+from support.ringrun import Done, ringrun
+from support.waiting import LONG, until
+
+from ringjax.config import Config
+from ringjax.control import rendezvous_lookup, temporary
+from ringjax.errors import LaunchError, StartupError
+from ringjax.run import run, static_job
+from ringjax.world import record
+
+WITH_SIGNALS = "import os, signal, sys; {}; os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def ringrun_after(before: str, *words: str) -> subprocess.Popen[str]:
+    """ringrun, started by a program that has done something to its signals."""
+    own = [sys.executable, "-P", "-m", "ringjax.run"]
+    return subprocess.Popen(
+        [sys.executable, "-c", WITH_SIGNALS.format(before), *own, *words],
+        env=environment("ringrun", {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "blocked", ["{signal.SIGCHLD}", "signal.valid_signals()"], ids=["SIGCHLD", "all"]
+)
+def test_signals_that_were_blocked(blocked: str) -> None:
+    """Launchers of Slurm and MPI start programs so."""
+    block = f"signal.pthread_sigmask(signal.SIG_BLOCK, {blocked})"
+    job = ringrun_after(block, "-np", "2", "echo", "ended")
+    text, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 0 and text.count("ended") == 2, text
+
+
+def test_an_interrupt_that_was_ignored(tmp_path: Path) -> None:
+    """As in the background of a script, where Ctrl-C is for something else."""
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    end = tmp_path / "end"
+    loop = f"echo runs; until [ -e {end} ]; do sleep 0.05; done; echo to the end"
+    job = ringrun_after(ignore, "-np", "1", "sh", "-c", loop)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "[0]<stdout>:runs\n"
+    job.send_signal(signal.SIGINT)
+    end.touch()
+    text, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 0 and text == "[0]<stdout>:to the end\n"
+
+
+@pytest.fixture
+def over_ssh(tmp_path: Path) -> Callable[..., Done]:
+    """ringrun, with a script in the place of ssh."""
+
+    def start(script: str, *words: str) -> Done:
+        client = tmp_path / "ssh"
+        skip = 'while [ "${1#-}" != "$1" ]; do shift; done; shift\n'
+        client.write_text(f"#!/bin/sh\n{skip}{script}\n")
+        client.chmod(0o755)
+        return ringrun(*words, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return start
+
+
+def test_a_greeting_without_the_end_of_its_line(over_ssh: Callable[..., Done]) -> None:
+    greets = "printf 'Welcome '; exec sh -c \"$*\""
+    done = over_ssh(greets, "-np", "1", "-H", "far:1", "nosuchprogram")
+    assert done.returncode == 127
+    assert "rank 0: cannot run 'nosuchprogram'" in done.stderr
+
+
+def test_hosts_that_never_answer(over_ssh: Callable[..., Done]) -> None:
+    words = ["-np", "2", "--start-timeout", "1", "-H", "far1:1,far2:1", "true"]
+    done = over_ssh("exec sleep 1000", *words)
+    assert done.returncode == 255
+    assert "rank 0 (far1): no answer over ssh in 1 s; a login script" in done.stderr
+
+
+def test_the_account_is_that_of_the_host(over_ssh: Callable[..., Done]) -> None:
+    there = 'export HOME=/home/there USER=there; unset SHELL LOGNAME; exec sh -c "$*"'
+    shows = "echo $HOME $USER $SHELL$LOGNAME"
+    done = over_ssh(there, "-np", "1", "-H", "there@far:1", "sh", "-c", shows)
+    assert done.stdout == "[0]<stdout>:/home/there there\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "mode", "why"),
+    [
+        ("print()\n", 0o644, "Permission denied; is it python {}?"),
+        ("#!/usr/bin/python\r\n", 0o755, "(lines end as on Windows)"),
+        ("#!/no/python\n", 0o755, "there is no interpreter '/no/python'"),
+    ],
+)
+def test_a_script_in_the_place_of_a_program(
+    tmp_path: Path, first: str, mode: int, why: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(first)
+    script.chmod(mode)
+    done = ringrun("-np", "1", script)
+    assert done.returncode in (126, 127)
+    assert f"cannot run {str(script)!r}: " in done.stderr
+    assert why.format(script) in done.stderr
+
+
+def test_a_script_without_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    done = ringrun("-np", "1", "train.py")
+    assert done.stderr.rstrip().endswith(
+        "No such file or directory; is it python train.py?"
+    )
+
+
+def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    own = f"{sys.executable} -P -m ringjax.run -np 1 true"
+    done = subprocess.run(
+        ["sh", "-c", f"cd {gone}; rmdir {gone}; {own}"],
+        env=environment("ringrun", {}),
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "ringrun: the current folder has been deleted\n"
+
+
+def test_a_program_that_is_to_be_read_from_standard_input() -> None:
+    done = ringrun("-np", "1", sys.executable, "-")
+    assert "ranks read nothing from -: --stdin 0 gives it to rank 0" in done.stderr
+
+
+def test_a_client_that_is_not_there(tmp_path: Path) -> None:
+    for name in ("env", "sh"):
+        found = next(p for p in ("/usr/bin", "/bin") if os.path.exists(f"{p}/{name}"))
+        (tmp_path / name).symlink_to(f"{found}/{name}")
+    done = ringrun("-np", "1", "-H", "far:1", "true", PATH=str(tmp_path))
+    why = "ssh ended (127): cannot run 'ssh': No such file or directory"
+    assert done.stderr.rstrip().endswith(f"rank 0: lost its host, {why}")
+
+
+def test_a_rank_that_has_failed_and_stays(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(static_job, "_TO_END", 0.2)
+
+    def task() -> None:
+        import ringjax
+
+        ringjax.init()
+        if ringjax.rank() == 1:
+            threading.Thread(target=threading.Event().wait).start()
+            sys.excepthook(ValueError, ValueError("boom"), None)
+        threading.Event().wait()
+
+    with pytest.raises(LaunchError, match="rank 1 failed: ValueError: boom"):
+        run(task, np=2)
+    assert "rank 1 has failed, and its process has not ended" in capfd.readouterr().err
+
+
+@pytest.fixture
+def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+
+
+@pytest.mark.usefixtures("no_temporary_folder")
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert temporary.folder() in ("/dev/shm", "")
+    monkeypatch.setattr(temporary, "_MEMORY", "/nonexistent")
+    assert temporary.folder() == rendezvous_lookup._of_session() == ""
+    monkeypatch.setattr(record._native, "Recorder", lambda *given: given)
+    assert record.recorder(Config(), "rank 0", "0123456789abcdef")[2] == ""
+    with pytest.raises(StartupError, match="set TMPDIR, or MASTER_ADDR"):
+        rendezvous_lookup._private_folder()
+
+
+@pytest.mark.parametrize("what", ["absent", "a stranger's", "own"])
+def test_a_runtime_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """Slurm hands on the variable of the login node, su and sudo another user's."""
+    place = tmp_path / "run"
+    if what != "absent":
+        place.mkdir(mode=0o700)
+    if what == "a stranger's":
+        found = os.stat(place)
+        stranger = os.stat_result((*found[:4], found.st_uid + 1, *found[5:]))
+        before = os.stat
+        monkeypatch.setattr(
+            rendezvous_lookup.os,
+            "stat",
+            lambda p: stranger if p == str(place) else before(p),
+        )
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    wanted = str(place) if what == "own" else tempfile.gettempdir()
+    assert rendezvous_lookup._of_session() == wanted
+    assert rendezvous_lookup._private_folder() == f"{wanted}/ringjax-{os.geteuid()}"
+    mode = os.stat(f"{wanted}/ringjax-{os.geteuid()}").st_mode
+    assert stat.S_IMODE(mode) == 0o700
+
+
+@needs_root("unshare")
+def test_children_in_a_pid_namespace_with_the_proc_of_its_host(tmp_path: Path) -> None:
+    """Numbers in /proc are of another namespace, and so would be what is killed."""
+    pid, script = tmp_path / "pid", tmp_path / "rank.py"
+    script.write_text(
+        f"""
+import os, subprocess, sys
+child = "import os; print(os.readlink('/proc/self'), flush=True); "
+child += "os.execvp('sleep', ['sleep', '1000'])"
+with open({str(pid)!r}, "w") as out:
+    subprocess.Popen([sys.executable, "-c", child], stdout=out, start_new_session=True)
+while not open({str(pid)!r}).read().endswith("\\n"):
+    pass
+"""
+    )
+    own = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", sys.executable]
+    # A shell is process 1: with that one the kernel would end all others, too.
+    first = ["sh", "-c", '"$@"; echo over; read nothing', "sh", *own, str(script)]
+    job = subprocess.Popen(
+        ["unshare", "-p", "-f", "--kill-child", *first],
+        env=environment("ringrun", {}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "over\n"
+        until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists())
+
+
+def test_a_group_does_not_ask_a_proxy_for_its_neighbour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ringjax.xla import group
+
+    for name in (*group._PROXIES, group._NO_PROXY, group._NO_PROXY_OF_ALL):
+        monkeypatch.delenv(name, raising=False)
+    group._keep_from_proxy("10.0.0.1")
+    assert group._NO_PROXY not in os.environ
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv(group._NO_PROXY_OF_ALL, "localhost")
+    monkeypatch.setenv(group._NO_PROXY, "")
+    group._keep_from_proxy("10.0.0.1")
+    assert os.environ[group._NO_PROXY] == "localhost,10.0.0.1"
