@@ -28,7 +28,7 @@ default_role = "py:obj"
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
-repository = PROJECT["urls"]["Source"]
+repository = PROJECT["urls"].get("Source", "")  # empty: there is none yet
 
 # What the notebook shows is what it has just printed; a cell that fails is an error.
 nb_execution_mode = "force"
@@ -54,8 +54,10 @@ linkcheck_anchors_ignore_for_url = [r"https://github\.com/"]
 html_theme = "furo"
 pygments_style = "default"  # which colours a diff
 html_title = f"ringjax {version}"
-html_theme_options = {"source_repository": repository, "source_branch": "main"}
-html_theme_options["source_directory"] = "docs/"
+html_theme_options = {}
+if repository:
+    html_theme_options = {"source_repository": repository, "source_branch": "main"}
+    html_theme_options["source_directory"] = "docs/"
 html_copy_source = html_show_sourcelink = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

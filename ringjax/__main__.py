@@ -12,6 +12,7 @@ from collections.abc import Sequence
 # name -> (module, what it does)
 COMMANDS = {
     "doctor": ("ringjax.doctor.cli", "what would keep a job from running well here?"),
+    "explain": ("ringjax.explain", "what to do about an error, by its name or text"),
     "top": ("ringjax.top.cli", "a running job: its ranks, who is late, what happened"),
 }
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-# Where each class has a paragraph of its name; below `Documentation` of pyproject.toml.
-HELP = "https://ringjax.readthedocs.io/en/stable/troubleshooting.html"
+# Prints the section of docs/troubleshooting.md that has the name of a class.
+HELP = "ringjax explain"
 # In the text of every Fenced, and of the status that it comes from.
 FENCED = "was declared lost and must not go on"
 
@@ -39,7 +39,7 @@ class StatusLike(Protocol):
 class RingjaxError(RuntimeError):
     """Base class of every failure at run time. Its text says who, what and why.
 
-    A traceback ends with the address of the paragraph that tells what to do about it.
+    A traceback ends with the command that tells what to do about it.
 
     Attributes:
         rank: the world rank to blame, -1 if there is none or it is not known.
@@ -56,7 +56,7 @@ class RingjaxError(RuntimeError):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         # A note, because the text is compared, sent and searched.
-        self.add_note(f"Help: {HELP}#{type(self).__name__.lower()}")
+        self.add_note(f"Help: {HELP} {type(self).__name__}")
 
     @property
     def op(self) -> str:

@@ -43,6 +43,8 @@ def relinked(text: str, origin: Path, page: Path, repository: str) -> str:
             return f"{words}({os.path.relpath(file, page.parent)}{anchor})"
         kind = "tree" if file.is_dir() else "blob"
         path = file.relative_to(ROOT)
+        if not repository:  # nobody can follow it: where the file is, in words
+            return f"{words[1:-1]} (`{path}`)"
         return f"{words}({repository}/{kind}/main/{path}{anchor})"
 
     return _LINK.sub(link, text)

@@ -34,8 +34,8 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """The address of that paragraph; nothing if all is well."""
-        return f"{HELP}#{self.help}" if self.help else ""
+        """The command that prints that paragraph; nothing if all is well."""
+        return f"{HELP} {self.help}" if self.help else ""
 
 
 def ok(text: str) -> Finding:

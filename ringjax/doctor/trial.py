@@ -128,9 +128,9 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
     if process.returncode:
         lines = [line for line in err.splitlines() if line.startswith("ringrun: ")]
         reason = (lines or err.splitlines() or ["it said nothing"])[-1]
-        anchor = re.search(r"Help: \S+#(\w+)", err)
+        anchor = re.search(r"Help: ringjax explain (\w+)", err)
         text = f"a job of this size fails: {reason.removeprefix('ringrun: ')}"
-        return [fail(text, command, anchor[1] if anchor else "startuperror")]
+        return [fail(text, command, anchor[1].lower() if anchor else "startuperror")]
     return list(judge(json.loads(out.partition(_MARK)[2].splitlines()[0])))
 
 

@@ -26,8 +26,8 @@ _END = re.compile(rb"\r\n|\n|\r")
 # What JAX, ringjax and C++ libraries write below an error, which is the line worth
 # repeating; and states of progress bars.
 _NOTE = re.compile(
-    r"-+$|For simplicity, JAX has removed its internal frames|Help: https://\S+$"
-    r"|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
+    r"-+$|For simplicity, JAX has removed its internal frames"
+    r"|Help: ringjax explain \w+$|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
 )
 _CRASH = "Fatal Python error: "  # of faulthandler, and of the interpreter itself
 _STREAMS = {"stdout": 1, "stderr": 2}

@@ -82,16 +82,6 @@ def test_a_file_with_another_version_is_named(
         version.check()
 
 
-def test_no_link_of_the_readme_is_relative_on_the_package_index() -> None:
-    hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    text = (ROOT / "README.md").read_text()
-    for change in hook["substitutions"]:
-        text = re.sub(change["pattern"], change["replacement"], text)
-    targets = re.findall(r"\]\(([^)]+)\)", text)
-    assert len(targets) > 20
-    assert not [target for target in targets if not target.startswith("https://")]
-
-
 def test_what_builds_a_release_is_pinned(wheels: ModuleType) -> None:
     lines = wheels.CONSTRAINTS.read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and line[0] != "#")
@@ -120,7 +110,7 @@ def test_condas_recipe_says_what_the_project_says() -> None:
     about = recipe["about"]
     assert about["summary"] == project["description"]
     assert about["license"] == project["license"]
-    assert about["repository"] == project["urls"]["Source"]
+    assert about.get("repository") == project["urls"].get("Source")
 
 
 @pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import tomllib
 import xml.etree.ElementTree as ET
 from types import ModuleType
 
+import pytest
 from support.launch import ROOT
 
 import ringjax
-from ringjax import errors
+from ringjax import errors, explain
 
 DOCS = ROOT / "docs"
 PAGES = {
@@ -54,7 +56,7 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 # What a question of the first page is about, and words of the answer, which stand under
 # the heading that its first link leads to.
 ANSWERS = {
-    "install": ["pip install ringjax", "--check-build"],
+    "install": ["pip install .", "--check-build"],
     "share": ["ringjax.data.shard", "DistributedSampler"],
     "unequal": ["even_steps", "hvd.join()"],
     "learning rate": ["multiply", "`size`"],
@@ -103,16 +105,38 @@ def test_every_error_leads_to_a_paragraph() -> None:
     headings = {h.lower() for h in re.findall(r"(?m)^## (.*)$", TROUBLE)}
     found = [k for k in vars(errors).values() if isinstance(k, type)]
     ours = {k for k in found if issubclass(k, errors.RingjaxError)}
-    anchors = {
-        kind.__name__: kind("why").__notes__[0].rpartition("#")[2]
-        for kind in ours - {errors.RingjaxError}
-    }
-    assert len(anchors) > 5
-    assert not {kind: a for kind, a in anchors.items() if a not in headings}
+    assert len(ours) > 6
+    for kind in ours - {errors.RingjaxError}:
+        command = kind("why").__notes__[0].removeprefix("Help: ringjax explain ")
+        assert command == kind.__name__ and command.lower() in headings
+        assert explain.explain(command).splitlines()[0] == kind.__name__
 
 
-def test_the_link_in_errors_is_the_sites() -> None:
-    assert PROJECT["urls"]["Documentation"] + "troubleshooting.html" == errors.HELP
+NOWHERE = re.compile(r"https://(?:ringjax\.|[\w.]+/ringjax)")
+
+
+def test_no_address_is_named_before_it_exists() -> None:
+    """They are written in one place, `[project.urls]`, by whoever publishes."""
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    texts = {name: (ROOT / name).read_text(errors="replace") for name in files}
+    assert not [name for name, text in texts.items() if NOWHERE.search(text)]
+
+
+def test_an_error_is_explained_by_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "PeerLost: RINGJAX[world, epoch 0]: allreduce 'x': rank 0 has shut down before"
+    )
+    assert explain.main(["ringjax.errors." + line + " this call"]) == 0
+    found = capsys.readouterr().out
+    assert found.startswith("PeerLost\n\n- `has shut down before this call`: ")
+    assert found.count("\n- ") == 1
+    status = "JaxRuntimeError: DEADLINE_EXCEEDED: RINGJAX[world, epoch 0]: barrier: why"
+    assert explain.main([status]) == 0
+    assert capsys.readouterr().out.startswith("Stalled\n")
+    assert explain.main(["nothing", "of", "ours"]) == 1
+    assert "It knows PeerLost, Fenced, " in capsys.readouterr().err
 
 
 def test_texts_that_are_explained_are_in_the_sources() -> None:

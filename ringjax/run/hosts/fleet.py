@@ -310,21 +310,15 @@ class Fleet:
     def _look_for_silence(self, now: float) -> None:
         """Gives up hosts whose agents do not answer within the start timeout."""
         for agent in self._remote.values():
-            silence, limit = now - agent.since, self._spec.start_timeout
-            known = agent.answers or agent.done or agent.rendezvous
-            if known or silence < min(_SOON, limit):
-                continue
+            silence, limit = agent.silence(now), self._spec.start_timeout
+            why = f"no answer over {agent.client} in"
             if silence >= limit:
                 order = {"do": "signal", "signal": int(signal.SIGKILL)}
                 self._tell(self._local, {**order, "ids": [agent.number]})
-                why = f"no answer over {agent.client} in {limit:g} s"
-                self.lost(agent, f"{why}; {_SHELL}")
-            elif not agent.noted:
+                self.lost(agent, f"{why} {limit:g} s; {_SHELL}")
+            elif silence >= _SOON and not agent.noted:
                 agent.noted = True
-                self._console.note(
-                    f"{agent.host}: no answer over {agent.client} for {_SOON:g} s, "
-                    f"waiting up to {limit:g} s; {_SHELL}"
-                )
+                self._console.note(f"{agent.host}: {why} {_SOON:g} s; {_SHELL}")
 
     def heard(self, agent: Agent, message: Message) -> None:
         """An agent has said something."""

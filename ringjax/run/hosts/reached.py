@@ -39,6 +39,11 @@ class Agent:
     names: set[int] = field(default_factory=set)
     pids: dict[int, int] = field(default_factory=dict)
 
+    def silence(self, now: float) -> float:
+        """Seconds since its start, if nothing has come from it; else 0."""
+        known = self.answers or self.done or self.rendezvous
+        return 0.0 if known else now - self.since
+
     @property
     def done(self) -> bool:
         """Whether nothing will come from it any more."""

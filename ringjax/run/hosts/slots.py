@@ -123,7 +123,7 @@ def parse_hostfile(path: str | os.PathLike[str]) -> list[Host]:
     """
     hosts = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--hostfile {os.fspath(path)}: {error}") from error
