@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ringjax.control.rendezvous import Server
     from ringjax.run.hosts.arrivals import Arrivals
 
+SOON = 10.0  # seconds until it is said what is waited for
 _TICK = 0.1  # seconds between two looks at the rendezvous server
 _TO_END = 10.0  # seconds for a rank that has told that it fails
 
@@ -128,16 +129,18 @@ class Job:
         from ringjax.run.hosts.arrivals import Arrivals  # costs others nothing
 
         arrivals = self._arrivals = Arrivals(self._spec, self._fleet, self.console.note)
-        deadline = time.monotonic() + listening.patience
+        begun, noted = time.monotonic(), False
         while (count := sum(host.slots for host in arrivals.hosts)) < self.size:
             if self._ending.begun:
                 return
-            if time.monotonic() > deadline:
-                self._no_start(
-                    f"--listen found {count} of {self.size} slots in "
-                    f"{listening.patience:g} s"
-                )
+            waited = time.monotonic() - begun
+            found = f"--listen found {count} of {self.size} slots in"
+            if waited > listening.patience:
+                self._no_start(f"{found} {listening.patience:g} s")
                 return
+            if waited > SOON and not noted:
+                noted = True
+                self.console.note(f"{found} {SOON:g} s; waits for more")
             self._turn()
         self._place(assign(sorted(arrivals.hosts, key=in_order), self.size))
 

@@ -2,8 +2,7 @@
 
 Its coordinator (coordinator.py) decides who is a member; here processes are started and
 ended, seats are filled (seats.py), hosts are found (hosts/discovery.py), and sentences
-are said (workers.py). The loop is the same as of a job of fixed size, see
-static_job.py.
+are said (workers.py). The loop is as that of a job of fixed size, static_job.py.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import ANY, Host
 from ringjax.run.monitor.hub import Hub
 from ringjax.run.output import Console
-from ringjax.run.static_job import Outcome, interrupted
+from ringjax.run.static_job import SOON, Outcome, interrupted
 
 if TYPE_CHECKING:
     from ringjax.run.hosts.arrivals import Arrivals
@@ -178,7 +177,7 @@ class ElasticJob:
 
     def _wait_for_hosts(self) -> None:
         """Until there is room for enough workers, or ranks of the job have come."""
-        begun = time.monotonic()
+        begun, noted = time.monotonic(), False
         while self._discovery is not None and not self._ending.begun:
             count, needed = len(self._seating.seats), self._elastic.min_np
             waited = time.monotonic() - begun
@@ -188,14 +187,16 @@ class ElasticJob:
             if self._adoption.resumes:
                 return
             name, why = self._discovery.name, self._discovery.trouble
+            found = f"{name} found {count} of at least {needed} slots in"
             if self._discovery.hopeless:
                 self._give_up(f"{name} {self._elastic.script}: {why}")
             elif self._discovery.hosts is not None and count >= needed and settled:
                 return
             elif waited > self._timeout:
-                seconds = f"{self._timeout:g} s" + f", {why}" * bool(why)
-                slots = f"{count} of at least {needed} slots"
-                self._give_up(f"{name} found {slots} in {seconds}")
+                self._give_up(f"{found} {self._timeout:g} s" + f", {why}" * bool(why))
+            elif waited > SOON and not noted:
+                noted = True
+                self.console.note(f"{found} {SOON:g} s; waits for more")
             else:
                 self._turn()
 
@@ -257,10 +258,9 @@ class ElasticJob:
 
     def _order(self, worker: Worker) -> dict[str, Any]:
         slot = self._seating.slot(worker.seat, lambda seat: seat.worker is not None)
-        env = {**slot.environment(), **self._shared}
-        env["RINGJAX_WORKER"] = str(worker.number)
-        argv = list(self._spec.command)
-        return {"id": worker.number, "argv": argv, "env": env, "takes_group": True}
+        number, argv = worker.number, list(self._spec.command)
+        env = {**slot.environment(), **self._shared, "RINGJAX_WORKER": str(number)}
+        return {"id": number, "argv": argv, "env": env, "takes_group": True}
 
     # While it runs.
 
