@@ -1,11 +1,15 @@
 // Devices of a process that meet in one call: threads as ranks, parts as devices.
 #include "engine/communicator/meeting.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
 
 #include "check.h"
@@ -306,18 +310,46 @@ TEST(WhereNoThreadCanBeMadeTheNextCallIsAsEver) {
 }
 #endif
 
+// The threads of this process, and whether each sleeps.
+std::map<std::string, bool> Threads() {
+  std::map<std::string, bool> all;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream file(entry.path() / "stat");
+    std::string line;
+    std::getline(file, line);
+    const size_t name = line.rfind(") ");
+    if (name != line.npos) all[entry.path().filename()] = line[name + 2] == 'S';
+  }
+  return all;
+}
+
+// Returns when all threads sleep that are not among `before`, and there are some.
+void AwaitSleepOfOthersThan(const std::map<std::string, bool>& before) {
+  while (true) {
+    auto now = Threads();
+    std::erase_if(now,
+                  [&](const auto& thread) { return before.contains(thread.first); });
+    const auto sleeps = [](const auto& thread) { return thread.second; };
+    if (!now.empty() && std::all_of(now.begin(), now.end(), sleeps)) return;
+    std::this_thread::yield();
+  }
+}
+
 TEST(ACallWithAShorterTimeoutIsToldBeforeALongerOneThatCameFirst) {
   World world({0});
   Told told;
   std::vector<float> x{1};
   {
     Meeting meeting;
+    const auto before = Threads();
     for (const double seconds : {1000.0, 0.05}) {
       const int64_t device = seconds < 1 ? 1 : 0;
       Part part =
           PartOf(world.ranks[0], &told, device, &x, &x, {0, 1}, {0, 1}, device + 1);
       part.call.timeout = seconds;
       CHECK(meeting.Join(std::move(part)).ok());
+      // Else the thread that watches would find both when it begins.
+      if (seconds > 1) AwaitSleepOfOthersThan(before);
     }
     CHECK(told.Of(1).code() == Code::kDeadlineExceeded);
   }

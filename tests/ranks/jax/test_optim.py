@@ -302,7 +302,7 @@ def test_a_process_set_trains_by_itself(world) -> None:
 def test_optimizers_at_different_steps_are_told(world, overlap) -> None:
     tx = ringjax.allreduce_grads(overlap=overlap)
     seq = jnp.full((1,), 5 if world.rank == 1 else 4, jnp.uint32)
-    text = "rank 1 sent optimizer step 5, rank 0 sent optimizer step 4"
+    text = "rank 1 sent optimizer step 5, rank 0 sent optimizer step 4.*skip a step"
     with pytest.raises(jax.errors.JaxRuntimeError, match=text):
         jax.block_until_ready(jax.jit(tx.update)(grads_of(0, 0), AllreduceState(seq)))
     updates, _ = jax.jit(tx.update)(jnp.ones(2), tx.init(None))  # still usable

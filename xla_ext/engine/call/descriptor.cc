@@ -27,6 +27,7 @@ std::vector<std::string_view> Lines(std::string_view text) {
 
 constexpr long kHeadLines = 10;  // of Explain, before the tensors
 constexpr std::string_view kRefused = "refused: ";
+constexpr std::string_view kStep = "optimizer step ";
 
 // What the ranks call the operation: the first line of the first that describes it.
 std::string_view Title(const std::vector<std::string>& texts) {
@@ -191,7 +192,7 @@ std::string Explain(const Call& call, size_t limit) {
       << '\n';
   out << "prescale_factor=" << Digits(call.prescale) << '\n';
   out << "postscale_factor=" << Digits(call.postscale) << '\n';
-  out << "optimizer step " << call.step << '\n';
+  out << kStep << call.step << '\n';
   out << "bucket " << call.bucket << '\n';
   out << (call.partition.empty() ? std::string_view("1 device")
                                  : call.partition.substr(0, call.partition.find('\n')))
@@ -252,6 +253,9 @@ std::string Mismatch(const std::vector<std::string>& texts,
   }
   out << "ranks disagree: rank " << members[bad] << " sent " << b << ", rank "
       << members[good] << " sent " << a << ". Nothing was exchanged.";
+  if (a.substr(0, kStep.size()) == kStep)
+    out << " Did a rank skip a step (a guard against NaN belongs behind"
+           " allreduce_grads, not around it), or restore another checkpoint?";
   return out.str();
 }
 
