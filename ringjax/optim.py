@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ringjax import runtime
+from ringjax import runtime, stderr
 from ringjax.collectives import allreduce, arguments
 from ringjax.collectives.arguments import is_float0
 from ringjax.compression import Compression, WireDtype
@@ -34,6 +34,9 @@ _CROSSED = (
     "in them already, unweighed. Weigh the loss, and leave out `weight`: "
     "jax.grad(lambda p: ringjax.weighted_loss(loss(p), n))"
 )
+
+
+_warned = False  # that gradients may be of such a loss
 
 
 class AllreduceState(NamedTuple):
@@ -145,8 +148,8 @@ def allreduce_grads(
         arrays, names = sent.arrays, sent.names
         if weight is not None:
             own = weights.checked(_WHAT, weight, op, arrays, compressed=wire >= 0)
-            if communicator.size > 1 and jax_private.has_crossed(arrays):
-                raise ValueError(_CROSSED)
+            if communicator.size > 1:
+                _check_crossing(arrays, communicator.rank)
             # The sum of the weights travels with the gradients, and is there first.
             arrays, names = weights.weighed(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
@@ -237,6 +240,22 @@ def _refuse_functions_of_one_rank(params: Any, extra: Mapping[str, Any]) -> None
                 f"the ranks would part; give {key}={remedy}, and likewise `value` and "
                 "`grad`"
             )
+
+
+def _check_crossing(arrays: Sequence[Any], rank: int) -> None:
+    """Refuses weights behind a derivative through a collective, or warns of them.
+
+    Of gradients that another program has computed, only so much is known: whether this
+    process has taken such a derivative at all.
+    """
+    global _warned
+    if jax_private.has_crossed(arrays):
+        raise ValueError(_CROSSED)
+    if jax_private.may_have_crossed(arrays) and not _warned:
+        _warned = True
+        if rank == 0:
+            why = "another program has computed these gradients; if its loss has one, "
+            stderr.line(f"[ringjax] warning: {why}{_CROSSED}")
 
 
 def _check_alike(

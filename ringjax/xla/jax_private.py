@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.extend.core
 import numpy as np
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -45,6 +46,8 @@ def new_primitive(name: str) -> Any:
     primitive = Primitive(f"ringjax.{name}")
     primitive.multiple_results = True
     primitive.def_impl(partial(_apply, primitive))
+    check = partial(_checkify.nan_error_check, primitive)  # another rank's NaN, perhaps
+    _checkify.error_checks[primitive] = check
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
 
@@ -90,7 +93,16 @@ def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
-        ad.primitive_transposes[primitive] = transpose
+        ad.primitive_transposes[primitive] = partial(_transposed, transpose)
+
+
+_crossed = False  # this process has taken a derivative through a collective
+
+
+def _transposed(rule: Any, *values: Any, **params: Any) -> Any:
+    global _crossed
+    _crossed = True
+    return rule(*values, **params)
 
 
 def with_rows(aval: Any, rows: int) -> Any:
@@ -168,9 +180,14 @@ def has_crossed(values: Sequence[Any]) -> bool:
     """Whether traced gradients come from a derivative through a collective.
 
     Then cotangents of all ranks are in them already. Not seen are gradients that come
-    from another program, and derivatives within `jax.checkpoint`.
+    from another program: see `may_have_crossed`.
     """
     return any(map(_is_transposed, _upstream(values)))
+
+
+def may_have_crossed(values: Sequence[Any]) -> bool:
+    """Whether gradients that another program has computed may be such ones."""
+    return _crossed and any(next(_upstream([v]), None) is None for v in values)
 
 
 def is_own(value: Any) -> bool:
@@ -196,14 +213,15 @@ def _upstream(values: Sequence[Any]) -> Iterator[Any]:
         equations += [getattr(v, "parent", None) for v in operands]
 
 
-def _is_transposed(equation: Any) -> bool:
+def _is_transposed(equation: Any, within: bool = False) -> bool:
     if tokens.RING not in equation.effects:
         return False
-    stack = str(equation.source_info.name_stack)
-    if equation.primitive.name.startswith("ringjax.") and "transpose" in stack:
-        return True
+    # The operations in a jax.checkpoint that is transposed do not say that they are.
+    within = within or "transpose(" in str(equation.source_info.name_stack)
+    if equation.primitive.name.startswith("ringjax."):
+        return within
     inner = _core.jaxprs_in_params(equation.params)
-    return any(_is_transposed(e) for jaxpr in inner for e in jaxpr.eqns)
+    return any(_is_transposed(e, within) for jaxpr in inner for e in jaxpr.eqns)
 
 
 def in_mesh() -> bool:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from support.stacked import equal, raises
 
 import ringjax
@@ -219,3 +220,14 @@ def test_a_nan_behind_a_collective_is_looked_for_by_its_rank_alone(world) -> Non
                 jax.block_until_ready(program(jnp.ones(3), False))
         total, _ = program(jnp.ones(3), False)
     equal(total, np.full(3, world.size, np.float32))
+
+
+@pytest.mark.ranks(1, 3)
+def test_checkify_finds_a_nan_that_another_rank_has_sent(world) -> None:
+    checked = checkify.checkify(
+        lambda x: ringjax.allreduce(jnp.log(x)), errors=checkify.float_checks
+    )
+    for bad in (False, True):
+        x = jnp.float32(-1.0 if bad and world.rank == world.size - 1 else 1.0)
+        error, _ = jax.jit(checked)(x)
+        assert (error.get() is not None) == bad

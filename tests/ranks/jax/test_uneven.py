@@ -17,6 +17,7 @@ import pytest
 import ringjax
 from ringjax import eager, errors
 from ringjax.data import even_steps
+from ringjax.xla import jax_private
 
 # Training is that of one process on any number of ranks; the rest has none of its own.
 pytestmark = [
@@ -318,12 +319,14 @@ def test_a_weighted_loss_is_right_where_collectives_are_in_it(world, how) -> Non
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("inner", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
 def test_weights_behind_a_collective_in_the_loss_are_refused(world, inner) -> None:
     tx, w = ringjax.allreduce_grads(), jnp.ones(3)
 
     def update(loss):
-        grad = inner(jax.grad(loss))
+        grad = jax.grad(inner(loss))
+        if inner is jax.jit:
+            grad = jax.jit(grad)
         step = jax.jit(lambda w: tx.update(grad(w), tx.init(w), w, weight=2)[0])
         return step(w)
 
@@ -338,6 +341,28 @@ def test_weights_behind_a_collective_in_the_loss_are_refused(world, inner) -> No
     # What crosses no derivative may be weighed.
     out = update(lambda w: jnp.sum(w**2 * ringjax.allreduce(jnp.float64(3))))
     np.testing.assert_allclose(out, 6.0)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("jit", [False, True])
+def test_weights_of_gradients_from_another_program(
+    world, capfd, monkeypatch, jit
+) -> None:
+    """Of these it is not known whether their loss has a collective."""
+    monkeypatch.setattr(ringjax.optim, "_warned", False)
+    monkeypatch.setattr(jax_private, "_crossed", False)
+    tx, w = ringjax.allreduce_grads(), jnp.ones(3)
+    wrap = jax.jit if jit else lambda f: f
+
+    def update(loss) -> str:
+        grads = wrap(jax.grad(loss))(w)
+        wrap(lambda g: tx.update(g, tx.init(w), w, weight=2)[0])(grads)
+        return capfd.readouterr().err
+
+    assert update(lambda w: jnp.sum(w**2)) == ""
+    found = update(lambda w: jnp.sum((w - ringjax.allreduce(w)) ** 2))
+    assert ("ringjax.weighted_loss" in found) == (world.rank == 0 and world.size > 1)
+    assert update(lambda w: jnp.sum((w - ringjax.allreduce(w)) ** 2)) == ""
 
 
 def test_what_is_no_loss_is_refused(world) -> None:
