@@ -193,6 +193,8 @@ class Console:
             text = line.decode(errors="replace")
             # A line with \r is a progress bar. What is indented belongs to a line
             # above, such as the place in a program that a note names.
+            if _NOTE.match(text.strip()):
+                found = ""  # what is indented below belongs to the note
             if not text.strip() or "\r" in text or _NOTE.match(text.strip()):
                 continue
             if not text[0].isspace():

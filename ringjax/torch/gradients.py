@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ringjax import runtime
 from ringjax.eager import alike, lane
-from ringjax.errors import RingjaxError
+from ringjax.errors import Mismatch, RingjaxError
 from ringjax.ops import Adasum
-from ringjax.torch import mpi_ops
+from ringjax.torch import mpi_ops, refusals
 from ringjax.torch.flights import Flight, Sent, Settings, failed, send
 from ringjax.torch.functions import broadcast_object
 from ringjax.torch.parameters import Unit, names_of, units_of
@@ -36,34 +36,20 @@ from ringjax.tuning.tuning import Tuning
 # The first bucket of a step is no larger, so that communication begins early.
 _FIRST_BUCKET = 1 << 20
 
-_TOO_OFTEN = (
-    "Gradients were computed more than backward_passes_per_step times before call to "
-    "step(): {name!r}, more than {passes}. Increase backward_passes_per_step to "
-    "accumulate gradients locally. If the backward pass before failed, or was that of "
-    "another network's loss, call optimizer.zero_grad() or, on every rank, "
-    "optimizer.step() after it. A parameter that several activation checkpoints use "
-    "needs checkpoint(..., use_reentrant=False)."
-)
-_TOUCHED = (
-    "the gradient of {name!r} was changed between backward() and step() before it was "
-    "reduced, since not all ranks had sent theirs: their losses use other parameters, "
-    "some of its group (groups=) have no gradient, or zero_grad(set_to_none=False) "
-    "left a gradient there. Call optimizer.synchronize() before the change, and "
-    "optimizer.step() within `with optimizer.skip_synchronize():`."
-)
-_WITH_GRAPH = (
-    "backward(create_graph=True) leaves a gradient of {name!r} that is part of a "
-    "graph, and a reduced gradient has none. Take the inner derivative by "
-    "torch.autograd.grad(..., create_graph=True), and call backward() on the sum."
-)
-_SAME_NAME = (
-    "two optimizers have a parameter named {name!r}, and both have gradients on their "
-    "way. Give them different names: DistributedOptimizer(optimizer, "
-    "[(f'decoder.{{n}}', p) for n, p in decoder.named_parameters()])"
-)
-# The optimizers between a backward pass and their step.
+# The optimizers between a backward pass and their step, and all of them.
 _in_step: weakref.WeakSet[Gradients] = weakref.WeakSet()
+_all: weakref.WeakSet[Gradients] = weakref.WeakSet()
 runtime.on_init(_in_step.clear)
+
+
+def _begin_anew() -> None:
+    """Ranks go back to a commit, or come in: which steps were made counts no more."""
+    for gradients in list(_all):
+        gradients.stepped = None
+
+
+runtime.on_init(_begin_anew)
+runtime.on_fresh_start(_begin_anew)
 
 
 class Gradients:
@@ -74,6 +60,7 @@ class Gradients:
         name_of: their names.
         begun: whether backward has run since the last `collect` or `forget`.
         settled: whether all gradients are reduced on all ranks.
+        stepped: whether a step was made since the last `collect`; None: there was none.
 
     Raises:
         ValueError: a bad argument, see `parameters`.
@@ -94,6 +81,8 @@ class Gradients:
         self._removers: list[Any] = []
         self._tuning: Tuning | None = None
         self._ended = 0.0  # the last step, by `time.monotonic`
+        self.stepped: bool | None = None
+        _all.add(self)
         self._first_name = ""  # of the parameters, in the order of the alphabet
         self._order: list[Tensor] = []  # of all of them, likewise; when it is needed
         weakref.finalize(self, _remove, self._removers)
@@ -175,12 +164,13 @@ class Gradients:
                 for flight in self._flights.values():
                     self._try(partial(flight.receive, self.settings.compression))
                 failure = self._failure
+                self.stepped = None if failure else False
             finally:
                 self.forget()
         if failure is not None:
             raise failure
         if changed:
-            raise RuntimeError(_TOUCHED.format(name=self.name_of[changed[0]]))
+            raise RuntimeError(refusals.TOUCHED.format(name=self.name_of[changed[0]]))
         if runtime.config().autotune and not self.alone():
             self._tune()
 
@@ -225,7 +215,8 @@ class Gradients:
         name = f"gradients of {self.title}, {self._rounds}"
         with lane.together(self.settings.process_set):
             self._send_bucket()
-            answer = ask(name, sent, present, final, self.settings.process_set)
+            ranks = self.settings.process_set
+            answer = ask(name, sent, present, final, self.stepped, ranks)
         return lambda: (order, answer())
 
     def _in_order(self) -> list[Tensor]:
@@ -239,6 +230,8 @@ class Gradients:
 
     def _take(self, order: list[Tensor], answer: Answer) -> None:
         """Waits for the gradients that all ranks have sent."""
+        if answer.apart:
+            self._failure = self._failure or Mismatch(refusals.APART)
         pairs = zip(order, answer.everywhere, strict=True)
         here = {p for p, all_sent in pairs if all_sent}
         for unit in [unit for unit in self._flights if here.issuperset(unit)]:
@@ -297,7 +290,9 @@ class Gradients:
         if waiting:
             reader = sys._getframe(2).f_globals.get("__name__")
             if reader == torch.amp.GradScaler.__module__:
-                raise RuntimeError(_TOUCHED.format(name=self.name_of[waiting[0][0]]))
+                raise RuntimeError(
+                    refusals.TOUCHED.format(name=self.name_of[waiting[0][0]])
+                )
 
     def _tune(self) -> None:
         """At the end of a step: how long it took, and what the next one is to try."""
@@ -346,13 +341,13 @@ class Gradients:
                 return
             assert p.grad is not None
             if p.grad.requires_grad:
-                raise RuntimeError(_WITH_GRAPH.format(name=self.name_of[p]))
+                raise RuntimeError(refusals.WITH_GRAPH.format(name=self.name_of[p]))
             if p in self._reduced and self._reduced[p]() is not p.grad:
                 self.forget()  # the module's zero_grad has dropped what was reduced
             left = self._passes_left[p] - 1
             if left < 0:
                 passes = self.settings.backward_passes_per_step
-                text = _TOO_OFTEN.format(name=self.name_of[p], passes=passes)
+                text = refusals.TOO_OFTEN.format(name=self.name_of[p], passes=passes)
                 raise AssertionError(text)
             if not self.begun:
                 self._begin()
@@ -368,7 +363,7 @@ class Gradients:
         mine = set(self.name_of.values())
         for other in _in_step:
             if twice := mine.intersection(other.name_of.values()):
-                raise ValueError(_SAME_NAME.format(name=min(twice)))
+                raise ValueError(refusals.SAME_NAME.format(name=min(twice)))
         self.begun = True
         _in_step.add(self)
 

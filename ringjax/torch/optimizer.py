@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
 from ringjax.runtime import global_process_set
 from ringjax.torch import mpi_ops
@@ -115,8 +116,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _collect(self) -> None:
-        if not self._gradients.alone():
+        if self._gradients.alone():
+            return
+        failure = None
+        try:
             self._gradients.collect(self.param_groups)
+        except RingjaxError:
+            raise
+        except RuntimeError as error:  # of this rank alone
+            failure = error
+        # Here and not in `step`, which a rank may leave out: all ranks come here.
+        self._gradients.check_parameters()
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -147,18 +159,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         optimizer calls it.
         """
         if self._should_synchronize and not self._is_scaled:
-            if self._synchronized:
+            if self._synchronized and not self._gradients.begun:
                 warnings.warn(_TWICE, stacklevel=2)
             if closure is None:
                 self.synchronize()
             else:
                 closure = self._reducing(closure)
         self._synchronized = self._is_scaled = False
-        self._gradients.check_parameters()
         try:
-            return super().step(closure)
+            loss = super().step(closure)
         finally:
             self._synchronized = False
+        self._gradients.stepped = self._gradients.stepped is not None or None
+        return loss
 
     # Else unpickling would wrap it, and the user's hooks on steps would run twice.
     step.hooked = True  # type: ignore[attr-defined]

@@ -24,11 +24,14 @@ class Answer(NamedTuple):
         everywhere: for each parameter, whether all ranks have sent its gradient.
         anywhere: for each parameter, whether some rank has a gradient.
         final: whether all ranks are about to make a step.
+        apart: whether some ranks have made a step since the gradients before, and
+            others have not.
     """
 
     everywhere: list[bool]
     anywhere: list[bool]
     final: bool
+    apart: bool
 
 
 def ask(
@@ -36,6 +39,7 @@ def ask(
     sent: Sequence[bool],
     present: Sequence[bool],
     final: bool,
+    stepped: bool | None,
     process_set: ProcessSet,
 ) -> Callable[[], Answer]:
     """Submits a round, and returns what waits for its answer.
@@ -46,23 +50,27 @@ def ask(
             sent its gradient.
         present: likewise, whether this rank has a gradient.
         final: whether this rank is about to make a step.
+        stepped: whether it has made one since the gradients before; None if there were
+            none.
         process_set: the ranks that take part.
 
     Raises:
         RingjaxError: as `allreduce`, here or from what is returned.
     """
     # A rank that has joined adds zeros, so the ranks that ask are counted, too.
-    counts = torch.tensor([*sent, *present, 1, final], dtype=torch.int32)
+    state = (1, final, stepped is True, stepped is False)
+    counts = torch.tensor([*sent, *present, *state], dtype=torch.int32)
     handle = mpi_ops.allreduce_async_(
         counts, name=name, op=Sum, process_set=process_set
     )
 
     def answer() -> Answer:
-        *found, ranks, finals = mpi_ops.synchronize(handle).tolist()
+        *found, ranks, finals, made, left_out = mpi_ops.synchronize(handle).tolist()
         return Answer(
             [count == ranks for count in found[: len(sent)]],
             [count > 0 for count in found[len(sent) :]],
             finals == ranks,
+            made > 0 and left_out > 0,
         )
 
     return answer

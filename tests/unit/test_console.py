@@ -72,6 +72,7 @@ def test_last_words_are_the_error_and_no_note(note: bytes, apart: bool) -> None:
 
 def test_last_words_of_a_program_that_indents() -> None:
     assert feed([b"   out of memory\n"], "stderr").last_error(1) == "out of memory"
+    assert feed([NOTES[1]], "stderr").last_error(1) == ""
     crash = b"Fatal Python error: Aborted\n\nThread 0x1:\n  File x\n"
     console = feed([b"first\n", crash, b"later\n"], "stderr")
     assert console.last_error(1) == "Fatal Python error: Aborted"

@@ -110,3 +110,28 @@ def test_a_process_set_is_compared_within_itself(world, capfd) -> None:
     training.change(0, 0.0 if members.included() else 1.0)
     assert training.run(1) == []
     hvd.remove_process_set(members)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_step_that_one_rank_leaves_out_is_an_error(world, capfd) -> None:
+    training = Training(capfd)
+
+    def backward() -> None:
+        training.optimizer.zero_grad()
+        training.model(torch.ones(2, 3)).square().sum().backward()
+
+    for everybody in (True, False):
+        training.run(1)
+        backward()
+        if everybody or world.rank == 1:  # as after an error of its own
+            training.optimizer.synchronize()
+        else:
+            training.optimizer.step()
+        backward()
+        if everybody:  # they have decided alike
+            training.optimizer.step()
+        else:
+            with pytest.raises(hvd.HorovodInternalError, match="have left it out"):
+                training.optimizer.step()
+    hvd.broadcast_parameters(training.model.state_dict(), root_rank=0)
+    assert training.run(2) == []
