@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -42,6 +43,9 @@ if rank_worker.WITHOUT_HYPOTHESIS not in sys.argv:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Takes one of the two sides: the pytest that you started, or one inside a rank."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # As in the background of a script: ringrun would leave Ctrl-C ignored, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if _in_rank():
         folder = Path(os.environ[VARIABLE])
         rank, size = (int(os.environ[f"RINGJAX_{x}"]) for x in ("RANK", "SIZE"))

@@ -85,7 +85,7 @@ def test_notes_of_jax_are_no_reason() -> None:
 def test_the_link_below_an_error_of_ours_is_no_reason() -> None:
     code = "import ringjax; raise ringjax.errors.StartupError('nobody came')"
     done = ringrun("-np", "1", sys.executable, "-c", code)
-    assert "troubleshooting.html#startuperror\n" in done.stderr
+    assert "Help: ringjax explain StartupError\n" in done.stderr
     why = "ringjax.errors.StartupError: nobody came (exit code 1)"
     assert last_line(done) == f"ringrun: rank 0 failed: {why}"
 
