@@ -213,7 +213,7 @@ def test_too_few_descriptors() -> None:
     assert found.mend("descriptors") == "sudo prlimit --pid $$ --nofile=65536"
     assert "at most 200 (ulimit -Hn)" in found.of("descriptors")[0][1]
     row = next(r for r in found.rows() if r["check"] == "descriptors")
-    assert row["help"].endswith("troubleshooting.html#outofdescriptors")
+    assert row["help"] == "ringjax explain outofdescriptors"
 
 
 def test_a_limit_of_the_address_space() -> None:
