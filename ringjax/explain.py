@@ -41,7 +41,7 @@ def _points(body: str, line: str) -> Iterator[str]:
 
 
 def explain(line: str) -> str:
-    """What the page says about an error; empty if it does not know it.
+    """Returns the sections or points of the page for an error; empty if it has none.
 
     Args:
         line: the name of an exception, a heading of the page, or text of an error.

@@ -34,9 +34,7 @@ _CROSSED = (
     "in them already, unweighed. Weigh the loss, and leave out `weight`: "
     "jax.grad(lambda p: ringjax.weighted_loss(loss(p), n))"
 )
-
-
-_warned = False  # that gradients may be of such a loss
+_warned = False  # whether this process has printed that gradients may be of such a loss
 
 
 class AllreduceState(NamedTuple):

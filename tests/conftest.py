@@ -44,7 +44,8 @@ if rank_worker.WITHOUT_HYPOTHESIS not in sys.argv:
 def pytest_configure(config: pytest.Config) -> None:
     """Takes one of the two sides: the pytest that you started, or one inside a rank."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        # As in the background of a script: ringrun would leave Ctrl-C ignored, too.
+        # A shell script starts background programs with SIGINT ignored, and ringrun
+        # leaves it so: tests that interrupt a job need the default.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if _in_rank():
         folder = Path(os.environ[VARIABLE])

@@ -1,4 +1,4 @@
-"""Where short-lived files of this user go: records, notices, sockets.
+"""The folder in which ringjax makes temporary files: records of calls and sockets.
 
 A container may have a read-only root and no folder for temporary files. What is written
 there is a convenience, so the answer may be that there is no such folder.

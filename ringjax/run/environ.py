@@ -113,7 +113,7 @@ def of_engine() -> dict[str, str]:
 
 
 def of_account() -> dict[str, str]:
-    """What says whose account this process has, and where its home is."""
+    """The variables that name the user of this process, the home and the shell."""
     return {name: os.environ[name] for name in _ACCOUNT if name in os.environ}
 
 

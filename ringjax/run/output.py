@@ -23,8 +23,8 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
 _BETWEEN_STATES = 10.0  # seconds from one state of a progress bar to the next, in logs
 _END = re.compile(rb"\r\n|\n|\r")
-# What JAX, ringjax and C++ libraries write below an error, which is the line worth
-# repeating; and states of progress bars.
+# Lines that are no reason why a rank has failed: those that JAX, ringjax and C++
+# libraries print below the message of an error, and progress bars.
 _NOTE = re.compile(
     r"-+$|For simplicity, JAX has removed its internal frames"
     r"|Help: ringjax explain \w+$|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"

@@ -1,6 +1,6 @@
-"""What the gradients of an optimizer cannot be, and what to write instead.
+"""Texts of the errors that gradients.py raises, each with what to write instead.
 
-The texts only; who raises them is gradients.py.
+Texts only: when an error is raised is decided in gradients.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// Who may read this process's memory where Yama lets only ancestors: the parent's
-// descendants, and not all that process 1 has started.
+// A rank names a process that may read its memory where Yama allows only ancestors: its
+// parent, but never process 1, from which every process descends.
 #include "transport/process_memory.h"
 
 #include "check.h"

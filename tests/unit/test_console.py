@@ -1,4 +1,4 @@
-"""What ringrun makes of the bytes that a rank writes: whole lines, and last words."""
+"""The console of ringrun: whole lines of a rank's output, and its last error line."""
 
 from __future__ import annotations
 

@@ -332,6 +332,7 @@ def why_not(program: str, error: Exception) -> str:
     if not os.path.isfile(program):
         return reason
     if isinstance(error, FileNotFoundError) and "/" in program:
+        first = b""
         with contextlib.suppress(OSError), open(program, "rb") as file:
             first = file.readline(200).removesuffix(b"\n")
         if first.startswith(b"#!"):

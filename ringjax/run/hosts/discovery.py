@@ -6,19 +6,13 @@ fails, hangs or prints something else changes nothing, and is complained about o
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringjax.run.hosts.slots import (
-    Host,
-    is_local,
-    parse_discovered,
-    without_aliases,
-)
+from ringjax.run.hosts.slots import Host, parse_discovered, without_aliases
 
 PERIOD = 1.0  # seconds from the end of one run to the next, as in Horovod
 LIMIT = 30.0  # seconds for one run
@@ -56,7 +50,6 @@ class Discovery:
         self._running: int | None = None
         self._runs = 0
         self._killed = False
-        self._is_local = functools.cache(is_local)  # it may ask a name server
         self.hosts: list[Host] | None = None
         self.trouble = ""
         self.hopeless = False
@@ -104,7 +97,7 @@ class Discovery:
         else:
             try:
                 found = parse_discovered(out, self._slots)
-                self.hosts = without_aliases(found, self._is_local)
+                self.hosts = without_aliases(found)
             except ValueError as error:
                 trouble = str(error).removeprefix("--host-discovery-script: ")
         self.hopeless = self._runs == 1 and code in (126, 127)

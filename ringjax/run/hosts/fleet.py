@@ -113,7 +113,7 @@ class Fleet:
         return self._own[host]
 
     def remote(self, hosts: Iterable[str]) -> list[str]:
-        """Those that are not this machine."""
+        """The hosts of these that are not this machine."""
         hosts = list(hosts)
         if len(hosts) > 1:  # at the same time
             names.ask(host.rpartition("@")[2] for host in hosts)

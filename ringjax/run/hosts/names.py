@@ -1,4 +1,4 @@
-"""What the name server says of hosts: asked for all at the same time, once for each.
+"""Addresses of hosts by name: all are looked up at the same time, each one once.
 
 A name that only ssh knows costs some 20 s where no name server answers. Threads wait
 for it, so that ringrun says what it waits for, and hears a Ctrl-C.
@@ -23,7 +23,7 @@ AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 
 
 class _Answer:
-    """Of a name server, once there is one."""
+    """The addresses of one host, once the resolver has returned them."""
 
     def __init__(self) -> None:
         self.asked = time.monotonic()

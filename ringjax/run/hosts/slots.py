@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ringjax.control import addresses
@@ -239,21 +239,15 @@ def _is_ours(family: int, address: tuple[object, ...]) -> bool:
     return True
 
 
-def without_aliases(
-    hosts: Sequence[Host], local: Callable[[str], bool] = is_local
-) -> list[Host]:
+def without_aliases(hosts: Sequence[Host]) -> list[Host]:
     """Hosts, of which this machine is one, under the first of the names it has there.
 
     Two ranks of a machine with the same local_rank would share a GPU.
-
-    Args:
-        hosts: each name once.
-        local: says whether a name is this machine.
     """
     if len(hosts) < 2:
         return list(hosts)
     names.ask(host.name for host in hosts)
-    own = [host.name for host in hosts if local(host.name)]
+    own = [host.name for host in hosts if is_local(host.name)]
     return merged(
         Host(own[0], host.slots) if host.name in own else host for host in hosts
     )

@@ -348,7 +348,7 @@ def test_weights_behind_a_collective_in_the_loss_are_refused(world, inner) -> No
 def test_weights_of_gradients_from_another_program(
     world, capfd, monkeypatch, jit
 ) -> None:
-    """Of these it is not known whether their loss has a collective."""
+    """ringjax cannot see whether the loss of such gradients has a collective."""
     monkeypatch.setattr(ringjax.optim, "_warned", False)
     monkeypatch.setattr(jax_private, "_crossed", False)
     tx, w = ringjax.allreduce_grads(), jnp.ones(3)
