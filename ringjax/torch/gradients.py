@@ -43,7 +43,7 @@ runtime.on_init(_in_step.clear)
 
 
 def _begin_anew() -> None:
-    """Ranks go back to a commit, or come in: which steps were made counts no more."""
+    """Forgets the steps: all ranks go back to a commit, or another rank joins them."""
     for gradients in list(_all):
         gradients.stepped = None
 

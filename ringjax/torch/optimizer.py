@@ -170,7 +170,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             loss = super().step(closure)
         finally:
             self._synchronized = False
-        self._gradients.stepped = self._gradients.stepped is not None or None
+        if self._gradients.stepped is not None:
+            self._gradients.stepped = True
         return loss
 
     # Else unpickling would wrap it, and the user's hooks on steps would run twice.
