@@ -21,7 +21,7 @@ from ringjax.collectives import allgather, arguments, broadcast
 from ringjax.control import objects
 from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
-from ringjax.xla import jax_private
+from ringjax.xla import jax_private, primitive
 
 _global = runtime.global_process_set
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -165,7 +165,9 @@ def broadcast_object(
     root = arguments.root(what, root_rank, process_set)
 
     def move(array: Any, _: str) -> Any:
-        return broadcast(array, root_rank, process_set=process_set, name=name or what)
+        return primitive.read(
+            broadcast(array, root_rank, process_set=process_set, name=name or what)
+        )
 
     with errors.translated():
         return objects.broadcast(
@@ -199,7 +201,9 @@ def allgather_object(
     _eager_communicator(what, process_set)
 
     def move(array: Any, _: str) -> Any:
-        return allgather(array, process_set=process_set, name=name or what)
+        return primitive.read(
+            allgather(array, process_set=process_set, name=name or what)
+        )
 
     with errors.translated():
         return objects.allgather(
@@ -374,7 +378,7 @@ def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) 
         rows = allgather(
             digest[None], process_set=process_set, name=f"{what} (structure)"
         )
-        rows = np.asarray(rows)
+        rows = primitive.read(rows)
     if (rows == digest).all():
         return
     everyone = allgather_object(lines, f"{what} (structure)", process_set)

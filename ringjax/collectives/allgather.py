@@ -118,7 +118,7 @@ def exchange_rows(
             size=size,
             counts=((1,) * size,),
         )
-        table = np.asarray(gathered).astype(np.int64)
+        table = primitive.read(gathered).astype(np.int64)
     rows = (table[..., 0] << 32) + table[..., 1]
     return tuple(tuple(int(n) for n in column) for column in rows.T)
 

@@ -46,6 +46,7 @@ def barrier(
     )
     if jax_private.is_eager([]):
         jax.effects_barrier()
+        primitive.confirm()
 
 
 def _shape(avals: Any, **params: Any) -> list[Any]:

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ringjax import _native, runtime
+from ringjax import _native, errors, runtime
 from ringjax.ops import ReduceOp as ReduceOp
 from ringjax.xla import buckets, jax_private, lowering, several
 
@@ -130,6 +131,33 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
         if "RINGJAX[" in str(error):
             raise jax.errors.JaxRuntimeError(str(error)) from None
         raise
+
+
+def read(result: Any) -> np.ndarray[Any, Any]:
+    """The result of a collective outside of jit, for the host to act on.
+
+    On a CUDA device a call is enqueued before it is known whether all ranks made the
+    same one, and if they did not, a result of as many bytes looks like any other.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the ranks made different calls, or a rank is lost.
+    """
+    array = np.asarray(result)
+    confirm()
+    return array
+
+
+def confirm() -> None:
+    """Waits until the ranks are known to have made the same calls on their devices.
+
+    Raises:
+      jax.errors.JaxRuntimeError: as if the call itself had failed.
+    """
+    try:
+        runtime.confirm()
+    except errors.RingjaxError as error:
+        code = getattr(error.__cause__, "code", "UNKNOWN")
+        raise jax.errors.JaxRuntimeError(f"{code}: {error}") from None
 
 
 def programs(operands: Sequence[Any]) -> buckets.Cuts:
