@@ -101,7 +101,20 @@ class Mismatch(RingjaxError):
 
 
 class Stalled(RingjaxError):
-    """A living rank did not take part within the time allowed."""
+    """A living rank did not take part within the time allowed.
+
+    Attributes:
+        rank: the first such rank, -1 if it is not known.
+        ranks: all of them that are known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+        self.rank = self.ranks[0] if self.ranks else -1
+
+    def __reduce__(self) -> tuple[type[Stalled], tuple[str, list[int]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class Cancelled(RingjaxError):
@@ -211,14 +224,12 @@ def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
     kinds: dict[str, type[RingjaxError]] = {
         "MISMATCH": Mismatch,
         "ABORTED": Mismatch,  # how a mismatch travels through XLA
-        "DEADLINE_EXCEEDED": Stalled,
         "CANCELLED": Cancelled,
         "INVALID_ARGUMENT": InvalidArgument,
     }
-    error = kinds.get(code, RingjaxError)(message)
-    if isinstance(error, Stalled):
-        error.rank = rank
-    return error
+    if code == "DEADLINE_EXCEEDED":
+        return Stalled(message, [rank] if rank >= 0 else ())
+    return kinds.get(code, RingjaxError)(message)
 
 
 def from_status(exc: StatusLike) -> RingjaxError:

@@ -70,7 +70,8 @@ class Exchanges:
         missing = [rank for rank in range(self._size) if rank not in values]
         why = [f"rank {r} {self._gone[r]}" for r in missing if r in self._gone]
         text = "; ".join(why) or f"{ranks_text(missing)} did not take part"
-        return [(list(values), {"type": "broken", "number": number, "text": text})]
+        reply = {"type": "broken", "number": number, "text": text, "missing": missing}
+        return [(list(values), reply)]
 
     def _forget(self, number: int) -> dict[int, Any]:
         del self._deadlines[number]

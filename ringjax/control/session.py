@@ -311,7 +311,8 @@ class Session:
         if reply is None:
             raise Stalled(f"{what}: no answer from the rendezvous in {seconds:g} s")
         if reply["type"] == "broken":
-            raise Stalled(f"{what}: {reply.get('text')} (waited up to {seconds:g} s)")
+            text = f"{what}: {reply.get('text')} (waited up to {seconds:g} s)"
+            raise Stalled(text, reply.get("missing", ()))
         return list(reply["values"])
 
     def _reply(self, number: int, deadline: float) -> dict[str, Any] | None:

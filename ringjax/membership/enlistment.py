@@ -288,7 +288,8 @@ class Enlistment:
                 self._changed.wait(left)
             reply = self._replies.pop(number)
         if reply["type"] == "broken":
-            raise Stalled(f"{what}: {reply.get('text')} (waited up to {seconds:g} s)")
+            text = f"{what}: {reply.get('text')} (waited up to {seconds:g} s)"
+            raise Stalled(text, reply.get("missing", ()))
         return list(reply["values"])
 
     def _check(self, epoch: int, what: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ringjax import _native, failpoints
 from ringjax.config import Config
-from ringjax.errors import RingjaxError
+from ringjax.errors import RingjaxError, Stalled
 from ringjax.membership.enlistment import Enlistment
 from ringjax.recovery.elastic_sets import within
 from ringjax.world.devices import Devices
@@ -76,7 +76,14 @@ class Seat:
         """Gives every rank of the epoch the values of all ranks."""
         line: Enlistment = self._world.enlistment
         seconds = self.config.start_timeout
-        return line.exchange(value, seconds, what, self._epoch.number)
+        number = self._epoch.number
+        try:
+            return line.exchange(value, seconds, what, number)
+        except Stalled as error:
+            # A program that hangs would end the job: the others go on without its rank.
+            for rank in error.ranks:
+                line.suspect(number, rank, f"did not take part within {seconds:g} s")
+            raise
 
     def connect_control(
         self, number: int, ranks: Sequence[int], name: str

@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from ringjax import errors, failpoints
@@ -200,6 +200,10 @@ class Recovery:
         if revoke.epoch <= self._reported:
             return
         rank, text = -1, "another rank asked to start again"
+        present = self._home.present
+        if present is not None and present.number == revoke.epoch:
+            # A wish to start again may have overtaken the accusation that caused it.
+            self._accuse_lost(present, revoke.lost)
         if revoke.lost:
             rank, why = next(iter(revoke.lost.items()))
             text = f"rank {rank} {why}"
@@ -215,10 +219,15 @@ class Recovery:
         lost = epoch.lost()
         if not lost:
             return
-        for rank, why in lost:
-            if rank != epoch.standing.rank:  # else others accuse this one
-                self._enlistment.suspect(epoch.number, rank, why)
+        self._accuse_lost(epoch)
         self._stop(epoch.number, f"rank {lost[0][0]} {lost[0][1]}", lost[0][0])
+
+    def _accuse_lost(self, epoch: Epoch, known: Collection[int] = ()) -> None:
+        """Names the ranks that the heartbeat has lost, but for those that are known."""
+        for rank, why in epoch.lost():
+            # If it is this rank, the others accuse it.
+            if rank != epoch.standing.rank and rank not in known:
+                self._enlistment.suspect(epoch.number, rank, why)
 
     def _stop(self, number: int, text: str, rank: int) -> None:
         """Ends what runs in an epoch, and reports how far that came."""

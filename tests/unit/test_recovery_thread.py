@@ -173,6 +173,19 @@ def test_a_revoke_alone_stops_the_epoch(stage: Stage) -> None:
     assert stage.world.heard == [1]
 
 
+def test_an_accusation_comes_before_the_report_though_a_revoke_overtakes_it(
+    stage: Stage,
+) -> None:
+    """The program asks to start again, another thread tells why: in any order."""
+    stage.world.present.dead = [(1, "has not called"), (2, "died")]
+    stage.line.hear(Revoke(0, {2: "died"}, True))
+    until(lambda: len(stage.line.said) == 2)
+    assert stage.line.said == [
+        ("suspect", 0, 1, "has not called"),
+        ("report", 0, {0: (5, 6, True)}, False),
+    ]
+
+
 def test_an_epoch_that_is_revoked_while_it_forms_is_given_up(stage: Stage) -> None:
     began = threading.Event()
 

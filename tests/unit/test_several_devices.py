@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from support.ringrun import ringrun
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.errors import PeerLost, StartupError
+from ringjax.errors import PeerLost, Stalled, StartupError
 from ringjax.recovery import elastic_devices
 from ringjax.run import options
 from ringjax.world import controls, devices, groups, lanes
@@ -185,6 +186,25 @@ def test_who_fits_waits_for_the_end_of_who_does_not(
     error = StartupError("does not fit")
     error.rank = blamed
     assert elastic_devices._patience(world, world, error) == seconds
+
+
+def test_ranks_that_do_not_take_part_are_accused() -> None:
+    accused: list[tuple[int, int, str]] = []
+
+    def exchange(*_: object) -> list[Any]:
+        raise Stalled("NCCL: ranks 1, 3 did not take part", [1, 3])
+
+    line = SimpleNamespace(
+        exchange=exchange, suspect=lambda *said: accused.append(said)
+    )
+    world: Any = SimpleNamespace(
+        enlistment=line, config=Home(start_timeout=7.0).config, log=None
+    )
+    epoch: Any = SimpleNamespace(standing=None, number=4)
+    with pytest.raises(Stalled):
+        elastic_devices.Seat(world, epoch).exchange("mine", "NCCL")
+    text = "did not take part within 7 s"
+    assert accused == [(4, 1, text), (4, 3, text)]
 
 
 def test_two_ranks_that_share_one_of_their_devices(
