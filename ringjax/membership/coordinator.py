@@ -171,9 +171,22 @@ class Coordinator(Service):
         self._asked.append(what)
         self.wake()
 
+    def close(self) -> None:
+        """Ends the thread, closes all sockets and `wakeup`. May be called twice."""
+        super().close()
+        self._close_wakeup()
+
     def release(self) -> None:
-        """Closes all sockets without the thread, which a forked child does not have."""
+        """Closes all sockets without the thread, which a forked child does not have.
+
+        A thread that ends by itself leaves `wakeup` open: the launcher, which waits for
+        that descriptor, still has to read why.
+        """
         super().release()
+        if self._thread is not threading.current_thread():
+            self._close_wakeup()
+
+    def _close_wakeup(self) -> None:
         with self._lock:
             if self.wakeup >= 0:
                 os.close(self.wakeup)

@@ -202,8 +202,9 @@ def test_exchange(town: Callable[..., Town]) -> None:
         assert list(values) == [[[rank, turn] for rank in range(3)]] * 3
     with pytest.raises(PeerLost, match="vote: epoch 7 is over, 0 has begun"):
         workers[0].exchange(1, 5.0, "vote", epoch=7)
-    with pytest.raises(Stalled, match="vote: ranks 1, 2 did not take part"):
+    with pytest.raises(Stalled, match="vote: ranks 1, 2 did not take part") as told:
         workers[0].exchange(1, 0.2, "vote")
+    assert (told.value.rank, told.value.ranks) == (1, [1, 2])
 
 
 def test_a_loss_ends_an_exchange(town: Callable[..., Town]) -> None:
@@ -395,11 +396,13 @@ def test_the_launcher_hears_of_a_fault(
     here = town(1)
     monkeypatch.setattr(Coordinator, "on_message", lambda *_: 1 / 0)
     here.pool.submit(here.join, 0)
+    thread = here.coordinator._thread
+    assert thread is not None
+    thread.join(LONG)
     text = "the coordinator failed: ZeroDivisionError('division by zero')"
-    assert here.event("stop") == ("stop", text)
+    assert here.event("stop") == ("stop", text)  # though the thread has ended before
     monkeypatch.undo()
-    assert here.coordinator._thread is not None
-    here.coordinator._thread.join(LONG)
+    here.coordinator.close()
     here.coordinator = here.open(port=addresses.parse(here.where)[0][1])
     until(lambda: bool(here.workers))
 
