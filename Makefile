@@ -39,9 +39,9 @@ help:  ## list the targets
 demo: $(VENV)/installed-examples  ## train on handwritten digits with 2 ranks
 	$(BIN)/ringrun -np 2 $(BIN)/python examples/jax_digits.py
 
-# Three at a time on two cores: most wait for something half of the time. JOBS=1 for one after the other,
+# Four at a time on two cores: most wait for something half of the time. JOBS=1 for one after the other,
 # as plain `pytest` does. AGAIN=1: a test that fails is run once more, alone, as in CI.
-JOBS ?= 3
+JOBS ?= 4
 AGAIN ?=
 PYTEST = $(BIN)/$(if $(AGAIN),python -P tests/support/again.py,pytest) \
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS))

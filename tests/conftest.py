@@ -91,6 +91,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return share(nodeid, config.rootpath)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            """Every second process begins at the end of the queue.
+
+            At its front are the launches of most tests, which keep the cores busy, at
+            its end tests that start jobs of their own and mostly wait for them.
+            """
+            if self.nodes.index(node) % 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
     return Launches(config, log)
 
 
