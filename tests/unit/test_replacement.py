@@ -102,6 +102,22 @@ def test_a_worker_that_is_silent_and_is_ended_for_it() -> None:
     assert story.said == [LOST]
 
 
+@pytest.mark.parametrize("end", [None, 0, 1, 134])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_a_worker_that_ends_with_its_group_however_it_ends(
+    end: int | None, seconds: float
+) -> None:
+    story = Story()
+    story.keeper.fence(story.worker, "ended with its group, which lost rank 0", 1.0)
+    if end is not None:
+        story.keeper.tick(1.0 + seconds)
+        story.keeper.ended(story.worker, end, "", 1.0 + seconds)
+    for tick in range(20):
+        story.keeper.tick(1.1 + seconds + tick * 0.1)
+    text = "rank 1 (worker 1) ended with its group, which lost rank 0; 2 ranks go on"
+    assert story.said == [text]
+
+
 @pytest.mark.parametrize(
     ("report", "text"),
     [

@@ -139,7 +139,7 @@ class Keeper:
             # Of one that has ended meanwhile the better line is said when it settles.
             if worker.runs and now > (worker.fenced or 0.0) + _LAST_WORDS:
                 self._fenced.remove(worker)
-                self._say(worker, f" was declared lost: {worker.why}")
+                self._say(worker, worker.loss)
         while self._gone and self._gone[0][0] <= now:
             self._tell(self._gone.pop(0)[1])
 
@@ -164,8 +164,7 @@ class Keeper:
                 now=now,
             )
             if not spoken and not self.over():  # that would say it, too
-                lost = f" was declared lost: {worker.why}"
-                self._say(worker, None if worker.exit_code else lost, pause)
+                self._say(worker, None if worker.exit_code else worker.loss, pause)
             self._speak_of_host(worker.seat.host, now)
 
     def _say(self, worker: Worker, what: str | None, pause: float = 0.0) -> None:

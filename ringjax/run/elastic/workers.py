@@ -75,6 +75,11 @@ class Worker:
         return self.why.startswith(WITH_GROUP)
 
     @property
+    def loss(self) -> str:
+        """Why it was declared lost, to be put behind its name."""
+        return f" {'' if self.ends_with_group else 'was declared lost: '}{self.why}"
+
+    @property
     def counts(self) -> bool:
         """Whether it works for the job, or will."""
         return self.runs and self.fenced is None and self.told is None
@@ -191,14 +196,13 @@ class Roster:
 
     def fate(self, worker: Worker) -> str:
         """What became of a worker that has failed, to be put behind its name."""
-        if worker.ended_by_us and worker.ends_with_group:
-            return f" {worker.why}"
+        if worker.ends_with_group:  # however it ends, that is a consequence
+            return worker.loss
         if worker.ended_by_us:
             late = "it did not end by itself, and ringrun killed it"
             if worker.report:
                 return fate(1, report=worker.report, how=late)
-            why = f"declared lost: {worker.why}" if worker.why else "asked to leave"
-            return f" was {why} ({late})"
+            return f"{worker.loss if worker.why else ' was asked to leave'} ({late})"
         words = self._last_words(worker.number)
         return fate(
             worker.exit_code or 1,
