@@ -155,6 +155,27 @@ follow(job)
     )
 
 
+def test_a_newcomer_that_reported_an_error_and_stays_is_replaced(
+    start: StartJob, folder: Path
+) -> None:
+    script = (
+        MEMBER
+        + """
+job = enlist()
+if worker == 2:
+    job.report_failure("ValueError: boom")
+    time.sleep(1000)
+follow(job)
+"""
+    )
+    job = start(2, script)
+    job.wait_for(1, "epoch 0 start")
+    job.kill(1)
+    wait_for(job, "worker 3 joined as rank 1; 2 ranks")
+    assert finish(job, folder) == 0
+    assert any("worker 2" in line and "ValueError: boom" in line for line in said(job))
+
+
 def test_the_error_of_all_ranks_is_the_jobs_however_slowly_they_end(
     start: StartJob,
 ) -> None:

@@ -316,7 +316,10 @@ class ElasticJob:
             case ["fenced", number, why]:
                 self._keeper.fence(known(number), why, time.monotonic())
             case ["failure", number, text]:
-                known(number).report = known(number).report or text
+                worker = known(number)
+                worker.report = worker.report or text
+                # Also one that is no member yet: its seat is wanted if it stays.
+                self._keeper.fence(worker, f"failed: {text}", time.monotonic())
             case ["finished", number]:
                 known(number).finished = True
                 self._seating.closed = True
