@@ -266,7 +266,7 @@ class _Notice:
             if place.identity
             else "; ranks started by different parents need the same RINGJAX_JOB"
         )
-        self.folder = _private_folder()
+        self.folder = private_folder()
         self.path = f"{self.folder}/{job_of(identity, place.size)}.json"
 
     def write(self, ticket: Ticket) -> None:
@@ -331,7 +331,12 @@ def _of_session() -> str:
     return base if own and os.access(base, os.W_OK | os.X_OK) else temporary.folder()
 
 
-def _private_folder() -> str:
+def private_folder() -> str:
+    """Where ranks of this host meet that ringrun has not started; made if need be.
+
+    Raises:
+        StartupError: there can be none, or it is not this user's alone.
+    """
     base = _of_session()
     if not base:
         raise StartupError(

@@ -7,6 +7,7 @@ the job; it carries no tensors, and losing it does not end a job that has come t
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import socket
 import threading
@@ -195,6 +196,7 @@ def reach(
 
     Raises:
         AuthenticationError: what answers cannot prove itself.
+        StartupError: this host has no loopback interface that is up.
         OSError: nobody answers.
     """
     stranger, absent = None, None
@@ -209,6 +211,11 @@ def reach(
         except AuthenticationError as error:
             stranger = AuthenticationError(f"{where} {error}")
         except OSError as error:
+            if error.errno == errno.ENETUNREACH and address.is_loopback(host):
+                raise StartupError(
+                    f"{where}: {error.strerror}: the loopback interface of this host "
+                    "is down; bring it up: ip link set lo up"
+                ) from None
             absent = OSError(f"{where}: {error.strerror or error}")
             if isinstance(error, socket.gaierror):
                 absent = _Unknown(f"{where}: {error.strerror}")

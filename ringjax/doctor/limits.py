@@ -12,8 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ringjax.control import open_files
+from ringjax.control import open_files, rendezvous_lookup
 from ringjax.doctor.finding import Finding, Host, count, fail, ok, warn
+from ringjax.errors import StartupError
 from ringjax.links import memory as machine_memory
 
 _RANK = 512 << 20  # bytes that a rank of JAX has taken before its model
@@ -175,3 +176,7 @@ def temporary_files(host: Host) -> Iterator[Finding]:
         yield warn(text, f"du -sh {where}/* | sort -h  # or another TMPDIR")
     else:
         yield ok(f"{free >> 20} MiB free in {where}")
+    try:  # as init() does in ranks of torchrun, mpirun or Slurm
+        rendezvous_lookup.private_folder()
+    except StartupError as error:
+        yield warn(str(error), "env -u XDG_RUNTIME_DIR TMPDIR=/dev/shm COMMAND")

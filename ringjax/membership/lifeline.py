@@ -18,7 +18,7 @@ from ringjax.control.handshake import LIMIT, Introduction
 from ringjax.control.sealing import Keys
 from ringjax.control.session import reach, watch
 from ringjax.control.waiting import readable
-from ringjax.errors import AuthenticationError
+from ringjax.errors import AuthenticationError, StartupError
 
 PAUSE = 0.5  # seconds between two attempts to reach the server, at most
 
@@ -109,6 +109,7 @@ class Lifeline:
 
         Raises:
             AuthenticationError: what answers cannot prove itself.
+            StartupError: this host has no loopback interface that is up.
             OSError: nobody answers.
         """
         pause = 0.02
@@ -186,9 +187,9 @@ class Lifeline:
         """Looks for the server; None if nobody wants to know any more."""
         deadline, pause = time.monotonic() + self._patience, 0.02
         while not self._closing:
-            # A stranger that sits on the port does not change that the right one may
-            # come, so it is no reason to give up.
-            with contextlib.suppress(OSError, AuthenticationError):
+            # The right server may come although a stranger sits on its port now, or
+            # the loopback interface is down.
+            with contextlib.suppress(OSError, StartupError):
                 wire = self._open(deadline)
                 with lock:
                     self._wire = wire

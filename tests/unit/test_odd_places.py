@@ -6,13 +6,16 @@ files, a proxy, processes numbered by another namespace.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from support.ringrun import Done, ringrun
 from support.waiting import LONG, until
 
 from ringjax.config import Config
-from ringjax.control import rendezvous_lookup, temporary
+from ringjax.control import rendezvous_lookup, session, temporary
 from ringjax.errors import LaunchError, StartupError
 from ringjax.run import run, static_job
 from ringjax.world import record
@@ -200,7 +203,7 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record._native, "Recorder", lambda *given: given)
     assert record.recorder(Config(), "rank 0", "0123456789abcdef")[2] == ""
     with pytest.raises(StartupError, match="set TMPDIR, or MASTER_ADDR"):
-        rendezvous_lookup._private_folder()
+        rendezvous_lookup.private_folder()
 
 
 @pytest.mark.parametrize("what", ["absent", "a stranger's", "own"])
@@ -223,7 +226,7 @@ def test_a_runtime_folder(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     wanted = str(place) if what == "own" else tempfile.gettempdir()
     assert rendezvous_lookup._of_session() == wanted
-    assert rendezvous_lookup._private_folder() == f"{wanted}/ringjax-{os.geteuid()}"
+    assert rendezvous_lookup.private_folder() == f"{wanted}/ringjax-{os.geteuid()}"
     mode = os.stat(f"{wanted}/ringjax-{os.geteuid()}").st_mode
     assert stat.S_IMODE(mode) == 0o700
 
@@ -273,3 +276,43 @@ def test_a_group_does_not_ask_a_proxy_for_its_neighbour(
     monkeypatch.setenv(group._NO_PROXY, "")
     group._keep_from_proxy("10.0.0.1")
     assert os.environ[group._NO_PROXY] == "localhost,10.0.0.1"
+
+
+def test_an_interrupt_while_the_launcher_is_imported_is_no_traceback() -> None:
+    program = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "ringjax.run.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+from ringjax.run.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env=environment("interrupt", {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_loopback_interface_that_is_down_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    hello = {"rank": 0, "size": 1}
+    began = time.monotonic()
+    with pytest.raises(StartupError, match="ip link set lo up"):
+        session.join("127.0.0.1:4000", bytes(32), "00" * 8, hello, LONG)
+    assert time.monotonic() - began < LONG / 2
+    with pytest.raises(StartupError, match="could not join its job within 0.1 s"):
+        session.join("192.0.2.1:4000", bytes(32), "00" * 8, hello, 0.1)
