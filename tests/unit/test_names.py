@@ -29,7 +29,8 @@ def test_all_names_are_asked_at_the_same_time(
         together.wait(30)
         if name == "d":
             raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("192.0.2.1", port))]
+        address = f"192.0.2.{ord(name) - ord('a') + 1}"
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     found = slots.without_aliases([slots.Host(name, 1) for name in hosts])
@@ -53,3 +54,22 @@ def test_what_is_waited_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
     names.ask(["far", "other"])
     assert names.addresses("far") == names.addresses("other") == []
     assert seen == ["ringrun: waiting for the name server to answer for far, other"]
+
+
+def test_names_of_one_address_are_one_host_of_a_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks of one machine with the same local_rank would share a GPU."""
+    known = {"n1": "192.0.2.1", "n1.cluster": "192.0.2.1", "n2": "192.0.2.2"}
+
+    def find(name: str, port: object, **kinds: Any) -> Any:
+        if name not in known:  # known to ssh alone
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (known[name], port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    given = "n1:2,n2:1,n1.cluster:3,a@n1:1,a@n1.cluster:1,b@n1:1,far:1,farther:1"
+    found = slots.without_aliases(slots.parse_hosts(given))
+    assert [(host.name, host.slots) for host in found] == [
+        ("n1", 5), ("n2", 1), ("a@n1", 2), ("b@n1", 1), ("far", 1), ("farther", 1),
+    ]  # fmt: skip

@@ -240,17 +240,25 @@ def _is_ours(family: int, address: tuple[object, ...]) -> bool:
 
 
 def without_aliases(hosts: Sequence[Host]) -> list[Host]:
-    """Hosts, of which this machine is one, under the first of the names it has there.
+    """Hosts under the first of the names they have here: names of the same address.
 
-    Two ranks of a machine with the same local_rank would share a GPU.
+    Two ranks of a machine with the same local_rank would share a GPU. Two users of a
+    machine are two hosts.
     """
     if len(hosts) < 2:
         return list(hosts)
-    names.ask(host.name for host in hosts)
-    own = [host.name for host in hosts if is_local(host.name)]
-    return merged(
-        Host(own[0], host.slots) if host.name in own else host for host in hosts
-    )
+    names.ask(host.name.rpartition("@")[2] for host in hosts)
+    known: dict[tuple[str, object], str] = {}
+
+    def first_name(name: str) -> str:
+        user, _, host = name.rpartition("@")
+        found: set[object] = {a[0] for *_, a in names.addresses(host)}
+        keys = [(user, each) for each in ({None} if is_local(name) else found)]
+        first = next((known[key] for key in keys if key in known), name)
+        known.update(dict.fromkeys(keys, first))
+        return first
+
+    return merged(Host(first_name(host.name), host.slots) for host in hosts)
 
 
 def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
