@@ -32,7 +32,8 @@ _ZEROED = (
     "optimizer.step() or optimizer.synchronize(). Gradients are on their way to other "
     "ranks: to set them to zero now would be a race. If backward failed on this rank "
     "(out of memory, say), call optimizer.step() all the same: this rank then takes "
-    "part with the gradients that it has, and all ranks make the same step."
+    "part with the gradients that it has, and all ranks make the same step. To drop "
+    "the batch, call optimizer.synchronize() and then zero_grad() on every rank."
 )
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "

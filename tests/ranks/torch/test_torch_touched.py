@@ -206,6 +206,34 @@ def test_another_networks_loss_passes_through(world, zero: str) -> None:
     close(judge, alone[1])
 
 
+@RANKS
+def test_a_batch_that_failed_on_one_rank_is_dropped_on_all(world) -> None:
+    model, optimizer, reference, plain = pair()
+    for step in range(4):
+        failed = torch.zeros(1)
+        loss = loss_of(model, world.rank, step)
+        if step == 1 and world.rank == world.size - 1:
+            handle = model[0].bias.register_hook(lambda _: 1 / 0)
+        try:
+            loss.backward()
+        except ZeroDivisionError:
+            handle.remove()
+            failed.fill_(1)
+        optimizer.synchronize()
+        if hvd.allreduce(failed, name="failed", op=hvd.Sum) > 0:
+            optimizer.zero_grad()
+            assert step == 1
+            continue
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        everyones_loss(reference, world, step).backward()
+        plain.step()
+        assert step != 1
+    close(model, reference)
+
+
 @SEVERAL
 def test_mistakes_with_a_text_of_their_own(world) -> None:
     model, optimizer, _, _ = pair()
