@@ -33,17 +33,18 @@ class Communicator:
         links: Sequence[tuple[Any, ...]],
         doorbell: int,
         options: Mapping[str, float | str | Mapping[str, float] | Recorder],
-        board: tuple[int, int, list[int]] | None = None,
-        succession: Succession | None = None,
+        segment: tuple[int, int, list[int]] | None = None,
+        resilient: ResilientComm | None = None,
         ending: Communicator | None = None,
     ) -> None:
-        """Takes ownership of every descriptor in `links`, `board` and of `doorbell`.
+        """Takes ownership of every descriptor in `links`, `segment` and of `doorbell`.
 
         Also if it raises, unless that is a TypeError: then it has taken nothing.
         Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell, process) or
-        ("tcp", peer, [socket, ...]), and perhaps keys. A board is (memfd, tile_bytes,
-        bells). Compiled programs find it under its id from here on; a `succession`'s
-        from Succession.install on; its calls end when the ranks of `ending` are there.
+        ("tcp", peer, [socket, ...]), and perhaps keys. A shared segment is (memfd,
+        tile_bytes, bells). Compiled programs find it under its id from here on; a
+        `resilient` one from ResilientComm.install on; its calls end when the ranks of
+        `ending` are there.
         """
     @property
     def id(self) -> int: ...
@@ -79,7 +80,7 @@ class Communicator:
     ) -> int:
         """Runs one call on this thread without the GIL; raises StatusError.
 
-        With a succession, in the generation of the moment, and once more if that ends.
+        Of a resilient communicator, in the present epoch, and once more if that ends.
 
         Returns:
             The epoch in which the call was finished.
@@ -88,7 +89,7 @@ class Communicator:
     def quiesce(self, seconds: float) -> tuple[int, int, bool]:
         """After abort(): waits without the GIL until no call makes progress in it.
 
-        Counted since it was installed in its succession.
+        Counted since it was installed in its resilient communicator.
 
         Returns:
             How many calls have returned; how many have complete results here; whether
@@ -111,16 +112,16 @@ class Communicator:
     @property
     def cost(self) -> dict[str, float]: ...
 
-class Succession:
-    """The generations of one communicator in a job that outlives its ranks.
+class ResilientComm:
+    """The epochs of one communicator in a job that outlives its ranks.
 
-    Every call of a generation that has been installed runs in the one of the moment.
+    Every call of an epoch that has been installed runs in the current one.
     If that is aborted, the call waits for the next one, and there it returns, is
     repeated or fails, as the ranks have decided.
     """
 
-    def __init__(self, patience: float) -> None:
-        """`patience`: seconds that a call waits for a next generation; 0: for ever."""
+    def __init__(self, epoch_timeout: float) -> None:
+        """`epoch_timeout`: seconds that a call waits for a next epoch; 0: for ever."""
     def install(
         self,
         communicator: Communicator | None,
@@ -129,14 +130,14 @@ class Succession:
         ranks: Sequence[int] = (),
         reason: str = "",
     ) -> None:
-        """From now on calls go to `communicator`, which was made with this succession.
+        """From now on calls go to `communicator`, which was made with this one.
 
-        What follows it says of the generation before, and nothing of the first one.
+        What follows it says of the epoch before, and nothing of the first one.
         Without `repeats` one call fails on every rank; a rank that is not in that call
         fails its next one, unless `resume` comes first.
 
         Args:
-            communicator: None: a generation that never came to life on this rank, but
+            communicator: None: an epoch that never came to life on this rank, but
                 of which it has heard; another one follows.
             finished: so many of the calls of the one before count as finished.
             repeats: the next one is run again, where it has not failed.
@@ -144,7 +145,7 @@ class Succession:
             reason: why the one before has ended.
 
         Raises:
-            StatusError: FAILED_PRECONDITION: the succession has ended.
+            StatusError: FAILED_PRECONDITION: the resilient communicator has ended.
         """
     def resume(self) -> None:
         """No call needs to fail any more: this rank starts again with the others."""
@@ -336,11 +337,11 @@ class EagerLane:
     ) -> None:
         """Nobody else may use `communicator`.
 
-        With a succession, in which it has been installed, the lane goes on in every
-        later generation: what the loss of a rank interrupts is done again by those
+        Of a resilient communicator, in which it has been installed, the lane goes on in
+        every later epoch: what the loss of a rank interrupts is done again by those
         that are left. A broadcast whose root is lost, alltoall with splits,
         reducescatter and CUDA tensors fail then with UNAVAILABLE, and so does all that
-        is pending where training starts again. `close` ends the succession.
+        is pending where training starts again. `close` ends the resilient communicator.
 
         Args:
             fusion_threshold: most bytes of one message, 0: nothing is fused. Alike on
@@ -378,7 +379,7 @@ class EagerLane:
         timeout: float = -1.0,
         waits: bool = False,
         rooms: Sequence[int] = (),
-    ) -> Ticket:
+    ) -> Work:
         """Hands in an operation; raises StatusError if it is impossible.
 
         INVALID_ARGUMENT also if one of this name is under way; what has failed this
@@ -433,7 +434,7 @@ class EagerLane:
         """`submit` and `wait` for a tensor of this host, a result of known shape."""
     def set_timeline(self, timeline: Timeline | None) -> None:
         """From the next round on, reports there what it does."""
-    def join(self) -> Ticket:
+    def join(self) -> Work:
         """This rank has nothing more to submit until all ranks have joined."""
     def hold(self) -> None:
         """What is submitted wakes nobody until `release`, so that it goes together."""
@@ -446,19 +447,19 @@ class EagerLane:
         """Whether tensors on CUDA devices may be submitted."""
     @property
     def joined(self) -> bool:
-        """Whether NCCL joins the ranks, in the present generation."""
+        """Whether NCCL joins the ranks, in the present epoch."""
     def confirm(self) -> None:
         """As CudaCommunicator.confirm, for what is enqueued on a device."""
     def cuda_stats(self) -> dict[str, dict[str, Any]]:
         """As CudaCommunicator.stats; empty before the first call on a device."""
     def stats(self) -> dict[str, int]:
-        """Keys: rounds, news_bytes (sent), submissions, cached, calls, fused, failures.
+        """Keys: rounds, message_bytes, submissions, cached, calls, fused, failures.
 
         `cached` are the submissions that travelled as a number, `fused` those in calls.
         """
 
-class Ticket:
-    """What a submission will have come to."""
+class Work:
+    """The outcome of a submission, to be polled or waited for."""
 
     @property
     def done(self) -> bool:
@@ -517,7 +518,7 @@ def difference(
     """Which tensor differs between ranks, or ""; see engine/call/alike.h."""
 
 def shm_bytes(ring_bytes: int) -> int: ...
-def board_bytes(size: int, tile_bytes: int) -> int: ...
+def segment_bytes(size: int, tile_bytes: int) -> int: ...
 def set_failure_hook(f: Callable[[], None] | None) -> None: ...
 def failpoints() -> list[str]: ...
 def arm_failpoint(point: str, action: str, number: float, passage: int) -> None: ...

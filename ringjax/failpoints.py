@@ -49,7 +49,7 @@ POINTS = {
 }
 NATIVE = (
     *("call.agreed", "call.moving", "call.complete", "call.closed"),
-    *("succession.install", "memory.map", "memory.borrow", "device.condemned"),
+    *("epoch.install", "memory.map", "cma.read", "device.aborted"),
 )
 
 

@@ -55,10 +55,12 @@ def gradient() -> Canvas:
     return c
 
 
-def board() -> Canvas:
+def shared_segment() -> Canvas:
     """An allreduce of three ranks of a host over one piece of shared memory."""
-    c = Canvas.of(760, 360, "Three ranks reduce over a board of shared memory")
-    for column, title in enumerate(("own buffer", "board", "sums on it", "own buffer")):
+    c = Canvas.of(760, 360, "Three ranks reduce through a shared segment")
+    for column, title in enumerate(
+        ("own buffer", "shared segment", "sums in it", "own buffer")
+    ):
         c.text(95 + 190 * column, 26, title, anchor="middle", fill=FAINT)
     moves = ("1  write what others add", "2  add up one's part", "3  fetch the rest")
     for column, move in enumerate(moves):
@@ -162,7 +164,7 @@ def ticks(named: Mapping[float, str], seen: Sequence[float]) -> dict[float, str]
 
 PICTURES: dict[str, Callable[[], Canvas | Terminal]] = {
     "gradient": gradient,
-    "board": board,
+    "shared-segment": shared_segment,
     "recovery": recovery,
     "ranks": ranks,
     "top": Terminal,

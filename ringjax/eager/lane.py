@@ -40,15 +40,15 @@ class Handle:
     The operation goes on, and keeps what it needs, also if its handle is forgotten.
     """
 
-    __slots__ = ("_finish", "_ticket")
+    __slots__ = ("_finish", "_work")
 
-    def __init__(self, ticket: Any, finish: Finish) -> None:
-        self._ticket: Any = ticket
+    def __init__(self, work: Any, finish: Finish) -> None:
+        self._work: Any = work
         self._finish = finish
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._ticket is None or bool(self._ticket.done)
+        return self._work is None or bool(self._work.done)
 
     def wait(self) -> Any:
         """The result. A handle gives it once; after that it is None.
@@ -58,18 +58,18 @@ class Handle:
             Stalled: some ranks have not submitted it in time.
             PeerLost: a rank is gone.
         """
-        ticket = self._ticket
-        if ticket is None:
+        work = self._work
+        if work is None:
             return None
         try:
-            ticket.wait()
+            work.wait()
         except _native.StatusError as error:
-            self._ticket = None
+            self._work = None
             raise errors.from_status(error) from None
-        self._ticket = None
+        self._work = None
         # What finishes it refers to the tensors: whoever keeps the handle does not.
         finish, self._finish = self._finish, _finished
-        return finish(ticket)
+        return finish(work)
 
 
 def poll(handle: Handle) -> bool:
@@ -143,7 +143,7 @@ def submit(
         ins: the tensors. Several are one operation.
         outs: where the results go; empty for barrier, and for allgather and alltoall
             if their results are to be in memory of the core.
-        finish: makes the caller's result from the native ticket.
+        finish: makes the caller's result from the native work.
         keep: what must live until the operation has ended.
 
     Raises:
@@ -155,7 +155,7 @@ def submit(
     name = name_given(op, name) or next_name(op, process_set)
     try:
         alone = len(ins) > 1 and not runtime.config().group_fusion
-        ticket = lane.submit(
+        work = lane.submit(
             COLLECTIVES[op],
             name,
             ins,
@@ -167,7 +167,7 @@ def submit(
         )
     except _native.StatusError as error:
         raise errors.from_status(error) from None
-    return Handle(ticket, finish)
+    return Handle(work, finish)
 
 
 def run(
@@ -239,10 +239,10 @@ def join(process_set: runtime.ProcessSet = _global) -> int:
     """
     lane = runtime.lane(process_set, "join")
     try:
-        ticket = lane.join()
+        work = lane.join()
     except _native.StatusError as error:
         raise errors.from_status(error) from None
-    last: int = Handle(ticket, operator.attrgetter("last_joined")).wait()
+    last: int = Handle(work, operator.attrgetter("last_joined")).wait()
     # The ranks have come here by different ways; from now on they go in step again.
     for key in [k for k in _unnamed if k[0] == process_set.process_set_id]:
         _unnamed.pop(key, None)

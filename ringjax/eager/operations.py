@@ -199,11 +199,11 @@ def move(
     shapes = [(None, *g.array.shape[1:]) for g in given]
     places = _places(op, name, given, shapes, outs)
 
-    def finish(ticket: Any) -> Any:
-        received = [list(ticket.received(i)) for i in range(len(given))]
+    def finish(work: Any) -> Any:
+        received = [list(work.received(i)) for i in range(len(given))]
         if outs is None:
             made = [
-                g.adopt(ticket.output(i), sum(received[i])) for i, g in enumerate(given)
+                g.adopt(work.output(i), sum(received[i])) for i, g in enumerate(given)
             ]
             return result(made, received)
         for out, rows in zip(outs, received, strict=True):

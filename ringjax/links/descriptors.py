@@ -20,14 +20,14 @@ class Mesh:
             ("tcp", peer, [socket, ...]), encrypted with a list of keys as a fourth;
             peers count within the communicator.
         doorbell: this rank's own eventfd.
-        board: (memfd, bytes of a tile, doorbells by rank) if all ranks share a host.
+        segment: (memfd, bytes of a tile, doorbells by rank) if all ranks share a host.
         control: (world rank, socket) for each other rank, if asked for.
         control_keys: what these are encrypted with; empty: nothing.
     """
 
     links: list[tuple[Any, ...]] = field(default_factory=list)
     doorbell: int = -1
-    board: tuple[int, int, list[int]] | None = None
+    segment: tuple[int, int, list[int]] | None = None
     control: list[tuple[int, int]] = field(default_factory=list)
     control_keys: list[bytes] = field(default_factory=list, repr=False)
 
@@ -36,8 +36,8 @@ class Mesh:
         found = [self.doorbell] if self.doorbell >= 0 else []
         for link in self.links:
             found += [link[2], link[5]] if link[0] == "shm" else link[2]
-        if self.board is not None:
-            found += [self.board[0], *(fd for fd in self.board[2] if fd >= 0)]
+        if self.segment is not None:
+            found += [self.segment[0], *(fd for fd in self.segment[2] if fd >= 0)]
         return found + [fd for _, fd in self.control]
 
     def sockets(self) -> list[tuple[int, int]]:
@@ -50,4 +50,4 @@ class Mesh:
         """Closes everything; only before somebody else has taken it."""
         for fd in self.descriptors():
             os.close(fd)
-        self.links, self.doorbell, self.board, self.control = [], -1, None, []
+        self.links, self.doorbell, self.segment, self.control = [], -1, None, []

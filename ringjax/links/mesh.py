@@ -51,7 +51,7 @@ class Fabric:
         rank: this rank in the world.
         hosts: for each world rank the number of its host.
         shm_bytes: how large the memory of a pair is, from the bytes of one ring.
-        board_bytes: how large a board is, from the number of ranks and a tile's bytes.
+        segment_bytes: the bytes of a shared segment, from the ranks and a tile's bytes.
         log: takes a level and a sentence.
     """
 
@@ -65,7 +65,7 @@ class Fabric:
     reception: Reception
     session: Watch
     shm_bytes: Callable[[int], int]
-    board_bytes: Callable[[int, int], int]
+    segment_bytes: Callable[[int, int], int]
     log: Callable[[str, str], None]
 
     def build(
@@ -92,7 +92,7 @@ class Fabric:
                 work.offer_to_higher()
                 work.take_from_lower()
                 work.hear_from_higher()
-                work.share_board()
+                work.share_segment()
                 failpoints.passing("mesh.shared")
                 return work.result(control)
             finally:
@@ -124,12 +124,13 @@ class _Work:
         self.size = fabric.shm_bytes(self.ring)
         self.lower = [p for p in self.pairs if p.rank < fabric.rank]
         self.higher = [p for p in self.pairs if p.rank > fabric.rank]
-        self.board = -1
+        self.segment = -1
         self.tile = 0
 
     def _descriptors(self) -> int:
         """How many there are when most are open."""
-        # With memory: the connection, the memory, the doorbell twice, for the board.
+        # With memory: the connection, the memory, the doorbell twice (once for the
+        # shared segment).
         tcp = 1 + self.fabric.config.tcp_streams
         return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
 
@@ -289,34 +290,33 @@ class _Work:
             while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
                 pair.data.append(self._arrived(pair, Purpose.DATA, len(pair.data)))
 
-    # Phase 5: if every rank shares memory with every other, all map one board. The
-    # lowest rank makes it.
+    # Phase 5: if every rank shares memory with every other, all map one shared segment,
+    # which the lowest rank makes.
 
-    def share_board(self) -> None:
+    def share_segment(self) -> None:
         tile, ranks = self.fabric.config.tile_bytes, len(self.ranks)
         if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
             return  # alike on all ranks
-        tile = sizes.tile(tile, ranks, self.fabric.board_bytes)
-        size = self.fabric.board_bytes(ranks, tile)
+        tile = sizes.tile(tile, ranks, self.fabric.segment_bytes)
+        size = self.fabric.segment_bytes(ranks, tile)
         self.tile = tile
         shared = all(pair.shared for pair in self.pairs)
         if not self.lower:
             votes = [self._receive(pair, 0)[0] for pair in self.higher]
             if shared and all(votes):
-                self.board = self._make_board(size)
+                self.segment = self._make_segment(size)
             for pair in self.higher:
-                some = self.board >= 0
-                self._send(pair, size if some else 0, [self.board] if some else [])
+                some = self.segment >= 0
+                self._send(pair, size if some else 0, [self.segment] if some else [])
         else:
             self._send(self.lower[0], int(shared), [])
             offered, fds = self._receive(self.lower[0], 1)
-            self.board = fds[0] if fds else -1
-            if offered and not shared_memory.is_sound(self.board, size):
-                self._fail(
-                    {self.lower[0].rank: "its board has another size, or is unsealed"}
-                )
+            self.segment = fds[0] if fds else -1
+            if offered and not shared_memory.is_sound(self.segment, size):
+                text = "its shared segment has another size, or is unsealed"
+                self._fail({self.lower[0].rank: text})
 
-    def _make_board(self, size: int) -> int:
+    def _make_segment(self, size: int) -> int:
         try:
             return shared_memory.make(size)
         except OSError as error:
@@ -423,10 +423,10 @@ class _Work:
             if control and pair.control is not None:
                 mesh.control_keys.append(pair.keys[pair.control])
                 mesh.control.append((pair.rank, pair.control.detach()))
-        if self.board >= 0:
+        if self.segment >= 0:
             bells = [-1] * len(self.ranks)
-            mesh.board = (self.board, self.tile, bells)
-            self.board = -1
+            mesh.segment = (self.segment, self.tile, bells)
+            self.segment = -1
             for link in mesh.links:
                 bells[link[1]] = os.dup(link[5])
         self.mesh = Mesh()  # now the caller's
@@ -436,8 +436,8 @@ class _Work:
         """Closes whatever `result` has not handed out."""
         for pair in self.pairs:
             pair.close()
-        if self.board >= 0:
-            os.close(self.board)
+        if self.segment >= 0:
+            os.close(self.segment)
         self.mesh.close()
 
 

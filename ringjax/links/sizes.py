@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_MOST = 32 << 20  # bytes of rings, and of a board, that a rank maps
+_MOST = 32 << 20  # bytes of rings, and of a shared segment, that a rank maps
 _MOST_OF_HOST = 512 << 20  # bytes of all rings that one communicator has on a host
 
 
@@ -33,7 +33,7 @@ def ring(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
 
 
 def tile(wanted: int, ranks: int, memory: Callable[[int, int], int]) -> int:
-    """The bytes of each tile; `memory` is what a board needs, from ranks and a tile."""
+    """The bytes of each tile; `memory` gives those of a shared segment."""
     while wanted > 1 << 16 and memory(ranks, wanted) > _MOST:
         wanted = wanted // 2 & -4096
     return wanted

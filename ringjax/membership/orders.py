@@ -55,7 +55,7 @@ class Members:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """By old rank: the new one, -1 if it is lost; for `Succession.install`."""
+        """By old rank: the new one, -1 if it is lost; for `ResilientComm.install`."""
         size = 1 + max([*self.previous, *self.lost], default=-1)
         found = [-1] * size
         for new, old in enumerate(self.previous):

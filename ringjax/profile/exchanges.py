@@ -52,7 +52,7 @@ class Share:
     @property
     def exposed(self) -> bool:
         """Whether the program waited for it here and now."""
-        return not self.calls[0].beside
+        return not self.calls[0].overlapped
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ class Call:
     Attributes:
         agreed: when all ranks had come; None: they never had.
         entered, agreed, done: seconds of that process's clock.
-        beside: the program went on meanwhile.
+        overlapped: the program went on meanwhile.
         device: moved by a device, later than `done`.
     """
 
@@ -48,7 +48,7 @@ class Call:
     agreed: float | None
     done: float
     device: bool = False
-    beside: bool = False
+    overlapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

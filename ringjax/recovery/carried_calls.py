@@ -1,6 +1,7 @@
-"""What of an elastic job's calls goes on from epoch to epoch: successions, and lanes.
+"""The parts of an elastic job's calls that go on from epoch to epoch.
 
-A succession belongs to the number of a communicator, and every epoch puts a new
+Resilient communicators and eager lanes. A resilient communicator belongs to the number
+of a communicator, and every epoch puts a new
 communicator into it. Its calls wait for that in the native core, where they are
 repeated, too. Who belongs to an epoch is decided elsewhere.
 """
@@ -21,23 +22,25 @@ class Calls:
     """The calls of one world.
 
     Args:
-        lanes: its eager lanes; each goes on as long as its succession does.
+        lanes: its eager lanes; each goes on as long as its resilient communicator does.
 
     Attributes:
-        successions: by number of the communicator.
+        resilient_comms: by number of the communicator.
         serving: the communicators that calls of the program get.
     """
 
     def __init__(self, lanes: Lanes) -> None:
-        self.successions: dict[int, _native.Succession] = {}
+        self.resilient_comms: dict[int, _native.ResilientComm] = {}
         self.serving: dict[int, _native.Communicator] = {}
         self._lanes = lanes
 
-    def keep(self, numbers: Iterable[int]) -> dict[int, _native.Succession]:
+    def keep(self, numbers: Iterable[int]) -> dict[int, _native.ResilientComm]:
         """Only these go on. Returns the others, which are to be ended."""
         kept = set(numbers)
-        ended = {n: s for n, s in self.successions.items() if n not in kept}
-        self.successions = {n: s for n, s in self.successions.items() if n in kept}
+        ended = {n: s for n, s in self.resilient_comms.items() if n not in kept}
+        self.resilient_comms = {
+            n: s for n, s in self.resilient_comms.items() if n in kept
+        }
         return ended
 
     def open(self, epoch: Epoch, verdicts: Mapping[int, Sequence[Step]]) -> None:
@@ -48,9 +51,9 @@ class Calls:
                 begins, and what is not in the epoch yet only hears its verdict.
         """
         self.serving = {n: c for n, c in self.serving.items() if n in verdicts}
-        for number in {**verdicts, **epoch.successions}:
+        for number in {**verdicts, **epoch.resilient_comms}:
             self.put(epoch, number, verdicts.get(number, [Step()]))
-        wanted = {number & ~LANE for number in self.successions}
+        wanted = {number & ~LANE for number in self.resilient_comms}
         for number in [n for n in self._lanes.lanes if n not in wanted]:
             self._lanes.drop(number)
 
@@ -61,15 +64,15 @@ class Calls:
             told: what becomes of the calls before it, membership by membership.
         """
         communicator = epoch.communicators.get(number)
-        succession = self.successions.get(number)
-        fresh = succession is None
-        if succession is None:
-            succession = self.successions[number] = epoch.successions[number]
+        resilient = self.resilient_comms.get(number)
+        fresh = resilient is None
+        if resilient is None:
+            resilient = self.resilient_comms[number] = epoch.resilient_comms[number]
         # One that has ended on this rank, by Ctrl-C for example, stays so.
         with contextlib.suppress(_native.StatusError):
             for step in told[:-1]:
-                succession.install(None, *astuple(step))
-            succession.install(communicator, *astuple(told[-1]))
+                resilient.install(None, *astuple(step))
+            resilient.install(communicator, *astuple(told[-1]))
         if communicator is None:
             return
         self.serving[number] = communicator
@@ -79,18 +82,18 @@ class Calls:
 
     def end(
         self,
-        successions: Mapping[int, _native.Succession],
+        resilient_comms: Mapping[int, _native.ResilientComm],
         text: str,
         *,
         lanes_too: bool = False,
     ) -> None:
         """Fails what waits in these, and what comes."""
-        for number, succession in successions.items():
-            succession.end(text, -1)
+        for number, resilient in resilient_comms.items():
+            resilient.end(text, -1)
             if lanes_too and number & LANE:
                 self._lanes.drop(number & ~LANE)
 
     def clear(self) -> None:
         """Forgets all."""
-        self.successions.clear()
+        self.resilient_comms.clear()
         self.serving.clear()

@@ -1,6 +1,6 @@
 """A world whose ranks come and go: one epoch follows the other in the same process.
 
-Each communicator has a succession in the native core, which lasts as long as its number
+Each communicator is resilient: its body in the native core lasts as long as its number
 does; an epoch puts a new communicator into each. When that is: thread.py.
 """
 
@@ -167,7 +167,7 @@ class ElasticWorld(World):
         """Fails what is pending, and what comes."""
         text = self.failed or (self._end[1] if self._end else _CLOSED)
         super().stop()
-        self.calls.end(dict(self.calls.successions), text)
+        self.calls.end(dict(self.calls.resilient_comms), text)
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
@@ -255,7 +255,7 @@ class ElasticWorld(World):
         return {
             number: communicator.quiesce(self.config.failure_timeout)
             for number, communicator in running.items()
-            if number in epoch.successions
+            if number in epoch.resilient_comms
         }
 
     def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
@@ -282,7 +282,7 @@ class ElasticWorld(World):
         wanted = list(numbers(members))
         if members.kind == "repair" and not again and self.generation is not None:
             wanted = [w for w in wanted if w[0] in (0, groups.REPLICAS)]
-        known = {} if again else self.calls.successions
+        known = {} if again else self.calls.resilient_comms
         try:
             self._former.connect(epoch, members, wanted, known)
         except BaseException:
@@ -299,7 +299,7 @@ class ElasticWorld(World):
         with self.changed:
             waits = self.waits or (again and self.generation is not None)
             self.contributors = self.last_contributors(heard[0])
-            known = set() if waits else wanted & self.calls.successions.keys()
+            known = set() if waits else wanted & self.calls.resilient_comms.keys()
             sets = {**self.sets, groups.REPLICAS: self.group.replicas}
             verdicts = {number: steps(number, sets, heard) for number in known}
             ended = self.calls.keep(verdicts)
@@ -325,8 +325,10 @@ class ElasticWorld(World):
         """Connects what `link` has left; raises as it does."""
         assert self._former is not None
         epoch = self.epoch
-        rest = [each for each in numbers(members) if each[0] not in epoch.successions]
-        self._former.connect(epoch, members, rest, self.calls.successions)
+        rest = [
+            each for each in numbers(members) if each[0] not in epoch.resilient_comms
+        ]
+        self._former.connect(epoch, members, rest, self.calls.resilient_comms)
         with self.changed:
             if self.is_over(epoch):
                 raise PeerLost(f"epoch {epoch.number} is over")
@@ -416,8 +418,8 @@ class ElasticWorld(World):
             self.check_epoch(epoch)
             if self.rank in ranks and self._former is not None:
                 for each in (number, number | LANE):
-                    succession = self._former.new_succession()
-                    epoch.open(each, ranks, f"process set {number}", succession)
+                    resilient = self._former.new_resilient_comm()
+                    epoch.open(each, ranks, f"process set {number}", resilient)
                     self.calls.put(epoch, each, [Step()])
             self.sets[number] = list(ranks)
 

@@ -140,7 +140,7 @@ class Former:
             reception=self._reception,
             session=watch,
             shm_bytes=_native.shm_bytes,
-            board_bytes=_native.board_bytes,
+            segment_bytes=_native.segment_bytes,
             log=self._log,
         )
         epoch = Epoch(self._config, standing, fabric, self._bell, self._whereabouts)
@@ -153,13 +153,13 @@ class Former:
         epoch: Epoch,
         members: Members,
         wanted: Sequence[Wanted],
-        known: Mapping[int, _native.Succession],
+        known: Mapping[int, _native.ResilientComm],
     ) -> None:
         """Connects the members, and makes communicators that are not in force yet.
 
         Args:
             wanted: which.
-            known: the successions that go on, by number.
+            known: the resilient communicators that go on, by number.
 
         Raises:
             Unreachable, PeerLost, StartupError: some could not be reached.
@@ -173,16 +173,16 @@ class Former:
             ending = None
             if number == REPLICAS:  # one membership for all shards of a step
                 ending = epoch.open(ENDING, everybody, name, config=small)
-            succession = known.get(number) or self.new_succession()
-            epoch.open(number, ranks, name, succession, ending=ending)
+            resilient = known.get(number) or self.new_resilient_comm()
+            epoch.open(number, ranks, name, resilient, ending=ending)
             if number == 0:
                 self._calibrate(epoch, members)
 
-    def new_succession(self) -> _native.Succession:
+    def new_resilient_comm(self) -> _native.ResilientComm:
         """For a communicator that begins."""
         # The coordinator knows sooner when to give up; this is for when it is lost.
         config = self._config
-        return _native.Succession(config.elastic_timeout + config.start_timeout)
+        return _native.ResilientComm(config.elastic_timeout + config.start_timeout)
 
     def _patient(self, kind: str) -> Config:
         """Who is there already does not take long, and others may wait for it."""

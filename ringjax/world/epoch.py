@@ -37,7 +37,7 @@ class Epoch:
     Attributes:
         number: the epoch's; the first is 0.
         communicators: by number.
-        successions: what those among them belong to that outlive the epoch.
+        resilient_comms: the resilient communicators of those that outlive the epoch.
         cost: the constants of the links; of the communicators that come.
         recorder: hears of the calls of the communicators that come.
     """
@@ -53,7 +53,7 @@ class Epoch:
         self.config, self.standing, self.fabric = config, standing, fabric
         self.number = fabric.epoch if fabric is not None else 0
         self.communicators: dict[int, _native.Communicator] = {}
-        self.successions: dict[int, _native.Succession] = {}
+        self.resilient_comms: dict[int, _native.ResilientComm] = {}
         self.cost: dict[str, float] = {}
         self.recorder: _native.Recorder | None = None
         self._notify, self._whereabouts = notify, whereabouts
@@ -111,7 +111,7 @@ class Epoch:
         number: int,
         ranks: Sequence[int],
         name: str,
-        succession: _native.Succession | None = None,
+        resilient: _native.ResilientComm | None = None,
         *,
         config: Config | None = None,
         watched: bool = True,
@@ -120,7 +120,7 @@ class Epoch:
         """Makes the communicator of what was linked.
 
         Args:
-            succession: what it belongs to in an elastic job.
+            resilient: the resilient communicator that it belongs to, in an elastic job.
             ending: where its calls end together with those of others.
             config: other settings than the epoch's.
             watched: the heartbeat ends it, and hears of its failures.
@@ -137,7 +137,7 @@ class Epoch:
             members=list(ranks),
             links=mesh.links,
             doorbell=mesh.doorbell,
-            board=mesh.board,
+            segment=mesh.segment,
             options={
                 "ring_bytes": config.ring_bytes,
                 "spin_us": config.spin_us,
@@ -145,17 +145,17 @@ class Epoch:
                 "collective_timeout": config.collective_timeout,
                 "algorithm": config.algorithm,
                 "cost": self.cost,
-                "set": set_of(number),
-                "place": place_of(number),
-                "named": number & LANE,
+                "process_set": set_of(number),
+                "device_index": place_of(number),
+                "eager": number & LANE,
                 **({} if self.recorder is None else {"recorder": self.recorder}),
             },
-            succession=succession,
+            resilient=resilient,
             ending=ending,
         )
         self.communicators[number] = communicator
-        if succession is not None:
-            self.successions[number] = succession
+        if resilient is not None:
+            self.resilient_comms[number] = resilient
         if watched and self._heartbeat is not None:
             self._heartbeat.watch(communicator)
         return communicator
@@ -209,7 +209,7 @@ class Epoch:
             if self._heartbeat is not None:
                 self._heartbeat.forget(communicator)
             communicator.close()
-        self.successions.pop(number, None)
+        self.resilient_comms.pop(number, None)
         self._sockets.pop(number, None)
 
     def calls(self, number: int) -> int:
@@ -263,7 +263,7 @@ class Epoch:
             mesh.close()
         # The core closes its descriptors when nobody refers to its objects any more.
         self.communicators.clear()
-        self.successions.clear()
+        self.resilient_comms.clear()
         self._meshes.clear()
         self._sockets.clear()
 

@@ -209,7 +209,7 @@ class World:
             reception=self._reception,
             session=session,
             shm_bytes=_native.shm_bytes,
-            board_bytes=_native.board_bytes,
+            segment_bytes=_native.segment_bytes,
             log=self.log,
         )
 

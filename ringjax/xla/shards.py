@@ -1,9 +1,8 @@
 """Which device has which shard of the tensors of a call, in a program over several.
 
-On CPUs devices meet natively, and all shards go to the other ranks together
-(`engine/communicator/meeting.h`). CUDA devices each go to those of their place on the
-other ranks, which must have the same shards. How such calls are lowered is in
-`several.py`.
+On CPUs the calls of all devices become one (`engine/communicator/device_rendezvous.h`).
+Each CUDA device makes its own call, with the devices at its place on the other ranks,
+which must have the same shards. How such calls are lowered is in `several.py`.
 """
 
 from __future__ import annotations

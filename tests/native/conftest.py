@@ -1,4 +1,4 @@
-"""The native tests as items of pytest: `pytest tests/native/board_test.cc -k Turn`.
+"""The native tests as items of pytest: `pytest tests/native/waits_test.cc -k Turn`.
 
 Each runs in a process of its own, so that one that crashes or hangs fails alone; the
 program ends itself after its own limit. What it is built from: support/native_build.py.

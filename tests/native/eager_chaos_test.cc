@@ -9,15 +9,15 @@
 #include <random>
 
 #include "check.h"
-#include "eager_generations.h"
+#include "eager_epochs.h"
 
 namespace ringjax {
 namespace {
 
+using testing_eager::Epochs;
 using testing_eager::Floats;
-using testing_eager::Generations;
 using testing_eager::Place;
-using TicketPtr = std::shared_ptr<Ticket>;
+using WorkPtr = std::shared_ptr<Work>;
 
 // What is added for a worker: a sum of these tells who took part.
 float ShareOf(int worker) { return std::ldexp(1.0f, worker); }
@@ -42,7 +42,7 @@ class Results {
 struct Operation {
   std::string name;
   Floats in, more, out;
-  TicketPtr ticket;
+  WorkPtr work;
   Collective op = Collective::kAllreduce;
   bool grouped = false;
 };
@@ -83,7 +83,7 @@ class Chaos {
     for (int w : job.members) CHECK_EQ(left_[w], 0);
   }
 
-  Generations job;
+  Epochs job;
 
  private:
   static constexpr int kSteps = 6, kEach = 12;
@@ -163,7 +163,7 @@ class Chaos {
   bool Submit(int worker, int step, int i, Operation* o, bool waits = false) {
     o->name = std::to_string(step) + "." + std::to_string(i);
     o->op = Collective::kAllreduce;
-    // From a note to some tiles and to more than a ring holds.
+    // From inline data to some tiles and to more than a ring holds.
     const size_t length = i % 4 == 3 ? 3000 : 1 + 7 * i;
     o->in.assign(length, ShareOf(worker));
     o->out.assign(length, -1);
@@ -184,17 +184,17 @@ class Chaos {
       request.what.name = o->name;
     }
     request.waits = waits;
-    auto ticket = job.lane(worker).Submit(std::move(request));
-    if (!Fine(worker, ticket.status())) return false;
-    o->ticket = ticket.value();
+    auto work = job.lane(worker).Submit(std::move(request));
+    if (!Fine(worker, work.status())) return false;
+    o->work = work.value();
     return true;
   }
 
   bool End(int worker, Operation* o) {
-    if (!Fine(worker, o->ticket->Wait())) return false;
+    if (!Fine(worker, o->work->Wait())) return false;
     if (o->op == Collective::kBarrier) return true;
     if (o->op == Collective::kAllgather) {
-      const Output& all = o->ticket->outputs()[0];
+      const Output& all = o->work->outputs()[0];
       Floats rows(static_cast<size_t>(all.dims[0]));
       std::memcpy(rows.data(), all.memory.get(), rows.size() * sizeof(float));
       results_.Add(o->name, worker, rows);
@@ -236,12 +236,12 @@ void Try(int size) {
       Chaos(size, seed * 11 + static_cast<unsigned>(size), tile).Run();
 }
 
-// Nobody is lost, but generations end all the time: at any moment, also between the
+// Nobody is lost, but epochs end all the time: at any moment, also between the
 // ranks' steps out of a round that says all there is to say.
 TEST(eager_chaos_of_false_alarms) {
   constexpr int kBarriers = testing_eager::kSlow ? 100 : 2000;
   for (const size_t tile : {0, 4096}) {
-    Generations job(3, {}, tile);
+    Epochs job(3, {}, tile);
     std::atomic<int> left{3};
     std::vector<std::thread> threads;
     for (int w = 0; w < 3; ++w)

@@ -19,8 +19,8 @@ using testing_eager::Place;
 Status Sum(EagerLane& lane, const std::string& name, Floats* x) {
   EagerRequest request = Place(name, x, x);
   request.waits = true;
-  auto ticket = lane.Submit(std::move(request));
-  return ticket.ok() ? ticket.value()->Wait() : ticket.status();
+  auto work = lane.Submit(std::move(request));
+  return work.ok() ? work.value()->Wait() : work.status();
 }
 
 TEST(eager_callers_that_wait_do_the_work) {
@@ -51,17 +51,17 @@ TEST(eager_what_is_held_goes_together) {
     world.Each([&](EagerLane& lane, int) {
       for (int i = 0; i < 20; ++i) {
         std::vector<Floats> all(30, Floats(10, 1));
-        std::vector<std::shared_ptr<Ticket>> tickets;
+        std::vector<std::shared_ptr<Work>> works;
         lane.Hold();
         for (size_t k = 0; k < all.size(); ++k)
-          tickets.push_back(
+          works.push_back(
               lane.Submit(Place(std::to_string(k), &all[k], &all[k])).value());
         if (i % 4 == 0) {  // who waits for what is held does so in vain no longer
           lane.Hurry();
-          CHECK(tickets[0]->Wait().ok());
+          CHECK(works[0]->Wait().ok());
         }
         lane.Release();
-        for (const auto& ticket : tickets) CHECK(ticket->Wait().ok());
+        for (const auto& work : works) CHECK(work->Wait().ok());
         for (const Floats& x : all) CHECK_EQ(x[9], static_cast<float>(size));
       }
     });
@@ -99,10 +99,10 @@ TEST(eager_the_thread_comes_back_for_those_that_do_not_wait) {
     for (int i = 0; i < 50; ++i) {
       Floats x(1, 1), y(1, 1);
       CHECK(Sum(lane, "x", &x).ok());
-      auto ticket = lane.Submit(Place("y", &y, &y)).value();
+      auto work = lane.Submit(Place("y", &y, &y)).value();
       const auto limit = Clock::now() + std::chrono::seconds(20);
-      while (!ticket->done() && Clock::now() < limit) std::this_thread::yield();
-      CHECK(ticket->done());
+      while (!work->done() && Clock::now() < limit) std::this_thread::yield();
+      CHECK(work->done());
       CHECK(y == Floats(1, 2));
     }
   });
@@ -148,10 +148,10 @@ TEST(eager_an_abort_ends_callers_that_do_the_work) {
 
 TEST(eager_a_signal_handler_cannot_wait_for_what_it_interrupts) {
   const auto gate = std::make_shared<Gate>();
-  Ticket ticket(gate);
+  Work work(gate);
   {
     const Gate::Driver driver(gate.get());
-    CHECK(ticket.Wait().code() == Code::kFailedPrecondition);
+    CHECK(work.Wait().code() == Code::kFailedPrecondition);
     // Another lane's thread does its work.
     CHECK(!std::make_shared<Gate>()->IsDriver());
     CHECK(Gate::IsDriving());
@@ -168,8 +168,9 @@ TEST(waits_of_a_driver_are_interrupted_only_where_nothing_moves) {
   std::vector<std::string> messages;
   Status status;
   {
-    const InterruptsAfter patience(0.5);
-    status = world.ranks[0]->Exchange("news", &messages);  // rank 1 does not come
+    const InterruptsAfter interrupts(0.5);
+    status =
+        world.ranks[0]->ExchangeRound("message", &messages);  // rank 1 does not come
   }
   interrupt_check.store(before);
   CHECK(status.code() == Code::kCancelled || world.ranks[0]->aborted());

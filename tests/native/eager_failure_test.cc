@@ -145,7 +145,7 @@ TEST(eager_an_abort_fails_pending_and_later_ones_on_all_ranks) {
       world.world.ranks[r]->SetHooks(hooks);
     }
     std::vector<Floats> data(3, Floats(4, 1));
-    std::vector<std::shared_ptr<Ticket>> pending;
+    std::vector<std::shared_ptr<Work>> pending;
     for (int r = 0; r < 2; ++r)
       pending.push_back(world.lanes[r]->Submit(Place("x", &data[r], &data[r])).value());
     auto join = world.lanes[0]->Join().value();
@@ -171,7 +171,7 @@ TEST(eager_a_peer_that_left_fails_only_what_needs_it) {
     world.Each([](EagerLane& lane, int rank) { CheckUsable(lane, rank); });
     world.lanes[1].reset();
     world.world.ranks[1].reset();
-    world.world.ranks[0]->PeerLeft(1);
+    world.world.ranks[0]->OnPeerShutdown(1);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK(!world.world.ranks[0]->aborted());
     Floats x(4, 1);
@@ -184,22 +184,22 @@ TEST(eager_a_peer_that_left_fails_only_what_needs_it) {
 TEST(eager_close_is_bounded_and_fails_what_is_pending) {
   Eager world(2);
   Floats x(4, 1);
-  auto ticket = world.lanes[0]->Submit(Place("x", &x, &x)).value();
-  std::thread waiting([&] { CHECK(!ticket->Wait().ok()); });
+  auto work = world.lanes[0]->Submit(Place("x", &x, &x)).value();
+  std::thread waiting([&] { CHECK(!work->Wait().ok()); });
   world.lanes[0]->Close();
   world.lanes[0]->Close();
   waiting.join();
-  CHECK(Says(ticket->Wait(), "shut down"));
+  CHECK(Says(work->Wait(), "shut down"));
 }
 
-TEST(eager_damaged_news_end_the_lane) {
+TEST(eager_damaged_message_ends_the_lane) {
   World world({0, 0});
   EagerLane lane(world.ranks[0], {});
   std::vector<std::string> messages;
-  CHECK(world.ranks[1]->Exchange("\xff\xff\xff\xff nonsense", &messages).ok());
+  CHECK(world.ranks[1]->ExchangeRound("\xff\xff\xff\xff nonsense", &messages).ok());
   Floats x(4, 1);
-  auto ticket = lane.Submit(Place("x", &x, &x));
-  const Status status = ticket.ok() ? ticket.value()->Wait() : ticket.status();
+  auto work = lane.Submit(Place("x", &x, &x));
+  const Status status = work.ok() ? work.value()->Wait() : work.status();
   CHECK(status.code() == Code::kUnavailable);
   CHECK_EQ(status.rank(), 1);
 }
@@ -215,7 +215,7 @@ TEST(eager_long_messages_travel_in_rounds) {
             return std::string(r % 2 ? bytes : bytes / 2, static_cast<char>('a' + r));
           };
           std::vector<std::string> all;
-          CHECK(c.Exchange(text(c.rank()), &all).ok());
+          CHECK(c.ExchangeRound(text(c.rank()), &all).ok());
           CHECK_EQ(all.size(), static_cast<size_t>(size));
           for (int r = 0; r < size; ++r) CHECK(all[r] == text(r));
           Floats x(50, c.rank());
@@ -233,21 +233,21 @@ TEST(eager_await_wakes_for_calls_and_by_hand) {
     Communicator &a = *world.ranks[0], &b = *world.ranks[1];
     bool called = true;
     const auto soon = Clock::now() + std::chrono::milliseconds(30);
-    CHECK(a.Await(soon, true, &called).ok());
+    CHECK(a.AwaitNextCall(soon, true, &called).ok());
     CHECK(!called && Clock::now() >= soon);
     const auto never = Clock::now() + std::chrono::seconds(100);
     std::thread waker([&a] {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       a.Wake();
     });
-    CHECK(a.Await(never, true, &called).ok());
+    CHECK(a.AwaitNextCall(never, true, &called).ok());
     CHECK(!called);
     waker.join();
     std::vector<std::string> of_a, of_b;
-    std::thread peer([&] { CHECK(b.Exchange("b", &of_b).ok()); });
-    CHECK(a.Await(never, true, &called).ok());
+    std::thread peer([&] { CHECK(b.ExchangeRound("b", &of_b).ok()); });
+    CHECK(a.AwaitNextCall(never, true, &called).ok());
     CHECK(called);
-    CHECK(a.Exchange("a", &of_a).ok());
+    CHECK(a.ExchangeRound("a", &of_a).ok());
     peer.join();
     CHECK(of_a == of_b);
     CHECK(Clock::now() < never);

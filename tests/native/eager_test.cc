@@ -17,17 +17,17 @@ using testing_eager::Place;
 
 std::string Name(size_t i) { return std::string("t").append(std::to_string(i)); }
 
-TEST(eager_allreduce_with_and_without_a_board) {
+TEST(eager_allreduce_with_and_without_a_segment) {
   for (const int size : {1, 2, 3, 5}) {
     for (const size_t tile : {0, 4096}) {
       Eager world(size, {}, tile);
       world.Each([&](EagerLane& lane, int rank) {
         for (int i = 0; i < 20; ++i) {
-          // From a note to several tiles.
+          // From inline data to several tiles.
           Floats x(1 + 700 * i, rank + i), y(x.size());
-          auto ticket = lane.Submit(Place("x", &x, &y));
-          CHECK(ticket.ok());
-          CHECK(ticket.value()->Wait().ok());
+          auto work = lane.Submit(Place("x", &x, &y));
+          CHECK(work.ok());
+          CHECK(work.value()->Wait().ok());
           const float sum = size * (size - 1) / 2 + size * i;
           CHECK(y == Floats(x.size(), sum));
         }
@@ -42,10 +42,10 @@ TEST(eager_asked_at_any_moment) {
   world.Each([](EagerLane& lane, int rank) {
     for (int i = 0; i < 200; ++i) {
       Floats x(1, rank + i), y(1);
-      auto ticket = lane.Submit(Place("x", &x, &y));
-      CHECK(ticket.ok());
-      while (!ticket.value()->settled()) continue;
-      CHECK(ticket.value()->status().ok());
+      auto work = lane.Submit(Place("x", &x, &y));
+      CHECK(work.ok());
+      while (!work.value()->settled()) continue;
+      CHECK(work.value()->status().ok());
       CHECK_EQ(y[0], 1.0f + 2 * i);
     }
   });
@@ -65,16 +65,16 @@ TEST(eager_any_order_from_any_thread) {
           std::vector<Floats> data(kEach);
           for (int step = 0; step < kSteps; ++step) {
             std::shuffle(order.begin(), order.end(), random);
-            std::vector<std::shared_ptr<Ticket>> tickets(kEach);
+            std::vector<std::shared_ptr<Work>> works(kEach);
             for (int i : order) {
               Floats& x = data[i % kEach];
               x.assign(1 + i, rank + i + step);
-              auto ticket = lane.Submit(Place(std::to_string(i), &x, &x));
-              CHECK(ticket.ok());
-              tickets[i % kEach] = ticket.value();
+              auto work = lane.Submit(Place(std::to_string(i), &x, &x));
+              CHECK(work.ok());
+              works[i % kEach] = work.value();
             }
             for (int i : order) {
-              CHECK(tickets[i % kEach]->Wait().ok());
+              CHECK(works[i % kEach]->Wait().ok());
               const float sum = 6 + 4 * (i + step);
               CHECK(data[i % kEach] == Floats(1 + i, sum));
             }
@@ -93,10 +93,10 @@ TEST(eager_fuses_what_is_ready_together) {
   Eager world(2, options);
   world.Each([&](EagerLane& lane, int rank) {
     std::vector<Floats> data(100, Floats(10, rank));
-    std::vector<std::shared_ptr<Ticket>> tickets;
+    std::vector<std::shared_ptr<Work>> works;
     for (size_t i = 0; i < data.size(); ++i)
-      tickets.push_back(lane.Submit(Place(Name(i), &data[i], &data[i])).value());
-    for (auto& t : tickets) CHECK(t->Wait().ok());
+      works.push_back(lane.Submit(Place(Name(i), &data[i], &data[i])).value());
+    for (auto& t : works) CHECK(t->Wait().ok());
     for (auto& d : data) CHECK(d == Floats(10, 1));
     CHECK(lane.stats().calls < 20);
     CHECK_EQ(lane.stats().fused, 100u);
@@ -195,10 +195,10 @@ TEST(eager_a_joined_rank_changes_no_result) {
   world.Each([&](EagerLane& lane, int rank) {
     for (int turn = 0; turn < 2; ++turn) {
       if (rank == 0) {
-        auto ticket = lane.Join().value();
+        auto work = lane.Join().value();
         CHECK(!lane.Join().ok());
-        CHECK(ticket->Wait().ok());
-        CHECK(ticket->last_joined() == 1 || ticket->last_joined() == 2);
+        CHECK(work->Wait().ok());
+        CHECK(work->last_joined() == 1 || work->last_joined() == 2);
         continue;
       }
       for (const Case& c : cases) {
@@ -250,12 +250,12 @@ TEST(eager_ten_thousand_in_flight) {
   Eager world(2);
   world.Each([&](EagerLane& lane, int rank) {
     std::vector<Floats> data(size_t{kMany}, Floats(3, rank + 1));
-    std::vector<std::shared_ptr<Ticket>> tickets;
+    std::vector<std::shared_ptr<Work>> works;
     for (int i = 0; i < kMany; ++i) {
       const auto k = static_cast<size_t>(rank == 0 ? i : kMany - 1 - i);
-      tickets.push_back(lane.Submit(Place(Name(k), &data[k], &data[k])).value());
+      works.push_back(lane.Submit(Place(Name(k), &data[k], &data[k])).value());
     }
-    for (auto& t : tickets) CHECK(t->Wait().ok());
+    for (auto& t : works) CHECK(t->Wait().ok());
     for (auto& d : data) CHECK(d == Floats(3, 3));
     std::vector<void*> ended = lane.TakeEnded();
     CHECK(ended.empty());  // nothing was kept

@@ -155,7 +155,7 @@ TEST(AnExceptionWithinACallBecomesAStatusAndPeersAreTold) {
   Communicator& zero = *world.ranks[0];
   std::vector<std::string> told;
   HeartbeatHooks hooks;
-  hooks.laggards = [](uint64_t) -> std::vector<int> { throw std::bad_alloc(); };
+  hooks.late_ranks = [](uint64_t) -> std::vector<int> { throw std::bad_alloc(); };
   hooks.on_failure = [&](const Status& s) { told.push_back(s.message()); };
   zero.SetHooks(hooks);
   std::vector<float> data(4, 1.0f);
@@ -172,7 +172,7 @@ TEST(ACallThatOneRankCannotMakeFailsOnAllRanksAndNobodyWaits) {
     std::vector<float> data(4, 1.0f);
     const Status fits =
         c.rank() == 1 ? Status(Code::kInternal, "no memory") : OkStatus();
-    const Status status = c.RunOnce(AllreduceOf(&data), fits);
+    const Status status = c.RunInThisEpoch(AllreduceOf(&data), fits);
     CHECK(!status.ok() && !c.aborted());
     CHECK(Contains(status.message(), "no memory"));
     CHECK(data == std::vector<float>(4, 1.0f));

@@ -42,8 +42,8 @@ TEST(AllreduceEveryAlgorithmAndSize) {
     if (a.op != Collective::kAllreduce) continue;
     for (const std::vector<int>& hosts :
          {std::vector<int>{0}, {0, 0}, {0, 0, 0}, {0, 0, 1, 1}, {0, 1, 2, 2, 2}}) {
-      const bool board = hosts.size() > 1 && hosts.back() == 0;
-      if (!a.applies({0, static_cast<int>(hosts.size()), hosts, board})) continue;
+      const bool segment = hosts.size() > 1 && hosts.back() == 0;
+      if (!a.applies({0, static_cast<int>(hosts.size()), hosts, segment})) continue;
       World world(hosts, "allreduce:" + std::string(a.name));
       for (size_t n : {1, 2, 5, 1000, 70001}) CheckSum(&world, n, ReduceOp::kSum);
       CheckSum(&world, 333, ReduceOp::kAverage);
@@ -289,11 +289,11 @@ TEST(APeerThatStoodStillFindsItsHeartbeatsStreamWhole) {
       heartbeat->Ask(
           {i, 0, false, {1}, std::string(static_cast<size_t>(i) % 997, '?')});
   };
-  constexpr int kMany = 20000;
-  ask(0, kMany);  // far more than the socket takes: the peer stands still
+  constexpr int kProbes = 20000;
+  ask(0, kProbes);  // far more than the socket takes: the peer stands still
   std::string bytes;
   std::thread reader([&, fd = theirs] { bytes = ReadAll(fd); });
-  ask(kMany, 2 * kMany);
+  ask(kProbes, 2 * kProbes);
   heartbeat->Stop();
   reader.join();
   close(theirs);
@@ -306,13 +306,13 @@ TEST(APeerThatStoodStillFindsItsHeartbeatsStreamWhole) {
     CHECK_EQ(magic, 0x42484752u);
     at += 32 + length;
   }
-  CHECK(messages > 1 && messages < 2 * kMany);
+  CHECK(messages > 1 && messages < 2 * kProbes);
 }
 
 TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {
   World world({0, 0});
   CheckSum(&world, 10, ReduceOp::kSum);
-  world.ranks[0]->PeerLeft(1);
+  world.ranks[0]->OnPeerShutdown(1);
   std::vector<float> data(4, 1.0f);
   const Status status = world.ranks[0]->Run(AllreduceOf(&data));
   CHECK(status.message().find("rank 1 has shut down") != std::string::npos);
@@ -332,7 +332,7 @@ TEST(WhoLeavesAfterACallIsNotBlamedByThoseThatAreStillInIt) {
         if (ends[r].ok()) return;
         for (int other : {1, 2}) world.ranks[other]->Abort(ends[r]);
       });
-    world.ranks[0]->PeerLeft(1, finished);
+    world.ranks[0]->OnPeerShutdown(1, finished);
     for (auto& thread : threads) thread.join();
     CHECK_EQ(world.ranks[0]->finished(), finished);
     CHECK_EQ(ends[0].ok(), finished == 1);

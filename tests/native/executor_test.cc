@@ -23,18 +23,18 @@ Status RunStep(int rank, Link* link, Doorbell* bell, std::vector<float>* data) {
     schedule.steps.push_back({StepKind::kRecv, 0, all, {}});
   Spans spans;
   spans.Add(data->data(), kCount * sizeof(float));
-  const Memory memory{&spans, &spans, {}};
-  Lane lane;
-  lane.links.resize(2);
-  lane.links[1 - rank].reset(link);
-  lane.rank = rank;
-  lane.timeout = 10;
+  const Buffers buffers{&spans, &spans, {}};
+  Endpoints endpoints;
+  endpoints.links.resize(2);
+  endpoints.links[1 - rank].reset(link);
+  endpoints.rank = rank;
+  endpoints.timeout = 10;
   const std::atomic<bool> aborted = false;
   Waiter waiter(bell, &aborted, 0, true);
   waiter.set_slice(std::chrono::hours(1));  // else a wait for nothing would not show
-  const Status status = Execute(Compile(schedule, 2, true), memory,
-                                {DType::kF32, DType::kF16}, {}, lane, &waiter);
-  for (auto& each : lane.links) each.release();  // it is the caller's
+  const Status status = Execute(Compile(schedule, 2, true), buffers,
+                                {DType::kF32, DType::kF16}, {}, endpoints, &waiter);
+  for (auto& each : endpoints.links) each.release();  // it is the caller's
   return status;
 }
 

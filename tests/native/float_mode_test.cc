@@ -187,7 +187,7 @@ void CheckRanks(size_t tile, size_t n, ReduceOp op, int wire = -1) {
 
 TEST(RanksInOtherModesEndWithTheSameBits) {
   for (size_t tile : {0, 8192})
-    for (size_t n : {100, 30001})  // a note or tiles, where there is a board
+    for (size_t n : {100, 30001})  // inline data or tiles, with a shared segment
       for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
                           ReduceOp::kAverage, ReduceOp::kAdasum})
         CheckRanks(tile, n, op);

@@ -1,6 +1,6 @@
-// Targets that are functions of bytes: the news of the eager lane and what ranks make
-// of them together, the texts with which ranks explain their calls, and the messages on
-// control connections.
+// Targets that are functions of bytes: negotiation messages and what ranks decide from
+// them, the texts with which ranks explain their calls, and the messages on control
+// connections.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -9,7 +9,7 @@
 
 #include "engine/call/descriptor.h"
 #include "engine/eager/negotiation.h"
-#include "engine/eager/news.h"
+#include "engine/eager/negotiation_message.h"
 #include "engine/heartbeat/heartbeat.h"
 #include "fuzz_targets.h"
 #include "link_ends.h"
@@ -35,45 +35,44 @@ Submission Rooted() {
 }
 
 std::string Items(const std::vector<Submission>& submissions) {
-  NewsWriter writer;
+  NegotiationWriter writer;
   for (const Submission& s : submissions) writer.Description(s);
   const std::string sealed = writer.Seal(0, 0);
   return sealed.substr(0, sealed.size() - 4);
 }
 
-// -- news: any items, once as they come and once with a seal that fits
-// ------------------
+// -- message: any items, once as they are and once with a matching seal --------------
 
-void ReadAll(NewsReader reader, int size) {
-  NewsItem item;
+void ReadAll(NegotiationReader reader, int size) {
+  NegotiationItem item;
   while (!reader.done()) {
     if (!reader.Next(&item).ok()) return;
-    if (item.kind != NewsItem::Kind::kDescription) continue;
+    if (item.kind != NegotiationItem::Kind::kDescription) continue;
     // What was understood can be said again, and means the same.
-    NewsWriter writer;
+    NegotiationWriter writer;
     writer.Description(*item.submission);
     const std::string again = writer.Seal(3, 1);
-    NewsReader other(again, size);
-    NewsItem twin;
+    NegotiationReader other(again, size);
+    NegotiationItem twin;
     ALWAYS(other.Open(3, 1) && other.Next(&twin).ok() && other.done());
     ALWAYS(twin.submission->Same(*item.submission));
     ALWAYS(twin.submission->Hash() == item.submission->Hash());
   }
 }
 
-void News(std::string_view input) {
+void Messages(std::string_view input) {
   Pieces pieces(input);
   const int size = 1 + pieces.Byte() % 5;
-  NewsReader raw(pieces.rest(), size);
+  NegotiationReader raw(pieces.rest(), size);
   if (raw.Open(0, 0)) ReadAll(raw, size);
-  const std::string sealed = SealNews(std::string(pieces.rest()), 7, 2);
-  NewsReader reader(sealed, size);
+  const std::string sealed = SealMessage(std::string(pieces.rest()), 7, 2);
+  NegotiationReader reader(sealed, size);
   ALWAYS(reader.Open(7, 2) == !pieces.rest().empty());
   if (!pieces.rest().empty()) ReadAll(reader, size);
 }
 
-std::vector<std::string> NewsSeeds() {
-  NewsWriter writer;
+std::vector<std::string> MessageSeeds() {
+  NegotiationWriter writer;
   for (uint64_t number : {7, 8, 9, 3, 300}) writer.Reference(number);
   writer.Join();
   writer.Expiry(Sum("late"), 1.5, "rank 1: it is at train.py:41");
@@ -83,8 +82,8 @@ std::vector<std::string> NewsSeeds() {
           std::string("\0", 1) + Items({Named(Collective::kBarrier, "", {})})};
 }
 
-// -- negotiation: one of three ranks says anything; the others must agree on it
-// ---------
+// -- negotiation: one of three ranks sends any bytes; the others must decide the same
+// --
 
 constexpr int kRanks = 3, kFoul = 1;
 
@@ -122,11 +121,11 @@ void Negotiate(std::string_view input) {
       const unsigned mine = r == 0 ? wish & 15 : wish >> 4 & 15;
       Act(&ranks[r], (mine & ~under_way[static_cast<size_t>(r)]) | (wish & 16), round);
       under_way[static_cast<size_t>(r)] |= mine & 7;
-      messages[static_cast<size_t>(r)] = ranks[r].TakeNews();
+      messages[static_cast<size_t>(r)] = ranks[r].TakeMessage();
     }
     const std::string items(pieces.Text());
     if (!items.empty())
-      messages[kFoul] = SealNews(items, static_cast<uint64_t>(round), kFoul);
+      messages[kFoul] = SealMessage(items, static_cast<uint64_t>(round), kFoul);
     std::vector<Decision> decisions[2];
     const Status one = ranks[0].Receive(messages, &decisions[0]);
     const Status two = ranks[2].Receive(messages, &decisions[1]);
@@ -149,12 +148,12 @@ void Negotiate(std::string_view input) {
 }
 
 std::vector<std::string> NegotiateSeeds() {
-  NewsWriter references;
+  NegotiationWriter references;
   references.Reference(0);
   references.Reference(1);
   const std::string sealed = references.Seal(0, 0);
   const std::string known = sealed.substr(0, sealed.size() - 4);
-  NewsWriter joins;
+  NegotiationWriter joins;
   joins.Join();
   joins.Expiry(Sum("a"), 3);
   const std::string joined = joins.Seal(0, 0);
@@ -222,11 +221,11 @@ void Beats(std::string_view input) {
       ALWAYS(rank >= 0 && rank < 3);  // one that there is
       ALWAYS(why.size() < 2048);
     }
-    for (const Sighting& sighting : heartbeat->Sightings(0, {1, 2})) {
-      ALWAYS(sighting.text.size() <= kMostSighting);
-      for (const char c : sighting.text) ALWAYS(static_cast<unsigned char>(c) >= 0x20);
+    for (const ProbeReply& reply : heartbeat->ProbeReplies(0, {1, 2})) {
+      ALWAYS(reply.text.size() <= kMostReply);
+      for (const char c : reply.text) ALWAYS(static_cast<unsigned char>(c) >= 0x20);
     }
-    for (const int rank : heartbeat->Holding(1 << 30, 1, {1, 2})) ALWAYS(rank > 0);
+    for (const int rank : heartbeat->NotReady(1 << 30, 1, {1, 2})) ALWAYS(rank > 0);
     for (const std::string& stall : heartbeat->asked().stalls)
       ALWAYS(stall.size() < 2048);
     heartbeat->Stop();
@@ -245,7 +244,7 @@ std::vector<std::string> BeatsSeeds() {
     if (what == 1) heartbeat->Fail("rank 2 went away", 2);
     if (what == 2) heartbeat->Leave();
     if (what == 3) heartbeat->Ask({0, 7, false, {0}, "allreduce 'x' (f32[8], SUM)"});
-    if (what == 4) heartbeat->LetGo(1 << 30, 1);
+    if (what == 4) heartbeat->AnnounceTeardown(1 << 30, 1);
     heartbeat->Stop();
     std::string& bytes = seeds.emplace_back();
     char buffer[4096];
@@ -267,7 +266,7 @@ std::vector<std::string> BeatsSeeds() {
 
 const std::vector<Target>& ParserTargets() {
   static const std::vector<Target> targets = {
-      {"news", News, NewsSeeds},
+      {"message", Messages, MessageSeeds},
       {"negotiation", Negotiate, NegotiateSeeds},
       {"texts", Texts, TextsSeeds},
       {"heartbeat", Beats, BeatsSeeds}};

@@ -22,7 +22,7 @@ namespace ringjax::fuzz {
 namespace {
 
 constexpr size_t kRing = 1 << 15, kTile = 4096;
-constexpr size_t kLongNote = 5000;  // floats: more than fit beside an agreement
+constexpr size_t kBeyondInline = 5000;  // floats: more than fit beside an agreement
 
 bool Always() { return true; }
 
@@ -33,7 +33,7 @@ bool Always() { return true; }
 struct Work {
   Work(unsigned number, int rank, int size) {
     const auto ranks = static_cast<size_t>(size);
-    const size_t n = number == 1 ? kLongNote : 12;
+    const size_t n = number == 1 ? kBeyondInline : 12;
     data.assign(n, static_cast<float>(rank + 1));
     result.assign(number == 2 ? n * ranks : number == 5 ? n / ranks : n, 0);
     const auto all = static_cast<int64_t>(ranks);
@@ -72,7 +72,7 @@ constexpr unsigned kWorks = 8;  // 7: a round instead of a call
 Status DoWork(Communicator* c, unsigned number) {
   if (number == 7) {
     std::vector<std::string> all;
-    return c->Exchange(std::string(c->rank() == 0 ? 30 : 600, 'm'), &all);
+    return c->ExchangeRound(std::string(c->rank() == 0 ? 30 : 600, 'm'), &all);
   }
   Work work(number, c->rank(), c->size());
   return c->Run(work.call);
@@ -81,7 +81,7 @@ Status DoWork(Communicator* c, unsigned number) {
 CommunicatorOptions OptionsOf(int rank, int size) {
   CommunicatorOptions o;
   o.topology = {rank, size, std::vector<int>(static_cast<size_t>(size), 0)};
-  for (int r = 0; r < size; ++r) o.members.push_back(r);
+  for (int r = 0; r < size; ++r) o.world_ranks.push_back(r);
   o.spin_seconds = 0;
   o.collective_timeout = 10;
   return o;
@@ -120,7 +120,7 @@ class Tap final : public Link {
   }
   void Consume(size_t bytes) override { link_->Consume(bytes); }
   Result<bool> Flush() override { return link_->Flush(); }
-  Loans* loans() override { return link_->loans(); }
+  CmaEndpoint* cma() override { return link_->cma(); }
   bool Arm(bool r, bool w, std::vector<pollfd>* fds) override {
     return link_->Arm(r, w, fds);
   }
@@ -162,9 +162,9 @@ std::string Recorded(unsigned number) {
 }
 
 // Interrupts whoever sleeps, as long as it exists.
-struct Impatience {
-  Impatience() : before(interrupt_check.exchange(Always)) {}
-  ~Impatience() { interrupt_check.store(before); }
+struct AlwaysInterrupted {
+  AlwaysInterrupted() : before(interrupt_check.exchange(Always)) {}
+  ~AlwaysInterrupted() { interrupt_check.store(before); }
   InterruptCheck before;
 };
 
@@ -180,7 +180,7 @@ void Frames(std::string_view input) {
   Pieces pieces(input);
   const unsigned works = pieces.Byte(), kind = pieces.Byte();
   const int size = 2 + (kind >> 1) % 2;
-  Impatience impatience;
+  AlwaysInterrupted interrupted;
   std::vector<std::unique_ptr<Doorbell>> bells;
   for (int r = 0; r < size; ++r) bells.push_back(MakeBell());
   std::vector<std::unique_ptr<Link>> mine(static_cast<size_t>(size)), theirs;
@@ -217,7 +217,7 @@ std::vector<std::string> FramesSeeds() {
   return seeds;
 }
 
-// -- board: memory that a peer writes as it likes
+// -- segment: memory that a peer writes as it likes
 // ----------------------------------------
 
 // A peer that writes again and again where this rank writes, while this rank calls: it
@@ -245,46 +245,47 @@ class Scribbler {
   std::thread thread_;
 };
 
-void OnBoard(std::string_view input) {
+void InSegment(std::string_view input) {
   Pieces pieces(input);
   const unsigned works = pieces.Byte();
-  Impatience impatience;
+  AlwaysInterrupted interrupted;
   std::unique_ptr<Doorbell> bells[2] = {MakeBell(), MakeBell()};
-  auto boards = MakeLocalBoards(kTile, {bells[0].get(), bells[1].get()});
+  auto segments = MakeLocalSegments(kTile, {bells[0].get(), bells[1].get()});
   auto [mine, theirs] = MakeLocalLinks(kRing, bells[0].get(), bells[1].get());
-  Board& foul = *boards[1];
+  SharedSegment& foul = *segments[1];
   for (uint64_t turn : {1, 2}) {
-    const std::string_view note = pieces.Text();
-    std::memcpy(foul.Note(turn, 1), note.data(), std::min(note.size(), size_t{2048}));
+    const std::string_view slot = pieces.Text();
+    std::memcpy(foul.InlineSlot(turn, 1), slot.data(),
+                std::min(slot.size(), size_t{2048}));
   }
-  for (int counter = 0; counter < Board::kCounters; ++counter) {
+  for (int counter = 0; counter < SharedSegment::kCounters; ++counter) {
     const unsigned small = pieces.Byte();
-    foul.Publish(static_cast<Board::Counter>(counter),
+    foul.Publish(static_cast<SharedSegment::Counter>(counter),
                  small < 255 ? small : pieces.Word());
   }
   const std::string_view area = pieces.Text();
   std::memcpy(foul.Area(1), area.data(), std::min(area.size(), foul.area_bytes()));
-  const size_t room = Board::kHeaderBytes + foul.note_bytes();
+  const size_t room = SharedSegment::kHeaderBytes + foul.inline_bytes();
   const std::string_view over = pieces.Text().substr(0, room);
   const size_t place = pieces.Word() % (room - over.size() + 1);
-  const Scribbler scribbler(foul.Note(1, 0) + place, over);
+  const Scribbler scribbler(foul.InlineSlot(1, 0) + place, over);
   Write(theirs.get(), pieces.rest());
   bells[0]->Ring();
   std::vector<std::unique_ptr<Link>> links(2);
   links[1] = std::move(mine);
   Communicator c(OptionsOf(0, 2), std::move(links), std::move(bells[0]),
-                 std::move(boards[0]));
+                 std::move(segments[0]));
   for (unsigned i = 0; i < 2 && !c.aborted(); ++i) {
     const Status status = DoWork(&c, (works + i) % kWorks);
     ALWAYS(status.rank() >= -1 && status.rank() < 2);
   }
 }
 
-// The notes and counters that rank 1 leaves behind.
+// The inline data and counters that rank 1 leaves behind.
 std::string Shown(unsigned number, std::string_view over) {
   Ends ends = LocalEnds(kRing);
-  auto boards = MakeLocalBoards(kTile, {ends.bells[0].get(), ends.bells[1].get()});
-  const Board& board = *boards[1];
+  auto segments = MakeLocalSegments(kTile, {ends.bells[0].get(), ends.bells[1].get()});
+  const SharedSegment& segment = *segments[1];
   std::string record;
   std::vector<std::shared_ptr<Communicator>> ranks;
   for (int r = 0; r < 2; ++r) {
@@ -294,19 +295,20 @@ std::string Shown(unsigned number, std::string_view over) {
                : std::move(ends.links[0]);
     ranks.push_back(std::make_shared<Communicator>(
         OptionsOf(r, 2), std::move(links), std::move(ends.bells[r]),
-        std::move(boards[static_cast<size_t>(r)])));
+        std::move(segments[static_cast<size_t>(r)])));
   }
   DoTogether(ranks, number);
   std::string bytes(1, static_cast<char>(number));
   for (uint64_t turn : {1, 2})
-    bytes += Packed({reinterpret_cast<const char*>(board.Note(turn, 1)), 700});
-  for (int counter = 0; counter < Board::kCounters; ++counter)
-    bytes += static_cast<char>(board.Look(static_cast<Board::Counter>(counter), 1));
+    bytes += Packed({reinterpret_cast<const char*>(segment.InlineSlot(turn, 1)), 700});
+  for (int counter = 0; counter < SharedSegment::kCounters; ++counter)
+    bytes += static_cast<char>(
+        segment.Look(static_cast<SharedSegment::Counter>(counter), 1));
   const std::string own = Packed(over) + std::string(8, '\0');
   return bytes + Packed(std::string(64, '\1')) + own + record.substr(0, 4096);
 }
 
-std::vector<std::string> BoardSeeds() {
+std::vector<std::string> SegmentSeeds() {
   std::vector<std::string> seeds;
   for (unsigned number = 0; number < kWorks; ++number)
     for (const size_t over : {0, 40, 200})
@@ -389,7 +391,7 @@ std::vector<std::string> RingSeeds() {
 
 const std::vector<Target>& PeerTargets() {
   static const std::vector<Target> targets = {{"frames", Frames, FramesSeeds},
-                                              {"board", OnBoard, BoardSeeds},
+                                              {"segment", InSegment, SegmentSeeds},
                                               {"ring", Ring, RingSeeds}};
   return targets;
 }

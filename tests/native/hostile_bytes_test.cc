@@ -32,11 +32,11 @@ void Try(const char* name) {
   }
 }
 
-TEST(DamagedNewsAreRead) { Try("news"); }
+TEST(DamagedMessagesAreRead) { Try("message"); }
 TEST(DamagedNegotiationIsAgreedOn) { Try("negotiation"); }
 TEST(DamagedTextsAreCompared) { Try("texts"); }
 TEST(DamagedFramesEndTheCall) { Try("frames"); }
-TEST(DamagedBoardsEndTheCall) { Try("board"); }
+TEST(DamagedSegmentsEndTheCall) { Try("segment"); }
 TEST(DamagedRingsAreNoticed) { Try("ring"); }
 TEST(DamagedHeartbeatsLoseOnlyRanksThatThereAre) { Try("heartbeat"); }
 

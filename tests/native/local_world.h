@@ -24,13 +24,13 @@ inline std::unique_ptr<Doorbell> MakeBell() {
   return std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
 }
 
-using Successions = std::vector<std::shared_ptr<Succession>>;
+using ResilientComms = std::vector<std::shared_ptr<ResilientComm>>;
 
-// Communicators for ranks on these hosts. Ranks of one host have a board with tiles of
-// so many bytes, unless it is 0.
+// Communicators for ranks on these hosts. Ranks of one host have a shared segment with
+// tiles of so many bytes, unless it is 0.
 inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
     const std::vector<int>& hosts, CommunicatorOptions o, size_t ring, size_t tile,
-    const Successions& successions = {},
+    const ResilientComms& resilient = {},
     const std::vector<std::shared_ptr<Communicator>>& ending = {}) {
   const int size = static_cast<int>(hosts.size());
   std::vector<std::unique_ptr<Doorbell>> bells;
@@ -45,22 +45,22 @@ inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
     for (int b = a + 1; b < size; ++b)
       std::tie(links[a][b], links[b][a]) =
           MakeLocalLinks(ring, bells[a].get(), bells[b].get());
-  std::vector<std::unique_ptr<Board>> boards(size);
+  std::vector<std::unique_ptr<SharedSegment>> segments(size);
   const bool one_host = std::all_of(hosts.begin(), hosts.end(),
                                     [&](int host) { return host == hosts[0]; });
   if (tile > 0 && size > 1 && one_host) {
     std::vector<Doorbell*> all;
     for (const auto& bell : bells) all.push_back(bell.get());
-    boards = MakeLocalBoards(tile, all);
+    segments = MakeLocalSegments(tile, all);
   }
   std::vector<std::shared_ptr<Communicator>> ranks;
   for (int r = 0; r < size; ++r) {
     o.topology = {r, size, hosts};
-    o.members = members;
-    o.ending = ending.empty() ? nullptr : ending[static_cast<size_t>(r)];
+    o.world_ranks = members;
+    o.end_barrier = ending.empty() ? nullptr : ending[static_cast<size_t>(r)];
     ranks.push_back(std::make_shared<Communicator>(
-        o, std::move(links[r]), std::move(bells[r]), std::move(boards[r]),
-        successions.empty() ? nullptr : successions[static_cast<size_t>(r)]));
+        o, std::move(links[r]), std::move(bells[r]), std::move(segments[r]),
+        resilient.empty() ? nullptr : resilient[static_cast<size_t>(r)]));
   }
   return ranks;
 }

@@ -1,7 +1,7 @@
-// ringjax_native_tests [filter [least-loan]]: runs the registered tests whose name
+// ringjax_native_tests [filter [least-cma]]: runs the registered tests whose name
 // contains the filter, or is what follows the "=" of "=Name", one line each, with
-// messages lent from so many bytes on. A test that hangs ends the program with its
-// name. --list names all.
+// messages read by CMA from so many bytes on. A test that hangs ends the program with
+// its name. --list names all.
 #include <signal.h>
 #include <unistd.h>
 
@@ -34,7 +34,7 @@ bool Chosen(const char* name, const char* filter) {
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
   const char* filter = argc > 1 ? argv[1] : "";
-  if (argc > 2) ringjax::least_loan = std::strtoull(argv[2], nullptr, 10);
+  if (argc > 2) ringjax::least_cma = std::strtoull(argv[2], nullptr, 10);
   if (std::strcmp(filter, "--list") == 0) {
     for (const auto& test : ringjax::testing::Tests()) std::puts(test.name);
     return 0;

@@ -71,7 +71,7 @@ TEST(NegotiationOfAKnownStepIsShort) {
     if (step == 2) std::shuffle(order.begin(), order.end(), random);
   }
   CHECK_EQ(ranks[1].hits(), 3u * kCount);
-  CHECK(ranks[0].TakeNews().empty());
+  CHECK(ranks[0].TakeMessage().empty());
 }
 
 TEST(NegotiationSpreadsVeryManyDescriptionsOverRounds) {
@@ -79,7 +79,7 @@ TEST(NegotiationSpreadsVeryManyDescriptionsOverRounds) {
   const std::string padding(1000, 'x');
   for (int i = 0; i < 3000; ++i) ranks.SubmitAll(Sum(padding + std::to_string(i)));
   size_t ran = 0, rounds = 0;
-  for (; ranks[0].HasNews() && rounds < 10; ++rounds) {
+  for (; ranks[0].HasItems() && rounds < 10; ++rounds) {
     const auto messages = ranks.Take();
     CHECK(messages[0].size() < size_t{2} << 20);
     for (const Decision& d : ranks.Give(messages)) ran += d.fused.size();

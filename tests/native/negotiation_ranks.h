@@ -69,7 +69,7 @@ class NegotiatingRanks {
 
   std::vector<std::string> Take() {
     std::vector<std::string> messages;
-    for (auto& rank : ranks) messages.push_back(rank->TakeNews());
+    for (auto& rank : ranks) messages.push_back(rank->TakeMessage());
     return messages;
   }
 

@@ -193,7 +193,7 @@ class Simulation {
       for (int r = 0; r < ranks_.size(); ++r) {
         CHECK_EQ(ranks_[r].pending(), 0u);
         CHECK(ranks_[r].waiting().empty());
-        CHECK(!ranks_[r].HasNews());
+        CHECK(!ranks_[r].HasItems());
       }
     }
   }
@@ -280,11 +280,11 @@ class Simulation {
     CHECK(waiting != rank.under_way.end() && waiting->second == mine);
     if (waiting == rank.under_way.end()) return;
     rank.under_way.erase(waiting);
-    CheckVerdict(began_[mine.get()], *mine, ready, decision);
+    CheckDecision(began_[mine.get()], *mine, ready, decision);
     began_.erase(mine.get());
   }
 
-  // What each rank would give beside its news, and below which ids are old ones.
+  // What each rank would give beside its message, and below which ids are old ones.
   struct Shortcut {
     std::vector<SubmissionPtr> lone;
     std::vector<uint64_t> first_ids;
@@ -316,8 +316,8 @@ class Simulation {
 
   // Exactly the ranks that make this step take part, and it runs if they can. It goes
   // without an agreement where every rank of the job has given it a place, not else.
-  void CheckVerdict(size_t step, const Submission& mine, const Ready& ready,
-                    const Decision& decision) {
+  void CheckDecision(size_t step, const Submission& mine, const Ready& ready,
+                     const Decision& decision) {
     const auto& operations = program_[step];
     const auto operation = std::find_if(
         operations.begin(), operations.end(),

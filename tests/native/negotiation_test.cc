@@ -56,7 +56,7 @@ TEST(NegotiationWaitsForAllAndKeepsTheOrderOfReadiness) {
   for (const char* name : {"b", "c", "a"}) ranks[1].Submit(Share(Sum(name)));
   CHECK_EQ(Runs(ranks.Round()), "");
   CHECK_EQ(ranks[2].pending(), 3u);
-  CHECK(!ranks[0].HasNews());
+  CHECK(!ranks[0].HasItems());
   ranks[2].Submit(Share(Sum("c")));
   CHECK_EQ(Runs(ranks.Round()), "c");
   ranks[2].Submit(Share(Sum("b")));

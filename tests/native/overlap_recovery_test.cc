@@ -4,9 +4,9 @@
 #include <random>
 
 #include "engine/communicator/overlap.h"
-#include "generations.h"
+#include "epochs.h"
 
-namespace ringjax::testing_generations {
+namespace ringjax::testing_epochs {
 namespace {
 
 #ifdef RINGJAX_SANITIZED
@@ -139,7 +139,7 @@ TEST(AStepHasOneMembershipOverLinks) {
   ManySeeds(2, 0, 1);
   ManySeeds(3, 0, 1);
 }
-TEST(AStepHasOneMembershipOnABoard) { ManySeeds(3, 65536, 1); }
+TEST(AStepHasOneMembershipInASegment) { ManySeeds(3, 65536, 1); }
 TEST(AStepHasOneMembershipThoughTwoDie) {
   ManySeeds(4, 0, 2);
   ManySeeds(5, 65536, 3);
@@ -166,4 +166,4 @@ TEST(AStepThatFailedEverywhereIsForgotten) {
 }
 
 }  // namespace
-}  // namespace ringjax::testing_generations
+}  // namespace ringjax::testing_epochs

@@ -315,7 +315,7 @@ size_t Sealed(DType t, const std::byte* tensor, const std::byte* before, size_t 
   return nan;
 }
 
-TEST(SealingCondemnsTheFirstChunkOfEachTensor) {
+TEST(SealingPoisonsTheFirstChunkOfEachTensor) {
   Random random(8);
   for (DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64})
     for (size_t count : {size_t{7}, size_t{kPackLarge}}) {

@@ -69,17 +69,17 @@ void RunTogether(World* world, const std::string& name) {
   });
 }
 
-Sighting AskOne(Heartbeat* zero, int rank, uint64_t sequence) {
+ProbeReply AskOne(Heartbeat* zero, int rank, uint64_t sequence) {
   zero->Ask({0, sequence, false, {rank}, "allreduce 'x'"});
-  CHECK(Until([&] { return AllAnswered(zero->Sightings(0, {rank})); }));
-  return zero->Sightings(0, {rank})[0];
+  CHECK(Until([&] { return AllAnswered(zero->ProbeReplies(0, {rank})); }));
+  return zero->ProbeReplies(0, {rank})[0];
 }
 
 TEST(ARankTellsItsLastCallAndWhetherItHasMadeThisOne) {
   World world({0, 0});
   RunTogether(&world, "before");
   const auto beats = Beating(world.ranks);
-  const Sighting late = AskOne(beats[0].get(), 1, 2);
+  const ProbeReply late = AskOne(beats[0].get(), 1, 2);
   CHECK(late.asked && late.answered && !late.entered);
   CHECK_EQ(late.text, "its last call was allreduce 'before' (seq 1)");
   CHECK_EQ(Title(late), "rank 1 on node-1");
@@ -99,8 +99,8 @@ TEST(WhoKnowsTheProgramIsRungAndAnswers) {
   CHECK_EQ(asked.stalls[0], "rank 0 waits for this rank to call allreduce 'x'");
   CHECK(beats[1]->asked().stalls.empty());  // only once
   beats[1]->Answer(asked.newest, "it is at train.py:41 in load\nbatch");
-  CHECK(Until([&] { return beats[0]->Sightings(0, {1})[0].answered; }));
-  CHECK_EQ(Tale(beats[0]->Sightings(0, {1})[0]),
+  CHECK(Until([&] { return beats[0]->ProbeReplies(0, {1})[0].answered; }));
+  CHECK_EQ(ReplyText(beats[0]->ProbeReplies(0, {1})[0]),
            "it has made no call in this epoch; it is at train.py:41 in load batch");
   CHECK_EQ(beats[1]->asked().newest, 0u);
 }
@@ -109,8 +109,8 @@ TEST(ABusyInterpreterHoldsNoAnswerUp) {
   World world({0, 0});
   const auto bell = MakeBell();
   const auto beats = Beating(world.ranks, {nullptr, bell.get()});
-  const Sighting sighting = AskOne(beats[0].get(), 1, 1);
-  CHECK(Contains(sighting.text, "its interpreter is busy"));
+  const ProbeReply reply = AskOne(beats[0].get(), 1, 1);
+  CHECK(Contains(reply.text, "its interpreter is busy"));
   beats[1]->Answer(1, "too late");  // harms nobody
 }
 
@@ -220,32 +220,32 @@ TEST(AnswersNobodyAskedForAndControlCharactersAreDropped) {
   zero->Ask({0, 1, false, {1}, "allreduce 'x'"});
   answer(99, "a lie");
   answer(1, "\x1b[31mit is\nhere\xc2\x9b!");
-  CHECK(Until([&] { return zero->Sightings(0, {1})[0].answered; }));
-  CHECK_EQ(zero->Sightings(0, {1})[0].text, "?[31mit is here?!");
+  CHECK(Until([&] { return zero->ProbeReplies(0, {1})[0].answered; }));
+  CHECK_EQ(zero->ProbeReplies(0, {1})[0].text, "?[31mit is here?!");
   answer(1, "another one");
   zero->Stop();
-  CHECK_EQ(zero->Sightings(0, {1})[0].text, "?[31mit is here?!");
+  CHECK_EQ(zero->ProbeReplies(0, {1})[0].text, "?[31mit is here?!");
   CHECK(zero->lost().empty());
   close(pair[1]);
 }
 
 TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
-  Patience patience;
-  CHECK(!patience.MustAsk(9, 10, 60));
-  CHECK(patience.MustAsk(10, 10, 60));
-  CHECK(!patience.MustAsk(10.1, 10, 60));
-  CHECK(!patience.Settled(10.2, false) && patience.Settled(10.2, true));
-  CHECK(patience.Settled(10.8, false));
-  CHECK(patience.MustWarn(10.8, 10));
-  patience.Warned(10.8);
-  CHECK(!patience.MustWarn(20, 10) && patience.MustWarn(21.7, 10));
-  CHECK(!patience.MustAsk(21, 10, 60) && patience.MustAsk(21.7, 10, 60));
-  patience.Warned(22);
-  CHECK(patience.MustAsk(59, 10, 60) && !patience.MustAsk(59.5, 10, 60));
-  CHECK(patience.MustAsk(59, 10, 60));  // something has moved meanwhile
-  Patience brief;  // of a limit below a second, half of it is left for the answers
+  StallMonitor monitor;
+  CHECK(!monitor.MustAsk(9, 10, 60));
+  CHECK(monitor.MustAsk(10, 10, 60));
+  CHECK(!monitor.MustAsk(10.1, 10, 60));
+  CHECK(!monitor.Settled(10.2, false) && monitor.Settled(10.2, true));
+  CHECK(monitor.Settled(10.8, false));
+  CHECK(monitor.MustWarn(10.8, 10));
+  monitor.Warned(10.8);
+  CHECK(!monitor.MustWarn(20, 10) && monitor.MustWarn(21.7, 10));
+  CHECK(!monitor.MustAsk(21, 10, 60) && monitor.MustAsk(21.7, 10, 60));
+  monitor.Warned(22);
+  CHECK(monitor.MustAsk(59, 10, 60) && !monitor.MustAsk(59.5, 10, 60));
+  CHECK(monitor.MustAsk(59, 10, 60));  // something has moved meanwhile
+  StallMonitor brief;  // of a limit below a second, half of it is left for the answers
   CHECK(!brief.MustAsk(0.1, 0, 0.4) && brief.MustAsk(0.2, 0, 0.4));
-  Patience endless;
+  StallMonitor endless;
   CHECK(!endless.MustAsk(1e9, 0, 0) && !endless.MustWarn(1e9, 0));
 }
 

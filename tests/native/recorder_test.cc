@@ -77,11 +77,11 @@ TEST(RecorderTellsWhatIsNewAndWhatIsLost) {
   CHECK_EQ(std::count(lines.begin(), lines.end(), '\n'), 2);
   CHECK(lines.find("\"b\"") < lines.find("\"c\""));
   CHECK_EQ(recorder.LinesSince(&seen, &lost), "");
-  Event beside = Allreduce("d", 1, 1);
-  beside.beside = beside.device = true;
-  recorder.Add(beside);
+  Event overlapped = Allreduce("d", 1, 1);
+  overlapped.overlapped = overlapped.device = true;
+  recorder.Add(overlapped);
   const std::string one = recorder.LinesSince(&seen, &lost);
-  CHECK(lost == 0 && one.find("\"device\": true, \"beside\": true}") != one.npos);
+  CHECK(lost == 0 && one.find("\"device\": true, \"overlapped\": true}") != one.npos);
 }
 
 TEST(RecorderTellsAListener) {

@@ -4,9 +4,9 @@
 #include <random>
 #include <set>
 
-#include "generations.h"
+#include "epochs.h"
 
-namespace ringjax::testing_generations {
+namespace ringjax::testing_epochs {
 namespace {
 
 #ifdef RINGJAX_SANITIZED
@@ -95,7 +95,7 @@ class Stream {
     job_.Join();
   }
 
-  // All calls go to the first generation, which its thread keeps until it ends.
+  // All calls go to the first epoch, which its thread keeps until it ends.
   void Work(int number, Communicator& first) {
     const auto me = static_cast<size_t>(number);
     for (int i = 0; i < plan_.calls; ++i) {
@@ -173,18 +173,18 @@ TEST(OneOfTwoDiesAnywhere) {
   ManySeeds(2, 4096, 1);
   ManySeeds(2, 0, 1);
 }
-TEST(OneOfThreeDiesAnywhereOnABoard) {
+TEST(OneOfThreeDiesAnywhereInASegment) {
   ManySeeds(3, 4096, 1);
   ManySeeds(3, size_t{1} << 20, 1);
 }
 TEST(OneOfThreeDiesAnywhereOverLinks) { ManySeeds(3, 0, 1); }
-TEST(TwoOfFourDieAnywhereOnABoard) { ManySeeds(4, 65536, 2); }
+TEST(TwoOfFourDieAnywhereInASegment) { ManySeeds(4, 65536, 2); }
 TEST(TwoOfFourDieAnywhereOverLinks) { ManySeeds(4, 0, 2); }
 TEST(ThreeOfFiveDieAnywhere) {
   ManySeeds(5, 65536, 3);
   ManySeeds(5, 0, 3);
 }
-TEST(AnotherOneDiesWhileTheNextGenerationForms) {
+TEST(AnotherOneDiesWhileTheNextEpochForms) {
   ManySeeds(4, 65536, 1, true);
   ManySeeds(5, 0, 2, true);
 }
@@ -197,4 +197,4 @@ TEST(GroupsDieAnywhere) {
 }
 
 }  // namespace
-}  // namespace ringjax::testing_generations
+}  // namespace ringjax::testing_epochs

@@ -234,15 +234,15 @@ TEST(RegionsOfEvenMessagesAreAligned) {
 // Writes or reads all of `bytes`, spinning a random while and then sleeping.
 bool MoveAll(Link* link, Doorbell* bell, bool writes, std::byte* data, size_t bytes,
              std::mt19937* random) {
-  unsigned patience = (*random)() % 40;
+  unsigned left = (*random)() % 40;
   for (size_t done = 0; done < bytes;) {
     const iovec piece{data + done, bytes - done};
     const auto n = writes ? link->TryWrite({&piece, 1}) : link->TryRead({&piece, 1});
     if (!n.ok()) return false;
     done += n.value();
     if (n.value() > 0) continue;
-    if (patience-- > 0) continue;
-    patience = (*random)() % 40;
+    if (left-- > 0) continue;
+    left = (*random)() % 40;
     if (!Sleep(link, bell, !writes, writes)) return false;
   }
   return true;
@@ -341,8 +341,8 @@ TEST(AFragmentIsNotWorthWakingFor) {
 }
 
 // Repeats until the link gives up; what it says then.
-template <typename Attempt>
-Status Until(Link* link, Doorbell* bell, bool reads, Attempt attempt) {
+template <typename CallAttempt>
+Status Until(Link* link, Doorbell* bell, bool reads, CallAttempt attempt) {
   for (int i = 0; i < 100; ++i) {
     auto result = attempt();
     if (!result.ok()) return result.status();

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "check.h"
-#include "engine/call/turnstile.h"
+#include "engine/call/ticket_lock.h"
 #include "engine/call/waiter.h"
 #include "engine/communicator/progress.h"
 #include "local_world.h"
@@ -36,42 +36,42 @@ TEST(NobodyMissesThatATurnWasLeft) {
   const auto limit = Clock::now() + std::chrono::seconds(2);
   bool in_time = true;
   for (int i = 0; i < 20000 && in_time && Clock::now() < limit; ++i) {
-    Turnstile turnstile(std::chrono::hours(1));
-    turnstile.Take();
+    TicketLock ticket_lock(std::chrono::hours(1));
+    ticket_lock.Take();
     std::atomic<bool> asked = false, through = false;
     std::thread waiter([&] {
       const auto stop = [&] { return asked = true, OkStatus(); };
-      CHECK(turnstile.Wait(turnstile.Take(), stop).ok());
+      CHECK(ticket_lock.Wait(ticket_lock.Take(), stop).ok());
       through = true;
     });
     // Giving the core away would take longer than all that may go wrong.
     for (int looks = 1; !asked; ++looks)
       if (looks % 10000 == 0) std::this_thread::yield();
     Spin(random() % 50);
-    turnstile.Leave();
+    ticket_lock.Leave();
     in_time = Soon([&] { return through.load(); });
     CHECK(in_time);
-    while (!through) turnstile.WakeAll();  // which was lost before
+    while (!through) ticket_lock.WakeAll();  // which was lost before
     waiter.join();
   }
 }
 
 // All are woken just after one of them has heard that it may wait.
 TEST(NobodyMissesThatThereIsNoTurnAnyMore) {
-  Turnstile turnstile(std::chrono::hours(1));
-  turnstile.Take();
+  TicketLock ticket_lock(std::chrono::hours(1));
+  ticket_lock.Take();
   std::atomic<bool> over = false, through = false;
   std::thread waiter([&] {
     const auto stop = [&] {
       if (over.exchange(true)) return Status(Code::kUnavailable, "over");
-      turnstile.WakeAll();
+      ticket_lock.WakeAll();
       return OkStatus();
     };
-    CHECK(turnstile.Wait(turnstile.Take(), stop).code() == Code::kUnavailable);
+    CHECK(ticket_lock.Wait(ticket_lock.Take(), stop).code() == Code::kUnavailable);
     through = true;
   });
   CHECK(Soon([&] { return through.load(); }));
-  while (!through) turnstile.WakeAll();
+  while (!through) ticket_lock.WakeAll();
   waiter.join();
 }
 

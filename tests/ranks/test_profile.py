@@ -116,7 +116,7 @@ def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
     for part in found:
         calls = [call for call in part.calls if call.name == "grads"]
         assert len(calls) >= 12
-        assert all(call.beside for call in calls)
+        assert all(call.overlapped for call in calls)
     first = breakdown.ranks(breakdown.Merged.of(found))[0]
     assert found[0].sent[-1][2] > 0.3  # seconds at the end of a step
     assert first.waits > first.moves

@@ -1,9 +1,9 @@
 """A worker of an elastic job, as far as the protocol goes, in simulated time.
 
 It has the real `Enlistment`; links, communicators, the recovery and the training loop
-are models. A call is one exchange of inputs between all ranks of a generation and, if
-it moves data, an end barrier; a *note* has none, but its inputs stay on a board. The
-world around it is in job.py.
+are models. A call is one exchange of inputs between all ranks of an epoch and an end
+barrier. A call with inline data has no end barrier, but its inputs stay in a shared
+segment. The world around it is in job.py.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Ranks:
             reception=reception,
             session=session,
             shm_bytes=lambda ring: 3 * ring,
-            board_bytes=lambda size, tile: size * tile,
+            segment_bytes=lambda size, tile: size * tile,
             log=lambda level, text: self.log.append(f"{level}: {text}"),
         )
 

@@ -52,7 +52,7 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
         None,
         former,
     )
-    world.calls = SimpleNamespace(successions={})
+    world.calls = SimpleNamespace(resilient_comms={})
     everybody = tuple(Member(r, "", {"hostname": "here"}, r) for r in range(3))
     order = Members(3, "repair", everybody, 0, (0, 1, 2), {}, {}, 1, {})
 

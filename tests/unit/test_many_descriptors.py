@@ -148,7 +148,7 @@ def test_few_may_be_on_their_way(
     monkeypatch.setattr(shared_memory, "receive", counted)
     for mesh in world((0,) * 6, tile_bytes=4096).build():
         assert [link[0] for link in mesh.links] == ["shm"] * 5
-        assert mesh.board is not None
+        assert mesh.segment is not None
 
 
 def test_nothing_is_taken_that_is_for_somebody_else() -> None:

@@ -300,7 +300,7 @@ session = join(where, secret, job, hello, 40)
 fabric = Fabric(rank=rank, members=session.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
                 reception=reception, session=session, shm_bytes=lambda ring: 2 * ring,
-                board_bytes=lambda size, tile: size * tile,
+                segment_bytes=lambda size, tile: size * tile,
                 log=lambda level, text: print(text))
 mesh = fabric.build(0, [0, 1], "world", control=True)
 assert not {"jax", "numpy", "asyncio"} & {name.split(".")[0] for name in sys.modules}

@@ -171,7 +171,7 @@ def test_of_buckets_that_overlap_only_the_waiting_at_the_end_counts(
     for seq in range(1, 41):
         at = START + seq * STEP
         # Under way for 40 ms of 50, a quarter of it waiting; 8 ms are exposed.
-        rank.call(seq, at, at + 0.01, at + 0.04, beside=True)
+        rank.call(seq, at, at + 0.01, at + 0.04, overlapped=True)
         when = shown("host-a", at + STEP - 0.001)
         rank.file.say(sent=seq, exposed=seq * 0.008, at=when)
     rank.end()

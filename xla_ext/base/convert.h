@@ -1,16 +1,17 @@
-// f16 and bf16 as bits, to and from float and double, rounding to nearest even.
+// Converts f16 and bf16, given as bits, to and from float and double, with rounding to
+// nearest even.
 //
-// Branch-free integer code that compilers vectorise on every CPU, so that the same bits
-// come out everywhere. A double that bf16 holds as a denormal passes through a float
-// that is one: callers hold a FloatMode, as for all arithmetic.
-// Not arithmetic on these types: that is done in float, in reduce_kernels.h.
+// The code has no branches and almost only integer operations. Compilers vectorise it
+// for every CPU, and the results have the same bits everywhere. A double that becomes a
+// denormal of bf16 passes through a denormal float, so callers hold a FloatMode, as for
+// all arithmetic. Arithmetic on f16 and bf16 is done in float, in reduce_kernels.h.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
 
-// Calls would keep the loops around them from being vectorised.
+// Forces inlining: a call in a loop would prevent its vectorisation.
 #define RINGJAX_INLINE [[gnu::always_inline]] inline
 
 namespace ringjax {
@@ -37,7 +38,8 @@ RINGJAX_INLINE float HalfToFloat(uint16_t h) {
   const uint32_t shifted = static_cast<uint32_t>(h & 0x7fffu) << 13;
   const uint32_t normal = shifted + (112u << 23);     // the biases are 15 and 127
   const uint32_t special = shifted | kFloatInfinity;  // infinity and NaN
-  // A denormal m is read as 2^-14 + m 2^-24, from which 2^-14 is subtracted exactly.
+  // The bits of a denormal m 2^-24, read with exponent -14, are 2^-14 + m 2^-24. The
+  // subtraction of 2^-14 is exact.
   const float lifted = FloatFromBits(shifted + (113u << 23));
   const uint32_t denormal = BitsOf(lifted - FloatFromBits(113u << 23));
   const uint32_t finite = shifted < 0x00800000u ? denormal : normal;
@@ -49,7 +51,8 @@ RINGJAX_INLINE uint16_t HalfFromFloatBits(uint32_t bits) {
   const uint32_t magnitude = bits & ~kSignBit;
   const uint32_t odd = (magnitude >> 13) & 1u;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + odd) >> 13;
-  // 0.5 has the unit in the last place of f16's denormals, so adding it rounds there.
+  // The last bit of the float 0.5 has the weight 2^-24, as the last bit of an f16
+  // denormal has. So the addition of 0.5 rounds to a multiple of 2^-24.
   const uint32_t capped = magnitude < 0x38800000u ? magnitude : 0u;
   const uint32_t denormal = BitsOf(FloatFromBits(capped) + 0.5f) - 0x3f000000u;
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
@@ -59,8 +62,9 @@ RINGJAX_INLINE uint16_t HalfFromFloatBits(uint32_t bits) {
   return static_cast<uint16_t>(sign | half);
 }
 
-// The float next to `value` whose last bit tells whether anything was cut off (rounding
-// to odd): rounding that once more gives what rounding `value` directly would have.
+// Rounds to odd: truncates `value` to float, and sets the last bit if that was inexact.
+// Rounding the result to a shorter type is the same as rounding `value` directly, which
+// rounding to nearest twice is not.
 // Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Trans.
 // Comput. 57(4), 2008.
 RINGJAX_INLINE uint32_t FloatBitsToOdd(double value) {

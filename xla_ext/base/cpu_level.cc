@@ -1,5 +1,5 @@
-// See cpu_level.h. The bits are those of the x86-64 psABI's levels, as Intel's and
-// AMD's manuals number them.
+// See cpu_level.h. The x86-64 psABI defines the levels; the manuals of Intel and AMD
+// number the bits.
 #include "base/cpu_level.h"
 
 #if defined(__x86_64__)
@@ -29,7 +29,8 @@ bool All(uint32_t found, std::initializer_list<int> bits) {
   return true;
 }
 
-// Which registers the system saves: bit 1 xmm, 2 ymm, 5 to 7 those of AVX-512.
+// The registers that the system saves: bit 1 is xmm, 2 ymm, 5 to 7 are AVX-512's. The
+// CPU must have the xgetbv instruction (osxsave).
 uint64_t SavedRegisters() {
   uint32_t low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

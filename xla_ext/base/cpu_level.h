@@ -1,10 +1,12 @@
-// ByLevel<F>(...): calls F compiled for the newest generation of x86-64 that this CPU
-// is (x86-64-v4, v3 or what the compiler was told); elsewhere there is one.
+// ByLevel<F>(...) calls F, compiled for the highest level of x86-64 that this CPU has:
+// x86-64-v4, x86-64-v3, or the level that the build targets. On other architectures
+// there is one version of F.
 //
-// Chosen here, by cpuid, and not by the compiler's clones: those need the dynamic
-// linker's help, which sanitizers and zig do not have, and Clang has no such names.
-// F must be RINGJAX_INLINE, and all that it calls too: the code is only as new as the
-// function that it is inlined into.
+// The choice is made here with cpuid, and not with the compiler's function clones.
+// Clones need help from the dynamic linker, which sanitizers and zig do not provide,
+// and Clang does not accept the levels' names. F and all functions that F calls must be
+// RINGJAX_INLINE: a function uses the instructions of a level only if it is inlined
+// into a function that is compiled for that level.
 #pragma once
 
 #include <atomic>
@@ -13,7 +15,7 @@ namespace ringjax {
 
 enum class CpuLevel : int { kBase, kV3, kV4 };
 
-// What this CPU, and the system for its registers, can do.
+// The highest level that this CPU supports and whose registers the system saves.
 CpuLevel DetectedLevel();
 
 namespace internal {
@@ -22,7 +24,8 @@ inline std::atomic<CpuLevel> level{DetectedLevel()};
 
 inline CpuLevel Level() { return internal::level.load(std::memory_order_relaxed); }
 
-// Tests: an older generation than the CPU is, for as long as this lives.
+// For tests: lowers Level() to `level` as long as the object lives. A level above
+// DetectedLevel() has no effect.
 class LevelForTests {
  public:
   explicit LevelForTests(CpuLevel level) : before_(Level()) {
@@ -37,8 +40,8 @@ class LevelForTests {
 };
 
 #if defined(__x86_64__)
-// By their parts: zig tells Clang of each one that it is not there, which outweighs
-// "arch=x86-64-v3".
+// The features are listed one by one, because zig disables each of them for Clang, and
+// that overrides "arch=x86-64-v3".
 #define RINGJAX_V3_PARTS "avx2,bmi,bmi2,f16c,fma,lzcnt,movbe,popcnt"
 #define RINGJAX_V3 gnu::target(RINGJAX_V3_PARTS)
 #define RINGJAX_V4 \

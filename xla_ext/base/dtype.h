@@ -1,4 +1,4 @@
-// Element types and reduce operations: numbers, names and widths. No arithmetic here.
+// Element types and reduce operations: their numbers, names and widths in bytes.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,8 @@
 
 namespace ringjax {
 
-// The numbers travel between ranks and through FFI attributes: append, never reorder.
+// The numbers are sent between ranks and through FFI attributes: append new types, and
+// never change the order.
 enum class DType : uint8_t {
   kBool = 0,
   kI8,
@@ -27,7 +28,7 @@ enum class DType : uint8_t {
 };
 inline constexpr int kDTypeCount = 15;
 
-// Horovod's numbers.
+// The numbers are Horovod's.
 enum class ReduceOp : uint8_t {
   kAverage = 0,
   kSum = 1,

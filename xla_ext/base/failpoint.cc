@@ -1,4 +1,4 @@
-// What armed failpoints do. See failpoint.h.
+// The armed failpoints and their actions. See failpoint.h.
 #include "base/failpoint.h"
 
 #include <signal.h>

@@ -1,7 +1,8 @@
-// Failpoints: places at which a test has this process die, wait or fail.
+// Failpoints: points in the code at which a test makes this process die, wait or fail.
 //
-// Unarmed, a point is a relaxed load and a branch that is not taken. Which there are in
-// Python, and how they are all written, is in ringjax/failpoints.py.
+// A failpoint that is not armed costs a relaxed load and a branch that is not taken.
+// ringjax/failpoints.py lists the failpoints of the Python code, and has the syntax for
+// arming both kinds.
 #pragma once
 
 #include <atomic>
@@ -14,31 +15,33 @@
 namespace ringjax {
 
 enum class Failpoint : uint8_t {
-  kAgreed,     // the ranks have agreed about a call, and no data has moved
-  kMoving,     // some of it has
-  kComplete,   // the results are here; whether they are elsewhere is not known
-  kClosed,     // they are everywhere; the call has not returned
-  kInstall,    // a generation is about to follow another one
-  kMap,        // shared memory is about to be mapped
-  kBorrow,     // a peer's memory is about to be read; failing: it cannot be
-  kCondemned,  // a device communicator has ended, and its device does not know
+  kAgreed,         // the ranks have agreed on a call
+  kMoving,         // some data of a call has moved
+  kComplete,       // the call is complete on this rank, perhaps not on other ranks
+  kClosed,         // the call is complete on all ranks, and has not returned
+  kInstall,        // an epoch is about to be installed
+  kMap,            // shared memory is about to be mapped
+  kCmaRead,        // CMA is about to read a peer's memory; an error makes the read fail
+  kDeviceAborted,  // a device communicator is aborted, and its device not yet poisoned
 };
 inline constexpr std::string_view kFailpoints[] = {
-    "call.agreed",        "call.moving", "call.complete", "call.closed",
-    "succession.install", "memory.map",  "memory.borrow", "device.condemned"};
+    "call.agreed",   "call.moving", "call.complete", "call.closed",
+    "epoch.install", "memory.map",  "cma.read",      "device.aborted"};
 
 // Bit p is set while point p is armed.
 inline std::atomic<uint32_t> armed_failpoints{0};
 
-// Arms a point. `action` is kill, exit, sleep, or anything else: fail with this text.
-// At which passage: `passage` from 1, or 0 for all of them.
+// Arms a failpoint for passage number `passage`, counted from 1, or for all passages if
+// it is 0. `action` is "kill", "exit" with `number` as the exit status, or "sleep" for
+// `number` seconds; any other text makes the failpoint fail with kInternal and that
+// text. Fails with kInvalidArgument if there is no such failpoint.
 Status ArmFailpoint(std::string_view point, const std::string& action, double number,
                     uint64_t passage);
 
-// What an armed point does when it is passed.
+// Performs the actions of an armed failpoint. Callers use AtFailpoint.
 Status HitFailpoint(Failpoint point);
 
-// At an armed point what it does, otherwise nothing.
+// Passes a failpoint: performs its actions if it is armed. Fails if an action does.
 inline Status AtFailpoint(Failpoint point) {
   const uint32_t armed = armed_failpoints.load(std::memory_order_relaxed);
   if (armed >> static_cast<int>(point) & 1) [[unlikely]]
@@ -48,5 +51,5 @@ inline Status AtFailpoint(Failpoint point) {
 
 }  // namespace ringjax
 
-// In a function that returns a Status or a Result.
+// Passes a failpoint; the enclosing function returns its error (a Status or a Result).
 #define RJ_FAILPOINT(point) RJ_TRY(::ringjax::AtFailpoint(::ringjax::Failpoint::point))

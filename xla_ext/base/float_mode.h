@@ -1,12 +1,14 @@
-// FloatMode: arithmetic as IEEE 754 has it, whatever the thread that calls has set.
+// A FloatMode gives the calling thread IEEE 754 arithmetic while the object lives. Its
+// destructor restores the mode that the thread had before.
 //
-// A thread may flush denormals to zero, as XLA's and TensorFlow's do, and inherits that
-// from the one that started it. To such a thread two different denormals are equal, and
-// its sums have other bits than those of a rank that does not flush. So every function
-// of base/ that computes holds one of these, and puts back what it found.
+// A thread may flush denormals to zero, as the threads of XLA and TensorFlow do, and a
+// new thread inherits this from its creator. For such a thread two different denormals
+// are equal, and its sums have other bits than those of a rank that does not flush. So
+// the functions of base/reduce.h and base/moments.h that compute hold a FloatMode.
 //
-// Costs a read of a register where nothing is to be changed: who makes many short calls
-// holds one around them all. Never held while waiting: callbacks run there.
+// If there is nothing to change, a FloatMode costs the read of a register. A caller of
+// many short functions therefore holds one around all of them. No thread holds a
+// FloatMode while it waits, because callbacks run then.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +25,8 @@ class FloatMode {
     asm volatile("stmxcsr %0" : "=m"(control)::"memory");
     return control;
   }
-  // No load or store, hence no arithmetic between them, moves across.
+  // The clobber "memory" keeps the compiler from moving loads and stores, and so the
+  // arithmetic between them, across the change of mode.
   static void Set(Control control) {
     asm volatile("ldmxcsr %0" ::"m"(control) : "memory");
   }

@@ -1,4 +1,4 @@
-// Text as JSON wants it.
+// Quotes text for JSON.
 #pragma once
 
 #include <cstdio>

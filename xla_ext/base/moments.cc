@@ -1,4 +1,4 @@
-// The loops of moments.h, one for each element type, for several generations of CPUs.
+// The loops of moments.h, for each element type and each CPU level (cpu_level.h).
 #include "base/moments.h"
 
 #include <algorithm>
@@ -13,22 +13,22 @@ namespace {
 
 using namespace kernels;
 
-// Partial sums that are kept apart, so that the compiler may add in vectors.
+// Independent partial sums, one for each lane of a vector.
 constexpr size_t kLanes = 8;
-// Elements that are widened at a time: they stay in the first-level cache.
+// Elements that are widened at a time, so few that they stay in the L1 cache.
 constexpr size_t kMomentBlock = 512;
 
 using F32 = Same<float>;
 using F64 = Same<double>;
 
-// GCC's and Clang's vectors: loops over lanes are vectorised by some compilers only.
+// A vector type of GCC and Clang: only some compilers vectorise loops over lanes.
 using Vector [[gnu::vector_size(kLanes * sizeof(double))]] = double;
 
 struct VectorMoments {
   Vector ab{}, aa{}, bb{};
 };
 
-// `n` is a multiple of kLanes.
+// Adds the moments of `n` elements, a multiple of kLanes.
 template <typename V>
 RINGJAX_INLINE void AddVectors(const std::byte* a, const std::byte* b, size_t n,
                                VectorMoments* sums) {
@@ -47,7 +47,8 @@ RINGJAX_INLINE void AddVectors(const std::byte* a, const std::byte* b, size_t n,
   *sums = s;
 }
 
-// Widens n <= kMomentBlock elements and fills up with zeros to whole vectors.
+// Adds the moments of n <= kMomentBlock elements: widens them, and appends zeros up to
+// a whole vector.
 template <typename T>
 RINGJAX_INLINE void AddBlock(const std::byte* a, const std::byte* b, size_t n,
                              VectorMoments* sums) {

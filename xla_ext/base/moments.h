@@ -1,9 +1,10 @@
-// Dot products of two vectors, and their weighted sum: what an adaptive summation needs
-// beside base/reduce.h. No algorithm here: that is engine/call/adasum.h.
+// Dot products and weighted sums of two vectors: the arithmetic that Adasum needs in
+// addition to base/reduce.h. The algorithm is in engine/call/adasum.h.
 //
-// Floats only. Products and their sums are double (exact products for all but f64),
-// added in an order that depends on nothing but `n`, so that a CPU of another
-// generation finds the same bits. Any alignment; n may be 0.
+// `dtype` must be a float type. Products and their sums are computed in double, where
+// the products are exact for all types but f64. The order of the additions depends only
+// on `n`, so that all levels of CPUs compute the same bits. Any alignment is accepted,
+// and `n` may be 0.
 #pragma once
 
 #include "base/dtype.h"
@@ -14,11 +15,11 @@ struct Moments {
   double ab = 0, aa = 0, bb = 0;  // a.b, |a|^2, |b|^2
 };
 
-// Adds those of n elements of `a` and `b`.
+// Adds the moments of the `n` elements of `a` and `b` to `*moments`.
 void AddMoments(const void* a, const void* b, size_t n, DType dtype, Moments* moments);
 
-// out = wa a + wb b, rounded once: computed in double, or for 16-bit types in float.
-// `out` may be `a` or `b`.
+// Computes out = wa a + wb b, in float for the 16-bit types and in double for the
+// others, and rounds the result to `dtype`. `out` may be `a` or `b`.
 void AddWeighted(void* out, const void* a, double wa, const void* b, double wb,
                  size_t n, DType dtype);
 

@@ -1,5 +1,5 @@
 // Chooses the loop for a dtype, wire dtype, operation and scaling. The loops are in
-// reduce_kernels.h; ByLevel has copies of them for several generations of x86-64.
+// reduce_kernels.h; ByLevel compiles them for several levels of x86-64.
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace kernels;
 
-// Where one loop reads and writes.
+// The operands of one loop: `n` elements each.
 struct Operands {
   void* out;
   const void* own;
@@ -61,7 +61,8 @@ RINGJAX_INLINE void CombineComplexProducts(const Operands& p, DType dtype) {
   }
 }
 
-// Sums and products do not depend on the sign, so U serves both.
+// Integers of the type T. Sums and products wrap around, with the same bits for signed
+// and unsigned types, so they are computed in the unsigned type U.
 template <typename T, typename U>
 RINGJAX_INLINE void Integers(const Operands& p, ReduceOp op) {
   using S = Same<T>;
@@ -115,7 +116,8 @@ void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
   ByLevel<CombineIntegers>(p, dtype, op);
 }
 
-// The middle of a compressed ring, which is the hot one for sums.
+// Adds values in the wire dtype to values in `dtype`, without scaling. This is the hot
+// loop of a compressed ring: all steps use it but those that scale or finish.
 RINGJAX_INLINE void AddFromWire(const Operands& p, DType dtype, DType wire) {
   const bool half = wire == DType::kF16;
   if (dtype == DType::kF32) {
@@ -208,7 +210,7 @@ void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double fact
       return RescaleIntegers<int64_t>(out, in, n, factor, divisor);
     case DType::kBool:
       RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
-      return Bools({out, out, out, n}, ReduceOp::kMax);  // 0 or 1 again
+      return Bools({out, out, out, n}, ReduceOp::kMax);  // back to 0 or 1
     case DType::kU8:
       return RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
     case DType::kU16:
@@ -232,7 +234,7 @@ Factors<V> FactorsFor(const Arithmetic& a, bool first, bool last) {
   return f;
 }
 
-// A complex number is scaled, rounded, added and copied as two reals.
+// Arithmetic for scaling, sums and copies of complex numbers as pairs of reals.
 Arithmetic AsReal(const Arithmetic& a) {
   Arithmetic real = a;
   real.dtype = real.wire = a.dtype == DType::kC64 ? DType::kF32 : DType::kF64;
@@ -255,8 +257,9 @@ void Rescaled(void* out, const void* own, size_t n, const Arithmetic& a, bool fi
     ScaleIntegers(out, own, n, a.dtype, a.postscale, a.divisor);
 }
 
-// Integers and complex products, which have no loop of their own: scaled, combined and
-// finished in pieces that stay in the first-level cache.
+// Combines integers, or complex numbers with op kProduct, with scaling. They have no
+// loop that does all at once: pieces that stay in the L1 cache are scaled, combined and
+// finished one after the other.
 void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool last) {
   alignas(64) std::byte scaled[4096];
   const size_t width = Width(a.dtype), step = sizeof(scaled) / width;
@@ -272,17 +275,17 @@ void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool la
   }
 }
 
-// Elements that are f32 for a moment, in the first-level cache.
+// Elements that are converted to f32 at a time, so few that they stay in the L1 cache.
 constexpr size_t kFloatBlock = 1024;
 
-// f32 that has the same factors.
+// Arithmetic in f32, without compression, with the operation and the factors of `a`.
 Arithmetic AsFloats(const Arithmetic& a) {
   Arithmetic floats = a;
   floats.dtype = floats.wire = DType::kF32;
   return floats;
 }
 
-// Whether f16 takes part, and goes by blocks of f32 here.
+// Whether `a` is for f16, or f32 that is sent as f16, and this CPU has F16C.
 bool ByBlocks(const Arithmetic& a) {
   return a.wire == DType::kF16 && a.dtype != DType::kF64 && ConvertsHalves();
 }
@@ -292,7 +295,7 @@ const char* At(const void* base, size_t bytes) {
 }
 char* At(void* base, size_t bytes) { return static_cast<char*>(base) + bytes; }
 
-// Of f16, or of f32 that travels as f16.
+// Combines f16, or f32 that is sent as f16, in blocks of f32.
 void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last) {
   alignas(64) float own[kFloatBlock], received[kFloatBlock];
   const Arithmetic floats = AsFloats(a);
@@ -306,7 +309,7 @@ void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last
             first, last);
     if (!wide) {
       NarrowHalves(At(p.out, at), own, n);
-    } else if (last) {  // what the wire can carry
+    } else if (last) {  // round to the wire dtype
       NarrowHalves(received, sums, n);
       WidenHalves(sums, received, n);
     }
@@ -324,7 +327,7 @@ void CheckSupported(const Arithmetic& a) {
   RJ_CHECK(a.divisor >= 1, "the divisor must be positive");
 }
 
-// `infinity` without a sign, and the NaN for all of them.
+// Replaces each NaN by `nan`. `infinity` has the bits of +infinity.
 template <typename Bits>
 void Unify(void* values, size_t n, Bits infinity, Bits nan) {
   auto* at = static_cast<std::byte*>(values);

@@ -1,13 +1,14 @@
-// The only arithmetic in the library: combine, encode, decode, scale. Element types,
-// wire types and scaling meet here, so that every transport and algorithm moves bytes.
+// The arithmetic of all collectives: combine, encode, decode, scale. (Adasum also uses
+// base/moments.h.) Only these functions handle element types, wire dtypes and scaling,
+// so transports and algorithms just move bytes.
 //
-// A value of `dtype` travels as `wire` (the same type unless gradients are compressed).
-// f16 and bf16 are computed in f32 and rounded to nearest even. Integers wrap around;
-// scaling them computes in double and truncates toward zero, as Horovod does; `divisor`
-// divides them exactly. bool: Sum and Max are or, Product and Min are and.
-// Every function accepts n == 0 and any alignment, and picks SIMD code for the CPU that
-// runs it. Pointers may be equal (in place) but must not overlap otherwise. Denormals
-// are numbers like others, whatever mode the calling thread is in (base/float_mode.h).
+// A value of type `dtype` is sent as type `wire`, which is `dtype` unless gradients are
+// compressed. f16 and bf16 are computed in f32 and rounded to nearest even. Integers
+// wrap around; they are scaled in double and truncated toward zero, as in Horovod, and
+// `divisor` divides them as integers. For bool, Sum and Max are "or", Product and Min
+// are "and". Every function accepts n == 0 and any alignment, and chooses SIMD code for
+// the present CPU. Pointers may be equal (in place) but must not overlap otherwise.
+// Denormals are not flushed, regardless of the thread's mode (base/float_mode.h).
 #pragma once
 
 #include "base/dtype.h"
@@ -18,7 +19,7 @@ struct Arithmetic {
   DType dtype = DType::kF32;
   DType wire = DType::kF32;      // == dtype, or kF16/kBF16 for a kF32/kF64 dtype
   ReduceOp op = ReduceOp::kSum;  // kAverage is kSum with a divisor
-  double prescale = 1.0;         // multiplies each rank's own contribution
+  double prescale = 1.0;         // multiplies each rank's contribution
   double postscale = 1.0;        // multiplies the finished result
   int64_t divisor = 1;           // divides the finished result (Average: the size)
 
@@ -27,29 +28,33 @@ struct Arithmetic {
   bool scales_last() const { return postscale != 1.0 || divisor != 1; }
 };
 
-// out = finish(scale(own) op received): `own` and `out` in dtype, `received` in wire.
-// `first`: own is the untouched contribution, so prescale applies to it.
-// `last`: the result is complete: postscale and divisor apply, and it is rounded to
-// what the wire can carry, so that all ranks end with the same bits.
+// Computes out = finish(scale(own) op received), with `own` and `out` in dtype and
+// `received` in wire. `a.op` must be a sum, minimum, maximum or product.
+// `first`: `own` is this rank's unchanged contribution, so prescale applies to it.
+// `last`: the result is complete. Postscale and divisor apply, and the result is
+// rounded to the wire dtype, so that this rank ends with the same bits as the ranks
+// that receive the result.
 void Combine(void* out, const void* own, const void* received, size_t n,
              const Arithmetic& a, bool first, bool last);
 
-// wire <- dtype; prescales if `first`.
+// Converts `n` values from dtype to wire; applies prescale if `first`.
 void Encode(void* wire, const void* own, size_t n, const Arithmetic& a, bool first);
 
-// dtype <- wire.
+// Converts `n` values from wire to dtype.
 void Decode(void* out, const void* wire, size_t n, const Arithmetic& a);
 
-// out = own, prescaled if `first`, finished if `last` (as in Combine).
+// Copies `own` to `out`; applies prescale if `first`, and finishes the result as
+// Combine does if `last`.
 void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool first,
                 bool last);
 
-// Gives every NaN the same bits. Processors keep the bits of one of two NaNs, and which
-// one depends on how the loop was compiled and where it ends: where each rank adds up
-// all values by itself, ranks would end with different bits.
+// Gives every NaN the same bits. An operation on two NaNs returns the bits of one of
+// them; which one depends on how the loop was compiled and on where the loop ends.
+// Without UnifyNans, ranks that each reduce all values by themselves could end with
+// different bits.
 void UnifyNans(void* values, size_t n, DType dtype);
 
-// True if Encode(first) is a plain copy, so that bytes can go out as they are.
+// Whether Encode is a plain copy, so that the bytes can be sent as they are.
 inline bool IsPlain(const Arithmetic& a, bool first) {
   return !a.compressed() && !(first && a.scales_first());
 }

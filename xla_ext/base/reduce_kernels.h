@@ -1,6 +1,6 @@
-// The loops behind reduce.cc: element types, operations, and one template per shape of
-// loop. Everything is forced inline into the functions of reduce.cc that are compiled
-// once per CPU generation; nothing here is called from anywhere else.
+// The loops of reduce.cc: element types, operations, and one template per kind of loop.
+// All functions are forced inline into functions of reduce.cc, and some into functions
+// of moments.cc, which are compiled once per CPU level. No other file uses them.
 #pragma once
 
 #include <bit>
@@ -12,8 +12,9 @@
 
 #include "base/convert.h"
 
-// out == own is an ordinary case and carries nothing from one turn to the next; without
-// this promise the compiler would take its scalar loop for it.
+// Promises the compiler that no iteration depends on another one. out == own is an
+// ordinary case and keeps the promise. Without the promise the compiler would check for
+// overlap, and run its scalar loop in that case.
 #if defined(__clang__)
 #define RINGJAX_VECTOR_LOOP _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -22,7 +23,7 @@
 
 namespace ringjax::kernels {
 
-// Element types: how a value lies in memory and what it is computed in.
+// Element types: how a value is stored, the type for computing, and the conversions.
 template <typename T>
 struct Same {
   using Stored = T;
@@ -51,7 +52,7 @@ struct Bool {
   RINGJAX_INLINE static uint8_t Narrow(uint8_t v) { return v != 0 ? 1 : 0; }
 };
 
-// Bytes in and out without any demand on alignment.
+// Load and store element `i` at any alignment.
 template <typename E>
 RINGJAX_INLINE typename E::Stored LoadAs(const void* base, size_t i) {
   typename E::Stored v;
@@ -63,7 +64,8 @@ RINGJAX_INLINE void StoreAs(void* base, size_t i, typename E::Stored v) {
   std::memcpy(static_cast<char*>(base) + i * sizeof(v), &v, sizeof(v));
 }
 
-// Integers wrap around, also the narrow ones, which C++ would promote to int.
+// The type in which T is added and multiplied. Integers use an unsigned type, so that
+// they wrap around; C++ would promote narrow ones to int, whose overflow is undefined.
 template <typename T>
 using Modular =
     std::conditional_t<std::is_integral_v<T>,
@@ -91,8 +93,9 @@ struct And {
 template <typename T>
 using BitsFor = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
-// A NaN on either side wins, as in numpy. Of two zeros the result takes a sign that
-// does not depend on their order, so that ranks that swap roles agree.
+// If an operand is NaN, the result is NaN, as in numpy. Of the zeros -0 and +0, Minimum
+// returns -0 and Maximum +0 regardless of the order, so that ranks that exchange the
+// operands get the same bits.
 struct Minimum {
   template <typename T>
   RINGJAX_INLINE static T Apply(T a, T b) {
@@ -124,7 +127,7 @@ struct Maximum {
   }
 };
 
-// out = own op received, in type T from wire type W.
+// Computes out = own op received, with `own` and `out` in type T, `received` in type W.
 template <typename T, typename W, typename Op>
 RINGJAX_INLINE void CombinePlain(void* out, const void* own, const void* received,
                                  size_t n) {
@@ -137,8 +140,8 @@ RINGJAX_INLINE void CombinePlain(void* out, const void* own, const void* receive
   }
 }
 
-// Products of complex numbers, the textbook way: the compiler's own product treats
-// infinities specially and branches.
+// Multiplies complex numbers by the textbook formula. The compiler's own product treats
+// infinities specially, which needs branches.
 template <typename T>
 RINGJAX_INLINE void MultiplyComplex(void* out, const void* own, const void* received,
                                     size_t n) {
@@ -152,13 +155,13 @@ RINGJAX_INLINE void MultiplyComplex(void* out, const void* own, const void* rece
   }
 }
 
-// What one loop over floats applies; neutral values where nothing is to be done.
+// The factors that one loop over floats applies. The defaults change nothing.
 template <typename V>
 struct Factors {
-  V before = 1;        // own contribution
-  V after = 1;         // result
-  V divisor = 1;       // result
-  bool round = false;  // the result, to what the wire carries
+  V before = 1;        // multiplies this rank's contribution
+  V after = 1;         // multiplies the result
+  V divisor = 1;       // divides the result
+  bool round = false;  // rounds the result to the wire dtype
 };
 
 template <typename T, typename V>
@@ -169,7 +172,7 @@ template <typename T, typename W, typename V>
 RINGJAX_INLINE void Finish(void* out, size_t i, V v, const Factors<V>& f) {
   v = v * f.after / f.divisor;
   if constexpr (!std::is_same_v<T, W>) {
-    // Chosen by a mask, since a condition keeps compilers from vectorising.
+    // A mask selects, because a condition would prevent vectorisation.
     using Bits = BitsFor<V>;
     const Bits keep = f.round ? Bits{0} : ~Bits{0};
     const V rounded = static_cast<V>(W::Widen(W::Narrow(v)));
@@ -212,18 +215,19 @@ RINGJAX_INLINE void Widen(void* out, const void* wire, size_t n) {
     StoreAs<T>(out, i, static_cast<typename T::Value>(W::Widen(LoadAs<W>(wire, i))));
 }
 
-// Truncation toward zero; what does not fit becomes the nearest limit, and NaN zero.
+// Truncates toward zero. Values out of range become the nearest limit, NaN becomes 0.
 template <typename T>
 RINGJAX_INLINE T Truncated(double v) {
   constexpr T lowest = std::numeric_limits<T>::lowest();
   constexpr T highest = std::numeric_limits<T>::max();
-  // Exact for narrow types; for 64 bits the limit rounds up to a power of two.
+  // `highest` as a double is exact for narrow types. For 64 bits it is rounded up to a
+  // power of two, so the comparison must be `>=` to keep the cast below in range.
   if (v >= static_cast<double>(highest)) return highest;
   if (v <= static_cast<double>(lowest)) return lowest;
   return v != v ? T{0} : static_cast<T>(v);
 }
 
-// Integers: factor first, truncated, then the exact division.
+// Scales integers: multiplies them and truncates, then divides in integer arithmetic.
 template <typename T>
 RINGJAX_INLINE void RescaleIntegers(void* out, const void* in, size_t n, double factor,
                                     int64_t divisor) {

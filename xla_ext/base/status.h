@@ -1,7 +1,7 @@
-// Status and Result: everything that a peer, a user or the operating system can cause.
+// Status and Result carry errors that a peer, a user or the operating system can cause.
 //
-// Not for broken invariants of our own: those are RJ_CHECK, which names the place and
-// aborts, because no caller could do anything sensible about them.
+// Broken invariants of ringjax itself are for RJ_CHECK, which prints the line and ends
+// the process, because no caller could handle them.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ enum class Code : uint8_t {
   kOk = 0,
   kInvalidArgument,     // this rank passed something impossible; nothing was sent
   kFailedPrecondition,  // not initialised, shut down, wrong size for this program
-  kMismatch,            // ranks disagree about the operation; all of them know
-  kDeadlineExceeded,    // a live peer did not call or did not move for too long
+  kMismatch,            // ranks disagree about the operation; all ranks get this error
+  kDeadlineExceeded,    // a live peer made no call or no progress for too long
   kUnavailable,         // a peer is gone, or the communicator was aborted
   kCancelled,           // this rank was interrupted (Ctrl-C)
   kInternal,            // the operating system refused something
@@ -27,7 +27,7 @@ enum class Code : uint8_t {
 class [[nodiscard]] Status {
  public:
   Status() = default;
-  // `rank` is the rank that caused it, -1 if none did.
+  // `rank` is the rank that caused the error; -1 if no rank did.
   Status(Code code, std::string message, int rank = -1)
       : code_(code), rank_(rank), message_(std::move(message)) {}
 

@@ -1,5 +1,5 @@
-// Operations on one tensor from the call to their end, without a ticket in Python: what
-// is short takes less time than the objects on the way would.
+// Operations on one tensor that return at their end, without a Work in Python. To make
+// the objects on the way would take longer than a short operation.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -18,7 +18,8 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-// An array's own memory, for as long as this lives; nothing if it is not plain.
+// The memory of an array, for as long as this object lives. Look returns false if the
+// array is not C-contiguous or has no element type of the core.
 class Plain {
  public:
   Plain() = default;
@@ -48,7 +49,7 @@ class Plain {
     return from(*this) < from(other) + other.bytes() &&
            from(other) < from(*this) + bytes();
   }
-  // Whether it has the same rows, how many they may be.
+  // Whether rows have the same type and shape; the numbers of rows may differ.
   bool IsLike(const Plain& other) const {
     return piece.dtype == other.piece.dtype && !piece.dims.empty() &&
            std::equal(piece.dims.begin() + 1, piece.dims.end(),
@@ -58,7 +59,7 @@ class Plain {
   Submission::Piece piece;
 
  private:
-  // Letters of Python's struct module, in the machine's own byte order.
+  // The element type for a format of Python's struct module, in native byte order.
   static std::optional<DType> Named(const char* format, Py_ssize_t width) {
     constexpr std::pair<std::string_view, std::array<DType, 4>> kKinds[] = {
         {"bhilq", {DType::kI8, DType::kI16, DType::kI32, DType::kI64}},
@@ -80,7 +81,7 @@ class Plain {
   Py_buffer view_ = {};
 };
 
-// What an operation on one tensor says of itself but for its name and its tensor.
+// The properties of an operation on one tensor, except its name and its tensor.
 struct Kind {
   int op, reduce_op, root;
   double prescale, postscale, timeout;
@@ -98,7 +99,7 @@ struct Kind {
   }
 };
 
-// Whether one has as many rows as this rank gets of the other's.
+// Whether `result` has as many rows as this rank gets of `in` in a reducescatter.
 bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
   if (in.piece.dims.empty()) return false;
   const auto present = lane.lane.communicator();
@@ -106,22 +107,22 @@ bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
          ShareOf(in.piece.dims[0], present->rank(), present->size());
 }
 
-// An operation from the call to its end. `held` lives as long: whoever is interrupted
-// leaves it under way.
-BoundTicket RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
-                   nb::object held) {
+// Runs an operation from the call to its end. The lane keeps `held` until the operation
+// has ended, which is later than the return if the caller is interrupted.
+BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
+                 nb::object held) {
   request.keep = held.ptr();
-  auto ticket = HandIn(self->lane, std::move(request));
-  Raise(ticket.status());
+  auto work = HandIn(self->lane, std::move(request));
+  Raise(work.status());
   held.release();
-  BoundTicket waiting{self, std::move(ticket.value())};
+  BoundWork waiting{self, std::move(work.value())};
   Wait(waiting, std::nullopt);
   return waiting;
 }
 
-// One operation on one plain array whose result goes into another one, from the call to
-// its end, for what is too short to make objects on the way. False: not for this, and
-// nothing has happened. `name`: a str, or what gives one.
+// Runs one operation on one plain array, with the result in another one or in place.
+// Returns false, and has done nothing, if it does not support these arrays. `name`: a
+// str, or a callable that returns one.
 bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
               nb::handle array, nb::handle out, int reduce_op, int root,
               double prescale, double postscale, double timeout) {
@@ -151,8 +152,8 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
     try {
       return RunNow(self, std::move(request), held);
     } catch (...) {
-      // After an interrupt the operation goes on: its result must not be resized, as a
-      // bytearray could be.
+      // After an interrupt the operation goes on. So its result must not be resized, as
+      // a bytearray could be; an array with an exported buffer cannot be resized.
       if (PyObject* view = PyMemoryView_FromObject(out.ptr()))
         held.append(nb::steal(view));
       else
@@ -167,7 +168,7 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
                             .c_str());
 }
 
-// The same for memory that the caller knows, as of `Submit`.
+// Runs one operation on memory that the caller describes as for `submit`.
 void RunAt(const std::shared_ptr<BoundLane>& self, int op, std::string name,
            nb::handle in, nb::handle out, int reduce_op, int root, double prescale,
            double postscale, double timeout, nb::object keep) {

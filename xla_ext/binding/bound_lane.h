@@ -1,4 +1,4 @@
-// An eager lane and its tickets, as Python holds them.
+// The eager lane and its works as Python objects.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,6 +13,8 @@
 
 namespace ringjax {
 
+// Owns an eager lane. The lane keeps references to Python objects, which ReleaseEnded
+// drops where the GIL is held.
 class BoundLane : public std::enable_shared_from_this<BoundLane> {
  public:
   BoundLane(std::shared_ptr<Communicator> communicator, EagerOptions options)
@@ -26,36 +28,36 @@ class BoundLane : public std::enable_shared_from_this<BoundLane> {
       nanobind::gil_scoped_release release;
       lane.Close();
     }
-    LetGo();
+    ReleaseEnded();
   }
 
-  void LetGo() {
+  void ReleaseEnded() {
     if (!lane.has_ended()) return;
     for (void* kept : lane.TakeEnded()) Py_DECREF(static_cast<PyObject*>(kept));
   }
 
-  std::shared_ptr<EagerCuda> cuda() const {  // of the present generation
+  std::shared_ptr<EagerCuda> cuda() const {  // the present epoch's
     return std::static_pointer_cast<EagerCuda>(lane.cuda());
   }
 
   EagerLane lane;
 };
 
-struct BoundTicket {
-  std::shared_ptr<BoundLane> bound;  // the ticket's memory may be the lane's business
-  std::shared_ptr<Ticket> ticket;
+struct BoundWork {
+  std::shared_ptr<BoundLane> bound;  // its lane keeps the memory of the operation alive
+  std::shared_ptr<Work> work;
 
   const Output& At(size_t i) const {
-    if (!ticket->done())
+    if (!work->done())
       Raise(Status(Code::kFailedPrecondition, "the operation has not ended: wait()"));
-    Raise(ticket->status());
-    if (i >= ticket->outputs().size())
+    Raise(work->status());
+    if (i >= work->outputs().size())
       throw nanobind::index_error("ringjax: there is no such output");
-    return ticket->outputs()[i];
+    return work->outputs()[i];
   }
 };
 
-// Item `i` of a list or tuple that has it; borrowed.
+// The items of a sequence. operator[] returns a reference that the sequence owns.
 class Items {
  public:
   explicit Items(nanobind::handle sequence) {
@@ -84,14 +86,15 @@ class Items {
 
 int64_t AsNumber(PyObject* o);
 void* AsAddress(PyObject* o);
-// One of `ins`: address, number of the element type, shape.
+// Adds one of `ins` to the request: address, number of the element type, shape.
 void ReadInput(PyObject* item, EagerRequest* request);
-// With the interpreter's lock let go if that may take long.
-Result<std::shared_ptr<Ticket>> HandIn(EagerLane& lane, EagerRequest request);
-// Until the operation has ended; throws what it failed with.
-void Wait(BoundTicket& self, std::optional<uint64_t> stream);
+// Submits the request. Releases the GIL if that may take long.
+Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request);
+// Waits until the operation has ended and raises its error. Makes `stream`, or that of
+// the submission, wait for results on a device.
+void Wait(BoundWork& self, std::optional<uint64_t> stream);
 
-// Operations on one tensor from the call to their end.
+// Binds operations on one tensor that return at their end (at_once.cc).
 void BindAtOnce(nanobind::class_<BoundLane>& lane);
 
 }  // namespace ringjax

@@ -1,5 +1,5 @@
-// The binding of communicators: what Python hands over, a call on arrays, and worlds of
-// threads for tests.
+// The binding of communicators: links and options that Python passes, calls on arrays,
+// and worlds of threads for tests.
 #include "engine/communicator/communicator.h"
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,7 @@
 
 #include "binding/module.h"
 #include "engine/communicator/overlap.h"
-#include "engine/communicator/succession.h"
+#include "engine/communicator/resilient_comm.h"
 #include "ffi/registry.h"
 #include "transport/ring_link.h"
 
@@ -97,7 +97,7 @@ uint32_t Run(Communicator& self, int op, int reduce_op, const std::vector<Input>
 
 std::tuple<uint64_t, uint64_t, bool> Quiesce(Communicator& self, double seconds) {
   Status status;
-  Standing report;
+  ProgressReport report;
   {
     nb::gil_scoped_release release;
     status = self.Quiesce(seconds, &report);
@@ -138,7 +138,7 @@ CommunicatorOptions MakeOptions(int id, std::string name, int rank,
   o.topology.rank = rank;
   o.topology.size = static_cast<int>(hosts.size());
   o.topology.host = std::move(hosts);
-  o.members = std::move(members);
+  o.world_ranks = std::move(members);
   o.spin_seconds = Number(options, "spin_us", 50) * 1e-6;
   o.stall_warning = Number(options, "stall_warning", 30);
   o.collective_timeout = Number(options, "collective_timeout", 300);
@@ -146,12 +146,12 @@ CommunicatorOptions MakeOptions(int id, std::string name, int rank,
     o.algorithm = nb::cast<std::string>(options["algorithm"]);
   if (options.contains("recorder"))
     o.recorder = nb::cast<std::shared_ptr<Recorder>>(options["recorder"]);
-  o.set = static_cast<int>(Number(options, "set", id));
-  o.place = static_cast<int>(Number(options, "place", 0));
-  o.named = Number(options, "named", 0) != 0;
+  o.process_set = static_cast<int>(Number(options, "process_set", id));
+  o.device_index = static_cast<int>(Number(options, "device_index", 0));
+  o.eager = Number(options, "eager", 0) != 0;
   if (options.contains("cost")) o.cost = ReadCost(nb::cast<nb::dict>(options["cost"]));
   if (o.topology.size < 1 || rank < 0 || rank >= o.topology.size ||
-      o.members.size() != o.topology.host.size())
+      o.world_ranks.size() != o.topology.host.size())
     throw nb::value_error("ringjax: rank, hosts and members do not fit together");
   return o;
 }
@@ -168,7 +168,7 @@ struct LinkEnds {
 };
 
 LinkEnds ReadLink(const nb::tuple& link) {
-  try {  // a tuple does not look whether it is long enough
+  try {  // nb::tuple does not check its bounds
     const std::string kind = link.size() > 2 ? nb::cast<std::string>(link[0]) : "";
     if (kind == "shm" && link.size() == 7)
       return {
@@ -188,13 +188,14 @@ LinkEnds ReadLink(const nb::tuple& link) {
   throw nb::type_error("ringjax: a link is neither a shm nor a tcp tuple");
 }
 
-// A board as Python describes it: memory, bytes of a tile, doorbells by rank.
-using BoardEnds = std::tuple<int, size_t, std::vector<int>>;
+// A shared segment as Python describes it: memfd, bytes of a tile, doorbells by rank.
+using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
 
-// To others that ask where this rank is.
+// Lets the communicator report, when another rank probes it, which devices of this
+// process have not made their calls yet.
 void TellWhatIsMissing(const std::shared_ptr<Communicator>& c,
-                       const std::shared_ptr<Meeting>& meeting) {
-  c->set_missing([weak = std::weak_ptr(meeting)] {
+                       const std::shared_ptr<DeviceRendezvous>& meeting) {
+  c->set_missing_locally([weak = std::weak_ptr(meeting)] {
     const auto alive = weak.lock();
     return alive ? alive->Missing() : "";
   });
@@ -204,24 +205,25 @@ std::shared_ptr<Communicator> MakeCommunicator(
     int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
     const std::vector<int>& hosts, const std::vector<int>& members,
     const std::vector<nb::tuple>& links, int doorbell, const nb::dict& options,
-    const std::optional<BoardEnds>& board, std::shared_ptr<Succession> succession,
+    const std::optional<SegmentEnds>& segment, std::shared_ptr<ResilientComm> resilient,
     std::shared_ptr<Communicator> ending) {
   std::vector<LinkEnds> ends;
   for (const nb::tuple& link : links) ends.push_back(ReadLink(link));
-  // Everything is ours from here on, and closed if this throws half way.
+  // From here on the core owns all descriptors and closes them, also if this throws.
   auto bell = std::make_unique<Doorbell>(doorbell);
   std::vector<Descriptors> descriptors;
   for (const LinkEnds& e : ends) descriptors.emplace_back(e.fds);
-  Descriptors of_board;
-  if (board) {
-    std::vector<int> fds = std::get<2>(*board);
-    fds.push_back(std::get<0>(*board));
-    of_board = Descriptors(std::move(fds));
+  Descriptors of_segment;
+  if (segment) {
+    std::vector<int> fds = std::get<2>(*segment);
+    fds.push_back(std::get<0>(*segment));
+    of_segment = Descriptors(std::move(fds));
   }
-  if (ending && (!succession || ending->succession()))
-    throw nb::value_error("ringjax: only a generation ends with one that is none");
+  if (ending && (!resilient || ending->resilient()))
+    throw nb::value_error(
+        "ringjax: only a resilient communicator ends with one that is not");
   CommunicatorOptions o = MakeOptions(id, name, rank, hosts, members, options);
-  o.ending = std::move(ending);
+  o.end_barrier = std::move(ending);
   o.job = job;
   o.epoch = epoch;
   std::vector<std::unique_ptr<Link>> made(hosts.size());
@@ -238,49 +240,51 @@ std::shared_ptr<Communicator> MakeCommunicator(
   for (size_t r = 0; r < made.size(); ++r)
     if (!made[r] && static_cast<int>(r) != rank)
       throw nb::value_error("ringjax: a link is missing");
-  std::unique_ptr<Board> shared;
-  if (board) {
-    const auto& [memory, tile_bytes, bells] = *board;
+  std::unique_ptr<SharedSegment> shared;
+  if (segment) {
+    const auto& [memory, tile_bytes, bells] = *segment;
     if (bells.size() != hosts.size())
-      throw nb::value_error("ringjax: a board needs the doorbells of all ranks");
-    of_board.Release();
-    auto b = MakeShmBoard(memory, rank, tile_bytes, bells);
+      throw nb::value_error(
+          "ringjax: a shared segment needs the doorbells of all ranks");
+    of_segment.Release();
+    auto b = MakeShmSegment(memory, rank, tile_bytes, bells);
     Raise(b.status());
     shared = std::move(b.value());
   }
   auto c = std::make_shared<Communicator>(
-      std::move(o), std::move(made), std::move(bell), std::move(shared), succession);
-  // A generation is found by programs when it is installed.
-  if (!succession) {
-    const auto meeting = std::make_shared<Meeting>();
+      std::move(o), std::move(made), std::move(bell), std::move(shared), resilient);
+  // An epoch of a ResilientComm is registered only when it is installed.
+  if (!resilient) {
+    const auto meeting = std::make_shared<DeviceRendezvous>();
     TellWhatIsMissing(c, meeting);
     Register(id, {c, std::make_shared<Overlap>(c), {}, meeting});
   }
   return c;
 }
 
-void Install(Succession& self, const std::shared_ptr<Communicator>& next,
+void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
              uint64_t finished, bool repeats, const std::vector<int>& ranks,
              const std::string& reason) {
-  if (next && next->succession().get() != &self)
+  if (next && next->resilient().get() != &self)
     throw nb::value_error(
-        "ringjax: a communicator is installed in the succession it was made with");
+        "ringjax: a communicator is installed in the resilient communicator it was "
+        "made with");
   Status status;
   {
     nb::gil_scoped_release release;
     status = self.Install(next, {finished, repeats, ranks, reason});
     if (status.ok() && next) {
-      // A device half was perhaps there first; one of an epoch that failed is not kept.
+      // CUDA communicators may be registered already; drop those of a failed epoch.
       Registered now = Find(next->id());
       if (std::any_of(now.devices.begin(), now.devices.end(),
                       [](const auto& one) { return !one->Check().ok(); }))
         now.devices.clear();
-      // A step that is under way goes on with the one that began it.
-      if (now.communicator && now.communicator->succession() == next->succession())
+      // A training step that is under way goes on with the Overlap that began it.
+      if (now.communicator && now.communicator->resilient() == next->resilient())
         now.overlap->Follow(next);
       else
         now.overlap = std::make_shared<Overlap>(next),
-        now.meeting = std::make_shared<Meeting>();
+        now.meeting = std::make_shared<DeviceRendezvous>();
       now.communicator = next;
       TellWhatIsMissing(next, now.meeting);
       Register(next->id(), std::move(now));
@@ -289,7 +293,7 @@ void Install(Succession& self, const std::shared_ptr<Communicator>& next,
   Raise(status);
 }
 
-// Threads as ranks: every pair joined by rings in this process.
+// A world for tests: ranks are threads, and ring buffers link each pair of ranks.
 std::vector<std::shared_ptr<Communicator>> LocalWorld(const std::vector<int>& hosts,
                                                       const nb::dict& options) {
   const int size = static_cast<int>(hosts.size());
@@ -311,17 +315,17 @@ std::vector<std::shared_ptr<Communicator>> LocalWorld(const std::vector<int>& ho
     for (int b = a + 1; b < size; ++b)
       std::tie(links[a][b], links[b][a]) =
           MakeLocalLinks(ring, bells[a].get(), bells[b].get());
-  std::vector<std::unique_ptr<Board>> boards(size);
+  std::vector<std::unique_ptr<SharedSegment>> segments(size);
   if (tile > 0 && size > 1 && OnOneHost(hosts)) {
     std::vector<Doorbell*> all;
     for (const auto& bell : bells) all.push_back(bell.get());
-    boards = MakeLocalBoards(tile, all);
+    segments = MakeLocalSegments(tile, all);
   }
   std::vector<std::shared_ptr<Communicator>> world;
   for (int r = 0; r < size; ++r)
     world.push_back(std::make_shared<Communicator>(
         MakeOptions(0, "local", r, hosts, members, options), std::move(links[r]),
-        std::move(bells[r]), std::move(boards[r])));
+        std::move(bells[r]), std::move(segments[r])));
   return world;
 }
 
@@ -331,7 +335,7 @@ void BindHostCommunicator(nb::module_& m) {
   nb::class_<Communicator>(m, "Communicator")
       .def(nb::new_(&MakeCommunicator), nb::kw_only(), "id"_a, "name"_a, "job"_a,
            "epoch"_a, "rank"_a, "hosts"_a, "members"_a, "links"_a, "doorbell"_a,
-           "options"_a, "board"_a = nb::none(), "succession"_a = nb::none(),
+           "options"_a, "segment"_a = nb::none(), "resilient"_a = nb::none(),
            "ending"_a = nb::none())
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("rank", &Communicator::rank)
@@ -367,27 +371,28 @@ void BindHostCommunicator(nb::module_& m) {
              bool trial) {
             const CostModel model = ReadCost(cost);
             nb::gil_scoped_release release;
-            c.SetCost(model, algorithm, trial);
+            c.SetCostModel(model, algorithm, trial);
           },
           "cost"_a, "algorithm"_a = "", "trial"_a = false)
       .def_prop_ro("cost",
                    [](const Communicator& c) { return WriteCost(c.options().cost); })
       .def("stats", &Stats);
-  nb::class_<Succession>(m, "Succession")
-      .def(nb::new_(
-               [](double patience) { return std::make_shared<Succession>(patience); }),
-           "patience"_a)
+  nb::class_<ResilientComm>(m, "ResilientComm")
+      .def(nb::new_([](double epoch_timeout) {
+             return std::make_shared<ResilientComm>(epoch_timeout);
+           }),
+           "epoch_timeout"_a)
       .def("install", &Install, "communicator"_a.none(), "finished"_a = 0,
            "repeats"_a = true, "ranks"_a = std::vector<int>(), "reason"_a = "")
-      .def("resume", &Succession::Resume)
+      .def("resume", &ResilientComm::Resume)
       .def(
           "end",
-          [](Succession& s, const std::string& message, int rank) {
+          [](ResilientComm& s, const std::string& message, int rank) {
             s.End(Status(Code::kUnavailable, message, rank));
           },
           "message"_a, "rank"_a = -1);
   m.def("local_world", &LocalWorld, "hosts"_a, "options"_a = nb::dict());
-  m.def("board_bytes", &BoardBytes, "size"_a, "tile_bytes"_a);
+  m.def("segment_bytes", &SharedSegmentBytes, "size"_a, "tile_bytes"_a);
 }
 
 }  // namespace ringjax

@@ -1,5 +1,4 @@
-// The binding of the CUDA side. Memory and streams are integers here: whose they are is
-// the caller's business.
+// The binding of the CUDA side. Memory and streams are integers; callers own them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -54,7 +53,7 @@ std::vector<Tensor> AsTensors(const std::vector<DeviceInput>& ins,
   return tensors;
 }
 
-// A call with the texts that it refers to.
+// A call and the texts that it refers to.
 struct OwnedCall {
   Call call;
   std::string name, names;
@@ -75,7 +74,7 @@ struct OwnedCall {
   OwnedCall& operator=(const OwnedCall&) = delete;
 };
 
-// Runs without the interpreter's lock and raises what went wrong.
+// Runs `f` without the GIL and raises its error.
 template <typename F>
 void Unlocked(F&& f) {
   Status status;
@@ -152,7 +151,7 @@ bool IsOf(const CudaCommunicator::All& all, const CudaCommunicator& one) {
                      [&](const auto& each) { return each.get() == &one; });
 }
 
-// Where a call of a program on this thread would go.
+// The device that a call of a program on this thread would use; -1: none.
 int DeviceHere(int id) {
   const CudaCommunicator* here = CudaCommunicator::Here(Find(id).devices);
   return here == nullptr ? -1 : here->options().device;
@@ -213,15 +212,16 @@ nb::dict Info() {
   return info;
 }
 
-// The kernels by themselves, for tests and benchmarks: packs or unpacks tensors one
-// after another into `fused`, each at the next multiple of 16 bytes.
+// Runs the packing kernels alone, for tests and benchmarks. Packs tensors one after
+// another into `fused`, each at the next multiple of 16 bytes, or unpacks them from
+// there. Returns the number of launches.
 uint64_t Pack(const std::vector<DeviceInput>& ins, uint64_t fused, int wire,
               double scale, uint64_t stream, bool unpack, int device, uint64_t poison) {
   static std::map<int, std::unique_ptr<cuda::Kernels>>& loaded =
       *new std::map<int, std::unique_ptr<cuda::Kernels>>;  // guarded by the GIL
   const auto driver = cuda::OpenDriver();
   Raise(driver.status());
-  // Of whoever holds the memory: the primary context of the device, as everywhere.
+  // Uses the current context, or else the device's primary one, as all libraries do.
   cuda::Context context = nullptr;
   if (driver.value()->CtxGetCurrent(&context) == cuda::kSuccess && context == nullptr) {
     Raise(
@@ -267,7 +267,7 @@ void BindCommunicator(nb::module_& m) {
                    [](const CudaCommunicator& c) { return c.options().device; })
       .def_prop_ro("rank", [](const CudaCommunicator& c) { return c.control().rank(); })
       .def_prop_ro("size", [](const CudaCommunicator& c) { return c.control().size(); })
-      .def_prop_ro("aborted", &CudaCommunicator::condemned)
+      .def_prop_ro("aborted", &CudaCommunicator::aborted)
       .def("execute", &Execute, "op"_a, "reduce_op"_a, "ins"_a, "outs"_a, nb::kw_only(),
            "stream"_a = 0, "counts"_a = none, "root"_a = 0, "wire"_a = -1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "name"_a = "", "names"_a = unnamed)

@@ -1,5 +1,5 @@
-// The binding of the eager lane. Memory comes as integers; what keeps it alive is let
-// go here, where the interpreter's lock is held, once the operation has ended.
+// The binding of the eager lane. Memory is passed as integers. The Python objects that
+// keep it alive are released here, where the GIL is held, once the operation has ended.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -47,33 +47,33 @@ void ReadInput(PyObject* item, EagerRequest* request) {
   for (size_t d = 0; d < shape.size(); ++d) piece.dims.push_back(AsNumber(shape[d]));
 }
 
-Result<std::shared_ptr<Ticket>> HandIn(EagerLane& lane, EagerRequest request) {
+Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request) {
   if (!request.waits) return lane.Submit(std::move(request));
   nb::gil_scoped_release release;
   return lane.Submit(std::move(request));
 }
 
-void Wait(BoundTicket& self, std::optional<uint64_t> stream) {
+void Wait(BoundWork& self, std::optional<uint64_t> stream) {
   Status status;
-  if (self.ticket->done()) {
-    status = self.ticket->status();
+  if (self.work->done()) {
+    status = self.work->status();
   } else {
     nb::gil_scoped_release release;
     if (self.bound->lane.holds()) self.bound->lane.Hurry();
-    status = self.ticket->Wait();
+    status = self.work->Wait();
   }
-  if (status.ok()) status = self.ticket->Follow(stream.value_or(self.ticket->stream()));
-  self.bound->LetGo();
+  if (status.ok()) status = self.work->Follow(stream.value_or(self.work->stream()));
+  self.bound->ReleaseEnded();
   Raise(status);
 }
 
 namespace {
 
-BoundTicket Submit(const std::shared_ptr<BoundLane>& self, int op, std::string name,
-                   nb::handle ins, nb::handle outs, int reduce_op, int root,
-                   double prescale, double postscale, nb::handle splits,
-                   nb::handle keep, bool cuda, uint64_t stream, bool alone,
-                   double timeout, bool waits, nb::handle rooms) {
+BoundWork Submit(const std::shared_ptr<BoundLane>& self, int op, std::string name,
+                 nb::handle ins, nb::handle outs, int reduce_op, int root,
+                 double prescale, double postscale, nb::handle splits, nb::handle keep,
+                 bool cuda, uint64_t stream, bool alone, double timeout, bool waits,
+                 nb::handle rooms) {
   EagerRequest request;
   request.timeout = timeout;
   Submission& what = request.what;
@@ -98,15 +98,15 @@ BoundTicket Submit(const std::shared_ptr<BoundLane>& self, int op, std::string n
   for (size_t i = 0; i < rows.size(); ++i) what.splits.push_back(AsNumber(rows[i]));
   for (size_t i = 0; i < places.size(); ++i)
     request.rooms.push_back(static_cast<uint64_t>(AsNumber(places[i])));
-  self->LetGo();
-  // Held before the lane can let it go.
+  self->ReleaseEnded();
+  // Takes the reference first: the operation may end before HandIn returns.
   nb::object held = keep.is_none() ? nb::object() : nb::borrow(keep);
   request.keep = held.ptr();
   request.waits = waits;
-  auto ticket = HandIn(self->lane, std::move(request));
-  Raise(ticket.status());
+  auto work = HandIn(self->lane, std::move(request));
+  Raise(work.status());
   held.release();
-  return {self, std::move(ticket.value())};
+  return {self, std::move(work.value())};
 }
 
 nb::dlpack::dtype TypeOf(DType dtype) {
@@ -115,20 +115,20 @@ nb::dlpack::dtype TypeOf(DType dtype) {
   if (dtype == DType::kBool) code = dtype_code::Bool;
   if (dtype >= DType::kI8 && dtype <= DType::kI64) code = dtype_code::Int;
   if (dtype >= DType::kU8 && dtype <= DType::kU64) code = dtype_code::UInt;
-  // Its bits: neither the buffer protocol nor numpy knows bfloat16.
+  // bfloat16 goes as its bits: neither the buffer protocol nor numpy has that type.
   if (dtype == DType::kBF16) code = dtype_code::UInt;
   if (IsComplex(dtype)) code = dtype_code::Complex;
   return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * Width(dtype)), 1};
 }
 
-nb::ndarray<nb::array_api> OutputOf(const BoundTicket& self, size_t i) {
+nb::ndarray<nb::array_api> OutputOf(const BoundWork& self, size_t i) {
   const Output& output = self.At(i);
   std::vector<size_t> shape(output.dims.begin(), output.dims.end());
-  // The memory, not the ticket, lives as long as the array.
+  // The array keeps the memory alive, but not the work.
   auto* memory = new std::shared_ptr<void>(output.memory);
   nb::capsule owner(
       memory, [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });
-  const int device = self.ticket->device();
+  const int device = self.work->device();
   return nb::ndarray<nb::array_api>(
       output.memory.get(), shape.size(), shape.data(), owner, nullptr,
       TypeOf(output.dtype),
@@ -140,14 +140,14 @@ nb::dict Stats(const BoundLane& self) {
   const EagerStats s = self.lane.stats();
   nb::dict d;
   d["rounds"] = s.rounds;
-  d["news_bytes"] = s.news_bytes;
+  d["message_bytes"] = s.message_bytes;
   d["submissions"] = s.submissions;
   d["cached"] = s.cached;
   d["calls"] = s.calls;
   d["fused"] = s.fused;
   d["failures"] = s.failures;
   d["driven"] = s.driven;
-  d["beside"] = s.beside;
+  d["piggybacked"] = s.piggybacked;
   return d;
 }
 
@@ -167,8 +167,8 @@ std::shared_ptr<BoundLane> Make(std::shared_ptr<Communicator> communicator,
   c.cuda = ReadCudaOptions(*cuda);
   c.fallback_device = static_cast<int>(Number(*cuda, "device", -1));
   c.nccl = nb::cast<std::vector<std::string>>((*cuda)["nccl"]);
-  bound->lane.set_cuda([c](const std::shared_ptr<Communicator>& generation) {
-    return std::make_shared<EagerCuda>(c, generation);
+  bound->lane.set_cuda([c](const std::shared_ptr<Communicator>& communicator) {
+    return std::make_shared<EagerCuda>(c, communicator);
   });
   return bound;
 }
@@ -187,20 +187,20 @@ void BindEager(nb::module_& m) {
         nb::gil_scoped_release release;
         t.Close();
       });
-  nb::class_<BoundTicket>(m, "Ticket")
+  nb::class_<BoundWork>(m, "Work")
       .def_prop_ro("done",
-                   [](const BoundTicket& t) {
-                     const bool done = t.ticket->settled();
-                     if (done) t.bound->LetGo();
+                   [](const BoundWork& t) {
+                     const bool done = t.work->settled();
+                     if (done) t.bound->ReleaseEnded();
                      return done;
                    })
       .def("wait", &Wait, "stream"_a = nb::none())
       .def("output", &OutputOf, "i"_a)
       .def(
-          "received", [](const BoundTicket& t, size_t i) { return t.At(i).received; },
+          "received", [](const BoundWork& t, size_t i) { return t.At(i).received; },
           "i"_a)
       .def_prop_ro("last_joined",
-                   [](const BoundTicket& t) { return t.ticket->last_joined(); });
+                   [](const BoundWork& t) { return t.work->last_joined(); });
   nb::class_<BoundLane> lane(m, "EagerLane");
   BindAtOnce(lane);
   lane.def(nb::new_(&Make), "communicator"_a, nb::kw_only(), "fusion_threshold"_a,
@@ -224,9 +224,9 @@ void BindEager(nb::module_& m) {
           "timeline"_a.none())
       .def("join",
            [](const std::shared_ptr<BoundLane>& self) {
-             auto ticket = self->lane.Join();
-             Raise(ticket.status());
-             return BoundTicket{self, std::move(ticket.value())};
+             auto work = self->lane.Join();
+             Raise(work.status());
+             return BoundWork{self, std::move(work.value())};
            })
       .def("hold", [](BoundLane& b) { b.lane.Hold(); })
       .def("release", [](BoundLane& b) { b.lane.Release(); })

@@ -1,4 +1,4 @@
-// ringjax._native: the binding. It only binds; nothing here knows how a byte moves.
+// ringjax._native: the binding. It only makes the core callable from Python.
 #include "binding/module.h"
 
 #include <fcntl.h>
@@ -35,10 +35,11 @@ constexpr std::string_view kCodeNames[] = {
     "CANCELLED", "INTERNAL"};
 
 PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
-// These two are guarded by the GIL.
+// The GIL guards the next two.
 PyObject* failure_callback = nullptr;
-nb::python_error* put_off = nullptr;  // what a signal handler raised within the core
+nb::python_error* put_off = nullptr;  // raised by a signal handler within the core
 
+// A pending call of the interpreter: raises the exception that was put off, if any.
 int RaisePutOff(void*) {
   nb::python_error* error = std::exchange(put_off, nullptr);
   if (error == nullptr) return 0;
@@ -58,7 +59,7 @@ nb::object ToText(const std::string& s) {
 
 void Raise(const Status& status) {
   if (status.ok()) return;
-  // What a signal handler raised says more than that it interrupted the core.
+  // The exception of the signal handler says more than that it interrupted the core.
   if (status.code() == Code::kCancelled && RaisePutOff(nullptr) != 0)
     throw nb::python_error();
   nb::object error = nb::handle(status_error)(ToText(status.message()));
@@ -71,13 +72,14 @@ void Raise(const Status& status) {
 
 namespace {
 
-// On the main thread: runs Python's signal handlers; true if one of them raised. What
-// it raised is put off until the core has let go and the interpreter runs again.
+// The interrupt check of the core. On the main thread, runs Python's signal handlers
+// and returns whether one of them has raised. The exception is put off until the core
+// has returned and the interpreter runs again.
 bool MainThreadInterrupted() {
   if (gettid() != getpid() || !Py_IsInitialized()) return false;
   nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
-  auto* raised = new nb::python_error;  // takes it
+  auto* raised = new nb::python_error;  // takes the exception
   delete std::exchange(put_off, raised);
   if (Py_AddPendingCall(&RaisePutOff, nullptr) != 0) PyErr_SetInterrupt();
   return true;
@@ -86,7 +88,7 @@ bool MainThreadInterrupted() {
 int CallFailureCallback(void*) {
   if (failure_callback == nullptr) return 0;
   PyObject* result = PyObject_CallNoArgs(failure_callback);
-  // It would come up in whatever the main thread does just then.
+  // Raised here, the error would appear in unrelated code of the main thread.
   if (result == nullptr) PyErr_WriteUnraisable(failure_callback);
   Py_XDECREF(result);
   return 0;
@@ -150,7 +152,8 @@ nb::dict FfiTargets() {
   return targets;
 }
 
-// Of an eventfd that stays the caller's; null for none.
+// Makes a doorbell with a duplicate of `eventfd`, which the caller keeps; null if
+// `eventfd` is negative.
 std::unique_ptr<Doorbell> CopyOf(int eventfd) {
   if (eventfd < 0) return nullptr;
   const int copy = fcntl(eventfd, F_DUPFD_CLOEXEC, 0);
@@ -253,7 +256,9 @@ void BindHeartbeat(nb::module_& m) {
       .def(nb::new_(&MakeHeartbeat), "rank"_a, "peers"_a, nb::kw_only(), "interval"_a,
            "timeout"_a, "notify"_a = -1, "inquire"_a = -1,
            "hosts"_a = std::vector<std::string>(), "keys"_a = nb::list())
-      // Its lock is held while it writes to peers: nobody else should wait for that.
+      // The heartbeat holds its lock while it writes to peers. A thread that waits for
+      // the lock must not hold the GIL, so functions that take the lock release the
+      // GIL.
       .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
       .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())
       .def(

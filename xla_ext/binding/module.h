@@ -1,4 +1,4 @@
-// Parts of the binding that live in files of their own.
+// The parts of the binding that are in files of their own, and their common helpers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,11 +19,11 @@ namespace ringjax {
 void BindHostCommunicator(nanobind::module_& m);
 void BindSchedules(nanobind::module_& m);   // algorithms, schedule, verify
 void BindDevice(nanobind::module_& m);      // CUDA and NCCL
-void BindEager(nanobind::module_& m);       // operations by name
-void BindRecorder(nanobind::module_& m);    // what was exchanged lately
-void BindTensorFlow(nanobind::module_& m);  // its tensors, within kernels
+void BindEager(nanobind::module_& m);       // named operations
+void BindRecorder(nanobind::module_& m);    // events and totals of the calls
+void BindTensorFlow(nanobind::module_& m);  // tensors of its kernels
 
-// Descriptors that are closed unless somebody releases them.
+// File descriptors that the destructor closes, unless Release has returned them.
 class Descriptors {
  public:
   Descriptors() = default;
@@ -42,22 +42,23 @@ class Descriptors {
   std::vector<int> fds_;
 };
 
-// A new eventfd; OSError if there is none.
+// Makes a doorbell with a new eventfd. Raises OSError.
 std::unique_ptr<Doorbell> NewBell();
 
-// The bytes in a list.
+// The contents of a list of bytes objects.
 std::vector<std::string> KeysOf(const nanobind::handle& list);
 
-// Bytes from peers need not be text.
+// Decodes UTF-8 and replaces invalid bytes, because bytes from peers need not be text.
 nanobind::object ToText(const std::string& s);
-// Throws ringjax._native.StatusError unless it is ok.
+// Raises ringjax._native.StatusError unless `status` is ok.
 void Raise(const Status& status);
-// A number among the options of Python, or what to take if it is not there.
+// The number `key` in Python's options, or `otherwise` if the key is missing.
 double Number(const nanobind::dict& options, const char* key, double otherwise);
-// Constants of the cost model by name; those that are missing keep their defaults.
+// Reads constants of the cost model by name. Missing ones keep their defaults; raises
+// ValueError for an unknown name or a value that is not positive.
 CostModel ReadCost(const nanobind::dict& cost);
 nanobind::dict WriteCost(const CostModel& model);
-// Those of a device communicator; id and device are not among them.
+// Reads the options of a device communicator, except its id and device.
 CudaOptions ReadCudaOptions(const nanobind::dict& options);
 nanobind::dict WriteStats(const std::map<std::string, CudaStats>& stats);
 

@@ -1,4 +1,4 @@
-// The binding of the recorder: events and sums as plain Python objects.
+// The binding of the recorder: events and totals as plain Python objects.
 #include "engine/recorder/recorder.h"
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,7 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-// Of CLOCK_MONOTONIC, as time.monotonic() has it.
+// Seconds of CLOCK_MONOTONIC, the clock of time.monotonic(); none if not set.
 std::optional<double> Seconds(Event::Clock::time_point when) {
   if (when == Event::Clock::time_point()) return std::nullopt;
   return std::chrono::duration<double>(when.time_since_epoch()).count();

@@ -1,4 +1,4 @@
-// The binding of the pure part: algorithms, schedules as dicts, the verifier.
+// The binding of collective/: algorithms, schedules as dicts, the verifier.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -75,7 +75,7 @@ nb::list ToList(const Schedule& schedule) {
   return steps;
 }
 
-// Scratch is as large as the steps use it.
+// Reads the steps of a schedule; its scratch region is as large as the steps use it.
 Schedule FromList(const std::vector<nb::dict>& steps) {
   Schedule schedule;
   for (const nb::dict& d : steps) {

@@ -1,8 +1,9 @@
-// Tensors of a TensorFlow kernel, many at a time. A bucket may have hundreds: one call
-// from Python for each of their properties would cost milliseconds of every step.
+// Access to the tensors of a TensorFlow kernel, many at a time. A bucket may have
+// hundreds of tensors: one call from Python for each of their properties would cost
+// milliseconds per step.
 //
-// Nothing of TensorFlow is included or linked. Its C interface for kernels comes as
-// addresses (ringjax/tensorflow/c_api.py); only its signatures are written down here.
+// Nothing of TensorFlow is included or linked. The functions of its C interface are
+// passed as addresses (ringjax/tensorflow/c_api.py); only their signatures are here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +22,7 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-using Address = uintptr_t;  // of a TF_Tensor or TF_OpKernelContext, 0: none
+using Address = uintptr_t;  // a TF_Tensor or TF_OpKernelContext; 0: none
 
 class TensorInterface {
  public:
@@ -41,7 +42,7 @@ class TensorInterface {
     Read(functions, "TF_TensorData", &data_of_);
   }
 
-  // The first `count` inputs of a node, to be deleted.
+  // Returns the first `count` inputs of a node. The caller deletes them.
   std::vector<Address> Inputs(Address context, int count) const {
     std::vector<Address> found;
     void* status = new_status_();
@@ -54,7 +55,7 @@ class TensorInterface {
     return found;
   }
 
-  // (address of the elements, TensorFlow's number of the dtype, shape) of each.
+  // Returns (address of the elements, TensorFlow's number of the dtype, shape) of each.
   nb::list Describe(const std::vector<Address>& tensors) const {
     nb::list all;
     for (const Address tensor : tensors) {
@@ -66,7 +67,8 @@ class TensorInterface {
     return all;
   }
 
-  // New ones of the same dtypes and shapes, uninitialised, to be deleted.
+  // Allocates uninitialised tensors of these dtypes and shapes. The caller deletes
+  // them.
   std::vector<Address> AllocateLike(const std::vector<Address>& tensors) const {
     std::vector<Address> made;
     for (const Address tensor : tensors) {
@@ -83,7 +85,7 @@ class TensorInterface {
     return made;
   }
 
-  // Makes them outputs of a node from `first` on, and deletes them, whatever happens.
+  // Makes the tensors outputs of a node from `first` on, and in any case deletes them.
   void Put(Address context, int first, std::vector<Address> tensors) const {
     void* status = new_status_();
     for (size_t i = 0; i < tensors.size() && get_code_(status) == 0; ++i)
@@ -103,7 +105,7 @@ class TensorInterface {
     *to = reinterpret_cast<Function>(nb::cast<Address>(functions[name]));
   }
 
-  // Lets the status go; RuntimeError with its text, and no tensors, if it is not OK.
+  // Deletes `status`. If that is not OK, deletes `tensors`, too, and throws its text.
   void Finish(void* status, std::vector<Address>* tensors) const {
     const bool ok = get_code_(status) == 0;
     const std::string text = ok ? "" : get_message_(status);

@@ -1,8 +1,10 @@
-// What the algorithm files offer: generators and costs for the table, and the pieces
-// that other algorithms compose. Steps, bytes and papers are in the .cc files.
+// Declarations of the algorithm files: generators and costs for the table, and phases
+// that several algorithms are composed of. Steps, bytes and papers are in the .cc
+// files.
 //
-// Pieces work on a group of ranks and leave behind, in the builder, where values live.
-// They assume a group of at least two where they reduce, and any group otherwise.
+// An `Add...` function appends the steps of this rank in one phase of a group of ranks.
+// It appends none for a group of one rank, so a phase that finishes a reduction needs
+// at least two.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +16,19 @@
 
 namespace ringjax::collective {
 
-// Where the value of `block` goes in round `round` of a reduce-scatter.
+// Returns the slice for the partial result of `block` in one round of a ring.
 using Destination = std::function<Slice(int round, Range block)>;
 inline Slice InPlace(int, Range block) { return OutAt(block); }
 
-// ring.cc. The member with index i ends with blocks.At(i) complete, then everyone has
-// every block; the blocks that arrive are own - 1, own - 2, ...
+// ring.cc. The reduce-scatter ends with block i complete at the member with index i.
+// The allgather then gives all blocks to all members; at member i they arrive in the
+// order i - 1, i - 2, ...
 void AddRingReduceScatter(ScheduleBuilder* builder, const Group& group,
                           const Blocks& blocks, const Destination& destination);
 void AddRingAllgather(ScheduleBuilder* builder, const Group& group,
                       const Blocks& blocks);
 
-// direct.cc
+// direct.cc. `own` receives the block of this rank; `last` marks it as finished.
 void AddDirectReduceScatter(ScheduleBuilder* builder, const Group& group,
                             const Blocks& blocks, bool last, Slice own);
 void AddDirectAllgather(ScheduleBuilder* builder, const Group& group,
@@ -34,13 +37,13 @@ void AddDirectAllgather(ScheduleBuilder* builder, const Group& group,
 // halving.cc
 void AddHalvingAllreduce(ScheduleBuilder* builder, const Group& group, Range whole);
 
-// tree.cc. The root is an index into the group.
+// tree.cc. `root` is an index into the group.
 void AddBinomialReduce(ScheduleBuilder* builder, const Group& group, int root,
                        Range range, bool last);
 void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root,
                           Range range);
 
-// Generators and costs, one pair for each row of the table.
+// A generator and a cost function for each row of the table.
 #define RJ_ALGORITHM(name)                        \
   Schedule name(const Problem&, const Topology&); \
   double name##Cost(uint64_t bytes, const Topology&, const CostModel&)
@@ -74,10 +77,11 @@ RJ_ALGORITHM(PairwiseAlltoall);
 
 #undef RJ_ALGORITHM
 
-// shared.cc: memory that all ranks map.
-bool HasBoard(const Topology& topology);
+// shared.cc. Whether all ranks have mapped a shared segment.
+bool HasSharedSegment(const Topology& topology);
 
-// hierarchical.cc: several hosts, at least one with several ranks; and all alike.
+// hierarchical.cc. Whether there are several hosts, at least one of them with several
+// ranks; and whether, in addition, all hosts have the same number of ranks.
 bool HasHierarchy(const Topology& topology);
 bool HasEvenHierarchy(const Topology& topology);
 

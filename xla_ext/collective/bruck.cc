@@ -1,12 +1,12 @@
-// Bruck's allgather: every round doubles what a rank holds. The choice for short blocks
-// on many ranks; any number of ranks, any sizes.
+// Bruck's allgather: every round doubles the number of blocks that a rank holds. The
+// choice for short blocks on many ranks. Works for any number of ranks and any sizes.
 //
 //               steps         messages     sent by each rank, n elements on P ranks
 //   allgather   ceil(log2 P)  2 per round  (P - 1) / P n
 //
 // Bruck et al., "Efficient algorithms for all-to-all communications in multiport
-// message-passing systems", IEEE TPDS 1997. Blocks go straight to their places, in two
-// messages where a run of blocks wraps round the end, so there is no final rotation.
+// message-passing systems", IEEE TPDS 1997. Ranks receive blocks at the final offsets,
+// in two messages if they wrap round the end, so there is no final rotation.
 #include <algorithm>
 
 #include "collective/algorithms.h"
@@ -15,7 +15,8 @@
 namespace ringjax::collective {
 namespace {
 
-// Calls visit(range) for blocks first, first + 1, ..., first + count - 1, wrapping.
+// Visits the blocks first, first + 1, ..., first + count - 1, modulo the number of
+// blocks, as two ranges. The second range is empty if no block wraps.
 template <typename Visit>
 void ForRuns(const Blocks& blocks, int first, int count, const Visit& visit) {
   const int lo = Wrap(first, blocks.size());
@@ -26,14 +27,14 @@ void ForRuns(const Blocks& blocks, int first, int count, const Visit& visit) {
 
 }  // namespace
 
-// After each round, a rank holds its own and the following blocks.
+// Before each round a rank holds `have` blocks: its own and those of the next ranks.
 Schedule BruckAllgather(const Problem& problem, const Topology& topology) {
   const int size = topology.size, rank = topology.rank;
   const Blocks blocks = Blocks::Of(problem.counts);
   const Range own = blocks.At(rank);
   ScheduleBuilder builder;
   builder.Move(own, {Region::kIn, 0, own.count});
-  builder.Finish(own);  // first, because it goes out together with other blocks
+  builder.Finish(own);  // first: it is sent in one range with other blocks in kOut
   for (int have = 1; have < size; have *= 2) {
     const int count = std::min(have, size - have);
     const int to = Wrap(rank - have, size), from = Wrap(rank + have, size);

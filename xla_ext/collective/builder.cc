@@ -89,7 +89,7 @@ void ScheduleBuilder::CutAt(uint64_t offset) {
   slice.count = head;
 }
 
-// Neighbours in the vector that are neighbours in memory too are one home.
+// Joins a home with the one before if they are neighbours in the vector and in memory.
 void ScheduleBuilder::JoinWithPrevious(Homes::iterator home) {
   if (home == homes_.begin() || home == homes_.end()) return;
   auto& [offset, slice] = *std::prev(home);

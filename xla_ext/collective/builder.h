@@ -1,8 +1,8 @@
-// The pen that generators write schedules with: ranges, blocks, groups of ranks, and a
-// builder that knows where the value of every range lives at each moment.
+// The tools of the generators: ranges, blocks, groups of ranks, and a builder of
+// schedules that records where the value of every range is at each moment.
 //
-// Pure like everything here. It decides nothing about algorithms, it only keeps the
-// books, so that a generator reads like the paper it implements.
+// Nothing here does I/O or decides about an algorithm. The builder only keeps records,
+// so that a generator reads like the paper that it implements.
 #pragma once
 
 #include <cstdint>
@@ -25,18 +25,19 @@ inline Slice OutAt(Range r) { return {Region::kOut, r.offset, r.count}; }
 // i modulo n, never negative.
 inline int Wrap(int i, int n) { return (i % n + n) % n; }
 
-// The ranges that a collective cuts its vector into, one for each member of a group.
+// The blocks of a vector: one range for each member of a group.
 class Blocks {
  public:
   Blocks(std::vector<Range> ranges) : ranges_(std::move(ranges)) {}  // NOLINT: implicit
-  // `parts` consecutive ranges; sizes differ by at most one, the larger ones first.
+  // `parts` consecutive ranges. Sizes differ by at most one, the larger ones come
+  // first.
   static Blocks Even(Range whole, int parts);
-  // Consecutive ranges of these sizes, from 0.
+  // Consecutive ranges of the sizes `counts`, from offset 0.
   static Blocks Of(const std::vector<uint64_t>& counts);
 
   int size() const { return static_cast<int>(ranges_.size()); }
   Range At(int i) const { return ranges_[static_cast<size_t>(Wrap(i, size()))]; }
-  // Consecutive blocks lo, lo + 1, ..., hi - 1 as one range.
+  // Blocks lo, lo + 1, ..., hi - 1, which are consecutive in the vector, as one range.
   Range Between(int lo, int hi) const;
   Range whole() const { return Between(0, size()); }
   uint64_t Largest() const;
@@ -45,7 +46,7 @@ class Blocks {
   std::vector<Range> ranges_;
 };
 
-// Some ranks, in an order that all of them know, and this rank's place among them.
+// Some ranks, in an order that is the same on all of them, and the index of this rank.
 struct Group {
   std::vector<int> ranks;
   int index = 0;
@@ -56,18 +57,21 @@ struct Group {
 
 Group World(const Topology& topology);
 
-// The ranks of every host, hosts in order of their lowest rank.
+// The ranks of each host. Hosts are in the order of their lowest ranks.
 std::vector<std::vector<int>> Hosts(const Topology& topology);
 
+// Builds the schedule of one rank. The *home* of a range is the slice that holds its
+// value. At first every range is at home at its own offset in kIn.
 class ScheduleBuilder {
  public:
-  // Nothing has moved yet: every range lives at its own offset in kIn.
   ScheduleBuilder() = default;
 
-  // From now on `range` lives at `home` (of the same count).
+  // Declares that `home`, a slice of the same count, holds `range`. Appends no step.
   void Move(Range range, Slice home);
 
-  // These move what `range` holds now, wherever that is. Empty ranges emit nothing.
+  // Each of these functions appends one step, or none if the range is empty. Send,
+  // RecvReduce and Finish read `range` from its home, which must be one slice. Recv,
+  // RecvReduce and Finish make `dst` its home.
   void Send(int peer, Range range);
   void Recv(int peer, Range range) { Recv(peer, range, OutAt(range)); }
   void Recv(int peer, Range range, Slice dst);
@@ -75,7 +79,7 @@ class ScheduleBuilder {
     RecvReduce(peer, range, last, OutAt(range));
   }
   void RecvReduce(int peer, Range range, bool last, Slice dst);
-  // kOut holds the finished range afterwards.
+  // Copies the range to `dst` and marks it as finished.
   void Finish(Range range) { Finish(range, OutAt(range)); }
   void Finish(Range range, Slice dst);
 
@@ -89,11 +93,11 @@ class ScheduleBuilder {
   void CutAt(uint64_t offset);
   void JoinWithPrevious(Homes::iterator home);
 
-  Homes homes_;  // what is in none of them lives in kIn
+  Homes homes_;  // a range that is in none of them is in kIn
   Schedule schedule_;
 };
 
-// kOut = kIn, scaled both ways: what every reduction is on one rank.
+// The schedule of a reduction on one rank: kOut = kIn, with prescale and postscale.
 Schedule Alone(uint64_t count);
 
 }  // namespace ringjax::collective

@@ -1,4 +1,4 @@
-// The arithmetic of Traffic. See cost.h.
+// The cost model. See cost.h.
 #include "collective/cost.h"
 
 #include <algorithm>
@@ -9,10 +9,12 @@
 namespace ringjax::collective {
 namespace {
 
-// Many senders at once fill a switch's queue in front of one receiver.
+// Factor on the bytes between hosts if many ranks send to one receiver at once and fill
+// the queue of a switch in front of it.
 constexpr double kIncast = 1.15;
-// Where each round waits for the one before and goes to another peer, wires stand idle
-// in between, and TCP has to find each wire's rate again: 1.05 .. 1.5 at 1 Gbit/s.
+// Factor on the time between hosts if each round waits for the round before and goes to
+// another peer: wires are idle in between, and TCP has to find the rate of each wire
+// again. It is 1.05 to 1.5 at 1 Gbit/s.
 constexpr double kTurns = 1.3;
 
 double Largest(const std::vector<double>& values) {
@@ -52,7 +54,7 @@ void Traffic::Send(int from, int to, double bytes, double messages) {
     host_out_[HostOf(from)] += bytes;
     host_in_[HostOf(to)] += bytes;
   } else {
-    // Long ones are lent: who receives does the work.
+    // Long messages are read by CMA, so the receiver does the work.
     local_[static_cast<size_t>(to)] += bytes;
   }
 }

@@ -1,8 +1,9 @@
-// How long a collective takes, roughly: what the cost functions of algorithms share.
+// The cost model: a rough prediction of the time that an algorithm takes.
 //
-// A chain of dependent messages pays latency; bytes pay bandwidth, and the ranks of one
-// host share its link to other hosts. Only comparisons between algorithms matter, and
-// every rank must compute the same number, so nothing depends on topology.rank.
+// It adds the latency of the longest chain of dependent messages, the work for each
+// message, and the bytes over the bandwidth; the ranks of a host share its link to
+// other hosts. The numbers only serve to compare algorithms. All ranks must compute the
+// same numbers to choose the same algorithm, so nothing here depends on topology.rank.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +14,31 @@
 
 namespace ringjax::collective {
 
-// Smallest k with 2^k >= n: the rounds of a binomial tree.
+// The smallest k with 2^k >= n: the number of rounds of a binomial tree.
 int CeilLog2(int n);
 
+// kThrough: ranks forward messages while they arrive. kByRounds: rounds never overlap.
 enum class Flow { kThrough, kByRounds };
 
+// All messages of one algorithm, and the time that they take.
 class Traffic {
  public:
   Traffic(const Topology& topology, const CostModel& model);
 
-  // `messages` messages of `bytes` altogether, from one rank to another.
+  // Adds `messages` messages of `bytes` bytes in total.
   void Send(int from, int to, double bytes, double messages = 1);
-  // Each of the ranks from `begin` on to every other of them: `bytes` in one message,
-  // all at the same time.
+  // Adds one message of `bytes` bytes from each rank to each other rank, without the
+  // ranks below `begin`, all at the same time.
   void SendAll(double bytes, int begin = 0);
 
-  // `steps` messages in the longest chain. The busiest rank and the busiest host count;
-  // their times overlap if ranks forward a message while it still comes in.
+  // The predicted time, with `steps` messages in the longest chain of dependent ones.
+  // The bytes of the busiest rank (inside a host) and of the busiest host count: with
+  // kThrough the longer of their times, with kByRounds the sum.
   double Seconds(double steps, Flow flow = Flow::kThrough) const;
 
   int hosts() const { return static_cast<int>(host_size_.size()); }
-  int widest() const;  // ranks on the fullest host
-  bool even() const;   // as many ranks on every host
+  int widest() const;  // the largest number of ranks on one host
+  bool even() const;   // all hosts have the same number of ranks
 
  private:
   size_t HostOf(int rank) const { return host_[static_cast<size_t>(rank)]; }
@@ -43,7 +47,7 @@ class Traffic {
   std::vector<size_t> host_;                // by rank
   std::vector<int> host_size_;              // by host
   std::vector<double> messages_;            // sent, by rank
-  std::vector<double> local_;               // bytes in and out inside the host, by rank
+  std::vector<double> local_;               // bytes received inside the host, by rank
   std::vector<double> host_out_, host_in_;  // bytes between hosts, by host
 };
 

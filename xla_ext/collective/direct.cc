@@ -1,5 +1,6 @@
-// Direct algorithms: every rank talks to every other at once. Fewest steps there can
-// be for the bytes of a ring, so the choice on one host, where a link costs nothing.
+// Direct algorithms: every rank exchanges data with all others at the same time. As few
+// bytes as in a ring and the fewest steps possible: the choice on one host, where a
+// link costs nothing.
 //
 //                 steps  messages  sent by each rank, n elements on P ranks
 //   allreduce       2    2 (P - 1)  2 (P - 1) / P n
@@ -7,9 +8,9 @@
 //   allgather       1      P - 1      (P - 1) / P n
 //   broadcast       2      P - 1      n from the root, (P - 2) / (P - 1) n from others
 //
-// The broadcast scatters over the other ranks, which exchange what they got: van de
-// Geijn's scatter-allgather, Barnett et al., "Interprocessor collective communication
-// library", SHPCC 1994, except that nothing travels back to the root.
+// In the broadcast the root scatters the vector over the other ranks, which exchange
+// their blocks: van de Geijn's scatter-allgather, Barnett et al., "Interprocessor
+// collective communication library", SHPCC 1994, except that the root receives nothing.
 #include "collective/algorithms.h"
 #include "collective/cost.h"
 
@@ -27,7 +28,8 @@ double DirectCost(double rounds, uint64_t bytes, const Topology& topology,
 
 }  // namespace
 
-// Ranks start with different peers: nobody is asked by all the others first.
+// Each rank receives from the rank before it first, then from the one before that, and
+// so on, so that not all ranks wait for data of the same rank first.
 void AddDirectReduceScatter(ScheduleBuilder* builder, const Group& group,
                             const Blocks& blocks, bool last, Slice own) {
   const int r = group.index, peers = group.size() - 1;
@@ -110,7 +112,7 @@ double DirectAllgatherCost(uint64_t bytes, const Topology& topology,
   return DirectCost(1, bytes, topology, model);
 }
 
-// As if rank 0 were the root, so that the choice does not depend on it.
+// Computes the cost for root 0, so that the choice does not depend on the root.
 double DirectBroadcastCost(uint64_t bytes, const Topology& topology,
                            const CostModel& model) {
   Traffic traffic(topology, model);

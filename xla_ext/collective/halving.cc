@@ -1,16 +1,20 @@
-// Recursive halving and doubling: ranks pair up at distance 1, 2, 4, ... and split
-// what they hold; then they gather the other way round. Few steps and few bytes, so the
-// choice for middle sizes. Any number of ranks: beyond the largest power of two p, each
-// rank left over lends its vector to a neighbour first and gets the result at the end.
+// Recursive halving and doubling: ranks at distance 1, 2, 4, ... exchange data in
+// pairs, and each exchange halves the range that a rank goes on to reduce. An allgather
+// then makes the same exchanges in reverse order. Few steps and few bytes make it the
+// choice for middle sizes. Any number of ranks is possible: let p be the largest power
+// of two up to that number. Then each rank in excess of p sends its vector to a
+// neighbour first and receives the result at the end.
 //
 //                 steps                sent by each rank, n elements
 //   allreduce     2 log2 p [+ 2]       2 (p - 1) / p n [+ n]
 //   reducescatter   log2 p [+ 2]       about (p - 1) / p n [+ one block, or n]
 //
+//   [...]: if the number of ranks is not a power of two
+//
 // Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur,
 // Rabenseifner and Gropp, "Optimization of collective communication operations in
-// MPICH", IJHPCA 2005. Each element is finished on one rank and then copied: plain
-// recursive doubling would let ranks end with different roundings.
+// MPICH", IJHPCA 2005. Each element is finished on one rank and then copied: with plain
+// recursive doubling, ranks could end with different roundings.
 #include <bit>
 #include <vector>
 
@@ -20,9 +24,10 @@
 namespace ringjax::collective {
 namespace {
 
-// Which ranks take part: rank pairs (0, 1), (2, 3), ... as far as there are too many,
-// the odd one standing for both, and then every rank for itself. Those who stand are
-// numbered 0 .. power - 1.
+// Reduces the ranks to `power` ranks, the largest power of two up to `size`. The first
+// ranks form `pairs` pairs (0, 1), (2, 3), ...: the even rank of a pair leaves and the
+// odd rank represents both. Every rank after them represents itself. The ranks that
+// represent some rank are the *members*, numbered 0 .. power - 1.
 struct Fold {
   explicit Fold(int size)
       : power(static_cast<int>(std::bit_floor(static_cast<unsigned>(size)))),
@@ -34,21 +39,22 @@ struct Fold {
   int Rank(int number) const {
     return number < pairs ? 2 * number + 1 : number + pairs;
   }
-  // The lowest rank that `number` stands for.
+  // The lowest rank that member `number` represents.
   int FirstRank(int number) const { return number < pairs ? 2 * number : Rank(number); }
 
   int power, pairs;
 };
 
-// One exchange between two members, which both hold the blocks [keep_lo, keep_hi) and
-// [give_lo, give_hi): each keeps one half and gives the other.
+// One exchange between two members that both hold the blocks [keep_lo, keep_hi) and
+// [give_lo, give_hi): this member keeps the former and sends the latter to `peer`.
 struct Exchange {
   int peer;
   int keep_lo, keep_hi, give_lo, give_hi;
 };
 
-// The exchanges of member `number` of `power`. Near first: most bytes go to the
-// neighbour, likely on the same host. Far first: member i ends with block i.
+// The exchanges of member `number` of `power`. With `near_first` the distances are 1,
+// 2, 4, ...: the exchange with most bytes is with the neighbour, likely on the same
+// host. Otherwise they are power / 2, ..., 2, 1: member i ends with block i.
 std::vector<Exchange> Halve(int number, int power, bool near_first) {
   std::vector<Exchange> exchanges;
   int lo = 0, hi = power;
@@ -104,8 +110,8 @@ Schedule HalvingAllreduce(const Problem& problem, const Topology& topology) {
 
 namespace {
 
-// The last exchange of a reduce-scatter: each end gives the blocks of the ranks that
-// the other stands for. Scratch begins with element `base`.
+// Adds the last exchange of a reduce-scatter: each member sends the blocks of the ranks
+// that its peer represents. Scratch begins with element `base` of the vector.
 void FinishBlocks(ScheduleBuilder* builder, const Fold& fold, const Blocks& blocks,
                   int rank, int peer, uint64_t base) {
   for (int r = fold.FirstRank(fold.Number(peer)); r <= peer; ++r)
@@ -120,9 +126,9 @@ void FinishBlocks(ScheduleBuilder* builder, const Fold& fold, const Blocks& bloc
 
 }  // namespace
 
-// kIn stays untouched, so partial sums live in scratch, where a rank that stands for
-// two also finishes the other's block. Members halve far first, which leaves each with
-// the consecutive blocks of the ranks it stands for.
+// No step may write to kIn, so partial results are in scratch, where a rank that
+// represents two also finishes the block of the other. The farthest exchange is the
+// first, so that a member ends with the consecutive blocks of the ranks it represents.
 Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);
   const Fold fold(topology.size);
@@ -135,7 +141,7 @@ Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) 
     builder.Recv(rank + 1, own, {Region::kOut, 0, own.count});
     return builder.Take();
   }
-  // The blocks of members lo .. hi - 1.
+  // The blocks of all ranks that members lo .. hi - 1 represent.
   const auto between = [&](int lo, int hi) {
     return blocks.Between(fold.FirstRank(lo), fold.Rank(hi - 1) + 1);
   };
@@ -162,7 +168,7 @@ Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) 
 
 namespace {
 
-// What members exchange by halving `times` times.
+// Adds the traffic of all exchanges of all members, each exchange `times` times.
 void CountHalving(Traffic* traffic, const Fold& fold, bool near_first, double bytes,
                   int times) {
   for (int round = 1; round < fold.power; round *= 2) {

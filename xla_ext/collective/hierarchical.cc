@@ -1,19 +1,21 @@
-// Hierarchical algorithms: inside the host through memory, between hosts as little as
-// possible. Composed from ring, direct and tree; H hosts of L ranks, n elements.
+// Hierarchical algorithms: as few bytes as possible between hosts, the rest through
+// memory inside the hosts. Composed of the other algorithms; H hosts of L ranks, n
+// elements.
 //
 //                        steps                          crossing a host's link
 //   allreduce, even      2 + 2 (H - 1)                  2 (H - 1) / H n
 //   allreduce, uneven    2 ceil(log2 L) + 2 (H - 1)     2 (H - 1) / H n
-//   ... by halving       2 log2 H instead of 2 (H - 1), and as halving.cc has it where
-//                        H is no power of two: for many hosts and few bytes
+//   ... by halving       2 log2 H instead of 2 (H - 1), and more as in halving.cc if H
+//                        is not a power of two: for many hosts and few bytes
 //   allgather, even      1 + (H - 1)                    (H - 1) / H n
 //   reducescatter, even  1 + (H - 1)                    (H - 1) / H n
 //   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n at the root's
 //
-// Even hosts work in lanes: rank i of every host takes part i of the vector between the
-// hosts, so that all ranks share that work: Kandalla et al., "Designing multi-leader-
-// based allgather algorithms for multi-core clusters", IPDPS 2009. On uneven hosts one
-// leader each speaks for the others.
+// Hosts are *even* if all have the same number of ranks. Then the ranks with index i in
+// their hosts form a group (`Lane` here, which is not a lane of calls) that moves part
+// i of the vector between hosts, so that all ranks share this work: Kandalla et al.,
+// "Designing multi-leader-based allgather algorithms for multi-core clusters", IPDPS
+// 2009. On uneven hosts one leader of each host moves the whole vector.
 #include <algorithm>
 #include <bit>
 #include <map>
@@ -32,7 +34,7 @@ bool Even(const HostRanks& hosts) {
   });
 }
 
-// Where this rank sits: its host, and the ranks there.
+// The position of a rank: its host, the ranks of that host, and its index among them.
 struct Seat {
   Seat(const HostRanks& hosts, int rank) {
     for (size_t h = 0; h < hosts.size(); ++h) {
@@ -43,7 +45,7 @@ struct Seat {
     }
   }
 
-  // The ranks with this one's place, which every host must have.
+  // The ranks with this index, one on each host. Every host must have that many ranks.
   Group Lane(const HostRanks& hosts) const {
     Group lane{{}, host};
     for (const std::vector<int>& ranks : hosts)
@@ -55,21 +57,22 @@ struct Seat {
   Group local;
 };
 
-// The blocks of some ranks, in their order.
+// The blocks of `ranks`, in this order.
 Blocks BlocksOf(const std::vector<int>& ranks, const Blocks& blocks) {
   std::vector<Range> ranges;
   for (const int r : ranks) ranges.push_back(blocks.At(r));
   return ranges;
 }
 
-// Ring blocks come in falling order from the own one; passing them on in that order,
-// one by one, keeps the data moving.
+// Reduce-scatter inside the hosts, ring allreduce between them, allgather inside them.
+// The phases inside the hosts work block by block in the order in which the ring sends
+// and delivers blocks (descending from the own one), so that all phases overlap.
 void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
                       const Seat& seat, Range whole) {
   const Group lane = seat.Lane(hosts);
   const Blocks parts = Blocks::Even(whole, seat.local.size());
   const auto split = [&](int i) { return Blocks::Even(parts.At(i), lane.size()); };
-  // In the order in which the lanes send: the wire need not wait for the whole part.
+  // Reduces in the order of the ring, which thus need not wait for the whole part.
   for (int s = 1; s <= lane.size(); ++s) {
     std::vector<Range> next;
     for (int i = 0; i < seat.local.size(); ++i)
@@ -87,7 +90,7 @@ void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
   }
 }
 
-// Of few bytes there is nothing to keep moving.
+// Each phase works on its part as a whole: with few bytes, overlapping gains nothing.
 void HalveInLanes(ScheduleBuilder* builder, const HostRanks& hosts, const Seat& seat,
                   Range whole) {
   const Blocks parts = Blocks::Even(whole, seat.local.size());
@@ -151,7 +154,7 @@ Schedule HierarchicalHalvingAllreduce(const Problem& problem,
   return builder.Take();
 }
 
-// First the lanes, then every rank hands its lane's blocks to the others on its host.
+// The groups gather first. Then ranks of a host send each other the groups' blocks.
 Schedule HierarchicalAllgather(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
   const Seat seat(hosts, topology.rank);
@@ -170,8 +173,9 @@ Schedule HierarchicalAllgather(const Problem& problem, const Topology& topology)
   return builder.Take();
 }
 
-// Inside the host first, each rank for its lane: its blocks, in the order in which the
-// lane sends them. kIn stays untouched, so sums live in scratch.
+// The reduction inside the hosts comes first: each rank reduces the blocks of its
+// group, in the order in which the group then sends them. No step may write to kIn, so
+// partial results are in scratch.
 Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
   const Seat seat(hosts, topology.rank);
@@ -200,7 +204,7 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
   return builder.Take();
 }
 
-// The root leads its own host.
+// The root is the leader of its own host.
 Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
   const Seat seat(hosts, topology.rank), root(hosts, problem.root);
@@ -219,26 +223,27 @@ Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology)
 
 namespace {
 
-// A ring over one rank of each host, `lanes` of them side by side.
+// The time of going `rounds` times round the rings between hosts. `bytes` are those of
+// all rings together, which work at the same time.
 double BetweenHosts(double rounds, double bytes, int hosts, const CostModel& model) {
   const double hops = rounds * (hosts - 1);
   return hops * (model.remote_latency + model.remote_message +
                  bytes / hosts * model.remote_byte);
 }
 
-// A full host, alone.
+// The topology of one host with `ranks` ranks.
 Topology FullHost(int ranks) {
   return {0, ranks, std::vector<int>(static_cast<size_t>(ranks), 0)};
 }
 
-// One rank on each host.
+// The topology of one rank on each host.
 Topology Leaders(int hosts) {
   Topology leaders{0, hosts, {}};
   for (int h = 0; h < hosts; ++h) leaders.host.push_back(h);
   return leaders;
 }
 
-// Once through the lanes, and `inside` the hosts before or after that.
+// The time of going once round the rings, plus that of the phase `inside` the hosts.
 double InLanes(double (*inside)(uint64_t, const Topology&, const CostModel&),
                uint64_t bytes, const Topology& topology, const CostModel& model) {
   const Traffic traffic(topology, model);
@@ -246,7 +251,7 @@ double InLanes(double (*inside)(uint64_t, const Topology&, const CostModel&),
          BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
 }
 
-// The part of an allreduce inside the hosts.
+// The time of both phases of an allreduce inside the hosts.
 double InsideHosts(uint64_t bytes, const Traffic& traffic, const CostModel& model) {
   const auto cost = traffic.even() ? DirectAllreduceCost : TreeAllreduceCost;
   return cost(bytes, FullHost(traffic.widest()), model);

@@ -1,17 +1,18 @@
 // Pairwise alltoall with uneven counts: in round i, rank r sends to r + i and receives
-// from r - i, so that no rank is everybody's target at the same time.
+// from r - i, so that not all ranks send to the same rank at the same time.
 //
 //              steps  messages  sent by rank r
-//   alltoall     1     P - 1    what r has for others, each element once
+//   alltoall     1     P - 1    the elements that r has for other ranks, each once
 //
-// No message depends on another; rounds are only the order of a rank's steps. Thakur,
-// Rabenseifner and Gropp, IJHPCA 2005, section 4.4.
+// No message depends on another one; rounds are only the order of the steps of a rank.
+// Thakur, Rabenseifner and Gropp, IJHPCA 2005, section 4.4.
 #include "collective/algorithms.h"
 #include "collective/cost.h"
 
 namespace ringjax::collective {
 
-// The builder's vector is what this rank sends, followed by what it receives.
+// The vector of the builder is the data that this rank sends, followed by the data that
+// it receives.
 Schedule PairwiseAlltoall(const Problem& problem, const Topology& topology) {
   const int size = topology.size, rank = topology.rank;
   const auto middle = problem.counts.begin() + size;

@@ -1,5 +1,5 @@
-// What each collective promises: which elements must be where in the end. The verifier
-// holds schedules against this; nothing else knows it.
+// The result that each collective promises: which elements must be where at its end.
+// Only the verifier uses it, to check schedules.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 
 namespace ringjax::symbolic {
 
-// To one rank: the sizes of its kIn and kOut, and what kOut must hold.
+// The promise to one rank: the sizes of its kIn and kOut in elements, and the contents
+// of kOut.
 struct Promise {
   struct Part {
     uint64_t count;
-    int source;  // -1: all ranks, reduced
-    uint64_t position;
+    int source;         // a rank; -1: all ranks, reduced
+    uint64_t position;  // first element, in the kIn of the source
   };
   uint64_t in = 0, out = 0;
   std::vector<Part> parts;  // kOut, in order
@@ -23,10 +24,10 @@ struct Promise {
 
 Promise PromiseTo(int rank, const std::vector<Problem>& problems);
 
-// Whether kOut holds sums of all ranks rather than copies.
+// Whether the results are reductions over all ranks, and not copies.
 bool Reduces(Collective op);
 
-// Do all ranks ask for the same?
+// Returns kInvalidArgument unless the problems of all ranks belong to one collective.
 Status CheckAgreement(const std::vector<Problem>& problems);
 
 }  // namespace ringjax::symbolic

@@ -1,16 +1,17 @@
-// Ring algorithms: every rank talks to two neighbours only, and all links work all the
-// time. The choice for long vectors on slow networks; latency grows with the ranks.
+// Ring algorithms: every rank receives from one neighbour and sends to the other, and
+// all links work all the time. The choice for long vectors on slow networks; the
+// latency grows with the number of ranks.
 //
 //                 steps      sent by each rank, n elements on P ranks
 //   allreduce     2 (P - 1)  2 (P - 1) / P n
 //   reducescatter   P - 1      (P - 1) / P n
 //   allgather       P - 1      (P - 1) / P n
-//   broadcast       P - 1      n; a ring that is cut open: a chain
+//   broadcast       P - 1      n; the ring is cut open and becomes a chain
 //
-// The chain goes from host to host, so that n crosses each host's link once: what comes
-// in is passed on at once. Both halves of the allreduce send as little as any algorithm
-// can: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-// workstations", JPDC 2009.
+// The chain goes from host to host, so that the n elements enter and leave each host
+// once; a rank forwards data while they arrive. Neither half of the allreduce can send
+// less by any algorithm: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
+// for clusters of workstations", JPDC 2009.
 #include <algorithm>
 #include <vector>
 
@@ -20,7 +21,7 @@
 namespace ringjax::collective {
 namespace {
 
-// `rounds` times round the ring.
+// The time of going `rounds` times round the ring.
 double RingCost(double rounds, uint64_t bytes, const Topology& topology,
                 const CostModel& model) {
   Traffic traffic(topology, model);
@@ -33,8 +34,9 @@ double RingCost(double rounds, uint64_t bytes, const Topology& topology,
 
 }  // namespace
 
-// In round s each rank passes on block r - 1 - s, which the s ranks before it have
-// summed, and adds its part to block r - 2 - s; the last one it adds to is its own.
+// In round s, rank r sends block r - 1 - s, to which the s ranks before it and r itself
+// have contributed, and adds its contribution to block r - 2 - s, which it receives.
+// The last block that it receives is its own.
 void AddRingReduceScatter(ScheduleBuilder* builder, const Group& group,
                           const Blocks& blocks, const Destination& destination) {
   const int r = group.index, rounds = group.size() - 1;
@@ -64,8 +66,8 @@ Schedule RingAllreduce(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-// kIn stays untouched, so partial sums live in scratch: two slots, because while one
-// is on its way out the next one comes in.
+// No step may write to kIn, so partial results are in scratch: in two slots, because
+// the rank sends one partial result while it receives the next.
 Schedule RingReducescatter(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);
   const Blocks blocks = Blocks::Of(problem.counts);
@@ -112,7 +114,7 @@ Schedule ChainBroadcast(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-// As if rank 0 were the root, so that the choice does not depend on it.
+// Computes the cost for root 0, so that the choice does not depend on the root.
 double ChainBroadcastCost(uint64_t bytes, const Topology& topology,
                           const CostModel& model) {
   Traffic traffic(topology, model);

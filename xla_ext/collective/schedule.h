@@ -1,9 +1,9 @@
-// A schedule: what one rank does in one collective, as data.
+// A schedule: all that one rank does in one collective, as a list of steps.
 //
-// Pure: no threads, no sockets, no clock. The meaning of a schedule is to run its steps
-// one after the other; the executor overlaps whatever does not conflict, message by
-// message and segment by segment. Dictionary: *chunk* = one rank's share of the data,
-// *segment* = the part of a message in flight, *step* = one line of a schedule.
+// A schedule is pure data: no threads, no sockets, no clock. It means that its steps
+// run one after the other; the executor overlaps steps that do not conflict, message by
+// message and segment by segment (engine/call/plan.h). The words *chunk*, *segment* and
+// *step* are explained in docs/glossary.md.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace ringjax {
 
-// The numbers are FFI attributes: append, never reorder.
+// The numbers are FFI attributes: append new ones, never reorder them.
 enum class Collective : uint8_t {
   kAllreduce = 0,
   kAllgather,
@@ -29,7 +29,7 @@ constexpr std::string_view Name(Collective op) {
   return kCollectiveNames[static_cast<int>(op)];
 }
 
-// kIn and kOut may be the same memory for allreduce and broadcast, never otherwise.
+// kIn and kOut may be the same memory in an allreduce or a broadcast, never otherwise.
 enum class Region : uint8_t { kIn, kOut, kScratch };
 
 struct Slice {
@@ -41,14 +41,14 @@ struct Slice {
 enum class StepKind : uint8_t {
   kSend,        // src -> peer
   kRecv,        // peer -> dst
-  kRecvReduce,  // dst = src op (what peer sent); src is this rank's operand
+  kRecvReduce,  // dst = src op (data from peer); src is this rank's operand
   kCopy,        // dst = src
 };
 
 struct Step {
   StepKind kind;
   int peer = -1;       // communicator rank; -1 for kCopy
-  Slice dst, src;      // equal counts; the unused one has count 0
+  Slice dst, src;      // equal counts; count 0 if the kind does not use the slice
   bool first = false;  // src is this rank's untouched contribution: prescale applies
   bool last = false;   // dst is complete after this step: postscale applies
 };
@@ -58,26 +58,28 @@ struct Schedule {
   uint64_t scratch = 0;  // elements
 };
 
-// Which ranks share a host. Hosts are numbered 0.. in order of their lowest rank.
+// Ranks and their hosts. Hosts are numbered from 0 in the order of their lowest ranks.
 struct Topology {
   int rank = 0;
   int size = 1;
   std::vector<int> host;  // host[r], size entries
-  bool board = false;     // all ranks map memory in common
+  bool segment = false;   // all ranks have mapped a shared segment
 };
 
-// Whether they all do: then they may have a board.
+// Whether all ranks are on one host, as a shared segment requires.
 inline bool OnOneHost(const std::vector<int>& host) {
   return std::all_of(host.begin(), host.end(), [&](int h) { return h == host[0]; });
 }
 
-// counts, in elements, by op:
+// A collective to be done by P ranks. `root` is for a broadcast only. `counts` are in
+// elements and depend on `op`:
 //   allreduce, broadcast  {n}
-//   allgather             P entries: what each rank contributes
-//   reducescatter         P entries: what each rank receives
-//   alltoall              2P entries: what this rank sends to each, receives from each
+//   allgather             P entries: the elements that each rank contributes
+//   reducescatter         P entries: the elements that each rank receives
+//   alltoall              2P entries: the elements that this rank sends to each rank,
+//                         then those that it receives from each rank
 //   barrier               {}
-// Blocks lie one after the other in rank order in kIn / kOut.
+// In kIn and kOut the blocks of the ranks follow each other in rank order.
 struct Problem {
   Collective op = Collective::kAllreduce;
   int root = 0;

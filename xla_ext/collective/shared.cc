@@ -1,8 +1,9 @@
-// Sums through memory that all ranks of one host map (engine/call/tiles.cc).
+// Reductions through a shared segment (engine/call/tiles.cc).
 //
-// The schedules are the direct ones, and say who adds up what and who needs the sum. On
-// a board nobody runs them message by message: what one sends to P - 1 peers is written
-// once.
+// The schedules are those of the direct algorithms: they say which rank reduces which
+// elements, and which ranks need the result. They are not run message by message: data
+// for P - 1 peers are written to the shared segment once. Only a reduce-scatter whose
+// tiles do not fit is run by the executor.
 //
 //                   steps  written by each rank, n elements on P ranks
 //   allreduce         2    (P - 1) / P n + n / P
@@ -14,7 +15,7 @@ namespace ringjax::collective {
 
 constexpr double kOfLinks = 0.4;
 
-bool HasBoard(const Topology& topology) { return topology.board; }
+bool HasSharedSegment(const Topology& topology) { return topology.segment; }
 
 Schedule SharedAllreduce(const Problem& problem, const Topology& topology) {
   return DirectAllreduce(problem, topology);
@@ -28,12 +29,12 @@ double SharedAllreduceCost(uint64_t bytes, const Topology& topology,
                            const CostModel& model) {
   Traffic traffic(topology, model);
   if (topology.size == 1) return traffic.Seconds(0);
-  // Up to 1.5 times as fast as the best of the others, in what was measured, and never
-  // slower: each byte is written once, and two waits are all.
+  // In measurements up to 1.5 times as fast as the best other algorithm, and never
+  // slower: each byte is written once, and a rank waits only twice.
   return model.local_latency + kOfLinks * static_cast<double>(bytes) * model.local_byte;
 }
 
-// The first half of that.
+// A reduce-scatter is the first half of an allreduce.
 double SharedReducescatterCost(uint64_t bytes, const Topology& topology,
                                const CostModel& model) {
   return SharedAllreduceCost(bytes, topology, model) / 2;

@@ -1,5 +1,6 @@
-// Symbolic memory for the verifier: intervals that know which ranks contributed to
-// them, in place of numbers. Used by verify.cc only; see there for what is proved.
+// Symbolic memory for the verifier: in place of numbers it holds intervals of elements,
+// each with the set of ranks that contributed to them. Only verify.cc uses this memory;
+// that file says what is proved.
 #pragma once
 
 #include <algorithm>
@@ -36,14 +37,15 @@ class Ranks {
   std::vector<uint64_t> words_;
 };
 
-// What the elements of one interval are: contributions of `who` to the elements from
-// `position` of the vector (of the source's kIn, for collectives that only move data).
+// The meaning of the elements of one interval: contributions of the ranks `who` to the
+// elements of the vector from `position` on. In collectives that only move data, the
+// position is in the kIn of the source.
 struct Value {
   Ranks who;
   uint64_t position = 0;
   bool raw = false;       // untouched: not even prescaled
   bool finished = false;  // went through a step with `last`
-  uint64_t depth = 0;     // messages it came through
+  uint64_t depth = 0;     // messages in the longest chain that led here
 };
 
 struct Piece {
@@ -52,10 +54,10 @@ struct Piece {
 };
 using Pieces = std::vector<Piece>;
 
-// Memory of one rank: intervals by offset; what is in none was never written.
+// One region of one rank: intervals by offset. All other elements were never written.
 class Memory {
  public:
-  // Nothing if part of it was never written.
+  // Returns nullopt if one of the elements was never written.
   std::optional<Pieces> Read(uint64_t offset, uint64_t count) const {
     Pieces pieces;
     auto cell = cells_.upper_bound(offset);
@@ -72,7 +74,7 @@ class Memory {
     return pieces;
   }
 
-  // True if any of it was written.
+  // Whether any of the elements was written.
   bool Touches(uint64_t offset, uint64_t count) const {
     const auto cell = cells_.lower_bound(offset + count);
     if (cell == cells_.begin()) return false;
@@ -108,7 +110,8 @@ class Memory {
   std::map<uint64_t, Piece> cells_;
 };
 
-// Element by element, own + received.
+// Reduces two operands of equal size. Fails if they are different elements, if one is
+// finished, or if a rank contributed to both.
 inline Result<Pieces> Reduce(const Pieces& own, const Pieces& received) {
   const auto bad = [](const char* what) { return Status(Code::kInternal, what); };
   Pieces result;

@@ -1,7 +1,7 @@
 // The table of algorithms: one row each, and the choice of the cheapest.
 //
 // A new algorithm is its own file, a line in algorithms.h, and a row here. kBarrier has
-// no rows: the round in which ranks agree about an operation is a barrier already.
+// no rows, because the agreement of a call is already a barrier.
 #include "collective/table.h"
 
 #include <array>
@@ -23,14 +23,14 @@ constexpr auto kReducescatter = Collective::kReducescatter;
 constexpr auto kAlltoall = Collective::kAlltoall;
 
 constexpr std::string_view kHosts = "several ranks on several hosts";
-constexpr std::string_view kBoard = "memory that all ranks share";
+constexpr std::string_view kSharedMemory = "memory that all ranks share";
 
 #define RJ_ROW(op, name, generator, applies, needs) \
   Algorithm { op, name, generator, applies, needs, generator##Cost }
 
-// Of equally cheap ones, the first is chosen.
+// Among equally cheap algorithms, the first one is chosen.
 constexpr std::array kTable = {
-    RJ_ROW(kAllreduce, kShared, SharedAllreduce, HasBoard, kBoard),
+    RJ_ROW(kAllreduce, kShared, SharedAllreduce, HasSharedSegment, kSharedMemory),
     RJ_ROW(kAllreduce, "direct", DirectAllreduce, Always, ""),
     RJ_ROW(kAllreduce, "ring", RingAllreduce, Always, ""),
     RJ_ROW(kAllreduce, "halving", HalvingAllreduce, Always, ""),
@@ -47,7 +47,8 @@ constexpr std::array kTable = {
     RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "chain", ChainBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "hierarchical", HierarchicalBroadcast, HasHierarchy, kHosts),
-    RJ_ROW(kReducescatter, kShared, SharedReducescatter, HasBoard, kBoard),
+    RJ_ROW(kReducescatter, kShared, SharedReducescatter, HasSharedSegment,
+           kSharedMemory),
     RJ_ROW(kReducescatter, "direct", DirectReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "ring", RingReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always, ""),

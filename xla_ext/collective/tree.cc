@@ -5,11 +5,11 @@
 //   allreduce (binomial)   2 ceil(log2 P)     up to ceil(log2 P) n, from rank 0
 //   allreduce (two trees)  2 ceil(log2 P)     up to 2 n, from any rank
 //
-// The double tree is Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
-// broadcast, reduction and scan", Parallel Computing 2009: two binary trees, each for
-// half of the vector; who has children in one is a leaf in the other (but rank 0 if P
-// is odd), so that all ranks send about equally much. The executor forwards messages
-// while they come in.
+// The double tree is that of Sanders, Speck and Traeff, "Two-tree algorithms for full
+// bandwidth broadcast, reduction and scan", Parallel Computing 2009: two binary trees,
+// each for half of the vector. A rank with children in one tree is a leaf in the other
+// (except rank 0 if P is odd), so that all ranks send about equally much. The executor
+// forwards messages while they arrive.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -26,9 +26,9 @@ struct Node {
   std::vector<int> children;
 };
 
-// Binary tree over positions 0 .. size - 1. Position 0 is the root, with one child;
-// below it positions stand in order, at the height of their lowest set bit: so exactly
-// the odd ones are leaves.
+// The node at `position` of a binary tree over positions 0 .. size - 1. Position 0 is
+// the root and has one child. Below it the tree is in order, and the lowest set bit of
+// a position is its height: so exactly the odd positions are leaves.
 Node PlaceInTree(int position, int size) {
   Node node;
   if (position == 0) {
@@ -38,8 +38,8 @@ Node PlaceInTree(int position, int size) {
     return node;
   }
   const int bit = position & -position;
-  // Up to the right if the parent would be there, else to the nearest one on the left,
-  // whose subtree the end of the row has cut short.
+  // `above` is the parent in a complete tree. If the tree ends before it, the parent is
+  // the nearest ancestor on the left.
   const int above = (position - bit) | (2 * bit);
   node.parent = above < size ? above : position - bit;
   if (bit > 1) node.children.push_back(position - bit / 2);
@@ -51,8 +51,8 @@ Node PlaceInTree(int position, int size) {
   return node;
 }
 
-// The node of `rank` in tree 0 or 1. Tree 1 gives odd positions to the ranks that have
-// even ones in tree 0: by reflection if the size is even, else by rotation.
+// The node of `rank` in tree 0 or 1. In tree 1, ranks with an even position in tree 0
+// have an odd one: by reflection if the size is even, else by rotation.
 Node PlaceInTree(int rank, int size, int tree) {
   if (tree == 0) return PlaceInTree(rank, size);
   const bool reflect = size % 2 == 0;
@@ -81,7 +81,7 @@ void AddBinomialReduce(ScheduleBuilder* builder, const Group& group, int root,
   }
 }
 
-// The farthest child first: its subtree is the deepest.
+// Sends to the farthest child first, because its subtree is the deepest.
 void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root,
                           Range range) {
   const int size = group.size(), position = Wrap(group.index - root, size);
@@ -111,8 +111,8 @@ Schedule TreeAllreduce(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-// Both trees up, then both down: two ranks that are neighbours in both trees agree on
-// the order of their messages.
+// Both trees reduce first, then both broadcast: so two ranks that are neighbours in
+// both trees have the same order of messages between them.
 Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);
   const Blocks halves = Blocks::Even({0, problem.counts[0]}, 2);
@@ -121,7 +121,7 @@ Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   ScheduleBuilder builder;
   for (int tree = 0; tree < 2; ++tree) {
     const Node& node = nodes[static_cast<size_t>(tree)];
-    const bool last = node.parent < 0;  // and then there is just one child
+    const bool last = node.parent < 0;  // the root, which has only one child
     for (const int child : node.children)
       builder.RecvReduce(child, halves.At(tree), last);
     if (!last) builder.Send(node.parent, halves.At(tree));
@@ -134,7 +134,7 @@ Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-// As if rank 0 were the root, so that the choice does not depend on it.
+// Computes the cost for root 0, so that the choice does not depend on the root.
 double TreeBroadcastCost(uint64_t bytes, const Topology& topology,
                          const CostModel& model) {
   Traffic traffic(topology, model);
@@ -143,7 +143,8 @@ double TreeBroadcastCost(uint64_t bytes, const Topology& topology,
   return traffic.Seconds(CeilLog2(topology.size));
 }
 
-// Rank 0 reduces one child after the other, and begins to send with the last of them.
+// Rank 0 reduces one vector of a child after the other and can send results only while
+// it receives the last one: the time of the messages `before` that one is added.
 double TreeAllreduceCost(uint64_t bytes, const Topology& topology,
                          const CostModel& model) {
   Traffic before(topology, model), traffic(topology, model);

@@ -1,17 +1,17 @@
-// The verifier: runs the schedules of all ranks together, with sets of contributors in
-// place of numbers, and proves what the executor relies on.
+// The verifier: runs the schedules of all ranks together, with sets of contributing
+// ranks in place of numbers, and proves the properties that the executor relies on.
 //
-// It lets a step run when all earlier steps of its rank that conflict with it have run
-// (their ranges overlap and one of the two writes), and when it is first in line on its
-// link; a message moves when both ends can run at once, as if nothing were buffered.
-// Conflicting steps are always ordered, so every order of execution gives the same
-// values, and the one tried here proves them all. Memory is kept as intervals, cut
-// where messages cut it, so the length of the vector does not matter.
-// A sum must be finished (scaled, rounded to the wire) on one rank and then be copied:
-// so all ranks end with the same bits.
+// A step can run when all earlier steps of its rank that conflict with it have run
+// (their ranges overlap and one of the two writes), and also all earlier steps in the
+// same direction of the same link. A message moves when both of its ends can run, as if
+// links had no buffers. Conflicting steps are always ordered, so every order of
+// execution gives the same values, and the one that is tried here proves them all.
+// Memory is kept as intervals, cut where messages cut it, so the length of the vector
+// does not matter. A reduction must be finished (scaled, rounded to the wire dtype) on
+// one rank and then be copied, so that all ranks end with the same bits.
 //
-// Not a proof of the executor, nor of arithmetic. Allreduce and broadcast run twice,
-// the second time with kIn and kOut in the same memory.
+// The verifier proves nothing about the executor or about arithmetic. It runs allreduce
+// and broadcast twice, the second time with kIn and kOut in the same memory.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -49,7 +49,7 @@ std::string Text(const Slice& slice) {
          std::to_string(slice.offset) + " +" + std::to_string(slice.count) + "]";
 }
 
-// One execution of everything. Errors name the rank and the step.
+// One run of the schedules of all ranks. Errors name the rank and the step.
 class Run {
  public:
   Run(const std::vector<Problem>& problems, const std::vector<Schedule>& schedules,
@@ -57,11 +57,11 @@ class Run {
   Status Execute(Report* report);
 
  private:
-  // A step, and what keeps it from running.
+  // A step, and its dependencies on other steps of its rank.
   struct Node {
     const Step* step;
-    size_t partner = 0;  // the other end of the message, in the peer's steps
-    int waits = 0;       // earlier steps of this rank that must run before
+    size_t partner = 0;  // index of the message's other end in the steps of the peer
+    int waits = 0;       // number of earlier steps that must run first and have not
     bool done = false;
     std::vector<size_t> next;  // later steps of this rank that wait for this one
   };
@@ -105,7 +105,7 @@ class Run {
   Ranks all_;
   std::vector<Promise> promises_;
   std::vector<std::vector<Memory>> memory_;  // by rank and region
-  Memory finished_;  // by position: what some rank finished, if this is a reduction
+  Memory finished_;  // by position: elements that a rank has finished; reductions only
   std::vector<std::vector<Node>> nodes_;
 };
 
@@ -187,7 +187,8 @@ Status Run::CheckStep(size_t rank, const Step& step) const {
   return {};
 }
 
-// Pairs the i-th send on every directed link with the i-th receive.
+// Pairs the i-th send with the i-th receive in each direction of each link. Fails if
+// one of them has no partner or a different size.
 Status Run::Match() {
   std::map<std::pair<size_t, size_t>, std::deque<size_t>> sends;
   const auto link = [](size_t from, size_t to) { return std::pair(from, to); };
@@ -221,7 +222,8 @@ Status Run::Match() {
   return {};
 }
 
-// Which steps of one rank wait for which earlier ones.
+// Makes each step of a rank wait for the earlier steps that conflict with it or that
+// use the same direction of the same link.
 void Run::Order(std::vector<Node>* nodes) const {
   for (size_t j = 0; j < nodes->size(); ++j) {
     const Step& late = *(*nodes)[j].step;
@@ -266,7 +268,7 @@ void Run::Complete(Place p, std::deque<Place>* ready) {
     if (--nodes_[p.rank][i].waits == 0) ready->push_back({p.rank, i});
 }
 
-// Runs a copy, or a message of which `p` is one end.
+// Runs a copy, or the message that has `p` as one of its ends.
 Status Run::RunOne(Place p, Report* report) {
   const StepKind kind = At(p).step->kind;
   if (kind == StepKind::kCopy) {
@@ -291,7 +293,7 @@ Status Run::RunOne(Place p, Report* report) {
   return Store(to, std::move(result.value()));
 }
 
-// Reads src as the step's flags say.
+// Reads src. Fails unless `first` is set exactly if src is an untouched contribution.
 Result<Pieces> Run::Take(Place p) {
   const Step& step = *At(p).step;
   std::optional<Pieces> pieces =

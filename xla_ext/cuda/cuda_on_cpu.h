@@ -1,11 +1,11 @@
-// pack.cu compiled for the CPU: what the kernels need of CUDA, and a launcher that
-// finds them by name and runs the threads of all blocks one after the other. Used by
-// the native tests and by the tests' imitation of libcuda; include it in one source
-// file of each.
+// pack.cu compiled for the CPU: the parts of CUDA that the kernels need, and a launcher
+// that finds a kernel by name and runs the threads of all blocks one after another. For
+// the native tests and the tests' stub of libcuda; include this file in one source file
+// of each.
 //
-// Not a CUDA emulator: there is no shared memory, no synchronisation and no warp, which
-// pack.cu does not use either. It finds wrong indices, offsets and bits, not races, and
-// says nothing about speed.
+// Not a CUDA emulator: it has no shared memory, no synchronisation and no warps, which
+// pack.cu does not use either. It reveals wrong indices, offsets and bits, but neither
+// races nor speed.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,8 @@ struct uint4 {
   unsigned int x, y, z, w;
 };
 
-// On the device these fault unless the address is a multiple of the size.
+// Wide accesses. On the device they fault unless the address is a multiple of the size,
+// so the address is checked here.
 template <typename Words>
 void LoadWords(Words& words, Address at) {
   RJ_CHECK(at % sizeof(Words) == 0, "a wide access is not aligned");
@@ -57,10 +58,10 @@ inline float __uint_as_float(unsigned int bits) { return FloatFromBits(bits); }
 
 namespace ringjax::cuda {
 
-// A kernel of pack.cu, with the table that a launch would carry.
+// One thread of a kernel of pack.cu. `table` is the parameter of the launch.
 using KernelOnCpu = void (*)(const void* table);
 
-// Null if pack.cu has no kernel of this name.
+// Finds a kernel by its name; null if pack.cu has none of this name.
 inline KernelOnCpu FindOnCpu(std::string_view name) {
 #define RINGJAX_FIND(kernel, function, T, W, N)                 \
   if (name == #kernel)                                          \

@@ -1,28 +1,27 @@
-// The kernels that copy many tensors into a fused buffer and back, casting and scaling
-// on the way, and that fill tensors with NaN once a collective has failed. Compiled by
-// nvcc or NVRTC without any CUDA header; compiled for the CPU by cuda_on_cpu.h.
+// The kernels that copy many tensors into a fused buffer and back, with casts and
+// scaling, and that write NaN to tensors after a collective has failed. Compiled by
+// nvcc or NVRTC without any CUDA header, and for the CPU by cuda_on_cpu.h.
 //
-// Not a collective: NCCL reduces the fused buffer between the two. No kernel here uses
-// shared memory or synchronises threads, and no two threads touch the same element;
-// that is why running the threads one after the other on the CPU is the same program.
+// NCCL reduces the fused buffer between packing and unpacking. No kernel uses shared
+// memory or synchronises threads, and no two threads touch the same element. So running
+// the threads one after another on the CPU is equivalent.
 //
-// One launch serves all tensors: its table is its parameter. The work is cut into
-// chunks of kPackChunkBytes; half a block takes one chunk at a time, which is four
-// loads of 16 bytes per thread, all in flight before the first is used. The results
-// have the bits that base/reduce.h gives on the CPU (of a NaN only that it is one).
+// One launch serves many tensors; their table is its parameter. The work is cut into
+// chunks of kPackChunkBytes. Half a block takes one chunk at a time: four loads of 16
+// bytes per thread, all in flight before the first result is used. The results have the
+// bits of base/reduce.h on the CPU; only the bits of a NaN may differ.
 //
-// Poison. ncclCommAbort ends kernels in the middle, and what is unpacked after it is
-// garbage that must not pass for gradients. The host sets the word at `poison` first.
-//   - rj_unpack_<tensor>_<wire> reads it once and then writes NaN, for float tensors.
-//   It
-//     does so by making the scale NaN, so that it costs nothing.
-//   - rj_unpack_bytes and integers cannot condemn anything. Float tensors that are not
-//     cast nor scaled may go through rj_unpack_f32_f32 and so on with scale 1, which
-//     moves the same bytes as fast: take that where a poison word is given.
-//   - rj_seal_<tensor> is for tensors that NCCL reduced in place: NaN in the first
-//   chunk
-//     of each (one NaN condemns a tensor, and no large one need be rewritten). Unless
-//     poisoned it reads one word and ends.
+// Poison. ncclCommAbort ends NCCL's kernels early, so the data that are unpacked after
+// an abort are garbage and must not pass for gradients. The host sets the poison word
+// before the abort.
+//   - rj_unpack_<tensor>_<wire> reads the word once, and writes NaN to float tensors if
+//     the word is set. It makes the scale NaN for that, which costs nothing.
+//   - rj_unpack_bytes and the integer kernels cannot poison a tensor. For a float
+//     tensor that is neither cast nor scaled, rj_unpack_f32_f32 and its like with scale
+//     1 move the same bytes as fast: use them if there is a poison word.
+//   - rj_seal_<tensor> is for tensors that NCCL reduced in place. It writes NaN to the
+//     first chunk of each tensor: one NaN makes a result void, and a large tensor need
+//     not be rewritten. If the word is not set, the kernel reads the word and ends.
 #include "pack_abi.h"
 
 #ifdef __CUDACC__
@@ -41,7 +40,7 @@ __device__ __forceinline__ V Bits(V v) {
   return v;
 }
 
-// Element types: how a value is stored, what it is computed in, and a NaN.
+// Element types: the stored type, the type of the arithmetic, and the bits of a NaN.
 struct Half {
   using Stored = unsigned short;
   using Value = float;
@@ -74,7 +73,7 @@ struct Integer {
   using Stored = V;
   using Value = V;
 
-  // Toward zero; what does not fit becomes the nearest limit, and NaN zero.
+  // Rounds toward zero. A value out of range becomes the nearest limit, NaN becomes 0.
   __device__ static V Truncated(double v) {
     if (v >= static_cast<double>(kHighest)) return kHighest;
     if (v <= static_cast<double>(kLowest)) return kLowest;
@@ -92,7 +91,8 @@ struct Bytes {
   using Stored = unsigned char;
 };
 
-// What happens to one element between its two places. `T` is the tensor's type.
+// The cast and the scaling of one element. `T` is the type of the tensor. A thread
+// loads kInFlight units before it uses the first one.
 template <typename T>
 struct Change {
   static constexpr unsigned int kInFlight = 4;
@@ -100,9 +100,9 @@ struct Change {
   Value scale;
 
   template <int N>
-  __device__ Change(const PackTable<N>& table, bool condemned)
-      : scale(static_cast<Value>(condemned ? __uint_as_float(Float::kNan)
-                                           : table.scale)) {}
+  __device__ Change(const PackTable<N>& table, bool poisoned)
+      : scale(static_cast<Value>(poisoned ? __uint_as_float(Float::kNan)
+                                          : table.scale)) {}
 
   template <typename To, typename From>
   __device__ typename To::Stored Apply(typename From::Stored v) const {
@@ -112,7 +112,7 @@ struct Change {
 
 template <typename V, V kLowest, V kHighest>
 struct Change<Integer<V, kLowest, kHighest>> {
-  // Rare, and bound by arithmetic: small code matters more than memory's latency.
+  // Rare, and bound by arithmetic: small code matters more than hidden latency.
   static constexpr unsigned int kInFlight = 1;
   double scale;
 
@@ -137,7 +137,7 @@ struct Change<Bytes> {
   }
 };
 
-// Any alignment: for the ends of tensors and for those that lie askew.
+// Accesses of any alignment, for the ends of tensors and for unaligned tensors.
 template <typename V>
 __device__ __forceinline__ V LoadAnywhere(Address at) {
   V v;
@@ -165,16 +165,16 @@ struct WordsOf<4> {
   using Type = unsigned int;
 };
 
-// Half a block: the threads that share a chunk, and their place among all such teams.
-// The first halves come first, so that few chunks spread over all blocks.
+// The half of a block that shares a chunk, and its index among all such teams. The
+// first halves have the lowest indices, so that a few chunks spread over all blocks.
 struct Team {
   unsigned int thread = threadIdx.x % kPackTeam;
   unsigned int index = blockIdx.x + threadIdx.x / kPackTeam * gridDim.x;
   unsigned int count = gridDim.x * (kPackThreads / kPackTeam);
 };
 
-// The last entry that begins at or before `chunk`: an empty one has the number of the
-// next, and is passed over.
+// Finds the last entry that begins at or before `chunk`. An empty entry has the same
+// first_chunk as the next one, so it is never the last.
 template <int N>
 __device__ __forceinline__ unsigned int EntryOf(const PackTable<N>& table,
                                                 unsigned int chunk) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ unsigned int EntryOf(const PackTable<N>& table,
   return low;
 }
 
-// All elements of one unit.
+// Changes all elements of one unit.
 template <typename To, typename From, typename IntoWords, typename FromWords,
           typename C>
 __device__ __forceinline__ IntoWords Changed(const FromWords& words, const C& change) {
@@ -205,7 +205,8 @@ __device__ __forceinline__ IntoWords Changed(const FromWords& words, const C& ch
   return result;
 }
 
-// `n` elements, at most a chunk: units of 16 tensor bytes as words, the rest singly.
+// Moves `n` elements, at most a chunk: in units of 16 tensor bytes if the tensor is
+// aligned (the fused buffer always is), the rest one by one.
 template <typename T, typename To, typename From>
 __device__ __forceinline__ void MoveChunk(Address to, Address from, unsigned int n,
                                           bool aligned, const Change<T>& change,
@@ -244,17 +245,18 @@ __device__ __forceinline__ void MoveChunk(Address to, Address from, unsigned int
 }
 
 template <int N>
-__device__ __forceinline__ bool Condemned(const PackTable<N>& table) {
+__device__ __forceinline__ bool IsPoisoned(const PackTable<N>& table) {
   return table.poison != 0 &&
          *reinterpret_cast<const volatile unsigned int*>(table.poison) != 0;
 }
 
-// Between tensors of type T and the fused buffer of type W, which is not the wider one.
+// Moves elements between tensors of type T and the fused buffer of type W, which is not
+// wider than T.
 template <typename T, typename W, bool kPacking, int N>
 __device__ __forceinline__ void Move(const PackTable<N>& table) {
   constexpr unsigned int kElements = kPackChunkBytes / sizeof(typename T::Stored);
   static_assert(sizeof(typename W::Stored) <= sizeof(typename T::Stored));
-  const Change<T> change(table, !kPacking && Condemned(table));
+  const Change<T> change(table, !kPacking && IsPoisoned(table));
   const Team team{};
   for (unsigned int chunk = team.index; chunk < table.chunks; chunk += team.count) {
     const PackEntry& entry = table.entries[EntryOf(table, chunk)];
@@ -283,11 +285,12 @@ __device__ __forceinline__ void Unpack(const PackTable<N>& table) {
   Move<T, W, false>(table);
 }
 
+// Writes NaN to the first chunk of each tensor if the poison word is set.
 template <typename T, typename, int N>
 __device__ __forceinline__ void Seal(const PackTable<N>& table) {
   using Stored = typename T::Stored;
   constexpr unsigned int kElements = kPackChunkBytes / sizeof(Stored);
-  if (!Condemned(table)) return;
+  if (!IsPoisoned(table)) return;
   const auto bits = T::kNan;
   Stored nan;
   static_assert(sizeof(nan) == sizeof(bits));
@@ -301,8 +304,8 @@ __device__ __forceinline__ void Seal(const PackTable<N>& table) {
   }
 }
 
-// X(name, function above, tensor type, wire type, capacity): all kernels that there
-// are. Signed and unsigned integers differ only where they are scaled.
+// All kernels: X(name, function above, tensor type, wire type, capacity). Signed and
+// unsigned integers differ only in scaling.
 #define RINGJAX_BOTH_WAYS(X, t, T, w, W, N) \
   X(rj_pack_##t##_##w##_##N, Pack, T, W, N) \
   X(rj_unpack_##t##_##w##_##N, Unpack, T, W, N)
@@ -330,8 +333,8 @@ __device__ __forceinline__ void Seal(const PackTable<N>& table) {
   RINGJAX_KERNELS_FOR(X, 1360)
 
 #ifdef __CUDACC__
-// Three blocks on a multiprocessor leave 40 registers to a thread; sm_75 holds only
-// two.
+// Three blocks on a multiprocessor leave 40 registers to a thread; a multiprocessor of
+// sm_75 holds only two blocks.
 #if __CUDA_ARCH__ >= 800
 #define RINGJAX_BLOCKS 3
 #else

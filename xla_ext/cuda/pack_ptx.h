@@ -1,14 +1,14 @@
-// What pack.cu says in PTX: wide accesses to global memory, and conversions from and to
-// f16 and bf16 that need no CUDA header. cuda_on_cpu.h has the same for the CPU.
+// The PTX of pack.cu: wide accesses to global memory, and conversions from and to f16
+// and bf16 that need no CUDA header. cuda_on_cpu.h has their counterparts.
 #pragma once
 
 namespace ringjax::cuda {
 
 using Address = unsigned long long;
 
-// Addresses arrive as integers, which the compiler would take for generic pointers: the
-// wide accesses say that they mean global memory, and that nothing read is also
-// written.
+// Addresses arrive as integers, which the compiler would treat as generic pointers. So
+// the wide accesses state that the memory is global, and the loads (.nc) that no thread
+// writes the memory that they read.
 __device__ __forceinline__ void LoadWords(uint4& v, Address at) {
   asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -62,17 +62,18 @@ __device__ __forceinline__ unsigned short FloatToBFloat16(float f) {
   return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 #endif
 }
-// Through the float on the side of zero whose last bit tells whether anything was cut
-// off (rounding to odd, see base/convert.h): rounding that rounds `d` itself.
+// Rounds `d` to a float toward zero and sets the last bit if the float is inexact
+// (rounding to odd, see base/convert.h). Rounding that float to bf16 then has the same
+// result as rounding `d` directly.
 __device__ __forceinline__ unsigned short DoubleToBFloat16(double d) {
   const float cut = __double2float_rz(d);
   const unsigned int inexact = static_cast<double>(cut) != d ? 1u : 0u;
   return FloatToBFloat16(__uint_as_float(__float_as_uint(cut) | inexact));
 }
 
-// The same bits, for storing them byte by byte. ptxas (seen in 13.0) remembers that a
-// 16-bit operand came from a cvt to f16 or bf16, and then makes its low byte by
-// converting the number to an integer; half of a 32-bit word is just bits to it.
+// Returns `v` unchanged, for a store byte by byte. If a 16-bit operand comes from a cvt
+// to f16 or bf16, ptxas (seen in 13.0) makes its low byte by converting the number to
+// an integer. ptxas does not do that with one half of a 32-bit word.
 __device__ __forceinline__ unsigned short Bits(unsigned short v) {
   unsigned int word;
   asm("mov.b32 %0, {%1, %1};" : "=r"(word) : "h"(v));

@@ -1,8 +1,9 @@
-// The operations, as kernels and NCCL calls on one stream. See cuda_communicator.h.
+// The collectives, as kernels and NCCL operations. See cuda_communicator.h.
 //
-// allreduce and broadcast are fused (fusion.h); the others have one NCCL operation per
-// tensor, or one per rank and tensor where the ranks have different numbers of rows.
-// All of a call are one NCCL group, so NCCL may run them together.
+// An allreduce or a broadcast is fused (fusion.h). An allgather or a reducescatter has
+// one NCCL operation per tensor, or one per tensor and rank if the ranks have different
+// numbers of rows. An alltoall has a send and a receive per tensor and peer. All NCCL
+// operations of a call are one group, so NCCL may run them together.
 #include <algorithm>
 #include <chrono>
 #include <span>
@@ -57,7 +58,7 @@ Status CudaCommunicator::Enqueue(Work* work) {
 
 cuda::Kernels::Target CudaCommunicator::TargetOf(Work* work,
                                                  cuda::Pointer fused) const {
-  // Alone there is nobody whose loss could spoil a result.
+  // With one rank no peer can be lost, so no result needs the poison word.
   return {work->stream, fused, size() > 1 ? words_ : 0, &work->used.launches};
 }
 
@@ -74,13 +75,13 @@ Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) 
     if (comm_ == nullptr) {
       status = Check();
       if (status.ok())
-        status = control_->Named(work->call,
-                                 {Code::kFailedPrecondition, "ringjax is shut down"});
+        status = control_->WithContext(
+            work->call, {Code::kFailedPrecondition, "ringjax is shut down"});
     }
     if (status.ok()) status = nccl_.Check(nccl_.GroupStart(), "ncclGroupStart");
     if (status.ok()) {
       status = body();
-      // The group ends in any case, or this thread would stay in it.
+      // End the group even if `body` failed: otherwise this thread would stay in it.
       const nccl::Outcome ended = nccl_.GroupEnd();
       if (status.ok()) status = nccl_.Check(ended, "ncclGroupEnd", comm_);
     }
@@ -89,9 +90,10 @@ Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) 
   return status.ok() ? status : EndHere(work->call, status);
 }
 
-// A non-blocking communicator may still be about to launch; nothing else may go onto
-// the stream before. The first operations wait here for connections with the peers.
-// Unless it is ok, NCCL may still be about to launch.
+// Waits until NCCL has launched the last group. The communicator is non-blocking, so
+// NCCL may launch a group some time after ncclGroupEnd: the first groups wait for
+// connections with the peers. Nothing else may be enqueued on the stream before that.
+// After an error, NCCL may still launch the group later; see EndHere.
 Status CudaCommunicator::Settle() {
   const auto start = Clock::now();
   const double limit = control_->options().collective_timeout;
@@ -103,7 +105,7 @@ Status CudaCommunicator::Settle() {
       RJ_TRY(nccl_.Check(nccl_.CommGetAsyncError(comm_, &state), "NCCL", comm_));
       if (state != nccl::kInProgress) return nccl_.Check(state, "NCCL", comm_);
     }
-    if (condemned()) return Check();
+    if (aborted()) return Check();
     if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
       return Status(Code::kCancelled, "was interrupted");
     const double waited = std::chrono::duration<double>(Clock::now() - start).count();
@@ -118,8 +120,9 @@ Status CudaCommunicator::Settle() {
   }
 }
 
-// A seal covers the beginning of what it is given, so what ranks gave each other is
-// sealed block by block: a program may read one rank's rows only.
+// Makes pieces of results NaN if the poison word is set. The kernel overwrites only the
+// beginning of a piece. So a result that consists of the rows of several ranks is
+// sealed rank by rank: a program may read the rows of one rank only.
 Status CudaCommunicator::Seal(Work* work, const std::vector<Sealed>& pieces) {
   if (size() == 1 || !kernels_->available()) return OkStatus();
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
@@ -135,6 +138,9 @@ Status CudaCommunicator::Seal(Work* work, const std::vector<Sealed>& pieces) {
   return OkStatus();
 }
 
+// Packs the tensors of each segment into the fused buffer, moves the segments and the
+// tensors in place in one NCCL group, and unpacks the segments. Unpack poisons the
+// packed results of an allreduce; all other results are sealed afterwards.
 Status CudaCommunicator::Fused(Work* work) {
   const Call& call = work->call;
   const FusionPlan& plan = work->plan;
@@ -153,7 +159,7 @@ Status CudaCommunicator::Fused(Work* work) {
           {cuda::ToPointer(address(call.tensors[p.tensor])), p.elements, p.offset});
   };
   for (const Segment& s : plan.segments) {
-    if (!reduces && rank() != call.root) break;  // only the root has something to say
+    if (!reduces && rank() != call.root) break;  // only the root of a broadcast sends
     gather(s, [](const Tensor& t) { return t.in; });
     RJ_TRY(kernels_->Pack(patches_, s.dtype, s.wire,
                           reduces ? FactorsOf(call, s.wire, size()).before : 1.0,
@@ -188,9 +194,10 @@ Status CudaCommunicator::Fused(Work* work) {
   RJ_TRY(issued);
   std::vector<Sealed> pieces;
   auto seal = [&](size_t i) { pieces.push_back({i, 0, call.tensors[i].bytes()}); };
+  // A broadcast keeps all bits, but kernels that can poison do arithmetic, which may
+  // change the bits of a NaN. Without a poison word, Unpack makes plain copies.
   auto into = target;
-  if (!reduces)
-    into.poison = 0;  // arithmetic may change the bits of a NaN: plain copies
+  if (!reduces) into.poison = 0;
   for (const Segment& s : plan.segments) {
     gather(s, [](const Tensor& t) { return t.out; });
     RJ_TRY(kernels_->Unpack(patches_, s.dtype, s.wire,
@@ -204,8 +211,8 @@ Status CudaCommunicator::Fused(Work* work) {
   return Seal(work, pieces);
 }
 
-// Hybrid fusion asks for the least work, and alone that is none. The other modes go the
-// whole way with any number of ranks, so that they can be measured with one.
+// Whether a call may skip NCCL: one rank and hybrid fusion. The other modes take the
+// full path with any number of ranks, so that the path can be measured with one rank.
 bool CudaCommunicator::Alone() const {
   return size() == 1 && options_.fusion.mode == Fusion::kHybrid;
 }
@@ -255,7 +262,8 @@ Status CudaCommunicator::Allgather(Work* work) {
   return SealBlocks(work, [p](size_t i) { return std::pair(i * p, p); });
 }
 
-// The rows of tensor i that its result is made of begin at a place in call.rows.
+// Seals the results rank by rank. `place(i)` returns the range of call.rows, as first
+// index and count, with the row counts that the result of tensor i consists of.
 Status CudaCommunicator::SealBlocks(
     Work* work, const std::function<std::pair<size_t, size_t>(size_t)>& place) {
   std::vector<Sealed> pieces;
@@ -272,16 +280,16 @@ Status CudaCommunicator::SealBlocks(
   return Seal(work, pieces);
 }
 
-// One tensor of a reducescatter: where NCCL reads and writes. That is the tensor
-// itself, or the fused buffer if elements change on the way.
+// One tensor of a reducescatter. NCCL reads at `from` and writes to `to`: the tensor
+// itself, or the fused buffer if the elements are converted.
 struct CudaCommunicator::Scattered {
   const void* from;
   void* to;
   DType type, wire;
-  uint64_t row;  // elements
-  std::span<const int64_t> rows;
+  uint64_t row;                   // elements
+  std::span<const int64_t> rows;  // row counts by rank
   bool converts;
-  cuda::Patch in, out;
+  cuda::Patch in, out;  // if `converts`
 };
 
 Status CudaCommunicator::Reducescatter(Work* work) {

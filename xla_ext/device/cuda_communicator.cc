@@ -1,12 +1,12 @@
-// The life of a call. See cuda_communicator.h; joining and leaving are in
-// cuda_connect.cc, failure is in cuda_failure.cc, the operations in
-// cuda_collectives.cc.
+// The path of a call, from the caller to the stream. See cuda_communicator.h.
+// Connecting and closing are in cuda_connect.cc, failures in cuda_failure.cc, the
+// collectives in cuda_collectives.cc.
 #include "device/cuda_communicator.h"
 
 #include <chrono>
 #include <exception>
 
-#include "device/bound.h"
+#include "device/current_context.h"
 #include "device/reduction.h"
 
 namespace ringjax {
@@ -19,7 +19,7 @@ double Since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Memory of the driver's pool that goes back when the stream has passed this call.
+// Memory from the driver's pool for one call, freed in the order of the stream.
 class Pool {
  public:
   Pool(const cuda::Driver& driver, cuda::Stream stream)
@@ -41,10 +41,10 @@ class Pool {
   cuda::Pointer memory_ = 0;
 };
 
-// What tells calls apart that need plans of their own.
+// The key of a call in known_. Besides the fingerprint it has the properties that ranks
+// do not compare but Validate checks: known_ also keeps the result of Validate.
 uint64_t KeyOf(const Call& call) {
   uint64_t key = Fingerprint(call);
-  // What a rank has for itself is not part of the fingerprint.
   auto add = [&key](uint64_t word) { key = (key ^ word) * 0x100000001b3ull; };
   for (int64_t rows : call.rows) add(static_cast<uint64_t>(rows));
   for (const Tensor& t : call.tensors) add(t.room);
@@ -64,9 +64,10 @@ CudaCommunicator* CudaCommunicator::Here(const All& all) {
 }
 
 Status CudaCommunicator::Admit(const Call& call) const {
-  if (condemned()) return Refused(call);
+  if (aborted()) return Refused(call);
   if (closing_.load(std::memory_order_acquire))
-    return control_->Named(call, {Code::kFailedPrecondition, "ringjax is shut down"});
+    return control_->WithContext(call,
+                                 {Code::kFailedPrecondition, "ringjax is shut down"});
   return OkStatus();
 }
 
@@ -98,11 +99,11 @@ Status CudaCommunicator::Run(const Call& call, cuda::Stream stream,
   return Leave(stream, Serve(call, stream, workspace));
 }
 
-Status CudaCommunicator::RunBeside(const Call& call, std::span<const cuda::Event> after,
-                                   cuda::Event done) {
+Status CudaCommunicator::RunAfter(const Call& call, std::span<const cuda::Event> after,
+                                  cuda::Event done) {
   std::lock_guard turn(turn_mutex_);
   RJ_TRY(Admit(call));
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   auto checked = [&](cuda::Outcome outcome, const char* what) {
     const Status status = driver_.Check(outcome, what);
     return status.ok() ? status : FailHere(call, status);
@@ -113,11 +114,12 @@ Status CudaCommunicator::RunBeside(const Call& call, std::span<const cuda::Event
   return checked(driver_.EventRecord(done, comm_stream_), "EventRecord");
 }
 
-Status CudaCommunicator::Beside(const std::function<Status(cuda::Stream)>& enqueue) {
+Status CudaCommunicator::OnCommStream(
+    const std::function<Status(cuda::Stream)>& enqueue) {
   std::lock_guard turn(turn_mutex_);
   if (comm_stream_ == nullptr)
     return Status(Code::kFailedPrecondition, "ringjax is shut down");
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   return enqueue(comm_stream_);
 }
 
@@ -132,12 +134,12 @@ Status CudaCommunicator::Done(const Call& call, int64_t site, cuda::Stream strea
   return Leave(stream, DoneOn(call, site, stream));
 }
 
-// XLA gives the buffers of a program that fails to others as soon as its own stream is
-// past them, while the communication stream may still be writing. The abort ends what
-// runs there, so the wait is short.
+// When a program fails, XLA reuses its buffers as soon as XLA's own stream has passed
+// them, while the communication stream may still write to them. So make XLA's stream
+// wait. The wait is short: the abort ends the work on the communication stream.
 Status CudaCommunicator::Leave(cuda::Stream stream, Status status) {
   if (status.ok() || comm_stream_ == nullptr || stream == comm_stream_) return status;
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   if (driver_.EventRecord(fence_, comm_stream_) == cuda::kSuccess)
     driver_.StreamWaitEvent(stream, fence_, 0);
   return status;
@@ -147,16 +149,18 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
                                const Workspace& workspace) {
   if (Status s = Admit(call); !s.ok()) return s;
   const auto start = Clock::now();
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   try {
     const Known& known = Recall(call);
-    // Peers hear of it in any case: they may have enqueued their part already.
-    if (auditor_) auditor_->Add(known.record);
-    if (!known.record->fits.ok()) return control_->Named(call, known.record->fits);
+    // A call that this rank cannot make is compared, too: peers may have enqueued their
+    // part already, and must learn that this rank refuses.
+    if (checker_) checker_->Add(known.record);
+    if (!known.record->fits.ok())
+      return control_->WithContext(call, known.record->fits);
     Pool pool(driver_, stream);
     const Workspace own = [&pool](size_t bytes) { return pool.Take(bytes); };
     Work work{call, known.plan, stream, workspace ? workspace : own, {}};
-    if (Status s = Fly(&work); !s.ok()) return FailHere(call, s);
+    if (Status s = EnqueueTracked(&work); !s.ok()) return FailHere(call, s);
     std::lock_guard lock(state_mutex_);
     CudaStats& total = stats_[std::string(Name(call.op))];
     ++total.calls;
@@ -171,21 +175,21 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
   }
 }
 
-// What a call has enqueued is under way until the stream has passed all of it, also if
-// it fails halfway.
-Status CudaCommunicator::Fly(Work* work) {
+// Enqueues the call as an in-flight operation, also if the call fails halfway: its
+// first part may still run.
+Status CudaCommunicator::EnqueueTracked(Work* work) {
   if (size() == 1 && work->plan.segments.empty()) return Enqueue(work);
-  RJ_TRY(flights_->Begin(work->stream, work->call.op, work->call.Title()));
+  RJ_TRY(in_flight_->Begin(work->stream, work->call.op, work->call.Title()));
   const Status enqueued = Enqueue(work);
-  const Status ended = flights_->End(work->stream);
-  if (!ended.ok()) flights_->Drop();
+  const Status ended = in_flight_->End(work->stream);
+  if (!ended.ok()) in_flight_->Drop();
   return enqueued.ok() ? ended : enqueued;
 }
 
 Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
                                  cuda::Stream stream) {
   if (Status s = Admit(*call); !s.ok()) return s;
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   Result<Site*> slot = SiteOf(site);
   Status ready = TakeBack(first, site);
   if (ready.ok()) ready = slot.status();
@@ -194,8 +198,9 @@ Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
   here->on_stream = !options_.comm_stream;
   here->results.clear();
   auto fork = [&]() -> Status {
-    // Where XLA gave the result memory of its own, it may reuse the operand's as soon
-    // as `stream` is past this call: only the result may be used from here on.
+    // If operand and result have different memory, XLA may reuse that of the operand as
+    // soon as `stream` has passed this call. So copy the operand on `stream`, and let
+    // the communication stream use only the result.
     for (Tensor& t : call->tensors) {
       here->results.push_back(t.out);
       if (t.in != t.out && t.bytes() > 0 && t.room >= t.bytes())
@@ -223,10 +228,10 @@ Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
 
 Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream stream) {
   if (Status s = Admit(call); !s.ok()) return s;
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   auto found = sites_.find(site);
   if (found == sites_.end() || !found->second.pending)
-    return control_->Named(
+    return control_->WithContext(
         call, {Code::kFailedPrecondition,
                "DONE of bucket " + std::to_string(site) + " without its START"});
   Site& here = found->second;
@@ -235,7 +240,8 @@ Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream str
     if (!here.on_stream) RJ_CUDA(driver_, StreamWaitEvent, stream, here.done, 0);
     for (size_t i = 0; i < call.tensors.size(); ++i) {
       const Tensor& t = call.tensors[i];
-      // A copy made in between would be a copy of what is not finished.
+      // The operand of DONE must be the memory in which START left the result. If XLA
+      // has copied it in between, the copy was made before the allreduce had ended.
       if (t.bytes() > 0 && (i >= here.results.size() || t.in != here.results[i]))
         return Status(Code::kInternal, "XLA moved tensor " + std::to_string(i) +
                                            " between START and DONE");
@@ -249,8 +255,9 @@ Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream str
   return OkStatus();
 }
 
-// A step that was started and never collected failed on this rank only: going on would
-// let the ranks diverge.
+// Fails if a bucket of an earlier training step was started and never collected. That
+// step failed on this rank only, so the ranks would diverge if it went on. `first`
+// begins a new step and looks at all buckets of the chain.
 Status CudaCommunicator::TakeBack(bool first, int64_t site) {
   bool stale = false;
   for (auto& [number, s] : sites_) {
@@ -272,8 +279,9 @@ Result<CudaCommunicator::Site*> CudaCommunicator::SiteOf(int64_t site) {
   return &s;
 }
 
-// The communication stream's own buffer. One is enough: the stream is in order. It
-// comes from the driver's pool, because growing it then waits for nothing.
+// Returns the workspace of the communication stream. One is enough for all calls,
+// because a stream runs in order. The memory comes from the driver's pool, so that
+// growing it does not wait for the device.
 Result<cuda::Pointer> CudaCommunicator::Scratch(size_t bytes) {
   if (bytes > scratch_bytes_) {
     if (scratch_ != 0) RJ_CUDA(driver_, MemFreeAsync, scratch_, comm_stream_);
@@ -286,7 +294,7 @@ Result<cuda::Pointer> CudaCommunicator::Scratch(size_t bytes) {
 }
 
 Status CudaCommunicator::Synchronize(cuda::Stream stream) {
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   const auto start = Clock::now();
   for (cuda::Stream s : {stream, comm_stream_}) {
     cuda::Outcome outcome = cuda::kNotReady;
@@ -300,9 +308,9 @@ Status CudaCommunicator::Synchronize(cuda::Stream stream) {
     }
     RJ_TRY(driver_.Check(outcome, "cuStreamQuery"));
   }
-  // Work that has ended is not yet work that was done: NCCL may know of an error that
-  // the watchdog has not come by to see.
-  if (!condemned()) LookAround();
+  // Idle streams do not prove that the calls succeeded: NCCL may have an error that the
+  // watchdog has not seen yet.
+  if (!aborted()) LookAround();
   return Check();
 }
 

@@ -1,24 +1,23 @@
-// Joining and leaving: the device, NCCL's communicator, the threads. See
-// cuda_communicator.h.
+// Connecting and closing: device, NCCL and threads. See cuda_communicator.h.
 #include <chrono>
 
-#include "device/bound.h"
 #include "device/cuda_communicator.h"
+#include "device/current_context.h"
 
 namespace ringjax {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr double kGoodbye = 5;  // seconds for what others may still need from us
+constexpr double kGoodbye = 5;  // seconds for ncclCommFinalize, and for idle streams
 constexpr double kForever = 1e9;
 
-// Polls `done` until it says yes, at most so long.
+// Polls `done` until it returns true, for at most `seconds`. Returns whether it did.
 bool Eventually(double seconds, const std::function<bool()>& done) {
   const auto start = Clock::now();
   while (!done()) {
     const double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited > seconds) return false;
-    // A commit waits here for what is about to end.
+    // Poll often at first: a commit of the training state may wait here.
     std::this_thread::sleep_for(std::chrono::microseconds(waited < 1e-3 ? 50 : 1000));
   }
   return true;
@@ -42,7 +41,7 @@ Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& optio
   for (; culprit < places.size(); ++culprit) {
     CudaOptions own = options;
     own.device = places[culprit].device;
-    own.timed = culprit == 0;  // the times of all are alike
+    own.timed = culprit == 0;  // one device is enough: all take about equal times
     auto prepared = Prepare(own, places[culprit].control);
     status = prepared.status();
     if (!status.ok()) break;
@@ -62,15 +61,16 @@ Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& optio
     for (const auto& one : made) one->Begin();
     return made;
   }
-  // The others would wait for this rank until their limit.
+  // Abort the control communicators. Otherwise the other ranks would wait for this rank
+  // until their start timeout.
   const auto& control = places[culprit].control;
   const std::string place =
       "CUDA device " + std::to_string(places[culprit].device) + ": ";
-  const bool told = control->aborted();  // by a peer, with whose words `status` comes
+  const bool told = control->aborted();  // by a peer, whose reason is `status`
   const std::string text = (told ? "" : place) + status.message();
   for (const Place& each : places)
     if (!each.control->aborted())
-      each.control->GiveUp(status.code(), text, told ? status.rank() : -1);
+      each.control->AbortAndNotifyPeers(status.code(), text, told ? status.rank() : -1);
   return Status(status.code(), control->Prefix() + text, status.rank());
 }
 
@@ -89,14 +89,14 @@ Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Prepare(
 
 Status CudaCommunicator::Open() {
   RJ_TRY(OpenDevice());
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   auto kernels = cuda::Kernels::Load(driver_, options_.device);
   if (!kernels.ok()) return kernels.status();
   kernels_ = std::move(kernels.value());
   const CommunicatorOptions& o = control_->options();
-  flights_ = std::make_unique<Flights>(
-      driver_, [recorder = options_.timed ? o.recorder : nullptr, set = o.set,
-                named = o.named](Collective op, double seconds) {
+  in_flight_ = std::make_unique<InFlight>(
+      driver_, [recorder = options_.timed ? o.recorder : nullptr, set = o.process_set,
+                named = o.eager](Collective op, double seconds) {
         if (recorder) recorder->AddDevice({set, named, op}, seconds);
       });
   int least = 0, greatest = 0;
@@ -123,9 +123,9 @@ Status CudaCommunicator::Join(const nccl::UniqueId& unique_id) {
 }
 
 void CudaCommunicator::Begin() {
-  if (size() > 1 && options_.audited)
-    auditor_ =
-        std::make_unique<Auditor>(control_, [this](const Status& s) { Condemn(s); });
+  if (size() > 1 && options_.checks_consistency)
+    checker_ = std::make_unique<ConsistencyChecker>(
+        control_, [this](const Status& s) { AbortEpoch(s); });
   Live(true);
   watchdog_ = std::thread([this] { Watch(); });
 }
@@ -142,9 +142,10 @@ Status CudaCommunicator::OpenDevice() {
   return OkStatus();
 }
 
-// Each on a thread of its own until it is connected: where it fails early, NCCL leaves
-// its thread inside a group for good, and the work itself may lean on the thread's
-// memory. And a rank may come to its devices in another order than its peers.
+// Each device connects on a thread of its own, which lives until the device is
+// connected or has failed. If NCCL fails early, it leaves the calling thread inside a
+// group for good; and while it connects, it may use memory of that thread. The devices
+// connect at the same time, so no rank depends on the order of its peers.
 Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) {
   std::atomic<bool> interrupted{false};
   std::atomic<size_t> over{0}, first{all.size()};
@@ -157,7 +158,7 @@ Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) 
       size_t none = all.size();
       if (!found[i].ok()) {
         first.compare_exchange_strong(none, i);
-        interrupted = true;  // without one, the others are of no use
+        interrupted = true;  // without this device the other ones are of no use
       }
       ++over;
     });
@@ -169,13 +170,13 @@ Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) 
   for (std::thread& joiner : joiners) joiner.join();
   if (first == all.size()) return OkStatus();
   *culprit = first;
-  for (const auto& [one, unique_id] : all) one->CondemnThis(found[first]);
+  for (const auto& [one, unique_id] : all) one->AbortThis(found[first]);
   return found[first];
 }
 
 Status CudaCommunicator::JoinNccl(const nccl::UniqueId& unique_id,
                                   const std::atomic<bool>& interrupted) {
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   nccl::Config config;
   nccl::Comm joining = nullptr;
   Status status = nccl_.Check(
@@ -216,33 +217,34 @@ Status CudaCommunicator::Settled(double seconds) {
     InterruptCheck check = interrupt_check.load();
     interrupted = check != nullptr && check();
     std::lock_guard turn(turn_mutex_);
-    // Without flights the device has been let go.
-    idle = !flights_ || ((!auditor_ || auditor_->Drain(0)) && flights_->empty());
-    return condemned() || interrupted || idle;
+    // Without in_flight_ the device has been released.
+    idle = !in_flight_ || ((!checker_ || checker_->Drain(0)) && in_flight_->empty());
+    return aborted() || interrupted || idle;
   });
-  RJ_TRY(Verdict());
+  RJ_TRY(Health());
   if (idle) return OkStatus();
   if (interrupted) return Status(Code::kCancelled, control_->Prefix() + "interrupted");
   return Status(settled ? Code::kInternal : Code::kDeadlineExceeded,
                 control_->Prefix() + "what is enqueued on the device does not end");
 }
 
-// The watchdog sees to it that what does not end is given up, if there is a limit.
+// Needs no time limit: if the control communicator has a collective timeout, the
+// watchdog aborts an operation that does not end.
 Status CudaCommunicator::Confirm() {
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   RJ_TRY(Settled(kForever));
-  // Work that has ended is not yet work that was done, see Synchronize.
+  // Operations that have ended may still have failed, see Synchronize.
   std::lock_guard turn(turn_mutex_);
-  if (flights_ && !condemned()) LookAround();
-  return Verdict();
+  if (in_flight_ && !aborted()) LookAround();
+  return Health();
 }
 
-// What was enqueued is finished first, however long that takes: peers may be late. Then
-// what they may still need goes out: bytes that NCCL's proxy threads hold after the
-// kernels that handed them over have ended.
+// Waits for all enqueued operations first, at most for the collective timeout, because
+// peers may be late. Then ncclCommFinalize flushes the data that peers may still need:
+// NCCL's proxy threads may hold bytes after the kernels that produced them have ended.
 bool CudaCommunicator::Finish() {
   const double limit = control_->options().collective_timeout;
-  if (!Settled(limit > 0 ? limit : kForever).ok() || condemned()) return false;
+  if (!Settled(limit > 0 ? limit : kForever).ok() || aborted()) return false;
   nccl::Outcome outcome = nccl::kSuccess, state = nccl::kSuccess;
   {
     std::lock_guard lock(nccl_mutex_);
@@ -270,57 +272,58 @@ void CudaCommunicator::Close() {
     closed_ = true;
   }
   if (context_ == nullptr) return;
-  const Bound bound(driver_, context_);
+  const CurrentContext current(driver_, context_);
   closing_.store(true, std::memory_order_release);
-  // Whoever is being served now is still served.
+  // Wait for the call that is being served. Later calls find closing_ set.
   {
     std::lock_guard turn(turn_mutex_);
   }
-  const bool finished = !condemned() && comm_ != nullptr && Finish();
+  const bool finished = !aborted() && comm_ != nullptr && Finish();
   finished_.store(finished, std::memory_order_release);
   const Status over(Code::kUnavailable, "ringjax is shut down");
   {
     std::lock_guard lock(state_mutex_);
-    executed_ |= finished;  // no poison: results may still be on their way to tensors
+    // If NCCL has ended in good order, nothing is poisoned: results must stay valid.
+    teardown_begun_ |= finished;
     poisoned_ = poisoned_ || finished;
     stopping_ = true;
   }
-  CondemnThis(over);
-  if (auditor_) control_->Abort(over);
+  AbortThis(over);
+  if (checker_) control_->Abort(over);
   if (watchdog_.joinable()) watchdog_.join();
-  Execute();
+  PoisonAndAbortNccl();
   Live(false);
   std::lock_guard turn(turn_mutex_);
-  auditor_.reset();
+  checker_.reset();
   ReleaseDevice();
 }
 
 void CudaCommunicator::ReleaseDevice() {
-  // What is still queued behind an aborted operation, on whichever stream, may use all
-  // of this. A device that does not come to its end keeps it: giving it back would wait
-  // for it without end.
+  // Work behind an aborted operation, on any stream, may still use the events, memory
+  // and kernels of this object. If that work does not end in time, they are leaked:
+  // releasing them would wait for the device without a limit.
   const bool idle = Eventually(kGoodbye, [&] {
     for (cuda::Stream s : {comm_stream_, side_stream_})
       if (s != nullptr && cuda::MayRun(driver_.StreamQuery(s))) return false;
-    return !flights_ || flights_->empty();
+    return !in_flight_ || in_flight_->empty();
   });
   if (idle) {
     for (auto& [number, site] : sites_)
       for (cuda::Event e : {site.ready, site.done})
         if (e != nullptr) driver_.EventDestroy(e);
     if (fence_ != nullptr) driver_.EventDestroy(fence_);
-    // In the order of their streams: a free of another kind would wait for the whole
-    // device, also for kernels of a communicator whose ranks have yet to come.
+    // Free in the order of the streams: cuMemFree would wait for the whole device, also
+    // for NCCL kernels of another communicator that wait for a late rank.
     if (scratch_ != 0) driver_.MemFreeAsync(scratch_, comm_stream_);
     if (words_ != 0) driver_.MemFreeAsync(words_, side_stream_);
     kernels_.reset();
     for (cuda::Stream s : {comm_stream_, side_stream_})
       if (s != nullptr) driver_.StreamDestroy(s);
-    flights_.reset();
+    in_flight_.reset();
     driver_.DevicePrimaryCtxRelease(options_.device);
   }
   sites_.clear();
-  (void)flights_.release();
+  (void)in_flight_.release();
   (void)kernels_.release();
   fence_ = nullptr;
   scratch_ = words_ = 0;

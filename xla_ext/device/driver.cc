@@ -1,4 +1,4 @@
-// dlopen of libcuda.so.1 and what it tells about the devices. See driver.h.
+// dlopen of libcuda.so.1, and the description of the devices. See driver.h.
 #include "device/driver.h"
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@ namespace ringjax::cuda {
 namespace {
 
 Result<const Driver*> Load() {
-  // Never closed: streams and events of other libraries live in it until the end.
+  // Never closed: other libraries use the driver until the process ends.
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
     const char* why = dlerror();
@@ -33,7 +33,7 @@ Result<const Driver*> Load() {
 #undef RINGJAX_LOAD
   if (Status s = driver->Check(driver->Init(0), "cuInit"); !s.ok())
     return Status(Code::kFailedPrecondition, s.message());
-  return driver.release();  // lives as long as the process
+  return driver.release();  // never freed
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The CUDA driver, opened at run time: a table of its functions, declared here so that
-// no CUDA header is needed to build. Nothing is linked; a machine without libcuda.so.1
-// gets a Status that says so.
+// the build needs no CUDA header. No CUDA library is linked. On a machine without
+// libcuda.so.1, OpenDriver returns an error.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace ringjax::cuda {
 
-// As in cuda.h. Handles are opaque; a stream travels as an integer elsewhere.
+// Types as in cuda.h. Handles are opaque; some callers pass a stream as an integer.
 using Outcome = int;  // CUresult
 using Device = int;
 using Pointer = unsigned long long;
@@ -24,17 +24,19 @@ using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 using HostFunction = void (*)(void*);
 
-// Where memory of the device is, as the driver wants it.
+// An address of device memory in the driver's type.
 inline Pointer ToPointer(const void* p) { return reinterpret_cast<Pointer>(p); }
 
 inline constexpr Outcome kSuccess = 0, kInvalidValue = 1, kNotReady = 600;
-// Whether what an event or a stream was asked for may still be under way: a capture by
-// some thread can forbid to ask (900 to 908). Any other error is a device's last word.
+// Whether the work before an event or in a stream may still run, from the result of
+// cuEventQuery or cuStreamQuery. While some thread captures a stream, the driver may
+// refuse the query (errors 900 to 908), which says nothing about the work. Any other
+// error is final.
 inline bool MayRun(Outcome outcome) {
   return outcome == kNotReady || (outcome >= 900 && outcome <= 908);
 }
 inline constexpr unsigned kEventDisableTiming = 2, kStreamNonBlocking = 1;
-inline constexpr int kPointerDevice = 9;  // an int
+inline constexpr int kPointerDevice = 9;  // the attribute is an int
 inline constexpr int kAttributeMajor = 75, kAttributeMinor = 76;
 
 // X(member, exported name, parameter types)
@@ -72,7 +74,7 @@ inline constexpr int kAttributeMajor = 75, kAttributeMinor = 76;
   X(MemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (Pointer, const void*, size_t, Stream))   \
   X(MemsetD32Async, cuMemsetD32Async, (Pointer, unsigned, size_t, Stream))
 
-// Those that a driver may be without: null.
+// Functions that a driver may lack; their members are null then.
 #define RINGJAX_CUDA_OPTIONAL(X)                                          \
   X(GetErrorName, cuGetErrorName, (Outcome, const char**))                \
   X(GetErrorString, cuGetErrorString, (Outcome, const char**))            \
@@ -87,11 +89,11 @@ struct Driver {
   RINGJAX_CUDA_OPTIONAL(RINGJAX_MEMBER)
 #undef RINGJAX_MEMBER
 
-  // Ok, or "cuEventRecord: CUDA_ERROR_...: what it means".
+  // Returns ok, or kInternal with "cuEventRecord: CUDA_ERROR_... (explanation)".
   Status Check(Outcome outcome, std::string_view what) const;
 };
 
-// Opens and initialises the driver, once; every later call has the same answer.
+// Opens and initialises the driver at the first call; later calls return that result.
 Result<const Driver*> OpenDriver();
 
 struct DeviceInfo {

@@ -11,59 +11,66 @@
 
 namespace ringjax {
 
-// A point in the work of a stream: of the caller's, or of ours where a call ends.
-class EagerCuda::Spot : public DevicePoint {
+// A point in the work of a stream: of the caller's stream at a submission, or of the
+// communication stream at the end of a call.
+class EagerCuda::StreamPoint : public DevicePoint {
  public:
-  Spot(std::shared_ptr<cuda::Milestone> milestone,
-       std::shared_ptr<CudaCommunicator> communicator)
-      : milestone_(std::move(milestone)), communicator_(std::move(communicator)) {}
+  StreamPoint(std::shared_ptr<cuda::DeviceEvent> device_event,
+              std::shared_ptr<CudaCommunicator> communicator)
+      : device_event_(std::move(device_event)),
+        communicator_(std::move(communicator)) {}
 
-  const cuda::Milestone& milestone() const { return *milestone_; }
-  int device() const override { return milestone_->ground()->device(); }
+  const cuda::DeviceEvent& device_event() const { return *device_event_; }
+  int device() const override { return device_event_->context()->device(); }
 
-  bool passed() const override { return milestone_->Passed(); }
+  bool passed() const override { return device_event_->Passed(); }
   bool failed() const override {
-    return communicator_ && !communicator_->Verdict().ok();
+    return communicator_ && !communicator_->Health().ok();
   }
 
   Status Delay(uint64_t stream) override {
-    if (communicator_) RJ_TRY(communicator_->Verdict());
+    if (communicator_) RJ_TRY(communicator_->Health());
     last_.store(stream, std::memory_order_relaxed);
-    return milestone_->Delay(reinterpret_cast<cuda::Stream>(stream));
+    return device_event_->Delay(reinterpret_cast<cuda::Stream>(stream));
   }
 
-  // Gives memory of the call back when the stream that waited for it last has passed.
+  // Frees memory of the call in the order of the stream that last waited for this
+  // point, because that stream may still read the memory.
   void Free(cuda::Pointer memory) const {
-    cuda::Ground& ground = *milestone_->ground();
-    if (!ground.IsHere()) return;
+    cuda::PrimaryContext& context = *device_event_->context();
+    if (!context.IsHere()) return;
     const auto stream = reinterpret_cast<cuda::Stream>(last_.load());
-    // Nobody may have waited yet. If waiting fails, nobody knows who writes there.
-    if (milestone_->Delay(stream).ok()) ground.Free(memory, stream);
+    // Possibly no stream has waited yet, so wait again. If that fails, leak the memory:
+    // the call may still write to it.
+    if (device_event_->Delay(stream).ok()) context.Free(memory, stream);
   }
 
  private:
-  const std::shared_ptr<cuda::Milestone> milestone_;
+  const std::shared_ptr<cuda::DeviceEvent> device_event_;
   const std::shared_ptr<CudaCommunicator> communicator_;  // null: a caller's point
-  std::atomic<uint64_t> last_{0};
+  std::atomic<uint64_t> last_{0};  // the stream that last waited; 0: default stream
 };
 
+// Memory for one tensor of the call that ends at `end`.
 struct EagerCuda::Block {
-  Block(std::shared_ptr<Spot> to, cuda::Pointer at) : end(std::move(to)), memory(at) {}
+  Block(std::shared_ptr<StreamPoint> to, cuda::Pointer at)
+      : end(std::move(to)), memory(at) {}
   ~Block() { end->Free(memory); }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  const std::shared_ptr<Spot> end;
+  const std::shared_ptr<StreamPoint> end;
   const cuda::Pointer memory;
 };
 
-// What a rank tells the others before they connect, followed by what keeps it from it.
+// The message of a rank to all ranks before they connect. If the rank cannot take part,
+// the text of the reason follows.
 struct EagerCuda::Hello {
-  int32_t nccl = 0;
+  int32_t nccl = 0;  // version
   uint32_t fusion = 0, packs = 0, shares = 0;
   uint64_t small = 0;
-  std::array<unsigned char, 16> gpu = {};
-  nccl::UniqueId id = {};
+  std::array<unsigned char, 16> gpu = {};  // UUID
+  nccl::UniqueId id = {};                  // made by rank 0
 };
 
 EagerCuda::EagerCuda(EagerCudaOptions options, std::shared_ptr<Communicator> host)
@@ -71,7 +78,7 @@ EagerCuda::EagerCuda(EagerCudaOptions options, std::shared_ptr<Communicator> hos
 
 EagerCuda::~EagerCuda() = default;
 
-// -- on the submitting threads -------------------------------------------------------
+// -- on the threads that submit ------------------------------------------------------
 
 Status EagerCuda::Suits(const Submission& what) const {
   if (!what.Reduces()) return OkStatus();
@@ -89,7 +96,7 @@ Result<int> EagerCuda::DeviceOf(const EagerRequest& request) const {
   int device = -1;
   for (const auto* places : {&request.ins, &request.outs})
     for (size_t i = 0; i < places->size(); ++i) {
-      // Empty, or rows that another rank gets.
+      // No memory: the tensor is empty, or the result has no rows for this rank.
       if ((*places)[i] == nullptr || request.what.tensors[i].bytes() == 0) continue;
       int found = -1;
       const cuda::Outcome outcome = driver.PointerGetAttribute(
@@ -105,40 +112,40 @@ Result<int> EagerCuda::DeviceOf(const EagerRequest& request) const {
       device = found;
     }
   if (device >= 0) return device;
-  if (const auto known = ground()) return known->device();
-  // Nothing but empty tensors so far.
+  if (const auto known = context()) return known->device();
+  // There were only empty tensors so far.
   if (driver.CtxGetDevice(&device) == cuda::kSuccess) return device;
   return std::max(options_.fallback_device, 0);
 }
 
-Result<std::shared_ptr<cuda::Ground>> EagerCuda::GroundOf(int device) {
+Result<std::shared_ptr<cuda::PrimaryContext>> EagerCuda::ContextOf(int device) {
   std::lock_guard lock(mutex_);
   if (closed_) return Status(Code::kFailedPrecondition, "ringjax is shut down");
-  if (!ground_) {
-    auto opened = cuda::Ground::Open(device);
+  if (!primary_context_) {
+    auto opened = cuda::PrimaryContext::Open(device);
     if (!opened.ok()) return opened;
-    ground_ = std::move(opened.value());
+    primary_context_ = std::move(opened.value());
   }
-  if (ground_->device() == device) return ground_;
+  if (primary_context_->device() == device) return primary_context_;
   return Status(Code::kInvalidArgument,
                 "it is on CUDA device " + std::to_string(device) +
                     ", but this rank takes part in this process set with CUDA device " +
-                    std::to_string(ground_->device()));
+                    std::to_string(primary_context_->device()));
 }
 
 Result<std::shared_ptr<DevicePoint>> EagerCuda::Mark(const EagerRequest& request) {
   RJ_TRY(Suits(request.what));
   const Result<int> device = DeviceOf(request);
   if (!device.ok()) return device.status();
-  const auto on = GroundOf(device.value());
+  const auto on = ContextOf(device.value());
   if (!on.ok()) return on.status();
   auto now = on.value()->Record(reinterpret_cast<cuda::Stream>(request.stream));
   if (!now.ok()) return now.status();
   return std::shared_ptr<DevicePoint>(
-      std::make_shared<Spot>(std::move(now.value()), nullptr));
+      std::make_shared<StreamPoint>(std::move(now.value()), nullptr));
 }
 
-// -- joining NCCL --------------------------------------------------------------------
+// -- connecting NCCL -----------------------------------------------------------------
 
 Status EagerCuda::Open() {
   if (open_) return communicator()->Check();
@@ -148,10 +155,10 @@ Status EagerCuda::Open() {
   std::string mine(reinterpret_cast<const char*>(&hello), sizeof hello);
   if (!ready.ok()) mine += ready.message().empty() ? "unknown" : ready.message();
   std::vector<std::string> said;
-  RJ_TRY(host_->Exchange(mine, &said));
+  RJ_TRY(host_->ExchangeRound(mine, &said));
   nccl::UniqueId id;
   if (Status s = Judge(said, &id); !s.ok()) {
-    // Nothing has happened between the ranks: the next time may fare better.
+    // The ranks have not begun to connect, so the next Open tries again.
     std::shared_ptr<CudaCommunicator> unused;
     std::lock_guard lock(mutex_);
     unused.swap(communicator_);
@@ -162,16 +169,16 @@ Status EagerCuda::Open() {
   return failed_;
 }
 
-// What this rank can do by itself.
+// Prepares the device of this rank and fills in its message to the other ranks.
 Status EagerCuda::Prepare(Hello* hello) {
   CudaOptions cuda = options_.cuda;
-  cuda.audited = false;
-  auto on = ground();
+  cuda.checks_consistency = false;
+  auto on = context();
   if (!on) {
     if (options_.fallback_device < 0)
       return Status(Code::kFailedPrecondition,
                     "it has joined without tensors, and has no CUDA device");
-    const auto opened = GroundOf(options_.fallback_device);
+    const auto opened = ContextOf(options_.fallback_device);
     if (!opened.ok()) return opened.status();
     on = opened.value();
   }
@@ -181,7 +188,8 @@ Status EagerCuda::Prepare(Hello* hello) {
   for (size_t i = 0; i < options_.nccl.size() && nccl == nullptr; ++i) {
     const auto opened = nccl::OpenNccl(options_.nccl[i]);
     if (opened.ok()) nccl = opened.value();
-    // The system's absence says less than what is wrong with a file that was found.
+    // Return the error of the first path: a file that cannot be loaded says more than
+    // that the loader finds no NCCL.
     if (i == 0) none = opened.status();
   }
   if (nccl == nullptr) return none;
@@ -203,11 +211,12 @@ Status EagerCuda::Prepare(Hello* hello) {
   return OkStatus();
 }
 
-// Alike on all ranks, because all have heard the same.
+// Checks whether NCCL can connect the ranks. The result is the same on all ranks,
+// because all have received the same messages.
 Status EagerCuda::Judge(const std::vector<std::string>& said,
                         nccl::UniqueId* id) const {
   auto wrong = [this](size_t rank, const std::string& what) {
-    const int world = host_->options().members[rank];
+    const int world = host_->options().world_ranks[rank];
     return Status(Code::kFailedPrecondition,
                   "rank " + std::to_string(world) + " " + what, world);
   };
@@ -223,7 +232,8 @@ Status EagerCuda::Judge(const std::vector<std::string>& said,
     const Hello& other = hellos[r];
     auto differs = [&](const std::string& what) {
       return wrong(r, "cannot exchange CUDA tensors with rank " +
-                          std::to_string(host_->options().members[0]) + ": " + what);
+                          std::to_string(host_->options().world_ranks[0]) + ": " +
+                          what);
     };
     if (other.nccl != first.nccl)
       return differs("it has NCCL " + std::to_string(other.nccl) + ", not " +
@@ -235,31 +245,33 @@ Status EagerCuda::Judge(const std::vector<std::string>& said,
     if (other.packs != first.packs)
       return differs("one build of ringjax has device code, the other has none");
   }
-  // NCCL would say so in its own log only.
+  // NCCL would report a shared GPU only in its own log.
   const auto& place = host_->options().topology.host;
   for (size_t r = 1; r < hellos.size(); ++r)
     for (size_t before = 0; before < r; ++before)
       if (hellos[r].gpu == hellos[before].gpu && place[r] == place[before] &&
           hellos[r].shares == 0 && hellos[before].shares == 0)
         return wrong(r, "computes on the same GPU as rank " +
-                            std::to_string(host_->options().members[before]) +
+                            std::to_string(host_->options().world_ranks[before]) +
                             ", and NCCL wants one for each rank");
   *id = first.id;
   return OkStatus();
 }
 
+// Connects NCCL, then exchanges the outcome: if one rank has failed, all ranks fail.
 Status EagerCuda::Connect(const nccl::UniqueId& id) {
   const auto device = communicator();
   const Status joined = device->Join(id);
   std::vector<std::string> said;
-  const Status told = host_->Exchange(joined.ok()                ? ""
-                                      : joined.message().empty() ? "failed"
-                                                                 : joined.message(),
-                                      &said);
+  const Status told =
+      host_->ExchangeRound(joined.ok()                ? ""
+                           : joined.message().empty() ? "failed"
+                                                      : joined.message(),
+                           &said);
   Status status = joined;
   for (size_t r = 0; r < said.size() && told.ok(); ++r) {
     if (said[r].empty()) continue;
-    const int world = host_->options().members[r];
+    const int world = host_->options().world_ranks[r];
     status = Status(Code::kFailedPrecondition,
                     "rank " + std::to_string(world) +
                         " could not connect its CUDA device: " + said[r],
@@ -275,11 +287,12 @@ Status EagerCuda::Connect(const nccl::UniqueId& id) {
 
 // -- calls ---------------------------------------------------------------------------
 
-Result<std::shared_ptr<EagerCuda::Spot>> EagerCuda::NextEnd() {
+Result<std::shared_ptr<EagerCuda::StreamPoint>> EagerCuda::NextEnd() {
   if (!next_) {
-    auto milestone = ground()->Make();
-    if (!milestone.ok()) return milestone.status();
-    next_ = std::make_shared<Spot>(std::move(milestone.value()), communicator());
+    auto device_event = context()->Make();
+    if (!device_event.ok()) return device_event.status();
+    next_ =
+        std::make_shared<StreamPoint>(std::move(device_event.value()), communicator());
   }
   return next_;
 }
@@ -289,12 +302,12 @@ Result<std::shared_ptr<void>> EagerCuda::Allocate(uint64_t bytes,
   if (bytes == 0) return std::shared_ptr<void>();
   const auto end = NextEnd();
   if (!end.ok()) return end.status();
-  const auto on = ground();
+  const auto on = context();
   const cuda::Driver& driver = on->driver();
   cuda::Pointer memory = 0;
   const size_t words = (bytes + 3) / 4;
   std::shared_ptr<Block> block;
-  const Status made = communicator()->Beside([&](cuda::Stream stream) -> Status {
+  const Status made = communicator()->OnCommStream([&](cuda::Stream stream) -> Status {
     RJ_CUDA(driver, MemAllocAsync, &memory, words * 4, stream);
     block = std::make_shared<Block>(end.value(), memory);
     if (pattern.empty()) return OkStatus();
@@ -303,7 +316,8 @@ Result<std::shared_ptr<void>> EagerCuda::Allocate(uint64_t bytes,
       RJ_CUDA(driver, MemsetD32Async, memory, byte * 0x01010101u, words, stream);
       return OkStatus();
     }
-    // No kernel fills with eight bytes at a time; this is for ranks that have joined.
+    // The driver has no memset of eight bytes; only ranks that have joined need this
+    // slower way. The copy has read `filled` when it returns: that memory is pageable.
     std::vector<std::byte> filled(words * 4);
     for (size_t i = 0; i < filled.size(); ++i) filled[i] = pattern[i % pattern.size()];
     RJ_CUDA(driver, MemcpyHtoDAsync, memory, filled.data(), filled.size(), stream);
@@ -323,14 +337,15 @@ Status EagerCuda::Run(const Call& call,
   std::vector<cuda::Event> after;
   after.reserve(marks.size());
   for (const auto& mark : marks)
-    after.push_back(static_cast<const Spot&>(*mark).milestone().event());
-  const cuda::Event done = here.value()->milestone().event();
+    after.push_back(static_cast<const StreamPoint&>(*mark).device_event().event());
+  const cuda::Event done = here.value()->device_event().event();
   const auto device = communicator();
-  const Status status = device->RunBeside(call, after, done);
+  const Status status = device->RunAfter(call, after, done);
   if (status.ok()) return status;
-  // Behind what may have been enqueued. If not even that works, nothing runs there.
-  (void)device->Beside([&](cuda::Stream stream) {
-    const cuda::Driver& driver = ground()->driver();
+  // Record the end behind the work that the failed call may have enqueued. If even that
+  // fails, nothing runs on the stream.
+  (void)device->OnCommStream([&](cuda::Stream stream) {
+    const cuda::Driver& driver = context()->driver();
     return driver.Check(driver.EventRecord(done, stream), "cuEventRecord");
   });
   return status;
@@ -347,22 +362,23 @@ void EagerCuda::Finish() {
 void EagerCuda::Close() {
   Finish();
   next_.reset();
-  std::shared_ptr<cuda::Ground> let_go;  // but for what tickets and results hold
+  // Released after the lock. Works and results may hold further references.
+  std::shared_ptr<cuda::PrimaryContext> let_go;
   std::lock_guard lock(mutex_);
-  let_go.swap(ground_);
+  let_go.swap(primary_context_);
   closed_ = true;
 }
 
-// -- what is here --------------------------------------------------------------------
+// -- state ---------------------------------------------------------------------------
 
 std::shared_ptr<CudaCommunicator> EagerCuda::communicator() const {
   std::lock_guard lock(mutex_);
   return communicator_;
 }
 
-std::shared_ptr<cuda::Ground> EagerCuda::ground() const {
+std::shared_ptr<cuda::PrimaryContext> EagerCuda::context() const {
   std::lock_guard lock(mutex_);
-  return ground_;
+  return primary_context_;
 }
 
 Status EagerCuda::Confirm() const {
@@ -371,7 +387,7 @@ Status EagerCuda::Confirm() const {
 }
 
 int EagerCuda::device() const {
-  const auto on = ground();
+  const auto on = context();
   return on ? on->device() : -1;
 }
 

@@ -1,14 +1,15 @@
-// CUDA tensors in the eager lane: what the lane has decided, enqueued on NCCL.
+// CUDA tensors in the eager lane: runs the calls that the lane has decided with NCCL.
 //
-// A submission marks its stream. The communication stream waits for the marks of all
-// submissions of a call, does the work and makes a mark of its own, which streams that
-// want the results wait for. The host never waits for the device.
+// A submission records a device event on the stream of its caller (Mark). The
+// communication stream waits for the events of all submissions of a call, does the work
+// and records an event of its own, for which streams wait that use the results. The
+// host never waits for the device.
 //
-// NCCL is joined at the first decision about CUDA tensors, on the lane's thread and by
-// all ranks: each prepares what it can by itself and says how it fares, over the lane's
-// own communicator; then they connect and tell each other again. A failure until then
-// fails these submissions on all ranks and nothing else. The lane compares every call
-// before it is run, so no auditor is needed here.
+// The ranks connect NCCL at the first decision about CUDA tensors, on the thread of the
+// lane: each rank prepares its own device and sends the outcome to all ranks over the
+// communicator of the lane; then the ranks connect and exchange the outcome again. A
+// failure until then fails these submissions on all ranks, and nothing else. The lane
+// compares every call before it runs the call, so there is no consistency checker.
 #pragma once
 
 #include <atomic>
@@ -20,18 +21,19 @@
 #include <vector>
 
 #include "device/cuda_communicator.h"
-#include "device/milestone.h"
+#include "device/device_event.h"
 #include "engine/eager/lane.h"
 
 namespace ringjax {
 
 struct EagerCudaOptions {
-  CudaOptions cuda;  // its device is that of the first tensors
-  // The device of a rank that joins before it has any tensors; -1: it has none.
+  CudaOptions cuda;  // `device` is ignored: the first tensors decide
+  // The device of a rank that joins before it has any tensors; -1: the rank has none.
   int fallback_device = -1;
   std::vector<std::string> nccl;  // paths to try; "" is the loader's own search
 };
 
+// The backend for one epoch of a lane. EagerBackend says which threads may call.
 class EagerCuda : public EagerBackend {
  public:
   // `host` is the lane's communicator.
@@ -48,38 +50,39 @@ class EagerCuda : public EagerBackend {
   void Finish() override;
   void Close() override;
 
-  int device() const;  // -1 until it is known
-  // Whether NCCL joins the ranks, so that results may be on their way on the device.
+  int device() const;  // CUDA ordinal; -1 until the first tensors or Open
+  // Whether NCCL has connected the ranks, so that the device may compute results.
   bool joined() const { return open_.load(std::memory_order_acquire); }
-  // As CudaCommunicator::Confirm; ok before NCCL has joined the ranks.
+  // See CudaCommunicator::Confirm. Ok before NCCL has connected the ranks.
   Status Confirm() const;
   std::map<std::string, CudaStats> stats() const;
 
  private:
-  class Spot;
+  class StreamPoint;
   struct Block;
   struct Hello;
 
   Status Suits(const Submission& what) const;
   Result<int> DeviceOf(const EagerRequest& request) const;
-  Result<std::shared_ptr<cuda::Ground>> GroundOf(int device);
+  Result<std::shared_ptr<cuda::PrimaryContext>> ContextOf(int device);
   Status Prepare(Hello* hello);
   Status Judge(const std::vector<std::string>& said, nccl::UniqueId* id) const;
   Status Connect(const nccl::UniqueId& id);
-  Result<std::shared_ptr<Spot>> NextEnd();
+  Result<std::shared_ptr<StreamPoint>> NextEnd();
   std::shared_ptr<CudaCommunicator> communicator() const;
-  std::shared_ptr<cuda::Ground> ground() const;
+  std::shared_ptr<cuda::PrimaryContext> context() const;
 
   const EagerCudaOptions options_;
   const std::shared_ptr<Communicator> host_;
 
   std::atomic<bool> open_{false};
-  // Of the lane's thread.
-  Status failed_;               // for good
-  std::shared_ptr<Spot> next_;  // where the call ends that memory is made for
+  // Used by the thread of the lane, and by Close. `failed_` is the outcome of Connect,
+  // which is not tried again; `next_` is the end of the next call, see Block.
+  Status failed_;
+  std::shared_ptr<StreamPoint> next_;
 
   mutable std::mutex mutex_;  // guards the rest
-  std::shared_ptr<cuda::Ground> ground_;
+  std::shared_ptr<cuda::PrimaryContext> primary_context_;
   std::shared_ptr<CudaCommunicator> communicator_;
   bool closed_ = false;
 };

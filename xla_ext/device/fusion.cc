@@ -1,4 +1,4 @@
-// Packed or in place, and where in the buffer. See fusion.h.
+// The fusion plan of a call. See fusion.h.
 #include "device/fusion.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace ringjax {
 namespace {
 
-constexpr uint64_t kAlignment = 16;  // of a tensor in the buffer: a vector load
+constexpr uint64_t kAlignment = 16;  // bytes: tensors begin where a vector load may
 
 uint64_t Aligned(uint64_t bytes) {
   return (bytes + kAlignment - 1) & ~(kAlignment - 1);
@@ -16,7 +16,7 @@ uint64_t Aligned(uint64_t bytes) {
 
 bool Scales(const Call& call) { return call.prescale != 1.0 || call.postscale != 1.0; }
 
-// What pack.cu has arithmetic for; everything else is only copied.
+// Whether pack.cu has arithmetic for the dtype. It can only copy the other dtypes.
 bool HasKernels(DType t) {
   return t != DType::kBool && t != DType::kI16 && t != DType::kU16;
 }
@@ -38,11 +38,12 @@ bool Packs(const Call& call, const Tensor& t, int size, const FusionOptions& opt
     case Fusion::kHybrid:
       break;
   }
-  // Alone in the world, nothing is sent: only copies would be left.
+  // One rank sends nothing, so packing would only add copies.
   return size > 1 && t.bytes() < options.small;
 }
 
-// The chosen tensors by type, in the order in which the types appear.
+// Returns a segment for each pair of dtype and wire dtype among the chosen tensors, in
+// the order in which the pairs first appear.
 std::vector<Segment> Collect(const Call& call, const std::vector<size_t>& chosen) {
   std::vector<Segment> segments;
   for (size_t i : chosen) {
@@ -123,7 +124,7 @@ Result<FusionPlan> PlanFusion(const Call& call, int size,
     const Tensor& first = call.tensors[s.pieces[0].tensor];
     if (alone && !Converts(call, first) && !Averages(call, first, size)) {
       plan.in_place.push_back(
-          s.pieces[0].tensor);  // packing it would join it to nothing
+          s.pieces[0].tensor);  // a segment of one tensor fuses nothing
       continue;
     }
     s.offset = plan.bytes;

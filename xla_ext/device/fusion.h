@@ -1,11 +1,12 @@
-// Which tensors of a call travel packed into one buffer and which where they are: a
-// pure plan, no CUDA in it. Every rank makes the same one from the same call.
+// Fusion plans: which tensors of a call are packed into one buffer and which stay where
+// they are. Pure functions without CUDA; every rank makes the same plan from the same
+// call.
 //
-// Hybrid, the default: small tensors are packed, because an operation on each costs
-// more than two copies of few bytes; large ones are reduced in place, because two
-// copies of many bytes cost more than an operation. What needs arithmetic on the way (a
-// wire type, a factor, an average that NCCL would round) is packed in every mode: the
-// pass is needed anyway.
+// Hybrid, the default: small tensors are packed, because one NCCL operation for each
+// costs more than two copies of few bytes. Large tensors are reduced in place, because
+// two copies of many bytes cost more than an operation. Tensors that need arithmetic
+// before or after NCCL (a wire dtype, a factor, an average that NCCL would round) are
+// packed in every mode, because the arithmetic needs that pass over the data anyway.
 #pragma once
 
 #include <cstdint>
@@ -18,29 +19,28 @@ namespace ringjax {
 
 enum class Fusion : uint8_t {
   kHybrid,
-  kPack,   // everything into the buffer
-  kGroup,  // nothing: one operation per tensor, all in one group
+  kPack,   // packs all tensors
+  kGroup,  // packs none: one NCCL operation per tensor, all in one group
 };
 
-// "hybrid", "pack" or "group".
+// Parses "hybrid", "pack" or "group"; kInvalidArgument for any other name.
 Result<Fusion> FusionFromName(std::string_view name);
 
 struct FusionOptions {
   Fusion mode = Fusion::kHybrid;
-  uint64_t small = 1 << 20;  // bytes; a tensor below is small
+  uint64_t small = 1 << 20;  // bytes; a tensor with fewer bytes is small
   bool can_pack = true;      // false without device code
 };
 
-// A tensor, or the part of it that one kernel entry covers, and its place in the
-// buffer.
+// A packed tensor and its offset in the fused buffer.
 struct Packed {
-  size_t tensor;
-  uint64_t elements;  // of `dtype` of its segment
+  size_t tensor;      // index in the call
+  uint64_t elements;  // counted in the dtype of the segment
   uint64_t offset;    // bytes from the start of the buffer, a multiple of 16
 };
 
-// Tensors of one type, one operation on `elements` of `wire` at `offset`. Gaps between
-// tensors take part: their content is never read.
+// Packed tensors of one dtype and wire dtype, which one NCCL operation moves. The
+// operation includes the gaps between the tensors, whose contents are never read.
 struct Segment {
   DType dtype, wire;  // complex numbers are pairs of floats here
   uint64_t offset = 0;
@@ -52,23 +52,23 @@ struct Segment {
 
 struct FusionPlan {
   std::vector<Segment> segments;
-  std::vector<size_t> in_place;  // tensors
-  uint64_t bytes = 0;            // of the buffer
+  std::vector<size_t> in_place;  // indices of tensors
+  uint64_t bytes = 0;            // size of the fused buffer
 
   uint64_t packed_bytes() const;
 };
 
-// `call` is an allreduce, broadcast or reducescatter; `size` the number of ranks.
-// Errors if something would have to be computed that the kernels cannot.
+// Makes the plan of a call; `size` is the number of ranks. Fails if the call needs
+// arithmetic that the kernels do not have.
 Result<FusionPlan> PlanFusion(const Call& call, int size, const FusionOptions& options);
 
-// What the elements of a tensor travel as in a reduction.
+// The dtype in which NCCL moves the elements of a tensor.
 DType WireType(const Call& call, const Tensor& tensor);
 
-// Whether elements change on the way: a wire type applies, or a factor.
+// Whether a reduction must convert the elements: a wire dtype or a factor applies.
 bool Converts(const Call& call, const Tensor& tensor);
 
-// How elements are computed with: a complex number is two floats.
+// The dtype of the arithmetic, and the elements in it: a complex number is two floats.
 DType ComponentType(DType type);
 uint64_t Components(const Tensor& tensor);
 

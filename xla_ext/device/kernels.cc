@@ -1,4 +1,4 @@
-// Loading the blob, filling tables, launching. See kernels.h.
+// Loads the device code, fills the tables and launches. See kernels.h.
 #include "device/kernels.h"
 
 #include <algorithm>
@@ -10,13 +10,14 @@
 namespace ringjax::cuda {
 namespace {
 
-constexpr int kLargeParameters = 12010;  // driver from which on they exist
-// A block for every two chunks, as far as this goes: blocks that the device hands out
-// one by one read and write large tensors at 95 % of the speed of its own copy, and
-// blocks that stay on their multiprocessor and fetch chunk after chunk at 90 % (H200).
+constexpr int kLargeParameters = 12010;  // first driver with parameters beyond 4 KiB
+// A launch has a block for every two chunks, up to this number. On an H200, blocks that
+// the device schedules one by one move large tensors at 95 % of the speed of the
+// driver's own copy; fewer blocks that loop over the chunks reach 90 %.
 constexpr uint64_t kMostBlocks = 1 << 24;
 
-// Machine code first, from the closest architecture down; then what can be compiled.
+// Returns the images that may run on the device, best first: fatbins, then machine
+// code, then PTX, which the driver must compile; of each kind the newest first.
 std::vector<const Image*> InOrderOfFit(int compute_capability) {
   std::vector<const Image*> fit;
   for (const Image& image : DeviceImages()) {
@@ -49,8 +50,8 @@ Result<std::unique_ptr<Kernels>> Kernels::Load(const Driver& driver, Device devi
   return kernels;
 }
 
-// What is loaded when it is first launched may wait for everything on the device, also
-// for an NCCL kernel that waits for a rank that is gone.
+// Loads all kernels now. With CUDA's lazy loading, the first launch of a kernel may
+// wait for all work on the device, even for an NCCL kernel that waits for a lost rank.
 Status Kernels::LoadAll() {
   std::vector<std::string> names = {"rj_pack_bytes_bytes", "rj_unpack_bytes_bytes"};
   for (int d = 0; d < kDTypeCount; ++d) {
@@ -119,7 +120,7 @@ Status Kernels::Pack(std::span<const Patch> patches, DType dtype, DType wire,
 
 Status Kernels::Unpack(std::span<const Patch> patches, DType dtype, DType wire,
                        double scale, const Target& target) {
-  // Only the typed kernels know what NaN looks like.
+  // The copying kernel cannot write NaN: poison needs the kernel of the dtype.
   if (dtype == wire && scale == 1.0 && !(IsFloat(dtype) && target.poison != 0))
     return Launch({"rj_unpack_bytes_bytes", kPackChunkBytes, Width(dtype)}, patches,
                   scale, target);
@@ -158,7 +159,7 @@ Status Kernels::LaunchTable(const std::string& name, const Kind& kind,
                             const Target& target) {
   Result<Function> function = Find(name);
   if (!function.ok()) return function.status();
-  PackTable<N> table;  // entries beyond count stay as they are: nobody reads them
+  PackTable<N> table;  // kernels read only the first `count` entries
   table.fused = target.fused;
   table.poison = target.poison;
   table.scale = scale;

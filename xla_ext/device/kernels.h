@@ -1,7 +1,7 @@
 // The kernels of pack.cu, loaded into one device and launched on a stream.
 //
-// Tensors of any number and alignment go into a few launches: the table of addresses
-// travels in the kernel's parameters, so nothing is copied to the device first.
+// A few launches serve any number of tensors of any alignment. The table of addresses
+// is a parameter of the kernel, so nothing is copied to the device before the launch.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +16,18 @@
 
 namespace ringjax::cuda {
 
+// One tensor of a launch.
 struct Patch {
   Pointer tensor;
   uint64_t elements;
-  uint64_t offset;  // bytes in the fused buffer, a multiple of 16; not used to seal
+  uint64_t offset;  // bytes in the fused buffer, a multiple of 16; Seal ignores it
 };
 
+// Launches are safe from any thread; the CUDA context of the device must be current.
 class Kernels {
  public:
-  // Loads the code for the device whose context is current. An extension without device
-  // code gives an object that is not `available`.
+  // Loads the code for the device whose context is current. If the extension was built
+  // without device code, returns an object that is not `available`.
   static Result<std::unique_ptr<Kernels>> Load(const Driver& driver, Device device);
   ~Kernels();
   Kernels(const Kernels&) = delete;
@@ -33,21 +35,21 @@ class Kernels {
 
   bool available() const { return module_ != nullptr; }
 
-  // Work for one stream. `launches` counts the kernels.
   struct Target {
     Stream stream;
-    Pointer fused;
-    Pointer poison;  // word of the device; 0: never
-    uint64_t* launches;
+    Pointer fused;       // the fused buffer, 16-byte aligned
+    Pointer poison;      // the poison word on the device; 0: there is none
+    uint64_t* launches;  // incremented for each kernel; may be null
   };
 
-  // fused <- scale * tensors, as `wire`.
+  // Writes scale * tensors to the fused buffer, as `wire`.
   Status Pack(std::span<const Patch> patches, DType dtype, DType wire, double scale,
               const Target& target);
-  // tensors <- scale * fused; NaN where the poison word is set.
+  // Writes scale * fused buffer to the tensors; NaN if the poison word is set and dtype
+  // is a floating-point type.
   Status Unpack(std::span<const Patch> patches, DType dtype, DType wire, double scale,
                 const Target& target);
-  // Makes floating-point tensors NaN at their beginning if the poison word is set.
+  // Writes NaN to the beginning of floating-point tensors if the poison word is set.
   Status Seal(std::span<const Patch> patches, DType dtype, const Target& target);
 
  private:
@@ -55,11 +57,10 @@ class Kernels {
   Status LoadCode(int compute_capability);
   Status LoadAll();
   Result<Function> Find(const std::string& name);
-  // `bytes`: a plain copy, elements count bytes. `chunk`: elements in a chunk.
   struct Kind {
-    std::string name;  // without the capacity
-    uint64_t chunk;
-    uint64_t factor;  // table elements for each element of a patch
+    std::string name;  // kernel name without the capacity
+    uint64_t chunk;    // elements of the table in a chunk
+    uint64_t factor;   // elements of the table for each element of a patch
   };
   Status Launch(const Kind& kind, std::span<const Patch> patches, double scale,
                 const Target& target);
@@ -70,7 +71,7 @@ class Kernels {
 
   const Driver& driver_;
   Module module_ = nullptr;
-  bool large_ = false;  // parameters beyond 4 KiB
+  bool large_ = false;  // the device takes more than 4 KiB of parameters
   std::mutex mutex_;    // guards functions_
   std::map<std::string, Function> functions_;
 };

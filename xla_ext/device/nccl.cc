@@ -11,8 +11,8 @@ namespace ringjax::nccl {
 namespace {
 
 constexpr char kSoname[] = "libnccl.so.2";
-// Since 2.26 kernels of several communicators on one device can be ordered, and since
-// 2.27 a communicator is initialised without leaning on the thread that asked for it.
+// Since 2.26 NCCL can order the kernels of several communicators on one device. Since
+// 2.27 the initialisation of a communicator does not depend on the calling thread.
 constexpr int kOldest = 22700;
 
 std::mutex opening;
@@ -24,8 +24,8 @@ std::string LoaderError() {
 }
 
 Result<void*> Open(const std::string& path) {
-  // Two copies could not order their kernels against each other, so the one that is
-  // mapped wins over everything.
+  // Two copies of NCCL could not order their kernels against each other, so a copy that
+  // is mapped already comes before any path.
   if (void* mapped = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return mapped;
   const char* file = path.empty() ? kSoname : path.c_str();
   if (void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL)) return library;
@@ -58,7 +58,7 @@ Result<const Nccl*> Load(const std::string& path) {
     return Status(Code::kFailedPrecondition,
                   "NCCL " + std::to_string(nccl->version) + " (" + nccl->path +
                       ") is too old: 2.27 or newer is needed");
-  return nccl.release();  // lives as long as the process
+  return nccl.release();  // never freed
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
-// NCCL, opened at run time: a table of its functions and the few types they need,
-// declared here in the layout of NCCL 2.18, which every later one reads.
+// NCCL, opened at run time: a table of its functions and the few types that they need,
+// declared here in the layout of NCCL 2.18, which every later version reads.
 //
-// libnccl.so.2 is looked for in this order: the copy that is mapped already (jax's), a
-// given path, the loader's own search. All ranks must have the same version.
+// If a libnccl.so.2 is mapped already (the one of jax), that copy is used. Otherwise
+// the given path is opened, or without a path the loader searches. All ranks must have
+// the same version.
 #pragma once
 
 #include <array>
@@ -45,12 +46,12 @@ enum DataType : int {
 
 enum RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
-struct Config {  // ncclConfig_t of 2.18; NCCL reads as much as `size` says
+struct Config {  // ncclConfig_t of 2.18; NCCL reads `size` bytes of it
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = 21800;
   int blocking = 0;
-  int cga_cluster_size = INT_MIN;  // INT_MIN: as NCCL likes
+  int cga_cluster_size = INT_MIN;  // INT_MIN: NCCL's default
   int min_ctas = INT_MIN;
   int max_ctas = INT_MIN;
   const char* net_name = nullptr;
@@ -89,15 +90,17 @@ struct Nccl {
   const char* (*GetLastError)(Comm) = nullptr;
 
   int version = 0;   // 22809 for 2.28.9
-  std::string path;  // of the file that is mapped
+  std::string path;  // the file that is mapped
 
-  // Ok, or "ncclAllReduce: what it means (what NCCL said last)".
+  // Returns ok, also for kInProgress; otherwise kUnavailable with "ncclAllReduce:
+  // explanation (NCCL's last error text)".
   Status Check(Outcome outcome, std::string_view what, Comm comm = nullptr) const;
 };
 
-// Opens NCCL once; `path` may be empty. Later calls return what the first one opened.
+// Opens NCCL; `path` may be empty. After the first success, later calls return the same
+// table, whatever their path.
 Result<const Nccl*> OpenNccl(const std::string& path);
-// What OpenNccl opened, or null.
+// The table that OpenNccl has opened, or null.
 const Nccl* OpenedNccl();
 
 }  // namespace ringjax::nccl

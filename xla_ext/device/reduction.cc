@@ -57,7 +57,6 @@ Result<Reduction> ReductionOf(DType type, DType wire, ReduceOp op, int size) {
   if (!ToNccl(wire, &r.type))
     return Status(Code::kInvalidArgument,
                   "NCCL has no reduction of " + std::string(Name(type)));
-  // NCCL scales what it averages before the sum; with one rank there is nothing to do.
   const bool is_or = op == ReduceOp::kSum || op == ReduceOp::kMax;
   if (type == DType::kBool) {
     r.op = is_or ? nccl::kMax : nccl::kMin;
@@ -65,6 +64,7 @@ Result<Reduction> ReductionOf(DType type, DType wire, ReduceOp op, int size) {
   }
   switch (op) {
     case ReduceOp::kAverage:
+      // NCCL's average multiplies the operands first. With one rank that is not needed.
       r.op = size > 1 ? nccl::kAvg : nccl::kSum;
       return r;
     case ReduceOp::kSum:
@@ -97,7 +97,8 @@ bool AveragesLast(const Call& call, DType wire, int size) {
 Factors FactorsOf(const Call& call, DType wire, int size) {
   Factors f{call.prescale, call.postscale, call.reduce_op};
   if (!AveragesLast(call, wire, size)) return f;
-  // A power of two, which rounds nothing but what is next to nothing.
+  // Divide by a power of two before the sum, so that the sum stays in the range of
+  // float16. That rounds only values that become subnormal.
   const double room =
       wire == DType::kF16 ? std::bit_ceil(static_cast<unsigned>(size)) : 1.0;
   return {f.before / room, f.after * room / size, ReduceOp::kSum};

@@ -1,4 +1,4 @@
-// What NCCL can reduce, in its own terms: element types and operations. No calls here.
+// The reductions that NCCL has: its element types and operations. Makes no NCCL calls.
 #pragma once
 
 #include "device/nccl.h"
@@ -11,26 +11,27 @@ struct Reduction {
   nccl::RedOp op;
 };
 
-// How NCCL reduces elements of `type` that travel as `wire` between `size` ranks.
-// Complex numbers are pairs, so they have sums only; bool is or-ed and and-ed as 0
-// and 1.
+// Returns how NCCL reduces elements of `type` that travel as `wire` between `size`
+// ranks; kInvalidArgument if NCCL cannot. A complex number is a pair of floats, so its
+// product is refused. Bool is 0 or 1, so maximum is OR and minimum is AND.
 Result<Reduction> ReductionOf(DType type, DType wire, ReduceOp op, int size);
 
-// NCCL averages by scaling what goes into the sum by 1/size, rounded to the type: 0.2 %
-// off in bf16 with 3 ranks, and always the same way. Where that is not exact, sums of
-// 16 bits are scaled in float32 by the kernels instead.
+// Whether the kernels make an average from a sum, in float32. NCCL averages by
+// multiplying each operand by 1/size, rounded to the type: with 3 ranks a bf16 average
+// is wrong by 0.2 %, always in the same direction. So 16-bit types use NCCL's average
+// only if `size` is a power of two, where 1/size is exact.
 bool AveragesLast(const Call& call, DType wire, int size);
 
-// What a call's elements are multiplied by before and after NCCL reduces them, and what
-// that reduction is, if they pass through the kernels. An average stays in the range of
-// float16 on its way if its result does.
+// For elements that pass through the kernels: the factors before and after NCCL's
+// reduction, and the operation of that reduction. Averages in float16 are scaled so
+// that the sum is in range if the result is.
 struct Factors {
   double before, after;
   ReduceOp op;
 };
 Factors FactorsOf(const Call& call, DType wire, int size);
 
-// Whether NCCL can do all that the call asks for.
+// Ok if NCCL has the reductions that the call needs.
 Status CheckReductions(const Call& call, int size);
 
 }  // namespace ringjax

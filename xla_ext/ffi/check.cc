@@ -1,10 +1,11 @@
-// The fourth handler for the CPU: Check, which now and then compares what the ranks
-// have as parameters and warns if they differ. It changes nothing.
+// Two more FFI handlers for the CPU, Check and CheckShards: at some steps they compare
+// the parameters of all ranks, and print a warning if some differ. They change no data.
 //
-// Operands: seq, which only passes, the parameters, perhaps a tie. Most steps end after
-// a look at seq, or where that has no number of the step (Keras, TensorFlow) after
-// counting the calls. CheckShards is that for one of several devices: the hashes of
-// their shards meet, and how they are cut is compared before.
+// Operands of Check: seq, which is copied to the result, the parameters, perhaps a tie.
+// Most invocations end after a look at seq, or, if seq is not the number of the step
+// (Keras, TensorFlow), after counting the invocations. CheckShards (seq comes after the
+// parameters) is for one of several devices: a DeviceRendezvous collects the hashes of
+// the shards of all devices, and the ranks first compare how their tensors are cut.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -18,13 +19,14 @@
 namespace ringjax {
 namespace {
 
-// The attributes of both handlers.
+// The attributes that both handlers have.
 struct Terms {
   int64_t comm, every, first, count;
   std::string_view name, names;
   double timeout;
 
-  bool counts() const { return first >= 0; }  // calls, since seq does not
+  // Whether invocations are counted, because seq is not the number of the step.
+  bool counts() const { return first >= 0; }
 };
 
 struct Check {
@@ -33,23 +35,26 @@ struct Check {
       : communicator(std::move(c)), terms(t), seq(number), step(number) {
     Hash whose;
     if (terms.counts()) whose.Add(terms.name), whose.Add(terms.names);
-    comparison = &communicator->comparison(whose.value());
+    comparison = &communicator->consistency_check(whose.value());
     if (terms.counts()) whose.Add(static_cast<uint64_t>(device));
-    counter = &communicator->comparison(whose.value()).count;
+    counter = &communicator->consistency_check(whose.value()).count;
   }
 
   std::shared_ptr<Communicator> communicator;
   Terms terms;
   uint32_t seq, step;
-  Communicator::Comparison* comparison;
-  std::atomic<uint32_t>* counter;       // of the device's calls or looks
-  std::optional<uint64_t> ticket = {};  // of the next exchange
+  Communicator::ConsistencyCheck* comparison;
+  // Counts the invocations of this device; else nonzero once this process has compared.
+  std::atomic<uint32_t>* counter;
+  std::optional<uint64_t> ticket = {};  // for the first exchange
 
-  // At the first step of all, and of this process, or where calls are counted at the
-  // call `first`: alike on all ranks. Who joins an elastic job knows only the number of
-  // the step; it could not count calls that were before it, or are made again.
+  // Whether to compare now: the same on all ranks. By the number of the step: at the
+  // steps of ComparesAt, and in a static job also at the first step of this process. By
+  // counting: at invocation `first`, and at those of ComparesAt from there on. In an
+  // elastic job invocations are never counted: a newcomer has the number of the step,
+  // but no count of the invocations before it joined and of those that run again.
   bool IsDue() {
-    const bool elastic = communicator->succession() != nullptr, counts = terms.counts();
+    const bool elastic = communicator->resilient() != nullptr, counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;
     const auto every = static_cast<uint64_t>(terms.every);
     if (!counts) return ComparesAt(step, every) || (!elastic && !counter->load());
@@ -80,7 +85,7 @@ struct Check {
   Result<std::string> Difference(std::span<const uint64_t> hashes,
                                  std::string_view names) {
     return ringjax::Difference(
-        hashes, names, communicator->options().members, communicator->rank(),
+        hashes, names, communicator->options().world_ranks, communicator->rank(),
         [this](std::vector<uint64_t>* numbers) { return Greatest(numbers); });
   }
 
@@ -92,7 +97,7 @@ struct Check {
     return OkStatus();
   }
 
-  // Said once, until they have been alike again.
+  // Prints the warning on rank 0, once until the parameters have been equal again.
   void Say(const std::string& found) {
     const Communicator& c = *communicator;
     const bool differs = !found.empty();
@@ -101,7 +106,7 @@ struct Check {
         stderr,
         "[ringjax %d/%d e%u] warning: the ranks' parameters differ at optimizer step "
         "%u: %s\n",
-        c.options().members[0], c.size(), c.epoch(), step, found.c_str());
+        c.options().world_ranks[0], c.size(), c.epoch(), step, found.c_str());
   }
 };
 
@@ -110,7 +115,7 @@ Status Unreadable() {
                 "RINGJAX[?]: a check was given too few buffers");
 }
 
-// The order value is operand `at` and the only result; it passes.
+// Copies the order value from operand `at` to the only result and to `*seq`.
 Status PassSeq(const ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t at,
                uint32_t* seq) {
   const auto before = args.get<ffi::AnyBuffer>(at);
@@ -126,7 +131,7 @@ Status CheckAlike(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
   uint32_t seq = 0;
   RJ_TRY(PassSeq(args, rets, 0, &seq));
   const Registered live = Find(terms.comm);
-  if (!live.communicator) return OkStatus();  // the gradients' own call says so
+  if (!live.communicator) return OkStatus();  // the call of the gradients will fail
   Check check(live.communicator, terms, seq, 0);
   if (!check.IsDue()) return OkStatus();
   std::vector<uint64_t> hashes;
@@ -138,7 +143,7 @@ Status CheckAlike(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
   return check.Run(hashes);
 }
 
-// Which device has which shard: see engine/communicator/meeting.h.
+// Attributes: the shards of each device (engine/communicator/device_rendezvous.h).
 struct Cut {
   int32_t device;
   int64_t run;
@@ -146,10 +151,10 @@ struct Cut {
   std::string_view partition;
 };
 
-// What the last device to come does for all.
+// Compares once for all devices of this process, when all of them have joined.
 Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& all) {
   check.ticket = ticket;
-  // Who has other shards could not even say which of them differ.
+  // Ranks that cut their tensors in different ways have no shards in common to compare.
   auto other = check.Difference({&cut, 1}, "their shards");
   RJ_TRY(other.status());
   if (!other.value().empty()) {
@@ -162,7 +167,7 @@ Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& a
   return check.Run(hashes);
 }
 
-// `*joined`: `done` will be called.
+// Hands in the hashes of this device if due. `*joined` is set if `done` will be called.
 Status CompareShards(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
                      const Terms& terms, const Cut& cut,
                      std::function<void(const Status&)> done, bool* joined) {
@@ -194,7 +199,7 @@ Status CompareShards(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
   part.body = [check, text](uint64_t ticket, const Call& all) {
     return CompareTogether(check, text, ticket, all);
   };
-  // The hashes live until nobody needs them.
+  // Keeps the hashes alive until the comparison has ended.
   part.done = [done = std::move(done), hashes](const Status& status) { done(status); };
   RJ_TRY(live.meeting->Join(std::move(part)));
   *joined = true;
@@ -217,7 +222,7 @@ ffi::Error CheckHere(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t c
   return ToError(Caught([&] { return CheckAlike(args, rets, terms); }));
 }
 
-// Never waits, like Meet (host.cc).
+// Never waits: see Meet in host.cc.
 ffi::Future CheckShards(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                         ffi::RemainingRets rets, int64_t comm, int64_t every,
                         int64_t first, int64_t count, std::string_view name,

@@ -1,17 +1,18 @@
-// The same three handlers for CUDA: Run, Start, Done. They run on XLA's launching
-// thread, enqueue on XLA's stream and never wait for the device. The order value stays
-// on the device, where only XLA counts it: handlers hand it on.
+// The FFI handlers for CUDA: Run, Start, Done and Order. They run on the thread on
+// which XLA launches the program, enqueue on XLA's stream and never wait for the
+// device. The order value stays on the device: handlers copy it, and only the program
+// itself counts it up.
 //
-// A program over several devices has such a thread for each, and each calls for its
-// own device only: they need not meet, and none waits for another one.
+// A program over several devices has such a thread for each device, which makes the
+// calls of this device only: no rendezvous is needed, and no device waits for another.
 #include "ffi/handlers.h"
 #include "ffi/invocation.h"
 
 namespace ringjax {
 namespace {
 
-// XLA has the context of its device current; another one than ours means that the
-// program was placed on another GPU.
+// Returns the communicator of the device whose CUDA context XLA has made current. Fails
+// if there is none: the program was placed on another GPU.
 Result<CudaCommunicator*> Here(const Invocation& it) {
   if (CudaCommunicator* here = CudaCommunicator::Here(it.live.devices)) return here;
   std::string devices;
@@ -40,8 +41,8 @@ ffi::Error RunOnDevice(cuda::Stream stream, ffi::ScratchAllocator scratch,
     RJ_TRY(here.status());
     RJ_TRY(
         here.value()->Run(it.call, stream, [&](size_t bytes) -> Result<cuda::Pointer> {
-          // XLA's arena: free again when the stream has passed this call. XLA refuses
-          // to promise more than 16 bytes of alignment, which is what the kernels need.
+          // This memory is XLA's, and XLA may reuse it once the stream has passed this
+          // call. XLA guarantees at most 16 bytes of alignment; the kernels need 16.
           const auto memory = scratch.Allocate(bytes, 16);
           if (memory.has_value()) return cuda::ToPointer(*memory);
           return Status(Code::kInternal, "XLA has no " + std::to_string(bytes) +
@@ -71,7 +72,7 @@ ffi::Error DoneOnDevice(cuda::Stream stream, ffi::RemainingArgs args,
   });
 }
 
-// From a token to a number that stands for it, and back: both only order.
+// Converts a token to a number (0), or a number to a token. Both only order calls.
 ffi::Error OrderOnDevice(cuda::Stream stream, ffi::RemainingArgs,
                          ffi::RemainingRets rets) {
   auto number = rets.get<ffi::AnyBuffer>(0);
@@ -85,7 +86,8 @@ ffi::Error OrderOnDevice(cuda::Stream stream, ffi::RemainingArgs,
       "MemsetD32Async"));
 }
 
-// No command-buffer trait: an epoch may be aborted and replaced, a captured graph not.
+// The handlers do not have the trait that lets XLA capture them in a command buffer (a
+// CUDA graph): an epoch may be aborted and replaced, but a captured graph cannot.
 XLA_FFI_DEFINE_HANDLER(kDeviceRun, RunOnDevice,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()

@@ -1,4 +1,4 @@
-// The handlers as addresses, so that the binding needs no XLA header.
+// The addresses of the FFI handlers, so that the binding needs no XLA header.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace ringjax {
 
-// Target name and XLA_FFI_Handler*, for jax.ffi.register_ffi_target.
+// Target names and XLA_FFI_Handler*, for jax.ffi.register_ffi_target: all of the CPU.
 std::vector<std::pair<std::string, void*>> HostHandlers();
-// Two more of the host, see check.cc.
+// The two handlers of check.cc.
 std::vector<std::pair<std::string, void*>> CheckHandlers();
-// The same names, for the platform "CUDA".
+// Handlers for the platform "CUDA"; their target names are also names for the CPU.
 std::vector<std::pair<std::string, void*>> DeviceHandlers();
 
 }  // namespace ringjax

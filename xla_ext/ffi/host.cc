@@ -1,5 +1,5 @@
-// The FFI handlers for the CPU: Run, Start, Done, and the same for one of several
-// devices, which meet. They translate, nothing more.
+// The FFI handlers for the CPU: Run, Start, Done and Order; and Meet, which is Run,
+// Start or Done of one of several devices, for a DeviceRendezvous. They only translate.
 #include <cstring>
 
 #include "ffi/handlers.h"
@@ -8,7 +8,8 @@
 namespace ringjax {
 namespace {
 
-// The order value of the results: seq, one more if `advance`. Tokens carry nothing.
+// Copies seq, the order value, to the result, plus one if `advance`. Does nothing if
+// the order value is a token (`out` is null): a token has no data.
 void PassOrder(const void* in, void* out, bool advance) {
   if (!out) return;
   *static_cast<uint32_t*>(out) = *static_cast<const uint32_t*>(in) + (advance ? 1 : 0);
@@ -27,7 +28,7 @@ ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets,
 ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets rets,
                  ffi::Dictionary attrs) {
   return Invoke(Where::kHost, args, rets, attrs, [](Invocation& it) {
-    // The results stay as they are: nothing but DONE reads them, which overwrites them.
+    // The result buffers are not written: only DONE uses them, and overwrites them.
     if (it.first) it.live.overlap->Begin(it.site);
     RJ_TRY(it.live.overlap->Start(it.call, it.site, it.in_flight));
     PassOrder(it.order_in, it.order_out, false);
@@ -46,7 +47,8 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
 
 enum class Deed { kRun, kStart, kDone };
 
-// What all devices do together. The order values put it behind what was before.
+// Returns Part::body: null if the communicator only has to run the call. The order
+// values of the program put the call behind all earlier calls.
 std::function<Status(uint64_t, const Call&)> BodyOf(Deed deed, const Invocation& it) {
   const auto begin = [overlap = it.live.overlap, first = it.first, site = it.site] {
     if (first) overlap->Begin(site);
@@ -72,9 +74,9 @@ std::function<Status(uint64_t, const Call&)> BodyOf(Deed deed, const Invocation&
   };
 }
 
-// Never waits: see engine/communicator/meeting.h. XLA keeps the buffers, the attributes
-// and what its program has in memory until the future is there, also if another part of
-// the program has failed meanwhile.
+// Never waits: see engine/communicator/device_rendezvous.h. XLA keeps the buffers, the
+// attributes and the memory of the program until the future is set, even if another
+// part of the program has failed meanwhile.
 template <Deed kDeed>
 ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, ffi::Dictionary attrs) {
@@ -108,7 +110,7 @@ ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
   return future;
 }
 
-// From a token to a number that stands for it, and back: both only order.
+// Converts a token to a number (0), or a number to a token. Both only order calls.
 ffi::Error Order(ffi::RemainingArgs, ffi::RemainingRets rets) {
   auto number = rets.get<ffi::AnyBuffer>(0);
   if (number.has_value() && (*number)->element_type() == ffi::DataType::U32)

@@ -1,4 +1,4 @@
-// See invocation.h. Also the communicators by id, for compiled programs.
+// See invocation.h. Also implements registry.h.
 #include "ffi/invocation.h"
 
 #include <atomic>
@@ -8,14 +8,14 @@
 namespace ringjax {
 namespace {
 
-// Never destroyed: threads of XLA may outlive static objects at exit, and a forked
-// child has what is registered but not the threads that its destructors would wait for.
+// Never destroyed: threads of XLA may outlive static objects at exit, and in a forked
+// child the destructors of the entries would wait for threads that do not exist there.
 std::mutex& registry_mutex = *new std::mutex;
 auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
-// Of a call on one device without a timeout of its own: see attributes() in
-// xla/primitive.py.
+// The number of attributes of a call on one device without a timeout of its own: see
+// attributes() in xla/primitive.py.
 constexpr size_t kUsualAttributes = 15;
 
 Status BadCall(const std::string& what) {
@@ -140,7 +140,7 @@ Status Invocation::Load() {
                       " now: trace it again");
   if (auto counts = attrs_.get<ffi::Span<const int64_t>>("counts"); counts.has_value())
     call.rows.assign(counts->begin(), counts->end());
-  // Most calls have none, which costs no look into the dictionary.
+  // Most calls have no optional attribute: then the dictionary need not be searched.
   if (attrs_.size() > kUsualAttributes) {
     if (auto timeout = attrs_.get<double>("timeout"); timeout.has_value())
       call.timeout = *timeout;
@@ -188,7 +188,7 @@ Status Invocation::LoadBuffers() {
 }
 
 void Register(int64_t id, Registered entry) {
-  Registered old;  // dies after the lock is gone: it may join a thread
+  Registered old;  // destroyed after the lock is released: it may join a thread
   std::lock_guard lock(registry_mutex);
   std::swap(old, registry[id]);
   registry[id] = std::move(entry);
@@ -210,7 +210,7 @@ Registered Find(int64_t id) {
 }
 
 void SetDevices(int64_t id, CudaCommunicator::All devices) {
-  CudaCommunicator::All old = std::move(devices);  // dies unlocked
+  CudaCommunicator::All old = std::move(devices);  // destroyed without the lock
   std::lock_guard lock(registry_mutex);
   if (auto found = registry.find(id); found != registry.end())
     std::swap(found->second.devices, old);

@@ -1,9 +1,10 @@
-// What the handlers of every platform share: attributes and buffers to a Call, a Status
-// to an ffi::Error. No memory of a buffer is touched here, unless it is the host's.
+// The common part of the handlers of all platforms: makes a Call of attributes and
+// buffers, and an ffi::Error of a Status. Reads the contents of a buffer only if it is
+// in host memory.
 //
-// Operands: x_0..x_{n-1}, an order operand (u32[1] or a token), perhaps a tie that only
-// orders. Results: y_0..y_{n-1} and the order value. Every op of every kind comes
-// through here, so adding an op adds no handler.
+// Operands: x_0..x_{n-1}, an order value (u32[1] or a token), perhaps a tie, which only
+// orders. Results: y_0..y_{n-1} and the order value. All collectives use the same
+// handlers, so a new collective needs no new handler.
 #pragma once
 
 #include <exception>
@@ -18,24 +19,26 @@ namespace ffi = ::xla::ffi;
 
 enum class Where { kHost, kDevice };  // the memory of the buffers
 
-// Also calls the failure hook, if the status is not ok.
+// Converts a status, and calls the failure hook if the status is not ok.
 ffi::Error ToError(const Status& status);
 
-// One invocation: its buffers, its attributes, the communicator it names.
+// One invocation of a handler: its buffers, its attributes and its communicator. Keeps
+// references to the arguments of the constructor.
 class Invocation {
  public:
   Invocation(Where where, const ffi::RemainingArgs& args,
              const ffi::RemainingRets& rets, const ffi::Dictionary& attrs)
       : where_(where), args_(args), rets_(rets), attrs_(attrs) {}
 
+  // Fills the fields below. Fails without a communicator or with impossible arguments.
   Status Load();
 
   Registered live;
   Call call;
-  int64_t site = 0;
-  bool first = false, last = false;
-  uint64_t in_flight = 0;
-  // Of the order value, uint32[1]; null if it is a token.
+  int64_t site = 0;                  // see Overlap
+  bool first = false, last = false;  // this call begins, or ends, its chain
+  uint64_t in_flight = 0;            // see Overlap::Start
+  // The buffers of the order value, uint32[1]. Null if the order value is a token.
   void *order_in = nullptr, *order_out = nullptr;
 
  private:
@@ -59,8 +62,8 @@ class Invocation {
   bool failed_ = false;
 };
 
-// Loads an invocation and lets `body` run it. No exception reaches XLA, which is C from
-// here on.
+// Loads an invocation and runs `body` with it. An exception becomes an error, because
+// the interface to XLA is in C.
 template <typename Body>
 ffi::Error Invoke(Where where, const ffi::RemainingArgs& args,
                   const ffi::RemainingRets& rets, const ffi::Dictionary& attrs,

@@ -1,6 +1,6 @@
-// Communicators by id, for compiled programs: a program carries the id in its
-// attributes and finds here what is alive under it now. The only process-wide state of
-// the native side.
+// The communicators of this process by id, for compiled programs. A program has the id
+// in its attributes and finds here the communicator that has this id now. All functions
+// are safe from any thread.
 #pragma once
 
 #include <cstdint>
@@ -8,27 +8,28 @@
 
 #include "device/cuda_communicator.h"
 #include "engine/communicator/communicator.h"
-#include "engine/communicator/meeting.h"
+#include "engine/communicator/device_rendezvous.h"
 #include "engine/communicator/overlap.h"
 
 namespace ringjax {
 
+// A communicator and the objects that belong to it.
 struct Registered {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Overlap> overlap;
-  CudaCommunicator::All devices;  // of this process; none without CUDA
-  std::shared_ptr<Meeting> meeting;
+  CudaCommunicator::All devices;  // one for each device here; empty without CUDA
+  std::shared_ptr<DeviceRendezvous> meeting;
 };
 
-// Replaces what had this id.
+// Adds an entry, or replaces the one with this id.
 void Register(int64_t id, Registered entry);
 void Unregister(int64_t id);
-// Empty pointers if there is none.
+// Returns a copy of the entry, with null pointers if there is none.
 Registered Find(int64_t id);
-// Gives the communicator that has this id, if there is one, a device half or takes it.
+// Sets the device communicators of an entry, if it exists; an empty list removes them.
 void SetDevices(int64_t id, CudaCommunicator::All devices);
 
-// Called after a handler failed, on the failing thread; may be null.
+// Called on the thread that reports the failure of a handler to XLA; may be null.
 using FailureHook = void (*)();
 void SetFailureHook(FailureHook hook);
 

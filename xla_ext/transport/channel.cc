@@ -13,17 +13,17 @@ namespace ringjax {
 namespace {
 
 constexpr size_t kHead = 5;             // type, version, length
-constexpr size_t kMostPlain = 1 << 14;  // of a record, without the byte of its type
-constexpr size_t kMore = kHead + 1 + Cipher::kTagBytes;  // bytes, and what is added
+constexpr size_t kMostPlain = 1 << 14;  // payload of a record, without its type byte
+constexpr size_t kMore = kHead + 1 + Cipher::kTagBytes;  // added to a payload
 constexpr size_t kAtOnce = 16;  // records that are sent together
 constexpr size_t kMostIn = 16 * (kMostPlain + kMore);
-constexpr std::byte kData{0x17};
+constexpr std::byte kData{0x17};  // the record type "application data"
 
-// Goes through pieces byte by byte.
+// Walks over the bytes of a list of pieces.
 class Cursor {
  public:
   explicit Cursor(std::span<const iovec> pieces) : pieces_(pieces) {}
-  // The next contiguous bytes, at most `limit`; none at the end.
+  // Returns the next contiguous bytes, at most `limit`; empty at the end.
   std::span<std::byte> Next(size_t limit) {
     while (!pieces_.empty() && done_ == pieces_.front().iov_len) {
       pieces_ = pieces_.subspan(1);
@@ -128,7 +128,8 @@ ssize_t Channel::Send(std::span<const iovec> pieces) {
   if (Flush() < 0) return -1;
   const size_t bytes = std::min(Total(pieces), kAtOnce * kMostPlain);
   if (!Seal(pieces, bytes)) return Fail(EIO);
-  // What the socket does not take now is pending; an error will come back.
+  // Bytes that the socket does not take now stay pending. If this Flush fails, the next
+  // one reports the error.
   Flush();
   return static_cast<ssize_t>(bytes);
 }
@@ -179,7 +180,8 @@ bool Channel::readable() const {
   if (end_ - begin_ < kHead) return false;
   const size_t length = std::to_integer<size_t>(in_[begin_ + 3]) << 8 |
                         std::to_integer<size_t>(in_[begin_ + 4]);
-  // Whatever is wrong with a record is found out at once.
+  // A record with an impossible length counts as readable: Open then reports it at
+  // once, instead of waiting for bytes that may never arrive.
   return length > kMostPlain + 1 + Cipher::kTagBytes || end_ - begin_ >= kHead + length;
 }
 
@@ -202,11 +204,11 @@ int Channel::Open() {
   return 1;
 }
 
-// Reads what the socket has, into a buffer that grows while it is too small.
+// Receives bytes from the socket into in_, which grows each time it gets full.
 ssize_t Channel::Fill() {
   if (begin_ == end_) {
     begin_ = end_ = 0;
-  } else if (begin_ > 0) {  // less than a record
+  } else if (begin_ > 0) {  // moves less than a record
     std::memmove(in_.data(), in_.data() + begin_, end_ - begin_);
     end_ -= begin_;
     begin_ = 0;
@@ -247,12 +249,13 @@ ssize_t Channel::Receive(std::span<const iovec> pieces) {
     if (moved == total) return static_cast<ssize_t>(moved);
     const int opened = Open();
     if (opened < 0) broken_ = errno;
-    // An end, or an error, comes again at the next call.
+    // Bytes that were moved are returned first: the next call reports the error, or
+    // below, the end of the stream.
     if (opened < 0) return moved > 0 ? static_cast<ssize_t>(moved) : Fail(broken_);
     if (opened > 0) continue;
     const ssize_t n = Fill();
     if (n == 0 && moved == 0 && begin_ < end_)
-      return Fail(ECONNRESET);  // half a record
+      return Fail(ECONNRESET);  // the stream ended within a record
     if (n <= 0) return moved > 0 ? static_cast<ssize_t>(moved) : n;
   }
 }

@@ -1,9 +1,11 @@
-// A connected stream socket, plain or with TLS 1.3 application records (RFC 8446, 5.2)
-// of AES-256-GCM on it. The keys come from outside: nothing here shakes hands.
+// A connected stream socket, with or without encryption. Encrypted bytes travel as TLS
+// 1.3 application records (RFC 8446, 5.2) of AES-256-GCM. The caller supplies the keys:
+// a Channel performs no handshake.
 //
-// Plain, it is sendmsg and recvmsg. With records, what was taken may still wait here to
-// be sent (`pending`), and what was received may wait to be read (`readable`), which
-// poll cannot see. One thread may send while another one receives.
+// Without a key a Channel is sendmsg and recvmsg. With a key, bytes that Send has taken
+// may still wait in the Channel to be sent (`pending`), and bytes that have arrived may
+// wait there to be read (`readable`); poll on the descriptor shows neither. One thread
+// may send while another thread receives.
 #pragma once
 
 #include <sys/types.h>
@@ -21,19 +23,21 @@
 
 namespace ringjax {
 
-// The secrets of both directions, own first; empty: plain.
+// Bytes of a key: the secret for sending, then the secret for receiving. An empty key
+// means no encryption.
 inline constexpr size_t kChannelKeyBytes = 2 * Cipher::kSecretBytes;
 
 inline std::span<const std::byte> KeyOf(const std::string& key) {
   return std::as_bytes(std::span(key));
 }
-// Whether there are as many as connections, or none, and they can be used here.
+// Checks that there is a key for each connection or none at all, that each key is empty
+// or has kChannelKeyBytes, and that this process can encrypt if it must.
 Status CheckKeys(std::span<const std::string> keys, size_t connections);
 
 class Channel {
  public:
-  // Takes the descriptor. A key has kChannelKeyBytes or none, and WhyNoCipher() is
-  // empty if there is one.
+  // Takes ownership of the descriptor. `key` must be empty or have kChannelKeyBytes; if
+  // it is not empty, WhyNoCipher() must be.
   explicit Channel(int fd, std::span<const std::byte> key = {},
                    uint64_t records_per_key = Cipher::kRecordsPerKey);
   Channel(Channel&& other) noexcept;
@@ -42,22 +46,24 @@ class Channel {
 
   int fd() const { return fd_; }
   void Close();                 // may be called twice
-  void Release() { fd_ = -1; }  // without closing it
+  void Release() { fd_ = -1; }  // gives the descriptor up without closing it
 
-  // As sendmsg and recvmsg on a socket that does not block: -1 and errno, EBADMSG for
-  // bytes that were altered on their way. Nothing is taken while something is pending.
+  // Send and receive like sendmsg and recvmsg on a non-blocking socket: return -1 and
+  // set errno on failure, EBADMSG if received bytes were altered on their way. Send
+  // takes nothing while bytes are pending.
   ssize_t Send(std::span<const iovec> pieces);
   ssize_t Receive(std::span<const iovec> pieces);
 
   bool pending() const { return sent_ < sealed_; }
-  // Sends what is pending: 1 if nothing is left, else -1 and errno.
+  // Sends the pending bytes. Returns 1 if none are left, otherwise -1 with errno.
   int Flush();
-  // Whether Receive has something without the socket.
+  // Whether Receive can return bytes, or find a bad record, without the socket.
   bool readable() const;
 
  private:
   bool Seal(std::span<const iovec> pieces, size_t bytes);
-  // Makes the next record that is here whole plain: 1, none: 0, a bad one: -1.
+  // Decrypts the next record in place, if all of it has arrived. Returns 1 if so, 0 if
+  // the record is incomplete, -1 with errno if the record is bad.
   int Open();
   ssize_t Fill();
   size_t Hand(std::span<const iovec> pieces, size_t skip);
@@ -65,10 +71,12 @@ class Channel {
   int fd_;
   std::unique_ptr<Cipher> encrypt_, decrypt_;
   std::vector<std::byte> out_, in_;
-  size_t sealed_ = 0, sent_ = 0;            // of out_
-  size_t begin_ = 0, end_ = 0;              // of in_: what has come
-  size_t plain_begin_ = 0, plain_end_ = 0;  // of in_, before begin_: what is readable
-  int broken_ = 0;                          // errno of all further receiving
+  size_t sealed_ = 0, sent_ = 0;  // bytes in out_, and bytes of it that were sent
+  // in_ holds decrypted bytes in [plain_begin_, plain_end_), and behind them received
+  // bytes, still encrypted, in [begin_, end_).
+  size_t begin_ = 0, end_ = 0;
+  size_t plain_begin_ = 0, plain_end_ = 0;
+  int broken_ = 0;  // errno of every later Receive, after a bad record
 };
 
 }  // namespace ringjax

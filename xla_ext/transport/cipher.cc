@@ -11,7 +11,8 @@
 namespace ringjax {
 namespace {
 
-// From openssl/evp.h; alike in 1.1.1 and 3.x, as these names and numbers are its ABI.
+// From openssl/evp.h. These numbers, and the names that Load looks up, belong to the
+// ABI and are equal in OpenSSL 1.1.1 and 3.x.
 constexpr int kSetTag = 0x11, kGetTag = 0x10;
 
 struct Crypto {
@@ -52,10 +53,11 @@ Crypto Open() {
   Crypto c{};
   std::vector<std::string> names;
   dl_iterate_phdr(&Collect, &names);
-  // Some Pythons have theirs inside _ssl, where its names cannot be had.
+  // Some builds of Python link libcrypto statically into _ssl and export no names. Then
+  // the system's library is used.
   names.insert(names.end(), {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"});
   for (const std::string& name : names)
-    // Never closed: whoever holds a cipher needs it until the process ends.
+    // The library is never closed: every Cipher needs it, until the process ends.
     if (Load(dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL), &c)) return c;
   c.missing = "there is no libcrypto (OpenSSL 1.1.1 or newer) that can be opened";
   return c;
@@ -105,13 +107,14 @@ Cipher::Iv Cipher::Nonce(uint64_t number) const {
   return nonce;
 }
 
-// The new secret is what the old key makes of zeros under a number that no record has;
-// the old one cannot be had from it.
+// Derives the next secret: zeros, encrypted with the old key and the nonce of a number
+// that no record has. The old secret cannot be computed from the next one.
 bool Cipher::NextKey() {
   const Crypto& c = Loaded();
   std::array<std::byte, kSecretBytes> next{};
   int n = 0;
-  // In counter mode both directions are the same function.
+  // In counter mode encryption and decryption are the same function, so the two ends
+  // derive the same secret.
   if (c.init(context_, nullptr, nullptr, nullptr, Nonce(~uint64_t{0}).data(), -1) !=
           1 ||
       c.update(context_, Bytes(next.data()), &n, Bytes(next.data()),

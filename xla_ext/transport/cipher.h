@@ -1,5 +1,6 @@
-// AES-256-GCM by the libcrypto that Python's ssl has loaded: no headers, no dependency,
-// and the security updates of whoever maintains it.
+// AES-256-GCM with the libcrypto that Python's ssl module has loaded, or else the
+// system's. The functions are looked up at run time. So the build needs no headers of
+// OpenSSL, and the security updates of the installed library apply.
 #pragma once
 
 #include <sys/uio.h>
@@ -13,28 +14,31 @@
 
 namespace ringjax {
 
-// Why this process cannot encrypt links; empty if it can. The first call decides.
+// The reason why this process cannot encrypt links; empty if it can. The first call
+// loads libcrypto, and its result is final.
 const std::string& WhyNoCipher();
 
-// One direction of one connection: numbers its records itself, so that none can be
-// left out, repeated or moved.
+// Encrypts or decrypts the records of one direction of one connection. Both ends number
+// the records, and the nonce depends on the number: a record that was left out,
+// repeated or reordered fails authentication. One thread uses a Cipher at a time.
 class Cipher {
  public:
   static constexpr size_t kKeyBytes = 32, kIvBytes = 12, kTagBytes = 16;
   static constexpr size_t kSecretBytes = kKeyBytes + kIvBytes;
-  // After so many records both ends go on with a new key: below the 2^24.5 full ones
-  // that RFC 8446 (5.5) allows.
+  // Records after which both ends derive a new key. RFC 8446 (5.5) allows 2^24.5 full
+  // records for one key.
   static constexpr uint64_t kRecordsPerKey = uint64_t{1} << 24;
 
-  // Needs WhyNoCipher() to be empty.
+  // Requires that WhyNoCipher() is empty.
   Cipher(std::span<const std::byte, kSecretBytes> secret, bool encrypts,
          uint64_t records_per_key = kRecordsPerKey);
   ~Cipher();
   Cipher(const Cipher&) = delete;
   Cipher& operator=(const Cipher&) = delete;
 
-  // A record is Begin, pieces, End. False: libcrypto fails, or (End) a record that was
-  // altered. End writes or compares the tag.
+  // Process one record: Begin, Piece for each part of it, End. End writes the tag, or
+  // compares it if this Cipher decrypts. They return false if libcrypto fails, and End
+  // also if the record was altered.
   bool Begin(std::span<const std::byte> authenticated);
   bool Piece(std::byte* to, const std::byte* from, size_t bytes);
   bool End(std::byte* tag);
@@ -49,8 +53,8 @@ class Cipher {
   const bool encrypts_;
   const uint64_t records_per_key_;
   std::array<std::byte, kSecretBytes> secret_;
-  uint64_t number_ = 0;  // of the next record under this key
-  bool sound_;
+  uint64_t number_ = 0;  // the next record's, counted from the last change of key
+  bool sound_;           // false once libcrypto has failed to set a key
 };
 
 }  // namespace ringjax

@@ -15,7 +15,8 @@
 namespace ringjax {
 namespace {
 
-// Shorter copies are quick in the C library, and sanitizers look into memcpy.
+// Shorter copies use memcpy, which is fast for them. With sanitizers all copies do,
+// because sanitizers check the arguments of memcpy.
 #if defined(RINGJAX_SANITIZED)
 constexpr size_t kShort = SIZE_MAX;
 #else
@@ -25,8 +26,9 @@ constexpr size_t kStride = 128;
 
 using Vector [[gnu::vector_size(32), gnu::aligned(1), gnu::may_alias]] = char;
 
-// Returns how much it copied: all but a rest below kStride. Four loads before four
-// stores, also so that compilers do not take the loop for memcpy and call it.
+// Copies all but a rest that is shorter than kStride, and returns the number of bytes
+// copied. The four loads come before the four stores also so that compilers do not
+// recognise the loop as memcpy and replace it by a call.
 RINGJAX_INLINE size_t CopyStrides(char* to, const char* from, size_t bytes) {
   size_t done = 0;
   for (; done + kStride <= bytes; done += kStride) {
@@ -50,7 +52,7 @@ void CopyBytes(void* to, const void* from, size_t bytes) {
   std::memcpy(out + done, in + done, bytes - done);
 }
 
-void CopyPast(void* to, const void* from, size_t bytes) {
+void CopyNonTemporal(void* to, const void* from, size_t bytes) {
 #if defined(__SSE2__) && !defined(RINGJAX_SANITIZED)
   constexpr size_t kLine = 64;
   char* out = static_cast<char*>(to);
@@ -69,7 +71,9 @@ void CopyPast(void* to, const void* from, size_t bytes) {
     _mm_stream_si128(line + 3, d);
   }
   std::memcpy(out + done, in + done, bytes - done);
-  _mm_sfence();  // before whatever tells that it is there
+  // Non-temporal stores are weakly ordered: without the fence, a later release store
+  // that publishes the copy could become visible before the bytes.
+  _mm_sfence();
 #else
   CopyBytes(to, from, bytes);
 #endif

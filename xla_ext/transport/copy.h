@@ -5,14 +5,15 @@
 
 namespace ringjax {
 
-// As memcpy. The C library moves a few KiB and more with a string instruction, which on
-// some processors (AMD Zen) is several times slower than ordinary vector stores when
-// the lines are in another core's cache, as a ring's lines always are.
+// Copies like memcpy, but with vector stores. The C library copies a few KiB and more
+// with a string instruction, which on some processors (AMD Zen) is several times slower
+// than vector stores if the lines are in another core's cache. A ring's lines always
+// are.
 void CopyBytes(void* to, const void* from, size_t bytes);
 
-// As memcpy, past the caches: what is written is not read before it is written. For
-// results larger than the caches, which nobody needs soon: an ordinary store would read
-// every line first.
-void CopyPast(void* to, const void* from, size_t bytes);
+// Copies like memcpy, but with non-temporal stores, which do not fetch the line that
+// they write. For results that are larger than the caches and not read soon, and for
+// lines in the cache of a distant core (AdaptiveCopier).
+void CopyNonTemporal(void* to, const void* from, size_t bytes);
 
 }  // namespace ringjax

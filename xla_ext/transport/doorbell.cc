@@ -10,7 +10,7 @@
 namespace ringjax {
 
 Doorbell::Doorbell(int fd) : fd_(fd) {
-  // Non-blocking whoever made it: neither ringing nor draining may ever wait.
+  // The creator may have made a blocking eventfd, but neither Ring nor Drain may block.
   if (const int flags = fcntl(fd_, F_GETFL); flags >= 0)
     fcntl(fd_, F_SETFL, flags | O_NONBLOCK);
   fcntl(fd_, F_SETFD, FD_CLOEXEC);
@@ -22,8 +22,8 @@ Doorbell::~Doorbell() {
 
 void Doorbell::Ring() {
   const uint64_t one = 1;
-  // A full counter (EAGAIN) is as loud as it gets, and a peer that closed its end is
-  // noticed by the link.
+  // Other errors are ignored: a full counter (EAGAIN) wakes the owner as well, and the
+  // link detects a peer that is gone.
   while (write(fd_, &one, sizeof(one)) < 0 && errno == EINTR) {
   }
 }

@@ -1,8 +1,8 @@
 // A link: two byte streams between this rank and one peer, one in each direction.
 //
-// It moves bytes in order and knows no collective. Nothing here blocks: the executor
-// asks again, spins, or waits on Waitable descriptors. One thread uses a link at a
-// time.
+// A link moves bytes in order and knows nothing about collectives. No function blocks:
+// the executor tries again, spins, or waits for the descriptors of a Waitable. One
+// thread uses a link at a time.
 #pragma once
 
 #include <poll.h>
@@ -19,16 +19,17 @@
 
 namespace ringjax {
 
-class Loans;
+class CmaEndpoint;
 
-// What a rank can sleep for.
+// An object whose progress a rank can await while it sleeps.
 class Waitable {
  public:
   virtual ~Waitable() = default;
 
-  // Before sleeping: asks to be woken when bytes can move in the wanted direction.
-  // Appends descriptors to poll; returns true if there is something to do already
-  // (then do not sleep). What is in memory wakes through the doorbell.
+  // Requests a wake-up when bytes can move in a wanted direction; called before the
+  // caller sleeps. Appends the descriptors to poll. Returns true if there is something
+  // to do already, so that the caller must not sleep. Transports in memory append none:
+  // they wake the rank by its doorbell. Disarm ends the request.
   virtual bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) = 0;
   virtual void Disarm() = 0;
 };
@@ -37,30 +38,32 @@ class Link : public Waitable {
  public:
   virtual std::string_view transport() const = 0;  // "local", "shm", "tcp"
 
-  // Direct movement, for bytes that need no arithmetic. They return how many bytes
-  // moved: 0 means try later. A closed or broken stream is kUnavailable.
+  // Move bytes that need no arithmetic directly between the caller's memory and the
+  // stream. Return how many bytes moved; 0 means that the caller should try again
+  // later. Fail with kUnavailable if the stream is closed or broken.
   virtual Result<size_t> TryWrite(std::span<const iovec> pieces) = 0;
   virtual Result<size_t> TryRead(std::span<const iovec> pieces) = 0;
 
-  // Movement through the transport's own memory, for bytes that are converted on the
-  // way out or reduced on the way in. Regions are contiguous, hold a multiple of
-  // `granularity` (1..16, a power of two), are aligned to it while every message's size
-  // is a multiple of it, and may be empty: try later.
-  // At most `limit` bytes are offered; limit is a multiple of granularity.
+  // Move bytes through the transport's own buffers, for bytes that are converted when
+  // they are sent or reduced when they are received. Reserve and Peek return a
+  // contiguous region of at most `limit` bytes. Its size is a multiple of `granularity`
+  // (a power of two from 1 to 16), and so is its address as long as the size of every
+  // message is. An empty region means that the caller should try again later. `limit`
+  // is a multiple of `granularity`.
   virtual Result<std::span<std::byte>> Reserve(size_t limit, size_t granularity) = 0;
   virtual Status Commit(size_t bytes) = 0;  // bytes <= the last Reserve
   virtual Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) = 0;
   virtual void Consume(size_t bytes) = 0;  // bytes <= the last Peek
 
-  // Messages that the peer reads where they lie; null where it cannot.
-  virtual Loans* loans() { return nullptr; }
+  // The end of the link for single copy; null if the transport has none.
+  virtual CmaEndpoint* cma() { return nullptr; }
 
-  // Pushes out what TryWrite or Commit could only stage; true once nothing is left.
+  // Sends bytes that TryWrite or Commit has only staged. Returns true if none are left.
   virtual Result<bool> Flush() = 0;
 };
 
-// An eventfd that wakes this rank when a peer in memory made progress while it slept.
-// The owner polls `fd`, and drains it after waking.
+// An eventfd by which a peer that shares memory with this rank wakes it. The rank that
+// owns the doorbell polls `fd`, and drains it after it has woken.
 class Doorbell {
  public:
   explicit Doorbell(int fd);  // takes ownership; makes it non-blocking
@@ -75,23 +78,24 @@ class Doorbell {
   int fd_;
 };
 
-// Shared memory: `memfd` holds both directions of the pair, `side` is 0 on the lower
-// rank and 1 on the higher, `peer_doorbell` is the peer's eventfd. Takes both
-// descriptors, also on failure. The creator must have sized it with ShmBytes(ring) and
-// sealed it; a memfd of another size is refused. `peer`: the peer's process, as the
-// kernel tells it (SO_PEERCRED); 0: unknown, so the memory of the peer is not read.
+// Makes a link over shared memory. `memfd` holds both directions of the pair, `side` is
+// 0 on the lower rank and 1 on the higher, `peer_doorbell` is the peer's eventfd. Takes
+// both descriptors, also on failure. The creator of the memfd must have given it
+// ShmBytes(ring_bytes) bytes and sealed it; otherwise fails with kInvalidArgument.
+// `peer` is the peer's process id from SO_PEERCRED; 0 means that the process id is
+// unknown, so this side does not read the peer's memory.
 size_t ShmBytes(size_t ring_bytes);
 Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
                                           int peer_doorbell, pid_t peer);
 
-// In-process: the two ends of a pair for threads as ranks (tests, sanitizers).
+// Makes both ends of a link between two threads that act as ranks (tests, sanitizers).
 // doorbell0 must outlive the first end, doorbell1 the second.
 std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> MakeLocalLinks(
     size_t ring_bytes, Doorbell* doorbell0, Doorbell* doorbell1);
 
-// TCP: connected, authenticated stream sockets, the same number in the same order on
-// both ends. Takes the descriptors. Large messages are striped over them. `keys`: one
-// for each socket (channel.h), or none.
+// Makes a link over TCP. `sockets` are connected and authenticated, and both ends pass
+// the same number in the same order; long messages are striped over them. Takes the
+// descriptors, also on failure. `keys` has a key for each socket (channel.h), or none.
 Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets,
                                           std::span<const std::string> keys = {});
 

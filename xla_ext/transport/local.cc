@@ -1,5 +1,6 @@
-// Rings in the memory of one process, for threads as ranks. The same code as shared
-// memory, so that sanitizers see it; only where the memory comes from differs.
+// Links within one process, whose threads act as ranks. They run the same code as links
+// over shared memory, so that sanitizers can check that code; only the origin of the
+// memory differs.
 #include <unistd.h>
 
 #include "transport/local_memory.h"

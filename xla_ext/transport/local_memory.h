@@ -1,5 +1,6 @@
-// What the rings or boards of one process share, for threads as ranks: the memory and
-// everybody's doorbell. The last one to go frees it.
+// The memory that the links or shared segments of one process share if its threads act
+// as ranks, and the doorbell of each rank. The last end that is destroyed frees it.
+// Ring and Forget may be called from any thread.
 #pragma once
 
 #include <cstdlib>
@@ -28,7 +29,7 @@ class LocalMemory {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (Doorbell* bell = doorbells_[static_cast<size_t>(rank)]) bell->Ring();
   }
-  // After this the doorbell of `rank` may be destroyed.
+  // Makes Ring(rank) do nothing from now on: the doorbell of `rank` may be destroyed.
   void Forget(int rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
     doorbells_[static_cast<size_t>(rank)] = nullptr;
@@ -36,7 +37,7 @@ class LocalMemory {
 
  private:
   static constexpr size_t kPage = 4096;
-  // aligned_alloc wants a multiple of the alignment.
+  // std::aligned_alloc requires a size that is a multiple of the alignment.
   static size_t RoundUp(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
   std::byte* block_;

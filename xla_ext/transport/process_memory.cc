@@ -12,7 +12,8 @@
 namespace ringjax {
 namespace {
 
-// Another one after a fork: the child has the same address, but is another process.
+// The number of the proof, and the process that drew it. A forked child has the number
+// at the same address, but is another process and must draw its own.
 struct Numbered {
   std::mutex mutex;
   pid_t pid = 0;
@@ -24,8 +25,9 @@ struct Numbered {
 Proof OwnProof() {
   const std::lock_guard lock(numbered.mutex);
   if (numbered.pid != getpid()) {
-    // Everything descends from process 1, also what is not of this job; and 0, a parent
-    // in another namespace, would undo what a crash handler has asked for.
+    // Process 1 must not be permitted: all processes descend from it, also those of
+    // other jobs. getppid returns 0 if the parent is in another PID namespace, and
+    // PR_SET_PTRACER with 0 would take back a permission that a crash handler has set.
     if (const pid_t parent = getppid(); parent > 1)
       prctl(PR_SET_PTRACER, static_cast<unsigned long>(parent), 0, 0, 0);
     std::random_device random;

@@ -1,7 +1,8 @@
-// Memory of another process of this host, read where it lies: process_vm_readv(2).
+// The memory of another process of this host, read with process_vm_readv(2).
 //
-// Whose memory it is, is the kernel's word and not the peer's: the peer could have this
-// process read on its behalf what the peer itself may not read.
+// The process id must come from the kernel (SO_PEERCRED) and not from the peer. A peer
+// that could choose the process id could make this process read, on the peer's behalf,
+// memory that the peer itself may not read.
 #pragma once
 
 #include <sys/types.h>
@@ -13,34 +14,38 @@
 
 namespace ringjax {
 
-// Which number lies where in a process, as the process says: it tells that the process
-// number, which may be given to another process, is still of the one that said so.
+// An address in a process, and the random number that the process has stored there. The
+// kernel may reuse a process id. A reader that finds the number at the address has
+// verified that the process id still belongs to the process that published the proof.
 struct Proof {
   uint64_t at, number;
 };
 
-// Of this process. Where Yama lets only ancestors read (`ptrace_scope` 1), asking for
-// it lets the process that started this one, and what descends from it, read, too: the
-// other ranks. Not if that is process 1: messages are copied then.
+// Returns the proof of this process. Where Yama lets only ancestors read a process
+// (`ptrace_scope` 1), the call also permits the parent process and all descendants of
+// the parent, among them the other ranks, to read this process. If the parent is
+// process 1, the call permits nothing, and messages go through the rings there.
 Proof OwnProof();
 
 class ProcessMemory {
  public:
-  // pid: as the kernel tells it in the namespace of this process; 0: unknown, and
-  // nothing can be read.
+  // `pid` is the process id in the PID namespace of this process; if it is 0, the
+  // process is unknown and nothing can be read.
   ProcessMemory(pid_t pid, const Proof& proof) : pid_(pid), proof_(proof) {}
 
-  // Whether the memory can be read, and is of the process that gave the proof.
+  // Whether the memory can be read and belongs to the process of the proof.
   bool CanRead() const { return Read({}, {}) == 0; }
 
-  // As process_vm_readv: bytes that were read, which may be fewer than wanted; -1 if
-  // none can be. At most kMostRead pieces, and the proof is read with them each time.
+  // Reads like process_vm_readv. Returns the number of bytes read, which may be fewer
+  // than requested; -1 if nothing can be read, the proof is of another process, or a
+  // list has more than kMostRead pieces. One system call checks the proof and reads the
+  // pieces, so the process cannot be replaced in between.
   ptrdiff_t Read(std::span<const iovec> to, std::span<const iovec> from) const;
 
  private:
   pid_t pid_;
   Proof proof_;
 };
-inline constexpr size_t kMostRead = 255;  // and IOV_MAX is 1024
+inline constexpr size_t kMostRead = 255;  // Linux's IOV_MAX is 1024
 
 }  // namespace ringjax

@@ -1,11 +1,12 @@
-// A byte ring between one writer and one reader who share memory, perhaps at different
-// addresses: the positions live in the shared block, everything else is private.
+// A byte ring between one writer and one reader that share memory, possibly mapped at
+// different addresses. The data and the two positions are in the shared block; all
+// other state is private to a side.
 //
-// The other side may be broken or hostile: nothing read from shared memory is used
-// before it is known to be possible, and the own position is never read back. Not for
-// more than one thread per side, and nothing here sleeps: see ring_link.h.
-// Lamport, "Proving the correctness of multiprocess programs", IEEE TSE 3(2), 1977; the
-// cached positions follow Lee et al., "MCRingBuffer", IPDPS 2010.
+// The other side may be broken or hostile. So a position from shared memory is checked
+// before it is used, and a side never reads back its own position. One thread uses a
+// side at a time. No function sleeps; RingLink (ring_link.h) does the waiting.
+// Lamport, "Proving the correctness of multiprocess programs", IEEE TSE 3(2), 1977. The
+// private copies of positions follow Lee et al., "MCRingBuffer", IPDPS 2010.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +15,26 @@
 #include <cstdint>
 #include <span>
 
+#include "transport/adaptive_copier.h"
 #include "transport/copy.h"
-#include "transport/write_pace.h"
 
 namespace ringjax {
 
-// Two lines, because processors prefetch them in pairs.
+// Two cache lines, because processors prefetch lines in pairs.
 inline constexpr size_t kLineBytes = 128;
 inline constexpr size_t kMaxGranularity = 16;
 
-// What both sides see. Zeros are a valid, empty ring.
+// The shared positions of a ring. Zeros are a valid, empty ring.
 struct RingPositions {
-  alignas(kLineBytes) uint64_t written;  // bytes ever written, by the writer only
-  alignas(kLineBytes) uint64_t read;     // bytes ever read, by the reader only
+  alignas(kLineBytes) uint64_t written;  // bytes written so far; the writer stores it
+  alignas(kLineBytes) uint64_t read;     // bytes read so far; the reader stores it
 };
 
-// seq_cst throughout: a side publishes its position and then looks whether the other
-// sleeps, while the other marks itself asleep and then looks at the position. In one
-// order of all four, at least one of them sees the other.
+// Load and store shared words, always seq_cst, so that no wake-up is lost. A side that
+// makes progress stores its position (Publish) and then loads the peer's `wants`
+// (RingLink::WakeIf). A side that goes to sleep stores `wants` and then loads the
+// position (RingLink::Arm). In the total order of the four accesses, at least one side
+// loads after the other's store. With release and acquire both could load too early.
 template <typename T>
 T LoadShared(T& word) {
   return std::atomic_ref<T>(word).load(std::memory_order_seq_cst);
@@ -43,22 +46,22 @@ void StoreShared(T& word, T value) {
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
 static_assert(std::atomic_ref<uint32_t>::is_always_lock_free);
 
-// The memory of a ring and one side's position in it.
+// One side of a ring: its position, and its copy of the other side's position.
 class RingEnd {
  public:
   RingEnd(RingPositions* shared, std::byte* data, size_t capacity)
       : shared_(shared), data_(data), capacity_(capacity) {}
 
-  // The other side claimed an impossible position. Its bytes are no longer used.
+  // Whether the other side has published an impossible position. No bytes move then.
   bool broken() const { return broken_; }
 
  protected:
-  // Bytes from the own position to the end of the memory.
+  // Bytes from this side's position to the end of the data area.
   size_t ToWrap() const { return capacity_ - Index(); }
   size_t Index() const { return static_cast<size_t>(position_) & (capacity_ - 1); }
 
-  // The largest contiguous piece of `usable` bytes that the limit and the granularity
-  // allow; 0 if not even one element is contiguous.
+  // The length of the contiguous region at this side's position: at most `usable` and
+  // `limit`, a multiple of `granularity`, and 0 if not even one element is contiguous.
   size_t Contiguous(size_t usable, size_t limit, size_t granularity) const {
     return std::min({usable, limit, ToWrap()}) & ~(granularity - 1);
   }
@@ -66,10 +69,11 @@ class RingEnd {
   RingPositions* shared_;
   std::byte* data_;
   size_t capacity_;        // a power of two
-  uint64_t position_ = 0;  // own, the truth
-  uint64_t other_ = 0;     // the other side's, as last seen
+  uint64_t position_ = 0;  // this side's position; the shared word is a copy of it
+  uint64_t other_ = 0;     // the other side's position, as last accepted
   bool broken_ = false;
-  // An element that straddles the wrap, because odd sizes went before it.
+  // Holds an element that lies partly at the end and partly at the start of the data
+  // area, because the sizes of earlier messages were not multiples of its size.
   alignas(kMaxGranularity) std::byte bounce_[kMaxGranularity];
   bool bounced_ = false;
 };
@@ -78,19 +82,19 @@ class RingWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // How many bytes can be written; looks at the reader only if fewer than `wanted`.
+  // Bytes that can be written. Loads the reader's position if they are below `wanted`.
   size_t Room(size_t wanted) {
     if (capacity_ - static_cast<size_t>(position_ - other_) < wanted) Refresh();
     return broken_ ? 0 : capacity_ - static_cast<size_t>(position_ - other_);
   }
 
-  // bytes <= Room().
+  // Copies `bytes` <= Room() bytes into the ring.
   void CopyIn(const void* from, size_t bytes) {
     const size_t before_wrap = std::min(bytes, ToWrap());
-    pace_.Copy(data_ + Index(), from, before_wrap);
+    copier_.Copy(data_ + Index(), from, before_wrap);
     if (bytes > before_wrap)
-      pace_.Copy(data_, static_cast<const std::byte*>(from) + before_wrap,
-                 bytes - before_wrap);
+      copier_.Copy(data_, static_cast<const std::byte*>(from) + before_wrap,
+                   bytes - before_wrap);
     position_ += bytes;
   }
 
@@ -112,13 +116,13 @@ class RingWriter : public RingEnd {
     bounced_ = false;
   }
 
-  // Shows the reader what was written.
+  // Makes the bytes written so far visible to the reader.
   void Publish() { StoreShared(shared_->written, position_); }
 
  private:
   void Refresh() {
     const uint64_t read = LoadShared(shared_->read);
-    // Between what we saw before and what we wrote.
+    // A valid position lies between the last one and this side's own.
     if (read - other_ > position_ - other_) {
       broken_ = true;
     } else {
@@ -126,20 +130,20 @@ class RingWriter : public RingEnd {
     }
   }
 
-  WritePace pace_;
+  AdaptiveCopier copier_;
 };
 
 class RingReader : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // How many bytes can be read; looks at the writer only if fewer than `wanted`.
+  // Bytes that can be read. Loads the writer's position if they are below `wanted`.
   size_t Available(size_t wanted) {
     if (static_cast<size_t>(other_ - position_) < wanted) Refresh();
     return broken_ ? 0 : static_cast<size_t>(other_ - position_);
   }
 
-  // bytes <= Available().
+  // Copies `bytes` <= Available() bytes out of the ring.
   void CopyOut(void* to, size_t bytes) {
     Extract(to, bytes);
     position_ += bytes;
@@ -155,7 +159,7 @@ class RingReader : public RingEnd {
   }
   void Consume(size_t bytes) { position_ += bytes; }
 
-  // Lets the writer reuse what was read.
+  // Lets the writer reuse the room of the bytes that were read.
   void Publish() { StoreShared(shared_->read, position_); }
 
  private:
@@ -167,7 +171,7 @@ class RingReader : public RingEnd {
   }
   void Refresh() {
     const uint64_t written = LoadShared(shared_->written);
-    // Between what we saw before and one full ring ahead of us.
+    // A valid position lies between the last one and one full ring ahead of this side.
     const uint64_t seen = other_ - position_;
     const uint64_t ahead = written - position_;
     if (ahead < seen || ahead > capacity_) {

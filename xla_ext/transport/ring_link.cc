@@ -6,7 +6,7 @@
 namespace ringjax {
 namespace {
 
-// Long copies are shown to the other side in parts, so that both sides copy at once.
+// A long copy is published in parts of this size, so that both sides copy at once.
 constexpr size_t kPublishEvery = 32 << 10;
 
 std::byte* RingData(std::byte* block, int side, size_t ring_bytes) {
@@ -22,7 +22,7 @@ RingLink::RingLink(std::byte* block, int side, size_t ring_bytes, pid_t peer)
       out_(&pair_->positions[side], RingData(block, side, ring_bytes), ring_bytes),
       in_(&pair_->positions[1 - side], RingData(block, 1 - side, ring_bytes),
           ring_bytes),
-      loans_(&mine_->loans, &peer_->loans, &peer_->closed, peer, this) {}
+      cma_(&mine_->cma, &peer_->cma, &peer_->closed, peer, this) {}
 
 void RingLink::Close() {
   StoreShared(mine_->closed, uint32_t{1});
@@ -30,9 +30,10 @@ void RingLink::Close() {
 }
 
 void RingLink::WakeIf(uint32_t wants) {
+  // Pairs with Arm: the caller has stored its progress before this load.
   if ((LoadShared(peer_->wants) & wants) == 0) return;
-  // Taken away, so that a long transfer rings once. Another wish of the sleeper may go
-  // with it: it wakes up all the same.
+  // `wants` is cleared, so that a long transfer rings only once. If the peer also waits
+  // for the other event, that bit is cleared too, but the peer wakes up in any case.
   const std::atomic_ref<uint32_t> asleep(peer_->wants);
   if (asleep.exchange(0, std::memory_order_seq_cst) != 0) RingPeer();
 }
@@ -56,7 +57,8 @@ Status RingLink::WriteState() const {
 }
 
 Status RingLink::ReadState() {
-  // What the peer wrote before it closed is still delivered: closed is looked at first.
+  // Bytes that the peer wrote before it closed must still be delivered. So `closed` is
+  // loaded before the position: if it is set, the position is final.
   const bool closed = LoadShared(peer_->closed) != 0;
   const size_t seen = in_.Available(0);
   const size_t available = in_.Available(seen + 1);
@@ -97,7 +99,7 @@ Result<size_t> RingLink::TryWrite(std::span<const iovec> pieces) {
 
 Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
   scant_bytes_ = 0;
-  loans_.NotAwaited();
+  cma_.AwaitsRing();
   size_t moved = 0, hidden = 0;
   for (const iovec& piece : pieces) {
     std::byte* to = static_cast<std::byte*>(piece.iov_base);
@@ -108,7 +110,7 @@ Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
         if (moved == 0)
           RJ_TRY(ReadState());
         else
-          loans_.Meet();
+          cma_.ProbeOnce();
         return moved;
       }
       in_.CopyOut(to, n);
@@ -123,7 +125,7 @@ Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
     }
   }
   if (hidden > 0) PublishRead();
-  if (moved > 0) loans_.Meet();
+  if (moved > 0) cma_.ProbeOnce();
   return moved;
 }
 
@@ -142,7 +144,7 @@ Status RingLink::Commit(size_t bytes) {
 }
 
 Result<std::span<const std::byte>> RingLink::Peek(size_t limit, size_t granularity) {
-  loans_.NotAwaited();
+  cma_.AwaitsRing();
   const std::span<const std::byte> bytes = in_.Peek(limit, granularity);
   scant_bytes_ = bytes.empty() ? in_.Available(0) : 0;
   if (bytes.empty() && limit > 0) RJ_TRY(ReadState());
@@ -155,16 +157,17 @@ void RingLink::Consume(size_t bytes) {
 }
 
 bool RingLink::Arm(bool want_read, bool want_write, std::vector<pollfd>*) {
+  // Pairs with WakeIf: this store precedes the loads of the peer's progress below.
   StoreShared(mine_->wants,
               (want_read ? kWantsBytes : 0) | (want_write ? kWantsRoom : 0));
   if (LoadShared(peer_->closed) != 0) return true;
   bool ready = false;
   if (want_read)
-    ready |= loans_.awaited() ? loans_.HasLent()
-                              : in_.Available(scant_bytes_ + 1) > scant_bytes_;
+    ready |= cma_.awaits_exposed() ? cma_.HasExposed()
+                                   : in_.Available(scant_bytes_ + 1) > scant_bytes_;
   if (want_write)
-    ready |= loans_.outstanding() ? loans_.HasTaken()
-                                  : out_.Room(scant_room_ + 1) > scant_room_;
+    ready |= cma_.outstanding() ? cma_.HasAcknowledged()
+                                : out_.Room(scant_room_ + 1) > scant_room_;
   return ready || in_.broken() || out_.broken();
 }
 

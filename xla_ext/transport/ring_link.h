@@ -1,23 +1,24 @@
-// A link over two byte rings in one shared block: what local and shm have in common.
+// A link over two byte rings in one shared block: the base of "local" and "shm" links.
 //
-// Who finds nothing to do marks itself asleep (Arm), looks once more, and polls its
-// doorbell; who makes progress rings the other's doorbell only if it is asleep.
+// A side that finds nothing to do marks itself asleep (Arm), looks once more, and polls
+// its doorbell. A side that makes progress rings the peer's doorbell only if the peer
+// is asleep.
 #pragma once
 
 #include <string_view>
 #include <vector>
 
+#include "transport/cma.h"
 #include "transport/link.h"
-#include "transport/loans.h"
 #include "transport/ring_buffer.h"
 
 namespace ringjax {
 
-// One side's flags. Written by its owner, except that the other clears `wants`.
+// One side's flags. The side that owns them writes them, but the peer clears `wants`.
 struct RingSide {
-  alignas(kLineBytes) uint32_t wants;  // asleep until one of these comes: see below
+  alignas(kLineBytes) uint32_t wants;  // events that end the owner's sleep; 0: awake
   uint32_t closed;
-  LoanSide loans;
+  CmaState cma;
 };
 inline constexpr uint32_t kWantsBytes = 1;
 inline constexpr uint32_t kWantsRoom = 2;
@@ -46,16 +47,16 @@ class RingLink : public Link, private Waker {
   Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) override;
   void Consume(size_t bytes) override;
   Result<bool> Flush() override { return true; }
-  Loans* loans() override { return &loans_; }
+  CmaEndpoint* cma() override { return &cma_; }
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override;
 
  protected:
-  // `block` must stay until after Close. `peer`: the process of the other side.
+  // `block` must stay valid until after Close. `peer` is the peer's process id, or 0.
   RingLink(std::byte* block, int side, size_t ring_bytes, pid_t peer);
 
-  // Tells the peer that this side is gone; destructors of derived classes call it
-  // while the memory and the peer's doorbell are still there.
+  // Marks this side as closed and wakes the peer. Destructors of derived classes call
+  // Close while the memory and the peer's doorbell are still valid.
   void Close();
 
  private:
@@ -63,7 +64,8 @@ class RingLink : public Link, private Waker {
   void PublishWritten();
   void PublishRead();
   void WakeIf(uint32_t wants) override;
-  // Why nothing moves in a direction: nothing yet (ok), or for ever.
+  // The state of a direction: ok if bytes may move later, otherwise the reason why no
+  // byte will move any more.
   Status WriteState() const;
   Status ReadState();
 
@@ -72,8 +74,9 @@ class RingLink : public Link, private Waker {
   RingSide* peer_;
   RingWriter out_;
   RingReader in_;
-  Loans loans_;
-  // Less than one element was there when Peek or Reserve gave up: not worth waking for.
+  CmaEndpoint cma_;
+  // The bytes that Peek found, and the room that Reserve found, if they were less than
+  // one element. They are no reason for Arm to keep the caller awake.
   size_t scant_bytes_ = 0;
   size_t scant_room_ = 0;
 };

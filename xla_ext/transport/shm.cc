@@ -1,5 +1,6 @@
-// Rings and boards in a memfd that processes map. Who creates the memfd sizes, fills
-// (posix_fallocate) and seals it; this end only trusts it after looking at both.
+// Links and shared segments in a memfd that several processes map. The process that
+// creates the memfd sets its size, allocates its pages (posix_fallocate) and seals it.
+// This side checks the size and the seals before it maps the memfd.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -11,8 +12,8 @@
 #include <utility>
 
 #include "base/failpoint.h"
-#include "transport/board.h"
 #include "transport/ring_link.h"
+#include "transport/shared_segment.h"
 
 namespace ringjax {
 namespace {
@@ -58,7 +59,8 @@ Status Refused(const std::string& what) {
   return Status(Code::kInternal, what + ": " + std::generic_category().message(errno));
 }
 
-// A file that the peer could shrink would turn reads into SIGBUS.
+// Checks that the memfd has `bytes` bytes and can never be resized. If a peer could
+// shrink it, later accesses would raise SIGBUS.
 Status CheckMemfd(int memfd, size_t bytes) {
   struct stat info;
   if (fstat(memfd, &info) != 0) return Refused("shared memory: fstat");
@@ -74,15 +76,15 @@ Status CheckMemfd(int memfd, size_t bytes) {
   return OkStatus();
 }
 
-// Takes the descriptor.
+// Maps the memfd. Takes the descriptor, also on failure.
 Result<std::byte*> Map(int memfd, size_t bytes) {
   const Descriptor file(memfd);
   RJ_TRY(CheckMemfd(file.get(), bytes));
   RJ_FAILPOINT(kMap);
   void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
   if (block == MAP_FAILED) return Refused("shared memory: mmap");
-  // Kindnesses that may fail: fewer page faults, and those now and not during the first
-  // collectives.
+  // Hints, which may fail. Huge pages cause fewer page faults, and MADV_POPULATE_WRITE
+  // takes the page faults now and not during the first collectives.
   madvise(block, bytes, MADV_HUGEPAGE);
 #ifdef MADV_POPULATE_WRITE
   madvise(block, bytes, MADV_POPULATE_WRITE);
@@ -90,16 +92,16 @@ Result<std::byte*> Map(int memfd, size_t bytes) {
   return static_cast<std::byte*>(block);
 }
 
-class ShmBoard final : public Board {
+class ShmSegment final : public SharedSegment {
  public:
-  ShmBoard(std::byte* block, int rank, size_t tile_bytes,
-           std::vector<std::unique_ptr<Doorbell>> doorbells)
-      : Board(block, rank, static_cast<int>(doorbells.size()), tile_bytes),
+  ShmSegment(std::byte* block, int rank, size_t tile_bytes,
+             std::vector<std::unique_ptr<Doorbell>> doorbells)
+      : SharedSegment(block, rank, static_cast<int>(doorbells.size()), tile_bytes),
         block_(block),
         doorbells_(std::move(doorbells)) {}
-  ~ShmBoard() override {
+  ~ShmSegment() override {
     Close();
-    munmap(block_, BoardBytes(size(), tile_bytes()));
+    munmap(block_, SharedSegmentBytes(size(), tile_bytes()));
   }
 
  private:
@@ -129,23 +131,23 @@ Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes
       block.value(), side, ring_bytes, peer, std::move(doorbell)));
 }
 
-Result<std::unique_ptr<Board>> MakeShmBoard(int memfd, int rank, size_t tile_bytes,
-                                            const std::vector<int>& doorbells) {
+Result<std::unique_ptr<SharedSegment>> MakeShmSegment(
+    int memfd, int rank, size_t tile_bytes, const std::vector<int>& doorbells) {
   Descriptor file(memfd);
   std::vector<std::unique_ptr<Doorbell>> bells;
   for (const int fd : doorbells) bells.push_back(std::make_unique<Doorbell>(fd));
   const int size = static_cast<int>(bells.size());
   if (rank < 0 || rank >= size)
     return Status(Code::kInvalidArgument,
-                  "a board has no rank " + std::to_string(rank));
+                  "a shared segment has no rank " + std::to_string(rank));
   if (!IsTileSize(tile_bytes))
     return Status(
         Code::kInvalidArgument,
         "a tile's size must be a multiple of 4096, not " + std::to_string(tile_bytes));
-  Result<std::byte*> block = Map(file.Release(), BoardBytes(size, tile_bytes));
+  Result<std::byte*> block = Map(file.Release(), SharedSegmentBytes(size, tile_bytes));
   if (!block.ok()) return block.status();
-  return std::unique_ptr<Board>(
-      std::make_unique<ShmBoard>(block.value(), rank, tile_bytes, std::move(bells)));
+  return std::unique_ptr<SharedSegment>(
+      std::make_unique<ShmSegment>(block.value(), rank, tile_bytes, std::move(bells)));
 }
 
 }  // namespace ringjax

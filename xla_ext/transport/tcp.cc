@@ -1,8 +1,7 @@
-// A link over TCP: the byte stream of each direction is dealt out in blocks over the
-// sockets, in turn, so that long messages use several flows and short ones stay on one.
-// Both ends count bytes, so no header is needed. Sockets arrive connected and
-// authenticated; who connects, and to whom, is not decided here, nor whether what flows
-// is encrypted (channel.h).
+// A link over TCP. The byte stream of each direction is cut into blocks, which go over
+// the sockets in turn: long messages use several flows, and short messages stay on one.
+// Both ends count bytes, so blocks need no header. The caller passes sockets that are
+// connected and authenticated, and their keys if bytes are to be encrypted (channel.h).
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -25,11 +24,11 @@ namespace {
 
 constexpr size_t kBlock = 256 << 10;     // bytes before the next socket's turn
 constexpr size_t kStaging = 256 << 10;   // for Reserve and Peek
-constexpr size_t kReadAhead = 16 << 10;  // a short read takes what follows along
+constexpr size_t kReadAhead = 16 << 10;  // read together with a short read
 constexpr size_t kShortRead = 4 << 10;
-// Between ranks of one host: with what the system would let pile up, a transfer costs
-// up to twice the CPU time, presumably in the caches. Between hosts the system knows
-// best.
+// The send buffer of a socket between ranks of one host. With the larger buffer that
+// the system would choose, a transfer costs up to twice the CPU time, presumably
+// because of cache misses. Between hosts the system's choice is kept.
 constexpr int kNearBuffer = 384 << 10;
 
 Status Failed(const char* call, int error) {
@@ -44,7 +43,7 @@ Status Failed(const char* call, int error) {
 
 bool Later(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
-// Bytes between [begin, end) of a buffer that exists only once it is needed.
+// A buffer that holds bytes in [begin_, end_). end() allocates it when first called.
 class Staging {
  public:
   size_t size() const { return end_ - begin_; }
@@ -59,7 +58,7 @@ class Staging {
     begin_ += n;
     if (begin_ == end_) begin_ = end_ = 0;
   }
-  // Moves what is left to the front: less than an element, or little else.
+  // Moves the bytes to the front. The caller has less than one element left.
   void Compact() {
     if (begin_ == 0) return;
     std::memmove(bytes_.get(), data(), size());
@@ -72,10 +71,11 @@ class Staging {
   size_t begin_ = 0, end_ = 0;
 };
 
-// One direction: which socket the next byte belongs to, and for how many bytes.
+// The state of one direction. From `bytes` follow the socket of the next byte (Index)
+// and how many bytes go over that socket before the next one's turn (BlockLeft).
 struct Direction {
-  uint64_t bytes = 0;  // moved so far
-  Status broken;       // sticky: the first error of this direction
+  uint64_t bytes = 0;  // moved over the sockets so far
+  Status broken;       // the first error of this direction, kept for good
   Staging staging;
 };
 
@@ -100,19 +100,23 @@ class TcpLink final : public Link {
     return sockets_.size() == 1 ? size_t{INT_MAX} : kBlock - d.bytes % kBlock;
   }
 
-  // Puts at most `limit` bytes of `pieces`, less the first `skip`, into message_.
+  // Fills message_ with at most `limit` bytes of `pieces` that follow the first `skip`
+  // bytes. Returns the number of bytes in message_.
   size_t Gather(std::span<const iovec> pieces, size_t skip, size_t limit);
-  // Moves message_, of `bytes`. 0: later, or broken.
+  // Move message_, which has `bytes` bytes, over the socket whose turn it is. Return
+  // how many bytes moved; 0 means that the caller should try again later, unless there
+  // was an error, which is then in Direction::broken.
   size_t Send(size_t bytes);
   size_t Receive(size_t bytes);
 
-  // Sends what sockets still hold of what they have taken; false: not all.
+  // Sends the pending bytes of all sockets (Channel::pending). Returns false if some
+  // are left, or on an error.
   bool FlushSockets();
 
   std::vector<Channel> sockets_;
   Direction out_, in_;
   std::vector<iovec> message_;
-  size_t scant_bytes_ = 0;  // less than one element was there when Peek gave up
+  size_t scant_bytes_ = 0;  // bytes of an incomplete element that the last Peek found
 };
 
 size_t TcpLink::Gather(std::span<const iovec> pieces, size_t skip, size_t limit) {
@@ -209,8 +213,8 @@ Result<size_t> TcpLink::TryRead(std::span<const iovec> pieces) {
       }
       continue;
     }
-    // After a short read, the rest of what the kernel has goes to staging: one system
-    // call for a header and the payload behind it.
+    // A short read also takes the bytes that follow, into staging: one system call for
+    // a header and the payload behind it.
     size_t ahead = 0;
     if (n < kShortRead) {
       ahead = std::min(kReadAhead, BlockLeft(in_) - n);
@@ -266,7 +270,8 @@ bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
   if ((want_read && !in_.broken.ok()) || (want_write && !out_.broken.ok())) return true;
   const Channel& source = sockets_[Index(in_)];
   if (want_read && source.readable()) return true;
-  // Nothing is written before all sockets have sent what they hold.
+  // TryWrite takes no bytes before all sockets have sent their pending bytes, so a
+  // socket that has some is the one to wait for.
   const auto held =
       std::find_if(sockets_.begin(), sockets_.end(),
                    [](const Channel& socket) { return socket.pending(); });
@@ -279,7 +284,7 @@ bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
   return false;
 }
 
-// Whether the other end is on this host.
+// Whether the peer is on this host: both ends have the same address.
 bool IsNear(int fd) {
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
@@ -296,7 +301,8 @@ bool IsNear(int fd) {
                      sizeof(in6_addr)) == 0;
 }
 
-// A socket that is stream-like, ours to block on never, and not inherited by children.
+// Checks that `fd` is a stream socket. Makes it non-blocking and not inherited by child
+// processes, and sets its options.
 Status Prepare(int fd) {
   int type = 0;
   socklen_t length = sizeof(type);
@@ -308,7 +314,7 @@ Status Prepare(int fd) {
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ||
       fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
     return Failed("fcntl", errno);
-  // Refused by Unix sockets, which do not delay anything.
+  // Unix sockets refuse this option; they do not delay data anyway.
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   if (IsNear(fd))

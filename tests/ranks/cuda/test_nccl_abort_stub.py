@@ -54,7 +54,7 @@ def test_all_ranks_stop_before_one_aborts(
             time.sleep(0.01)
         ringjax.shutdown()
         """,
-        {"RINGJAX_FAILPOINTS": f"device.condemned=sleep({SLOW})@{slow}"},
+        {"RINGJAX_FAILPOINTS": f"device.aborted=sleep({SLOW})@{slow}"},
         NCCL_STUB_LOG=str(log),
     )
     assert one.wait() == 0, one.logs()
@@ -112,7 +112,7 @@ def test_all_communicators_stop_before_one_aborts(
         print("shut down", flush=True)
         """,
         # The first one is late with what it tells its device.
-        {"RINGJAX_FAILPOINTS": f"device.condemned=sleep({SLOW})@0#1", "APART": "1"},
+        {"RINGJAX_FAILPOINTS": f"device.aborted=sleep({SLOW})@0#1", "APART": "1"},
         NCCL_STUB_LOG=str(log),
         CUDA_STUB_LOG=str(log),
     )

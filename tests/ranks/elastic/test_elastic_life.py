@@ -269,7 +269,7 @@ from support.numpy_only import allreduce
 
 ringjax.init()
 for n in (0, 1, 1000, 65536, 262144, 1000001):
-    for i in range(7):  # rounds of the board's slots
+    for i in range(7):  # rounds of the shared segment's slots
         x = np.full(n, i + 1.0, np.float32)
         assert (allreduce(x) == (i + 1) * ringjax.size()).all(), (n, i)
         eager.allreduce(x, op=ringjax.Sum, name="x", out=x)

@@ -27,7 +27,7 @@ EVERYWHERE = (
     "call.agreed#40 recovery.halted recovery.reported join.ready pause.said "
     "call.moving#40 recovery.linked#2 state.described recovery.installed#2 "
     "join.admitted pause.asked call.complete#40 recovery.completed#2 mesh.called "
-    "succession.install#3 mesh.shared pause.over call.closed#40 commit.saved#5 "
+    "epoch.install#3 mesh.shared pause.over call.closed#40 commit.saved#5 "
     "memory.map recovery.linked recovery.installed agreement.halfway state.chunk"
 )
 

@@ -1,4 +1,4 @@
-// The levels of halving and doubling, and the way back. See adasum.h.
+// The levels of halving and doubling, and the allgather. See adasum.h.
 #include "engine/call/adasum.h"
 
 #include <algorithm>
@@ -10,21 +10,21 @@
 namespace ringjax {
 namespace {
 
-// Bytes that are exchanged at a time: what has arrived, or goes out, is in the cache.
+// Bytes that are exchanged at a time: few enough to be in the cache for the arithmetic.
 constexpr uint64_t kTileBytes = 1 << 20;
 
 struct Extent {
   uint64_t offset = 0, count = 0;  // elements
 
   uint64_t end() const { return offset + count; }
-  // At most `most` elements from the `done`th on.
+  // At most `most` elements, from element `done` on.
   Extent From(uint64_t done, uint64_t most) const {
     const uint64_t skip = std::min(done, count);
     return {offset + skip, std::min(most, count - skip)};
   }
 };
 
-// What one rank does at one level with its piece of the vector.
+// One level on one rank: its peer, and the halves of the piece that the rank has.
 struct Level {
   int peer;
   bool lower;         // this rank's vector is a, the peer's b
@@ -38,7 +38,7 @@ struct Level {
   }
 };
 
-// 1 - a.b / 2|a|^2. A vector without a length takes nothing from the other.
+// 1 - a.b / 2|a|^2, or 1 if the length of `a` is zero.
 double Weight(double dot, double square) {
   if (square < std::numeric_limits<double>::min()) return 1;
   return 1 - dot / (2 * square);
@@ -46,18 +46,18 @@ double Weight(double dot, double square) {
 
 class AdasumRun {
  public:
-  AdasumRun(const Memory& memory, const std::vector<uint64_t>& sizes,
-            const Arithmetic& arithmetic, const Frame& frame, const Lane& lane,
-            Waiter* waiter, uint64_t* sent_bytes)
-      : memory_(memory),
+  AdasumRun(const Buffers& buffers, const std::vector<uint64_t>& sizes,
+            const Arithmetic& arithmetic, const Frame& frame,
+            const Endpoints& endpoints, Waiter* waiter, uint64_t* sent_bytes)
+      : buffers_(buffers),
         a_(arithmetic),
         frame_(frame),
-        lane_(lane),
+        endpoints_(endpoints),
         waiter_(waiter),
         sent_bytes_(sent_bytes),
-        size_(static_cast<int>(lane.links.size())),
+        size_(static_cast<int>(endpoints.links.size())),
         width_(Width(arithmetic.dtype)),
-        own_(memory.in),
+        own_(buffers.in),
         moments_(sizes.size()) {
     ends_.reserve(sizes.size());
     uint64_t end = 0;
@@ -70,26 +70,26 @@ class AdasumRun {
     Extent piece{0, ends_.empty() ? 0 : ends_.back()};
     if (size_ == 1 || a_.scales_first()) {
       Scale(piece, true, size_ == 1);
-      own_ = memory_.out;
+      own_ = buffers_.out;
     }
     std::vector<Level> levels;
     for (int distance = 1; distance < size_; distance *= 2) {
-      const Level& level = levels.emplace_back(lane_.rank, distance, piece);
+      const Level& level = levels.emplace_back(endpoints_.rank, distance, piece);
       RJ_TRY(Exchange(level));
       RJ_TRY(SumMoments(distance));
       if (2 * distance == size_)
         RJ_TRY(Turn(level));
       else
         Combine(level, level.keep);
-      own_ = memory_.out;
+      own_ = buffers_.out;
       piece = level.keep;
     }
     return Gather(levels);
   }
 
  private:
-  // Calls visit(tensor, part) for what of each tensor lies in `range`. A part is one
-  // piece of memory in all spans.
+  // Calls visit(tensor, part) for the part of each tensor that lies in `range`. A part
+  // is contiguous in in, out and scratch.
   template <typename Visit>
   void ForTensors(Extent range, Visit visit) const {
     auto tensor = std::upper_bound(ends_.begin(), ends_.end(), range.offset);
@@ -103,34 +103,33 @@ class AdasumRun {
   std::byte* At(const Spans& spans, Extent part) const {
     return spans.At(part.offset * width_, part.count * width_).data;
   }
-  // What has come from the peer of `part`, which lies in the half that is kept.
+  // The peer's values of `part`, which lies in the half that this rank keeps.
   const std::byte* Arrived(const Level& level, Extent part) const {
-    return At(memory_.scratch, {part.offset - level.keep.offset, part.count});
+    return At(buffers_.scratch, {part.offset - level.keep.offset, part.count});
   }
 
   void Scale(Extent range, bool first, bool last) {
     ForTensors(range, [&](size_t, Extent part) {
-      CopyScaled(At(*memory_.out, part), At(*own_, part), part.count, a_, first, last);
+      CopyScaled(At(*buffers_.out, part), At(*own_, part), part.count, a_, first, last);
     });
   }
 
-  Status Move(const Schedule& schedule, const Memory& memory, const Arithmetic& a,
-              bool lends = true) {
+  Status Move(const Schedule& schedule, const Buffers& buffers, const Arithmetic& a,
+              bool uses_cma = true) {
     Plan plan = Compile(schedule, size_, true);
-    plan.lends = lends;
+    plan.uses_cma = uses_cma;
     *sent_bytes_ += plan.sent * Width(a.wire);
-    return Execute(plan, memory, a, frame_, lane_, waiter_);
+    return Execute(plan, buffers, a, frame_, endpoints_, waiter_);
   }
 
-  // Sends `give` of `from` to the peer and receives `take` into place, from `to` on,
-  // tile by tile: before(tile) is called for what is to be sent, after(tile) for what
-  // has come.
+  // Sends `give` of `from` and receives `take` to `to`, tile by tile. Calls
+  // before(tile) before it sends a tile, and after(tile) when it has received one.
   template <typename Before, typename After>
   Status Swap(int peer, Extent give, const Spans* from, Extent take, Slice to,
               Before before, After after) {
     const uint64_t tile = kTileBytes / width_, most = std::max(give.count, take.count);
-    Memory memory = memory_;
-    memory.in = from;
+    Buffers buffers = buffers_;
+    buffers.in = from;
     for (uint64_t done = 0; done < most; done += tile) {
       const Extent out = give.From(done, tile), in = take.From(done, tile);
       const Slice source{Region::kIn, out.offset, out.count};
@@ -139,14 +138,14 @@ class AdasumRun {
       Schedule both;
       if (out.count > 0) both.steps.push_back({StepKind::kSend, peer, {}, source});
       if (in.count > 0) both.steps.push_back({StepKind::kRecv, peer, target, {}});
-      RJ_TRY(Move(both, memory, moving_));
+      RJ_TRY(Move(both, buffers, moving_));
       after(in);
     }
     return OkStatus();
   }
 
-  // The peer's values of the half that is kept into the scratch memory, and the moments
-  // of these and ours.
+  // Receives the peer's values of the half that this rank keeps into scratch, and
+  // computes the moments of the two vectors in this half.
   Status Exchange(const Level& level) {
     std::fill(moments_.begin(), moments_.end(), Moments{});
     auto add = [&](Extent tile) {
@@ -160,8 +159,8 @@ class AdasumRun {
     return Swap(level.peer, level.give, own_, level.keep, scratch, [](Extent) {}, add);
   }
 
-  // Recursive doubling: at every step two ranks add the same two numbers, so all end
-  // with the same bits.
+  // Sums the moments of 2 * `distance` ranks by recursive doubling: in each step two
+  // ranks add the same two numbers, so all ranks end with the same bits.
   Status SumMoments(int distance) {
     static_assert(sizeof(Moments) == 3 * sizeof(double));
     Spans numbers;
@@ -169,12 +168,13 @@ class AdasumRun {
     const Slice all{Region::kOut, 0, 3 * moments_.size()};
     Schedule doubling;
     for (int reach = 1; reach <= distance; reach *= 2) {
-      const int peer = lane_.rank ^ reach;
+      const int peer = endpoints_.rank ^ reach;
       doubling.steps.push_back({StepKind::kSend, peer, {}, all});
       doubling.steps.push_back({StepKind::kRecvReduce, peer, all, all});
     }
-    // Both change at once what the other one wants.
-    return Move(doubling, Memory{&numbers, &numbers, {}}, adding_, false);
+    // Not by CMA: a send by CMA ends when the peer has read it. Each rank of a pair
+    // receives into the memory that it sends, so each would wait for the other.
+    return Move(doubling, Buffers{&numbers, &numbers, {}}, adding_, false);
   }
 
   void Combine(const Level& level, Extent range) {
@@ -183,28 +183,29 @@ class AdasumRun {
       const Moments& m = moments_[t];
       const std::byte *a = At(*own_, part), *b = Arrived(level, part);
       if (!level.lower) std::swap(a, b);
-      AddWeighted(At(*memory_.out, part), a, Weight(m.ab, m.aa), b, Weight(m.ab, m.bb),
+      AddWeighted(At(*buffers_.out, part), a, Weight(m.ab, m.aa), b, Weight(m.ab, m.bb),
                   part.count, a_.dtype);
     });
   }
 
-  // The last level's results, and with the same peer the first step of the way back:
-  // tiles go out when they are finished.
+  // Combines the half of the last level and makes the first step of the allgather,
+  // which has the same peer: each tile is sent as soon as it is combined.
   Status Turn(const Level& level) {
     auto finish = [&](Extent tile) {
       Combine(level, tile);
       if (!a_.scales_last()) return;
       ForTensors(tile, [&](size_t, Extent part) {
-        std::byte* out = At(*memory_.out, part);
+        std::byte* out = At(*buffers_.out, part);
         CopyScaled(out, out, part.count, a_, false, true);
       });
     };
     const Slice back{Region::kOut, level.give.offset, level.give.count};
-    return Swap(level.peer, level.keep, memory_.out, level.give, back, finish,
+    return Swap(level.peer, level.keep, buffers_.out, level.give, back, finish,
                 [](Extent) {});
   }
 
-  // The other levels backwards: what was given away comes back from who has it now.
+  // Makes the other steps of the allgather, one for each level in reverse order: each
+  // half that was given away comes back from the peer that has its result.
   Status Gather(const std::vector<Level>& levels) {
     Schedule gather;
     for (size_t i = levels.size(); i-- > 1;) {
@@ -215,31 +216,33 @@ class AdasumRun {
       if (have.count > 0) steps.push_back({StepKind::kSend, level.peer, {}, have});
       if (back.count > 0) steps.push_back({StepKind::kRecv, level.peer, back, {}});
     }
-    Memory memory = memory_;
-    memory.in = memory_.out;
-    return Move(gather, memory, moving_);
+    Buffers buffers = buffers_;
+    buffers.in = buffers_.out;
+    return Move(gather, buffers, moving_);
   }
 
-  const Memory& memory_;
+  const Buffers& buffers_;
   const Arithmetic& a_;
   const Frame& frame_;
-  const Lane& lane_;
+  const Endpoints& endpoints_;
   Waiter* waiter_;
   uint64_t* sent_bytes_;
   const int size_;
   const uint64_t width_;
-  const Spans* own_;  // where this rank's values are: in, later out
-  Arithmetic moving_, adding_;
-  std::vector<uint64_t> ends_;    // of the tensors, in elements
-  std::vector<Moments> moments_;  // of each tensor, at this level
+  const Spans* own_;              // the values of this rank: in, later out
+  Arithmetic moving_, adding_;    // to move elements, and to sum moments
+  std::vector<uint64_t> ends_;    // ends of the tensors, in elements
+  std::vector<Moments> moments_;  // by tensor, at this level
 };
 
 }  // namespace
 
-Status AllreduceAdasum(const Memory& memory, const std::vector<uint64_t>& sizes,
+Status AllreduceAdasum(const Buffers& buffers, const std::vector<uint64_t>& sizes,
                        const Arithmetic& arithmetic, const Frame& frame,
-                       const Lane& lane, Waiter* waiter, uint64_t* sent_bytes) {
-  return AdasumRun(memory, sizes, arithmetic, frame, lane, waiter, sent_bytes).Loop();
+                       const Endpoints& endpoints, Waiter* waiter,
+                       uint64_t* sent_bytes) {
+  return AdasumRun(buffers, sizes, arithmetic, frame, endpoints, waiter, sent_bytes)
+      .Loop();
 }
 
 }  // namespace ringjax

@@ -1,4 +1,4 @@
-// The dissemination round and the exchange of descriptions. See agreement.h.
+// The dissemination rounds and the exchange of texts and messages. See agreement.h.
 #include "engine/call/agreement.h"
 
 #include <algorithm>
@@ -6,23 +6,24 @@
 #include <utility>
 
 #include "engine/call/descriptor.h"
-#include "transport/board.h"
+#include "transport/shared_segment.h"
 
 namespace ringjax {
 namespace {
 
 constexpr char kNotCalled[] = "has not called";
 
-// Sends `out` to one peer and receives `in` from another (or the same) at the same
-// time.
+// Sends to one peer and receives from another, or from the same, at the same time.
 class Exchange {
  public:
-  Exchange(const Lane& lane, Waiter* waiter) : lane_(lane), waiter_(waiter) {}
+  Exchange(const Endpoints& endpoints, Waiter* waiter)
+      : endpoints_(endpoints), waiter_(waiter) {}
 
-  // `sent` bytes of `out` have gone already.
+  // Returns once `out` has been sent and flushed, and `in` has been received. `sent`
+  // bytes of `out` have been sent before. An error names the peer.
   Status Do(int to, iovec out, int from, iovec in, size_t sent = 0) {
     size_t received = 0;
-    Link *target = lane_.links[to].get(), *source = lane_.links[from].get();
+    Link *target = endpoints_.links[to].get(), *source = endpoints_.links[from].get();
     bool flushed = false;
     while (!flushed || received < in.iov_len) {
       bool moved = false;
@@ -48,15 +49,16 @@ class Exchange {
         return all;
       }));
       RJ_TRY(CheckStall(
-          lane_, *waiter_, [&] { return std::vector{reads ? from : to}; }, kNotCalled));
+          endpoints_, *waiter_, [&] { return std::vector{reads ? from : to}; },
+          kNotCalled));
     }
     return OkStatus();
   }
 
-  // Sends what the link takes at once.
+  // Sends as much of `out` as the link takes at once, and adds the bytes to `*sent`.
   Status Push(int to, iovec out, size_t* sent) {
     bool moved = false;
-    return Move(to, lane_.links[to]->TryWrite(Rest(out, 0)), sent, &moved);
+    return Move(to, endpoints_.links[to]->TryWrite(Rest(out, 0)), sent, &moved);
   }
 
  private:
@@ -72,19 +74,19 @@ class Exchange {
     return OkStatus();
   }
 
-  const Lane& lane_;
+  const Endpoints& endpoints_;
   Waiter* waiter_;
   iovec rest_;
 };
 
-// Waits until all ranks have reached this turn on the board. None can be further than
-// one turn ahead, nor before `least`.
-Status Await(Board::Counter counter, uint64_t turn, uint64_t least, const Lane& lane,
-             Waiter* waiter) {
-  for (int peer = 0; peer < lane.board->size(); ++peer)
-    if (peer != lane.board->rank())
-      RJ_TRY(
-          AwaitCounter(counter, peer, turn, least, turn + 1, lane, waiter, kNotCalled));
+// Waits until the counters of all ranks have reached `turn`. A value below `least` or
+// above turn + 1 is impossible: a peer that is one turn ahead waits for this rank.
+Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
+             const Endpoints& endpoints, Waiter* waiter) {
+  for (int peer = 0; peer < endpoints.segment->size(); ++peer)
+    if (peer != endpoints.segment->rank())
+      RJ_TRY(AwaitCounter(counter, peer, turn, least, turn + 1, endpoints, waiter,
+                          kNotCalled));
   return OkStatus();
 }
 
@@ -95,15 +97,15 @@ Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
                 peer);
 }
 
-// The frames that all have shown on the board, against our own.
-Status CompareOnBoard(uint64_t turn, const Frame& mine, const Lane& lane,
-                      bool* agreed) {
-  Board& board = *lane.board;
+// Compares the frames of all peers in the shared segment with the frame of this rank.
+Status CompareInSegment(uint64_t turn, const Frame& mine, const Endpoints& endpoints,
+                        bool* agreed) {
+  SharedSegment& segment = *endpoints.segment;
   Frame theirs;
   *agreed = mine.agreed == 1;
-  for (int peer = 0; peer < board.size(); ++peer) {
-    if (peer == board.rank()) continue;
-    std::memcpy(&theirs, board.Note(turn, peer), sizeof theirs);
+  for (int peer = 0; peer < segment.size(); ++peer) {
+    if (peer == segment.rank()) continue;
+    std::memcpy(&theirs, segment.InlineSlot(turn, peer), sizeof theirs);
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind)
       return OutOfStep(theirs, mine, peer);
     if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) *agreed = false;
@@ -111,83 +113,94 @@ Status CompareOnBoard(uint64_t turn, const Frame& mine, const Lane& lane,
   return OkStatus();
 }
 
-// All ranks show their frames and read those of all others: one wait.
-Status AgreeOnBoard(const Frame& mine, const Lane& lane, Waiter* waiter, bool* agreed) {
-  Board& board = *lane.board;
-  const uint64_t turn = board.mine(Board::kAgreed) + 1;
-  std::memcpy(board.Note(turn, board.rank()), &mine, sizeof mine);
-  board.Publish(Board::kAgreed, turn);
-  RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
-  return CompareOnBoard(turn, mine, lane, agreed);
+// Agrees through the shared segment: every rank writes its frame and reads the frames
+// of all peers, which takes one exchange.
+//
+// Publish releases the frame and the inline data behind it; Poll, in Await, acquires
+// those of the peer. A slot is written again two turns later at the earliest. The
+// writer has then seen every peer in the turn between, so no peer still reads the slot.
+Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* waiter,
+                      bool* agreed) {
+  SharedSegment& segment = *endpoints.segment;
+  const uint64_t turn = segment.own(SharedSegment::kAgreed) + 1;
+  std::memcpy(segment.InlineSlot(turn, segment.rank()), &mine, sizeof mine);
+  segment.Publish(SharedSegment::kAgreed, turn);
+  RJ_TRY(Await(SharedSegment::kAgreed, turn, turn - 1, endpoints, waiter));
+  return CompareInSegment(turn, mine, endpoints, agreed);
 }
 
-// What a rank gives all others at once where there is no board.
+// The frame of one rank, and its message if that fits, on their way over links.
 struct Block {
   Frame frame;
   char text[448];
 };
 static_assert(sizeof(Block) == 512, "blocks are of one size");
 
-// `note`: bytes that messages with values beside them may have.
-Status CheckRound(const Frame& got, const Frame& mine, uint64_t note, int peer) {
+// Checks the frame of a peer in a round before its lengths are used. A message with
+// piggybacked data behind it must fit into `most_inline` bytes together with the data.
+Status CheckRound(const Frame& got, const Frame& mine, uint64_t most_inline, int peer) {
   if (!got.SameStream(mine) || got.kind != mine.kind) return OutOfStep(got, mine, peer);
-  const uint64_t most = got.beside > 0 ? note : kMostMessage;
-  if (got.bytes > most || got.beside > most + 1 - got.bytes)
+  const uint64_t most = got.attached > 0 ? most_inline : kMostMessage;
+  if (got.bytes > most || got.attached > most + 1 - got.bytes)
     return Status(Code::kInternal, "announced a message beyond all bounds", peer);
   return OkStatus();
 }
 
-// Puts values behind the message in a note; not those that do not fit there.
-void PutBeside(const Beside& beside, Board* board, std::byte* note, Frame* mine) {
-  const size_t size = beside.own.size();
-  if (!beside.given || mine->bytes + size > board->note_bytes()) return;
-  std::byte* to = note + Board::kHeaderBytes + mine->bytes;
-  for (const auto [begin, end] :
-       {std::pair(size_t{0}, beside.kept_begin), std::pair(beside.kept_end, size)})
-    if (begin < end) board->pace().Copy(to + begin, &beside.own[begin], end - begin);
-  mine->beside = 1 + size;
+// Copies piggybacked data into the inline slot, behind the message, if they fit there.
+void PutPiggyback(const Piggyback& piggyback, SharedSegment* segment, std::byte* slot,
+                  Frame* mine) {
+  const size_t size = piggyback.own.size();
+  if (!piggyback.given || mine->bytes + size > segment->inline_bytes()) return;
+  std::byte* to = slot + SharedSegment::kHeaderBytes + mine->bytes;
+  for (const auto& [begin, end] : {std::pair(size_t{0}, piggyback.kept_begin),
+                                   std::pair(piggyback.kept_end, size)})
+    if (begin < end)
+      segment->copier().Copy(to + begin, &piggyback.own[begin], end - begin);
+  mine->attached = 1 + size;
 }
 
-// Frames of all ranks, and the messages that fit beside them.
-Status ShowOnBoard(Frame mine, const std::string& own, const Lane& lane, Waiter* waiter,
-                   std::vector<Frame>* frames, std::vector<std::string>* all,
-                   Beside* beside) {
-  Board& board = *lane.board;
-  const uint64_t turn = board.mine(Board::kAgreed) + 1;
-  std::byte* note = board.Note(turn, board.rank());
-  PutBeside(*beside, &board, note, &mine);
-  std::memcpy(note, &mine, sizeof mine);
-  if (own.size() <= board.note_bytes())
-    std::memcpy(note + Board::kHeaderBytes, own.data(), own.size());
-  board.Publish(Board::kAgreed, turn);
-  RJ_TRY(Await(Board::kAgreed, turn, turn - 1, lane, waiter));
-  for (int peer = 0; peer < board.size(); ++peer) {
+// Exchanges the frames of all ranks, and the messages that fit into inline slots.
+Status ShowInSegment(Frame mine, const std::string& own, const Endpoints& endpoints,
+                     Waiter* waiter, std::vector<Frame>* frames,
+                     std::vector<std::string>* all, Piggyback* piggyback) {
+  SharedSegment& segment = *endpoints.segment;
+  const uint64_t turn = segment.own(SharedSegment::kAgreed) + 1;
+  std::byte* slot = segment.InlineSlot(turn, segment.rank());
+  PutPiggyback(*piggyback, &segment, slot, &mine);
+  std::memcpy(slot, &mine, sizeof mine);
+  if (own.size() <= segment.inline_bytes())
+    std::memcpy(slot + SharedSegment::kHeaderBytes, own.data(), own.size());
+  segment.Publish(SharedSegment::kAgreed, turn);
+  RJ_TRY(Await(SharedSegment::kAgreed, turn, turn - 1, endpoints, waiter));
+  for (int peer = 0; peer < segment.size(); ++peer) {
     Frame& theirs = (*frames)[peer];
-    note = board.Note(turn, peer);
-    std::memcpy(&theirs, note, sizeof theirs);
-    if (peer == board.rank()) theirs = mine;  // not read back: others may write there
-    RJ_TRY(CheckRound(theirs, mine, board.note_bytes(), peer));
-    if (theirs.bytes <= board.note_bytes())
-      (*all)[peer].assign(reinterpret_cast<const char*>(note + Board::kHeaderBytes),
-                          theirs.bytes);
-    beside->whole = beside->whole && theirs.beside > 0;
-    if (!beside->whole) continue;
-    beside->all.emplace_back(note + Board::kHeaderBytes + theirs.bytes,
-                             theirs.beside - 1);
-    if (peer == board.rank() && beside->kept_end > beside->kept_begin)
-      beside->all.back() = beside->own;
+    slot = segment.InlineSlot(turn, peer);
+    std::memcpy(&theirs, slot, sizeof theirs);
+    if (peer == segment.rank()) theirs = mine;  // a peer could have changed the slot
+    RJ_TRY(CheckRound(theirs, mine, segment.inline_bytes(), peer));
+    if (theirs.bytes <= segment.inline_bytes())
+      (*all)[peer].assign(
+          reinterpret_cast<const char*>(slot + SharedSegment::kHeaderBytes),
+          theirs.bytes);
+    piggyback->whole = piggyback->whole && theirs.attached > 0;
+    if (!piggyback->whole) continue;
+    piggyback->all.emplace_back(slot + SharedSegment::kHeaderBytes + theirs.bytes,
+                                theirs.attached - 1);
+    if (peer == segment.rank() && piggyback->kept_end > piggyback->kept_begin)
+      piggyback->all.back() = piggyback->own;
   }
   return OkStatus();
 }
 
-// The same over links. In step k a rank sends all blocks that it has, 2^k of them, to
-// the rank 2^k before it. Its own block goes to all of these at the very beginning:
-// whoever sleeps wakes up after at most log2 P others.
-Status PassOn(const Frame& mine, const std::string& own, const Lane& lane,
+// Exchanges frames and messages over links. In step k a rank sends its first 2^k
+// blocks, or as many as the receiver lacks, to the rank 2^k before it. It sends its own
+// block to all of these ranks at the beginning, so that a chain of at most log2 P ranks
+// wakes each rank that sleeps.
+Status PassOn(const Frame& mine, const std::string& own, const Endpoints& endpoints,
               Waiter* waiter, std::vector<Frame>* frames,
               std::vector<std::string>* all) {
-  const int size = static_cast<int>(lane.links.size());
-  Exchange exchange(lane, waiter);
+  const int size = static_cast<int>(endpoints.links.size());
+  Exchange exchange(endpoints, waiter);
   std::vector<Block> blocks(static_cast<size_t>(size));  // from this rank onwards
   blocks[0].frame = mine;
   std::memset(blocks[0].text, 0, sizeof blocks[0].text);
@@ -195,12 +208,12 @@ Status PassOn(const Frame& mine, const std::string& own, const Lane& lane,
     std::memcpy(blocks[0].text, own.data(), own.size());
   std::vector<size_t> sent;
   for (int reach = 1; reach < size; reach *= 2)
-    RJ_TRY(exchange.Push((lane.rank - reach + size) % size, {&blocks[0], sizeof(Block)},
-                         &sent.emplace_back(0)));
+    RJ_TRY(exchange.Push((endpoints.rank - reach + size) % size,
+                         {&blocks[0], sizeof(Block)}, &sent.emplace_back(0)));
   size_t step = 0;
   for (int reach = 1; reach < size; reach *= 2, ++step) {
-    const int to = (lane.rank - reach + size) % size;
-    const int from = (lane.rank + reach) % size;
+    const int to = (endpoints.rank - reach + size) % size;
+    const int from = (endpoints.rank + reach) % size;
     const auto count = static_cast<size_t>(std::min(reach, size - reach));
     RJ_TRY(exchange.Do(to, {blocks.data(), count * sizeof(Block)}, from,
                        {&blocks[static_cast<size_t>(reach)], count * sizeof(Block)},
@@ -208,7 +221,7 @@ Status PassOn(const Frame& mine, const std::string& own, const Lane& lane,
     for (int i = reach; i < reach + static_cast<int>(count); ++i) {
       const Block& block = blocks[static_cast<size_t>(i)];
       RJ_TRY(CheckRound(block.frame, mine, 0, from));
-      const int peer = (lane.rank + i) % size;
+      const int peer = (endpoints.rank + i) % size;
       (*frames)[peer] = block.frame;
       if (block.frame.bytes <= sizeof block.text)
         (*all)[peer].assign(block.text, block.frame.bytes);
@@ -219,18 +232,18 @@ Status PassOn(const Frame& mine, const std::string& own, const Lane& lane,
 
 }  // namespace
 
-Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
+Status Agree(const Frame& frame, bool fit, const Endpoints& endpoints, Waiter* waiter,
              bool* agreed) {
-  const int size = static_cast<int>(lane.links.size());
-  Exchange exchange(lane, waiter);
+  const int size = static_cast<int>(endpoints.links.size());
+  Exchange exchange(endpoints, waiter);
   Frame mine = frame, theirs;
   mine.kind = static_cast<uint16_t>(FrameKind::kAgree);
   mine.agreed = fit ? 1 : 0;
   waiter->Progressed();
-  if (lane.board) return AgreeOnBoard(mine, lane, waiter, agreed);
+  if (endpoints.segment) return AgreeInSegment(mine, endpoints, waiter, agreed);
   for (int round = 0, reach = 1; reach < size; ++round, reach *= 2) {
-    const int to = (lane.rank + reach) % size;
-    const int from = (lane.rank - reach + size) % size;
+    const int to = (endpoints.rank + reach) % size;
+    const int from = (endpoints.rank - reach + size) % size;
     mine.step = static_cast<uint32_t>(round);
     RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
@@ -242,33 +255,36 @@ Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
   return OkStatus();
 }
 
-bool HaveAgreed(uint64_t turn, const Lane& lane) {
-  const Board& board = *lane.board;
-  bool agreed = board.mine(Board::kAgreed) >= turn;
-  for (int peer = 0; peer < board.size() && agreed; ++peer)
-    agreed = board.Look(Board::kAgreed, peer) >= turn;
-  Frame mine;  // what others saw of this rank
-  std::memcpy(&mine, board.Note(turn, board.rank()), sizeof mine);
-  return agreed && CompareOnBoard(turn, mine, lane, &agreed).ok() && agreed;
+bool HaveAgreed(uint64_t turn, const Endpoints& endpoints) {
+  const SharedSegment& segment = *endpoints.segment;
+  bool agreed = segment.own(SharedSegment::kAgreed) >= turn;
+  for (int peer = 0; peer < segment.size() && agreed; ++peer)
+    agreed = segment.Look(SharedSegment::kAgreed, peer) >= turn;
+  Frame mine;  // the frame that the peers see
+  std::memcpy(&mine, segment.InlineSlot(turn, segment.rank()), sizeof mine);
+  return agreed && CompareInSegment(turn, mine, endpoints, &agreed).ok() && agreed;
 }
 
-Status AwaitEnd(const Frame& frame, const Lane& lane, bool fetched, Waiter* waiter) {
+Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool fetched,
+                Waiter* waiter) {
   waiter->Progressed();
   if (fetched)
-    return Await(Board::kFetched, lane.board->mine(Board::kFetched), 0, lane, waiter);
-  if (lane.board) {
-    const uint64_t turn = lane.board->mine(Board::kEnded) + 1;
-    lane.board->Publish(Board::kEnded, turn);
-    return Await(Board::kEnded, turn, turn - 1, lane, waiter);
+    return Await(SharedSegment::kFinished,
+                 endpoints.segment->own(SharedSegment::kFinished), 0, endpoints,
+                 waiter);
+  if (endpoints.segment) {
+    const uint64_t turn = endpoints.segment->own(SharedSegment::kEnded) + 1;
+    endpoints.segment->Publish(SharedSegment::kEnded, turn);
+    return Await(SharedSegment::kEnded, turn, turn - 1, endpoints, waiter);
   }
-  const int size = static_cast<int>(lane.links.size());
-  Exchange exchange(lane, waiter);
+  const int size = static_cast<int>(endpoints.links.size());
+  Exchange exchange(endpoints, waiter);
   Frame mine = frame, theirs;
   mine.kind = static_cast<uint16_t>(FrameKind::kEnd);
   mine.bytes = 0;
   for (int round = 0, reach = 1; reach < size; ++round, reach *= 2) {
-    const int to = (lane.rank + reach) % size;
-    const int from = (lane.rank - reach + size) % size;
+    const int to = (endpoints.rank + reach) % size;
+    const int from = (endpoints.rank - reach + size) % size;
     mine.step = static_cast<uint32_t>(round);
     RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
@@ -278,18 +294,20 @@ Status AwaitEnd(const Frame& frame, const Lane& lane, bool fetched, Waiter* wait
   return OkStatus();
 }
 
-Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lane,
-                     Waiter* waiter, std::vector<std::string>* texts) {
-  const int size = static_cast<int>(lane.links.size());
-  Exchange exchange(lane, waiter);
+Status ExchangeTexts(const Frame& frame, const std::string& own,
+                     const Endpoints& endpoints, Waiter* waiter,
+                     std::vector<std::string>* texts) {
+  const int size = static_cast<int>(endpoints.links.size());
+  Exchange exchange(endpoints, waiter);
   std::string text(Cut(own, kMostText));
   texts->assign(size, "");
-  (*texts)[lane.rank] = text;
+  (*texts)[endpoints.rank] = text;
   Frame mine = frame, theirs;
   mine.kind = static_cast<uint16_t>(FrameKind::kExplain);
   mine.bytes = text.size();
   for (int i = 1; i < size; ++i) {
-    const int to = (lane.rank + i) % size, from = (lane.rank - i + size) % size;
+    const int to = (endpoints.rank + i) % size,
+              from = (endpoints.rank - i + size) % size;
     RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
         theirs.bytes > kMostText)
@@ -302,32 +320,35 @@ Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lan
   return OkStatus();
 }
 
-Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& lane,
-                        Waiter* waiter, std::vector<std::string>* all, Beside* beside) {
-  const int size = static_cast<int>(lane.links.size());
-  beside->whole = beside->given && lane.board;
-  beside->all.clear();
+Status ExchangeMessages(const Frame& frame, const std::string& own,
+                        const Endpoints& endpoints, Waiter* waiter,
+                        std::vector<std::string>* all, Piggyback* piggyback) {
+  const int size = static_cast<int>(endpoints.links.size());
+  piggyback->whole = piggyback->given && endpoints.segment;
+  piggyback->all.clear();
   all->assign(static_cast<size_t>(size), "");
   std::vector<Frame> frames(static_cast<size_t>(size));
   Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kRound);
   mine.bytes = own.size();
-  frames[lane.rank] = mine;
+  frames[endpoints.rank] = mine;
   waiter->Progressed();
-  if (lane.board) {
-    RJ_TRY(ShowOnBoard(mine, own, lane, waiter, &frames, all, beside));
+  if (endpoints.segment) {
+    RJ_TRY(ShowInSegment(mine, own, endpoints, waiter, &frames, all, piggyback));
   } else {
-    RJ_TRY(PassOn(mine, own, lane, waiter, &frames, all));
+    RJ_TRY(PassOn(mine, own, endpoints, waiter, &frames, all));
   }
-  (*all)[lane.rank] = own;
-  const uint64_t most = lane.board ? lane.board->note_bytes() : sizeof(Block::text);
+  (*all)[endpoints.rank] = own;
+  const uint64_t most =
+      endpoints.segment ? endpoints.segment->inline_bytes() : sizeof(Block::text);
   if (std::none_of(frames.begin(), frames.end(),
                    [most](const Frame& f) { return f.bytes > most; }))
     return OkStatus();
-  Exchange exchange(lane, waiter);
+  Exchange exchange(endpoints, waiter);
   std::string rest = own.size() > most ? own : "";
   for (int i = 1; i < size; ++i) {
-    const int to = (lane.rank + i) % size, from = (lane.rank - i + size) % size;
+    const int to = (endpoints.rank + i) % size,
+              from = (endpoints.rank - i + size) % size;
     std::string nothing, &theirs = frames[from].bytes > most ? (*all)[from] : nothing;
     if (frames[from].bytes > most) theirs.resize(frames[from].bytes);
     RJ_TRY(exchange.Do(to, {rest.data(), rest.size()}, from,
@@ -337,17 +358,19 @@ Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& 
 }
 
 Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
-                     const Lane& lane, Waiter* waiter, std::vector<int64_t>* received) {
-  const int size = static_cast<int>(lane.links.size());
+                     const Endpoints& endpoints, Waiter* waiter,
+                     std::vector<int64_t>* received) {
+  const int size = static_cast<int>(endpoints.links.size());
   const size_t k = words.size() / size, bytes = k * sizeof(int64_t);
-  Exchange exchange(lane, waiter);
+  Exchange exchange(endpoints, waiter);
   Frame mine = frame, theirs;
   mine.kind = static_cast<uint16_t>(FrameKind::kExplain);
   mine.bytes = bytes;
   std::vector<int64_t> out = words;
-  *received = words;  // a rank's block for itself stays
+  *received = words;  // the words for this rank itself stay
   for (int i = 1; i < size; ++i) {
-    const int to = (lane.rank + i) % size, from = (lane.rank - i + size) % size;
+    const int to = (endpoints.rank + i) % size,
+              from = (endpoints.rank - i + size) % size;
     RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind || theirs.bytes != bytes)
       return OutOfStep(theirs, mine, from);

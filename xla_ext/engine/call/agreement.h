@@ -1,10 +1,17 @@
-// Agreement: before any data moves, all ranks learn whether all mean the same call.
+// Agreement: the exchange before data move by which all ranks learn whether all of them
+// make the same call.
 //
-// A dissemination round (Hensgen, Finkel, Manber 1988; the barrier of the same name):
-// ceil(log2 P) exchanges of one 64-byte frame. Every rank's frame reaches every rank
-// through partners that compared fingerprints on the way, so either all find agreement
-// or all find the disagreement, in the same call, and the communicator stays usable.
-// It is also the barrier, and the flow control of the call that follows.
+// The algorithm is the dissemination barrier (Hensgen, Finkel, Manber, 1988): in each
+// of ceil(log2 P) rounds a rank sends one 64-byte frame and receives one. The frame
+// says whether its sender has seen a mismatch so far, and the receiver compares
+// fingerprints. A chain of frames leads from any rank to any other. If the ends of a
+// chain differ in their fingerprints, so do two neighbours in it, and the chain passes
+// that on. So all ranks find the disagreement in the same call, or none does, and the
+// communicator stays usable. In a shared segment, each rank compares the frames of all
+// ranks instead.
+//
+// The agreement is also the barrier and the flow control of the call: no rank sends
+// data over a link before all ranks have made the call.
 #pragma once
 
 #include <cstddef>
@@ -16,45 +23,51 @@
 
 namespace ringjax {
 
-// ok: `*agreed` says what all ranks found. `fit` is this rank's own vote.
-// Errors as Execute's: these concern the links, not the agreement.
-Status Agree(const Frame& frame, bool fit, const Lane& lane, Waiter* waiter,
+// Sets `*agreed` to whether all ranks agree; all ranks find the same. `fit` is the vote
+// of this rank. Fails as Execute does, because of a link and not of a disagreement.
+Status Agree(const Frame& frame, bool fit, const Endpoints& endpoints, Waiter* waiter,
              bool* agreed);
 
-// Whether all ranks have shown in this turn of the board that they agree, as far as can
-// be seen without waiting.
-bool HaveAgreed(uint64_t turn, const Lane& lane);
+// Whether the shared segment shows that all ranks have agreed in `turn`. Does not wait.
+bool HaveAgreed(uint64_t turn, const Endpoints& endpoints);
 
-// After the data: returns once all ranks have come here, so that whoever goes on knows
-// that all have their results. `fetched`: the last of the data were tiles on the board,
-// whose counters tell that by themselves.
-Status AwaitEnd(const Frame& frame, const Lane& lane, bool fetched, Waiter* waiter);
+// Waits, after the data, until all ranks have called it, so that a rank that returns
+// may rely on the results of all ranks. `fetched`: the last data were tiles in the
+// shared segment. Their counter kFinished shows the same, so nothing more is exchanged.
+Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool fetched,
+                Waiter* waiter);
 
-// After a disagreement: every rank's text, by rank; texts longer than 64 KiB are cut.
-Status ExchangeTexts(const Frame& frame, const std::string& own, const Lane& lane,
-                     Waiter* waiter, std::vector<std::string>* texts);
+// Exchanges, after a disagreement, the texts of all ranks, cut to kMostText, by rank.
+Status ExchangeTexts(const Frame& frame, const std::string& own,
+                     const Endpoints& endpoints, Waiter* waiter,
+                     std::vector<std::string>* texts);
 
-// Sends words[r*k .. r*k+k) to rank r and receives as many from it into the same place
-// of `received`; k = words.size() / P, alike on all ranks.
+// Sends words[r*k .. r*k+k) to rank r and receives k words from rank r into the same
+// range of `*received`. k = words.size() / P is the same on all ranks.
 Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
-                     const Lane& lane, Waiter* waiter, std::vector<int64_t>* received);
+                     const Endpoints& endpoints, Waiter* waiter,
+                     std::vector<int64_t>* received);
 
-// Every rank's message, by rank, for one exchange of a round (see communicator.h). On a
-// board short messages lie beside the frames; elsewhere they travel in blocks of one
-// size, each rank passing on what it has (Bruck et al., "Efficient Algorithms for
-// All-to-All Communications", 1997). What does not fit there follows from rank to rank.
 inline constexpr uint64_t kMostMessage = uint64_t{64} << 20;  // bytes
-// Values that ranks on a board give all others with their messages, in case they turn
-// out to be all that is needed. `own` and `given` go in, and which bytes of `own` only
-// this rank needs: they stay where they are. `whole`: all ranks have given some, which
-// stay in `all`, by rank, until this rank begins anything else.
-struct Beside {
+// The data of a small operation, which this rank sends to all ranks of a shared segment
+// together with the round that negotiates the operation.
+struct Piggyback {
+  // In: whether this rank gives data. Out: whether all ranks have given data.
   bool given = false, whole = false;
-  std::span<const std::byte> own = {};
+  std::span<const std::byte> own = {};  // in: the data of this rank, if `given`
+  // In: the bytes of `own` that only this rank needs. They are not copied.
   size_t kept_begin = 0, kept_end = 0;
+  // Out, if `whole`: the data of all ranks, by rank. They stay in the segment until
+  // this rank begins its next call or round.
   std::vector<std::span<const std::byte>> all = {};
 };
-Status ExchangeMessages(const Frame& frame, const std::string& own, const Lane& lane,
-                        Waiter* waiter, std::vector<std::string>* all, Beside* beside);
+// Exchanges the messages of one round (Communicator::ExchangeRound): `*all` receives
+// the message of every rank, by rank. In a shared segment, short messages lie behind
+// the frames. Over links they travel in blocks of one size, and each rank passes on the
+// blocks that it has (Bruck et al., "Efficient Algorithms for All-to-All
+// Communications", 1997). A message that does not fit then goes directly to each rank.
+Status ExchangeMessages(const Frame& frame, const std::string& own,
+                        const Endpoints& endpoints, Waiter* waiter,
+                        std::vector<std::string>* all, Piggyback* piggyback);
 
 }  // namespace ringjax

@@ -11,9 +11,9 @@
 namespace ringjax {
 namespace {
 
-constexpr size_t kLanes = 8;     // so that multiplications do not wait for each other
-constexpr size_t kAhead = 1536;  // bytes to fetch before they are needed
-constexpr size_t kRanks = 1024;  // that a difference is told of: 8 KiB go as one note
+constexpr size_t kLanes = 8;     // hashes whose multiplications run in parallel
+constexpr size_t kAhead = 1536;  // distance of the prefetch, in bytes
+constexpr size_t kRanks = 1024;  // ranks in a report: its 8 KiB are inline data
 constexpr size_t kMostNamed = 8;
 
 std::string_view Line(std::string_view lines, size_t number) {
@@ -34,8 +34,9 @@ std::string Ranks(const std::vector<int>& ranks) {
   return text;
 }
 
-// Most ranks, or those with the first one, are taken for right. Who has no hash is
-// gone, or has joined.
+// Returns which ranks differ from the most frequent hash; on a tie, from the one of the
+// most frequent hashes that the lowest rank has. Ignores ranks with hash 0, which were
+// lost during the comparison or have joined.
 std::string WhoDiffers(const std::vector<uint64_t>& hashes,
                        const std::vector<int>& members) {
   const size_t known = std::min(members.size(), hashes.size());
@@ -64,7 +65,7 @@ uint64_t HashOfBytes(const void* data, uint64_t size) {
   constexpr size_t kStride = kLanes * sizeof(uint64_t);
   uint64_t left = size;
   for (; left >= kStride; left -= kStride, at += kStride) {
-    __builtin_prefetch(at + kAhead);  // beyond the end it does nothing
+    __builtin_prefetch(at + kAhead);  // harmless beyond the end
     std::array<uint64_t, kLanes> words;
     std::memcpy(words.data(), at, kStride);
     for (size_t i = 0; i < kLanes; ++i) lanes[i].Add(words[i]);
@@ -81,7 +82,8 @@ Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_vie
                                const Greatest& greatest) {
   Hash all;
   for (uint64_t hash : hashes) all.Add(hash);
-  // The greatest of what is turned around is the least.
+  // The maximum of ~x is ~(minimum of x): one exchange finds both. All ranks have the
+  // same x if the two are equal.
   std::vector<uint64_t> ends = {all.value(), ~all.value()};
   RJ_TRY(greatest(&ends));
   if (ends[0] == ~ends[1]) return std::string();
@@ -95,7 +97,7 @@ Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_vie
   if (first < hashes.size() && static_cast<size_t>(rank) < kRanks)
     table[static_cast<size_t>(rank)] = hashes[first];
   RJ_TRY(greatest(&table));
-  if (count == 0) return std::string();  // a rank has gone meanwhile
+  if (count == 0) return std::string();  // the rank that differed was lost meanwhile
   return "'" + std::string(Line(names, first)) + "' of " + WhoDiffers(table, members) +
          (count == 1 ? ""
                      : ", the first of " + std::to_string(count) + " that differ") +

@@ -1,5 +1,6 @@
-// Whether all ranks hold the same bytes, by hashes: of everything first, then of each
-// tensor, then who has which. How numbers get from rank to rank is the caller's matter.
+// Checks by hashes whether all ranks hold the same bytes: one hash of everything first,
+// then a hash of each tensor, then every rank's hash of the first tensor that differs.
+// The caller supplies the exchange between ranks (Greatest).
 #pragma once
 
 #include <cstdint>
@@ -13,20 +14,22 @@
 
 namespace ringjax {
 
-// Whether the ranks compare at a step, numbered from 0: every so many steps, and at 1,
-// 10 and 100, since what makes ranks differ mostly does so in the first steps.
+// Whether the ranks compare at `step`, from 0: at multiples of `every`, and at 1, 10
+// and 100, because most mistakes have effects in the first steps. Never if `every` is
+// 0.
 bool ComparesAt(uint64_t step, uint64_t every);
 
-// As fast as memory is read; no defence against anybody who looks for collisions.
+// Hashes bytes as fast as memory is read. Does not resist constructed collisions.
 uint64_t HashOfBytes(const void* data, uint64_t size);
 
-// Replaces each number by the greatest that a rank has in its place. The length does
-// not depend on the number of ranks, so that the loss of one does not matter.
+// Replaces each number by the maximum over all ranks. The vector has the same length
+// for any number of ranks, so the exchange can run again if a rank is lost.
 using Greatest = std::function<Status(std::vector<uint64_t>*)>;
 
-// What differs, in words, the same on all ranks; nothing if they are alike. One
-// exchange then, three if not. `names`: of the tensors, joined by newlines;
-// `members[r]`: the world rank of rank r.
+// Describes the difference between ranks in a text that is the same on all ranks, after
+// three exchanges; empty if there is none, after one exchange. `hashes`: one for each
+// tensor; `names`: those of the tensors, joined by newlines; `members[r]`: the world
+// rank of rank r. Fails if `greatest` fails.
 Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_view names,
                                const std::vector<int>& members, int rank,
                                const Greatest& greatest);

@@ -1,4 +1,4 @@
-// Fingerprints and words. See descriptor.h.
+// Fingerprints and texts of calls. See descriptor.h.
 #include "engine/call/descriptor.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace ringjax {
 namespace {
 
-// Alltoall's rows differ by rank by nature; all others must be alike.
+// Whether rows must be equal on all ranks. Those of an alltoall may differ.
 bool RowsAgree(Collective op) { return op != Collective::kAlltoall; }
 
 std::vector<std::string_view> Lines(std::string_view text) {
@@ -25,18 +25,18 @@ std::vector<std::string_view> Lines(std::string_view text) {
   return lines;
 }
 
-constexpr long kHeadLines = 10;  // of Explain, before the tensors
+constexpr long kHeadLines = 10;  // lines of Explain before the tensors
 constexpr std::string_view kRefused = "refused: ";
 constexpr std::string_view kStep = "optimizer step ";
 
-// What the ranks call the operation: the first line of the first that describes it.
+// The title of the operation: the first line of the first text that is no refusal.
 std::string_view Title(const std::vector<std::string>& texts) {
   for (std::string_view text : texts)
     if (!IsRefusal(text)) return text.substr(0, text.find('\n'));
   return "?";
 }
 
-// The text that most ranks sent; the lowest of them if there are several such texts.
+// The lowest rank whose text is the most frequent one, or one of several such texts.
 int Reference(const std::vector<std::string>& texts) {
   int best = 0;
   long most = 0;
@@ -94,13 +94,13 @@ bool Call::KeepsInputs() const {
     const auto begin = reinterpret_cast<uintptr_t>(at);
     return Range{begin, begin + bytes};
   };
-  std::vector<std::pair<Range, bool>> ranges;  // of memory; whether it is written
+  std::vector<std::pair<Range, bool>> ranges;  // range of memory, whether written
   for (const Tensor& t : tensors) {
     if (t.bytes() > 0) ranges.push_back({range(t.in, t.bytes()), false});
     if (t.room > 0) ranges.push_back({range(t.out, t.room), true});
   }
   std::sort(ranges.begin(), ranges.end());
-  uintptr_t ends[2] = {0, 0};  // of what came so far: read, written
+  uintptr_t ends[2] = {0, 0};  // ends of the ranges so far: [0] read, [1] written
   for (const auto& [r, written] : ranges) {
     if (r.first < ends[written ? 0 : 1]) return false;
     ends[written ? 1 : 0] = std::max(ends[written ? 1 : 0], r.second);
@@ -177,7 +177,7 @@ std::string Digits(double value) {
 
 std::string_view Cut(std::string_view text, size_t limit) {
   if (text.size() <= limit) return text;
-  while (limit > 0 && (text[limit] & 0xc0) == 0x80) --limit;  // UTF-8 continues
+  while (limit > 0 && (text[limit] & 0xc0) == 0x80) --limit;  // UTF-8 continuation
   return text.substr(0, limit);
 }
 

@@ -1,5 +1,5 @@
-// What a rank is about to do, in a form that ranks can compare: a fingerprint on the
-// fast path, words when the fingerprints differ.
+// The description of a call in two forms that ranks compare: a fingerprint for every
+// call, and a text if the fingerprints differ.
 #pragma once
 
 #include <cstdint>
@@ -26,72 +26,76 @@ struct Tensor {
   uint64_t bytes() const { return elements() * Width(dtype); }
 };
 
-// One call of any framework, as all ranks must agree on it.
+// A call of any framework as one rank makes it. All properties in its fingerprint must
+// be equal on all ranks.
 struct Call {
   Collective op = Collective::kAllreduce;
   ReduceOp reduce_op = ReduceOp::kSum;
-  int wire = -1;  // DType number, or -1: as it is
+  int wire = -1;  // number of the wire dtype; -1: the dtype of the tensor
   double prescale = 1.0, postscale = 1.0;
   int root = 0;
-  int64_t step = -1;   // the caller's sequence number (optimizer state), -1 if none
-  int64_t bucket = 0;  // which one of a step's calls
-  // Seconds of waiting for other ranks until an error, 0: never; negative: what the
-  // communicator has. Of this rank alone: nobody compares it.
+  int64_t step = -1;   // the caller's training step (optimizer state), -1 if none
+  int64_t bucket = 0;  // number of the call within the training step
+  // Seconds without progress until the call fails. 0: never; negative: the timeout of
+  // the communicator. May differ between ranks.
   double timeout = -1;
-  std::string_view name;   // of the operation: "grads"
-  std::string_view names;  // of the tensors, joined by newlines; may be empty
-  // Of shards of several devices: "2 devices (0, 1)", and on further lines how each
-  // tensor is cut, compared and not shown. Empty: tensors are whole, on one device.
+  std::string_view name;   // the name of the operation: "grads"
+  std::string_view names;  // the names of the tensors, one on each line; may be empty
+  // For shards on several devices: the line "2 devices (0, 1)", then lines that say how
+  // each tensor is cut. All lines are compared, but errors show only the first. Empty:
+  // the tensors are whole, on one device.
   std::string_view partition;
   std::vector<Tensor> tensors;
   // Rows (dim 0) per rank, for each tensor one after another; see Problem::counts.
   std::vector<int64_t> rows;
-  bool rows_known = false;  // alltoall: rows came from all ranks, so they fit together
-  bool beside = false;      // the program goes on meanwhile
+  bool rows_known = false;  // alltoall: rows were negotiated, so they fit together
+  bool overlapped = false;  // the program continues during the call (recorded only)
 
-  // Sets the three from numbers that came from outside, if there are such.
+  // Sets op, reduce_op and wire. kInvalidArgument if one of the numbers is unknown.
   Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);
 
   // "allreduce 'grads'", or "allreduce" if it has no name.
   std::string Title() const;
   std::string_view TensorName(size_t i) const;
-  // Whether no result is written where any tensor lies.
+  // Whether no result overlaps any input, so that the call can run again.
   bool KeepsInputs() const;
 };
 
-// True if dim 0 may differ between ranks (its size is in rows instead).
+// Whether dim 0 may differ between ranks. Call::rows then has its size on each rank.
 bool RaggedRows(Collective op);
 
-// kInvalidArgument if `op` cannot reduce this on so many ranks.
+// kInvalidArgument if `op` cannot apply `reduce_op` to `dtype` on `size` ranks.
 Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size);
 
-// Equal on all ranks exactly if the calls fit together.
+// A hash of all properties of a call that must be equal on all ranks. The rows of an
+// alltoall differ between ranks and are compared separately.
 uint64_t Fingerprint(const Call& call);
 
-// "f32[8,128]", or "f32[*,128]" if dim 0 is a matter of each rank.
+// "f32[8,128]", or "f32[*,128]" if `ragged`: dim 0 may differ between ranks.
 std::string Describe(DType dtype, std::span<const int64_t> dims, bool ragged = false);
 std::string Describe(const Tensor& tensor, bool ragged = false);
 
-// As short as tells it from every other number.
+// The shortest decimal text that identifies the number.
 std::string Digits(double value);
 
-// At most `limit` bytes of `text`, not ending within a character.
+// The first `limit` bytes of `text` at most, without a part of a UTF-8 character.
 std::string_view Cut(std::string_view text, size_t limit);
 
-// The longest text that a rank sends to explain its call.
+// Bytes of the longest text that a rank sends to explain its call.
 inline constexpr size_t kMostText = 64 << 10;
 
-// Lines for the peers, at most `limit` bytes: the operation, its options, one line per
-// tensor. Parsed by nobody: compared and shown.
+// The text about a call that Mismatch compares line by line, at most `limit` bytes: the
+// operation, its options, and one line for each tensor.
 std::string Explain(const Call& call, size_t limit);
 
-// Instead of Explain from a rank whose own call is not valid.
+// The text of a rank whose own call is not valid, in place of Explain.
 std::string Refusal(const std::string& why);
 bool IsRefusal(std::string_view text);
 
-// One sentence naming the first difference; texts[r] is Explain or Refusal of rank r
-// and members[r] its world rank. The same on all ranks. `*culprit` is -1 if the texts
-// do not tell.
+// Returns an error text that names the first refusal, or else the first difference. The
+// text is the same on all ranks. texts[r] is Explain or Refusal of rank r, members[r]
+// its world rank. `*culprit` is the world rank that refuses or differs, or -1 if all
+// texts are equal, because they were cut before the difference.
 std::string Mismatch(const std::vector<std::string>& texts,
                      const std::vector<int>& members, std::string_view communicator,
                      int* culprit);

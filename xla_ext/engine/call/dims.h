@@ -1,5 +1,5 @@
-// The dimensions of a tensor, stored in it: a training step describes hundreds of
-// tensors in every call, and memory of their own would cost more than everything else.
+// The dimensions of a tensor. Up to six need no allocation, which would cost more than
+// the rest of the description: a call may describe hundreds of tensors.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class Dims {
 
   size_t size_ = 0;
   std::array<int64_t, kInline> few_;
-  std::vector<int64_t> more_;  // all of them, if they are not few
+  std::vector<int64_t> more_;  // all dimensions, if there are more than kInline
 };
 
 }  // namespace ringjax

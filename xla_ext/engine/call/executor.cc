@@ -1,7 +1,10 @@
-// Execute: a loop over the heads of the send and receive queues of each peer.
+// Execute: a loop over the heads of the send and receive queues of each peer. See
+// executor.h.
 //
-// One visit moves at most kSegment bytes (kBorrowed, see below), so that receiving,
-// reducing and sending take turns while the data is still in the cache. See executor.h.
+// Each pass runs the copies as far as earlier steps permit, then visits each peer:
+// send, flush, receive. The thread waits after a pass in which nothing moved. One visit
+// moves at most kSegment bytes (or kReadAtOnce, see below), so that receiving, reducing
+// and sending take turns while the data are still in the cache.
 #include "engine/call/executor.h"
 
 #include <algorithm>
@@ -9,44 +12,45 @@
 
 #include "base/failpoint.h"
 #include "engine/call/message.h"
+#include "transport/cma.h"
 #include "transport/copy.h"
-#include "transport/loans.h"
 
 namespace ringjax {
 namespace {
 
 constexpr uint64_t kSegment = 256 << 10;
-// Of what is lent and belongs somewhere: each piece is a call of the kernel.
-constexpr uint64_t kBorrowed = 1 << 20;
-constexpr size_t kPieces = 64;  // iovecs in one call
-// Of what is lent and added up, read at once: it stays in a first cache.
+// Bytes that one system call of CMA copies to their destination.
+constexpr uint64_t kReadAtOnce = 1 << 20;
+constexpr size_t kPieces = 64;  // iovecs in one call of a link
+// Bytes that one system call of CMA copies to be reduced: they stay in the L1 cache.
 constexpr uint64_t kStepBlock = 32 << 10;
-// Copies longer than the caches go past them.
+// Copies of this many bytes, which exceed the caches, use non-temporal stores.
 constexpr uint64_t kPastCaches = 4 << 20;
 
 class PlanRun {
  public:
-  PlanRun(const Plan& plan, const Memory& memory, const Arithmetic& arithmetic,
-          const Frame& frame, const Lane& lane, Waiter* waiter)
+  PlanRun(const Plan& plan, const Buffers& buffers, const Arithmetic& arithmetic,
+          const Frame& frame, const Endpoints& endpoints, Waiter* waiter)
       : plan_(plan),
-        memory_(memory),
+        buffers_(buffers),
         a_(arithmetic),
         frame_(frame),
-        lane_(lane),
+        endpoints_(endpoints),
         waiter_(waiter),
         width_(Width(arithmetic.dtype)),
         wire_(Width(arithmetic.wire)),
-        lends_(plan.lends && (waiter->crowded() || !plan.OnlySends())),
+        uses_cma_(plan.uses_cma && (waiter->oversubscribed() || !plan.OnlySends())),
         progress_(plan.steps.size()),
         next_send_(plan.sends.size(), 0),
         next_receive_(plan.sends.size(), 0),
         flushed_(plan.sends.size(), true) {}
 
-  // Who reads here what was lent must not trust it any more.
+  // Only a call that fails has outstanding bytes here. Its caller may overwrite them
+  // from now on, so peers must not use what they still read by CMA.
   ~PlanRun() {
     for (int peer : plan_.peers)
-      if (Loans* loans = lane_.links[peer]->loans(); loans && loans->outstanding())
-        loans->Withdraw();
+      if (CmaEndpoint* cma = endpoints_.links[peer]->cma(); cma && cma->outstanding())
+        cma->Invalidate();
   }
 
   Status Loop() {
@@ -62,12 +66,12 @@ class PlanRun {
         continue;
       }
       RJ_TRY(waiter_->Idle([this] { return Interests(); }));
-      RJ_TRY(CheckStall(lane_, *waiter_, [this] { return Waited(); }, kNotMoved));
+      RJ_TRY(CheckStall(endpoints_, *waiter_, [this] { return Waited(); }, kNotMoved));
     }
   }
 
  private:
-  // Elements of `step` that earlier steps have cleared.
+  // How many elements of `step`, from its first one on, the earlier steps permit.
   uint64_t Allowed(const PlannedStep& step) const {
     uint64_t allowed = step.count;
     for (const Dependency& d : step.after) {
@@ -85,11 +89,11 @@ class PlanRun {
   }
 
   const Spans& At(Region region) const {
-    if (region == Region::kScratch) return memory_.scratch;
-    return region == Region::kIn ? *memory_.in : *memory_.out;
+    if (region == Region::kScratch) return buffers_.scratch;
+    return region == Region::kIn ? *buffers_.in : *buffers_.out;
   }
 
-  // Finishes the head of a queue and moves on; true if the queue is empty.
+  // Moves `*next` past the finished steps of a queue. True if no step is left.
   bool Advance(const std::vector<int>& queue, size_t* next) const {
     while (*next < queue.size() && Finished(queue[*next]) &&
            progress_[queue[*next]].opened())
@@ -98,10 +102,10 @@ class PlanRun {
   }
 
   Status Serve(int peer, bool* moved, bool* left) {
-    Link* link = lane_.links[peer].get();
+    Link* link = endpoints_.links[peer].get();
     if (const auto& q = plan_.sends[peer]; !Advance(q, &next_send_[peer])) {
       RJ_TRY(Send(link, q[next_send_[peer]], moved));
-      flushed_[peer] = false;  // the link may hold what it has taken
+      flushed_[peer] = false;  // the link may have staged bytes
       if (!Advance(q, &next_send_[peer])) *left = true;
     }
     if (!flushed_[peer]) {
@@ -125,8 +129,8 @@ class PlanRun {
         std::min(Allowed(planned) * wire_, m.bytes + kSegment) - m.bytes;
     const bool plain = IsPlain(a_, planned.step.first);
     if (m.head == 0 && limit == 0) return OkStatus();
-    if (m.head == 0 && plain && m.lent.empty()) List(link, planned, &m);
-    if (!m.lent.empty()) return Lend(link, planned, &m, moved);
+    if (m.head == 0 && plain && m.remote.empty()) List(link, planned, &m);
+    if (!m.remote.empty()) return SendByCma(link, planned, &m, moved);
     if (m.head < sizeof(Frame) || (plain && limit > 0)) {
       Frame header = Header(FrameKind::kData, planned);
       pieces_.clear();
@@ -155,35 +159,39 @@ class PlanRun {
     return header;
   }
 
-  // Where the bytes of a message lie, if the peer is to read them by itself.
+  // Sets m->remote to the memory that holds a message, if the peer is to read it by
+  // CMA.
   void List(Link* link, const PlannedStep& planned, Message* m) {
     const uint64_t bytes = planned.count * wire_;
-    Loans* loans = link->loans();
-    if (!lends_ || bytes < least_loan || loans == nullptr || !loans->Can()) return;
+    CmaEndpoint* cma = link->cma();
+    if (!uses_cma_ || bytes < least_cma || cma == nullptr || !cma->PeerCanRead())
+      return;
     const Slice& src = planned.step.src;
-    At(src.region).Pieces(src.offset * width_, bytes, kMostLent + 1, &m->lent);
-    if (m->lent.size() > kMostLent) m->lent.clear();
-    m->loans = loans->lent();
+    At(src.region).Pieces(src.offset * width_, bytes, kMaxCmaPieces + 1, &m->remote);
+    if (m->remote.size() > kMaxCmaPieces) m->remote.clear();
+    m->exposed_before = cma->exposed();
   }
 
-  Status Lend(Link* link, const PlannedStep& planned, Message* m, bool* moved) {
+  Status SendByCma(Link* link, const PlannedStep& planned, Message* m, bool* moved) {
     if (!m->opened()) {
-      Frame header = Header(FrameKind::kLoan, planned);
-      header.beside = m->lent.size();
+      Frame header = Header(FrameKind::kCma, planned);
+      header.attached = m->remote.size();
       RJ_TRY(Announce(link, header, m, moved));
       if (!m->opened()) return OkStatus();
     }
-    Loans& loans = *link->loans();
-    const uint64_t ready = Allowed(planned) * wire_, lent = loans.lent() - m->loans;
-    if (ready > lent) {
-      loans.Lend(ready - lent);
+    CmaEndpoint& cma = *link->cma();
+    const uint64_t ready = Allowed(planned) * wire_;
+    const uint64_t exposed = cma.exposed() - m->exposed_before;
+    if (ready > exposed) {
+      cma.Expose(ready - exposed);
       *moved = true;
     }
-    Result<uint64_t> taken = loans.Taken();
-    if (!taken.ok()) return taken.status();
-    *moved |= taken.value() - m->loans > m->bytes;
-    m->bytes = taken.value() - m->loans;
-    if (loans.refused()) m->Keep();
+    const Result<uint64_t> acknowledged = cma.PollAcknowledged();
+    if (!acknowledged.ok()) return acknowledged.status();
+    const uint64_t bytes = acknowledged.value() - m->exposed_before;
+    *moved |= bytes > m->bytes;
+    m->bytes = bytes;
+    if (cma.fell_back()) m->FallBack();
     return OkStatus();
   }
 
@@ -218,10 +226,10 @@ class PlanRun {
       if (!m.opened()) return OkStatus();
     }
     const bool reduces = planned.step.kind == StepKind::kRecvReduce;
-    const uint64_t most = m.lent.empty() || reduces ? kSegment : kBorrowed;
+    const uint64_t most = m.remote.empty() || reduces ? kSegment : kReadAtOnce;
     const uint64_t limit = std::min(Allowed(planned) * wire_, m.bytes + most) - m.bytes;
     if (limit == 0) return OkStatus();
-    if (!m.lent.empty()) return Borrow(link, planned, limit, &m, moved);
+    if (!m.remote.empty()) return ReceiveByCma(link, planned, limit, &m, moved);
     if (reduces || a_.compressed())
       return ReceiveThrough(link, planned, limit, &m, moved);
     pieces_.clear();
@@ -234,19 +242,19 @@ class PlanRun {
     return OkStatus();
   }
 
-  // The header, and the list of what is lent.
+  // Receives and checks the header, and the list of pieces if the payload goes by CMA.
   Status OpenIt(Link* link, const PlannedStep& planned, Message* m, bool* moved) {
     if (m->head < sizeof(Frame)) {
       RJ_TRY(Open(link, m, moved));
       if (m->head < sizeof(Frame)) return OkStatus();
-      const bool lends = link->loans() != nullptr && link->loans()->may_borrow();
-      RJ_TRY(CheckFrame(m->frame, planned.count * wire_, lends));
-      if (IsLoan(m->frame)) m->lent.resize(m->frame.beside);
+      const bool can_read = link->cma() != nullptr && link->cma()->can_read();
+      RJ_TRY(CheckFrame(m->frame, planned.count * wire_, can_read));
+      if (IsCma(m->frame)) m->remote.resize(m->frame.attached);
     }
     if (m->opened()) return OkStatus();
     RJ_TRY(Open(link, m, moved));
     uint64_t left = m->frame.bytes;
-    for (const iovec& piece : m->lent) {
+    for (const iovec& piece : m->remote) {
       if (!m->opened()) return OkStatus();
       if (piece.iov_len > left) return OutOfStep(m->frame, m->frame.bytes);
       left -= piece.iov_len;
@@ -254,37 +262,38 @@ class PlanRun {
     return left == 0 ? OkStatus() : OutOfStep(m->frame, m->frame.bytes);
   }
 
-  static bool IsLoan(const Frame& frame) {
-    return frame.kind == static_cast<uint16_t>(FrameKind::kLoan);
+  static bool IsCma(const Frame& frame) {
+    return frame.kind == static_cast<uint16_t>(FrameKind::kCma);
   }
 
-  // Reads what a peer has lent, to where it belongs or to add it up.
-  Status Borrow(Link* link, const PlannedStep& planned, uint64_t limit, Message* m,
-                bool* moved) {
-    Loans& loans = *link->loans();
-    Result<uint64_t> ready = loans.Ready();
-    if (!ready.ok()) return ready.status();
+  // Reads exposed bytes of a peer: to their destination, or into Block() to reduce
+  // them. Falls back to the ring buffer if the kernel refuses to read.
+  Status ReceiveByCma(Link* link, const PlannedStep& planned, uint64_t limit,
+                      Message* m, bool* moved) {
+    CmaEndpoint& cma = *link->cma();
+    const Result<uint64_t> exposed = cma.PollExposed();
+    if (!exposed.ok()) return exposed.status();
     const Step& s = planned.step;
     const bool reduces = s.kind == StepKind::kRecvReduce;
-    for (uint64_t left = std::min(limit, ready.value()); left > 0;) {
+    for (uint64_t left = std::min(limit, exposed.value()); left > 0;) {
       const uint64_t n = reduces ? std::min(left, kStepBlock) : left;
       std::vector<iovec> from;
-      PiecesOf(m->lent, m->bytes, n, kPieces, &from);
+      PiecesOf(m->remote, m->bytes, n, kPieces, &from);
       pieces_.clear();
       if (reduces)
         pieces_.push_back({Block(), n});
       else
         At(s.dst.region).Pieces(s.dst.offset * width_ + m->bytes, n, kPieces, &pieces_);
-      Result<uint64_t> read = loans.Borrow(pieces_, from);
+      Result<uint64_t> read = cma.Read(pieces_, from);
       if (!read.ok()) return read.status();
       const uint64_t whole = read.value() - read.value() % wire_;
       *moved = true;
       if (whole == 0) {
-        m->Keep();
-        loans.Refuse();
+        m->FallBack();
+        cma.FallBack();
         return OkStatus();
       }
-      loans.Take(whole);
+      cma.Acknowledge(whole);
       if (reduces) Reduce(s, Block(), m->bytes / wire_, whole / wire_);
       m->bytes += whole;
       left -= whole;
@@ -297,7 +306,7 @@ class PlanRun {
     return block;
   }
 
-  // Reduces or decodes straight out of the transport's memory.
+  // Reduces or decodes received bytes straight from the memory of the transport.
   Status ReceiveThrough(Link* link, const PlannedStep& planned, uint64_t limit,
                         Message* m, bool* moved) {
     Result<std::span<const std::byte>> peeked = link->Peek(limit, wire_);
@@ -314,7 +323,7 @@ class PlanRun {
     return OkStatus();
   }
 
-  // Elements from `done` on have come as they travel.
+  // Reduces `n` received elements in the wire dtype into the elements from `done` on.
   void Reduce(const Step& s, const std::byte* from, uint64_t done, uint64_t n) const {
     uint64_t to = (s.dst.offset + done) * width_, own = (s.src.offset + done) * width_;
     for (uint64_t left = n * width_; left > 0;) {
@@ -353,7 +362,7 @@ class PlanRun {
           const Span own = At(s.src.region).At(from, out.bytes);
           if (own.bytes >= kPastCaches && own.data != out.data &&
               IsPlain(a_, s.first) && !(s.last && a_.scales_last()))
-            CopyPast(out.data, own.data, own.bytes);
+            CopyNonTemporal(out.data, own.data, own.bytes);
           else
             CopyScaled(out.data, own.data, own.bytes / width_, a_, s.first, s.last);
           to += own.bytes;
@@ -368,10 +377,10 @@ class PlanRun {
     return OkStatus();
   }
 
-  Status CheckFrame(const Frame& got, uint64_t bytes, bool lends) const {
+  Status CheckFrame(const Frame& got, uint64_t bytes, bool can_read) const {
     const bool known = got.kind == static_cast<uint16_t>(FrameKind::kData) ||
-                       (IsLoan(got) && lends && !a_.compressed() && got.beside > 0 &&
-                        got.beside <= kMostLent);
+                       (IsCma(got) && can_read && !a_.compressed() &&
+                        got.attached > 0 && got.attached <= kMaxCmaPieces);
     if (known && got.SameStream(frame_) && got.fingerprint == frame_.fingerprint &&
         got.step == frame_.step && got.bytes == bytes)
       return OkStatus();
@@ -399,12 +408,12 @@ class PlanRun {
       const bool writes = (next_send_[peer] < plan_.sends[peer].size() &&
                            Clear(plan_.sends[peer][next_send_[peer]])) ||
                           !flushed_[peer];
-      if (reads || writes) all.push_back({lane_.links[peer].get(), reads, writes});
+      if (reads || writes) all.push_back({endpoints_.links[peer].get(), reads, writes});
     }
     return all;
   }
 
-  // Whether the link, and not an earlier step, keeps this step from moving.
+  // Whether only the link, and no earlier step, keeps this step from moving.
   bool Clear(int index) const {
     const PlannedStep& planned = plan_.steps[index];
     const bool receives = planned.step.kind != StepKind::kSend;
@@ -416,20 +425,21 @@ class PlanRun {
     std::vector<int> waited;
     for (const Waiter::Interest& i : Interests())
       for (int peer : plan_.peers)
-        if (lane_.links[peer].get() == i.link) waited.push_back(peer);
+        if (endpoints_.links[peer].get() == i.link) waited.push_back(peer);
     return waited;
   }
 
   const Plan& plan_;
-  const Memory& memory_;
+  const Buffers& buffers_;
   const Arithmetic& a_;
   const Frame& frame_;
-  const Lane& lane_;
+  const Endpoints& endpoints_;
   Waiter* waiter_;
   const uint64_t width_, wire_;
-  // Who only sends, and has a core, rather copies into the ring what the peer copies
-  // out of it meanwhile: 0.6 to 0.9 of the time in which the peer alone would read it.
-  const bool lends_;
+  // False also for a rank that only sends and has a core of its own: it copies into the
+  // ring buffer while the peer copies out of it, which takes 0.6 to 0.9 of the time of
+  // a single copy by the peer.
+  const bool uses_cma_;
   std::vector<Message> progress_;
   std::vector<size_t> next_send_, next_receive_;  // by peer
   std::vector<bool> flushed_;                     // by peer
@@ -438,9 +448,9 @@ class PlanRun {
 
 }  // namespace
 
-Status Execute(const Plan& plan, const Memory& memory, const Arithmetic& arithmetic,
-               const Frame& frame, const Lane& lane, Waiter* waiter) {
-  return PlanRun(plan, memory, arithmetic, frame, lane, waiter).Loop();
+Status Execute(const Plan& plan, const Buffers& buffers, const Arithmetic& arithmetic,
+               const Frame& frame, const Endpoints& endpoints, Waiter* waiter) {
+  return PlanRun(plan, buffers, arithmetic, frame, endpoints, waiter).Loop();
 }
 
 }  // namespace ringjax

@@ -1,7 +1,7 @@
-// The executor: runs one plan over links, overlapping whatever does not conflict.
+// The executor: runs one plan over links, and overlaps steps that do not conflict.
 //
-// It moves bytes and calls base/reduce.h; it knows no algorithm and no transport. It
-// runs on the thread that calls it (the XLA worker for in-place calls: no hand-over).
+// It moves bytes and calls base/reduce.h, and depends on no algorithm and no transport.
+// It runs on the thread that makes the call, which may be a thread of XLA.
 #pragma once
 
 #include <cstddef>
@@ -14,71 +14,75 @@
 #include "engine/call/plan.h"
 #include "engine/call/spans.h"
 #include "engine/call/waiter.h"
-#include "transport/board.h"
+#include "transport/shared_segment.h"
 
 namespace ringjax {
 
-// What the threads of one communicator share while a collective runs.
-struct Lane {
+// All links of a communicator, its shared segment if it has one, and its timeouts, as
+// one call uses them.
+struct Endpoints {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
-  std::unique_ptr<Board> board;              // null unless all ranks share a host
+  std::unique_ptr<SharedSegment> segment;    // null unless all ranks share a host
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
-  double look = 1;     // seconds without progress until anybody is asked
-  // Asked whenever the thread wakes and nothing has moved for `look`, with the seconds
-  // so far and the peers waited for. Not ok ends the call; `*end`: whether the time is
-  // up, which is the timeout if nobody is asked.
+  double look = 1;     // seconds without progress until on_stall is called
+  // Called after each wait once nothing has moved for `look` seconds, with these
+  // seconds and the peers that the call waits for. An error ends the call, and so does
+  // `*end`, which is true on entry after `timeout` and which the function may change.
   std::function<Status(double, const std::vector<int>&, bool* end)> on_stall;
 };
 
 inline constexpr char kNotMoved[] = "has not moved any data";
 
-// After each turn of waiting: once nothing has moved for a while, asks `on_stall`, and
-// at the end of the time blames the first of `peers()`, the ranks that are waited for,
-// for what it has not done.
+// Calls on_stall if there was no progress for long. Callers run it after each wait.
+// kDeadlineExceeded with `what` and the first of `peers()`, the ranks that the call
+// waits for, if the call is to end.
 template <typename Peers>
-Status CheckStall(const Lane& lane, const Waiter& waiter, Peers&& peers,
+Status CheckStall(const Endpoints& endpoints, const Waiter& waiter, Peers&& peers,
                   const char* what) {
   const double idle = waiter.IdleSeconds();
-  if (idle < lane.look) return OkStatus();
+  if (idle < endpoints.look) return OkStatus();
   const std::vector<int> waited = peers();
-  bool end = lane.timeout > 0 && idle > lane.timeout;
-  if (lane.on_stall) RJ_TRY(lane.on_stall(idle, waited, &end));
+  bool end = endpoints.timeout > 0 && idle > endpoints.timeout;
+  if (endpoints.on_stall) RJ_TRY(endpoints.on_stall(idle, waited, &end));
   if (end)
     return Status(Code::kDeadlineExceeded, what, waited.empty() ? -1 : waited.front());
   return OkStatus();
 }
 
-// Waits until a peer's counter on the board is `value`; it cannot be beyond `most`, nor
-// before `least`. `what`: what a peer that does not get there is blamed for.
-inline Status AwaitCounter(Board::Counter counter, int peer, uint64_t value,
-                           uint64_t least, uint64_t most, const Lane& lane,
+// Waits until the counter of a peer in the shared segment has reached `value`.
+// kUnavailable if the counter is below `least` or above `most`, which is impossible.
+// `what` completes the error about a peer that is late: "rank 2 has not ...".
+inline Status AwaitCounter(SharedSegment::Counter counter, int peer, uint64_t value,
+                           uint64_t least, uint64_t most, const Endpoints& endpoints,
                            Waiter* waiter, const char* what) {
-  Board& board = *lane.board;
+  SharedSegment& segment = *endpoints.segment;
   for (uint64_t known = least;;) {
-    RJ_TRY(board.Follow(counter, peer, value, most, &known));
+    RJ_TRY(segment.Poll(counter, peer, value, most, &known));
     if (known >= value) break;
     RJ_TRY(waiter->Idle(
-        [&board] { return std::vector<Waiter::Interest>{{&board, true, false}}; }));
-    RJ_TRY(CheckStall(lane, *waiter, [peer] { return std::vector{peer}; }, what));
+        [&segment] { return std::vector<Waiter::Interest>{{&segment, true, false}}; }));
+    RJ_TRY(CheckStall(endpoints, *waiter, [peer] { return std::vector{peer}; }, what));
   }
   waiter->Progressed();
   return OkStatus();
 }
 
-struct Memory {
+// The buffers of one schedule on this rank: kIn, kOut and kScratch.
+struct Buffers {
   const Spans* in = nullptr;
   const Spans* out = nullptr;
   Spans scratch;
 };
 
-// From so many bytes on, a message to a rank of this host is lent (transport/loans.h).
-// Only tests change it.
-inline std::atomic<uint64_t> least_loan{16 << 10};
+// Bytes of the shortest message that a peer on this host may read by CMA
+// (transport/cma.h). Only tests change the number.
+inline std::atomic<uint64_t> least_cma{16 << 10};
 
-// Errors: kUnavailable with the peer's rank, kDeadlineExceeded with the first peer that
-// was waited for, kCancelled, kInternal for a stream that is out of step.
-Status Execute(const Plan& plan, const Memory& memory, const Arithmetic& arithmetic,
-               const Frame& frame, const Lane& lane, Waiter* waiter);
+// Runs all steps of a plan. Errors: kUnavailable with the rank of the peer,
+// kDeadlineExceeded with the first peer that the call waited for, kCancelled, kInternal
+// if a peer sends another message than the plan expects.
+Status Execute(const Plan& plan, const Buffers& buffers, const Arithmetic& arithmetic,
+               const Frame& frame, const Endpoints& endpoints, Waiter* waiter);
 
 }  // namespace ringjax

@@ -1,33 +1,34 @@
-// The header in front of every message on a data link. Both ends know from their
-// schedules what comes next; the header proves that they mean the same thing.
+// A frame: the 64 bytes in front of each message on a link. Both ends derive the next
+// message from their schedules; the frame proves that they expect the same one.
 #pragma once
 
 #include <cstdint>
 
 namespace ringjax {
 
-enum class FrameKind : uint16_t { kAgree = 1, kExplain, kData, kRound, kEnd, kLoan };
+enum class FrameKind : uint16_t { kAgree = 1, kExplain, kData, kRound, kEnd, kCma };
 
 struct Frame {
   static constexpr uint32_t kMagic = 0x584a4752;  // "RGJX"
 
   uint32_t magic = kMagic;
   uint16_t kind = 0;
-  uint16_t agreed = 0;  // kAgree: 1 while all ranks heard of have one fingerprint
+  uint16_t agreed = 0;  // kAgree: 0 if the sender refuses or has seen a mismatch
   uint64_t job = 0;
   uint32_t epoch = 0;
   uint32_t communicator = 0;
   uint32_t lane = 0;
-  uint32_t step = 0;  // kAgree: the round; kData: which operand of the call
+  uint32_t step = 0;  // kAgree, kEnd: dissemination round; kData, kCma: request
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
-  uint64_t bytes = 0;  // payload that follows
-  // kRound: 1 + bytes of values behind the message; 0: none. kLoan: how many pieces the
-  // payload lies in, a list of which follows in its place.
-  uint64_t beside = 0;
+  uint64_t bytes = 0;  // bytes of the payload
+  // kRound: 1 + the bytes of piggybacked data behind the message, or 0 without such
+  // data. kCma: the number of pieces of the sender's memory that hold the payload; a
+  // list of these pieces follows the frame in place of the payload.
+  uint64_t attached = 0;
 
-  // Everything that both ends must know alike; not kind, agreed, step, fingerprint,
-  // bytes and beside.
+  // Whether both frames belong to the same call of the same communicator. Ignores kind,
+  // agreed, step, fingerprint, bytes and attached.
   bool SameStream(const Frame& o) const {
     return magic == o.magic && job == o.job && epoch == o.epoch &&
            communicator == o.communicator && lane == o.lane && sequence == o.sequence;

@@ -1,5 +1,5 @@
-// A hash of words, numbers and texts for descriptions: fast, alike on all ranks of one
-// byte order, and no defence against anybody who looks for collisions.
+// A fast hash of words, numbers and texts. Ranks of the same byte order compute the
+// same value. The hash does not resist constructed collisions.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace ringjax {
 
-// Folds 128-bit products, the idea of wyhash (Wang Yi, 2019): one multiplication a
-// word, because a step may have thousands of them.
+// Folds 128-bit products, the idea of wyhash (Wang Yi, 2019): one multiplication for
+// each word, because the calls of a training step may have thousands of words.
 class Hash {
  public:
   void Add(uint64_t word) {
     const auto product = static_cast<unsigned __int128>(state_ ^ word ^ kOdd) * kFactor;
-    // The sum keeps what came before alive even where the product is zero.
+    // The sum keeps the earlier words in the state even if the product is zero.
     state_ += static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
   }
   void Add(double value) { Add(std::bit_cast<uint64_t>(value)); }

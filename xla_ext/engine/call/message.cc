@@ -6,8 +6,8 @@
 namespace ringjax {
 namespace {
 
-// Appends what of `bytes` at `from` has not moved, `done` bytes of this and of what was
-// before it having done so.
+// Appends the part of the `bytes` bytes at `from` that has not moved. `before` bytes of
+// the stream precede them, and `done` bytes of the stream have moved.
 void Rest(void* from, uint64_t bytes, uint64_t before, uint64_t done,
           std::vector<iovec>* out) {
   const uint64_t skip = std::clamp(done, before, before + bytes) - before;
@@ -20,7 +20,7 @@ void Rest(void* from, uint64_t bytes, uint64_t before, uint64_t done,
 Status Announce(Link* link, Frame header, Message* message, bool* moved) {
   std::vector<iovec> pieces;
   Rest(&header, sizeof header, 0, message->head, &pieces);
-  Rest(message->lent.data(), message->heads() - sizeof header, sizeof header,
+  Rest(message->remote.data(), message->heads() - sizeof header, sizeof header,
        message->head, &pieces);
   Result<size_t> n = link->TryWrite(pieces);
   if (!n.ok()) return n.status();
@@ -32,7 +32,7 @@ Status Announce(Link* link, Frame header, Message* message, bool* moved) {
 Status Open(Link* link, Message* message, bool* moved) {
   std::vector<iovec> pieces;
   Rest(&message->frame, sizeof(Frame), 0, message->head, &pieces);
-  Rest(message->lent.data(), message->heads() - sizeof(Frame), sizeof(Frame),
+  Rest(message->remote.data(), message->heads() - sizeof(Frame), sizeof(Frame),
        message->head, &pieces);
   Result<size_t> n = link->TryRead(pieces);
   if (!n.ok()) return n.status();
@@ -41,9 +41,9 @@ Status Open(Link* link, Message* message, bool* moved) {
   return OkStatus();
 }
 
-void PiecesOf(const std::vector<iovec>& lent, uint64_t begin, uint64_t bytes,
+void PiecesOf(const std::vector<iovec>& pieces, uint64_t begin, uint64_t bytes,
               size_t most, std::vector<iovec>* out) {
-  for (const iovec& piece : lent) {
+  for (const iovec& piece : pieces) {
     if (bytes == 0 || out->size() == most) return;
     if (begin >= piece.iov_len) {
       begin -= piece.iov_len;

@@ -1,6 +1,6 @@
-// A message on its way over a link: a header and its bytes; or, where it is lent
-// (transport/loans.h), a header and a list of the pieces of memory that hold the bytes,
-// for the peer to read them there.
+// A message on its way over a link: a header, then the payload. If the receiver reads
+// the payload by CMA (transport/cma.h), a list of the pieces of the sender's memory
+// that hold it follows the header instead.
 #pragma once
 
 #include <sys/uio.h>
@@ -14,35 +14,38 @@
 
 namespace ringjax {
 
-constexpr size_t kMostLent = 256;  // pieces of a message that is lent
+constexpr size_t kMaxCmaPieces = 256;  // pieces of a message that is read by CMA
+
+// One message as its sender or its receiver sees it, and how much of it has moved.
 
 struct Message {
-  uint64_t head = 0;        // bytes of the header, and of the list, that have moved
-  uint64_t bytes = 0;       // of the payload
-  Frame frame;              // the header that has come
-  std::vector<iovec> lent;  // the list, in the lender's memory; empty: not lent
-  uint64_t loans = 0;       // bytes that the lender had lent before
+  uint64_t head = 0;            // bytes of the header, and of the list, that have moved
+  uint64_t bytes = 0;           // bytes of the payload that have moved
+  Frame frame;                  // receiver: the header that has arrived
+  std::vector<iovec> remote;    // pieces of the sender's memory; empty: not read by CMA
+  uint64_t exposed_before = 0;  // bytes that the sender had exposed before this message
 
-  uint64_t heads() const { return sizeof(Frame) + lent.size() * sizeof(iovec); }
+  uint64_t heads() const { return sizeof(Frame) + remote.size() * sizeof(iovec); }
   bool opened() const { return head == heads(); }
 
-  // Either side: what has not moved yet will follow the header.
-  void Keep() {
-    lent.clear();
+  // Lets the rest of the payload go through the ring buffer. Called on both sides.
+  void FallBack() {
+    remote.clear();
     head = sizeof(Frame);
   }
 };
 static_assert(sizeof(iovec) == 2 * sizeof(uint64_t),
               "a list is what both sides expect");
 
-// Of a loan, its header and list: sends some of them.
+// Sends as much of the header and of the list as the link takes. `*moved`: if any.
 Status Announce(Link* link, Frame header, Message* message, bool* moved);
 
-// Receives some of the header; or of the list, for which there is room in `lent`.
+// Receives what has arrived of the header, or of the list once `remote` has its length.
 Status Open(Link* link, Message* message, bool* moved);
 
-// Appends where the bytes from `begin` on are, in at most `most` pieces.
-void PiecesOf(const std::vector<iovec>& lent, uint64_t begin, uint64_t bytes,
+// Appends to `out` the parts of `pieces` that hold the `bytes` bytes from byte `begin`
+// on, until `out` has `most` entries.
+void PiecesOf(const std::vector<iovec>& pieces, uint64_t begin, uint64_t bytes,
               size_t most, std::vector<iovec>* out);
 
 }  // namespace ringjax

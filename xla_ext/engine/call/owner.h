@@ -1,5 +1,7 @@
-// Which process made an object. A forked child has a copy of it but not its threads, so
-// there it must neither be ended nor waited for; it is left behind as it is.
+// An Owner is a member of an object and records which process created the object.
+//
+// A forked child has a copy of the object, but not the threads of the object. The copy
+// must therefore neither end nor join these threads, and is left behind as it is.
 #pragma once
 
 #include <pthread.h>
@@ -10,19 +12,20 @@ namespace ringjax {
 
 class Owner {
  public:
-  bool IsHere() const { return generation_ == Generation(); }
+  bool IsHere() const { return forks_ == Forks(); }
 
  private:
-  // How often this process's ancestors have forked since one of them asked first. A
-  // process number would be a call of the kernel, a twentieth of a short operation.
-  static int Generation() {
-    static std::atomic<int> generation{0};
+  // The number of forks between this process and its ancestor that called the function
+  // first. getpid would be a system call, a twentieth of the time of a short operation.
+  // Relaxed is enough: the only store is in a new child, which has one thread then.
+  static int Forks() {
+    static std::atomic<int> forks{0};
     [[maybe_unused]] static const int watched =
-        pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
-    return generation.load(std::memory_order_relaxed);
+        pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+    return forks.load(std::memory_order_relaxed);
   }
 
-  int generation_ = Generation();
+  int forks_ = Forks();
 };
 
 }  // namespace ringjax

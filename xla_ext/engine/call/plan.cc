@@ -1,4 +1,4 @@
-// Compile: conflicts between steps become dependencies. See plan.h.
+// Compile turns conflicts between steps into dependencies. See plan.h.
 #include "engine/call/plan.h"
 
 namespace ringjax {
@@ -12,7 +12,8 @@ bool SameMemory(Region a, Region b, bool in_place) {
   return in_place && a != Region::kScratch && b != Region::kScratch;
 }
 
-// Adds what `later` must leave to `earlier` if the two slices overlap.
+// Appends a dependency on `step` if `earlier`, a slice of that step, overlaps `later`,
+// a slice of the dependent step.
 void Conflict(const Slice& earlier, int step, const Slice& later, bool in_place,
               std::vector<Dependency>* after) {
   if (!SameMemory(earlier.region, later.region, in_place)) return;

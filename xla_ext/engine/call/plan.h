@@ -1,10 +1,11 @@
-// A plan: a schedule plus what may overlap. Compiled once per problem and cached.
+// A plan: a schedule and, for each step, the earlier steps that it must wait for. The
+// communicator makes it once per problem and caches it.
 //
-// The meaning of a schedule is sequential; the plan lists, for each step, the earlier
-// steps of this rank whose memory it touches. Where a step's range lies inside the
-// earlier one's, it may follow it prefix by prefix (cut-through): that is what
-// pipelines a ring and a broadcast tree without any word about segments in the
-// schedule.
+// A schedule is defined as sequential. The plan lists, for each step, the earlier steps
+// of this rank that touch the same memory, if one of the two writes to it. If the
+// memory of a step lies inside that of an earlier step, the step may follow the earlier
+// one prefix by prefix (cut-through). This pipelines a ring and a broadcast tree
+// although their schedules do not mention segments.
 #pragma once
 
 #include <cstdint>
@@ -14,36 +15,41 @@
 
 namespace ringjax {
 
+// The limit that an earlier step sets to a dependent one until the earlier step is
+// complete: done(step) - shift elements if `contained`, no element otherwise.
 struct Dependency {
-  int step;        // must be ahead of the dependent step
-  bool contained;  // true: allowed = done(step) - shift; false: all of it first
-  uint64_t shift;  // elements
+  int step;        // index of the earlier step
+  bool contained;  // the memory of the dependent step lies inside that of `step`
+  uint64_t shift;  // offset of the dependent step there, in elements
 };
 
 struct PlannedStep {
   Step step;
-  uint64_t count;  // elements this step moves
+  uint64_t count;  // elements that the step moves
   std::vector<Dependency> after;
 };
 
 struct Plan {
   std::vector<PlannedStep> steps;
-  std::vector<std::vector<int>> sends, receives;  // by peer, in program order
+  // Indices into `steps`, in the order of the schedule; sends and receives by peer.
+  std::vector<std::vector<int>> sends, receives;
   std::vector<int> copies;
-  std::vector<int> peers;  // those with sends or receives
+  std::vector<int> peers;  // ranks with sends or receives
   uint64_t scratch = 0;    // elements
-  uint64_t sent = 0;       // elements this rank sends
-  // Whether a message may wait with its sender until the peer can take it. The verifier
-  // proves that of the table's schedules: it has no buffers either.
-  bool lends = true;
+  uint64_t sent = 0;       // elements that this rank sends
+  // Whether messages may be read by CMA. A send by CMA ends only when the peer has read
+  // the message. The verifier proves that the schedules of the table do not deadlock
+  // even then, because the links of its model have no buffers.
+  bool uses_cma = true;
 
-  // All that this rank does is to send to one peer.
+  // Whether this rank sends to one peer only and receives nothing.
   bool OnlySends() const {
     return peers.size() == 1 && receives[static_cast<size_t>(peers[0])].empty();
   }
 };
 
-// `in_place`: kIn and kOut are one memory.
+// Makes the plan of one rank's schedule in a communicator of `size` ranks. `in_place`:
+// kIn and kOut may be the same memory.
 Plan Compile(const Schedule& schedule, int size, bool in_place);
 
 }  // namespace ringjax

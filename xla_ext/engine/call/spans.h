@@ -1,7 +1,8 @@
-// Spans: a request's memory as a list of pieces, addressed by their concatenation.
+// Spans: the memory of a request as a list of pieces, addressed as if the pieces were
+// one contiguous vector.
 //
-// This is what makes fusion free on the CPU: a tree of gradients is one long vector to
-// the schedules, and nobody packs it.
+// Fusion therefore costs no copy on the CPU: many gradients are one long vector for a
+// schedule and need not be packed.
 #pragma once
 
 #include <sys/uio.h>
@@ -20,13 +21,15 @@ struct Span {
   uint64_t bytes = 0;
 };
 
+// For one thread at a time: the const functions update a cached position, too.
 class Spans {
  public:
-  // Room for so many pieces: a step may have thousands, and memory that grows by
-  // doubling is fresh pages in every call.
+  // Reserves room for `pieces` pieces. A training step may have thousands of them, and
+  // a vector that grows by doubling would touch fresh pages in every call.
   void Reserve(size_t pieces) { pieces_.reserve(pieces); }
 
-  // Empty pieces are dropped: their pointers may be garbage. Neighbours become one.
+  // Appends a piece. Drops an empty piece, whose pointer may be garbage. Merges a piece
+  // with the one before if the two are adjacent in memory.
   void Add(void* data, uint64_t bytes) {
     if (bytes == 0) return;
     auto* begin = static_cast<std::byte*>(data);
@@ -39,7 +42,8 @@ class Spans {
   uint64_t bytes() const { return total_; }
   bool empty() const { return total_ == 0; }
 
-  // The longest contiguous piece at `offset`, at most `limit` bytes.
+  // The longest contiguous piece that begins at `offset`, at most `limit` bytes.
+  // `offset` must be less than bytes().
   Span At(uint64_t offset, uint64_t limit) const {
     RJ_CHECK(offset < total_, "memory is asked for behind the end of a tensor");
     const Piece& piece = pieces_[Find(offset)];
@@ -47,7 +51,7 @@ class Spans {
     return {piece.data + skip, std::min(limit, piece.bytes - skip)};
   }
 
-  // Appends the pieces of [offset, offset + bytes), at most `most` of them.
+  // Appends at most `most` pieces, those of [offset, offset + bytes), to `out`.
   void Pieces(uint64_t offset, uint64_t bytes, size_t most,
               std::vector<iovec>* out) const {
     for (size_t i = bytes ? Find(offset) : 0; bytes > 0 && most > 0; ++i, --most) {
@@ -63,10 +67,11 @@ class Spans {
   struct Piece {
     std::byte* data;
     uint64_t bytes;
-    uint64_t start;  // in the concatenation
+    uint64_t start;  // offset of the piece
   };
 
-  // Steps walk forward: the piece used last is the first guess, its successor the next.
+  // Returns the index of the piece that holds `offset`. Steps move forward through the
+  // memory, so the piece found last is tried first, and then the piece after it.
   size_t Find(uint64_t offset) const {
     size_t i = hint_;
     if (!Holds(i, offset) && !Holds(++i, offset)) {
@@ -84,7 +89,7 @@ class Spans {
 
   std::vector<Piece> pieces_;
   uint64_t total_ = 0;
-  mutable size_t hint_ = 0;
+  mutable size_t hint_ = 0;  // index of the piece that Find has found last
 };
 
 }  // namespace ringjax

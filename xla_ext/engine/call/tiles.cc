@@ -1,106 +1,144 @@
-// Post, sum, fetch. See tiles.h.
+// The tile pipeline, and allreduce and reduce-scatter on top of it. See tiles.h.
 #include "engine/call/tiles.h"
 
 #include <algorithm>
-#include <string>
 
 #include "base/failpoint.h"
 #include "base/float_mode.h"
-#include "transport/board.h"
 #include "transport/copy.h"
+#include "transport/shared_segment.h"
 
 namespace ringjax {
 namespace {
 
-// Several sources are added up in pieces that stay in the first-level cache.
-constexpr uint64_t kTileBlock = 8 << 10;
-// Results as long as this, to other memory than the values came from, are not worth a
-// place in the caches.
-constexpr uint64_t kLong = 8 << 20;
+// Reductions are strip-mined: all P contributions are added to one strip of this many
+// bytes before the next one is begun, so that the strip stays in the L1 cache.
+constexpr uint64_t kStrip = 8 << 10;
+// From this many bytes on, a message's results are written to the output with
+// non-temporal stores. An ordinary store would first load each line of the output, and
+// results larger than the caches only displace what the next tile needs from there.
+constexpr uint64_t kNonTemporalResult = 8 << 20;
 
-// What is not copied into a slot as it is.
-alignas(64) thread_local std::byte scratch[kTileBlock];
+// One strip in the wire's element type. Values that are converted or scaled on their
+// way to the segment are prepared here, so that the copier can still choose how to
+// store them.
+alignas(64) thread_local std::byte scratch[kStrip];
 
 struct Range {
-  uint64_t begin, end;  // elements
+  uint64_t begin, end;  // elements of the message
 };
 
-// How a message is cut.
+// How a message is laid out in the slots. Ranks compute it from the same arguments, so
+// it is the same on all of them.
 struct Tiling {
-  uint64_t tile = 0;   // elements of a tile; of each rank's in it, if it is scattered
-  uint64_t tiles = 0;  // of this message
-  uint64_t slot = 0;   // bytes
-  uint64_t sets = 0;   // slots in an area
+  uint64_t tile = 0;   // elements of a tile that belong to one block (see Layout)
+  uint64_t tiles = 0;  // tiles of the message
+  uint64_t slot = 0;   // bytes of a slot: one tile of all blocks
+  uint64_t slots = 0;  // slots in the area of a rank
 };
 
-// `count` elements, of which each of `blocks` has as much of a tile as the others. A
-// message that fits one tile is one: going back and forth costs more than working at
-// the same time gains.
-Tiling Cut(uint64_t count, uint64_t blocks, const Arithmetic& a, const Board& board) {
-  const uint64_t wire = Width(a.wire);
-  const uint64_t lines = (count * wire + kLineBytes - 1) / kLineBytes;
-  const uint64_t most = board.tile_bytes() / blocks / kLineBytes;
+// Lays out `blocks` equal blocks of `count` elements each. Every tile takes an equal
+// share of each block, in whole cache lines. `tile` is 0 if that is less than one line,
+// or if there are no elements.
+//
+// A message that fits one tile stays one tile. Cutting it would let the phases overlap,
+// but every further tile costs another exchange of counters between all cores.
+Tiling Layout(uint64_t count, uint64_t blocks, const Arithmetic& arithmetic,
+              const SharedSegment& segment) {
+  const uint64_t wire_width = Width(arithmetic.wire);
+  const uint64_t lines = (count * wire_width + kLineBytes - 1) / kLineBytes;
+  const uint64_t most_lines = segment.tile_bytes() / blocks / kLineBytes;
   Tiling t;
-  t.tile = std::min(most, lines) * kLineBytes / wire;
+  t.tile = std::min(most_lines, lines) * kLineBytes / wire_width;
   if (t.tile == 0) return t;
   t.tiles = (count + t.tile - 1) / t.tile;
-  t.slot = t.tile * blocks * wire;
-  t.sets = board.area_bytes() / t.slot;
+  t.slot = t.tile * blocks * wire_width;
+  t.slots = segment.area_bytes() / t.slot;
   return t;
 }
 
-// The order of things, and who waits for whom.
-class Tiles {
+// Runs the phases of all tiles in an order that never overwrites data in use. What a
+// phase does with a tile is up to the derived class.
+//
+// The flow control works as follows. Every rank publishes three counters: kCopiedIn,
+// kReduced and kFinished. Each is the number of tiles, of all messages ever, that have
+// passed the phase on that rank; kFinished follows the last phase that a message has.
+// Counters are the only synchronisation: there is no lock and no barrier. With S slots
+// in an area, a rank may start a phase of tile k as soon as
+//
+//   copy in k    every peer has reduced tile k - S    (this rank's slot is free)
+//   reduce k     every peer has copied in tile k      (the operands are there)
+//                every peer has finished tile k - S   (the result slot is free)
+//   copy out k   every peer has reduced tile k        (the results are there)
+//
+// The first S tiles of a message are special. Slots of two messages may differ in size,
+// so a slot of this message may overlap any slot of the message before. These slots are
+// free once every peer has finished all messages before.
+//
+// A rank runs one phase at a time, and tries reduce before copy out before copy in. All
+// peers wait for a reduced part, and its operands have just been written to the caches;
+// copying in can wait, because it may be S tiles ahead anyway.
+//
+// Publish stores a counter with seq_cst and Poll loads it with seq_cst. The release
+// half puts the writes of a phase before its counter (non-temporal stores are fenced
+// where they are made, in transport/copy.cc), and also its reads, so that a peer that
+// acquires the counter may read the data, or overwrite what was read. The total order
+// is for the wake-up of a sleeping peer, as in transport/cma.cc.
+class TilePipeline {
  public:
-  Tiles(const Memory& memory, const Tiling& tiling, const Arithmetic& a,
-        const Lane& lane, Waiter* waiter, bool fetches)
-      : memory_(memory),
-        a_(a),
-        lane_(lane),
+  TilePipeline(const Buffers& buffers, const Tiling& tiling,
+               const Arithmetic& arithmetic, const Endpoints& endpoints, Waiter* waiter,
+               bool copies_out)
+      : buffers_(buffers),
+        arithmetic_(arithmetic),
+        endpoints_(endpoints),
         waiter_(waiter),
-        board_(*lane.board),
-        rank_(board_.rank()),
-        size_(board_.size()),
-        width_(Width(a.dtype)),
-        wire_(Width(a.wire)),
-        fetches_(fetches),
+        segment_(*endpoints.segment),
+        rank_(segment_.rank()),
+        size_(segment_.size()),
+        width_(Width(arithmetic.dtype)),
+        wire_width_(Width(arithmetic.wire)),
+        copies_out_(copies_out),
         tile_(tiling.tile),
         tiles_(tiling.tiles),
         slot_(tiling.slot),
-        sets_(tiling.sets),
-        first_(board_.used() / slot_),
-        base_(board_.mine(Board::kFetched)),
-        known_(static_cast<size_t>(size_) * Board::kCounters, 0) {}
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-  virtual ~Tiles() = default;
+        slots_(tiling.slots),
+        first_slot_(segment_.cursor() / slot_),
+        base_(segment_.own(SharedSegment::kFinished)),
+        last_seen_(static_cast<size_t>(size_) * SharedSegment::kCounters, 0) {}
+  TilePipeline(const TilePipeline&) = delete;
+  TilePipeline& operator=(const TilePipeline&) = delete;
+  virtual ~TilePipeline() = default;
 
-  Status Loop() {
-    uint64_t posted = 0, summed = 0, fetched = 0;
-    while (fetched < tiles_) {
+  Status Run() {
+    uint64_t copied_in = 0, reduced = 0, finished = 0;  // tiles of this message
+    while (finished < tiles_) {
       bool ready = false;
-      late_ = -1;
-      if (summed < posted) {
-        RJ_TRY(Reached(Board::kPosted, summed + 1, &ready));
-        if (ready) RJ_TRY(Freed(Board::kFetched, summed, &ready));
+      late_peer_ = -1;
+      if (reduced < copied_in) {
+        RJ_TRY(AllHave(SharedSegment::kCopiedIn, reduced + 1, &ready));
+        if (ready) RJ_TRY(SlotIsFree(SharedSegment::kFinished, reduced, &ready));
         if (ready) {
-          Sum(summed++);
-          board_.Publish(Board::kSummed, base_ + summed);
-          if (!fetches_) board_.Publish(Board::kFetched, base_ + ++fetched);
+          Reduce(reduced++);
+          segment_.Publish(SharedSegment::kReduced, base_ + reduced);
+          // Without a third phase the tile is finished here. So the three counters are
+          // equal between messages, whatever the messages were.
+          if (!copies_out_)
+            segment_.Publish(SharedSegment::kFinished, base_ + ++finished);
         }
       }
-      if (!ready && fetched < summed) {
-        RJ_TRY(Reached(Board::kSummed, fetched + 1, &ready));
+      if (!ready && finished < reduced) {
+        RJ_TRY(AllHave(SharedSegment::kReduced, finished + 1, &ready));
         if (ready) {
-          Fetch(fetched++);
-          board_.Publish(Board::kFetched, base_ + fetched);
+          CopyOut(finished++);
+          segment_.Publish(SharedSegment::kFinished, base_ + finished);
         }
       }
-      if (!ready && posted < tiles_) {
-        RJ_TRY(Freed(Board::kSummed, posted, &ready));
+      if (!ready && copied_in < tiles_) {
+        RJ_TRY(SlotIsFree(SharedSegment::kReduced, copied_in, &ready));
         if (ready) {
-          Post(posted++);
-          board_.Publish(Board::kPosted, base_ + posted);
+          CopyIn(copied_in++);
+          segment_.Publish(SharedSegment::kCopiedIn, base_ + copied_in);
         }
       }
       if (ready) {
@@ -109,116 +147,131 @@ class Tiles {
         continue;
       }
       RJ_TRY(waiter_->Idle(
-          [this] { return std::vector<Waiter::Interest>{{&board_, true, false}}; }));
+          [this] { return std::vector<Waiter::Interest>{{&segment_, true, false}}; }));
       RJ_TRY(CheckStall(
-          lane_, *waiter_, [this] { return std::vector{late_}; }, kNotMoved));
+          endpoints_, *waiter_, [this] { return std::vector{late_peer_}; }, kNotMoved));
     }
-    board_.Use(tiles_ * slot_);
+    // Only a finished message moves the cursor: after an abort, CopyOutRetained must
+    // find the same slots again.
+    segment_.AdvanceCursor(tiles_ * slot_);
     return OkStatus();
   }
 
  protected:
-  virtual void Post(uint64_t k) = 0;
-  virtual void Sum(uint64_t k) = 0;
-  virtual void Fetch(uint64_t) {}  // if it fetches
+  virtual void CopyIn(uint64_t k) = 0;
+  virtual void Reduce(uint64_t k) = 0;
+  virtual void CopyOut(uint64_t) {}  // never called without copies_out
 
-  // Where tile `k` is, of a rank or (rank == size_) of all.
+  // The slot of tile `k` in the area of `rank`; `rank` == size_ is the common result.
   std::byte* Slot(uint64_t k, int rank) const {
-    return board_.Area(rank) + (first_ + k) % sets_ * slot_;
+    return segment_.Area(rank) + (first_slot_ + k) % slots_ * slot_;
   }
 
-  // This rank's values of `range`, as they travel.
-  void Write(std::byte* to, Range range) const {
-    const bool plain = IsPlain(a_, true);
-    const uint64_t most = plain ? range.end - range.begin : Block();
+  // Writes this rank's values of `range` to a slot, converted to the wire's element
+  // type and prescaled if the call has a prescale factor.
+  void WriteInput(std::byte* to, Range range) const {
+    const bool plain = IsPlain(arithmetic_, true);
+    const uint64_t most = plain ? range.end - range.begin : StripElements();
     for (uint64_t at = range.begin; at < range.end;) {
       const Span from =
-          memory_.in->At(at * width_, std::min(most, range.end - at) * width_);
+          buffers_.in->At(at * width_, std::min(most, range.end - at) * width_);
       const uint64_t n = from.bytes / width_;
-      if (!plain) Encode(scratch, from.data, n, a_, true);
-      board_.pace().Copy(to, plain ? from.data : scratch, n * wire_);
-      to += n * wire_;
+      if (!plain) Encode(scratch, from.data, n, arithmetic_, true);
+      segment_.copier().Copy(to, plain ? from.data : scratch, n * wire_width_);
+      to += n * wire_width_;
       at += n;
     }
   }
 
-  // Elements of a piece that stays in the first-level cache.
-  uint64_t Block() const { return kTileBlock / std::max(width_, wire_); }
+  uint64_t StripElements() const { return kStrip / std::max(width_, wire_width_); }
 
-  // `n` elements of all: `mine`, and those at `offset` in the slots of the others.
-  void Add(std::byte* sum, const void* mine, uint64_t k, uint64_t offset,
-           uint64_t n) const {
+  // result = own + the `n` elements at byte `offset` of every peer's slot of tile `k`.
+  //
+  // Each rank starts with the rank after it, so that they do not all read what one core
+  // has written at once. The order of the sum differs from part to part, but a part is
+  // summed on one rank only, so the result is the same everywhere.
+  void ReduceStrip(std::byte* result, const void* own, uint64_t k, uint64_t offset,
+                   uint64_t n) const {
     for (int i = 1; i < size_; ++i) {
-      // Ranks start with different peers, as in direct.cc.
       const int peer = (rank_ + i) % size_;
-      Combine(sum, mine, Slot(k, peer) + offset, n, a_, i == 1, i == size_ - 1);
-      mine = sum;
+      Combine(result, own, Slot(k, peer) + offset, n, arithmetic_, i == 1,
+              i == size_ - 1);
+      own = result;
     }
   }
 
-  const Memory& memory_;
-  const Arithmetic& a_;
-  const Lane& lane_;
+  const Buffers& buffers_;
+  const Arithmetic& arithmetic_;
+  const Endpoints& endpoints_;
   Waiter* waiter_;
-  Board& board_;
+  SharedSegment& segment_;
   const int rank_, size_;
-  const uint64_t width_, wire_;
-  const bool fetches_;                         // or sums are for who makes them
-  const uint64_t tile_, tiles_, slot_, sets_;  // as in Tiling
+  const uint64_t width_, wire_width_;           // bytes of an element
+  const bool copies_out_;                       // whether the message has a third phase
+  const uint64_t tile_, tiles_, slot_, slots_;  // see Tiling
 
  private:
-  // Whether all peers have done `tiles` tiles of this message.
-  Status Reached(Board::Counter counter, uint64_t tiles, bool* ready) {
-    return Passed(counter, base_ + tiles, ready);
-  }
-  // Whether the slots that tile `k` needs have been left by all. Those of the message
-  // before may lie anywhere.
-  Status Freed(Board::Counter counter, uint64_t k, bool* ready) {
-    if (k < sets_) return Passed(Board::kFetched, base_, ready);
-    return Passed(counter, base_ + k + 1 - sets_, ready);
+  // Whether all peers have counted `tiles` tiles of this message.
+  Status AllHave(SharedSegment::Counter counter, uint64_t tiles, bool* ready) {
+    return AllReached(counter, base_ + tiles, ready);
   }
 
-  Status Passed(Board::Counter counter, uint64_t value, bool* ready) {
+  // Whether the slot of tile `k` may be overwritten: all peers have left the tile that
+  // used it before. `counter` counts the phase in which they read it.
+  Status SlotIsFree(SharedSegment::Counter counter, uint64_t k, bool* ready) {
+    if (k < slots_) return AllReached(SharedSegment::kFinished, base_, ready);
+    return AllReached(counter, base_ + k + 1 - slots_, ready);
+  }
+
+  Status AllReached(SharedSegment::Counter counter, uint64_t value, bool* ready) {
     *ready = false;
     for (int r = 0; r < size_; ++r) {
-      if (r == rank_ || Known(counter, r) >= value) continue;
-      RJ_TRY(board_.Follow(counter, r, value, Most(counter), &Known(counter, r)));
-      if (Known(counter, r) >= value) continue;
-      // The first look of a pass is at the earliest phase: who is late there is to
-      // blame, and not a peer that waits for that one itself.
-      if (late_ < 0) late_ = r;
+      if (r == rank_ || LastSeen(counter, r) >= value) continue;
+      RJ_TRY(
+          segment_.Poll(counter, r, value, UpperBound(counter), &LastSeen(counter, r)));
+      if (LastSeen(counter, r) >= value) continue;
+      // A pass of Run first checks the earliest phase that waits. The peer that is late
+      // there is the culprit; a peer that is late for another phase may wait itself.
+      if (late_peer_ < 0) late_peer_ = r;
       return OkStatus();
     }
     *ready = true;
     return OkStatus();
   }
 
-  uint64_t& Known(Board::Counter counter, int rank) {
-    return known_[static_cast<size_t>(rank) * Board::kCounters + counter];
+  uint64_t& LastSeen(SharedSegment::Counter counter, int rank) {
+    return last_seen_[static_cast<size_t>(rank) * SharedSegment::kCounters + counter];
   }
 
-  // As far as a peer can be, given how far this rank is.
-  uint64_t Most(Board::Counter counter) const {
-    if (counter == Board::kPosted) return board_.mine(Board::kSummed) + sets_;
-    const bool sums = counter == Board::kSummed || !fetches_;
-    return board_.mine(sums ? Board::kPosted : Board::kSummed);
+  // The largest value that a correct peer's counter can have, given this rank's own
+  // counters: the table of the flow control, seen from the other side. Anything beyond
+  // it means that the segment is damaged.
+  uint64_t UpperBound(SharedSegment::Counter counter) const {
+    if (counter == SharedSegment::kCopiedIn)
+      return segment_.own(SharedSegment::kReduced) + slots_;
+    const bool reduces = counter == SharedSegment::kReduced || !copies_out_;
+    return segment_.own(reduces ? SharedSegment::kCopiedIn : SharedSegment::kReduced);
   }
 
-  const uint64_t first_;         // the first slot to be used
-  const uint64_t base_;          // tiles of all messages before
-  std::vector<uint64_t> known_;  // counters of the peers
-  int late_ = -1;                // the peer that is waited for in the earliest phase
+  const uint64_t first_slot_;        // slot of tile 0, before the modulus
+  const uint64_t base_;              // tiles of all messages before this one
+  std::vector<uint64_t> last_seen_;  // counters of the peers, by rank and counter
+  int late_peer_ = -1;               // the peer that the earliest phase waits for
 };
 
-class Allreduce : public Tiles {
+// Parts of a tile are consecutive ranges, one for each rank in rank order. A rank's
+// slot has the layout of the tile; the part that the rank owns stays unused.
+class AllreducePipeline : public TilePipeline {
  public:
-  Allreduce(const Memory& memory, uint64_t count, const Arithmetic& a, const Lane& lane,
-            Waiter* waiter)
-      : Tiles(memory, Cut(count, 1, a, *lane.board), a, lane, waiter, true),
+  AllreducePipeline(const Buffers& buffers, uint64_t count,
+                    const Arithmetic& arithmetic, const Endpoints& endpoints,
+                    Waiter* waiter)
+      : TilePipeline(buffers, Layout(count, 1, arithmetic, *endpoints.segment),
+                     arithmetic, endpoints, waiter, true),
         count_(count) {}
 
-  void FetchAll() {
-    for (uint64_t k = 0; k < tiles_; ++k) Fetch(k);
+  void CopyOutAll() {
+    for (uint64_t k = 0; k < tiles_; ++k) CopyOut(k);
   }
 
  private:
@@ -226,83 +279,97 @@ class Allreduce : public Tiles {
     return {k * tile_, std::min(count_, (k + 1) * tile_)};
   }
 
-  // What `rank` adds up of a tile.
+  // The part of `tile` that `rank` owns. Parts are whole cache lines, so that no two
+  // ranks write to the same line of the result slot. The last ones may be short or
+  // empty.
   Range Part(Range tile, int rank) const {
-    const uint64_t line = kLineBytes / wire_, ranks = static_cast<uint64_t>(size_);
+    const uint64_t line = kLineBytes / wire_width_;
+    const auto ranks = static_cast<uint64_t>(size_), r = static_cast<uint64_t>(rank);
     const uint64_t lines = (tile.end - tile.begin + line - 1) / line;
     const uint64_t each = (lines + ranks - 1) / ranks * line;
-    const auto r = static_cast<uint64_t>(rank);
     return {std::min(tile.end, tile.begin + r * each),
             std::min(tile.end, tile.begin + (r + 1) * each)};
   }
 
-  // Calls visit(range) for what other ranks add up: before and behind our part.
+  // Calls visit(range) for what other ranks own of the tile: the ranges before and
+  // behind the own part, as far as they are not empty.
   template <typename Visit>
-  void ForOthers(Range tile, Visit visit) const {
+  void ForPeersParts(Range tile, Visit visit) const {
     const Range own = Part(tile, rank_);
     if (tile.begin < own.begin) visit(Range{tile.begin, own.begin});
     if (own.end < tile.end) visit(Range{own.end, tile.end});
   }
 
-  bool Past(const Span& out, const Span& in) const {
-    return count_ * width_ >= kLong && out.data != in.data && !a_.compressed();
+  // Whether a result goes to the output with non-temporal stores. Not in place: there
+  // the lines were read a moment ago, as input, and an ordinary store finds them in a
+  // cache.
+  bool IsNonTemporal(const Span& out, const Span& in) const {
+    return count_ * width_ >= kNonTemporalResult && out.data != in.data &&
+           !arithmetic_.compressed();
   }
 
-  void Post(uint64_t k) override {
+  void CopyIn(uint64_t k) override {
     const Range tile = Tile(k);
     std::byte* slot = Slot(k, rank_);
-    ForOthers(tile, [&](Range range) {
-      Write(slot + (range.begin - tile.begin) * wire_, range);
+    ForPeersParts(tile, [&](Range range) {
+      WriteInput(slot + (range.begin - tile.begin) * wire_width_, range);
     });
   }
 
-  void Sum(uint64_t k) override {
-    const FloatMode mode;  // one for all blocks
+  void Reduce(uint64_t k) override {
+    const FloatMode mode;  // set once for all strips
     const Range tile = Tile(k), part = Part(tile, rank_);
     for (uint64_t at = part.begin; at < part.end;) {
-      const uint64_t most = std::min(Block(), part.end - at) * width_;
-      const Span out = memory_.out->At(at * width_, most);
-      const Span own = memory_.in->At(at * width_, out.bytes);
-      const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * wire_;
-      SumBlock(out.data, own.data, k, offset, n, Past(out, own));
+      const uint64_t most = std::min(StripElements(), part.end - at) * width_;
+      const Span out = buffers_.out->At(at * width_, most);
+      const Span own = buffers_.in->At(at * width_, out.bytes);
+      const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * wire_width_;
+      ReduceToOutputAndSlot(out.data, own.data, k, offset, n, IsNonTemporal(out, own));
       at += n;
     }
   }
 
-  // `past`: the result stays out of the caches.
-  void SumBlock(std::byte* out, const void* own, uint64_t k, uint64_t offset,
-                uint64_t n, bool past) {
-    const bool far = board_.pace().went_past();
+  // Reduces one strip and writes the result twice: to the output, and in the wire's
+  // element type to the common result slot. Each of the two may be written with
+  // non-temporal stores. Lines stored so leave the caches, but a reduction reads its
+  // partial sums back, so the strip is then reduced elsewhere and copied:
+  //
+  //   output   if `non_temporal`: from the slot, or from scratch
+  //   slot     if the copier works so at the moment, because the cores share no cache:
+  //            from the output, or from scratch
+  void ReduceToOutputAndSlot(std::byte* out, const void* own, uint64_t k,
+                             uint64_t offset, uint64_t n, bool non_temporal) {
+    const bool far = segment_.copier().non_temporal();
     std::byte* const slot = Slot(k, size_) + offset;
-    std::byte* shown = far ? scratch : slot;  // what others fetch
-    Add(past ? shown : out, own, k, offset, n);
-    if (past)
-      CopyPast(out, shown, n * width_);
-    else if (a_.compressed())
-      Encode(shown, out, n, a_, false);
+    std::byte* result = far ? scratch : slot;  // in the wire's element type
+    ReduceStrip(non_temporal ? result : out, own, k, offset, n);
+    if (non_temporal)
+      CopyNonTemporal(out, result, n * width_);  // not compressed: the types are equal
+    else if (arithmetic_.compressed())
+      Encode(result, out, n, arithmetic_, false);
     else
-      shown = out;
+      result = out;
     if (far)
-      CopyPast(slot, shown, n * wire_);
-    else if (shown != slot)
-      CopyBytes(slot, shown, n * wire_);
+      CopyNonTemporal(slot, result, n * wire_width_);
+    else if (result != slot)
+      CopyBytes(slot, result, n * wire_width_);
   }
 
-  void Fetch(uint64_t k) override {
+  void CopyOut(uint64_t k) override {
     const Range tile = Tile(k);
-    const std::byte* sums = Slot(k, size_);
-    ForOthers(tile, [&](Range range) {
-      const std::byte* from = sums + (range.begin - tile.begin) * wire_;
+    const std::byte* results = Slot(k, size_);
+    ForPeersParts(tile, [&](Range range) {
+      const std::byte* from = results + (range.begin - tile.begin) * wire_width_;
       for (uint64_t at = range.begin; at < range.end;) {
-        const Span to = memory_.out->At(at * width_, (range.end - at) * width_);
+        const Span to = buffers_.out->At(at * width_, (range.end - at) * width_);
         const uint64_t n = to.bytes / width_;
-        if (a_.compressed())
-          Decode(to.data, from, n, a_);
-        else if (Past(to, memory_.in->At(at * width_, to.bytes)))
-          CopyPast(to.data, from, to.bytes);
+        if (arithmetic_.compressed())
+          Decode(to.data, from, n, arithmetic_);
+        else if (IsNonTemporal(to, buffers_.in->At(at * width_, to.bytes)))
+          CopyNonTemporal(to.data, from, to.bytes);
         else
           CopyBytes(to.data, from, to.bytes);
-        from += n * wire_;
+        from += n * wire_width_;
         at += n;
       }
     });
@@ -311,43 +378,47 @@ class Allreduce : public Tiles {
   const uint64_t count_;
 };
 
-// A slot has a part for each rank, of which the owner's own stays empty.
-class Reducescatter : public Tiles {
+// A slot has one block for each rank, `tile_` elements long, with what the slot's owner
+// contributes to that rank. The owner's own block stays unused, and so does the end of
+// the blocks of ranks that receive fewer elements than others.
+class ReducescatterPipeline : public TilePipeline {
  public:
-  Reducescatter(const Memory& memory, const std::vector<uint64_t>& counts,
-                const Tiling& tiling, const Arithmetic& a, const Lane& lane,
-                Waiter* waiter)
-      : Tiles(memory, tiling, a, lane, waiter, false), counts_(counts) {}
+  ReducescatterPipeline(const Buffers& buffers, const std::vector<uint64_t>& counts,
+                        const Tiling& tiling, const Arithmetic& arithmetic,
+                        const Endpoints& endpoints, Waiter* waiter)
+      : TilePipeline(buffers, tiling, arithmetic, endpoints, waiter, false),
+        counts_(counts) {}
 
  private:
-  // Elements of tile `k` that are for `rank`, counted from its first.
+  // The elements of tile `k` that `rank` receives, relative to the first it receives.
   Range Part(uint64_t k, size_t rank) const {
     return {std::min(counts_[rank], k * tile_),
             std::min(counts_[rank], (k + 1) * tile_)};
   }
 
-  void Post(uint64_t k) override {
-    uint64_t before = 0;
+  void CopyIn(uint64_t k) override {
+    uint64_t before = 0;  // elements for lower ranks
     for (size_t r = 0; r < counts_.size(); before += counts_[r++]) {
       if (r == static_cast<size_t>(rank_)) continue;
       const Range part = Part(k, r);
-      Write(Slot(k, rank_) + r * tile_ * wire_,
-            {before + part.begin, before + part.end});
+      WriteInput(Slot(k, rank_) + r * tile_ * wire_width_,
+                 {before + part.begin, before + part.end});
     }
   }
 
-  void Sum(uint64_t k) override {
-    const FloatMode mode;
-    const auto r = static_cast<size_t>(rank_);
-    uint64_t before = 0;
-    for (size_t other = 0; other < r; ++other) before += counts_[other];
-    const Range part = Part(k, r);
+  void Reduce(uint64_t k) override {
+    const FloatMode mode;  // see AllreducePipeline::Reduce
+    const auto rank = static_cast<size_t>(rank_);
+    uint64_t before = 0;  // elements for lower ranks
+    for (size_t r = 0; r < rank; ++r) before += counts_[r];
+    const Range part = Part(k, rank);
     for (uint64_t at = part.begin; at < part.end;) {
-      const uint64_t most = std::min(Block(), part.end - at) * width_;
-      const Span out = memory_.out->At(at * width_, most);
-      const Span own = memory_.in->At((before + at) * width_, out.bytes);
+      const uint64_t most = std::min(StripElements(), part.end - at) * width_;
+      const Span out = buffers_.out->At(at * width_, most);
+      const Span own = buffers_.in->At((before + at) * width_, out.bytes);
       const uint64_t n = own.bytes / width_;
-      Add(out.data, own.data, k, (r * tile_ + at - part.begin) * wire_, n);
+      ReduceStrip(out.data, own.data, k, (rank * tile_ + at - part.begin) * wire_width_,
+                  n);
       at += n;
     }
   }
@@ -357,30 +428,34 @@ class Reducescatter : public Tiles {
 
 }  // namespace
 
-Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
-                        const Lane& lane, Waiter* waiter) {
-  return Allreduce(memory, count, a, lane, waiter).Loop();
+Status AllreduceInTiles(const Buffers& buffers, uint64_t count,
+                        const Arithmetic& arithmetic, const Endpoints& endpoints,
+                        Waiter* waiter) {
+  return AllreducePipeline(buffers, count, arithmetic, endpoints, waiter).Run();
 }
 
-Status ReducescatterInTiles(const Memory& memory, const std::vector<uint64_t>& counts,
-                            const Arithmetic& a, const Lane& lane, Waiter* waiter,
-                            bool* could) {
+Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>& counts,
+                            const Arithmetic& arithmetic, const Endpoints& endpoints,
+                            Waiter* waiter, bool* fits) {
   const uint64_t longest = *std::max_element(counts.begin(), counts.end());
-  const Tiling tiling = Cut(longest, counts.size(), a, *lane.board);
-  *could = longest == 0 || tiling.tile > 0;
+  const Tiling tiling = Layout(longest, counts.size(), arithmetic, *endpoints.segment);
+  *fits = longest == 0 || tiling.tile > 0;
   if (tiling.tiles == 0) return OkStatus();
-  return Reducescatter(memory, counts, tiling, a, lane, waiter).Loop();
+  return ReducescatterPipeline(buffers, counts, tiling, arithmetic, endpoints, waiter)
+      .Run();
 }
 
-uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board) {
-  const Tiling tiling = Cut(count, 1, a, board);
-  if (tiling.tiles > tiling.sets) return 0;  // a slot is used twice
-  return board.mine(Board::kFetched) + tiling.tiles;
+uint64_t RetainedWhenReducedIs(uint64_t count, const Arithmetic& arithmetic,
+                               const SharedSegment& segment) {
+  const Tiling tiling = Layout(count, 1, arithmetic, segment);
+  if (tiling.tiles > tiling.slots) return 0;
+  // Between messages the three counters are equal, so any of them is the base.
+  return segment.own(SharedSegment::kFinished) + tiling.tiles;
 }
 
-void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
-                const Lane& lane) {
-  Allreduce(memory, count, a, lane, nullptr).FetchAll();
+void CopyOutRetained(const Buffers& buffers, uint64_t count,
+                     const Arithmetic& arithmetic, const Endpoints& endpoints) {
+  AllreducePipeline(buffers, count, arithmetic, endpoints, nullptr).CopyOutAll();
 }
 
 }  // namespace ringjax

@@ -1,41 +1,71 @@
-// Sums over a board, tile by tile; short ones are notes (notes.h).
+// Reductions of long messages through the shared segment, tile by tile.
 //
-// What the direct algorithm (collective/direct.cc) does over links, for ranks that all
-// map the same memory: a rank writes once what P - 1 others read. Each of P ranks adds
-// up its part of every tile:
+// For ranks of one host that all map one SharedSegment. Messages that are short enough
+// travel as inline data of the agreement (inline_data.h) and do not come here.
 //
-//   post    this rank's values of the other parts -> its slot
-//   sum     its own part, with that of every other slot -> result, and the common slot
-//   fetch   the other sums, from the common slot -> result
+// The algorithm works as follows. The message is cut into tiles, and each of the P
+// ranks owns one part of every tile, about 1/P of it, which it reduces for all ranks. A
+// tile passes through three phases on every rank:
 //
-// (a reducescatter ends with its sums), so that a rank writes (P-1)/P n + n/P elements
-// to shared memory and reads 2 (P-1)/P n, and no rank reads another's private memory.
-// Sets of slots take turns, so that ranks may be at different tiles. After Graham and
-// Shipman, "MPI support for multi-core architectures: optimized shared memory
-// collectives", EuroPVM/MPI 2008.
+//   copy in    the parts that the rank does not own: its input -> its own slot
+//   reduce     the part that it owns: its input and the same part of every other rank's
+//              slot -> its output, and the common result slot
+//   copy out   the parts that it does not own: the common result slot -> its output
+//
+// A reduce-scatter ends after the second phase. These are the transfers of the direct
+// algorithm (collective/direct.cc), with one difference: data that P - 1 ranks need are
+// written once and not P - 1 times. Each rank writes (P-1)/P n + n/P elements to the
+// segment and reads 2 (P-1)/P n. No rank reads another rank's private memory, so this
+// works where CMA (transport/cma.h) is forbidden.
+//
+// Slots are reused in turn, so that ranks may work on different tiles at the same time;
+// tiles.cc describes the flow control. Each part is reduced on one rank and then
+// copied, so all ranks end with the same bits.
+//
+// References:
+//   Graham and Shipman, "MPI Support for Multi-core Architectures: Optimized Shared
+//   Memory Collectives", EuroPVM/MPI 2008. The phases are the "copy-in/copy-out" of
+//   Open MPI's coll/sm and coll/xhc.
 #pragma once
+
+#include <cstdint>
+#include <vector>
 
 #include "engine/call/executor.h"
 
 namespace ringjax {
 
-// All `count` elements of memory.in, reduced, to memory.out, which may be the same.
-// Errors as Execute.
-Status AllreduceInTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
-                        const Lane& lane, Waiter* waiter);
+// Reduces all `count` > 0 elements of buffers.in into buffers.out on every rank. The
+// two may be the same memory. Fails as Execute does.
+Status AllreduceInTiles(const Buffers& buffers, uint64_t count,
+                        const Arithmetic& arithmetic, const Endpoints& endpoints,
+                        Waiter* waiter);
 
-// Of all elements, `counts` for each rank, this rank's, reduced, to memory.out.
-// `*could`: false if there are more ranks than parts of a tile; nothing was done.
-Status ReducescatterInTiles(const Memory& memory, const std::vector<uint64_t>& counts,
-                            const Arithmetic& a, const Lane& lane, Waiter* waiter,
-                            bool* could);
+// Reduces buffers.in, which holds counts[r] elements for each rank r, and writes the
+// elements of this rank to buffers.out. Fails as Execute does.
+//
+// `*fits` is false, on all ranks alike, if a tile has fewer cache lines than there are
+// ranks. Nothing has been done then, and the caller uses the executor instead.
+Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>& counts,
+                            const Arithmetic& arithmetic, const Endpoints& endpoints,
+                            Waiter* waiter, bool* fits);
 
-// Where the ranks are on the board when all have added up their parts, if such a
-// message begins now and its sums stay on the board until the next call; else 0. From
-// then on every rank can finish it by itself.
-uint64_t SummedAt(uint64_t count, const Arithmetic& a, const Board& board);
-// Of a message that was cut off after that: its results.
-void FetchTiles(const Memory& memory, uint64_t count, const Arithmetic& a,
-                const Lane& lane);
+// -- results that outlive an aborted call ---------------------------------------------
+//
+// If an allreduce uses every slot at most once, all results stay in the segment until
+// the next call. A resilient communicator then needs no barrier at the end of the call:
+// once every rank has reduced its parts, every rank can finish alone, even if a peer is
+// lost and the communicator is aborted meanwhile.
+
+// The value that kReduced of every rank will have once all results of an allreduce that
+// begins now are in the segment, or 0 if some slot would be used twice.
+uint64_t RetainedWhenReducedIs(uint64_t count, const Arithmetic& arithmetic,
+                               const SharedSegment& segment);
+
+// Repeats the copy-out phase of an allreduce that was aborted after kReduced of every
+// rank had reached that value. Waits for nothing. The slots still hold the results: a
+// peer overwrites them only in a later call, which begins with this rank's agreement.
+void CopyOutRetained(const Buffers& buffers, uint64_t count,
+                     const Arithmetic& arithmetic, const Endpoints& endpoints);
 
 }  // namespace ringjax

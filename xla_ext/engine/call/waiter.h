@@ -1,9 +1,10 @@
-// How a thread waits for links: spin briefly, then yield, then sleep on descriptors.
+// How a thread waits for links: it spins, yields now and then, and finally sleeps on
+// descriptors.
 //
-// A waiting rank must not take the core from the rank it waits for, so spinning ends
-// after microseconds; and it must notice an abort, Ctrl-C and a deadline, so sleeping
-// is in slices. Waiting for progress and deciding that there was none stay with the
-// caller.
+// A waiting rank must not take the core from the rank that it waits for, so spinning
+// ends after microseconds. A waiting rank must also notice an abort, Ctrl-C and a
+// deadline, so it sleeps in slices. The caller looks for progress itself and reports
+// the result: Progressed, or Idle if there was none.
 #pragma once
 
 #include <sched.h>
@@ -21,80 +22,87 @@ namespace ringjax {
 
 using Clock = std::chrono::steady_clock;
 
-// Returns true if this process was asked to stop (Ctrl-C). May be null.
+// Returns whether the user has interrupted this process (Ctrl-C).
 using InterruptCheck = bool (*)();
+// The check of this process; null: no check.
 inline std::atomic<InterruptCheck> interrupt_check{nullptr};
 
-// While it lives, what this thread waits for can be interrupted only after so many
-// seconds without progress: until then, whoever waits here can be told later.
+// While such an object lives, waits of this thread can be interrupted only after
+// `seconds` without progress. An earlier interrupt stays pending for the caller, which
+// handles it after the wait.
 class InterruptsAfter {
  public:
-  explicit InterruptsAfter(double seconds) { patience = seconds; }
-  ~InterruptsAfter() { patience = 0; }
+  explicit InterruptsAfter(double seconds) { allowed_after = seconds; }
+  ~InterruptsAfter() { allowed_after = 0; }
   InterruptsAfter(const InterruptsAfter&) = delete;
   InterruptsAfter& operator=(const InterruptsAfter&) = delete;
-  static bool Allows(double idle) { return idle >= patience; }
+  static bool Allows(double idle) { return idle >= allowed_after; }
 
  private:
-  static inline thread_local double patience = 0;
+  static inline thread_local double allowed_after = 0;
 };
 
+// The waits of one thread. Not thread-safe. `doorbell` and `aborted` must outlive it.
 class Waiter {
  public:
-  // What to arm before sleeping: a link or a board, wants to read, wants to write.
+  // A link or a shared segment to arm before sleeping, and the directions in which the
+  // caller wants to move bytes.
   struct Interest {
     Waitable* link;
     bool read, write;
   };
 
   Waiter(Doorbell* doorbell, const std::atomic<bool>* aborted, double spin_seconds,
-         bool crowded)
-      : doorbell_(doorbell), aborted_(aborted), crowded_(crowded) {
+         bool oversubscribed)
+      : doorbell_(doorbell), aborted_(aborted), oversubscribed_(oversubscribed) {
     spin_ = std::chrono::duration_cast<Clock::duration>(
         std::chrono::duration<double>(spin_seconds));
   }
 
-  bool crowded() const { return crowded_; }  // more ranks on this host than cores
+  // Whether this host has more ranks than cores.
+  bool oversubscribed() const { return oversubscribed_; }
 
-  // The caller moved something: the next wait starts with spinning again.
-  // Where waits last, spinning only takes the core from others, so it gets shorter with
-  // every long wait, and longer again where it would have been enough.
+  // Records that the caller has moved something, so that the next wait spins again.
+  // Where waits are long, spinning only takes the core from other threads. So each wait
+  // longer than three times spin_ halves the spin time of the next wait, five times at
+  // most, and each shorter wait doubles it again.
   void Progressed() {
     if (idle_ > kFree) {
       const bool brief = Clock::now() - since_ < 3 * spin_;
-      patience_ = brief ? std::max(patience_ - 1, 0) : std::min(patience_ + 1, 5);
+      spin_shift_ = brief ? std::max(spin_shift_ - 1, 0) : std::min(spin_shift_ + 1, 5);
     }
     idle_ = 0;
   }
 
   bool aborted() const { return aborted_->load(std::memory_order_acquire); }
 
-  // The longest sleep until the caller looks again.
+  // Sets the longest sleep before the caller looks again, at most kLongestMs.
   void set_slice(Clock::duration slice) {
     const auto ms = std::chrono::ceil<std::chrono::milliseconds>(slice).count();
     slice_ms_ = static_cast<int>(std::clamp<int64_t>(ms, 0, kLongestMs));
   }
 
-  // How long there has been no progress; zero while spinning.
+  // Seconds since the first Idle after the last progress; 0 if there was no such Idle.
   double IdleSeconds() const {
     if (idle_ == 0) return 0;
     return std::chrono::duration<double>(Clock::now() - since_).count();
   }
 
-  // The caller found nothing to do. Returns when it should look again; not ok once the
-  // communicator is aborted or this process was interrupted.
+  // Waits a little, because the caller found nothing to do, and returns when the caller
+  // should look again. Calls `interests()` only before a sleep. kUnavailable once the
+  // communicator is aborted, kCancelled if this process was interrupted.
   template <typename Interests>
   Status Idle(Interests&& interests) {
     if (aborted()) return Status(Code::kUnavailable, "aborted");
     if (idle_ == 0) since_ = Clock::now();
     ++idle_;
-    if (idle_ <= kFree && !crowded_) {
+    if (idle_ <= kFree && !oversubscribed_) {
       Pause();
       return OkStatus();
     }
-    if (Clock::now() - since_ < spin_ / (1 << patience_)) {
-      // Crowded: somebody who could make progress may be waiting for this core.
-      if (crowded_ || idle_ % 16 == 0)
+    if (Clock::now() - since_ < spin_ / (1 << spin_shift_)) {
+      // Oversubscribed: the rank that could make progress may be waiting for this core.
+      if (oversubscribed_ || idle_ % 16 == 0)
         sched_yield();
       else
         Pause();
@@ -117,7 +125,8 @@ class Waiter {
     fds_.push_back({doorbell_->fd(), POLLIN, 0});
     bool ready = false;
     for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
-    // An abort since Idle looked has rung the doorbell, which nobody else drains.
+    // An abort after the check in Idle has rung the doorbell, which no other thread
+    // drains.
     if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
     if (fds_[0].revents) doorbell_->Drain();
@@ -128,15 +137,15 @@ class Waiter {
   }
 
   static constexpr int kLongestMs = 1000;
-  static constexpr uint64_t kFree = 8;  // looks before the clock is asked
+  static constexpr uint64_t kFree = 8;  // calls of Idle that only pause
 
   Doorbell* doorbell_;
   const std::atomic<bool>* aborted_;
   Clock::duration spin_;
-  bool crowded_;
-  uint64_t idle_ = 0;
-  Clock::time_point since_;
-  int patience_ = 0;  // spins are this often halved
+  bool oversubscribed_;
+  uint64_t idle_ = 0;        // calls of Idle since the last progress
+  Clock::time_point since_;  // the first of these calls; valid if idle_ > 0
+  int spin_shift_ = 0;       // how often the spin time is halved
   int slice_ms_ = 100;
   std::vector<pollfd> fds_;
 };

@@ -1,4 +1,4 @@
-// Pages that are mapped twice. See arena.h.
+// The two mappings of an Arena, and its blocks. See arena.h.
 #include "engine/communicator/arena.h"
 
 #include <sys/mman.h>
@@ -9,8 +9,8 @@
 namespace ringjax {
 namespace {
 
-// 2 * bytes of addresses, the second half another view of the first; null if the system
-// has no memory or no memfd for us.
+// Maps `bytes`, whole pages, into both halves of 2 * bytes of addresses. Returns null
+// if the system has no memory or no memfd.
 std::byte* MapTwice(uint64_t bytes) {
   const int file = memfd_create("ringjax-arena", MFD_CLOEXEC);
   if (file < 0) return nullptr;
@@ -66,7 +66,8 @@ void Arena::Give(const std::byte* block) {
     taken_ -= blocks_.front().bytes;
     blocks_.pop_front();
   }
-  // From the start again, so that a step which needs less than all touches less.
+  // An empty arena starts at offset 0 again, so a training step that needs less than
+  // the whole arena touches fewer pages.
   if (blocks_.empty()) next_ = 0;
 }
 

@@ -1,8 +1,8 @@
-// Arena: memory of a fixed size for what is given back in the order it was taken in.
+// Arena: a fixed size of memory for blocks that are given back in the order of taking.
 //
-// A ring in virtual memory: the same pages are mapped twice, one after the other, so
-// that a block which runs over the end is contiguous all the same, and every byte can
-// be used. Pages stay, so that only the first round faults them in. Not for threads.
+// A ring buffer in virtual memory: the same pages are mapped twice, one mapping after
+// the other, so a block that runs over the end is contiguous, and every byte can be
+// used. Pages stay mapped: only the first pass faults them in. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +18,13 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Grows to `bytes`, unless something is taken: then it stays as it is.
+  // Grows to `bytes`, rounded up to pages. Has no effect if a block is taken or the
+  // arena is large enough. The size becomes 0 if the system has no memory.
   void Grow(uint64_t bytes);
 
-  // A block, or null if there is no room for one or `bytes` is 0. A block that is given
-  // back before an older one is room again only after that one.
+  // Returns a block, or null if there is no room for it or `bytes` is 0.
   std::byte* Take(uint64_t bytes);
+  // Gives a block back. Its memory is reused once all older blocks are back, too.
   void Give(const std::byte* block);
 
   uint64_t size() const { return size_; }
@@ -39,8 +40,8 @@ class Arena {
 
   std::byte* memory_ = nullptr;
   uint64_t size_ = 0;
-  uint64_t next_ = 0, taken_ = 0;  // where the next block begins; bytes of blocks_
-  std::deque<Block> blocks_;       // the oldest first
+  uint64_t next_ = 0, taken_ = 0;  // offset of the next block; bytes of blocks_
+  std::deque<Block> blocks_;       // oldest first
 };
 
 }  // namespace ringjax

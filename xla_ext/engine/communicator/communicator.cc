@@ -1,6 +1,6 @@
-// One call from the turnstile to the finished buffers. See communicator.h; what the
-// call is split into is in requests.cc, what goes wrong in blame.cc, waiting for long
-// in stall.cc, what a generation is in generation.cc.
+// One call, from the ticket lock to the finished buffers. See communicator.h. Other
+// parts of the class: requests.cc splits a call into requests, blame.cc handles
+// failures, stall.cc long waits, call_attempt.cc epochs, and rounds.cc rounds.
 #include "engine/communicator/communicator.h"
 
 #include <algorithm>
@@ -10,31 +10,31 @@
 
 #include "base/failpoint.h"
 #include "engine/call/agreement.h"
-#include "engine/call/notes.h"
+#include "engine/call/inline_data.h"
 #include "engine/call/tiles.h"
-#include "engine/communicator/succession.h"
-#include "transport/loans.h"
+#include "engine/communicator/resilient_comm.h"
+#include "transport/cma.h"
 
 namespace ringjax {
 Communicator::Communicator(CommunicatorOptions options,
                            std::vector<std::unique_ptr<Link>> links,
                            std::unique_ptr<Doorbell> doorbell,
-                           std::unique_ptr<Board> board,
-                           std::shared_ptr<Succession> succession)
+                           std::unique_ptr<SharedSegment> segment,
+                           std::shared_ptr<ResilientComm> resilient)
     : options_(std::move(options)),
       doorbell_(std::move(doorbell)),
-      succession_(std::move(succession)),
-      progress_(succession_ ? std::make_shared<Progress>() : nullptr) {
-  options_.topology.board = board != nullptr;
-  lane_.links = std::move(links);
-  lane_.board = std::move(board);
-  lane_.rank = rank();
-  lane_.timeout = options_.collective_timeout;
+      resilient_(std::move(resilient)),
+      progress_(resilient_ ? std::make_shared<Progress>() : nullptr) {
+  options_.topology.segment = segment != nullptr;
+  endpoints_.links = std::move(links);
+  endpoints_.segment = std::move(segment);
+  endpoints_.rank = rank();
+  endpoints_.timeout = options_.collective_timeout;
   const auto& host = options_.topology.host;
   const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
-  // CPUs of the machine, not those this process is bound to: a launcher that binds
-  // ranks gives each one its own.
-  crowded_ = neighbours > static_cast<long>(std::thread::hardware_concurrency());
+  // Counts the CPUs of the machine, not those to which this process is bound: a
+  // launcher that binds ranks gives each rank CPUs of its own.
+  oversubscribed_ = neighbours > static_cast<long>(std::thread::hardware_concurrency());
 }
 
 Communicator::~Communicator() {
@@ -46,13 +46,13 @@ std::string Communicator::Prefix() const {
          "]: ";
 }
 
-Status Communicator::RunLast(uint64_t ticket, std::vector<Piece>* pieces) {
-  if (Continues()) return succession_->RunLast(*this, ticket, pieces);
-  return RunInTurn(ticket, *pieces->back().call, &pieces->back().epoch);
+Status Communicator::RunLastOfChain(uint64_t ticket, std::vector<ChainedCall>* chain) {
+  if (Continues()) return resilient_->RunLastOfChain(*this, ticket, chain);
+  return RunInTurn(ticket, *chain->back().call, &chain->back().epoch);
 }
 
 uint64_t Communicator::TakeTicket() {
-  return Continues() ? succession_->TakeTicket() : turnstile_.Take();
+  return Continues() ? resilient_->TakeTicket() : ticket_lock_.Take();
 }
 
 Status Communicator::Run(const Call& call, uint32_t* epoch) {
@@ -60,17 +60,17 @@ Status Communicator::Run(const Call& call, uint32_t* epoch) {
 }
 
 Status Communicator::RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch) {
-  if (Continues()) return succession_->Run(*this, ticket, call, epoch);
+  if (Continues()) return resilient_->Run(*this, ticket, call, epoch);
   if (epoch) *epoch = options_.epoch;
   return InTurn(ticket, call, [&] {
-    Attempt attempt;
+    CallAttempt attempt;
     return RunExclusive(call, &attempt);
   });
 }
 
 Status Communicator::Compare(const Call& call, const Status& fits, bool* refused) {
-  return InTurn(turnstile_.Take(), call, [&] {
-    Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
+  return InTurn(ticket_lock_.Take(), call, [&] {
+    Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, oversubscribed_);
     Frame frame;
     Agreement agreement;
     event_ = Event::Now();
@@ -89,7 +89,7 @@ Status Communicator::Compare(const Call& call, const Status& fits, bool* refused
 Status Communicator::InTurn(uint64_t ticket, const Call& call,
                             const std::function<Status()>& body) {
   bool interrupted = false;
-  const Status turn = turnstile_.Wait(ticket, [&] {
+  const Status turn = ticket_lock_.Wait(ticket, [&] {
     if (aborted()) return abort_status();
     const InterruptCheck check = interrupt_check.load();
     interrupted = check != nullptr && check();
@@ -97,36 +97,40 @@ Status Communicator::InTurn(uint64_t ticket, const Call& call,
     return Status(Code::kCancelled, "interrupted while waiting for its turn");
   });
   if (!turn.ok()) return interrupted ? Fail(call, turn) : Aborted(call);
-  const Turn here(&turnstile_);
+  const TicketLockGuard here(&ticket_lock_);
   return Guarded(call, body);
 }
 
 Status Communicator::Guarded(const Call& call, const std::function<Status()>& body) {
   const Active active(this);
-  // In one order with Active's mark, and with the abort before a report.
+  // seq_cst: pairs with Abort, which stores the flag before Quiesce reads the mark of
+  // Active. Either this load sees the abort, or Quiesce sees the mark and waits for
+  // this call. If this load could pass the store of the mark, neither might happen.
   if (aborted_.load(std::memory_order_seq_cst)) return Aborted(call);
   try {
     const Status status = body();
     if (!status.ok() && aborted()) Report(call, Clock::now(), status.code());
     if (!aborted()) finished_.store(entered(), std::memory_order_relaxed);
     return status;
-  } catch (const std::exception& e) {  // out of memory, most likely: peers must know
+  } catch (const std::exception& e) {  // std::bad_alloc, most likely
     return Fail(call, Status(Code::kInternal, std::string("failed: ") + e.what()));
   }
 }
 
 Status Communicator::Begin(const Call& call, Frame* frame) {
   if (aborted()) return Aborted(call);
-  if (Status left = CheckLeft(entered() + 1); !left.ok()) return Fail(call, left);
-  // Counted and voted on even if it is not valid, so that all ranks stay in step.
+  if (Status left = CheckShutdowns(entered() + 1); !left.ok()) return Fail(call, left);
+  // A call that is not valid on this rank is counted, too, so that the sequence numbers
+  // of all ranks stay equal.
   entered_.fetch_add(1, std::memory_order_relaxed);
   if (progress_) progress_->Begun(entered());
-  patience_ = {};
-  noted_ = false;
-  lane_.timeout = call.timeout >= 0 ? call.timeout : options_.collective_timeout;
-  lane_.look = lane_.timeout > 0 ? std::min(1.0, lane_.timeout / 4) : 1.0;
-  lane_.on_stall = [this, &call](double seconds, const std::vector<int>& peers,
-                                 bool* end) {
+  stall_monitor_ = {};
+  waiting_recorded_ = false;
+  endpoints_.timeout = call.timeout >= 0 ? call.timeout : options_.collective_timeout;
+  endpoints_.look =
+      endpoints_.timeout > 0 ? std::min(1.0, endpoints_.timeout / 4) : 1.0;
+  endpoints_.on_stall = [this, &call](double seconds, const std::vector<int>& peers,
+                                      bool* end) {
     return OnStall(call, seconds, peers, end);
   };
   frame->job = options_.job;
@@ -143,48 +147,49 @@ Status Communicator::Enter(const Call& call, const Status& fits, Frame* frame,
   return AgreeOn(call, fits, *frame, waiter, agreement);
 }
 
-Status Communicator::RunDecided(const Call& call) {
-  return InTurn(turnstile_.Take(), call, [&] {
-    Attempt attempt;
+Status Communicator::RunNegotiated(const Call& call) {
+  return InTurn(ticket_lock_.Take(), call, [&] {
+    CallAttempt attempt;
     return RunExclusive(call, &attempt, nullptr, true);
   });
 }
 
-Status Communicator::RunExclusive(const Call& call, Attempt* attempt,
+Status Communicator::RunExclusive(const Call& call, CallAttempt* attempt,
                                   const Status* fits, bool decided) {
   const Status status = Perform(call, attempt, fits, decided);
-  if (progress_ && !attempt->complete) Seal(attempt);
+  if (progress_ && !attempt->locally_complete) Seal(attempt);
   return status;
 }
 
-Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* fits,
+Status Communicator::Perform(const Call& call, CallAttempt* attempt, const Status* fits,
                              bool decided) {
   event_ = Event::Now();
-  Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
+  Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, oversubscribed_);
   Frame frame;
   Agreement agreement;
   const Status valid = fits && !fits->ok() ? *fits : Validate(call);
   std::vector<Request> requests;
   if (valid.ok()) requests = Split(call);
-  const bool note = IsNote(requests);
-  using Rest = Attempt::Rest;
-  if (note && !options_.ending) attempt->rest = Rest::kNote;
-  if (valid.ok() && requests.empty() && !options_.ending)
-    attempt->rest = Rest::kNothing;
-  // (The ranks of an alltoall may agree twice.)
-  Board* const board = lane_.board.get();
-  if (board && attempt->rest != Rest::kLost && call.op != Collective::kAlltoall)
-    attempt->turn = lane_.board->mine(Board::kAgreed) + 1;
-  if (note) PutNote(requests[0].problem, requests[0].arithmetic, requests[0].in, lane_);
-  agreement.told_splits = note;
-  if (decided && valid.ok() && !note)
+  const bool inlined = IsInline(requests);
+  using Source = CallAttempt::Source;
+  if (inlined && !options_.end_barrier) attempt->source = Source::kInlineData;
+  if (valid.ok() && requests.empty() && !options_.end_barrier)
+    attempt->source = Source::kNotNeeded;
+  // Not for an alltoall, whose ranks may agree twice: then `agreed` would be too low.
+  SharedSegment* const segment = endpoints_.segment.get();
+  if (segment && attempt->source != Source::kNone && call.op != Collective::kAlltoall)
+    attempt->agreed = endpoints_.segment->own(SharedSegment::kAgreed) + 1;
+  if (inlined)
+    PutInline(requests[0].problem, requests[0].arithmetic, requests[0].in, endpoints_);
+  agreement.told_splits = inlined;
+  if (decided && valid.ok() && !inlined)
     RJ_TRY(Begin(call, &frame));
   else
     RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
   event_.agreed = Clock::now();
   if (agreement.outcome.ok()) {
     if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok()) return Fail(call, s);
-    if (note) RJ_TRY(TakeNotes(call, &requests, &agreement.outcome, attempt));
+    if (inlined) RJ_TRY(CompleteInline(call, &requests, &agreement.outcome, attempt));
   }
   if (!agreement.outcome.ok()) {
     Report(call, event_.agreed, agreement.outcome.code());
@@ -193,38 +198,41 @@ Status Communicator::Perform(const Call& call, Attempt* attempt, const Status* f
   }
   if (progress_ && !requests.empty()) {
     progress_->set_repeatable(fits || call.KeepsInputs());
-    if (requests.size() == 1 && !options_.ending)
-      attempt->summed = SumsStay(requests[0]);
-    if (attempt->summed > 0) attempt->rest = Rest::kTiles;
+    if (requests.size() == 1 && !options_.end_barrier)
+      attempt->reduced = SumsStay(requests[0]);
+    if (attempt->reduced > 0) attempt->source = Source::kTileResults;
   }
   Barrier barrier = Barrier::kNone;
-  const auto fetched = [&] { return board ? board->mine(Board::kFetched) : 0; };
+  const auto fetched = [&] {
+    return segment ? segment->own(SharedSegment::kFinished) : 0;
+  };
   for (Request& request : requests) {
     const uint64_t before = fetched();
     if (Status s = RunRequest(&request, frame, &waiter); !s.ok()) return Fail(call, s);
-    barrier = fetched() != before ? Barrier::kFetched : Barrier::kFrames;
+    barrier = fetched() != before ? Barrier::kFinished : Barrier::kFrames;
     ++frame.step;
   }
-  // What the board has, or nothing, needs no rank to wait for the others' results.
-  if (attempt->rest != Rest::kLost) barrier = Barrier::kNone;
+  // If every rank can complete the call alone, no rank waits until its peers have their
+  // results.
+  if (attempt->source != Source::kNone) barrier = Barrier::kNone;
   RJ_TRY(Close(call, OkStatus(), barrier, frame, &waiter, attempt));
   Record(call);
   return OkStatus();
 }
 
-Status Communicator::TakeNotes(const Call& call, std::vector<Request>* requests,
-                               Status* outcome, Attempt* attempt) {
+Status Communicator::CompleteInline(const Call& call, std::vector<Request>* requests,
+                                    Status* outcome, CallAttempt* attempt) {
   Request& request = requests->front();
   const Problem& problem = request.problem;
   const Arithmetic& arithmetic = request.arithmetic;
   Values values;
   bool whole = false;
-  if (options_.ending) progress_->set_repeatable(call.KeepsInputs());
-  const Status read = ReadNotes(problem, arithmetic, lane_, &values, &whole);
-  if (read.code() == Code::kMismatch) *outcome = Named(call, read);
+  if (options_.end_barrier) progress_->set_repeatable(call.KeepsInputs());
+  const Status read = ReadInline(problem, arithmetic, endpoints_, &values, &whole);
+  if (read.code() == Code::kMismatch) *outcome = WithContext(call, read);
   if (!read.ok()) return outcome->ok() ? Fail(call, read) : OkStatus();
   if (!whole) {
-    attempt->rest = Attempt::Rest::kLost;
+    attempt->source = CallAttempt::Source::kNone;
     return OkStatus();
   }
   Finish(problem, arithmetic, values, rank(), request.out);
@@ -240,19 +248,20 @@ void Communicator::Record(const Call& call) {
   OpStats& stats = stats_[static_cast<size_t>(call.op)];
   ++stats.calls;
   stats.seconds += std::chrono::duration<double>(end - event_.entered).count();
-  Note(call, end);
+  Record(call, end);
 }
 
 void Communicator::Report(const Call& call, Clock::time_point end, Code outcome) {
   event_.done = end;
-  // A lane tells of its operations by itself.
-  if (!options_.recorder || options_.named || trial_) return;
-  if (options_.place > 0 && outcome == Code::kOk)
-    return options_.recorder->AddBytes({options_.set, false, call.op}, event_.bytes);
+  // An eager lane records its operations itself.
+  if (!options_.recorder || options_.eager || trial_) return;
+  if (options_.device_index > 0 && outcome == Code::kOk)
+    return options_.recorder->AddBytes({options_.process_set, false, call.op},
+                                       event_.bytes);
   event_.op = call.op;
-  event_.beside = call.beside;
+  event_.overlapped = call.overlapped;
   event_.outcome = outcome;
-  event_.set = options_.set;
+  event_.set = options_.process_set;
   event_.epoch = options_.epoch;
   event_.sequence = entered();
   event_.SetName(call.name);
@@ -262,13 +271,13 @@ void Communicator::Report(const Call& call, Clock::time_point end, Code outcome)
 void Communicator::Remember(const Call& call) {
   const auto end = Clock::now();
   std::lock_guard lock(mutex_);
-  Note(call, end);
+  Record(call, end);
 }
 
-void Communicator::Note(const Call& call, Clock::time_point end) {
+void Communicator::Record(const Call& call, Clock::time_point end) {
   constexpr size_t kMostName = 128;
   last_.op = call.op;
-  last_.name.assign(call.name.substr(0, kMostName));  // no allocation after some calls
+  last_.name.assign(call.name.substr(0, kMostName));  // keeps its capacity
   last_.sequence = entered();
   last_.end = end;
   if (!waiting_.empty()) waiting_.clear();
@@ -278,23 +287,23 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
                              Waiter* waiter, Agreement* agreement) {
   agreement->refused = size() == 1;
   if (size() == 1) {
-    agreement->outcome = valid.ok() ? valid : Named(call, valid);
+    agreement->outcome = valid.ok() ? valid : WithContext(call, valid);
     return OkStatus();
   }
   bool agreed = false, fit = valid.ok();
-  if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
+  if (Status s = Agree(frame, fit, endpoints_, waiter, &agreed); !s.ok())
     return Fail(call, s);
   if (agreed && call.op == Collective::kAlltoall && !call.rows.empty() &&
       !call.rows_known && !agreement->told_splits) {
     if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
       return Fail(call, s);
-    if (Status s = Agree(frame, fit, lane_, waiter, &agreed); !s.ok())
+    if (Status s = Agree(frame, fit, endpoints_, waiter, &agreed); !s.ok())
       return Fail(call, s);
     if (!agreed) {
-      agreement->outcome =
-          Named(call, {Code::kMismatch,
-                       "splits and received_splits of the ranks do not fit together. "
-                       "Nothing was exchanged."});
+      agreement->outcome = WithContext(
+          call, {Code::kMismatch,
+                 "splits and received_splits of the ranks do not fit together. "
+                 "Nothing was exchanged."});
       return OkStatus();
     }
   }
@@ -302,27 +311,28 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
   std::vector<std::string> texts;
   const std::string own =
       valid.ok() ? Explain(call, kMostText) : Refusal(valid.message());
-  if (Status s = ExchangeTexts(frame, own, lane_, waiter, &texts); !s.ok())
+  if (Status s = ExchangeTexts(frame, own, endpoints_, waiter, &texts); !s.ok())
     return Fail(call, s);
   agreement->refused = std::all_of(texts.begin(), texts.end(), IsRefusal);
   if (valid.ok()) {
     int culprit = -1;
-    std::string text = Mismatch(texts, options_.members, options_.name, &culprit);
+    std::string text = Mismatch(texts, options_.world_ranks, options_.name, &culprit);
     agreement->outcome = Status(Code::kMismatch, Prefix() + text, culprit);
   } else {
-    agreement->outcome = Named(call, valid);
+    agreement->outcome = WithContext(call, valid);
   }
   return OkStatus();
 }
 
-bool Communicator::IsNote(const std::vector<Request>& requests) const {
-  if (!lane_.board || requests.size() != 1 || aborted()) return false;
+bool Communicator::IsInline(const std::vector<Request>& requests) const {
+  if (!endpoints_.segment || requests.size() != 1 || aborted()) return false;
   const Request& request = requests[0];
   const Collective op = request.problem.op;
   if (request.arithmetic.op == ReduceOp::kAdasum ||
-      !FitsNote(request.problem, request.arithmetic, *lane_.board))
+      !FitsInline(request.problem, request.arithmetic, *endpoints_.segment))
     return false;
-  // A rank that is cut off there could not tell whether the bytes of all have come.
+  // An alltoall has no CallAttempt::agreed (see Perform), so after an abort a rank
+  // could not determine whether the inline data of all ranks are complete.
   if (op == Collective::kAlltoall && progress_) return false;
   const std::string_view forced = ForcedAlgorithm(op);
   return forced.empty() || forced == kShared;
@@ -340,11 +350,12 @@ void Communicator::Count(const Request& request, std::string_view algorithm,
 }
 
 Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* waiter) {
-  request->memory.in = &request->in;
-  request->memory.out = &request->out;
+  request->buffers.in = &request->in;
+  request->buffers.out = &request->out;
   if (request->arithmetic.op == ReduceOp::kAdasum)
     return RunAdasum(request, frame, waiter);
-  // Ranks must choose alike, and of an alltoall none knows how much the others give.
+  // All ranks must choose the same algorithm, but in an alltoall no rank knows how many
+  // bytes its peers send. There all ranks choose as for a long message.
   constexpr uint64_t kLong = uint64_t{1} << 30;
   const bool unknown = request->problem.op == Collective::kAlltoall;
   Result<const Planned*> planned =
@@ -358,33 +369,35 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
     const auto& counts = request->problem.counts;
     bool could = true;
     if (request->problem.op == Collective::kAllreduce)
-      RJ_TRY(AllreduceInTiles(request->memory, counts[0], request->arithmetic, lane_,
-                              waiter));
+      RJ_TRY(AllreduceInTiles(request->buffers, counts[0], request->arithmetic,
+                              endpoints_, waiter));
     else
-      RJ_TRY(ReducescatterInTiles(request->memory, counts, request->arithmetic, lane_,
-                                  waiter, &could));
+      RJ_TRY(ReducescatterInTiles(request->buffers, counts, request->arithmetic,
+                                  endpoints_, waiter, &could));
     if (could) return OkStatus();
   }
   const Status done =
-      Execute(plan, request->memory, request->arithmetic, frame, lane_, waiter);
-  // Not its own fault: it has heard of something.
-  if (GaveUp(done.rank())) AwaitNews();
+      Execute(plan, request->buffers, request->arithmetic, frame, endpoints_, waiter);
+  // A peer that has invalidated its exposed bytes is not the culprit: its call has
+  // failed for a reason that arrives as an abort.
+  if (HasInvalidated(done.rank())) AwaitReason();
   return done;
 }
 
-bool Communicator::GaveUp(int peer) const {
+bool Communicator::HasInvalidated(int peer) const {
   if (peer < 0) return false;
-  const Loans* loans = lane_.links[peer]->loans();
-  return loans != nullptr && loans->gone();
+  const CmaEndpoint* cma = endpoints_.links[peer]->cma();
+  return cma != nullptr && cma->invalidated();
 }
 
 uint64_t Communicator::SumsStay(const Request& request) {
-  if (!lane_.board || request.problem.op != Collective::kAllreduce ||
+  if (!endpoints_.segment || request.problem.op != Collective::kAllreduce ||
       request.arithmetic.op == ReduceOp::kAdasum)
     return 0;
   const auto planned = PlanFor(request.problem, request.bytes);
   if (!planned.ok() || planned.value()->algorithm->name != kShared) return 0;
-  return SummedAt(request.problem.counts[0], request.arithmetic, *lane_.board);
+  return RetainedWhenReducedIs(request.problem.counts[0], request.arithmetic,
+                               *endpoints_.segment);
 }
 
 Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& problem,
@@ -411,9 +424,9 @@ Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& proble
   return &found->second;
 }
 
-Communicator::Comparison& Communicator::comparison(uint64_t whose) {
+Communicator::ConsistencyCheck& Communicator::consistency_check(uint64_t whose) {
   std::lock_guard lock(mutex_);
-  return comparisons_[whose];  // stays where it is
+  return consistency_checks_[whose];  // std::map: the reference stays valid
 }
 
 std::map<std::string, OpStats> Communicator::stats() const {
@@ -426,7 +439,7 @@ std::map<std::string, OpStats> Communicator::stats() const {
 
 std::map<std::string, int> Communicator::transports() const {
   std::map<std::string, int> all;
-  for (const auto& link : lane_.links)
+  for (const auto& link : endpoints_.links)
     if (link) ++all[std::string(link->transport())];
   return all;
 }

@@ -1,4 +1,4 @@
-// START, DONE and the thread between them. See overlap.h.
+// START, DONE and the engine thread between them. See overlap.h.
 #include "engine/communicator/overlap.h"
 
 #include <algorithm>
@@ -34,19 +34,21 @@ void Overlap::GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock) {
     return (entry.second->pending || entry.second->copied) && stale(entry.first);
   });
   if (!found) return;
-  // Our peers applied that step and this rank did not: going on would diverge.
+  // The peers have applied that step and this rank has not: the replicas would diverge.
   const auto communicator = communicator_;
   lock->unlock();
-  communicator->GiveUp(Code::kUnavailable,
-                       "started a step and never collected the results of the one "
-                       "before, which failed between START and DONE");
+  communicator->AbortAndNotifyPeers(
+      Code::kUnavailable,
+      "started a step and never collected the results of the one "
+      "before, which failed between START and DONE");
   lock->lock();
   Settle([](int64_t) { return true; }, lock);
 }
 
 template <typename Old>
 void Overlap::Settle(Old&& old, std::unique_lock<std::mutex>* lock) {
-  // All, then all: one that runs may run those before it again.
+  // Waits for all jobs before it releases any: a job that runs may run earlier ones of
+  // its chain again.
   changed_.wait(*lock, [&] {
     return std::all_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
       const Job& job = *entry.second;
@@ -90,7 +92,7 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   lock.lock();
   job->copied = job->finished = false;
   queue_.push_back(job);
-  // The ticket comes last: nothing may fail between taking it and serving it.
+  // The ticket is taken last: a failure before it is used would block all later calls.
   job->pending = true;
   job->ticket = communicator_->TakeTicket();
   lock.unlock();
@@ -98,24 +100,23 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   return OkStatus();
 }
 
-// The call as the engine thread makes it, on memory of the engine's own.
 void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
   uint64_t bytes = 0;
   for (const Tensor& t : call.tensors) bytes += RoundUp(t.bytes());
-  const uint64_t copies = elastic() ? 2 : 1;  // what comes in is kept
+  const uint64_t copies = elastic() ? 2 : 1;  // elastic: inputs are kept, too
   job->name = call.name;
   job->names = call.names;
   job->partition = call.partition;
   job->call = call;
-  job->call.beside = true;
+  job->call.overlapped = true;
   job->call.name = job->name;
   job->call.names = job->names;
   job->call.partition = job->partition;
-  Release(job);  // of a START that failed
+  Release(job);  // the memory of a START that failed
   arena_.Grow(copies * in_flight);
   job->block = arena_.Take(copies * bytes);
-  // Two programs at once, or no pages for the arena. Not make_unique: that writes
-  // zeros.
+  // The arena has no room if two programs run at once, or no pages. Not make_unique,
+  // which writes zeros.
   if (!job->block) job->beyond.reset(new std::byte[copies * bytes]);
   std::byte* at = job->block ? job->block : job->beyond.get();
   for (Tensor& t : job->call.tensors) {
@@ -153,7 +154,7 @@ Status Overlap::Done(const Call& call, int64_t site) {
            call.tensors[i].bytes() == job->call.tensors[i].room;
   if (status.ok() && !fits) status = Unfit(call, site);
   if (status.ok()) {
-    // Without the lock: the engine thread needs it to go on with the next bucket.
+    // Without the lock, which the engine thread needs to continue with the next bucket.
     job->copied = true;
     lock.unlock();
     for (size_t i = 0; i < call.tensors.size(); ++i) {
@@ -176,7 +177,8 @@ bool Overlap::Ready(const Job& job) const {
   });
 }
 
-// Until its results are there for good. Not ok: there are none.
+// Waits until the results of `job` are final. If not ok, there are no results. Looks
+// for an interrupt ten times a second; an interrupt aborts the communicator.
 Status Overlap::Wait(Job* job, std::unique_lock<std::mutex>* lock) {
   const auto start = Clock::now();
   while (!Ready(*job)) {
@@ -186,8 +188,8 @@ Status Overlap::Wait(Job* job, std::unique_lock<std::mutex>* lock) {
       const auto communicator = communicator_;
       lock->unlock();
       if (check())
-        communicator->GiveUp(Code::kCancelled,
-                             "was interrupted between START and DONE");
+        communicator->AbortAndNotifyPeers(Code::kCancelled,
+                                          "was interrupted between START and DONE");
       lock->lock();
     }
   }
@@ -211,12 +213,14 @@ void Overlap::Work() {
   }
 }
 
+// Runs the oldest queued job. In an elastic job, RunLastOfChain runs the finished jobs
+// of its chain again if this one completes in a later epoch; if it fails, all fail.
 void Overlap::RunNext(std::unique_lock<std::mutex>* lock) {
   Job* const job = queue_.front();
   queue_.pop_front();
   const auto communicator = communicator_;
-  std::vector<Job*> step;  // of its chain: those before it, then itself
-  std::vector<Communicator::Piece> pieces;
+  std::vector<Job*> step;  // finished jobs of the chain, then `job`
+  std::vector<Communicator::ChainedCall> pieces;
   if (elastic()) {
     for (const auto& [site, other] : jobs_)
       if (other->chain == job->chain && other->pending && other->finished)
@@ -227,7 +231,7 @@ void Overlap::RunNext(std::unique_lock<std::mutex>* lock) {
   lock->unlock();
   Status status;
   try {
-    status = communicator->RunLast(job->ticket, &pieces);
+    status = communicator->RunLastOfChain(job->ticket, &pieces);
   } catch (const std::exception& e) {
     status = Status(Code::kInternal, communicator->Prefix() + e.what());
   }

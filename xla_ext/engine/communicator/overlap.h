@@ -1,15 +1,16 @@
-// Overlap: allreduces that run on an engine thread while the caller computes.
+// Overlap: runs allreduces of buckets on an engine thread while the program computes.
 //
-// START packs the tensors into memory of the engine's own and returns; DONE waits and
-// unpacks. Own memory is not an optimisation: if another part of a compiled program
-// fails between the two, its runtime skips DONE and frees its buffers while bytes are
-// still moving. How much of it a program needs at once is decided when it is compiled;
-// that much is kept and reused, step after step.
+// START copies the tensors into memory of the engine and returns; DONE waits for the
+// results and copies them out. The copies are necessary: if another part of a compiled
+// program fails between START and DONE, XLA skips DONE and frees the program's buffers
+// while bytes are still moving. The size of the overlap window is fixed when a program
+// is compiled; the engine keeps that memory and reuses it in every training step.
 //
-// In a job that goes on without the ranks it loses, all that a step of a chain sends
-// has one membership. So there the engine keeps the tensors beside their sums, buckets
-// run again if a later one found fewer ranks, and DONE waits for the whole step; the
-// program has all STARTs of a chain before its DONEs.
+// In an elastic job, all buckets of a chain in one training step must be averaged over
+// the same ranks. So the engine keeps the inputs in addition to the results, runs
+// earlier buckets again if a later one completes in another epoch, and DONE waits until
+// all buckets of the chain are complete. All STARTs of a chain must therefore come
+// before its first DONE.
 #pragma once
 
 #include <condition_variable>
@@ -27,64 +28,70 @@
 
 namespace ringjax {
 
-// Several chains may be in one program, each with buckets of its own.
+// A `site` is the number of a chain and, in the low 16 bits, of a bucket in it. A
+// program may have several chains.
 inline int64_t ChainOf(int64_t site) { return site >> 16; }
 inline int64_t BucketOf(int64_t site) { return site & 0xffff; }
 
+// Thread-safe; START and DONE of one site must come one after the other.
 class Overlap {
  public:
-  static constexpr uint64_t kAlign = 64;  // of a tensor in the engine's memory
+  static constexpr uint64_t kAlign = 64;  // bytes: of a tensor in the engine's memory
 
   explicit Overlap(std::shared_ptr<Communicator> communicator);
   ~Overlap();
 
-  // The communicator of the next generation in the same succession.
+  // Uses `next`, the next epoch of the same ResilientComm, for all later jobs.
   void Follow(std::shared_ptr<Communicator> next);
 
-  // A step of `site`'s chain begins. Whatever a previous step of the chain started and
-  // never collected means that the step failed half way on this rank only, which ends
-  // the communicator; unless a call of that step has failed on all ranks alike.
+  // Begins a training step of the chain of `site`. If DONE has not collected a bucket
+  // of the step before, that step failed half way on this rank only, and the
+  // communicator is aborted. If instead a call of that step has failed on all ranks of
+  // an elastic job, waits for the step to end and drops it.
   void Begin(int64_t site);
 
-  // Queues an allreduce of `call` under the number `site`: of a chain (ChainOf) and of
-  // a bucket in it. `in_flight` is the most bytes, each tensor rounded up to kAlign,
-  // that its chain has between START and DONE; what goes beyond that is memory for the
-  // moment.
+  // Copies the tensors of `call`, an allreduce, and queues it under the number `site`.
+  // `in_flight`: the most bytes, each tensor rounded up to kAlign, that the chain has
+  // between START and DONE. A bucket beyond that gets memory of its own until its DONE.
+  // Aborts the communicator if `site` is under way already.
   Status Start(const Call& call, int64_t site, uint64_t in_flight);
 
-  // Waits for `site` and copies its results to the tensors' `out`.
+  // Waits for the results of `site` and copies them to the tensors' `out`.
+  // kFailedPrecondition if there was no START.
   Status Done(const Call& call, int64_t site);
 
-  // Seconds that callers of Done have waited so far: what was not hidden.
+  // Seconds that callers of Done have waited so far: communication that was not hidden.
   double exposed() const;
 
  private:
   struct Job {
-    Call call;  // tensors point into the block
-    std::string name, names, partition;
-    std::byte* block = nullptr;           // of the arena
-    std::unique_ptr<std::byte[]> beyond;  // or, if that had no room
+    Call call;                            // its tensors lie in `block` or `beyond`
+    std::string name, names, partition;   // the texts of `call`
+    std::byte* block = nullptr;           // in the arena, or null
+    std::unique_ptr<std::byte[]> beyond;  // instead, if the arena had no room
     int64_t chain = 0;
     uint64_t ticket = 0;
-    uint32_t epoch = 0;  // where it ran
-    // Guarded by mutex_: started and not collected; served by the engine thread; packed
-    // or unpacked just now, without the lock.
+    uint32_t epoch = 0;  // in which it completed
+    // Guarded by mutex_. pending: started and not collected; finished: served by the
+    // engine thread; copied: being copied in or out at present, without the lock.
     bool pending = false, finished = false, copied = false;
     Status status;
   };
 
   void Work();
   void RunNext(std::unique_lock<std::mutex>* lock);
-  bool elastic() const { return communicator_->succession() != nullptr; }
-  // What has to be finished before the results of `job` are.
+  bool elastic() const { return communicator_->resilient() != nullptr; }
+  // Whether the results of `job` are final: it has finished and, in an elastic job, so
+  // have all started buckets of its chain.
   bool Ready(const Job& job) const;
   Status Wait(Job* job, std::unique_lock<std::mutex>* lock);
-  // Ends the communicator if a job that `stale` picks is under way.
+  // Aborts the communicator and drops all jobs if `stale` selects a job under way.
   template <typename Stale>
   void GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock);
-  // Waits until nothing uses the memory of those that `old` picks, and gives it back.
+  // Releases the memory of the jobs that `old` selects, once no thread uses it.
   template <typename Old>
   void Settle(Old&& old, std::unique_lock<std::mutex>* lock);
+  // Makes `job` from `call`: the same call, with tensors in memory of the engine.
   void Describe(const Call& call, uint64_t in_flight, Job* job);
   void Release(Job* job);
   Status Unfit(const Call& call, int64_t site) const;
@@ -92,7 +99,7 @@ class Overlap {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::shared_ptr<Communicator> communicator_;
-  std::set<int64_t> failed_;  // chains: a bucket of the step failed on all ranks
+  std::set<int64_t> failed_;  // chains of which a bucket has failed on all ranks
   double exposed_ = 0;
   Arena arena_;
   std::map<int64_t, std::unique_ptr<Job>> jobs_;  // by site

@@ -1,5 +1,6 @@
-// How far the calls of one generation have come: what a rank reports about it when it
-// has ended, so that all ranks decide alike what was finished (succession.h).
+// Progress: how far the calls of one epoch got on this rank. After the epoch has ended,
+// every rank reports its progress, and the commit decision follows from all reports
+// (resilient_comm.h).
 #pragma once
 
 #include <atomic>
@@ -10,20 +11,24 @@
 
 namespace ringjax {
 
-struct Standing {
-  uint64_t returned = 0;   // calls that have returned: complete on all ranks
+struct ProgressReport {
+  uint64_t returned = 0;   // calls that have returned, so they are complete everywhere
   uint64_t done = 0;       // calls whose results are complete on this rank
-  bool repeatable = true;  // the call under way, if any, still has its inputs
+  bool repeatable = true;  // the call that was running, if any, still has its inputs
 };
 
+// Thread-safe. The thread that serves a call writes the progress. After an abort, the
+// thread that reports it waits with Settled and then calls Read. Relaxed counters are
+// enough: their stores come before End, and Settled returns true only after End.
 class Progress {
  public:
-  // Marks that a call may change what is reported. `Begin` comes before the last look
-  // at whether the generation was aborted, `Settled` after the abort, all in one order:
-  // either the call sees the abort or the report waits for the call.
+  // Marks that a call may change the report. The call stores this mark and then loads
+  // the abort flag (Communicator::Guarded); the aborting thread stores the flag and
+  // then loads the mark (Settled). All four are seq_cst: either the call sees the
+  // abort, or Settled sees the mark and waits for the call.
   void Begin() { active_.store(true, std::memory_order_seq_cst); }
-  // `aborted` is asked after the mark is gone: before, an abort in between would leave
-  // `Settled` waiting for nobody.
+  // Clears the mark. `aborted` is called after that: if it were called before, and an
+  // abort came in between, Settled would wait without being notified.
   template <typename Aborted>
   void End(Aborted&& aborted) {
     active_.store(false, std::memory_order_seq_cst);
@@ -32,8 +37,8 @@ class Progress {
     stopped_.notify_all();
   }
 
-  // By the thread of a call. Numbers are those of the communicator, which may have
-  // served others before it was installed.
+  // Called by the thread that serves a call. Sequence numbers are those of the
+  // communicator, which may have served calls before it was installed.
   void Begun(uint64_t sequence) { begun_.store(sequence, std::memory_order_relaxed); }
   void Done(uint64_t sequence) { done_.store(sequence, std::memory_order_relaxed); }
   void Returned(uint64_t sequence) {
@@ -44,17 +49,17 @@ class Progress {
     repeatable_.store(whether, std::memory_order_relaxed);
   }
 
-  // After the abort: true once no call is active.
+  // Waits, after the abort, until no call is active. Returns false after `seconds`.
   bool Settled(double seconds) {
     std::unique_lock lock(mutex_);
     return stopped_.wait_for(lock, std::chrono::duration<double>(seconds), [this] {
       return !active_.load(std::memory_order_seq_cst);
     });
   }
-  // From now on calls count from 1.
+  // Makes reports number the calls that follow from 1.
   void Installed() { before_.store(begun_.load()); }
   uint64_t begun() const { return Since(begun_); }
-  Standing Read() const {
+  ProgressReport Read() const {
     return {Since(returned_), Since(done_),
             repeatable_.load(std::memory_order_relaxed)};
   }

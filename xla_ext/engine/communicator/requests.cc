@@ -1,8 +1,9 @@
-// From a call to requests: validation, grouping by element type, blocks per rank.
+// Turns a call into requests: validation, groups of tensors, and blocks per rank.
 //
-// Allreduce fuses all tensors of one type into one request, broadcast all tensors into
-// one stream of bytes; the others have one block per rank and tensor, so each tensor is
-// a request of its own. Nothing is copied: requests are spans.
+// An allreduce has one request for all tensors of one element type, and a broadcast has
+// one request for the bytes of all tensors. The other collectives have a block per rank
+// in each tensor, so each tensor is a request of its own. Nothing is copied: requests
+// are spans.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -22,7 +23,7 @@ uint64_t RowElements(const Tensor& t) {
 
 Status Invalid(const std::string& what) { return {Code::kInvalidArgument, what}; }
 
-// Rows of tensor `i` in call.rows.
+// The part of call.rows that belongs to tensor `i`.
 std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
   return std::span(call.rows).subspan(i * per_tensor, per_tensor);
 }
@@ -31,7 +32,7 @@ uint64_t Total(std::span<const int64_t> rows) {
   return std::accumulate(rows.begin(), rows.end(), uint64_t{0});
 }
 
-// The tensor's own rows, and those that its `out` receives.
+// Rows of a tensor on this rank: in the tensor itself, and in its result.
 struct Rows {
   uint64_t in = 0, out = 0;
 };
@@ -66,7 +67,7 @@ Status CheckRows(const Call& call, const Tensor& t, std::span<const int64_t> row
   return OkStatus();
 }
 
-// "tensor 3 'layer/kernel': ", or nothing if there is only one.
+// "tensor 3 'layer/kernel': ", or "" if the call has only one tensor.
 std::string Label(const Call& call, size_t i) {
   if (call.tensors.size() == 1) return "";
   std::string text = "tensor " + std::to_string(i);
@@ -119,7 +120,6 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     r.problem.root = call.root;
     r.arithmetic.dtype = r.arithmetic.wire = dtype;
     if (one) {
-      r.pieces = 1;
       r.in.Add(one->in, one->bytes());
       r.bytes = one->bytes();
     }
@@ -138,7 +138,6 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     r->in.Add(t.in, t.bytes());
     r->out.Add(t.out, t.bytes());
     r->bytes += t.bytes();
-    ++r->pieces;
     if (r->arithmetic.op == ReduceOp::kAdasum) r->sizes.push_back(t.elements());
   };
   auto blocks = [&](Request* r, std::span<const int64_t> rows, uint64_t row) {
@@ -213,7 +212,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
 
 void Communicator::AddScratch(Request* request, uint64_t bytes) {
   if (scratch_.size() < bytes) scratch_.resize(bytes);
-  request->memory.scratch.Add(scratch_.data(), bytes);
+  request->buffers.scratch.Add(scratch_.data(), bytes);
 }
 
 Status Communicator::RunAdasum(Request* request, const Frame& frame, Waiter* waiter) {
@@ -221,14 +220,14 @@ Status Communicator::RunAdasum(Request* request, const Frame& frame, Waiter* wai
   const uint64_t elements = size() > 1 ? AdasumScratch(request->problem.counts[0]) : 0;
   AddScratch(request, elements * Width(a.dtype));
   uint64_t sent = 0;
-  const Status status =
-      AllreduceAdasum(request->memory, request->sizes, a, frame, lane_, waiter, &sent);
-  Count(*request, kAdasum, sent);
+  const Status status = AllreduceAdasum(request->buffers, request->sizes, a, frame,
+                                        endpoints_, waiter, &sent);
+  Count(*request, kAdasumName, sent);
   return status;
 }
 
-// Tells every peer how many rows it is sent and hears how many come, before any row
-// does: `*fit` is false if some peer sends another number than this rank expects.
+// Exchanges the splits of an alltoall before any row is sent. Sets `*fit` to false if
+// some peer sends a number of rows that this rank does not expect.
 Status Communicator::CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                                  bool* fit) const {
   const size_t p = static_cast<size_t>(size()), n = call.tensors.size();
@@ -240,7 +239,7 @@ Status Communicator::CheckSplits(const Call& call, const Frame& frame, Waiter* w
       expected[r * n + i] = rows[p + r];
     }
   }
-  RJ_TRY(ExchangeWords(frame, sent, lane_, waiter, &coming));
+  RJ_TRY(ExchangeWords(frame, sent, endpoints_, waiter, &coming));
   *fit = coming == expected;
   return OkStatus();
 }

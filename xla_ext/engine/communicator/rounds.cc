@@ -1,14 +1,14 @@
-// Rounds: a communicator as a meeting place, for a thread that has it to itself. It
-// gives all ranks a message, or rests until somebody wants to. What the messages mean
-// is its user's matter (engine/eager/).
+// Rounds: exchanges of one message between all ranks, for the thread of an eager lane,
+// which has the communicator to itself. Between rounds that thread sleeps until a peer
+// begins the next round. The eager lane defines the messages (engine/eager/).
 #include "engine/call/agreement.h"
-#include "engine/call/notes.h"
+#include "engine/call/inline_data.h"
 #include "engine/communicator/communicator.h"
 
 namespace ringjax {
 namespace {
 
-// What a round is called in warnings and errors.
+// The call that stands for a round in warnings and errors.
 const Call& Round() {
   static const Call& round = *[] {
     auto* call = new Call;
@@ -21,11 +21,12 @@ const Call& Round() {
 
 }  // namespace
 
-Status Communicator::Exchange(const std::string& own, std::vector<std::string>* all,
-                              Beside* beside) {
-  Beside nothing;
-  if (beside == nullptr) beside = &nothing;
-  return InTurn(turnstile_.Take(), Round(), [&] {
+Status Communicator::ExchangeRound(const std::string& own,
+                                   std::vector<std::string>* all,
+                                   Piggyback* piggyback) {
+  Piggyback nothing;
+  if (piggyback == nullptr) piggyback = &nothing;
+  return InTurn(ticket_lock_.Take(), Round(), [&] {
     Frame frame;
     event_ = Event::Now();
     RJ_TRY(Begin(Round(), &frame));
@@ -35,25 +36,27 @@ Status Communicator::Exchange(const std::string& own, std::vector<std::string>* 
       all->assign(1, own);
       return OkStatus();
     }
-    Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, crowded_);
-    const Status status = ExchangeMessages(frame, own, lane_, &waiter, all, beside);
+    Waiter waiter(doorbell_.get(), &aborted_, options_.spin_seconds, oversubscribed_);
+    const Status status =
+        ExchangeMessages(frame, own, endpoints_, &waiter, all, piggyback);
     if (!status.ok()) return Fail(Round(), status);
-    // A call like others, in what is reported; only that nobody can finish it later.
+    // A progress report counts the round like a call, although no rank can complete a
+    // round after an abort.
     if (progress_) {
       progress_->Done(entered());
       progress_->Returned(entered());
     }
-    if (noted_) StoppedWaiting();
+    if (waiting_recorded_) StoppedWaiting();
     return OkStatus();
   });
 }
 
-Status Communicator::RunBeside(const Call& call,
-                               std::span<const std::span<const std::byte>> values) {
+Status Communicator::RunPiggybacked(
+    const Call& call, std::span<const std::span<const std::byte>> values) {
   event_ = Event::Now();
   event_.agreed = event_.entered;
-  if (Status valid = Validate(call); !valid.ok()) return Named(call, valid);
-  for (const Request& r : Split(call)) {  // one, or none of nothing
+  if (Status valid = Validate(call); !valid.ok()) return WithContext(call, valid);
+  for (const Request& r : Split(call)) {  // one; none if the tensor is empty
     Values sorted;
     const int other = SortOut(r.problem, r.arithmetic, rank(), values, &sorted);
     if (other >= 0)
@@ -66,26 +69,29 @@ Status Communicator::RunBeside(const Call& call,
   return OkStatus();
 }
 
-Status Communicator::Await(Clock::time_point deadline, bool needed, bool* called) {
+Status Communicator::AwaitNextCall(Clock::time_point deadline, bool needed,
+                                   bool* called) {
   *called = false;
   if (!resting_) {
     resting_ = std::make_unique<Waiter>(doorbell_.get(), &aborted_,
-                                        options_.spin_seconds, crowded_);
-    closed_.resize(lane_.links.size(), false);
+                                        options_.spin_seconds, oversubscribed_);
+    closed_.resize(endpoints_.links.size(), false);
   }
   while (true) {
     if (aborted()) return Aborted(Round());
     const Status gone = LookForCall(called);
     if (*called || woken_.exchange(false)) break;
     if (needed) {
-      const Status left = CheckLeft(entered() + 1);
+      const Status left = CheckShutdowns(entered() + 1);
       if (!left.ok() || !gone.ok()) return Fail(Round(), left.ok() ? gone : left);
     }
     const Clock::time_point now = Clock::now();
     if (now >= deadline) break;
     resting_->set_slice(deadline - now);
     const Status idle = resting_->Idle([this] {
-      // Looked at again after this is known, or Wake might have thought us awake.
+      // seq_cst: pairs with Wake, which stores woken_ and then loads asleep_. Either
+      // this load sees woken_, or Wake sees asleep_ and rings. Otherwise this thread
+      // could sleep although Wake has been called.
       asleep_.store(true);
       if (woken_.load()) doorbell_->Ring();
       return Callers();
@@ -102,26 +108,29 @@ void Communicator::Wake() {
   if (asleep_.exchange(false)) doorbell_->Ring();
 }
 
-// Not ok: a peer is gone, and has begun no call before it went.
+// Sets `*called` if a peer has begun the next round. Otherwise fails if a peer is gone,
+// with the rank of that peer.
 Status Communicator::LookForCall(bool* called) {
   Status gone;
-  if (lane_.board) {
-    Board& board = *lane_.board;
-    const uint64_t turn = board.mine(Board::kAgreed) + 1;
+  if (endpoints_.segment) {
+    SharedSegment& segment = *endpoints_.segment;
+    const uint64_t turn = segment.own(SharedSegment::kAgreed) + 1;
     for (int peer = 0; peer < size() && !*called; ++peer) {
       uint64_t known = turn - 1;
       if (peer == rank()) continue;
-      const Status status = board.Follow(Board::kAgreed, peer, turn, turn, &known);
+      const Status status =
+          segment.Poll(SharedSegment::kAgreed, peer, turn, turn, &known);
       *called = status.ok() && known >= turn;
       if (!status.ok()) gone = status;
     }
     return gone;
   }
-  // A call begins on one of these links: with PassOn's first block, or Agree's frame.
+  // A round begins with blocks on these links: each rank sends its first block to the
+  // ranks 1, 2, 4, ... before it (PassOn in engine/call/agreement.cc).
   for (int reach = 1; reach < size() && !*called; reach *= 2) {
     const int peer = (rank() + reach) % size();
     if (!closed_[peer]) {
-      const auto bytes = lane_.links[peer]->Peek(1, 1);
+      const auto bytes = endpoints_.links[peer]->Peek(1, 1);
       *called = bytes.ok() && !bytes.value().empty();
       closed_[peer] = !bytes.ok();
     }
@@ -130,13 +139,14 @@ Status Communicator::LookForCall(bool* called) {
   return gone;
 }
 
-// What to be woken by. A closed link would wake us for ever.
+// Returns what wakes AwaitNextCall: the shared segment, or the links on which a round
+// begins. Leaves out closed links, because a closed link would wake it again and again.
 std::vector<Waiter::Interest> Communicator::Callers() const {
-  if (lane_.board) return {{lane_.board.get(), true, false}};
+  if (endpoints_.segment) return {{endpoints_.segment.get(), true, false}};
   std::vector<Waiter::Interest> all;
   for (int reach = 1; reach < size(); reach *= 2) {
     const int peer = (rank() + reach) % size();
-    if (!closed_[peer]) all.push_back({lane_.links[peer].get(), true, false});
+    if (!closed_[peer]) all.push_back({endpoints_.links[peer].get(), true, false});
   }
   return all;
 }

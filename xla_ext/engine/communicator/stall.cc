@@ -1,5 +1,5 @@
-// A call that waits for long: whom it waits for, where they are, what is said about it.
-// See communicator.h; what follows from the end of its time is in blame.cc.
+// A call that waits for long: finds and probes the late ranks, and prints warnings. See
+// communicator.h; the error at the timeout is in blame.cc.
 #include <algorithm>
 #include <cstdio>
 #include <utility>
@@ -8,42 +8,46 @@
 
 namespace ringjax {
 
+// Probes late ranks and warns of a call without progress for `seconds`. A warning, or
+// the end of the call, first waits a moment for replies. See Endpoints::on_stall.
 Status Communicator::OnStall(const Call& call, double seconds,
                              const std::vector<int>& peers, bool* end) {
-  RJ_TRY(CheckLeft(entered()));
-  if (!noted_) NoteWaiting(call, peers);
+  RJ_TRY(CheckShutdowns(entered()));
+  if (!waiting_recorded_) RecordWaiting(call, peers);
   const double warning = options_.stall_warning;
-  if (patience_.MustAsk(seconds, warning, lane_.timeout)) AskWhereTheyAre(call, peers);
-  const bool warns = patience_.MustWarn(seconds, warning);
+  if (stall_monitor_.MustAsk(seconds, warning, endpoints_.timeout))
+    AskWhereTheyAre(call, peers);
+  const bool warns = stall_monitor_.MustWarn(seconds, warning);
   if (!warns && !*end) return OkStatus();
-  if (!patience_.Settled(seconds, AllAnswered(Sightings(Others())))) {
-    *end = false;  // a moment longer, and the error can say more
+  if (!stall_monitor_.Settled(seconds, AllAnswered(ProbeReplies(Others())))) {
+    *end = false;  // so that the error contains the replies
     return OkStatus();
   }
   if (!warns) return OkStatus();
-  patience_.Warned(seconds);
+  stall_monitor_.Warned(seconds);
   std::vector<int> late = Late();
   if (late.empty())
-    for (int peer : peers) late.push_back(options_.members[peer]);
-  const std::vector<Sighting> sightings = Sightings(late);
+    for (int peer : peers) late.push_back(options_.world_ranks[peer]);
+  const std::vector<ProbeReply> replies = ProbeReplies(late);
   std::string text;
-  for (size_t i = 0; i < sightings.size(); ++i) {
-    const std::string tale = i < kMostTold ? Tale(sightings[i]) : "";
-    text += (i > 0 ? ", " : "") + Title(sightings[i]) +
-            (tale.empty() ? "" : " (" + tale + ")");
+  for (size_t i = 0; i < replies.size(); ++i) {
+    const std::string reply_text = i < kMostTold ? ReplyText(replies[i]) : "";
+    text += (i > 0 ? ", " : "") + Title(replies[i]) +
+            (reply_text.empty() ? "" : " (" + reply_text + ")");
   }
   std::fprintf(stderr,
                "[ringjax %d/%d e%u] %s has waited %.0f s for %s; still waiting\n",
-               options_.members[rank()], size(), options_.epoch, Where(call).c_str(),
-               seconds, text.empty() ? "its peers" : text.c_str());
+               options_.world_ranks[rank()], size(), options_.epoch,
+               Where(call).c_str(), seconds, text.empty() ? "its peers" : text.c_str());
   return OkStatus();
 }
 
-// For others that ask where this rank is.
-void Communicator::NoteWaiting(const Call& call, const std::vector<int>& peers) {
-  noted_ = true;
+// Records what the call waits for, as the reply of this rank to a straggler probe.
+void Communicator::RecordWaiting(const Call& call, const std::vector<int>& peers) {
+  waiting_recorded_ = true;
   std::string text = "it waits in " + Where(call);
-  if (!peers.empty()) text += " for rank " + std::to_string(options_.members[peers[0]]);
+  if (!peers.empty())
+    text += " for rank " + std::to_string(options_.world_ranks[peers[0]]);
   std::lock_guard lock(mutex_);
   waiting_ = std::move(text);
 }
@@ -55,51 +59,53 @@ void Communicator::StoppedWaiting() {
 
 void Communicator::AskWhereTheyAre(const Call& call, const std::vector<int>& peers) {
   const HeartbeatHooks hooks = this->hooks();
-  const auto inquiry = hooks.inquiry.lock();
-  if (!inquiry) return;
-  // Who is known to be late, and those whose links are waited for, come first.
+  const auto straggler_probe = hooks.straggler_probe.lock();
+  if (!straggler_probe) return;
+  // At most kMostAsked: first known late ranks, then those that the call waits for.
   std::vector<int> waited;
-  for (int peer : peers) waited.push_back(options_.members[peer]);
+  for (int peer : peers) waited.push_back(options_.world_ranks[peer]);
   std::vector<int> asked;
-  if (hooks.laggards) asked = hooks.laggards(entered());
+  if (hooks.late_ranks) asked = hooks.late_ranks(entered());
   for (const auto& more : {waited, Others()})
     for (int other : more)
       if (std::find(asked.begin(), asked.end(), other) == asked.end())
         asked.push_back(other);
   if (asked.size() > kMostAsked) asked.resize(kMostAsked);
-  inquiry->Ask({id(), entered(), false, asked, Where(call)});
+  straggler_probe->Ask({id(), entered(), false, asked, Where(call)});
 }
 
-void Communicator::AskAbout(uint64_t operation, const std::vector<int>& ranks,
-                            const std::string& what) {
-  const auto inquiry = hooks().inquiry.lock();
-  if (!inquiry) return;
+void Communicator::ProbeStragglers(uint64_t operation, const std::vector<int>& ranks,
+                                   const std::string& what) {
+  const auto straggler_probe = hooks().straggler_probe.lock();
+  if (!straggler_probe) return;
   std::vector<int> asked = ranks;
   if (asked.size() > kMostAsked) asked.resize(kMostAsked);
-  inquiry->Ask({id(), operation, true, asked, what});
+  straggler_probe->Ask({id(), operation, true, asked, what});
 }
 
-std::vector<Sighting> Communicator::Sightings(const std::vector<int>& ranks) const {
-  if (const auto inquiry = hooks().inquiry.lock())
-    return inquiry->Sightings(id(), ranks);
-  std::vector<Sighting> nothing;
+std::vector<ProbeReply> Communicator::ProbeReplies(
+    const std::vector<int>& ranks) const {
+  if (const auto straggler_probe = hooks().straggler_probe.lock())
+    return straggler_probe->ProbeReplies(id(), ranks);
+  std::vector<ProbeReply> nothing;
   for (int r : ranks) nothing.emplace_back().rank = r;
   return nothing;
 }
 
 std::vector<int> Communicator::Others() const {
-  std::vector<int> others = options_.members;
-  std::erase(others, options_.members[rank()]);
+  std::vector<int> others = options_.world_ranks;
+  std::erase(others, options_.world_ranks[rank()]);
   return others;
 }
 
-// The heartbeats of the world tell who has not called; an answer is newer. In a process
-// set there are answers only, and who gives none is as suspicious.
+// Returns the world ranks that have not made the call. Heartbeats count the calls on
+// the world's communicators; a reply to a probe is newer and overrides the count. Other
+// communicators have only replies: without a late one, silent ranks count as late.
 std::vector<int> Communicator::Late() const {
   std::vector<int> late, silent;
-  const auto laggards = hooks().laggards;
-  if (laggards) late = laggards(entered());
-  for (const Sighting& r : Sightings(Others())) {
+  const auto late_ranks = hooks().late_ranks;
+  if (late_ranks) late = late_ranks(entered());
+  for (const ProbeReply& r : ProbeReplies(Others())) {
     if (!r.asked) continue;
     if (r.answered && r.entered) {
       std::erase(late, r.rank);
@@ -110,7 +116,7 @@ std::vector<int> Communicator::Late() const {
       silent.push_back(r.rank);
     }
   }
-  if (late.empty() && !laggards) late = silent;
+  if (late.empty() && !late_ranks) late = silent;
   std::sort(late.begin(), late.end());
   return late;
 }
@@ -125,35 +131,35 @@ HeartbeatHooks Communicator::hooks() const {
   return hooks_;
 }
 
-void Communicator::set_missing(std::function<std::string()> f) {
+void Communicator::set_missing_locally(std::function<std::string()> f) {
   std::lock_guard lock(mutex_);
   missing_ = std::move(f);
 }
 
-Trace Communicator::trace() const {
+ProbeAnswer Communicator::probe_answer() const {
   std::unique_lock lock(mutex_);
   const auto missing = missing_;
-  lock.unlock();  // it takes locks that come before this one
+  lock.unlock();  // `missing` takes DeviceRendezvous::mutex_, which comes before mutex_
   const std::string what = missing && !aborted() ? missing() : "";
   lock.lock();
-  Trace trace;
-  trace.when = last_.end;
+  ProbeAnswer answer;
+  answer.when = last_.end;
   if (!waiting_.empty() && !aborted()) {
-    trace.any = trace.waits = true;
-    trace.text = waiting_;
+    answer.has_text = answer.waits = true;
+    answer.text = waiting_;
   } else if (!what.empty()) {
-    trace.any = trace.waits = true;
-    trace.when = Clock::now();
-    trace.text = "it waits for " + what;
+    answer.has_text = answer.waits = true;
+    answer.when = Clock::now();
+    answer.text = "it waits for " + what;
   } else if (last_.sequence > 0) {
-    trace.any = true;
-    trace.text = "its last call was " +
-                 std::string(kCollectiveNames[static_cast<size_t>(last_.op)]);
-    if (!last_.name.empty()) trace.text += " '" + last_.name + "'";
-    trace.text += " (seq " + std::to_string(last_.sequence) + ")";
+    answer.has_text = true;
+    answer.text = "its last call was " +
+                  std::string(kCollectiveNames[static_cast<size_t>(last_.op)]);
+    if (!last_.name.empty()) answer.text += " '" + last_.name + "'";
+    answer.text += " (seq " + std::to_string(last_.sequence) + ")";
   }
-  if (trace.any && id() != 0) trace.text += " of " + options_.name;
-  return trace;
+  if (answer.has_text && id() != 0) answer.text += " of " + options_.name;
+  return answer;
 }
 
 }  // namespace ringjax

@@ -1,4 +1,4 @@
-// First fit into a bounded number of open Calls of each kind. See batches.h.
+// First-fit packing into a bounded number of open Calls of each kind. See batches.h.
 #include "engine/eager/batches.h"
 
 #include <algorithm>
@@ -10,8 +10,9 @@
 namespace ringjax {
 namespace {
 
-// How many Calls of a kind something small may still join: bounded, so that thousands
-// of large tensors do not make every later one look at thousands of full Calls.
+// The number of open Calls of one kind, which a small operation may still join. The
+// bound keeps thousands of large tensors from making every later operation look at
+// thousands of full Calls.
 constexpr size_t kOpen = 8;
 
 uint64_t BytesOf(const Submission& submission) {
@@ -20,7 +21,8 @@ uint64_t BytesOf(const Submission& submission) {
   return bytes;
 }
 
-// What a Call moves for it: its result on all ranks together where each has a part.
+// The bytes that a Call moves for the operation. In an allgather, each rank may
+// contribute another number of bytes.
 uint64_t BytesOf(const Ready& ready) {
   if (ready.any->op != Collective::kAllgather) return BytesOf(*ready.any);
   uint64_t bytes = 0;

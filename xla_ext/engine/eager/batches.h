@@ -1,5 +1,5 @@
-// Fusion: puts what has become ready into as few Calls as fit, in order, alike on all
-// ranks. Nothing is copied here; it only decides.
+// Fusion: packs operations that have become ready into as few Calls as fit. All ranks
+// make the same Calls in the same order. The class copies no data.
 #pragma once
 
 #include <cstddef>
@@ -13,28 +13,30 @@ namespace ringjax {
 
 class Batches {
  public:
-  // At most `threshold` bytes in one Call of several submissions.
+  // A Call of several submissions has at most `threshold` bytes; 0: nothing is fused.
+  // The Calls are appended to `*decisions`, which must outlive this object.
   Batches(uint64_t threshold, std::vector<Decision>* decisions)
       : threshold_(threshold), decisions_(decisions) {}
 
-  // Joins a Call that it fits into, or opens one behind all decisions so far.
+  // Adds the operation to an open Call in which it fits, or appends a new Call.
   void Add(Ready ready);
 
   void Append(Decision decision) { decisions_->push_back(std::move(decision)); }
 
-  // What comes after this goes into no Call from before.
+  // Closes all open Calls: no operation that is added later joins one of them.
   void Close() { open_.clear(); }
 
  private:
-  // What one Call has in common.
+  // The properties that all operations of one Call have in common.
   struct Kind {
-    uint64_t kinds = 0;  // op, reduce op, root, device
+    uint64_t kinds = 0;  // op, reduce op, root, whether on CUDA
     double prescale = 1, postscale = 1;
     bool operator==(const Kind&) const;
   };
   struct KindHash {
     size_t operator()(const Kind& kind) const;
   };
+  // An open Call: its index in `*decisions_` and its bytes so far.
   struct Bin {
     size_t decision;
     uint64_t bytes;

@@ -1,4 +1,4 @@
-// What differs first, and who sent what. See disagreement.h.
+// Finds the first difference, and which ranks sent which variant. See disagreement.h.
 #include "engine/eager/disagreement.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace ringjax {
 namespace {
 
-// In the order in which they are compared; dtype and shape tensor by tensor.
+// The properties in order of comparison; dtype and shape go tensor by tensor.
 enum class Aspect {
   kDevices,
   kNumbers,
@@ -31,7 +31,7 @@ struct Difference {
   }
 };
 
-// All NaN are one, since they read alike.
+// Whether two factors look equal in a text: all NaN do.
 bool ReadAlike(double a, double b) { return a == b || (a != a && b != b); }
 
 bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
@@ -41,7 +41,7 @@ bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
   return std::equal(a.begin() + skip, a.end(), b.begin() + skip);
 }
 
-// False: they fit together.
+// Returns false if the submissions fit together; else sets `*difference`.
 bool Differ(const Submission& a, const Submission& b, Difference* difference) {
   auto in = [&](Aspect aspect, size_t tensor = 0) {
     *difference = {aspect, tensor};
@@ -83,7 +83,8 @@ std::string_view Plural(Aspect aspect) {
   return "factors";
 }
 
-// What a submission says about the aspect. Equal exactly if it does not differ there.
+// The value that a submission has for the aspect, as text. Submissions that do not
+// differ in the aspect have the same text.
 std::string Say(const Submission& s, const Difference& d,
                 const std::vector<int>& members) {
   switch (d.aspect) {
@@ -107,12 +108,13 @@ std::string Say(const Submission& s, const Difference& d,
          " postscale_factor=" + Digits(s.postscale);
 }
 
-// Ranks that say the same, the largest part first, so that the odd one out comes last.
+// A group of ranks whose submissions have the same text for the aspect.
 struct Part {
   std::string said;
   std::vector<int> ranks;
 };
 
+// Returns the groups, largest first, so that the rank that differs comes last.
 std::vector<Part> Parts(const std::vector<SubmissionPtr>& by_rank, const Difference& d,
                         const std::vector<int>& members) {
   std::vector<Part> parts;

@@ -1,5 +1,5 @@
-// What negotiation knows of each key, that is, of each operation and name. Only data:
-// what is made of it is in negotiation.cc.
+// The state of each key of the negotiation. A key is a collective and a name. This file
+// has only data; negotiation.cc works on them.
 #pragma once
 
 #include <cstddef>
@@ -38,16 +38,17 @@ struct KeyEqual {
   bool operator()(KeyView a, KeyView b) const { return a == b; }
 };
 
-// What is known of one key. Pending from the first submission to the decision.
+// The state of one key. Pending from the first submission of any rank until the
+// decision.
 struct Key {
-  SubmissionPtr any;  // the first one's description; null: not pending
+  SubmissionPtr any;  // the submission received first; null: not pending
   std::vector<SubmissionPtr> by_rank;
   int submitted = 0;
-  int submitted_and_joined = 0;  // ranks that are both, so that they count once
-  bool alike = true;             // all descriptions are one object
+  int submitted_and_joined = 0;  // ranks that have done both; IsReady counts them once
+  bool alike = true;             // all submissions so far are one object, `any`
   uint64_t id = 0;
-  Key *older = nullptr, *newer = nullptr;  // among the pending ones
-  uint32_t numbers = 0;                    // descriptions of it that have a number
+  Key *older = nullptr, *newer = nullptr;  // neighbours in the list of pending keys
+  uint32_t numbers = 0;                    // submissions of this key in the cache
 };
 
 using Keys = std::unordered_map<KeyName, Key, KeyHash, KeyEqual>;

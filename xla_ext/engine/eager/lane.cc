@@ -1,8 +1,7 @@
-// The thread, a round, the end. See lane.h; what callers hand in goes through
-// lane_submit.cc, who looks for it and when is in lane_drive.cc, how decisions are run
-// in lane_execute.cc, which values come with the news in lane_beside.cc, what is said
-// about those who are late in lane_watch.cc, what becomes of it all when ranks are lost
-// in lane_generation.cc.
+// The thread of the lane, one round, and the end of the lane. See lane.h. Submissions
+// of callers are in lane_submit.cc, when they are taken in is in lane_drive.cc, how
+// decisions are run in lane_execute.cc, data sent with a round in lane_piggyback.cc,
+// warnings in lane_watch.cc, and the loss of ranks in lane_epoch.cc.
 #include "engine/eager/lane.h"
 
 #include <exception>
@@ -17,7 +16,8 @@ std::shared_ptr<Gate> MakeGate(const Communicator& c) {
   return gate;
 }
 
-// What must be done even if there is no memory just now.
+// Repeats `f` until it throws no exception, for steps that must be done even if there
+// is no memory at the moment.
 template <typename F>
 void Insist(F&& f) {
   while (true) {
@@ -33,26 +33,30 @@ void Insist(F&& f) {
 
 EagerLane::EagerLane(std::shared_ptr<Communicator> communicator, EagerOptions options)
     : origin_(communicator->Prefix()),
-      succession_(communicator->succession()),
+      resilient_(communicator->resilient()),
       options_(options),
       communicator_(std::move(communicator)),
       gate_(MakeGate(*communicator_)),
       negotiation_(std::make_unique<Negotiation>(ForNegotiation())) {
-  worker_ = std::thread([this] { Work(); });
+  worker_ = std::thread([this] { ThreadMain(); });
 }
 
 EagerLane::~EagerLane() {
   if (owner_.IsHere()) {
     Close();
-  } else {  // a forked child: the thread is not here, and its handle cannot be let go
+  } else {
+    // In a forked child the thread does not exist, and to destroy its joinable handle
+    // would end the process. So the handle is leaked.
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
   }
 }
 
 void EagerLane::Abort(const Status& status) {
   if (!owner_.IsHere()) return;
-  // First, so that the thread moves to no other generation after this.
-  if (succession_) succession_->End(status);
+  // End comes first, and communicator_ is read after it. Inherit works in the opposite
+  // order: it writes communicator_ with mutex_ held and then reads end_status(). So a
+  // communicator that is new at this moment is aborted either here or there.
+  if (resilient_) resilient_->End(status);
   std::shared_ptr<Communicator> here;
   {
     std::lock_guard lock(mutex_);
@@ -84,14 +88,14 @@ std::shared_ptr<EagerBackend> EagerLane::cuda() const {
 }
 
 std::shared_ptr<Communicator> EagerLane::communicator() const {
-  if (!succession_) return communicator_;
-  if (auto present = succession_->current()) return present;
-  std::lock_guard lock(mutex_);  // it has ended
+  if (!resilient_) return communicator_;
+  if (auto present = resilient_->current()) return present;
+  std::lock_guard lock(mutex_);  // the ResilientComm has no epoch now
   return communicator_;
 }
 
 bool EagerLane::aborted() const {
-  if (!succession_) return communicator_->aborted();
+  if (!resilient_) return communicator_->aborted();
   std::lock_guard lock(mutex_);
   return !failure_.ok();
 }
@@ -99,7 +103,7 @@ bool EagerLane::aborted() const {
 std::vector<void*> EagerLane::TakeEnded() {
   std::lock_guard lock(mutex_);
   while (!enqueued_.empty()) {
-    const Ticket& first = *enqueued_.front().first;
+    const Work& first = *enqueued_.front().first;
     if (!first.followed() && !first.passed()) break;
     ended_.push_back(enqueued_.front().second);
     enqueued_.pop_front();
@@ -115,12 +119,12 @@ EagerStats EagerLane::stats() const {
 
 // -- the thread ----------------------------------------------------------------------
 
-void EagerLane::Work() {
-  std::unique_lock wheel(wheel_);
+void EagerLane::ThreadMain() {
+  std::unique_lock progress(progress_lock_);
   Status end;
   do {
-    Guarded([&] { Loop(&wheel); });
-    // Whatever ends the loop has aborted the communicator: all ranks give this reason.
+    Guarded([&] { Loop(&progress); });
+    // Loop ends only after an abort, whose reason is the one that all ranks report.
     Insist([&] {
       end = communicator_->abort_status();
       if (cuda_) cuda_->Abort(end);
@@ -130,13 +134,14 @@ void EagerLane::Work() {
   Insist([&] { FailAll(end); });
 }
 
-// `body`, which an exception ends: out of memory, most likely. Peers must know.
+// Runs `body`. An exception (no memory, most likely) becomes an abort on all ranks.
 void EagerLane::Guarded(const std::function<void()>& body) {
   try {
     body();
   } catch (const std::exception& e) {
     Insist([&] {
-      communicator_->GiveUp(Code::kInternal, std::string("failed: ") + e.what());
+      communicator_->AbortAndNotifyPeers(Code::kInternal,
+                                         std::string("failed: ") + e.what());
     });
   }
 }
@@ -147,26 +152,27 @@ Status EagerLane::Round() {
     recording_ = timeline_;
   }
   if (recording_) recording_->Round();
-  Beside beside = Offer();
-  const std::string news = negotiation_->TakeNews();
+  Piggyback piggyback = Offer();
+  const std::string message = negotiation_->TakeMessage();
   const uint64_t first_id = negotiation_->next_id();
   std::vector<std::string> messages;
-  RJ_TRY(communicator_->Exchange(news, &messages, &beside));
+  RJ_TRY(communicator_->ExchangeRound(message, &messages, &piggyback));
   std::vector<Decision> decisions;
   if (Status s = negotiation_->Receive(messages, &decisions); !s.ok()) {
-    communicator_->GiveUp(s.code(), s.message(), s.rank());
+    communicator_->AbortAndNotifyPeers(s.code(), s.message(), s.rank());
     return s;
   }
   {
     std::lock_guard lock(mutex_);
     ++stats_.rounds;
-    stats_.news_bytes += news.size();
+    stats_.message_bytes += message.size();
     stats_.cached = hits_before_ + negotiation_->hits();
   }
   sealed_ = false;
-  // Who gave values submitted nothing else, so they are those of what is new.
-  const bool come = beside.whole && RunOneNew(decisions, first_id);
-  const Beside* values = come ? &beside : nullptr;
+  // A rank that sends data in a round submits nothing else in it. So if all ranks have
+  // sent data, and one new submission is decided, the data belong to that submission.
+  const bool come = piggyback.whole && RunOneNew(decisions, first_id);
+  const Piggyback* values = come ? &piggyback : nullptr;
   for (const Decision& decision : decisions) RJ_TRY(Carry(decision, values));
   const bool looks = hurries_ || next_look_ == Clock::time_point::max();
   if (negotiation_->pending() > 0 && looks) next_look_ = Clock::now();
@@ -174,7 +180,7 @@ Status EagerLane::Round() {
   return OkStatus();
 }
 
-Status EagerLane::Carry(const Decision& decision, const Beside* values) {
+Status EagerLane::Carry(const Decision& decision, const Piggyback* values) {
   switch (decision.kind) {
     case Decision::Kind::kRun:
       return Run(decision, values);
@@ -193,7 +199,7 @@ Status EagerLane::Carry(const Decision& decision, const Beside* values) {
 }
 
 EagerLane::TaskPtr EagerLane::Mine(const Ready& ready) const {
-  // What Submit was given is what comes back, and all of them are tasks.
+  // For this rank the negotiation returns the pointer given to Submit, which is a Task.
   return std::const_pointer_cast<Task>(std::static_pointer_cast<const Task>(
       ready.by_rank[static_cast<size_t>(communicator_->rank())]));
 }
@@ -209,7 +215,7 @@ void EagerLane::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
       void* const keep = std::exchange(task->keep, nullptr);
       if (keep == nullptr) continue;
       if (end)
-        enqueued_.emplace_back(task->ticket, keep);
+        enqueued_.emplace_back(task->work, keep);
       else
         ended_.push_back(keep);
     }
@@ -219,33 +225,35 @@ void EagerLane::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
   {
     std::lock_guard lock(gate_->mutex);
     for (size_t i = 0; i < tasks.size(); ++i) {
-      Ticket& ticket = *tasks[i]->ticket;
-      ticket.status_ = status;
-      ticket.end_ = end;
-      if (outputs != nullptr) ticket.outputs_ = std::move((*outputs)[i]);
-      ticket.done_.store(true, std::memory_order_release);
+      Work& work = *tasks[i]->work;
+      work.status_ = status;
+      work.end_ = end;
+      if (outputs != nullptr) work.outputs_ = std::move((*outputs)[i]);
+      work.done_.store(true, std::memory_order_release);
     }
   }
   gate_->ended.notify_all();
-  for (const TaskPtr& task : tasks) {  // the cache may hold it for long
-    task->ticket.reset();
+  // The decision, or the negotiation after a failure, still holds the task. So its
+  // references are dropped here.
+  for (const TaskPtr& task : tasks) {
+    task->work.reset();
     task->ins = task->outs = {};
     task->mark.reset();
   }
 }
 
 void EagerLane::FinishJoin(const Status& status, int last_joined) {
-  std::shared_ptr<Ticket> ticket;
+  std::shared_ptr<Work> work;
   {
     std::lock_guard lock(mutex_);
-    ticket.swap(joined_);
+    work.swap(joined_);
   }
-  if (!ticket) return;
+  if (!work) return;
   {
     std::lock_guard lock(gate_->mutex);
-    ticket->status_ = status;
-    ticket->last_joined_ = last_joined;
-    ticket->done_.store(true, std::memory_order_release);
+    work->status_ = status;
+    work->last_joined_ = last_joined;
+    work->done_.store(true, std::memory_order_release);
   }
   gate_->ended.notify_all();
 }

@@ -1,8 +1,9 @@
-// Who turns the lane's wheel: takes in what was submitted, begins rounds and joins
-// those of others. That is the thread, or a caller that waits for its own operation. To
-// wake a thread and be woken by it takes longer than most short operations, so while
-// such callers come one after the other the thread stands aside and only looks now and
-// then whether they still do.
+// The work of the lane, done by the holder of the progress lock: it takes in
+// submissions, begins rounds and takes part in the rounds of other ranks. The holder is
+// the thread of the lane, or a caller that waits for its own operation. To wake a
+// thread and to be woken by it takes longer than most short operations. So while such
+// callers come one after the other, the thread leaves the lock to them and only checks
+// from time to time whether they still come.
 #include <chrono>
 #include <utility>
 
@@ -11,13 +12,17 @@
 namespace ringjax {
 namespace {
 
-// How long a caller turns before it lets the thread do so and looks for signals.
+// The longest time for which one caller does the work of the lane. After that the
+// lane's own thread does it, and the caller looks for signals while it waits.
 constexpr auto kLongestTurn = std::chrono::milliseconds(100);
-// In a turn it is in the middle of something, so a signal ends the job, as it ends a
-// call that runs on its thread. But only where nothing moves any more.
+// Seconds without progress after which a signal interrupts Turn. Such an interrupt
+// aborts the communicator, as in a call on the caller's own thread, because Turn may be
+// in the middle of a round. So it must not come while data still move.
 constexpr double kStill = 2;
-// After so long without callers the thread listens to peers again. Nothing of this
-// rank's is under way meanwhile, so nobody waits for more than its answer.
+// After this time without callers, the lane's own thread takes part in the rounds of
+// peers again. Until then a round that a peer begins waits for this rank's message.
+// That delays no operation: each needs a submission of this rank, too, and none is
+// pending.
 constexpr auto kPause = std::chrono::milliseconds(5);
 
 Clock::duration Seconds(double seconds) {
@@ -27,18 +32,19 @@ Clock::duration Seconds(double seconds) {
 
 }  // namespace
 
-void EagerLane::Loop(std::unique_lock<std::mutex>* wheel) {
+void EagerLane::Loop(std::unique_lock<std::mutex>* progress) {
   do {
-    StandAside(wheel);
+    StandAside(progress);
   } while (Turn(Clock::time_point::max()).ok());
 }
 
-// With the wheel: one round if there is a reason for one, else waits for that. Not ok:
-// the communicator has been aborted.
+// Runs one round if this rank or a peer has a reason for one, else waits for a reason,
+// at most until `until`. With the progress lock held. An error means that the
+// communicator is aborted.
 Status EagerLane::Turn(Clock::time_point until) {
   if (!holds() || hurried_.exchange(false)) TakeIn();
   if (Clock::now() >= next_look_) Watch();
-  if (negotiation_->HasNews()) {
+  if (negotiation_->HasItems()) {
     RJ_TRY(Gather());
     return Round();
   }
@@ -47,7 +53,7 @@ Status EagerLane::Turn(Clock::time_point until) {
     std::lock_guard lock(mutex_);
     needed = !active_.empty() || joined_;
   }
-  RJ_TRY(communicator_->Await(std::min(until, next_look_), needed, &called));
+  RJ_TRY(communicator_->AwaitNextCall(std::min(until, next_look_), needed, &called));
   if (!called) return OkStatus();
   TakeIn();
   return Round();
@@ -59,7 +65,7 @@ void EagerLane::TakeIn() {
     std::lock_guard lock(mutex_);
     taken_.swap(incoming_);
     joins = std::exchange(joins_, false);
-    if (succession_) HoldBack(&joins);
+    if (resilient_) HoldBack(&joins);
   }
   for (const TaskPtr& task : taken_) {
     hurries_ |= task->timeout > 0;
@@ -69,23 +75,24 @@ void EagerLane::TakeIn() {
   if (joins) negotiation_->Join();
 }
 
-// Waits for more to fuse with, unless a peer does not want to wait.
+// Waits cycle_seconds for more submissions to fuse, or until a peer begins the round.
 Status EagerLane::Gather() {
   if (options_.cycle_seconds <= 0) return OkStatus();
   const auto until = Clock::now() + Seconds(options_.cycle_seconds);
   for (bool called = false; !called && Clock::now() < until;) {
-    RJ_TRY(communicator_->Await(until, true, &called));
+    RJ_TRY(communicator_->AwaitNextCall(until, true, &called));
     TakeIn();
   }
   return OkStatus();
 }
 
-// The thread, with nothing to do: leaves the wheel to callers if they come.
-void EagerLane::StandAside(std::unique_lock<std::mutex>* wheel) {
+// For the lane's own thread: if callers have come lately and no operation is pending,
+// leaves the progress lock to callers until no new one comes.
+void EagerLane::StandAside(std::unique_lock<std::mutex>* progress) {
   if (callers_.load(std::memory_order_relaxed) == callers_seen_) return;
   std::unique_lock lock(mutex_);
   if (!active_.empty() || joined_ || communicator_->aborted()) return;
-  wheel->unlock();
+  progress->unlock();
   aside_ = true;
   uint64_t now;
   while (aside_ && (now = callers_.load(std::memory_order_relaxed)) != callers_seen_) {
@@ -94,30 +101,31 @@ void EagerLane::StandAside(std::unique_lock<std::mutex>* wheel) {
   }
   aside_ = false;
   lock.unlock();
-  wheel->lock();
+  progress->lock();
 }
 
-// With mutex_ held: somebody must turn, and no caller will.
+// Makes the lane's own thread take the progress lock again, because there is work that
+// no caller will do. With mutex_ held.
 void EagerLane::Recall() {
   if (!std::exchange(aside_, false)) return;
   recalled_.notify_one();
 }
 
-// A caller that waits for `ticket`: turns itself until it has ended, or for a while.
-// False: somebody else turns.
-bool EagerLane::Drive(const Ticket& ticket) {
-  if (Gate::IsDriving()) return false;  // a signal handler, in the middle of a turn
-  std::unique_lock wheel(wheel_, std::try_to_lock);
-  if (!wheel) return false;
-  if (!cuda_) {  // that is for one thread alone
+// For a caller that waits for `work`: does the work of the lane until `work` has ended
+// or kLongestTurn has passed. Returns false if another thread does that work.
+bool EagerLane::Drive(const Work& work) {
+  if (Gate::IsDriving()) return false;  // a signal handler that has interrupted Turn
+  std::unique_lock progress(progress_lock_, std::try_to_lock);
+  if (!progress) return false;
+  if (!cuda_) {  // only the lane's own thread may use a backend
     const Gate::Driver driver(gate_.get());
-    const InterruptsAfter patience(kStill);
+    const InterruptsAfter interrupts(kStill);
     const auto until = Clock::now() + kLongestTurn;
     Guarded([&] {
-      while (!ticket.done() && Clock::now() < until && Turn(until).ok()) continue;
+      while (!work.done() && Clock::now() < until && Turn(until).ok()) continue;
     });
   }
-  wheel.unlock();
+  progress.unlock();
   std::lock_guard lock(mutex_);
   ++stats_.driven;
   if (!active_.empty() || joined_ || communicator_->aborted()) Recall();

@@ -1,7 +1,7 @@
-// From a decision to one call: places of this rank's tensors, memory for results that
-// only all ranks together have sized, and for a rank that has joined neutral elements
-// and places for what it drops. Nothing is copied, but for results in place in a job
-// that goes on without ranks it loses.
+// Turns a decision into one call and runs it. The tensors of the call are those of this
+// rank's tasks. A result whose size only all ranks together determine may need memory
+// of the core. A rank that has joined contributes neutral elements and drops the
+// results. Only results in place under a ResilientComm are copied (MoveAside).
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -15,10 +15,12 @@ namespace ringjax {
 struct EagerLane::Batch {
   Call call;
   std::string name;
-  std::vector<TaskPtr> tasks;  // those of this rank
+  std::vector<TaskPtr> tasks;  // tasks of this rank
   std::vector<std::vector<Output>> outputs;
-  std::vector<std::shared_ptr<void>> borrowed;
-  // Results in place that are made elsewhere first: tensor in `call`, where it belongs.
+  std::vector<std::shared_ptr<void>>
+      joined_memory;  // memory for a rank that has joined
+  // Results in place that are reduced into scratch_ first: the index of the tensor in
+  // `call`, and the memory where its result belongs.
   std::vector<std::pair<size_t, void*>> aside;
   std::vector<std::shared_ptr<DevicePoint>> marks;
   std::shared_ptr<DevicePoint> end;
@@ -27,7 +29,7 @@ struct EagerLane::Batch {
 namespace {
 
 constexpr size_t kAlign = 64;
-constexpr int64_t kMostRows = int64_t{1} << 40;  // of one rank: no sum overflows then
+constexpr int64_t kMostRows = int64_t{1} << 40;  // per rank, so that no sum overflows
 
 template <typename T>
 void Put(std::vector<std::byte>* pattern, T value) {
@@ -44,7 +46,7 @@ void PutExtreme(std::vector<std::byte>* pattern, bool highest) {
     Put<T>(pattern, highest ? Limits::max() : Limits::lowest());
 }
 
-// The least or greatest value of a type, as bytes. Halves by their bits.
+// The least or greatest value of a type, as bytes; 16-bit floats from their bits.
 void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
   switch (dtype) {
     case DType::kBool:
@@ -75,11 +77,12 @@ void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
       return PutExtreme<double>(pattern, highest);
     case DType::kC64:
     case DType::kC128:
-      pattern->assign(Width(dtype), std::byte{0});  // without order: refused before
+      pattern->assign(Width(dtype), std::byte{0});  // unordered, so refused before
   }
 }
 
-// 1 / scale, in the lowest bytes of a pattern that is zero otherwise.
+// The neutral element of a product whose inputs are all scaled: 1 / scale, as bytes.
+// The imaginary part of a complex one is zero.
 Status One(DType dtype, double scale, std::vector<std::byte>* pattern) {
   if (!IsFloat(dtype) && !IsComplex(dtype)) {
     if (scale != 1)
@@ -108,10 +111,11 @@ Status One(DType dtype, double scale, std::vector<std::byte>* pattern) {
   return OkStatus();
 }
 
-// What changes no result if a rank contributes it; empty: zeros will do.
+// Sets `*pattern` to the input of a rank that has joined: the bytes of a value that
+// changes no result. A single zero byte stands for zeros of any type.
 Status Neutral(const Submission& s, DType dtype, std::vector<std::byte>* pattern) {
   pattern->assign(1, std::byte{0});
-  // Scaled like all contributions: by a negative factor, the order turns round.
+  // The value is scaled like all inputs; a negative factor swaps least and greatest.
   const bool turned = s.prescale < 0;
   if (s.prescale == 0) return OkStatus();
   switch (s.reduce_op) {
@@ -145,8 +149,8 @@ void Fill(std::byte* to, uint64_t bytes, std::span<const std::byte> pattern) {
   }
 }
 
-// Rows of tensor `i` that a rank with this submission has for rank `to` (alltoall) or
-// for all (allgather). A rank that has joined has none.
+// The rows of tensor `i` that the rank with submission `s` sends to rank `to`
+// (alltoall) or to all ranks (allgather). None if `s` is null: the rank has joined.
 int64_t RowsFor(const SubmissionPtr& s, size_t i, size_t to, size_t size) {
   if (!s) return 0;
   const int64_t rows = s->tensors[i].dims[0];
@@ -173,8 +177,8 @@ Result<std::shared_ptr<void>> EagerLane::Allocate(
   return std::shared_ptr<void>(memory, [](void* p) { std::free(p); });
 }
 
-// One tensor whose result has a known size: where it is, or a place for what a joined
-// rank takes part in.
+// Adds one tensor whose result has a known size. If this rank has joined, the tensor is
+// in memory that is dropped later, and contributes nothing to a reduction.
 Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   const Submission& s = *ready.any;
   const auto& piece = s.tensors[i];
@@ -188,7 +192,7 @@ Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   if (const TaskPtr task = Mine(ready)) {
     t.in = task->ins[i];
     t.out = task->outs[i];
-    if (succession_ && s.op == Collective::kAllreduce && t.in == t.out &&
+    if (resilient_ && s.op == Collective::kAllreduce && t.in == t.out &&
         communicator_->size() > 1)
       batch->aside.emplace_back(batch->call.tensors.size() - 1, t.out);
     return OkStatus();
@@ -197,16 +201,16 @@ Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   if (s.Reduces()) RJ_TRY(Neutral(s, piece.dtype, &pattern));
   auto in = Allocate(s, piece.bytes(), pattern);
   if (!in.ok()) return in.status();
-  t.in = t.out = batch->borrowed.emplace_back(std::move(in.value())).get();
+  t.in = t.out = batch->joined_memory.emplace_back(std::move(in.value())).get();
   if (s.op != Collective::kReducescatter) return OkStatus();
   auto out = Allocate(s, t.room, {});
   if (!out.ok()) return out.status();
-  t.out = batch->borrowed.emplace_back(std::move(out.value())).get();
+  t.out = batch->joined_memory.emplace_back(std::move(out.value())).get();
   return OkStatus();
 }
 
-// One tensor whose result is as long as the ranks make it: in the memory that is meant
-// for it if it fits, else in memory of ours.
+// Adds one tensor whose result is as long as the ranks make it. The result goes into
+// the caller's memory if that has exactly its size, else into memory of the core.
 Status EagerLane::AddRagged(const Ready& ready, size_t i, std::vector<Output>* outputs,
                             Batch* batch) const {
   const TaskPtr task = Mine(ready);
@@ -253,7 +257,7 @@ Status EagerLane::AddRagged(const Ready& ready, size_t i, std::vector<Output>* o
   if (task)
     outputs->push_back(std::move(output));
   else
-    batch->borrowed.push_back(std::move(output.memory));
+    batch->joined_memory.push_back(std::move(output.memory));
   return OkStatus();
 }
 
@@ -265,7 +269,7 @@ Status EagerLane::Build(const Decision& decision, Batch* batch) const {
   call.prescale = first.prescale;
   call.postscale = first.postscale;
   call.root = first.root;
-  call.rows_known = true;  // of submissions that all ranks have heard
+  call.rows_known = true;  // all ranks have received all submissions
   batch->name = first.name;
   if (const size_t more = decision.fused.size() - 1; more > 0)
     batch->name += " (and " + std::to_string(more) + " more)";
@@ -284,12 +288,12 @@ Status EagerLane::Build(const Decision& decision, Batch* batch) const {
   return OkStatus();
 }
 
-// A call that the loss of a rank interrupts is run again, from inputs that must be as
-// they were. So in a job that survives that, what is reduced in place is reduced into
-// memory of the lane's and copied when all ranks have it. That costs a pass over the
-// result, and memory as large as the largest batch so far, which the lane keeps: fresh
-// pages would cost more than the copy. A broadcast needs none of that: who has
-// something to send writes nothing.
+// Under a ResilientComm, a call that the loss of a rank interrupts runs again, and its
+// inputs must be unchanged then. So an allreduce in place is reduced into memory of the
+// lane and copied when all ranks have the result. That costs a pass over the result,
+// and memory as large as the largest batch so far. The lane keeps this memory, because
+// fresh pages would cost more than the copy. A broadcast needs none of this: its root,
+// the only rank with an input, writes nothing.
 Status EagerLane::MoveAside(Batch* batch) {
   std::vector<Tensor>& tensors = batch->call.tensors;
   const auto room = [](const Tensor& t) {
@@ -299,7 +303,7 @@ Status EagerLane::MoveAside(Batch* batch) {
   for (const auto& [i, out] : batch->aside) bytes += room(tensors[i]);
   if (bytes > scratch_.size) {
     void* memory = nullptr;
-    scratch_ = {};  // first, so that there are never two
+    scratch_ = {};  // before the new memory, so that there are never two
     if (posix_memalign(&memory, kAlign, bytes) != 0)
       return Status(Code::kInternal, "no memory to reduce " + std::to_string(bytes) +
                                          " bytes in place in an elastic job");
@@ -320,47 +324,51 @@ Status EagerLane::OpenDevice(const Submission& first) {
   return Named(first.Title(), status);
 }
 
-// Whether a call came to nothing because this generation has ended. Otherwise it has an
-// end, the same on all ranks, even if this has been aborted since.
+// Whether a call has no outcome because this epoch has ended. Otherwise it has one, and
+// the same on all ranks, even if the epoch has been aborted since.
 bool EagerLane::IsLost(const Status& status) const {
   if (status.ok() || !communicator_->aborted()) return false;
-  return !succession_ || status.code() == Code::kUnavailable ||
+  return !resilient_ || status.code() == Code::kUnavailable ||
          status.code() == Code::kCancelled;
 }
 
-// It will be submitted again, or fail with all else.
+// Reports a call that has no outcome. Its tasks stay pending: they are submitted again
+// in the next epoch, or fail with all others.
 Status EagerLane::Lost(const Decision& decision, const Status& status) const {
-  if (succession_) RecordEnd(decision, status);
+  if (resilient_) RecordEnd(decision, status);
   return status;
 }
 
-// Builds the call and runs it, or finishes it with values that have come already.
-Status EagerLane::Perform(const Decision& decision, const Beside* values,
+// Builds the call and runs it, or completes it from data that came with the round.
+Status EagerLane::Perform(const Decision& decision, const Piggyback* values,
                           Batch* batch) {
   const Submission& first = *decision.fused[0].any;
   Status built = Build(decision, batch);
   if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
-  if (values != nullptr)  // nobody waits for this rank
-    return built.ok() ? communicator_->RunBeside(batch->call, values->all)
-                      : communicator_->Named(batch->call, built);
-  const bool decided = !first.cuda && !succession_ && decision.IsPlaced();
+  if (values != nullptr)  // no other rank waits for this call
+    return built.ok() ? communicator_->RunPiggybacked(batch->call, values->all)
+                      : communicator_->WithContext(batch->call, built);
+  const bool decided = !first.cuda && !resilient_ && decision.IsPlaced();
   if (decided) {
-    if (built.ok()) return communicator_->RunDecided(batch->call);
-    // A place was too small, and there is no memory: the others go on.
-    communicator_->GiveUp(built.code(), batch->name + " failed: " + built.message());
-    return communicator_->Named(batch->call, built);
+    if (built.ok()) return communicator_->RunNegotiated(batch->call);
+    // This rank has no memory for a result that did not fit. The others run the call
+    // without an agreement, so this rank must abort the communicator.
+    communicator_->AbortAndNotifyPeers(built.code(),
+                                       batch->name + " failed: " + built.message());
+    return communicator_->WithContext(batch->call, built);
   }
   bool refused = false;
-  if (first.cuda || (!succession_ && !built.ok())) {
-    // The others must know that this rank cannot, and go on.
+  if (first.cuda || (!resilient_ && !built.ok())) {
+    // Compare makes the call fail on all ranks if one rank cannot make it. Host tensors
+    // come here only with an error in `built`, so Compare fails.
     RJ_TRY(communicator_->Compare(batch->call, built, &refused));
     return cuda_->Run(batch->call, batch->marks, &batch->end);
   }
-  if (!succession_) return communicator_->Run(batch->call);
-  return communicator_->RunOnce(batch->call, built);
+  if (!resilient_) return communicator_->Run(batch->call);
+  return communicator_->RunInThisEpoch(batch->call, built);
 }
 
-Status EagerLane::Run(const Decision& decision, const Beside* values) {
+Status EagerLane::Run(const Decision& decision, const Piggyback* values) {
   Batch batch;
   for (const Ready& ready : decision.fused) {
     TaskPtr task = Mine(ready);
@@ -373,14 +381,14 @@ Status EagerLane::Run(const Decision& decision, const Beside* values) {
   Status status;
   const auto agreed = Clock::now();
   RecordRun(decision);
-  // That all ranks are ready is all that a barrier is.
+  // A barrier has ended when all ranks are ready: there is no call to run.
   const bool runs = first.op != Collective::kBarrier;
   if (runs && first.cuda) status = OpenDevice(first);
   if (runs && status.ok()) {
     status = Perform(decision, values, &batch);
     if (IsLost(status)) return Lost(decision, status);
-    // All ranks have heard the round, and what this came to. Calls on a device have no
-    // such verdict and need none: the loss of a rank makes all that is there fail.
+    // A call with an outcome shows that all ranks have received this round. Calls on a
+    // device have no commit decision and need none: if a rank is lost, they all fail.
     sealed_ = true;
   }
   if (Status sealed = Seal(); !sealed.ok()) return Lost(decision, sealed);
@@ -392,7 +400,7 @@ Status EagerLane::Run(const Decision& decision, const Beside* values) {
   {
     std::lock_guard lock(mutex_);
     ++stats_.calls;
-    if (values != nullptr) ++stats_.beside;
+    if (values != nullptr) ++stats_.piggybacked;
     stats_.fused += batch.tasks.size();
   }
   Finish(batch.tasks, status, status.ok() ? &batch.outputs : nullptr, batch.end);

@@ -1,5 +1,5 @@
-// What the lane tells the recorder, and a timeline. The negotiation hears from every
-// rank, so one rank's file shows when each of them was ready.
+// Reports of the lane to the recorder and to a timeline. The negotiation receives all
+// ranks' submissions, so one rank's timeline shows when each rank was ready.
 #include "engine/eager/lane.h"
 
 namespace ringjax {
@@ -8,13 +8,13 @@ NegotiationOptions EagerLane::ForNegotiation() {
   NegotiationOptions n;
   n.rank = communicator_->rank();
   n.size = communicator_->size();
-  n.members = communicator_->options().members;
+  n.members = communicator_->options().world_ranks;
   n.fusion_threshold = options_.fusion_threshold;
   n.cache_capacity = options_.cache_capacity;
   n.prefix = communicator_->Prefix();
   n.on_submission = [this](const Submission& s, int rank) {
     if (recording_)
-      recording_->Submitted(RowOf(s), communicator_->options().members[rank]);
+      recording_->Submitted(RowOf(s), communicator_->options().world_ranks[rank]);
   };
   return n;
 }
@@ -49,12 +49,12 @@ void EagerLane::Report(const std::vector<TaskPtr>& tasks, Clock::time_point agre
                        const Status& status) const {
   const auto& recorder = communicator_->recorder();
   if (!recorder) return;
-  Event event = communicator_->event();  // of the call that they were made of, if any
+  Event event = communicator_->event();  // the call that the tasks were part of, if any
   event.agreed = agreed;
   event.done = Clock::now();
   event.named = true;
   event.outcome = status.code();
-  event.set = communicator_->options().set;
+  event.set = communicator_->options().process_set;
   event.epoch = communicator_->epoch();
   event.sequence = communicator_->entered();
   for (const TaskPtr& task : tasks) {

@@ -1,5 +1,5 @@
-// Submission: what callers hand in, from any thread, until the lane's own has it. See
-// lane.h.
+// Submission: operations on their way from the callers, on any thread, to the holder of
+// the progress lock. See lane.h.
 #include <algorithm>
 #include <utility>
 
@@ -14,7 +14,7 @@ Status Shown(const std::string& prefix, const std::string& what, const Status& c
 
 }  // namespace
 
-// Of the thread, or with mutex_ held.
+// Adds the prefix and `what` to an error. With the progress lock or mutex_ held.
 Status EagerLane::Named(const std::string& what, const Status& cause) const {
   return Shown(communicator_->Prefix(), what, cause);
 }
@@ -35,7 +35,7 @@ Status EagerLane::Check(const Submission& what, std::span<void* const> ins,
     return invalid("inputs and results differ in number");
   for (size_t i = 0; i < ins.size(); ++i) {
     const Submission::Piece& piece = what.tensors[i];
-    // Of few rows, the last ranks get none.
+    // If there are fewer rows than ranks, the last ranks get none.
     const bool gets =
         what.op != Collective::kReducescatter || piece.dims[0] > present.rank();
     if (piece.bytes() > 0 &&
@@ -51,8 +51,8 @@ Status EagerLane::Check(const Submission& what, std::span<void* const> ins,
   return OkStatus();
 }
 
-Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
-  if (!owner_.IsHere())  // and locks may be held for ever
+Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
+  if (!owner_.IsHere())  // before any lock, which may be held for ever here
     return Shown(origin_, request.what.Title(),
                  {Code::kFailedPrecondition, "this process was forked after init()"});
   const auto present = communicator();
@@ -71,11 +71,12 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
   task->mark = std::move(mark.value());
   task->timeout = request.timeout;
   task->waits = request.waits;
-  task->generation = succession_ ? present->generation() : 0;
-  // Kept here: once the lane has the task, it may end it and forget the ticket.
-  const auto ticket = std::make_shared<Ticket>(gate_);
-  ticket->stream_ = request.stream;
-  task->ticket = ticket;
+  task->epoch_index = resilient_ ? present->epoch_index() : 0;
+  // This thread keeps a reference of its own: as soon as the task is in incoming_, the
+  // lane may end the task and drop task->work.
+  const auto work = std::make_shared<Work>(gate_);
+  work->stream_ = request.stream;
+  task->work = work;
   std::shared_ptr<Communicator> here;
   {
     std::lock_guard lock(mutex_);
@@ -87,11 +88,13 @@ Result<std::shared_ptr<Ticket>> EagerLane::Submit(EagerRequest request) {
   if (request.waits) {
     if (holds()) hurried_.store(true);
     callers_.fetch_add(1, std::memory_order_relaxed);
-    if (Drive(*ticket)) return ticket;
+    if (Drive(*work)) return work;
   }
-  // In one order with Release: what it has not seen is not held any more.
+  // seq_cst, pairs with Release. If this load comes before the fetch_sub of Release,
+  // that Release wakes the lane after the task has been put into incoming_. Otherwise
+  // this load sees that nothing is held. So one of the two wakes the lane.
   if (request.waits || !held_.load(std::memory_order_seq_cst)) here->Wake();
-  return ticket;
+  return work;
 }
 
 void EagerLane::Release() {
@@ -110,7 +113,7 @@ void EagerLane::Hurry() {
   here->Wake();
 }
 
-// Where the submitter's stream is, for tensors on a device.
+// For tensors on a device, records how far the submitter's stream has got; else null.
 Result<DevicePointPtr> EagerLane::Mark(const EagerRequest& request,
                                        std::shared_ptr<EagerBackend>* backend) const {
   if (!request.what.cuda) return DevicePointPtr();
@@ -120,14 +123,14 @@ Result<DevicePointPtr> EagerLane::Mark(const EagerRequest& request,
                 "CUDA tensors need a CUDA device on every rank, and NCCL");
 }
 
-// With mutex_ held: from here on the thread has the task.
+// Puts the task into incoming_, for the holder of the progress lock. With mutex_ held.
 Status EagerLane::Enlist(const TaskPtr& task,
                          const std::shared_ptr<EagerBackend>& backend) {
   const Communicator& here = *communicator_;
   if (!failure_.ok()) return Shown(here.Prefix(), task->Describe(), failure_);
-  if (succession_ && here.generation() > task->generation) {
-    // Ranks were lost while it was checked.
-    task->generation = here.generation();
+  if (resilient_ && here.epoch_index() > task->epoch_index) {
+    // The epoch has changed since Check: check again for the new ranks.
+    task->epoch_index = here.epoch_index();
     if (Status s = Check(*task, task->ins, task->outs, task->rooms, here); !s.ok())
       return Shown(here.Prefix(), task->Title(), s);
   }
@@ -135,7 +138,7 @@ Status EagerLane::Enlist(const TaskPtr& task,
     return Shown(here.Prefix(), task->Describe(),
                  {Code::kUnavailable,
                   "ranks were lost just now, and NCCL with them; submit it again"});
-  // First, so that nothing fails between the two that follow.
+  // Reserves first, so that push_back cannot throw after the insertion into active_.
   if (incoming_.size() == incoming_.capacity())
     incoming_.reserve(2 * incoming_.size() + 16);
   if (!active_.try_emplace(KeyView{task->op, task->name}, task).second)
@@ -148,12 +151,12 @@ Status EagerLane::Enlist(const TaskPtr& task,
   return OkStatus();
 }
 
-Result<std::shared_ptr<Ticket>> EagerLane::Join() {
+Result<std::shared_ptr<Work>> EagerLane::Join() {
   if (!owner_.IsHere())
     return Shown(origin_, kJoin,
                  {Code::kFailedPrecondition, "this process was forked"});
   const auto present = communicator();
-  auto ticket = std::make_shared<Ticket>(gate_);
+  auto work = std::make_shared<Work>(gate_);
   std::shared_ptr<Communicator> here;
   {
     std::lock_guard lock(mutex_);
@@ -162,16 +165,16 @@ Result<std::shared_ptr<Ticket>> EagerLane::Join() {
       return Named(kJoin, {Code::kInvalidArgument,
                            "duplicate: this rank has joined already and waits for the "
                            "others"});
-    joined_ = ticket;
+    joined_ = work;
     joins_ = true;
     if (holds()) hurried_.store(true);
     here = communicator_;
     Recall();
-    if (succession_)
-      join_generation_ = std::max(present->generation(), here->generation());
+    if (resilient_)
+      join_epoch_index_ = std::max(present->epoch_index(), here->epoch_index());
   }
   here->Wake();
-  return ticket;
+  return work;
 }
 
 }  // namespace ringjax

@@ -1,6 +1,6 @@
-// Who is late: warnings about what some ranks have submitted and others have not, and
-// the end of waiting for it. By this rank's clock; what is decided because of it, all
-// ranks decide (Negotiation::Expire).
+// Stalls: warnings about operations that some ranks have submitted and others have not,
+// and the end of waiting for them. Each rank goes by its own clock, but an operation
+// fails only by a decision of all ranks (Negotiation::Expire).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -13,7 +13,9 @@ namespace ringjax {
 void EagerLane::Watch() {
   const auto now = Clock::now();
   const std::vector<Negotiation::Waiting> all = negotiation_->waiting();
-  // Each look costs as much as is pending, so looks are far apart; none if nothing is.
+  // Watch costs time for each pending operation, so it runs seldom: after an eighth of
+  // the shortest limit, but between kShortest and kLongest, or after kForAnswers while
+  // replies are awaited. It does not run while nothing is pending.
   constexpr double kLongest = 1, kShortest = 0.01, kForAnswers = 0.05;
   double pause = kLongest;
   const auto before = [&](double limit) {
@@ -38,60 +40,65 @@ void EagerLane::Watch() {
                                        std::chrono::duration<double>(pause));
 }
 
-// Of this rank's submission; 0: it never gives up.
+// The timeout of this rank's own submission in seconds; 0: there is none.
 double EagerLane::LimitOf(const Negotiation::Waiting& waiting) const {
   if (!waiting.own) return 0;
   const double own = static_cast<const Task&>(*waiting.own).timeout;
   return own >= 0 ? own : options_.timeout;
 }
 
-// False: answers are on their way, look again soon.
+// Warns about one operation, or expires it, if it is time. Returns false if it is time
+// but replies to the straggler probe are still awaited.
 bool EagerLane::LookAt(const Negotiation::Waiting& waiting, double seconds, Watched* w,
                        std::vector<Late>* late) {
   const double warning = options_.stall_warning;
   const double limit = w->expired ? 0 : LimitOf(waiting);
   const bool speaks = waiting.own || communicator_->rank() == 0;
-  if (speaks && w->patience.MustAsk(seconds, warning, limit))
-    communicator_->AskAbout(waiting.id, World(waiting.missing),
-                            waiting.any->Describe());
-  const bool warns = w->patience.MustWarn(seconds, warning);
+  if (speaks && w->stall_monitor.MustAsk(seconds, warning, limit))
+    communicator_->ProbeStragglers(waiting.id, World(waiting.missing),
+                                   waiting.any->Describe());
+  const bool warns = w->stall_monitor.MustWarn(seconds, warning);
   const bool ends = limit > 0 && seconds >= limit;
   if (!warns && !ends) return true;
   const std::vector<int> missing = World(waiting.missing);
-  if (!w->patience.Settled(seconds, AllAnswered(communicator_->Sightings(missing))))
+  if (!w->stall_monitor.Settled(seconds,
+                                AllAnswered(communicator_->ProbeReplies(missing))))
     return false;
   if (warns) {
-    w->patience.Warned(seconds);
+    w->stall_monitor.Warned(seconds);
     if (speaks) late->push_back({&waiting, seconds});
   }
   if (ends) {
     w->expired = true;
-    negotiation_->Expire(waiting.any->op, waiting.any->name, limit, Tales(missing));
+    negotiation_->Expire(waiting.any->op, waiting.any->name, limit,
+                         ReplyTexts(missing));
   }
   return true;
 }
 
 std::vector<int> EagerLane::World(const std::vector<int>& ranks) const {
-  const std::vector<int>& members = communicator_->options().members;
+  const std::vector<int>& members = communicator_->options().world_ranks;
   std::vector<int> world;
   for (int r : ranks) world.push_back(members[static_cast<size_t>(r)]);
   return world;
 }
 
-// "rank 3 on node-b: its last call was ...; it is at train.py:41 in load_batch".
-std::string EagerLane::Tales(const std::vector<int>& ranks) const {
+// The replies to the straggler probe as text: "rank 3 on node-b: its last call was ...;
+// it is at train.py:41 in load_batch".
+std::string EagerLane::ReplyTexts(const std::vector<int>& ranks) const {
   std::string text;
   size_t told = 0;
-  for (const Sighting& sighting : communicator_->Sightings(ranks)) {
-    const std::string tale = Tale(sighting);
-    if (tale.empty()) continue;
-    text += (told > 0 ? "; " : "") + Title(sighting) + ": " + tale;
+  for (const ProbeReply& reply : communicator_->ProbeReplies(ranks)) {
+    const std::string reply_text = ReplyText(reply);
+    if (reply_text.empty()) continue;
+    text += (told > 0 ? "; " : "") + Title(reply) + ": " + reply_text;
     if (++told == kMostTold) break;
   }
   return text;
 }
 
-// Some names tell enough: a rank that does not come lacks all tensors of a model.
+// Prints one warning about all late operations. It names only a few, because a late
+// rank usually lacks all tensors of a model.
 void EagerLane::Warn(const std::vector<Late>& late) const {
   constexpr size_t kMostNamed = 5;
   const CommunicatorOptions& o = communicator_->options();
@@ -101,7 +108,7 @@ void EagerLane::Warn(const std::vector<Late>& late) const {
     const double seconds = late[i].seconds;
     const double shown =
         seconds < 10 ? std::round(seconds * 10) / 10 : std::round(seconds);
-    text += (i > 0 ? "; " : "") + MissingText(*late[i].waiting, o.members, shown);
+    text += (i > 0 ? "; " : "") + MissingText(*late[i].waiting, o.world_ranks, shown);
     for (int r : World(late[i].waiting->missing))
       if (std::find(missing.begin(), missing.end(), r) == missing.end())
         missing.push_back(r);
@@ -109,9 +116,10 @@ void EagerLane::Warn(const std::vector<Late>& late) const {
   if (late.empty()) return;
   if (late.size() > kMostNamed)
     text += "; and " + std::to_string(late.size() - kMostNamed) + " more operations";
-  if (const std::string tales = Tales(missing); !tales.empty()) text += "; " + tales;
+  if (const std::string reply_texts = ReplyTexts(missing); !reply_texts.empty())
+    text += "; " + reply_texts;
   std::fprintf(stderr, "[ringjax rank %d] %s%s; still waiting\n",
-               o.members[communicator_->rank()], communicator_->Prefix().c_str(),
+               o.world_ranks[communicator_->rank()], communicator_->Prefix().c_str(),
                text.c_str());
 }
 

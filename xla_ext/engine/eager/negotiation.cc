@@ -1,7 +1,7 @@
 // Keys, readiness, joins and expiries. See negotiation.h.
 //
-// A key is known while somebody waits for it or while a numbered description is of it,
-// so that a reference costs a look into a table and nothing else.
+// A key is stored while it is pending, and while the cache has a submission of this
+// key. So a reference costs one access to a table (`numbered`) and no search.
 #include "engine/eager/negotiation.h"
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 #include "engine/eager/batches.h"
 #include "engine/eager/disagreement.h"
 #include "engine/eager/keys.h"
-#include "engine/eager/news.h"
-#include "engine/eager/numbering.h"
+#include "engine/eager/negotiation_message.h"
+#include "engine/eager/submission_cache.h"
 
 namespace ringjax {
 namespace {
 
-// Bytes after which the rest waits for the next round: messages must stay far below
-// what an exchange carries.
+// Bytes of a message after which the remaining items wait for the next round. A message
+// must stay far below the limit of an exchange (kMostMessage).
 constexpr size_t kMostNews = size_t{1} << 20;
 
 }  // namespace
@@ -39,7 +39,7 @@ bool RunOneNew(const std::vector<Decision>& decisions, uint64_t first_id) {
 
 struct Negotiation::State {
   explicit State(NegotiationOptions o)
-      : options(std::move(o)), numbering(options.cache_capacity) {
+      : options(std::move(o)), cache(options.cache_capacity) {
     RJ_CHECK(static_cast<int>(options.members.size()) == options.size,
              "a world rank for each member");
     joined.resize(options.members.size());
@@ -47,14 +47,14 @@ struct Negotiation::State {
 
   const Key* Find(KeyView key) const;
   Key& KeyOf(const Submission& submission);
-  void Forget(const Submission& submission);  // its key, if nothing needs it
+  void Forget(const Submission& submission);  // erases its key if nothing needs it
 
-  // Everything that follows from what one rank says.
+  // Processing of one rank's message, with all decisions that follow from it.
   Status Read(const std::string& message, int rank, Batches* batches);
-  Status Hear(const NewsItem& item, int rank, Batches* batches);
+  Status Hear(const NegotiationItem& item, int rank, Batches* batches);
   Status Hear(Key& key, const SubmissionPtr& submission, int rank, Batches* batches);
   Status HearJoin(int rank, Batches* batches);
-  void HearExpiry(const NewsItem& item, int rank);
+  void HearExpiry(const NegotiationItem& item, int rank);
 
   bool IsReady(const Key& key) const {
     return key.submitted + joins - key.submitted_and_joined == options.size;
@@ -63,10 +63,10 @@ struct Negotiation::State {
     SubmissionPtr key;
     double seconds;
     std::string text;
-    uint64_t id;  // of the key when it was said
+    uint64_t id;  // id of the key when the expiry was received
   };
   void Expire(const Expired& expired, Batches* batches);
-  Ready Take(Key& key);  // is not pending any more
+  Ready Take(Key& key);  // ends the pending state of the key
   void Decide(Key& key, Batches* batches);
   void Fail(Ready ready, Status status, Batches* batches);
   void Number(SubmissionPtr submission);
@@ -77,18 +77,18 @@ struct Negotiation::State {
 
   NegotiationOptions options;
   uint64_t round = 0, next_id = 0, hits = 0;
-  std::vector<NewsItem> fresh;      // for this rank's next message
-  std::vector<SubmissionPtr> sent;  // in the message that has been taken
-  size_t sent_heard = 0;            // of them, in the own message as it came back
+  std::vector<NegotiationItem> fresh;  // items for this rank's next message
+  std::vector<SubmissionPtr> sent;     // own submissions in this round's message
+  size_t sent_heard = 0;               // how many of them have been received back
 
   Keys keys;
   Key *oldest = nullptr, *newest = nullptr;
   size_t pending = 0;
 
-  Numbering numbering;
+  SubmissionCache cache;
   std::vector<Key*> numbered;            // the key of each number
-  std::vector<SubmissionPtr> described;  // in this round
-  std::vector<Expired> expired;          // in this round
+  std::vector<SubmissionPtr> described;  // received in this round
+  std::vector<Expired> expired;          // received in this round
 
   std::vector<bool> joined;
   int joins = 0;
@@ -122,9 +122,9 @@ Status Negotiation::State::Damaged(int rank, const std::string& what) const {
 Status Negotiation::State::Read(const std::string& message, int rank,
                                 Batches* batches) {
   if (message.empty()) return OkStatus();
-  NewsReader reader(message, options.size);
+  NegotiationReader reader(message, options.size);
   if (!reader.Open(round, rank)) return Damaged(rank, "its message is damaged");
-  NewsItem item;
+  NegotiationItem item;
   while (!reader.done()) {
     if (const Status read = reader.Next(&item); !read.ok())
       return Damaged(rank, read.message());
@@ -133,26 +133,27 @@ Status Negotiation::State::Read(const std::string& message, int rank,
   return OkStatus();
 }
 
-Status Negotiation::State::Hear(const NewsItem& item, int rank, Batches* batches) {
+Status Negotiation::State::Hear(const NegotiationItem& item, int rank,
+                                Batches* batches) {
   switch (item.kind) {
-    case NewsItem::Kind::kReferences: {
-      const uint64_t known = numbering.size();
+    case NegotiationItem::Kind::kReferences: {
+      const uint64_t known = cache.size();
       if (item.first >= known || item.count > known - item.first)
         return Damaged(rank, "there is no description of that number");
       const auto first = static_cast<uint32_t>(item.first);
       const auto end = static_cast<uint32_t>(item.first + item.count);
       for (uint32_t number = first; number < end; ++number) {
-        numbering.Touch(number);
-        RJ_TRY(Hear(*numbered[number], numbering[number], rank, batches));
+        cache.Touch(number);
+        RJ_TRY(Hear(*numbered[number], cache[number], rank, batches));
       }
       return OkStatus();
     }
-    case NewsItem::Kind::kDescription:
+    case NegotiationItem::Kind::kDescription:
       if (options.cache_capacity > 0) described.push_back(item.submission);
       return Hear(KeyOf(*item.submission), item.submission, rank, batches);
-    case NewsItem::Kind::kJoin:
+    case NegotiationItem::Kind::kJoin:
       return HearJoin(rank, batches);
-    case NewsItem::Kind::kExpiry:
+    case NegotiationItem::Kind::kExpiry:
       HearExpiry(item, rank);
       break;
   }
@@ -209,8 +210,9 @@ Status Negotiation::State::HearJoin(int rank, Batches* batches) {
   return OkStatus();
 }
 
-// Of what this rank waits for now, not of what it may submit under that name later.
-void Negotiation::State::HearExpiry(const NewsItem& item, int rank) {
+// Records the id of the key that is pending now, so that the expiry cannot apply to a
+// later submission of the same name.
+void Negotiation::State::HearExpiry(const NegotiationItem& item, int rank) {
   const Key* key = Find(KeyView{item.submission->op, item.submission->name});
   if (key && key->any && key->by_rank[static_cast<size_t>(rank)])
     expired.push_back({item.submission, item.seconds, item.text, key->id});
@@ -218,7 +220,7 @@ void Negotiation::State::HearExpiry(const NewsItem& item, int rank) {
 
 void Negotiation::State::Expire(const Expired& e, Batches* batches) {
   const auto found = keys.find(KeyView{e.key->op, e.key->name});
-  // It may have become ready in this very round, or another rank has said the same.
+  // The key may have become ready in this round, or another rank may have expired it.
   if (found == keys.end() || !found->second.any || found->second.id != e.id) return;
   const Waiting waiting = Describe(found->second);
   Status status(Code::kDeadlineExceeded,
@@ -269,8 +271,8 @@ void Negotiation::State::Fail(Ready ready, Status status, Batches* batches) {
 }
 
 void Negotiation::State::Number(SubmissionPtr submission) {
-  const Submission& form = *submission;  // stays, in the table
-  const Numbering::Place place = numbering.Insert(std::move(submission));
+  const Submission& form = *submission;  // valid if is_new: the cache holds it then
+  const SubmissionCache::Inserted place = cache.Insert(std::move(submission));
   if (!place.is_new) return;
   if (place.number == numbered.size()) numbered.push_back(nullptr);
   Key& key = KeyOf(form);
@@ -314,11 +316,11 @@ Negotiation::~Negotiation() = default;
 
 void Negotiation::Submit(SubmissionPtr submission) {
   state_->fresh.push_back(
-      {NewsItem::Kind::kDescription, 0, 0, 0, std::move(submission)});
+      {NegotiationItem::Kind::kDescription, 0, 0, 0, std::move(submission)});
 }
 
 void Negotiation::Join() {
-  state_->fresh.push_back({NewsItem::Kind::kJoin, 0, 0, 0, nullptr});
+  state_->fresh.push_back({NegotiationItem::Kind::kJoin, 0, 0, 0, nullptr});
 }
 
 void Negotiation::Expire(Collective op, const std::string& name, double seconds,
@@ -327,31 +329,32 @@ void Negotiation::Expire(Collective op, const std::string& name, double seconds,
   key->op = op;
   key->name = name;
   state_->fresh.push_back(
-      {NewsItem::Kind::kExpiry, 0, 0, seconds, std::move(key), std::move(text)});
+      {NegotiationItem::Kind::kExpiry, 0, 0, seconds, std::move(key), std::move(text)});
 }
 
-bool Negotiation::HasNews() const { return !state_->fresh.empty(); }
+bool Negotiation::HasItems() const { return !state_->fresh.empty(); }
 
 SubmissionPtr Negotiation::Lone() const {
-  const std::vector<NewsItem>& fresh = state_->fresh;
-  const bool lone = fresh.size() == 1 && fresh[0].kind == NewsItem::Kind::kDescription;
+  const std::vector<NegotiationItem>& fresh = state_->fresh;
+  const bool lone =
+      fresh.size() == 1 && fresh[0].kind == NegotiationItem::Kind::kDescription;
   return lone ? fresh[0].submission : nullptr;
 }
 
-std::string Negotiation::TakeNews() {
+std::string Negotiation::TakeMessage() {
   State& s = *state_;
   if (s.fresh.empty()) return "";
-  NewsWriter writer;
+  NegotiationWriter writer;
   auto next = s.fresh.begin();
   for (; next != s.fresh.end() && writer.size() < kMostNews; ++next) {
-    NewsItem& item = *next;
-    if (item.kind == NewsItem::Kind::kJoin) {
+    NegotiationItem& item = *next;
+    if (item.kind == NegotiationItem::Kind::kJoin) {
       writer.Join();
-    } else if (item.kind == NewsItem::Kind::kExpiry) {
+    } else if (item.kind == NegotiationItem::Kind::kExpiry) {
       writer.Expiry(*item.submission, item.seconds, item.text);
     } else {
-      const uint32_t number = s.numbering.Find(*item.submission);
-      if (number == Numbering::kNone)
+      const uint32_t number = s.cache.Find(*item.submission);
+      if (number == SubmissionCache::kNone)
         writer.Description(*item.submission);
       else
         writer.Reference(number), ++s.hits;
@@ -373,7 +376,7 @@ Status Negotiation::Receive(const std::vector<std::string>& messages,
   if (s.sent_heard != s.sent.size())
     return s.Damaged(s.options.rank, "its own message is not the one that was taken");
   for (const State::Expired& expired : s.expired) s.Expire(expired, &batches);
-  // Only now, since all references of the round are to the numbers before it.
+  // Only now, because the references of this round use the numbers from before it.
   for (SubmissionPtr& submission : s.described) s.Number(std::move(submission));
   s.described.clear();
   s.expired.clear();

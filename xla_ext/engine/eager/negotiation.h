@@ -1,13 +1,15 @@
-// Who has submitted what, and what follows: a state machine that every rank feeds with
-// the same messages, so that all decide alike without a coordinator.
+// The negotiation: a state machine that decides which named operations run, in which
+// order and in which calls. All ranks give it the same messages in the same order, so
+// all ranks decide the same, without a coordinator.
 //
-// A *round* is one exchange in which every rank gives all ranks its *news*. What has
-// been submitted by all ranks (or by all that have not joined) is *ready*: it is
-// compared, fused with what fits and run, or fails on all ranks with one text.
-// Descriptions that were sent before travel as numbers, the idea of Horovod's response
-// cache (Romero et al., "Accelerating Collective Communication in Data Parallel
-// Training across Deep Learning Frameworks", NSDI 2022), here without its coordinator.
-// No threads, no clock, no input or output; one thread uses it at a time.
+// A *round* is one exchange in which every rank sends its *negotiation message* to all
+// ranks. An operation that all ranks have submitted (except the ranks that have joined)
+// is *ready*: the submissions are compared, fused with others that fit and run, or they
+// fail on all ranks with the same text. A submission that was sent before is sent as a
+// number. This is the idea of Horovod's response cache (Romero et al., "Accelerating
+// Collective Communication in Data Parallel Training across Deep Learning Frameworks",
+// NSDI 2022), without its coordinator. The class has no thread, no clock and no input
+// or output; one thread uses it at a time.
 #pragma once
 
 #include <cstddef>
@@ -22,43 +24,44 @@
 
 namespace ringjax {
 
-// One key (op and name) that all ranks are ready for.
+// One key (op and name) that all ranks have submitted, except those that have joined.
 struct Ready {
-  // Of some rank that has submitted it: describes also what joined ranks take part in
-  // (dim 0 and splits of allgather and alltoall aside).
+  // The submission of some rank. It also describes the operation for ranks that have
+  // joined (except dim 0 and the splits of allgather and alltoall).
   SubmissionPtr any;
-  // By rank in the set; null: has joined (kFail: or has not submitted it). The own one
-  // is the very pointer that was given to Submit.
+  // By rank in the set; null: the rank has joined (kFail: or has not submitted the
+  // operation). The entry of this rank is the very pointer that was given to Submit.
   std::vector<SubmissionPtr> by_rank;
-  uint64_t id = 0;  // of Waiting: those heard of in one round follow on each other
+  uint64_t id = 0;  // Waiting::id of the key
 };
 
-// Alike on all ranks, in this order.
+// One decision. All ranks make the same decisions in the same order.
 struct Decision {
   enum class Kind : uint8_t { kRun, kFail, kJoined };
   Kind kind = Kind::kRun;
-  // kRun: what one Call carries. kFail: exactly one; by_rank tells whose submissions
-  // fail. kJoined: none.
+  // kRun: the operations of one Call. kFail: exactly one operation, which fails on the
+  // ranks that have an entry in by_rank. kJoined: empty.
   std::vector<Ready> fused;
   Status status;         // kFail
   int last_joined = -1;  // kJoined: rank in the set
 
-  // Whether all that ranks need to run it is there, and all know that: no rank has
-  // joined, or is to find memory for a result.
+  // Whether no rank has joined and every rank has memory for its results. Then all
+  // ranks know that all of them can run the call, and need no further agreement.
   bool IsPlaced() const;
 };
 
-// Whether `decisions`, all of one round, run one operation and nothing else, and nobody
-// had heard of it before: its id is not below `first_id`.
+// Whether `decisions`, all of one round, run exactly one operation, and no rank had
+// submitted that operation in an earlier round: its id is at least `first_id`.
 bool RunOneNew(const std::vector<Decision>& decisions, uint64_t first_id);
 
 struct NegotiationOptions {
   int rank = 0, size = 1;         // in the set
   std::vector<int> members = {};  // world ranks, for texts and Status::rank()
   uint64_t fusion_threshold = uint64_t{128} << 20;  // bytes; 0: nothing is fused
-  size_t cache_capacity = 65536;                    // descriptions; 0: none
-  std::string prefix = {};  // of every text: "RINGJAX[world, epoch 0]: "
-  // Told within Receive of what each rank (in the set) has submitted; may be empty.
+  size_t cache_capacity = 65536;                    // submissions; 0: no cache
+  std::string prefix = {};  // starts every text: "RINGJAX[world, epoch 0]: "
+  // Called within Receive for each submission that a message contains, with the rank in
+  // the set. May be empty.
   std::function<void(const Submission&, int rank)> on_submission = {};
 };
 
@@ -69,46 +72,50 @@ class Negotiation {
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;
 
-  // This rank's news. The caller has checked the submission (CheckSubmission) and holds
-  // back a key that it has under way, and a second Join before kJoined.
+  // Adds a submission or a join to the next message of this rank. The caller has
+  // checked the submission (CheckSubmission), submits no key that is still pending on
+  // this rank, and does not join again before kJoined.
   void Submit(SubmissionPtr submission);
   void Join();
-  // What waits for others fails on all ranks that have submitted it, unless it becomes
-  // ready in the same round. Without effect if it is not under way on this rank.
-  // `text`: what is known of those that are waited for, for the error of all ranks.
+  // Adds the request to fail an operation. It fails on all ranks that have submitted
+  // it, unless it becomes ready in the same round. No effect if it is not pending on
+  // this rank. `text`: what is known about the missing ranks, for the error.
   void Expire(Collective op, const std::string& name, double seconds,
               std::string text = {});
-  bool HasNews() const;
+  bool HasItems() const;  // whether the next message of this rank has any
 
-  // If this rank's next message is one submission and nothing else, that; else null.
+  // The submission, if the next message of this rank contains nothing else; else null.
   SubmissionPtr Lone() const;
 
-  // This rank's message for the next round; empty: nothing new. Once for each Receive.
-  std::string TakeNews();
+  // Returns the message of this rank for the next round; empty: no items. To be called
+  // once for each Receive.
+  std::string TakeMessage();
 
-  // The messages of one round, by rank in the set, the own one as TakeNews gave it;
-  // appends to `decisions`. kInternal with the world rank whose message is damaged or
-  // impossible; nothing is appended then and this object must not be used any more.
+  // Processes the messages of one round and appends to `*decisions`. `messages` are
+  // ordered by rank in the set; that of this rank is the one that TakeMessage returned.
+  // Returns kInternal, with the world rank, if a message is damaged or impossible:
+  // nothing is appended then, and this object must not be used any more.
   Status Receive(const std::vector<std::string>& messages,
                  std::vector<Decision>* decisions);
 
-  // What some ranks have submitted (as of the last round) and others have not.
+  // An operation that some ranks have submitted, as of the last round, and others not.
   struct Waiting {
-    uint64_t id = 0;  // grows in the order in which keys were first heard of
+    uint64_t id = 0;  // grows in the order in which keys were first received
     SubmissionPtr any;
-    std::vector<int> submitted, missing;  // ranks in the set; joined ones in neither
-    SubmissionPtr own;                    // as it was given to Submit; null: it was not
-    // Of missing ranks that have the name under another op, or empty:
-    // "rank 1 has submitted allgather 'x'".
+    // Ranks in the set; `missing` without the ranks that have joined.
+    std::vector<int> submitted, missing;
+    SubmissionPtr own;  // the pointer given to Submit; null: not submitted
+    // A text about missing ranks that have submitted the name under another op, or
+    // empty: "rank 1 has submitted allgather 'x'".
     std::string hint;
   };
   std::vector<Waiting> waiting() const;  // by id
-  size_t pending() const;                // waiting().size(), at once
+  size_t pending() const;                // waiting().size(), in constant time
   uint64_t next_id() const;              // greater than every id so far
 
-  // Keys that memory is spent on: pending ones and those of numbered descriptions.
+  // Number of keys in use: the pending ones and those of submissions in the cache.
   size_t known() const;
-  // Own submissions that have travelled as numbers.
+  // Number of own submissions that were sent as numbers.
   uint64_t hits() const;
 
  private:

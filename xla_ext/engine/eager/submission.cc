@@ -1,4 +1,4 @@
-// What a description says, and what no description may say. See submission.h.
+// Texts, equality, sizes and checks of submissions. See submission.h.
 #include "engine/eager/submission.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace ringjax {
 namespace {
 
-// So that no sum over tensors and ranks can overflow.
+// The most bytes of a submission, so that no sum over tensors and ranks can overflow.
 constexpr uint64_t kMostBytes = uint64_t{1} << 48;
 
 Status Invalid(const std::string& why) { return {Code::kInvalidArgument, why}; }
@@ -20,7 +20,7 @@ bool SameBits(double a, double b) {
   return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
 }
 
-// Also where a dimension is 0, the others are bounded.
+// Counts a dimension of 0 as 1, so that the other dimensions are bounded, too.
 bool Possible(const Submission::Piece& piece, uint64_t* total) {
   uint64_t bytes = Width(piece.dtype);
   for (int64_t d : piece.dims) {

@@ -1,7 +1,8 @@
 // A submission: one named operation of one rank, as that rank describes it to all
-// others; and what follows from the description alone: is it possible, is it the same
-// as another, how many bytes has it. No addresses, no state; whether those of several
-// ranks fit together is in disagreement.h.
+// others, and all that follows from the description alone: whether it is possible,
+// whether it is the same as another one, and how many bytes it has. It contains no
+// addresses and no state. Whether the submissions of several ranks fit together is
+// checked in disagreement.h.
 #pragma once
 
 #include <cstdint>
@@ -33,29 +34,30 @@ struct Submission {
   bool alone = false;   // never fused with others
   bool placed = false;  // its rank has memory for the results
   std::vector<Piece> tensors;
-  // alltoall: rows for each rank of the set, tensor by tensor; empty: equal parts.
+  // alltoall: rows for each rank of the set, tensor after tensor; empty: equal parts.
   std::vector<int64_t> splits;
 
   std::string Title() const;           // "allreduce 'grad'"
   std::string Describe() const;        // "allreduce 'grad' (f32[4], SUM)"
-  bool Reduces() const;                // reduce_op and the factors mean something
-  bool Same(const Submission&) const;  // in everything
+  bool Reduces() const;                // whether reduce_op and factors have a meaning
+  bool Same(const Submission&) const;  // equal in everything
   uint64_t Hash() const;               // equal if Same
 };
 using SubmissionPtr = std::shared_ptr<const Submission>;
 
-// kInvalidArgument, without a title, if no rank of a set of `size` ranks can mean this.
-// The caller checks its own submissions with it, negotiation checks what peers
-// describe.
+// Returns kInvalidArgument, without a title, if the submission is impossible in a set
+// of `size` ranks. The caller checks its own submissions with this function, the
+// negotiation those of its peers.
 Status CheckSubmission(const Submission& submission, int size);
 
-// The part of rank `rank` in a reducescatter of so many rows: of what cannot be
-// divided, the first ranks have one more.
+// The rows that rank `rank` gets in a reducescatter of `rows` rows. If they cannot be
+// divided evenly, each of the first ranks has one row more.
 int64_t ShareOf(int64_t rows, int rank, int size);
-// Of tensor `i`, if the operation's results have known sizes.
+// Bytes of the result of tensor `i` on rank `rank`. Not for allgather and alltoall,
+// where the submissions of other ranks determine the size as well.
 uint64_t ResultBytes(const Submission& submission, size_t i, int rank, int size);
 
-// "f32[8,128]", or "f32[*,128]" if dim 0 is a matter of each rank.
+// Returns "f32[8,128]", or "f32[*,128]" if dim 0 may differ between ranks.
 std::string Describe(const Submission::Piece& piece, bool ragged = false);
 
 }  // namespace ringjax

@@ -14,12 +14,12 @@
 namespace ringjax {
 namespace {
 
-// The closing bracket is written behind every batch and overwritten by the next, so
-// that the file is whole whenever somebody looks.
+// The closing bracket is written after every batch and overwritten by the next batch,
+// so that the file is complete JSON at any time.
 constexpr char kClose[] = "\n]\n";
-// What is reported in place of an event where the next file begins.
+// Stands in the list of events where the next file begins.
 constexpr char kNext[] = "";
-// In a file without events, which the first one takes the place of.
+// The event of a file that has no other. The first batch overwrites it.
 constexpr char kEmpty[] =
     ",\n{\"ph\":\"i\",\"name\":\"NOTHING YET: this rank has ended no collective while "
     "the "
@@ -87,7 +87,7 @@ void Timeline::Round() {
 void Timeline::Submitted(const Row& row, int rank) {
   const std::lock_guard lock(mutex_);
   Place* place = PlaceOf(row);
-  if (place->phase == Phase::kRunning) return;  // of another rank's next step
+  if (place->phase == Phase::kRunning) return;  // for the next operation of this name
   if (place->phase == Phase::kIdle) {
     Begin(*place, "NEGOTIATE_" + Upper(row.op), Stamp());
     place->phase = Phase::kNegotiating;
@@ -107,7 +107,7 @@ void Timeline::Runs(const Row& row) {
 void Timeline::Ended(const Row& row, std::string_view what) {
   const std::lock_guard lock(mutex_);
   Place* place = PlaceOf(row);
-  if (place->phase == Phase::kIdle) return;  // began before the file did
+  if (place->phase == Phase::kIdle) return;  // began before this file
   End(*place, Stamp(), "\"operation\":" + Quoted(what));
   place->phase = Phase::kIdle;
 }
@@ -120,7 +120,8 @@ void Timeline::Failed(const Row& row, std::string_view why) {
   place->phase = Phase::kIdle;
 }
 
-// Calls of a lane are in the lanes' own reports, with every rank's mark.
+// Leaves out calls of eager lanes, which report their operations themselves with the
+// marks of all ranks, and calls that began before the timeline.
 void Timeline::Heard(const Event& event) {
   if (event.named || event.entered < start_) return;
   const std::lock_guard lock(mutex_);
@@ -195,7 +196,7 @@ void Timeline::Add(std::string event) {
     Push(kNext);
     for (auto& [title, place] : places_) {
       NameRow(title, place);
-      place.phase = Phase::kIdle;  // it began in the file before
+      place.phase = Phase::kIdle;  // its begin is in the last file
     }
   }
   Push(std::move(event));
@@ -207,7 +208,7 @@ void Timeline::Push(std::string event) {
   if (events_.size() == 1) changed_.notify_one();
 }
 
-// -- the writer's --------------------------------------------------------------------
+// -- the writer thread ---------------------------------------------------------------
 
 void Timeline::Write() {
   std::unique_lock lock(mutex_);
@@ -223,7 +224,7 @@ void Timeline::Write() {
 }
 
 void Timeline::BeginFile() {
-  // Lays traces of several programs over each other.
+  // Viewers use this time to lay traces of several programs over each other.
   std::fprintf(
       file_,
       "[\n{\"ph\":\"M\",\"name\":\"start_time_since_epoch_in_micros\",\"pid\":0,"
@@ -245,14 +246,15 @@ void Timeline::Append(const std::vector<std::string>& batch) {
   std::fputs(kClose, file_);
   if (std::fflush(file_) == 0) {
     end_ = end;
-  } else {  // a full disk stops no training: these events are left out
+  } else {
+    // A full disk must not stop the training: the events of this batch are dropped.
     __fpurge(file_);
     std::clearerr(file_);
     std::fseek(file_, end_, SEEK_SET);
     std::fputs(kClose, file_);
     std::fflush(file_);
   }
-  // The note of an empty file may be longer than its first events.
+  // kEmpty may be longer than the batch that has overwritten it.
   [[maybe_unused]] const int cut = ftruncate(fileno(file_), std::ftell(file_));
 }
 

@@ -1,10 +1,10 @@
-// What the clock of another rank shows: questions and answers of four instants each.
-// See heartbeat.h.
+// The clock of another rank: requests and replies, with four instants each, as in NTP
+// (RFC 5905). See heartbeat.h.
 //
-// The answer was given between asking and hearing it, so half of what the way there and
-// back took is the most by which the middle of the two can be wrong, however long
-// either thread has slept: the shortest way of several is the best. The next question
-// goes out with the answer to the one before, so that few of them meet a busy moment.
+// The offset of the clocks is the difference between the midpoints on both sides. Its
+// error is at most half of the round trip, without the time spent at the peer: the
+// reading with the shortest round trip is the best. Each request leaves with the reply
+// to the last one, so that few of them fall into a busy moment.
 #include <algorithm>
 #include <cstring>
 
@@ -49,9 +49,9 @@ void Heartbeat::OnClock(State* state, const std::string& bytes) {
          std::string_view(reinterpret_cast<const char*>(&text), sizeof text));
     return;
   }
-  if (text.asked != clock_asked_) return;  // given up
+  if (text.asked != clock_asked_) return;  // not the last request: given up
   const double held = text.answered - text.came, away = now - text.asked;
-  if (!(held >= 0 && held <= away)) return;  // no clock goes like that
+  if (!(held >= 0 && held <= away)) return;  // impossible instants
   clocks_.push_back({state->peer.rank, now,
                      (text.came + text.answered) / 2 - (text.asked + now) / 2,
                      away - held});

@@ -1,4 +1,4 @@
-// The heartbeat thread. See heartbeat.h; questions are in questions.cc.
+// The heartbeat thread. See heartbeat.h; straggler probes are in questions.cc.
 #include "engine/heartbeat/heartbeat.h"
 
 #include <fcntl.h>
@@ -21,7 +21,8 @@
 namespace ringjax {
 namespace {
 
-// Which of the world's counters a communicator has: tensors on hosts or on devices.
+// The index in Message::entered for calls of this communicator: 0 for the world, 1 for
+// its control communicator (tensors on CUDA devices), -1 for all others.
 int PlaneOf(const Communicator& c) {
   return c.id() == 0 ? 0 : c.id() == kWorldControl ? 1 : -1;
 }
@@ -53,8 +54,8 @@ Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double 
   }
 }
 
-// From here on `ready_` tells what has something to read. A socket is taken out of it
-// by hand: it would stay in it while a forked child has it too.
+// Registers the doorbell and all sockets with epoll. Close must deregister a socket
+// explicitly: a closed socket stays registered while a forked child has a copy of it.
 void Heartbeat::Expect() {
   const auto check = [](int result) {
     if (result < 0) throw std::system_error(errno, std::generic_category(), "epoll");
@@ -71,9 +72,11 @@ void Heartbeat::Expect() {
 Heartbeat::~Heartbeat() {
   if (owner_.IsHere()) {
     Stop();
-  } else {  // a forked child: the thread is not here, and its handle cannot be let go
+  } else {
+    // A forked child has no such thread, so the std::thread can be neither joined nor
+    // destroyed: leak it.
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
-    // The sockets' numbers may be another one's by now.
+    // The child may have closed the descriptors and used their numbers again.
     for (State& state : states_) state.channel.Release();
   }
   close(ready_);
@@ -95,7 +98,7 @@ double Heartbeat::Now() const {
   return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
 }
 
-// Out of memory is no reason to stop watching, nor to end the process.
+// Runs Work until Stop, and again after an exception: out of memory must not end it.
 void Heartbeat::WorkOn() {
   while (true) {
     try {
@@ -133,7 +136,7 @@ void Heartbeat::Work() {
       Beat();
       TellWaits();
       CheckSilence();
-      // All ranks of a host beat together: then a wake finds what many have sent.
+      // All ranks of a host beat at the same time: a wake finds many messages at once.
       next_beat = (std::floor(Now() / interval_) + 1) * interval_;
     }
   }
@@ -158,8 +161,9 @@ void Heartbeat::Send(State* state, Type type, std::string_view text) {
   if (state->open) Write(state, Bytes(type, -1, text), 0);
 }
 
-// A peer that takes no more for so long gets the rest of what was begun with the next
-// message, or the stream would be garbled; a message that was not begun is dropped.
+// Sends the rest of an earlier message, and then `message`. Gives up once the peer has
+// accepted no bytes for `limit_ms`: drops a message of which no byte was sent, and
+// keeps the rest of any other for the next Write, because the stream must stay intact.
 void Heartbeat::Write(State* state, const std::string& message, int limit_ms) {
   std::string& bytes = state->output;
   const size_t before = bytes.size();
@@ -219,7 +223,7 @@ void Heartbeat::ReadFrom(State* state) {
   }
 }
 
-// A rank that does not exist cannot be lost, nor a peer say more than it can.
+// Whether the message is valid: its culprit exists, and its length fits its type.
 bool Heartbeat::Sensible(const Message& message) const {
   const bool known =
       message.culprit == -1 || message.culprit == rank_ ||
@@ -230,12 +234,12 @@ bool Heartbeat::Sensible(const Message& message) const {
          message.type >= Type::kBeat && message.type <= Type::kClock &&
          (message.type != Type::kAsk || message.length >= sizeof(AskHead)) &&
          (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead)) &&
-         (message.type != Type::kLetGo || message.length >= sizeof(Gone)) &&
+         (message.type != Type::kTeardown || message.length >= sizeof(Gone)) &&
          (message.type != Type::kWaits || message.length >= sizeof(WaitsHead)) &&
          (message.type != Type::kClock || message.length >= sizeof(ClockText));
 }
 
-// Takes one message off the input; false if there is none yet.
+// Handles one message of the input. False: none is complete, or it was invalid.
 bool Heartbeat::Parse(State* state) {
   Message message;
   if (state->input.size() < sizeof message) return false;
@@ -254,7 +258,7 @@ bool Heartbeat::Parse(State* state) {
   state->input.erase(0, sizeof message + message.length);
   if (message.type == Type::kAsk) OnAsk(state, text);
   if (message.type == Type::kAnswer) OnAnswer(state, text);
-  if (message.type == Type::kLetGo) OnLetGo(state, text);
+  if (message.type == Type::kTeardown) OnTeardown(state, text);
   if (message.type == Type::kWaits) OnWaits(state, text);
   if (message.type == Type::kClock) OnClock(state, text);
   if (message.type == Type::kFail) {
@@ -279,7 +283,7 @@ void Heartbeat::CheckSilence() {
   {
     std::lock_guard lock(mutex_);
     const double now = Now();
-    // If this process itself stood still, its peers are not to blame.
+    // If this process itself was stopped, the silence of its peers means nothing.
     const bool stood_still = now - last_look_ > interval_ + timeout_ / 2;
     last_look_ = now;
     for (State& state : states_) {
@@ -320,7 +324,7 @@ void Heartbeat::OnLeave(State* state, const std::string& text) {
     state->finished = finished;
   }
   const int rank = state->peer.rank;
-  for (const auto& c : WatchedWith(rank)) c->PeerLeft(rank, finished[c->id()]);
+  for (const auto& c : WatchedWith(rank)) c->OnPeerShutdown(rank, finished[c->id()]);
   if (notify_) notify_->Ring();
 }
 
@@ -330,7 +334,7 @@ std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) cons
   for (const auto& weak : watched_) {
     auto c = weak.lock();
     if (!c) continue;
-    const auto& members = c->options().members;
+    const auto& members = c->options().world_ranks;
     if (std::find(members.begin(), members.end(), rank) != members.end())
       all.push_back(std::move(c));
   }
@@ -345,19 +349,19 @@ void Heartbeat::Close(State* state) {
 }
 
 void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
-  // Weak: a communicator may outlive the heartbeat that watched it.
+  // Weak, because a communicator may outlive the heartbeat that watches it.
   std::weak_ptr<Heartbeat> self = weak_from_this();
   HeartbeatHooks hooks;
   hooks.on_failure = [self](const Status& status) {
     if (auto heartbeat = self.lock()) heartbeat->Fail(status.message(), status.rank());
   };
   if (const int plane = PlaneOf(*communicator); plane >= 0)
-    hooks.laggards = [self, plane](uint64_t sequence) {
+    hooks.late_ranks = [self, plane](uint64_t sequence) {
       auto heartbeat = self.lock();
-      return heartbeat ? heartbeat->Laggards(plane, sequence) : std::vector<int>{};
+      return heartbeat ? heartbeat->LateRanks(plane, sequence) : std::vector<int>{};
     };
-  hooks.inquiry = self;
-  hooks.farewell = self;
+  hooks.straggler_probe = self;
+  hooks.teardown_barrier = self;
   communicator->SetHooks(std::move(hooks));
   std::vector<std::pair<int, std::string>> lost_before;
   std::map<int, uint64_t> left_before;
@@ -372,7 +376,7 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
             known == state.finished.end() ? 0 : known->second;
       }
   }
-  const auto& members = communicator->options().members;
+  const auto& members = communicator->options().world_ranks;
   auto member = [&](int rank) {
     return std::find(members.begin(), members.end(), rank) != members.end();
   };
@@ -381,7 +385,7 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
       communicator->Abort(
           Status(Code::kUnavailable, "rank " + std::to_string(rank) + " " + why, rank));
   for (const auto& [rank, finished] : left_before)
-    if (member(rank)) communicator->PeerLeft(rank, finished);
+    if (member(rank)) communicator->OnPeerShutdown(rank, finished);
 }
 
 void Heartbeat::Forget(const Communicator* communicator) {
@@ -402,7 +406,8 @@ void Heartbeat::Fail(const std::string& message, int culprit) {
   if (notify_ && culprit >= 0 && culprit != rank_) Lose(culprit, what);
 }
 
-// Of more communicators than fit, others think that they were left at once.
+// A message has room for 64 communicators. For any other one, peers assume that this
+// rank has finished no call.
 void Heartbeat::Leave() {
   std::string text;
   {
@@ -430,7 +435,7 @@ std::vector<int> Heartbeat::left() const {
   return ranks;
 }
 
-std::vector<int> Heartbeat::Laggards(int plane, uint64_t sequence) const {
+std::vector<int> Heartbeat::LateRanks(int plane, uint64_t sequence) const {
   std::lock_guard lock(mutex_);
   std::vector<int> ranks;
   for (const State& state : states_)

@@ -1,10 +1,9 @@
-// Where is everybody: questions and answers over the control connections. See
-// heartbeat.h.
+// Straggler probes over the sockets of the heartbeat. See heartbeat.h.
 //
-// Who is asked looks first whether it has made the call: then that is the answer. If
-// not, it rings for the interpreter, and answers when that has, or when a moment has
-// passed, in which case the interpreter is busy: something holds its lock, or nothing
-// of it runs.
+// A rank replies at once if it has made the call in question, or has no `inquire`.
+// Otherwise it rings `inquire` and waits for Answer, for kForInterpreter at most. After
+// that time it replies that the interpreter is busy: a thread holds the interpreter's
+// lock, or no thread of the interpreter runs.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -16,9 +15,9 @@ namespace ringjax {
 namespace {
 
 constexpr double kForInterpreter = 0.5;  // seconds
-constexpr double kRecently = 0.5;        // since a rank was asked
-constexpr ptrdiff_t kMostOpen = 16;      // questions of a peer at once
-constexpr size_t kMostStalls = 16;       // that are remembered as told
+constexpr double kRecently = 0.5;        // seconds; see StragglerProbe::Ask
+constexpr ptrdiff_t kMostOpen = 16;      // probes of one peer that wait for Answer
+constexpr size_t kMostStalls = 16;       // stalls kept to return each only once
 
 template <typename Head>
 std::string WithHead(const Head& head, std::string_view text) {
@@ -28,7 +27,7 @@ std::string WithHead(const Head& head, std::string_view text) {
 
 }  // namespace
 
-// -- asking --------------------------------------------------------------------------
+// -- probes that this rank sends -----------------------------------------------------
 
 void Heartbeat::Ask(const Question& question) {
   const double now = Now();
@@ -53,25 +52,25 @@ void Heartbeat::Ask(const Question& question) {
   }
 }
 
-std::vector<Sighting> Heartbeat::Sightings(int communicator,
-                                           const std::vector<int>& ranks) const {
-  std::vector<Sighting> sightings;
+std::vector<ProbeReply> Heartbeat::ProbeReplies(int communicator,
+                                                const std::vector<int>& ranks) const {
+  std::vector<ProbeReply> replies;
   std::lock_guard lock(mutex_);
   for (const int rank : ranks) {
-    Sighting& sighting = sightings.emplace_back();
-    sighting.rank = rank;
+    ProbeReply& reply = replies.emplace_back();
+    reply.rank = rank;
     for (const State& state : states_) {
       if (state.peer.rank != rank) continue;
-      sighting.host = state.peer.host;
+      reply.host = state.peer.host;
       const auto found = state.inquired.find(communicator);
       if (found == state.inquired.end()) continue;
-      sighting.asked = true;
-      sighting.answered = found->second.answered;
-      sighting.entered = found->second.entered;
-      sighting.text = found->second.text;
+      reply.asked = true;
+      reply.answered = found->second.answered;
+      reply.entered = found->second.entered;
+      reply.text = found->second.text;
     }
   }
-  return sightings;
+  return replies;
 }
 
 void Heartbeat::OnAnswer(State* state, const std::string& text) {
@@ -82,11 +81,11 @@ void Heartbeat::OnAnswer(State* state, const std::string& text) {
     if (asked.token != head.token || asked.answered) continue;
     asked.answered = true;
     asked.entered = head.entered != 0;
-    asked.text = Printable(std::string_view(text).substr(sizeof head), kMostSighting);
+    asked.text = Printable(std::string_view(text).substr(sizeof head), kMostReply);
   }
 }
 
-// -- answering -----------------------------------------------------------------------
+// -- replies of this rank ------------------------------------------------------------
 
 void Heartbeat::OnAsk(State* state, const std::string& text) {
   Open question;
@@ -117,7 +116,7 @@ std::shared_ptr<Communicator> Heartbeat::Watched(int id) const {
   return nullptr;
 }
 
-// What this rank waits for, else what it did last, in any communicator.
+// Returns what this rank waits for, or else its last call, of all communicators.
 std::string Heartbeat::OwnTrace() const {
   std::vector<std::shared_ptr<Communicator>> all;
   {
@@ -125,15 +124,15 @@ std::string Heartbeat::OwnTrace() const {
     for (const auto& weak : watched_)
       if (auto c = weak.lock()) all.push_back(std::move(c));
   }
-  Trace best;
+  ProbeAnswer best;
   for (const auto& c : all) {
-    Trace trace = c->trace();
-    if (!trace.any) continue;
-    const bool better = !best.any || (trace.waits && !best.waits) ||
-                        (trace.waits == best.waits && trace.when > best.when);
-    if (better) best = std::move(trace);
+    ProbeAnswer answer = c->probe_answer();
+    if (!answer.has_text) continue;
+    const bool better = !best.has_text || (answer.waits && !best.waits) ||
+                        (answer.waits == best.waits && answer.when > best.when);
+    if (better) best = std::move(answer);
   }
-  return best.any ? best.text : "it has made no call in this epoch";
+  return best.has_text ? best.text : "it has made no call in this epoch";
 }
 
 double Heartbeat::NextAnswer() const {
@@ -165,14 +164,14 @@ void Heartbeat::Reply(State* state, const AskHead& asked, const std::string& pla
   head.entered = !asked.operation && here && here->entered() >= asked.sequence ? 1 : 0;
   std::string text = OwnTrace();
   if (!place.empty()) {
-    text = Cut(text, kMostSighting / 2);
+    text = Cut(text, kMostReply / 2);
     text += "; " + place;
   }
   std::lock_guard lock(mutex_);
-  Send(state, Type::kAnswer, WithHead(head, Cut(text, kMostSighting)));
+  Send(state, Type::kAnswer, WithHead(head, Cut(text, kMostReply)));
 }
 
-// -- for who knows where the program is ----------------------------------------------
+// -- for the thread that finds the position of the program ---------------------------
 
 Heartbeat::Asked Heartbeat::asked() {
   Asked asked;
@@ -194,7 +193,7 @@ void Heartbeat::Answer(uint64_t newest, const std::string& place) {
   {
     std::lock_guard lock(mutex_);
     placed_ = std::max(placed_, newest);
-    place_ = Printable(place, kMostSighting / 2);
+    place_ = Printable(place, kMostReply / 2);
   }
   wakeup_->Ring();
 }

@@ -1,5 +1,5 @@
-// How long everybody has waited: each rank's last waits travel with its beats to the
-// first rank of the world, which tells from them whom all wait for. See heartbeat.h.
+// How long ranks wait. Each rank sends its latest waits with its beats to the first
+// rank of the world, where they show the stragglers. See heartbeat.h.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -9,9 +9,9 @@
 namespace ringjax {
 namespace {
 
-constexpr uint32_t kNamed = uint32_t{1} << 31;
-constexpr size_t kMostInBeat = 96;
-constexpr size_t kMostKept = 4096;  // of a peer, until somebody takes them
+constexpr uint32_t kNamed = uint32_t{1} << 31;  // Waited::named, on the wire
+constexpr size_t kMostInBeat = 96;  // waits; with the head and a place below kMostText
+constexpr size_t kMostKept = 4096;  // waits of one peer, until TakeWaits
 constexpr size_t kMostPlace = 180;  // bytes
 
 }  // namespace
@@ -37,7 +37,6 @@ std::map<int, Waits> Heartbeat::TakeWaits() {
   return all;
 }
 
-// Waits of the world's calls since the last time, the newest that there is room for.
 std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t most) {
   uint64_t count = 0;
   const std::vector<Event> latest = recorder.Latest(&count);
@@ -82,7 +81,7 @@ void Heartbeat::OnWaits(State* state, const std::string& text) {
   WaitsHead head;
   std::memcpy(&head, text.data(), sizeof head);
   const size_t words = 2 * sizeof(uint32_t);
-  if (head.count > (text.size() - sizeof head) / words) return;  // says nothing
+  if (head.count > (text.size() - sizeof head) / words) return;  // malformed
   std::lock_guard lock(mutex_);
   Waits& waits = state->waits;
   waits.calls = head.calls;

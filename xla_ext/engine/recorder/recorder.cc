@@ -1,4 +1,4 @@
-// The ring, the sums, the file at the end. See recorder.h.
+// The ring buffer, the totals, and the file at the end of a job. See recorder.h.
 #include "engine/recorder/recorder.h"
 
 #include <algorithm>
@@ -24,7 +24,8 @@ size_t BucketOf(double seconds) {
   return std::min(bucket, Totals::kBuckets - 1);
 }
 
-// Adds what is between the two and later than `*counted`, in seconds.
+// Adds the seconds between `from` and `to` that are later than `*counted`, and moves
+// `*counted` to `to`.
 void Cover(Event::Clock::time_point from, Event::Clock::time_point to,
            Event::Clock::time_point* counted, double* seconds) {
   from = std::max(from, *counted);
@@ -35,7 +36,7 @@ void Cover(Event::Clock::time_point from, Event::Clock::time_point to,
 
 bool Came(Event::Clock::time_point when) { return when != Event::Clock::time_point(); }
 
-// Seconds since the recording's first instant, as a number of JSON.
+// Returns the seconds from `zero` to `when` as JSON; "null" if `when` is not set.
 std::string At(Event::Clock::time_point when, Event::Clock::time_point zero) {
   if (!Came(when)) return "null";
   char text[32];
@@ -56,7 +57,7 @@ std::string LineOf(const Event& e, Event::Clock::time_point zero) {
          ", \"entered\": " + At(e.entered, zero) +
          ", \"agreed\": " + At(e.agreed, zero) + ", \"done\": " + At(e.done, zero) +
          (e.device ? ", \"device\": true" : "") +
-         (e.beside ? ", \"beside\": true" : "") + "}\n";
+         (e.overlapped ? ", \"overlapped\": true" : "") + "}\n";
 }
 
 }  // namespace
@@ -71,7 +72,7 @@ void Event::SetName(std::string_view text) {
   length = static_cast<uint8_t>(std::min(text.size(), kMostName));
   while (length > 0 && length < text.size() &&
          (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80)
-    --length;  // not within a character
+    --length;  // never end within a character
   std::memcpy(name, text.data(), length);
 }
 
@@ -131,7 +132,7 @@ std::vector<Event> Recorder::Latest(uint64_t* count) const {
   return InOrder(ring_.size());
 }
 
-// The last `most` of them, the oldest first. With mutex_ held.
+// Returns the newest `most` events, oldest first. With mutex_ held.
 std::vector<Event> Recorder::InOrder(size_t most) const {
   std::vector<Event> events;
   events.reserve(most);
@@ -164,7 +165,7 @@ std::string Recorder::LinesSince(uint64_t* seen, uint64_t* lost) const {
 
 void Recorder::Tell(std::shared_ptr<Listener> listener) {
   std::lock_guard lock(mutex_);
-  listener_.swap(listener);  // the one before goes without the lock
+  listener_.swap(listener);  // the old one is released without the lock
 }
 
 std::map<Recorder::Key, Totals> Recorder::totals() const {
@@ -215,7 +216,7 @@ std::string Recorder::Write(const std::string& reason) const {
   std::string text =
       "{\"who\": " + Quoted(who_) + head + ", \"reason\": " + Quoted(reason) + "}\n";
   for (const Event& event : latest) text += LineOf(event, zero);
-  // "x": whoever has put a link in its place finds nothing written through it.
+  // Mode "x" (O_EXCL) never opens a symbolic link that another process has put there.
   std::remove(path_.c_str());
   std::FILE* file = std::fopen(path_.c_str(), "wxe");
   if (file == nullptr) return std::strerror(errno);
@@ -223,7 +224,7 @@ std::string Recorder::Write(const std::string& reason) const {
   const int failed = whole ? 0 : errno;
   if (std::fclose(file) != 0 || !whole) {
     const int error = whole ? errno : failed;
-    std::remove(path_.c_str());  // half of it helps nobody
+    std::remove(path_.c_str());  // no incomplete file
     return std::strerror(error);
   }
   return "";

@@ -1,0 +1,84 @@
+// Copies for other cores: the same bytes either way, and which way is found out on
+// machines whose cores are near, far apart, or change.
+#include "transport/adaptive_copier.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+TEST(CopiesAreTheSameEitherWay) {
+  std::vector<unsigned char> from((1 << 20) + 200), to(from.size() + 200);
+  for (size_t i = 0; i < from.size(); ++i)
+    from[i] = static_cast<unsigned char>(i % 251);
+  for (const bool past : {false, true}) {
+    const Instead<bool> how(&always_non_temporal, past);
+    AdaptiveCopier copier;
+    for (const size_t bytes : {0, 1, 4095, 4096, 4097, 65600, 1 << 20})
+      for (const size_t offset : {0, 1, 63, 64, 100}) {
+        std::fill(to.begin(), to.end(), 255);
+        copier.Copy(&to[offset], &from[100 - offset], bytes);
+        CHECK(std::memcmp(&to[offset], &from[100 - offset], bytes) == 0);
+        CHECK(std::all_of(to.begin(), to.begin() + offset,
+                          [](unsigned char c) { return c == 255; }));
+        CHECK_EQ(to[offset + bytes], 255);
+        if (bytes >= AdaptiveCopier::kLeast)
+          CHECK_EQ(copier.non_temporal() || !past, true);
+      }
+  }
+}
+
+// A writer on a machine where a byte takes so long; how many copies went past.
+class Machine {
+ public:
+  int Write(int count, double ordinary, double past, size_t bytes = 64 << 10) {
+    int times = 0;
+    for (int i = 0; i < count; ++i) {
+      const bool goes = copier_.IsNonTemporal(bytes);
+      times += goes;
+      // Of five copies one is interrupted.
+      copier_.Took(bytes, (goes ? past : ordinary) * static_cast<double>(bytes) *
+                              (i % 5 == 2 ? 20 : 1));
+    }
+    return times;
+  }
+  bool Past(size_t bytes) const { return copier_.IsNonTemporal(bytes); }
+
+ private:
+  AdaptiveCopier copier_;
+};
+
+TEST(WhoWritesFindsOutWhetherCoresAreFarApart) {
+  Machine near;
+  CHECK(near.Write(5000, 0.1, 0.04) < 80);
+  Machine far;
+  CHECK(far.Write(5000, 0.4, 0.04) > 4900);
+  Machine changing;
+  changing.Write(2000, 0.03, 0.04);
+  CHECK(changing.Write(100, 0.4, 0.04) >= 85);    // it is noticed at once
+  CHECK(changing.Write(2000, 0.03, 0.04) < 600);  // and tried now and then
+  CHECK(changing.Write(100, 0.4, 0.04) >= 85);
+}
+
+// Long copies come from memory and short ones from the caches: each size is compared
+// with its like.
+TEST(SizesAreAskedEachForItself) {
+  Machine machine;
+  for (int i = 0; i < 200; ++i) {
+    machine.Write(1, 0.03, 0.04, 64 << 10);
+    machine.Write(1, 0.4, 0.04, 1 << 20);
+    machine.Write(1, 0.4, 0.04, 5 << 20);
+    machine.Write(1, 0.1, 0.05, AdaptiveCopier::kLeast);
+  }
+  CHECK(!machine.Past(64 << 10));
+  CHECK(machine.Past(1 << 20) && machine.Past(5 << 20) && machine.Past(~size_t{0}));
+  CHECK(!machine.Past(AdaptiveCopier::kLeast) && !machine.Past(0));
+}
+
+}  // namespace
+}  // namespace ringjax

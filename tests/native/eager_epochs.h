@@ -1,0 +1,162 @@
+// A job of eager lanes that goes on without the workers it loses: threads as workers,
+// and the decisions that its coordinator would make. A worker has a number for good,
+// and in each epoch a rank.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "eager_world.h"
+#include "engine/communicator/resilient_comm.h"
+
+namespace ringjax::testing_eager {
+
+class Epochs {
+ public:
+  struct Worker {
+    std::shared_ptr<ResilientComm> resilient;
+    std::shared_ptr<Communicator> communicator;  // of its last epoch
+    std::unique_ptr<EagerLane> lane;
+    std::vector<CommitDecision> heard;  // and not installed yet
+    bool lost = false;
+  };
+
+  explicit Epochs(int size, EagerOptions options = {}, size_t tile = 4096,
+                  double epoch_timeout = 60, const std::string& algorithm = "")
+      : options_(options),
+        tile_(tile),
+        epoch_timeout_(epoch_timeout),
+        algorithm_(algorithm) {
+    for (int w = 0; w < size; ++w) members.push_back(Add());
+    Form();
+    for (int w : members) Install(w);
+  }
+
+  // A worker that is in no epoch yet.
+  int Add() {
+    workers.emplace_back().resilient = std::make_shared<ResilientComm>(epoch_timeout_);
+    return static_cast<int>(workers.size()) - 1;
+  }
+
+  EagerLane& lane(int worker) { return *workers[static_cast<size_t>(worker)].lane; }
+
+  // As if its process had died: what it does just now ends in the middle, and its links
+  // close. `ended` returns when nobody uses its lane any more.
+  template <typename Ended>
+  void Kill(int worker, Ended&& ended) {
+    Worker& w = workers[static_cast<size_t>(worker)];
+    w.lost = true;
+    w.lane->Close();
+    ended();
+    w.lane.reset();
+    w.communicator.reset();
+  }
+  void Kill(int worker) {
+    Kill(worker, [] {});
+  }
+
+  // What the survivors do when they hear of it; each half is a step of its own, so that
+  // tests can do something in between.
+  void Revoke(const std::string& reason) {
+    for (int w : members)
+      if (!workers[w].lost)
+        workers[w].communicator->Abort(Status(Code::kUnavailable, reason, 0));
+    decision_ = {0, true, {}, reason};
+    uint64_t returned = 0, done = UINT64_MAX;
+    for (int w : members) {
+      if (workers[w].lost) continue;
+      ProgressReport report;
+      // One in whose resilient communicator the epoch was never installed has done
+      // nothing.
+      if (workers[w].communicator->epoch_index() > 0)
+        CHECK(workers[w].communicator->Quiesce(20, &report).ok());
+      returned = std::max(returned, report.returned);
+      done = std::min(done, report.done);
+      decision_.repeats = decision_.repeats && report.repeatable;
+    }
+    decision_.finished = std::max(returned, done);
+    CHECK(decision_.repeats);
+  }
+
+  // New links between who is left and who comes; nobody has them yet.
+  void Regroup(bool repeats = true, const std::vector<int>& newcomers = {}) {
+    decision_.repeats = decision_.repeats && repeats;
+    std::vector<int> left;
+    for (int w : members) {
+      decision_.ranks.push_back(workers[w].lost ? -1 : static_cast<int>(left.size()));
+      if (!workers[w].lost) left.push_back(w);
+    }
+    for (int w : left) workers[w].heard.push_back(decision_);
+    left.insert(left.end(), newcomers.begin(), newcomers.end());
+    members = left;
+    Form();
+  }
+
+  void Install(int worker) {
+    Worker& w = workers[static_cast<size_t>(worker)];
+    if (w.heard.empty()) w.heard.emplace_back();  // a newcomer
+    for (size_t i = 0; i + 1 < w.heard.size(); ++i)
+      CHECK(w.resilient->Install(nullptr, w.heard[i]).ok());
+    CHECK(w.resilient->Install(w.communicator, w.heard.back()).ok());
+    w.heard.clear();
+    if (!w.lane) w.lane = std::make_unique<EagerLane>(w.communicator, options_);
+  }
+
+  void Repair(const std::string& reason, bool repeats = true,
+              const std::vector<int>& newcomers = {}) {
+    Revoke(reason);
+    Regroup(repeats, newcomers);
+    for (int w : members) Install(w);
+  }
+
+  std::vector<Worker> workers;
+  std::vector<int> members;  // workers by rank
+
+ private:
+  void Form() {
+    const size_t size = members.size();
+    std::vector<std::unique_ptr<Doorbell>> bells;
+    std::vector<std::vector<std::unique_ptr<Link>>> links(size);
+    std::vector<Doorbell*> all;
+    std::vector<int> world(size);
+    for (size_t r = 0; r < size; ++r) {
+      bells.push_back(MakeBell());
+      all.push_back(bells[r].get());
+      links[r].resize(size);
+      world[r] = static_cast<int>(r);
+    }
+    for (size_t a = 0; a < size; ++a)
+      for (size_t b = a + 1; b < size; ++b)
+        std::tie(links[a][b], links[b][a]) = MakeLocalLinks(4096, all[a], all[b]);
+    std::vector<std::unique_ptr<SharedSegment>> segments(size);
+    if (tile_ > 0 && size > 1) segments = MakeLocalSegments(tile_, all);
+    for (size_t r = 0; r < size; ++r) {
+      CommunicatorOptions o;
+      o.topology = {static_cast<int>(r), static_cast<int>(size),
+                    std::vector<int>(size, 0)};
+      o.world_ranks = world;
+      o.epoch = epoch_;
+      o.collective_timeout = 60;
+      if (size > 1) o.algorithm = algorithm_;
+      Worker& w = workers[static_cast<size_t>(members[r])];
+      w.communicator =
+          std::make_shared<Communicator>(o, std::move(links[r]), std::move(bells[r]),
+                                         std::move(segments[r]), w.resilient);
+    }
+    ++epoch_;
+  }
+
+  const EagerOptions options_;
+  const size_t tile_;
+  const double epoch_timeout_;
+  const std::string algorithm_;
+  uint32_t epoch_ = 0;
+  CommitDecision decision_;
+};
+
+}  // namespace ringjax::testing_eager

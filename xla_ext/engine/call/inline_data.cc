@@ -1,0 +1,226 @@
+// Writing and reading inline data, and finishing calls from them. See inline_data.h.
+#include "engine/call/inline_data.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "transport/copy.h"
+#include "transport/shared_segment.h"
+
+namespace ringjax {
+namespace {
+
+// The longest inline allreduce, in bytes. Each rank reduces all elements of it and not
+// only a part, which up to here costs less than a second exchange.
+constexpr uint64_t kMostSummedByAll = 16 << 10;
+
+uint64_t Sum(std::span<const uint64_t> counts) {
+  return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+}
+
+// The table in front of the bytes of an alltoall: whether the bytes are in the slot,
+// then how many the rank sends to each rank, then how many it expects of each rank.
+class Table {
+ public:
+  static uint64_t Bytes(size_t size) { return (1 + 2 * size) * sizeof(uint64_t); }
+
+  Table(const std::byte* at, size_t size) : words_(1 + 2 * size) {
+    std::memcpy(words_.data(), at, Bytes(size));
+  }
+
+  // Makes the table of this rank anew: a peer could have changed the one in the slot.
+  Table(const Problem& problem, uint64_t room) : words_(1 + problem.counts.size()) {
+    const size_t size = problem.counts.size() / 2;
+    words_[0] = Sum(std::span(problem.counts).first(size)) <= room;
+    std::copy(problem.counts.begin(), problem.counts.end(), words_.begin() + 1);
+  }
+
+  bool whole() const { return words_[0] != 0; }
+  uint64_t sent(size_t rank) const { return words_[1 + rank]; }
+  uint64_t expected(size_t rank) const { return words_[1 + words_.size() / 2 + rank]; }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+std::byte* Text(const Endpoints& endpoints, uint64_t turn, size_t rank) {
+  return endpoints.segment->InlineSlot(turn, static_cast<int>(rank)) +
+         SharedSegment::kHeaderBytes;
+}
+
+// The bytes that each rank gives. Not for an alltoall, whose sizes differ between
+// ranks.
+std::vector<uint64_t> Given(const Problem& problem, const Arithmetic& a, size_t size) {
+  if (problem.op == Collective::kAllgather) return problem.counts;
+  if (problem.op != Collective::kBroadcast)
+    return std::vector(size, Sum(problem.counts) * Width(a.wire));
+  std::vector<uint64_t> given(size);
+  given[static_cast<size_t>(problem.root)] = problem.counts[0];
+  return given;
+}
+
+// Writes `in` in the element type of the wire.
+void Write(std::byte* to, const Spans& in, const Arithmetic& a,
+           AdaptiveCopier* copier) {
+  for (uint64_t at = 0; at < in.bytes();) {
+    const Span from = in.At(at, in.bytes() - at);
+    const uint64_t n = from.bytes / Width(a.dtype);
+    if (IsPlain(a, true))
+      copier->Copy(to, from.data, from.bytes);
+    else
+      Encode(to, from.data, n, a, true);
+    to += n * Width(a.wire);
+    at += from.bytes;
+  }
+}
+
+// Reduces the values of all ranks from byte `offset` on into `out`.
+void AddUp(const Values& values, uint64_t offset, const Arithmetic& a,
+           const Spans& out) {
+  const size_t last = values.size() - 1;
+  for (uint64_t at = 0; at < out.bytes();) {
+    const Span to = out.At(at, out.bytes() - at);
+    const uint64_t n = to.bytes / Width(a.dtype);
+    Decode(to.data, values[0].data() + offset, n, a);
+    for (size_t r = 1; r <= last; ++r)
+      Combine(to.data, to.data, values[r].data() + offset, n, a, false, r == last);
+    offset += n * Width(a.wire);
+    at += to.bytes;
+  }
+}
+
+// Copies the values of all ranks to `out`, in rank order.
+void Gather(const Values& values, const Spans& out) {
+  uint64_t place = 0;
+  for (const auto& given : values)
+    for (size_t done = 0; done < given.size();) {
+      const Span to = out.At(place, given.size() - done);
+      CopyBytes(to.data, given.data() + done, to.bytes);
+      done += to.bytes;
+      place += to.bytes;
+    }
+}
+
+// Whether every rank expects as many bytes as every other rank sends to it.
+bool Agree(const std::vector<Table>& tables) {
+  for (size_t from = 0; from < tables.size(); ++from)
+    for (size_t to = 0; to < tables.size(); ++to)
+      if (tables[from].sent(to) != tables[to].expected(from)) return false;
+  return true;
+}
+
+Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* values,
+                  bool* whole) {
+  const auto size = static_cast<size_t>(endpoints.segment->size());
+  const auto rank = static_cast<size_t>(endpoints.segment->rank());
+  const uint64_t turn = endpoints.segment->own(SharedSegment::kAgreed);
+  const uint64_t room = endpoints.segment->inline_bytes() - Table::Bytes(size);
+  std::vector<Table> tables;
+  for (size_t r = 0; r < size; ++r)
+    if (r == rank)
+      tables.emplace_back(problem, room);
+    else
+      tables.emplace_back(Text(endpoints, turn, r), size);
+  if (!Agree(tables))
+    return Status(Code::kMismatch,
+                  "splits and received_splits of the ranks do not fit together. "
+                  "Nothing was exchanged.");
+  *whole = std::all_of(tables.begin(), tables.end(),
+                       [](const Table& t) { return t.whole(); });
+  if (!*whole) return OkStatus();
+  for (size_t r = 0; r < size; ++r) {
+    // A table from a peer may hold any numbers; the limit keeps the sum from overflow.
+    uint64_t before = 0;
+    for (size_t to = 0; to < rank; ++to)
+      before += std::min(tables[r].sent(to), room + 1);
+    const uint64_t bytes = tables[r].sent(rank);
+    if (before > room || bytes > room - before)
+      return Status(Code::kUnavailable, "shared memory is damaged: impossible splits",
+                    static_cast<int>(r));
+    values->emplace_back(Text(endpoints, turn, r) + Table::Bytes(size) + before, bytes);
+  }
+  return OkStatus();
+}
+
+}  // namespace
+
+bool FitsInline(const Problem& problem, const Arithmetic& a,
+                const SharedSegment& segment) {
+  const auto size = static_cast<size_t>(segment.size());
+  if (problem.op == Collective::kAlltoall)
+    return Table::Bytes(size) <= segment.inline_bytes();
+  const std::vector<uint64_t> given = Given(problem, a, size);
+  const bool by_all = problem.op == Collective::kAllreduce;
+  return *std::max_element(given.begin(), given.end()) <=
+         (by_all ? kMostSummedByAll : segment.inline_bytes());
+}
+
+void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
+               const Endpoints& endpoints) {
+  SharedSegment& segment = *endpoints.segment;
+  const auto size = static_cast<size_t>(segment.size());
+  std::byte* to = Text(endpoints, segment.own(SharedSegment::kAgreed) + 1,
+                       static_cast<size_t>(segment.rank()));
+  if (problem.op == Collective::kBroadcast && segment.rank() != problem.root) return;
+  if (problem.op == Collective::kAlltoall) {
+    const uint64_t whole = in.bytes() <= segment.inline_bytes() - Table::Bytes(size);
+    std::memcpy(to, &whole, sizeof whole);
+    std::memcpy(to + sizeof whole, problem.counts.data(), 2 * size * sizeof(uint64_t));
+    if (!whole) return;
+    to += Table::Bytes(size);
+  }
+  Write(to, in, a, &segment.copier());
+}
+
+Status ReadInline(const Problem& problem, const Arithmetic& a,
+                  const Endpoints& endpoints, Values* values, bool* whole) {
+  values->clear();
+  *whole = true;
+  if (problem.op == Collective::kAlltoall)
+    return ReadTables(problem, endpoints, values, whole);
+  const uint64_t turn = endpoints.segment->own(SharedSegment::kAgreed);
+  const auto size = static_cast<size_t>(endpoints.segment->size());
+  const std::vector<uint64_t> given = Given(problem, a, size);
+  for (size_t r = 0; r < size; ++r)
+    values->emplace_back(Text(endpoints, turn, r), given[r]);
+  return OkStatus();
+}
+
+int SortOut(const Problem& problem, const Arithmetic& a, int rank,
+            std::span<const std::span<const std::byte>> given, Values* values) {
+  const size_t size = given.size();
+  const bool parts = problem.op == Collective::kAlltoall;
+  std::vector<uint64_t> whole;
+  if (!parts) whole = Given(problem, a, size);
+  values->clear();
+  for (size_t r = 0; r < size; ++r) {
+    const uint64_t part = parts ? problem.counts[size + r] : whole[r];
+    if (given[r].size() != part * (parts ? size : 1)) return static_cast<int>(r);
+    const uint64_t before = parts ? part * static_cast<uint64_t>(rank) : 0;
+    values->push_back(given[r].subspan(before, part));
+  }
+  return -1;
+}
+
+void Finish(const Problem& problem, const Arithmetic& a, const Values& values, int rank,
+            const Spans& out) {
+  const auto before = static_cast<size_t>(rank);
+  switch (problem.op) {
+    case Collective::kAllreduce:
+      AddUp(values, 0, a, out);
+      for (uint64_t at = 0; at < out.bytes();) {
+        const Span sums = out.At(at, out.bytes() - at);
+        UnifyNans(sums.data, sums.bytes / Width(a.dtype), a.dtype);
+        at += sums.bytes;
+      }
+      return;
+    case Collective::kReducescatter:
+      return AddUp(values, Sum(std::span(problem.counts).first(before)) * Width(a.wire),
+                   a, out);
+    default:
+      return Gather(values, out);
+  }
+}
+
+}  // namespace ringjax

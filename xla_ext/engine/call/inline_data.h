@@ -1,0 +1,61 @@
+// Inline data: the data of short calls, which travel with the agreement.
+//
+// For ranks that all map one SharedSegment. Before the ranks agree, each rank writes
+// its data behind the frame of its agreement, into its inline slot. After the agreement
+// all data are there, and each rank finishes the call alone: one exchange instead of
+// two. Verbs and UCX call data that travel with their descriptor inline, too.
+//
+//   allreduce, reducescatter   the values of the rank, in the element type of the wire;
+//                              each rank reduces the elements that it needs
+//   broadcast                  the bytes of the root
+//   allgather                  the bytes of the rank
+//   alltoall                   a table of the bytes that the rank sends to each rank
+//                              and expects of each rank, then its bytes
+//
+// The table replaces the exchange of splits with which an alltoall begins without a
+// shared segment, also if the bytes of some rank do not fit.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "collective/schedule.h"
+#include "engine/call/executor.h"
+
+namespace ringjax {
+
+// The data that each rank has for this rank, by rank. In a reduction these are whole
+// vectors; in a broadcast all but the root's are empty; in an alltoall they are parts
+// of the data.
+using Values = std::vector<std::span<const std::byte>>;
+
+// Whether the data of every rank fit into its inline slot; for an alltoall, whose sizes
+// differ between ranks, whether the table fits. The result is equal on all ranks.
+bool FitsInline(const Problem& problem, const Arithmetic& a,
+                const SharedSegment& segment);
+
+// Writes the data of this rank into its slot of the next turn. Comes before the
+// agreement, which releases the data to the peers.
+void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
+               const Endpoints& endpoints);
+
+// Finds the data of all ranks after the agreement. `*values` refers to the slots, and
+// is valid until this rank begins its next call. `*whole`: whether the data of every
+// rank were in its slot, the same on all ranks; if not, `*values` is empty. Only an
+// alltoall fails: kMismatch if a rank sends another size than its peer expects (the
+// error names no rank), kUnavailable if a table is damaged.
+Status ReadInline(const Problem& problem, const Arithmetic& a,
+                  const Endpoints& endpoints, Values* values, bool* whole);
+
+// Finds the values of a call in `given`, the piggybacked data of all ranks (Piggyback,
+// in agreement.h). All parts of an alltoall have equal length there. Returns -1, or the
+// first rank that gave another number of bytes than the call has.
+int SortOut(const Problem& problem, const Arithmetic& a, int rank,
+            std::span<const std::span<const std::byte>> given, Values* values);
+
+// Writes the result of this rank. All ranks reduce the same numbers in the same order,
+// so they end with the same bits.
+void Finish(const Problem& problem, const Arithmetic& a, const Values& values, int rank,
+            const Spans& out);
+
+}  // namespace ringjax

@@ -1,0 +1,44 @@
+// See ticket_lock.h.
+#include "engine/call/ticket_lock.h"
+
+namespace ringjax {
+
+uint64_t TicketLock::Take() {
+  std::lock_guard lock(mutex_);
+  return next_++;
+}
+
+Status TicketLock::Wait(uint64_t ticket, const std::function<Status()>& stop) {
+  std::unique_lock lock(mutex_);
+  while (serving_ != ticket) {
+    // `stop` is called before each sleep: if an earlier ticket was lost, no Leave will
+    // ever serve this one.
+    const uint64_t woken = woken_;
+    lock.unlock();
+    RJ_TRY(stop());
+    lock.lock();
+    // A WakeAll while the mutex was released did not wake this thread, and `stop` may
+    // return something else now: it is called again before the sleep.
+    if (serving_ == ticket || woken_ != woken) continue;
+    served_.wait_for(lock, slice_);
+  }
+  return OkStatus();
+}
+
+void TicketLock::Leave() {
+  {
+    std::lock_guard lock(mutex_);
+    ++serving_;
+  }
+  served_.notify_all();
+}
+
+void TicketLock::WakeAll() {
+  {
+    std::lock_guard lock(mutex_);
+    ++woken_;
+  }
+  served_.notify_all();
+}
+
+}  // namespace ringjax

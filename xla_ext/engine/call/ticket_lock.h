@@ -1,0 +1,55 @@
+// A ticket lock: callers are served in the order in which they took tickets.
+//
+// Mellor-Crummey and Scott, "Algorithms for scalable synchronization on shared-memory
+// multiprocessors", ACM TOCS 9(1), 1991. A caller that waits sleeps on a condition
+// variable and does not spin, since a call may last for seconds. The fast path takes
+// one mutex.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+
+#include "base/status.h"
+
+namespace ringjax {
+
+// All functions may be called by any thread.
+class TicketLock {
+ public:
+  // `slice`: the longest sleep before Wait calls `stop` again. Ctrl-C needs it, because
+  // no thread calls WakeAll then; all other reasons to stop come with a WakeAll.
+  explicit TicketLock(std::chrono::milliseconds slice = std::chrono::milliseconds(100))
+      : slice_(slice) {}
+
+  // Takes the next ticket. It blocks all later tickets until Wait and Leave are called.
+  uint64_t Take();
+  // Waits until the ticket is served. Calls `stop` before each sleep, without holding
+  // the mutex. If `stop` fails, returns its error; the ticket is then lost, and later
+  // tickets are never served.
+  Status Wait(uint64_t ticket, const std::function<Status()>& stop);
+  void Leave();    // serves the next ticket
+  void WakeAll();  // makes all waiting callers call `stop` again
+
+ private:
+  const std::chrono::milliseconds slice_;
+  std::mutex mutex_;
+  std::condition_variable served_;
+  uint64_t next_ = 0, serving_ = 0, woken_ = 0;
+};
+
+// Leaves the lock at the end of a scope, however the scope ends.
+class TicketLockGuard {
+ public:
+  explicit TicketLockGuard(TicketLock* lock) : lock_(lock) {}
+  ~TicketLockGuard() { lock_->Leave(); }
+  TicketLockGuard(const TicketLockGuard&) = delete;
+  TicketLockGuard& operator=(const TicketLockGuard&) = delete;
+
+ private:
+  TicketLock* lock_;
+};
+
+}  // namespace ringjax

@@ -1,0 +1,93 @@
+// DeviceRendezvous: where the calls of all devices of a process become one call.
+//
+// A program over several devices calls once for each device. To the other ranks all
+// these calls are one call: one agreement, one message and one outcome per process,
+// however many devices it has. A tensor on several devices is cut into shards, or the
+// devices hold copies of it. Each shard travels once, in the same order on all ranks,
+// whichever device holds it. XLA has the same word, rendezvous, for such an object.
+//
+// No device waits here. XLA runs a program with as many threads as it has devices, and
+// collectives of XLA itself block these threads until all devices have arrived. If our
+// calls blocked them as well, the devices that are still to arrive might never get a
+// thread. So Join only takes the part of a device. When the call has ended, `done` is
+// called for each device on a thread of its own, which may continue with the program,
+// and block.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/communicator/communicator.h"
+
+namespace ringjax {
+
+// The part of one device in a call. The tensors and texts of `call` must stay valid
+// until `done` is called.
+struct Part {
+  std::shared_ptr<Communicator> communicator;
+  Call call;  // `tensors` are the shards of this device; the rest is equal on all
+  int64_t device = 0;            // one of `devices`
+  int64_t run = 0;               // the run of the program, equal on all devices
+  std::vector<int64_t> devices;  // all that take part, in an order equal on all
+  // For each tensor, and in it for each device in order: the number of the shard that
+  // the device holds, from 0. Devices with the same number hold equal data.
+  std::vector<int64_t> shards;
+  std::function<void(const Status&)> done;  // called once; ok: results are in place
+  // Called once with the call of all devices together; if it is empty, the communicator
+  // runs that call. With `wants_turn`, `body` must use `ticket` for its first call.
+  std::function<Status(uint64_t ticket, const Call& call)> body;
+  bool wants_turn = true;
+};
+
+// Thread-safe.
+class DeviceRendezvous {
+ public:
+  DeviceRendezvous() = default;
+  ~DeviceRendezvous();  // fails the parts that still wait for a device
+  DeviceRendezvous(const DeviceRendezvous&) = delete;
+  DeviceRendezvous& operator=(const DeviceRendezvous&) = delete;
+
+  // Takes the part of one device. The k-th call of a device in a run belongs to the
+  // k-th calls of the other devices; the last part starts the call. Does not wait,
+  // unless the system can start no thread for the call. If this fails or throws, `done`
+  // is not called.
+  Status Join(Part part);
+
+  // The devices that the oldest incomplete call waits for: "device 1 of its own to come
+  // to allreduce 'x'"; empty if no call waits. For Communicator::set_missing_locally.
+  std::string Missing() const;
+
+ private:
+  using Time = std::chrono::steady_clock::time_point;
+  struct Group {
+    std::vector<Part> parts;  // parts that have arrived; never empty in open_
+    Time deadline;
+    double seconds = 0;  // the timeout that `deadline` was made of
+
+    std::string Missing() const;
+  };
+
+  void Watch();
+  Status Miss(const Group& late, std::string* what);
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::list<Group> open_;  // groups that wait for a device, oldest first
+  std::deque<std::pair<int64_t, Status>>
+      lost_;                  // the last 64 runs that have been given up
+  Time alarm_ = Time::max();  // when Watch wakes up next
+  bool stopping_ = false;
+  std::thread watch_;  // runs Watch; started by the first Join
+};
+
+}  // namespace ringjax

@@ -1,0 +1,93 @@
+// The messages of the negotiation as bytes. Each rank sends one in each round.
+//
+// A message is a list of items in little-endian varints, followed by a seal. It comes
+// from a peer and is not trusted: any bytes give items or a Status, and the reader
+// allocates no more memory than the size of the message justifies. negotiation.h
+// explains the meaning of the items.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "base/status.h"
+#include "engine/eager/submission.h"
+
+namespace ringjax {
+
+inline constexpr size_t kMostExpiryText = 1024;  // bytes
+
+struct NegotiationItem {
+  enum class Kind : uint8_t {
+    kReferences,   // submissions in the cache, by number: first .. first+count-1
+    kDescription,  // a submission in full
+    kJoin,
+    kExpiry,  // the rank no longer waits for submission->op and ->name, after
+              // `seconds`; `text` says where the late ranks are
+  };
+  Kind kind = Kind::kDescription;
+  uint64_t first = 0, count = 0;
+  double seconds = 0;
+  SubmissionPtr submission;
+  std::string text = {};
+};
+
+// Builds one message. References with successive numbers become one run.
+class NegotiationWriter {
+ public:
+  void Reference(uint64_t number);
+  void Description(const Submission& submission);
+  void Join();
+  // Writes at most kMostExpiryText bytes of `text`.
+  void Expiry(const Submission& key, double seconds, std::string_view text = {});
+
+  size_t size() const { return bytes_.size(); }  // bytes without pending references
+  // Ends the message and returns it. The reader must name the same round and rank.
+  std::string Seal(uint64_t round, int rank);
+
+ private:
+  void Head(uint64_t value, unsigned kind);
+  void Flush();  // writes the pending references
+  void Varint(uint64_t value);
+  void Text(std::string_view text);
+  void Real(double value);
+
+  std::string bytes_;
+  uint64_t first_ = 0, count_ = 0;
+};
+
+// Appends the seal to `items`. The seal is no secret: it detects accidents, and ranks
+// that are in different rounds.
+std::string SealMessage(std::string items, uint64_t round, int rank);
+
+// Reads one message.
+class NegotiationReader {
+ public:
+  // `size`: number of ranks in the set. It limits the root and the number of splits.
+  NegotiationReader(std::string_view message, int size) : rest_(message), size_(size) {}
+
+  // Checks and removes the seal. To be called first. Returns false if this is not the
+  // message of that rank in that round.
+  bool Open(uint64_t round, int rank);
+
+  bool done() const { return rest_.empty(); }
+  // Reads one item. kInternal: the message is damaged, and its rest has no meaning.
+  Status Next(NegotiationItem* item);
+
+ private:
+  Status Description(NegotiationItem* item);
+  bool Pieces(Submission* submission);
+  bool Splits(Submission* submission);
+  bool Byte(uint8_t* value);
+  bool Varint(uint64_t* value);
+  bool Length(size_t least, uint64_t* value);
+  bool Number(int64_t* value);
+  bool Real(double* value);
+  bool Text(std::string* text);
+
+  std::string_view rest_;
+  int size_;
+};
+
+}  // namespace ringjax

@@ -1,0 +1,40 @@
+// Waiting for a work. See work.h.
+#include "engine/eager/work.h"
+
+#include <sched.h>
+
+#include <chrono>
+
+#include "engine/call/waiter.h"
+
+namespace ringjax {
+
+Status Work::Wait() {
+  constexpr auto kSlice = std::chrono::milliseconds(100);
+  if (!done() && gate_->IsDriver())
+    return Status(Code::kFailedPrecondition,
+                  "a signal handler waits for an operation that its own thread must do "
+                  "after it; submit it there, and wait for it later");
+  // Yields first: to sleep and to be woken takes longer than most short operations.
+  const auto until = Clock::now() + std::chrono::duration<double>(gate_->spin_seconds);
+  while (!done() && Clock::now() < until) sched_yield();
+  while (!done()) {
+    {
+      std::unique_lock lock(gate_->mutex);
+      gate_->ended.wait_for(lock, kSlice, [this] { return done(); });
+    }
+    if (done()) break;
+    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
+      return Status(Code::kCancelled, "interrupted while waiting");
+  }
+  return status_;
+}
+
+Status Work::Follow(uint64_t stream) {
+  if (!status_.ok() || !end_) return status_;
+  RJ_TRY(end_->Delay(stream));
+  if (stream == stream_) followed_.store(true, std::memory_order_release);
+  return OkStatus();
+}
+
+}  // namespace ringjax

@@ -1,0 +1,101 @@
+// Work: the outcome of a submission, to be polled or waited for by any thread.
+// PyTorch's c10d uses this name; Horovod says handle. The holder of the lane's progress
+// lock completes it once.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/status.h"
+
+namespace ringjax {
+
+// A point in the work of a stream on some kind of device.
+class DevicePoint {
+ public:
+  virtual ~DevicePoint() = default;
+  virtual int device() const = 0;
+  // Whether the device has reached the point. Does not wait.
+  virtual bool passed() const = 0;
+  // Whether the work before the point is void. The device reaches the point anyway.
+  virtual bool failed() const = 0;
+  // Makes later work of `stream` wait for the point. Fails if failed().
+  virtual Status Delay(uint64_t stream) = 0;
+};
+using DevicePointPtr = std::shared_ptr<DevicePoint>;
+
+// Memory of the core, for results whose size is known only after the negotiation.
+struct Output {
+  std::shared_ptr<void> memory;
+  DType dtype = DType::kF32;
+  std::vector<int64_t> dims;
+  std::vector<int64_t> received;  // rows from each rank
+};
+
+// The mutex and condition variable on which threads wait for the works of one lane.
+struct Gate {
+  std::mutex mutex;
+  std::condition_variable ended;
+  double spin_seconds = 0;  // how long a thread yields before it sleeps
+
+  // While a Driver lives, its thread counts as the holder of the lane's progress lock.
+  class Driver {
+   public:
+    explicit Driver(const Gate* gate) { driven = gate; }
+    ~Driver() { driven = nullptr; }
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+  };
+  static bool IsDriving() { return driven != nullptr; }
+  bool IsDriver() const { return driven == this; }
+
+ private:
+  static inline thread_local const Gate* driven = nullptr;
+};
+
+class Work {
+ public:
+  explicit Work(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Waits for the outcome. kCancelled if this process was interrupted; the work goes on
+  // then. kFailedPrecondition in a signal handler whose thread holds the progress lock.
+  Status Wait();
+
+  // Whether the work has ended, on the device as well if there is one.
+  bool passed() const { return done() && (!end_ || end_->passed()); }
+  // Whether nothing remains to wait for.
+  bool settled() const { return done() && (!end_ || end_->passed() || end_->failed()); }
+  // On a device, once done: makes later work of `stream` wait for the results.
+  Status Follow(uint64_t stream);
+  // Whether the submission's stream waits already, so its memory may be reused.
+  bool followed() const { return followed_.load(std::memory_order_acquire); }
+  uint64_t stream() const { return stream_; }
+
+  // Once done:
+  const Status& status() const { return status_; }
+  const std::vector<Output>& outputs() const { return outputs_; }
+  int last_joined() const { return last_joined_; }           // Join: rank in the set
+  int device() const { return end_ ? end_->device() : -1; }  // -1: the host
+
+ private:
+  friend class EagerLane;
+
+  const std::shared_ptr<Gate> gate_;
+  uint64_t stream_ = 0;  // stream of the submission
+  // Written by the holder of the progress lock before its release store to done_, which
+  // pairs with the acquire load in done(). To be read only once done.
+  Status status_;
+  std::vector<Output> outputs_;
+  std::shared_ptr<DevicePoint> end_;  // null: there is no work on a device
+  int last_joined_ = -1;
+  std::atomic<bool> followed_{false};
+  std::atomic<bool> done_{false};
+};
+
+}  // namespace ringjax

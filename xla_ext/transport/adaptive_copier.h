@@ -1,0 +1,89 @@
+// Copies into memory that another core reads, with ordinary or non-temporal stores.
+//
+// An ordinary store first fetches the cache line from the core that had it last. If the
+// two cores share a cache, the line stays in that cache, which is faster than memory
+// for the writer and for the reader. If they share none (another socket, another part
+// of the chip, or a virtual machine whose cores were moved), the writer waits for every
+// line: the copy takes ten times as long, and the whole collective three to seven
+// times. The system does not report which case applies, and on a shared machine the
+// case changes. The duration of the writer's copies shows it best, so each writer
+// measures its own copies. The bytes are the same with either kind of store.
+//
+// Non-temporal stores: Intel 64 and IA-32 Architectures Optimization Reference Manual,
+// chapter "Optimizing Cache Usage".
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "transport/copy.h"
+
+namespace ringjax {
+
+// Whether all copies of AdaptiveCopier::kLeast bytes and more are non-temporal,
+// regardless of the measurements. Only tests set the flag.
+inline std::atomic<bool> always_non_temporal{false};
+
+// Makes the copies of one writer and chooses the kind of stores for them. One thread
+// uses an AdaptiveCopier at a time.
+class AdaptiveCopier {
+ public:
+  static constexpr size_t kLeast = 4 << 10;  // shorter copies use ordinary stores
+
+  void Copy(void* to, const void* from, size_t bytes) {
+    if (bytes < kLeast)
+      CopyBytes(to, from, bytes);
+    else
+      CopyLong(to, from, bytes);
+  }
+
+  // Whether the last long copy was non-temporal.
+  bool non_temporal() const { return non_temporal_; }
+
+  // Whether the measurements ask for non-temporal stores in the next copy of `bytes` >=
+  // kLeast bytes. Ignores always_non_temporal.
+  bool IsNonTemporal(size_t bytes) const { return states_[Kind(bytes)].non_temporal; }
+  // Records that a copy of `bytes` bytes, of the kind that IsNonTemporal returned, took
+  // `seconds`, and chooses the kind of the next copies.
+  void Took(size_t bytes, double seconds);
+
+ private:
+  static constexpr int kTurns = 3;  // copies of a trial; their median is compared
+  // Copies between two trials. The pause doubles, up to kLongestPause, while trials
+  // confirm the choice. kLeastPause: copies before a trial for the reason of kWorse.
+  static constexpr uint16_t kFirstPause = 32, kLongestPause = 512, kLeastPause = 8;
+  // Non-temporal stores are faster for the writer, but not for the reader. So ordinary
+  // stores are used until they take more than this many times as long. On two cores of
+  // an EPYC, ordinary stores took 0.5 to 3 times as long where they were the right
+  // choice, and 6 to 14 times where they were not.
+  static constexpr double kFar = 4;
+  // An early trial begins if a byte takes this many times as long as it did at the end
+  // of the last trial.
+  static constexpr double kWorse = 2;
+
+  // The measurements for copies whose lengths lie between the same two powers of 2.
+  struct State {
+    // Seconds per byte of the last kTurns ordinary [0] and non-temporal [1] copies.
+    std::array<std::array<float, kTurns>, 2> paces = {};
+    std::array<uint16_t, 2> turns = {};  // copies of each kind so far
+    uint16_t trial = 0;                  // copies left in the present trial
+    uint16_t wait = kTurns;              // copies until the next trial
+    uint16_t pause = kFirstPause;        // the value of `wait` after the last trial
+    bool non_temporal = false;
+    float settled = 0;  // seconds per byte when the last trial ended; 0 before it
+
+    float Median(bool which) const;
+    void Decide();
+  };
+
+  static size_t Kind(size_t bytes);
+  void CopyLong(void* to, const void* from, size_t bytes);
+
+  std::array<State, 9> states_;  // for 4 KiB, 8 KiB, ..., 1 MiB and more
+  bool non_temporal_ = false;
+};
+
+}  // namespace ringjax

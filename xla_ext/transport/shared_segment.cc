@@ -1,0 +1,181 @@
+// The layout and the counters of a shared segment, and shared segments for threads that
+// act as ranks. See shared_segment.h.
+#include "transport/shared_segment.h"
+
+#include <algorithm>
+
+#include "transport/local_memory.h"
+
+namespace ringjax {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kMaxTile = size_t{1} << 28;
+
+constexpr size_t RoundUp(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// Bytes between neighbouring slots and areas, so that their starts do not map to the
+// same set of a cache.
+constexpr size_t kStagger = 2 * kLineBytes;
+// A call of 64 KiB with its header fits an inline slot, unless there are so many ranks
+// that their slots would take too much memory.
+constexpr size_t kMostInline = 65 << 10, kLeastInline = 16 << 10;
+constexpr size_t kMostInlineOfAll = 1 << 20;  // for all ranks in one turn
+constexpr size_t InlineBytes(int size) {
+  const size_t share = kMostInlineOfAll / static_cast<size_t>(size) / kPage * kPage;
+  return std::clamp(share, kLeastInline, kMostInline);
+}
+constexpr size_t InlineStride(size_t bytes) {
+  return bytes + kStagger;  // the stagger has room for the header
+}
+constexpr size_t TurnBytes(int size) {  // the slots of all ranks
+  return static_cast<size_t>(size) * InlineStride(InlineBytes(size));
+}
+// Two sets of slots would be enough for the turns. More sets, together longer than a
+// core's own cache, are faster, for the reason given at SharedSegment::cursor.
+constexpr size_t kInlineTotal = 4 << 20;
+constexpr uint64_t InlineSets(int size) {
+  return std::max<uint64_t>(kInlineTotal / TurnBytes(size), 2);
+}
+constexpr size_t AreaStride(size_t tile_bytes) {
+  return SharedSegment::kTiles * tile_bytes + kPage + kStagger;
+}
+
+size_t BytesOfInlineSlots(int size) {
+  return RoundUp(InlineSets(size) * TurnBytes(size), kPage);
+}
+
+}  // namespace
+
+bool IsTileSize(size_t tile_bytes) {
+  return tile_bytes > 0 && tile_bytes <= kMaxTile && tile_bytes % kPage == 0;
+}
+
+size_t SharedSegmentBytes(int size, size_t tile_bytes) {
+  const auto ranks = static_cast<size_t>(size);
+  return RoundUp(RoundUp(ranks * sizeof(SharedSegment::Words), kPage) +
+                     BytesOfInlineSlots(size) + (ranks + 1) * AreaStride(tile_bytes),
+                 kPage);
+}
+
+SharedSegment::SharedSegment(std::byte* block, int rank, int size, size_t tile_bytes)
+    : words_(reinterpret_cast<Words*>(block)),
+      inline_slots_(block + RoundUp(static_cast<size_t>(size) * sizeof(Words), kPage)),
+      areas_(inline_slots_ + BytesOfInlineSlots(size)),
+      rank_(rank),
+      size_(size),
+      inline_bytes_(InlineBytes(size)),
+      inline_sets_(InlineSets(size)),
+      tile_bytes_(tile_bytes),
+      seen_(static_cast<size_t>(size)) {}
+
+std::byte* SharedSegment::InlineSlot(uint64_t turn, int rank) const {
+  const uint64_t set = turn % inline_sets_;
+  return inline_slots_ +
+         (set * static_cast<size_t>(size_) + static_cast<size_t>(rank)) *
+             InlineStride(inline_bytes_);
+}
+
+std::byte* SharedSegment::Area(int rank) const {
+  return areas_ + static_cast<size_t>(rank) * AreaStride(tile_bytes_);
+}
+
+void SharedSegment::Publish(Counter counter, uint64_t value) {
+  own_[counter] = value;
+  StoreShared(words_[rank_].counters[counter], value);
+  // seq_cst, pairs with Arm: either this load sees that the peer sleeps, or the peer's
+  // Arm sees the counter.
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || LoadShared(words_[r].asleep) == 0) continue;
+    const std::atomic_ref<uint32_t> asleep(words_[r].asleep);
+    if (asleep.exchange(0, std::memory_order_seq_cst) != 0) RingPeer(r);
+  }
+}
+
+uint64_t SharedSegment::Look(Counter counter, int rank) const {
+  return LoadShared(words_[rank].counters[counter]);
+}
+
+Status SharedSegment::Poll(Counter counter, int rank, uint64_t value, uint64_t most,
+                           uint64_t* known) const {
+  // If `closed` is set, the counter that is loaded next is final.
+  const bool closed = LoadShared(words_[rank].closed) != 0;
+  const uint64_t now = Look(counter, rank);
+  if (now < *known || now > most)
+    return Status(Code::kUnavailable, "shared memory is damaged: impossible position",
+                  rank);
+  *known = now;
+  if (now < value && closed)
+    return Status(Code::kUnavailable, "the peer closed the link", rank);
+  return OkStatus();
+}
+
+void SharedSegment::Stop() { StoreShared(words_[rank_].stopped, uint32_t{1}); }
+
+int SharedSegment::Stopped() const {
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && LoadShared(words_[r].stopped) != 0) return r;
+  return -1;
+}
+
+bool SharedSegment::Arm(bool, bool, std::vector<pollfd>*) {
+  StoreShared(words_[rank_].asleep, uint32_t{1});
+  bool advanced = false;
+  auto see = [&advanced](auto& word, auto& seen) {
+    const auto now = LoadShared(word);
+    advanced |= now != seen;
+    seen = now;
+  };
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    Words& seen = seen_[static_cast<size_t>(r)];
+    see(words_[r].closed, seen.closed);
+    for (size_t c = 0; c < kCounters; ++c) see(words_[r].counters[c], seen.counters[c]);
+  }
+  return advanced;
+}
+
+void SharedSegment::Disarm() { StoreShared(words_[rank_].asleep, uint32_t{0}); }
+
+void SharedSegment::Close() {
+  StoreShared(words_[rank_].closed, uint32_t{1});
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_) RingPeer(r);
+}
+
+namespace {
+
+class LocalSegment final : public SharedSegment {
+ public:
+  LocalSegment(std::shared_ptr<LocalMemory> memory, int rank, int size,
+               size_t tile_bytes)
+      : SharedSegment(memory->block(), rank, size, tile_bytes),
+        memory_(std::move(memory)) {}
+  ~LocalSegment() override {
+    Close();
+    memory_->Forget(rank());
+  }
+
+ private:
+  void RingPeer(int rank) override { memory_->Ring(rank); }
+
+  std::shared_ptr<LocalMemory> memory_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<SharedSegment>> MakeLocalSegments(
+    size_t tile_bytes, const std::vector<Doorbell*>& doorbells) {
+  RJ_CHECK(IsTileSize(tile_bytes), "a tile's size must be a multiple of 4096");
+  const int size = static_cast<int>(doorbells.size());
+  auto memory =
+      std::make_shared<LocalMemory>(SharedSegmentBytes(size, tile_bytes), doorbells);
+  std::vector<std::unique_ptr<SharedSegment>> segments;
+  for (int r = 0; r < size; ++r)
+    segments.push_back(std::make_unique<LocalSegment>(memory, r, size, tile_bytes));
+  return segments;
+}
+
+}  // namespace ringjax

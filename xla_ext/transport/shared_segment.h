@@ -1,0 +1,128 @@
+// A shared segment: memory that all ranks of one host have mapped, for data that many
+// ranks read. MPI-3 calls such memory a shared window, Open MPI a segment (`sm`).
+//
+// A link is for two ranks. Data that one rank writes for all others are written once,
+// into the shared segment, and not into every link. For each rank it holds counters
+// that only this rank advances, slots for inline data (short calls), and an area for
+// the tiles of long messages. It knows nothing about collectives: the meaning of the
+// counters is defined in engine/call/agreement.h and engine/call/tiles.h.
+//
+// One thread of a rank uses a SharedSegment at a time. Code that uses a value written
+// by a peer must check the value.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "transport/adaptive_copier.h"
+#include "transport/link.h"
+#include "transport/ring_buffer.h"
+
+namespace ringjax {
+
+class SharedSegment : public Waitable {
+ public:
+  // The counters of a rank. Each only grows. kAgreed and kEnded count calls; the others
+  // count tiles that have passed a phase (engine/call/tiles.h).
+  enum Counter { kAgreed, kCopiedIn, kReduced, kFinished, kEnded, kCounters };
+
+  static constexpr size_t kHeaderBytes = 64;  // in front of inline data
+  static constexpr size_t kTiles = 3;         // tiles in an area
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  size_t inline_bytes() const { return inline_bytes_; }  // the most that a slot holds
+  size_t tile_bytes() const { return tile_bytes_; }
+  size_t area_bytes() const { return kTiles * tile_bytes_; }
+
+  // The slot of `rank` for the inline data of turn `turn`: kHeaderBytes bytes, then up
+  // to inline_bytes() bytes. Successive turns use successive sets of slots, of which
+  // there are at least two. Aligned to a cache line.
+  std::byte* InlineSlot(uint64_t turn, int rank) const;
+  // The area of `rank`; for rank == size() the area for results that all ranks read. It
+  // has area_bytes() bytes and is aligned to a cache line.
+  std::byte* Area(int rank) const;
+  // Bytes of the areas used so far, the same on all ranks. Messages use successive
+  // parts of the area, not its beginning each time: a line that another core wrote is
+  // then read from the cache that the cores share, not from that core's own cache.
+  uint64_t cursor() const { return cursor_; }
+  void AdvanceCursor(uint64_t bytes) { cursor_ += bytes; }
+
+  // Makes the copies of this rank into its inline slots and its area.
+  AdaptiveCopier& copier() { return copier_; }
+
+  // A counter of this rank, as it was last published.
+  uint64_t own(Counter counter) const { return own_[counter]; }
+  // Advances a counter of this rank, and wakes the peers that sleep. A peer that sees
+  // `value` also sees all bytes that this rank has written before.
+  void Publish(Counter counter, uint64_t value);
+  // The present counter of a peer, unchecked.
+  uint64_t Look(Counter counter, int rank) const;
+  // Loads the counter of a peer that is to reach `value`, and stores it in `*known`,
+  // which holds the value loaded before. Fails with kUnavailable if the counter is
+  // impossible (less than `*known` or more than `most`), or if the peer has closed
+  // before its counter reached `value`.
+  Status Poll(Counter counter, int rank, uint64_t value, uint64_t most,
+              uint64_t* known) const;
+
+  // Marks this rank, for good, as one that publishes no more. Sequentially consistent
+  // with the counters: if a Look after Stop misses a peer's update, then the peer's
+  // next Stopped() sees the mark.
+  void Stop();
+  // The lowest peer that has called Stop; -1 if there is none.
+  int Stopped() const;
+
+  // Requests a wake-up when any counter of any peer advances or a peer closes, and not
+  // only the awaited one. Returns true if that has happened since the last Arm.
+  bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
+  void Disarm() override;
+
+ protected:
+  // `block` holds zeros at first, and must stay valid until after Close.
+  SharedSegment(std::byte* block, int rank, int size, size_t tile_bytes);
+  // Marks this rank as closed and wakes all peers, for destructors of derived classes.
+  void Close();
+
+ private:
+  // The words of one rank. Only this rank writes them, except that a peer clears
+  // `asleep` when it wakes the rank.
+  struct Words {
+    alignas(kLineBytes) uint64_t counters[kCounters];
+    alignas(kLineBytes) uint32_t asleep;
+    uint32_t closed, stopped;
+  };
+
+  virtual void RingPeer(int rank) = 0;
+
+  Words* words_;
+  std::byte* inline_slots_;
+  std::byte* areas_;
+  const int rank_, size_;
+  const size_t inline_bytes_;
+  const uint64_t inline_sets_;
+  const size_t tile_bytes_;
+  uint64_t own_[kCounters] = {};
+  uint64_t cursor_ = 0;
+  AdaptiveCopier copier_;
+  std::vector<Words> seen_;  // the words of each rank when Arm looked last
+
+  friend size_t SharedSegmentBytes(int size, size_t tile_bytes);
+};
+
+// The bytes of a shared segment for `size` ranks. Requires IsTileSize(tile_bytes): a
+// positive multiple of 4096, at most 256 MiB.
+size_t SharedSegmentBytes(int size, size_t tile_bytes);
+bool IsTileSize(size_t tile_bytes);
+
+// Makes this rank's end of a shared segment between processes. `memfd` must have
+// SharedSegmentBytes bytes and be sealed. doorbells[r] is the eventfd of rank r
+// (ignored for this rank). Takes all descriptors, also on failure.
+Result<std::unique_ptr<SharedSegment>> MakeShmSegment(
+    int memfd, int rank, size_t tile_bytes, const std::vector<int>& doorbells);
+
+// Makes the ends of a shared segment between threads of one process that act as ranks.
+// doorbells[r] must outlive end r.
+std::vector<std::unique_ptr<SharedSegment>> MakeLocalSegments(
+    size_t tile_bytes, const std::vector<Doorbell*>& doorbells);
+
+}  // namespace ringjax
