@@ -115,9 +115,11 @@ def recent_calls() -> list[dict[str, Any]]:
 
     Returns:
         For each ``op``, ``name``, ``named`` (of that lane), ``set``, ``epoch``,
-        ``seq`` (its number there, the same on all ranks), ``bytes``, ``algorithm``,
-        ``device``, ``ok``, and ``entered``, ``agreed``, ``done`` in seconds of
-        `time.monotonic`; ``agreed`` is None if not all ranks have come.
+        ``seq`` (its number there, the same on all ranks), ``bytes``, ``algorithm``
+        (how the data travelled: "inline", "tiles" and "piggyback" through memory that
+        the ranks share, else by the schedule of this name), ``device``, ``ok``, and
+        ``entered``, ``agreed``, ``done`` in seconds of `time.monotonic`; ``agreed`` is
+        None if not all ranks have come.
 
     Raises:
         NotInitialized: before `init`.

@@ -12,6 +12,7 @@
 
 #include "base/failpoint.h"
 #include "engine/call/message.h"
+#include "engine/call/route.h"
 #include "transport/cma.h"
 #include "transport/copy.h"
 

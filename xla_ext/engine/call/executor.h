@@ -75,10 +75,6 @@ struct Buffers {
   Spans scratch;
 };
 
-// Bytes of the shortest message that a peer on this host may read by CMA
-// (transport/cma.h). Only tests change the number.
-inline std::atomic<uint64_t> least_cma{16 << 10};
-
 // Runs all steps of a plan. Errors: kUnavailable with the rank of the peer,
 // kDeadlineExceeded with the first peer that the call waited for, kCancelled, kInternal
 // if a peer sends another message than the plan expects.

@@ -11,10 +11,6 @@
 namespace ringjax {
 namespace {
 
-// The longest inline allreduce, in bytes. Each rank reduces all elements of it and not
-// only a part, which up to here costs less than a second exchange.
-constexpr uint64_t kMostSummedByAll = 16 << 10;
-
 uint64_t Sum(std::span<const uint64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
 }
@@ -145,15 +141,11 @@ Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* va
 
 }  // namespace
 
-bool FitsInline(const Problem& problem, const Arithmetic& a,
-                const SharedSegment& segment) {
-  const auto size = static_cast<size_t>(segment.size());
-  if (problem.op == Collective::kAlltoall)
-    return Table::Bytes(size) <= segment.inline_bytes();
-  const std::vector<uint64_t> given = Given(problem, a, size);
-  const bool by_all = problem.op == Collective::kAllreduce;
-  return *std::max_element(given.begin(), given.end()) <=
-         (by_all ? kMostSummedByAll : segment.inline_bytes());
+uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size) {
+  const auto ranks = static_cast<size_t>(size);
+  if (problem.op == Collective::kAlltoall) return Table::Bytes(ranks);
+  const std::vector<uint64_t> given = Given(problem, a, ranks);
+  return *std::max_element(given.begin(), given.end());
 }
 
 void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,

@@ -29,10 +29,9 @@ namespace ringjax {
 // of the data.
 using Values = std::vector<std::span<const std::byte>>;
 
-// Whether the data of every rank fit into its inline slot; for an alltoall, whose sizes
-// differ between ranks, whether the table fits. The result is equal on all ranks.
-bool FitsInline(const Problem& problem, const Arithmetic& a,
-                const SharedSegment& segment);
+// Bytes of the longest inline data of any of `size` ranks. For an alltoall, whose sizes
+// differ between ranks, those of the table. The result is equal on all ranks.
+uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size);
 
 // Writes the data of this rank into its slot of the next turn. Comes before the
 // agreement, which releases the data to the peers.

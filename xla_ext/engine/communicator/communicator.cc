@@ -236,7 +236,7 @@ Status Communicator::CompleteInline(const Call& call, std::vector<Request>* requ
     return OkStatus();
   }
   Finish(problem, arithmetic, values, rank(), request.out);
-  Count(request, kShared, request.wire_bytes());
+  Count(request, kShared, "inline", request.wire_bytes());
   requests->clear();
   return OkStatus();
 }
@@ -324,24 +324,22 @@ Status Communicator::AgreeOn(const Call& call, const Status& valid, const Frame&
   return OkStatus();
 }
 
+RouteInputs Communicator::InputsFor(Collective op) const {
+  const SharedSegment* segment = endpoints_.segment.get();
+  return {options_.topology, options_.cost, ForcedAlgorithm(op),
+          segment ? segment->inline_bytes() : 0, progress_ != nullptr};
+}
+
 bool Communicator::IsInline(const std::vector<Request>& requests) const {
   if (!endpoints_.segment || requests.size() != 1 || aborted()) return false;
-  const Request& request = requests[0];
-  const Collective op = request.problem.op;
-  if (request.arithmetic.op == ReduceOp::kAdasum ||
-      !FitsInline(request.problem, request.arithmetic, *endpoints_.segment))
-    return false;
-  // An alltoall has no CallAttempt::agreed (see Perform), so after an abort a rank
-  // could not determine whether the inline data of all ranks are complete.
-  if (op == Collective::kAlltoall && progress_) return false;
-  const std::string_view forced = ForcedAlgorithm(op);
-  return forced.empty() || forced == kShared;
+  const Request& r = requests[0];
+  return ringjax::IsInline(r.problem, r.arithmetic, InputsFor(r.problem.op));
 }
 
 void Communicator::Count(const Request& request, std::string_view algorithm,
-                         uint64_t sent_bytes) {
+                         std::string_view route, uint64_t sent_bytes) {
   event_.bytes += request.bytes;
-  event_.algorithm = algorithm;
+  event_.algorithm = route;
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(request.problem.op)];
   stats.bytes += request.bytes;
@@ -354,18 +352,14 @@ Status Communicator::RunRequest(Request* request, const Frame& frame, Waiter* wa
   request->buffers.out = &request->out;
   if (request->arithmetic.op == ReduceOp::kAdasum)
     return RunAdasum(request, frame, waiter);
-  // All ranks must choose the same algorithm, but in an alltoall no rank knows how many
-  // bytes its peers send. There all ranks choose as for a long message.
-  constexpr uint64_t kLong = uint64_t{1} << 30;
-  const bool unknown = request->problem.op == Collective::kAlltoall;
-  Result<const Planned*> planned =
-      PlanFor(request->problem, unknown ? kLong : request->bytes);
+  Result<const Planned*> planned = PlanFor(*request);
   if (!planned.ok()) return planned.status();
+  const Route& route = planned.value()->route;
   const Plan& plan = planned.value()->plan;
   AddScratch(request, plan.scratch * Width(request->arithmetic.dtype));
-  const std::string_view algorithm = planned.value()->algorithm->name;
-  Count(*request, algorithm, plan.sent * Width(request->arithmetic.wire));
-  if (algorithm == kShared) {
+  Count(*request, route.algorithm->name, route.name(),
+        plan.sent * Width(request->arithmetic.wire));
+  if (route.kind == Route::Kind::kTiles) {
     const auto& counts = request->problem.counts;
     bool could = true;
     if (request->problem.op == Collective::kAllreduce)
@@ -394,31 +388,32 @@ uint64_t Communicator::SumsStay(const Request& request) {
   if (!endpoints_.segment || request.problem.op != Collective::kAllreduce ||
       request.arithmetic.op == ReduceOp::kAdasum)
     return 0;
-  const auto planned = PlanFor(request.problem, request.bytes);
-  if (!planned.ok() || planned.value()->algorithm->name != kShared) return 0;
+  const auto planned = PlanFor(request);
+  if (!planned.ok() || planned.value()->route.kind != Route::Kind::kTiles) return 0;
   return RetainedWhenReducedIs(request.problem.counts[0], request.arithmetic,
                                *endpoints_.segment);
 }
 
-Result<const Communicator::Planned*> Communicator::PlanFor(const Problem& problem,
-                                                           uint64_t bytes) {
+Result<const Communicator::Planned*> Communicator::PlanFor(const Request& request) {
   constexpr size_t kMostPlans = 512;
+  const Problem& problem = request.problem;
   std::vector<uint64_t> key = problem.counts;
-  key.push_back(bytes);
+  key.push_back(Width(request.arithmetic.dtype));
   key.push_back(static_cast<uint64_t>(problem.root));
   key.push_back(static_cast<uint64_t>(problem.op));
   auto found = plans_.find(key);
   if (found == plans_.end()) {
     if (plans_.size() >= kMostPlans) plans_.clear();
-    Result<const Algorithm*> chosen = Choose(problem.op, ForcedAlgorithm(problem.op),
-                                             bytes, options_.topology, options_.cost);
-    if (!chosen.ok()) return chosen.status();
-    const Algorithm& algorithm = *chosen.value();
+    RouteInputs inputs = InputsFor(problem.op);
+    inputs.inline_bytes = 0;
+    const Result<Route> route = RouteOf(problem, request.arithmetic, inputs);
+    if (!route.ok()) return route.status();
     RJ_TRY(CheckProblem(problem, size()));
     const bool in_place =
         problem.op == Collective::kAllreduce || problem.op == Collective::kBroadcast;
-    const Schedule schedule = algorithm.generate(problem, options_.topology);
-    Planned planned{&algorithm, Compile(schedule, size(), in_place)};
+    const Schedule schedule =
+        route.value().algorithm->generate(problem, options_.topology);
+    Planned planned{route.value(), Compile(schedule, size(), in_place)};
     found = plans_.emplace(std::move(key), std::move(planned)).first;
   }
   return &found->second;

@@ -41,6 +41,7 @@
 #include "engine/call/agreement.h"
 #include "engine/call/descriptor.h"
 #include "engine/call/executor.h"
+#include "engine/call/route.h"
 #include "engine/call/ticket_lock.h"
 #include "engine/communicator/progress.h"
 #include "engine/communicator/straggler_probe.h"
@@ -438,14 +439,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
   // Adds scratch_ to the buffers of the request, grown to `bytes` if necessary.
   void AddScratch(Request* request, uint64_t bytes);
-  void Count(const Request& request, std::string_view algorithm, uint64_t sent_bytes);
-  // An algorithm and the plan of its schedule, cached for each problem.
+  // Adds a request to the statistics, and its route to the event.
+  void Count(const Request& request, std::string_view algorithm, std::string_view route,
+             uint64_t sent_bytes);
+  // A route and the plan of its schedule, cached for each problem. kTiles has a plan,
+  // too, for results that do not fit the tiles.
   struct Planned {
-    const Algorithm* algorithm;
+    Route route;
     Plan plan;
   };
-  // The pointer is valid until the next PlanFor, which may clear a full cache.
-  Result<const Planned*> PlanFor(const Problem& problem, uint64_t bytes);
+  // For requests that are not inline. The pointer is valid until the next PlanFor,
+  // which may clear a full cache.
+  Result<const Planned*> PlanFor(const Request& request);
+  RouteInputs InputsFor(Collective op) const;
   std::string_view ForcedAlgorithm(Collective op) const;
   Status LookForCall(bool* called);
   std::vector<Waiter::Interest> Callers() const;

@@ -222,7 +222,7 @@ Status Communicator::RunAdasum(Request* request, const Frame& frame, Waiter* wai
   uint64_t sent = 0;
   const Status status = AllreduceAdasum(request->buffers, request->sizes, a, frame,
                                         endpoints_, waiter, &sent);
-  Count(*request, kAdasumName, sent);
+  Count(*request, kAdasumName, kAdasumName, sent);
   return status;
 }
 

@@ -63,7 +63,7 @@ Status Communicator::RunPiggybacked(
       return Fail(call,
                   {Code::kInternal, "has told of other bytes than it gave", other});
     Finish(r.problem, r.arithmetic, sorted, rank(), r.out);
-    Count(r, kShared, values[static_cast<size_t>(rank())].size());
+    Count(r, kShared, "piggyback", values[static_cast<size_t>(rank())].size());
   }
   Record(call);
   return OkStatus();

@@ -1,0 +1,115 @@
+// RouteOf over sizes and topologies, and whether calls take the route that it names.
+#include "engine/call/route.h"
+
+#include "check.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+constexpr uint64_t kSlot = 65 << 10;
+using Hosts = std::vector<int>;
+
+// The route of a call with `bytes` bytes of each rank (of the root in a broadcast).
+std::string RouteName(Collective op, const Hosts& hosts, uint64_t bytes,
+                      std::string_view algorithm = "", bool resilient = false,
+                      ReduceOp reduce_op = ReduceOp::kSum) {
+  const auto size = static_cast<int>(hosts.size());
+  const bool segment = size > 1 && OnOneHost(hosts);
+  const Topology topology{0, size, hosts, segment};
+  const CostModel cost;
+  Problem problem;
+  problem.op = op;
+  Arithmetic arithmetic;
+  arithmetic.op = reduce_op;
+  const uint64_t elements = bytes / sizeof(float), each = elements / hosts.size();
+  if (op == Collective::kAllreduce) {
+    problem.counts = {elements};
+  } else if (op == Collective::kReducescatter) {
+    problem.counts.assign(hosts.size(), each);
+  } else {
+    arithmetic.dtype = arithmetic.wire = DType::kU8;
+    if (op == Collective::kBroadcast) problem.counts = {bytes};
+    if (op == Collective::kAllgather) problem.counts.assign(hosts.size(), bytes);
+    if (op == Collective::kAlltoall)
+      problem.counts.assign(2 * hosts.size(), bytes / hosts.size());
+  }
+  const Result<Route> route = RouteOf(
+      problem, arithmetic, {topology, cost, algorithm, segment ? kSlot : 0, resilient});
+  if (!route.ok()) return route.status().message();
+  return std::string(route.value().name());
+}
+
+bool IsSchedule(const std::string& route) {
+  return route != "inline" && route != "tiles" && route != "adasum";
+}
+
+const std::vector<Hosts> kOneHost = {{0, 0}, {0, 0, 0}, {0, 0, 0, 0, 0}};
+const std::vector<Hosts> kSeveralHosts = {{0, 1}, {0, 0, 1}, {0, 0, 1, 1}, {0, 1, 2}};
+
+TEST(RoutesInsideOneHost) {
+  for (const Hosts& hosts : kOneHost) {
+    for (uint64_t bytes : {4, 64, 4 << 10, 16 << 10})
+      CHECK_EQ(RouteName(Collective::kAllreduce, hosts, bytes), "inline");
+    for (uint64_t bytes : {(16 << 10) + 4, 1 << 20, 100 << 20})
+      CHECK_EQ(RouteName(Collective::kAllreduce, hosts, bytes), "tiles");
+    for (Collective op : {Collective::kAllgather, Collective::kBroadcast}) {
+      for (uint64_t bytes : {uint64_t{1}, uint64_t{64 << 10}, kSlot})
+        CHECK_EQ(RouteName(op, hosts, bytes), "inline");
+      for (uint64_t bytes : {kSlot + 1, uint64_t{1} << 20})
+        CHECK(IsSchedule(RouteName(op, hosts, bytes)));
+    }
+    CHECK_EQ(RouteName(Collective::kReducescatter, hosts, 60 << 10), "inline");
+    CHECK_EQ(RouteName(Collective::kReducescatter, hosts, 1 << 20), "tiles");
+    for (uint64_t bytes :
+         {8, 1 << 20}) {  // no rank knows how long the others' data are
+      CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes), "inline");
+      CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes, "", true), "pairwise");
+    }
+  }
+}
+
+TEST(RoutesBetweenHosts) {
+  for (const Hosts& hosts : kSeveralHosts)
+    for (Collective op :
+         {Collective::kAllreduce, Collective::kAllgather, Collective::kBroadcast,
+          Collective::kReducescatter, Collective::kAlltoall})
+      for (uint64_t bytes : {64, 64 << 10, 100 << 20})
+        CHECK(IsSchedule(RouteName(op, hosts, bytes)));
+}
+
+TEST(RoutesThatAreAskedFor) {
+  const auto op = Collective::kAllreduce;
+  for (uint64_t bytes : {64, 1 << 20}) {
+    CHECK_EQ(RouteName(op, {0, 0, 0}, bytes, "ring"), "ring");
+    CHECK_EQ(RouteName(op, {0, 0, 1}, bytes, "ring"), "ring");
+    for (const Hosts& hosts : {Hosts{0, 0}, Hosts{0, 1}})
+      CHECK_EQ(RouteName(op, hosts, bytes, "", false, ReduceOp::kAdasum), "adasum");
+  }
+  CHECK_EQ(RouteName(op, {0, 0}, 64, "shared"), "inline");
+  CHECK_EQ(RouteName(op, {0, 0}, 1 << 20, "shared"), "tiles");
+  CHECK(RouteName(op, {0, 1}, 64, "shared").find("shared") != std::string::npos);
+  CHECK(RouteName(op, {0, 0}, 64, "rings").find("no such algorithm") !=
+        std::string::npos);
+}
+
+// The statistics count inline data and tiles as one algorithm, "shared".
+TEST(CallsTakeTheirRoutes) {
+  for (const Hosts& hosts : {Hosts{0, 0, 0}, Hosts{0, 0, 1}}) {
+    for (uint64_t bytes : {64, 16 << 10, (16 << 10) + 4, 1 << 20}) {
+      World world(hosts);
+      world.Each([&](Communicator& c) {
+        std::vector<float> data(bytes / sizeof(float), 1.0f);
+        CHECK(c.Run(AllreduceOf(&data)).ok());
+      });
+      const std::string route = RouteName(Collective::kAllreduce, hosts, bytes);
+      const auto counts = world.ranks[0]->stats().at("allreduce").algorithms;
+      CHECK_EQ(counts.size(), 1u);
+      CHECK_EQ(std::string(counts.begin()->first),
+               IsSchedule(route) ? route : "shared");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ringjax

@@ -1,0 +1,54 @@
+// The decision how the data of a request travel. See route.h.
+#include "engine/call/route.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "engine/call/inline_data.h"
+
+namespace ringjax {
+
+std::string_view Route::name() const {
+  switch (kind) {
+    case Kind::kInline:
+      return "inline";
+    case Kind::kTiles:
+      return "tiles";
+    case Kind::kAdasum:
+      return "adasum";
+    case Kind::kSchedule:
+      break;
+  }
+  return algorithm->name;
+}
+
+bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
+              const RouteInputs& inputs) {
+  if (inputs.inline_bytes == 0 || arithmetic.op == ReduceOp::kAdasum) return false;
+  if (!inputs.algorithm.empty() && inputs.algorithm != kShared) return false;
+  // If an epoch ends under an alltoall, a rank cannot see whether the data of all ranks
+  // were in the slots, so no rank could complete the call from there.
+  if (problem.op == Collective::kAlltoall && inputs.resilient) return false;
+  const uint64_t most = problem.op == Collective::kAllreduce
+                            ? std::min(kMostInlineAllreduce, inputs.inline_bytes)
+                            : inputs.inline_bytes;
+  return InlineBytes(problem, arithmetic, inputs.topology.size) <= most;
+}
+
+Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
+                      const RouteInputs& inputs) {
+  if (arithmetic.op == ReduceOp::kAdasum) return Route{Route::Kind::kAdasum};
+  if (IsInline(problem, arithmetic, inputs)) return Route{Route::Kind::kInline};
+  uint64_t bytes = uint64_t{1} << 30;  // for an alltoall, whose sizes ranks do not know
+  if (problem.op != Collective::kAlltoall)
+    bytes = std::accumulate(problem.counts.begin(), problem.counts.end(), uint64_t{0}) *
+            Width(arithmetic.dtype);
+  Result<const Algorithm*> chosen =
+      Choose(problem.op, inputs.algorithm, bytes, inputs.topology, inputs.cost);
+  if (!chosen.ok()) return chosen.status();
+  const Algorithm* algorithm = chosen.value();
+  const bool tiles = algorithm->name == kShared;
+  return Route{tiles ? Route::Kind::kTiles : Route::Kind::kSchedule, algorithm};
+}
+
+}  // namespace ringjax

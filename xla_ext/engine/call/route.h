@@ -1,0 +1,62 @@
+// How the data of a request travel: the one place that decides it.
+//
+//   kInline    in the shared segment, together with the agreement (inline_data.h)
+//   kTiles     through the shared segment, in tiles (tiles.h)
+//   kAdasum    between pairs of ranks, over links (adasum.h)
+//   kSchedule  over links, by the schedule of an algorithm (executor.h). A message to a
+//              rank of the same host is read by CMA from `least_cma` bytes on; else the
+//              message goes through the ring buffer of the link. A message to another
+//              host goes through TCP.
+//
+// xla_ext/README.md has the table of sizes. All ranks must decide the same, so the
+// decision depends only on values that are equal on all ranks. An alltoall has none but
+// the number of ranks: no rank knows how many bytes the other ranks send.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string_view>
+
+#include "base/reduce.h"
+#include "base/status.h"
+#include "collective/schedule.h"
+#include "collective/table.h"
+
+namespace ringjax {
+
+// Bytes of the longest inline allreduce. Each rank reduces all elements of it, which up
+// to here costs less than a second exchange. For the other collectives an inline slot
+// is the limit, at most 65 KiB (transport/shared_segment.cc).
+inline constexpr uint64_t kMostInlineAllreduce = 16 << 10;
+
+// Bytes of the shortest message that is read by CMA. A system call costs more than two
+// copies of a shorter message. Only tests change the number.
+inline std::atomic<uint64_t> least_cma{16 << 10};
+
+struct Route {
+  enum class Kind : uint8_t { kInline, kTiles, kAdasum, kSchedule };
+  Kind kind = Kind::kSchedule;
+  const Algorithm* algorithm = nullptr;  // kTiles and kSchedule
+
+  // "inline", "tiles", "adasum" or the name of the algorithm.
+  std::string_view name() const;
+};
+
+// The part of the decision that is the same for all requests of a communicator.
+struct RouteInputs {
+  const Topology& topology;
+  const CostModel& cost;
+  std::string_view algorithm = {};  // that was asked for; empty: the cheapest
+  uint64_t inline_bytes = 0;        // size of an inline slot; 0: without inline data
+  bool resilient = false;           // the communicator has further epochs
+};
+
+// Whether the route is kInline. Cheap: without the costs of algorithms.
+bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
+              const RouteInputs& inputs);
+
+// kInvalidArgument: the algorithm that was asked for does not exist or does not apply.
+Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
+                      const RouteInputs& inputs);
+
+}  // namespace ringjax
