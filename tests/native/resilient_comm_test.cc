@@ -1,6 +1,7 @@
 // What a call comes to when its epoch ends: finished elsewhere, run again, given
 // up; who waits, and for how long.
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <optional>
@@ -276,6 +277,21 @@ TEST(ARankThatDoesNotComeEndsTheEpochNotTheJob) {
   job.Continue();
   zero.Check(3, 1);
   one.Check(3, 1);
+}
+
+// A child has the parent's objects but none of its peers: no call may seem to succeed.
+TEST(NoCallSucceedsInAForkedProcess) {
+  ResilientComm resilient(0);
+  const pid_t child = fork();
+  if (child == 0) {
+    ResilientComm::Change change;
+    const bool fails =
+        !resilient.Judge(0, 1).ok() && !resilient.Follow(0, &change).ok();
+    _exit(fails ? 0 : 1);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
 }
 
 TEST(TheEpochTimeoutEndsAndNothingFollows) {

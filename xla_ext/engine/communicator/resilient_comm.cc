@@ -196,7 +196,7 @@ Status ResilientComm::Loop(const Communicator& caller, const Call& call,
     CommitDecision decision;
     if (const Status parked = Park(now.number, &decision); !parked.ok()) {
       if (parked.code() == Code::kCancelled) Interrupt(named, parked.message());
-      return named.WithContext(call, end_status());
+      return named.WithContext(call, EndOr(parked));
     }
     if (attempt.sequence <= decision.finished)
       return now.communicator ? now.communicator->CompleteCommitted(call, attempt)
@@ -255,6 +255,13 @@ Status ResilientComm::Park(uint64_t number, CommitDecision* decision) {
   return OkStatus();
 }
 
+// The reason why no epoch follows, or else why this call did not wait for one: an
+// interrupt, or a process that was forked, in which nothing has ended.
+Status ResilientComm::EndOr(const Status& parked) const {
+  const Status end = end_status();
+  return end.ok() ? parked : end;
+}
+
 void ResilientComm::Between(const std::function<void()>& body) {
   const auto stop = [this] { return end_status(); };
   if (!ticket_lock_.Wait(ticket_lock_.Take(), stop).ok()) return;
@@ -269,7 +276,7 @@ Status ResilientComm::Judge(uint64_t number, uint64_t sequence) {
   const Status parked = Park(number, &decision);
   if (parked.code() == Code::kCancelled)
     End(Status(Code::kCancelled, "this rank was " + parked.message()));
-  if (!parked.ok()) return end_status();
+  if (!parked.ok()) return EndOr(parked);
   if (sequence <= decision.finished) return OkStatus();
   return Status(Code::kUnavailable, "revoked: " + decision.reason);
 }
@@ -280,7 +287,7 @@ Status ResilientComm::Follow(uint64_t since, Change* change) {
     const Status parked = Park(number, &decision);
     if (parked.code() == Code::kCancelled)
       End(Status(Code::kCancelled, "this rank was " + parked.message()));
-    if (!parked.ok()) return end_status();
+    if (!parked.ok()) return EndOr(parked);
     std::lock_guard lock(mutex_);
     change->communicator = current_.lock();
     if (!change->communicator) continue;  // this rank takes no part in that epoch

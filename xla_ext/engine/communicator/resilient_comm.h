@@ -151,6 +151,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // kCancelled after an interrupt, kFailedPrecondition in a forked child, else the end
   // status.
   Status Park(uint64_t index, CommitDecision* decision);
+  Status EndOr(const Status& parked) const;
   void Interrupt(const Communicator& caller, const std::string& how);
   Status Stop() const;  // not ok after End or an interrupt
   std::vector<int> Compose(uint64_t from, uint64_t to) const;  // Ranks, under mutex_
