@@ -9,6 +9,7 @@ that has dialled in, the messages are sealed with the keys of its handshake.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from ringjax.control.sealing import Keys
 
 Message = dict[str, Any]
-_CHUNK = 1 << 16
+_CHUNK = 1 << 20
+_PIPE = 1 << 20  # bytes that a pipe between two processes of ours may hold
 
 
 class _Lines:
@@ -85,6 +87,9 @@ class Channel:
         self.closed = False
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
+        for end in (reader, writer):
+            with contextlib.suppress(OSError):  # a socket, or too many large pipes
+                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE)
         selector.register(reader, selectors.EVENT_READ, self._read)
 
     @property
