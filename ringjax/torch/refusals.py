@@ -10,7 +10,8 @@ TOO_OFTEN = (
     "step(): {name!r}, more than {passes}. Increase backward_passes_per_step to "
     "accumulate gradients locally. If the backward pass before failed, or was that of "
     "another network's loss, call optimizer.zero_grad() or, on every rank, "
-    "optimizer.step() after it. A parameter that several activation checkpoints use "
+    "optimizer.step() after it; or keep that loss out by requires_grad_(False) on "
+    "these parameters. A parameter that several activation checkpoints use "
     "needs checkpoint(..., use_reentrant=False)."
 )
 TOUCHED = (
