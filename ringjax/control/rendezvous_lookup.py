@@ -332,10 +332,10 @@ def _of_session() -> str:
 
 
 def private_folder() -> str:
-    """Where ranks of this host meet that ringrun has not started; made if need be.
+    """Makes the folder in which the ranks of another launcher find their rendezvous.
 
     Raises:
-        StartupError: there can be none, or it is not this user's alone.
+        StartupError: the folder cannot be made, or another user can write to it.
     """
     base = _of_session()
     if not base:

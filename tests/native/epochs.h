@@ -27,7 +27,7 @@ struct Worker {
   bool installed = false;                      // this communicator
 };
 
-// What one rank says when its epoch has ended, and what follows from all of it.
+// The commit decision that follows from the progress reports of all ranks.
 inline CommitDecision Decide(const std::vector<ProgressReport>& all) {
   CommitDecision decision;
   uint64_t done = all[0].done;
@@ -105,7 +105,7 @@ class Job {
     }
     const CommitDecision decision = Decide(standings);
     for (Worker* w : members_) {
-      // Who has heard of an epoch that never came to life counts it as well.
+      // A rank counts an epoch, too, in which it was never connected.
       if (!w->installed && pending_) CHECK(w->resilient->Install(nullptr, last_).ok());
       w->installed = false;
     }

@@ -158,7 +158,7 @@ Status BesideAFoulPeer(int rank, int64_t rows, Values32* in, Values32* out,
   return status;
 }
 
-// What a rank sends and expects is not read back from the shared segment, where a peer
+// A rank does not read its own byte counts back from the shared segment, where a peer
 // may write.
 TEST(APeerThatWritesIntoTheNoteOfAnotherRankChangesNoBounds) {
   for (const int64_t rows : {12, 0}) {

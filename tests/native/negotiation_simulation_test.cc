@@ -284,7 +284,8 @@ class Simulation {
     began_.erase(mine.get());
   }
 
-  // What each rank would give beside its message, and below which ids are old ones.
+  // By rank: the submission that the rank would piggyback, and the id that the next new
+  // operation gets.
   struct Shortcut {
     std::vector<SubmissionPtr> lone;
     std::vector<uint64_t> first_ids;

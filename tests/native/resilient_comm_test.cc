@@ -1,5 +1,5 @@
-// What a call comes to when its epoch ends: finished elsewhere, run again, given
-// up; who waits, and for how long.
+// Calls whose epoch ends: a call is committed, runs again in the next epoch, or fails;
+// and how long a call waits for the next epoch.
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -249,7 +249,7 @@ TEST(AllRanksEndWithTheSameBits) {
     }
 }
 
-// Who joins after a loss takes sums from the shared segment only where none was
+// After a loss, a rank takes reduced tiles from the shared segment only if no slot was
 // overwritten.
 TEST(SumsStayWhereNoSlotIsUsedTwice) {
   const auto bell = MakeBell(), other = MakeBell();

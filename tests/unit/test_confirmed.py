@@ -1,4 +1,4 @@
-"""What the host reads of a collective outside of jit waits for the ranks' agreement.
+"""The host waits for the agreement of the ranks before it reads a result outside jit.
 
 On a CUDA device a call returns before the ranks are known to have made the same one. On
 a CPU there is nothing to wait for, so a test puts the failure there itself.
@@ -20,7 +20,7 @@ TEXT = "RINGJAX[world (device), epoch 0]: allgather 'rows': ranks disagree"
 
 
 class Status(Exception):
-    """What the native core raises."""
+    """Stands for the exception of the native core, with its code and rank."""
 
     code, rank = "MISMATCH", -1
 

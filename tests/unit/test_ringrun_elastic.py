@@ -164,7 +164,7 @@ def test_a_newcomer_that_reported_an_error_and_stays_is_replaced(
 job = enlist()
 if worker == 2:
     job.report_failure("ValueError: boom")
-    time.sleep(1000)
+    time.sleep(1000)  # until ringrun ends this process
 follow(job)
 """
     )

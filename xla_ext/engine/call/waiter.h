@@ -63,9 +63,9 @@ class Waiter {
   bool oversubscribed() const { return oversubscribed_; }
 
   // Records that the caller has moved something, so that the next wait spins again.
-  // Where waits are long, spinning only takes the core from other threads. So each wait
-  // longer than three times spin_ halves the spin time of the next wait, five times at
-  // most, and each shorter wait doubles it again.
+  // If the waits of a thread are long, spinning only takes the core from others. So a
+  // wait longer than three times spin_ halves the spin time of the next wait, five
+  // times at most, and a shorter wait doubles the spin time again.
   void Progressed() {
     if (idle_ > kFree) {
       const bool brief = Clock::now() - since_ < 3 * spin_;

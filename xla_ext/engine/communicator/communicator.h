@@ -118,7 +118,7 @@ struct CallAttempt {
   Status outcome;         // valid if locally_complete
   uint64_t sequence = 0;  // number of the call in this epoch, from 1; 0: not known
 
-  // Where the results come from if this rank completes a committed call alone.
+  // The source of the results if this rank completes a committed call alone.
   enum class Source {
     kNotNeeded,    // the call has no results: a barrier, or only empty tensors
     kInlineData,   // the inline data of all ranks, in the shared segment
@@ -483,7 +483,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void Record(const Call& call, Clock::time_point end);  // sets last_; needs mutex_
   // Completes event_ and passes it to the recorder.
   void Report(const Call& call, Clock::time_point end, Code outcome);
-  std::string Waited(const std::vector<int>& peers) const;
   // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
 
