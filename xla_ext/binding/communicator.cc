@@ -363,7 +363,7 @@ void BindHostCommunicator(nb::module_& m) {
            [](Communicator& c) {
              c.Abort(Status(Code::kUnavailable, "ringjax is shut down"));
              nb::gil_scoped_release release;
-             if (Find(c.id()).communicator.get() == &c) Unregister(c.id());
+             Unregister(c.id(), &c);
            })
       .def(
           "set_cost",

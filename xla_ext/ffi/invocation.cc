@@ -194,13 +194,14 @@ void Register(int64_t id, Registered entry) {
   registry[id] = std::move(entry);
 }
 
-void Unregister(int64_t id) {
-  Registered old;
+void Unregister(int64_t id, const Communicator* communicator) {
+  Registered old;  // as in Register
   std::lock_guard lock(registry_mutex);
-  if (auto found = registry.find(id); found != registry.end()) {
-    old = std::move(found->second);
-    registry.erase(found);
-  }
+  const auto found = registry.find(id);
+  if (found == registry.end() || found->second.communicator.get() != communicator)
+    return;
+  old = std::move(found->second);
+  registry.erase(found);
 }
 
 Registered Find(int64_t id) {
