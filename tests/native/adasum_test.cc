@@ -301,7 +301,7 @@ TEST(AdasumIsCountedUnderItsName) {
   Job job(2, {{DType::kF32, 1000}, {DType::kF32, 24}});
   job.Fill(1);
   job.Run(&world);
-  auto stats = world.ranks[0]->stats().at("allreduce");
+  auto stats = world.ranks[0]->log().stats().at("allreduce");
   CHECK_EQ(stats.algorithms.at("adasum"), 1u);
   CHECK_EQ(stats.bytes, 4096u);
   // Half the vector there, half of it back, three doubles for each tensor.

@@ -123,7 +123,7 @@ TEST(OneCopyOfWhatSeveralDevicesHaveTravels) {
                 .ok());
     for (int64_t d : {0, 1, 2}) CHECK(told.Of(d).ok());
     CHECK(out[0][0] == 2 && out[1][0] == 4 && out[2][0] == 2);
-    const auto stats = c.stats();
+    const auto stats = c.log().stats();
     CHECK_EQ(stats.at("allreduce").calls, 1u);
     CHECK_EQ(stats.at("allreduce").bytes, 2 * sizeof(float));
   });
@@ -221,19 +221,19 @@ TEST(WhoeverAsksHearsWhichDeviceIsMissing) {
               ->Join(PartOf(shared, &told, d, &data[d], &data[d], {0, 1, 2}, {0, 1, 2}))
               .ok());
     };
-    c.set_missing_locally([&] { return rendezvous->Missing(); });
-    CHECK(!c.probe_answer().has_text);
+    c.log().set_missing_locally([&] { return rendezvous->Missing(); });
+    CHECK(!c.log().probe_answer().has_text);
     come(2);
-    CHECK_EQ(c.probe_answer().text,
+    CHECK_EQ(c.log().probe_answer().text,
              "it waits for device 0, 1 of its own to come to allreduce 'x'");
-    CHECK(c.probe_answer().waits);
+    CHECK(c.log().probe_answer().waits);
     come(0);
-    CHECK_EQ(c.probe_answer().text,
+    CHECK_EQ(c.log().probe_answer().text,
              "it waits for device 1 of its own to come to allreduce 'x'");
     come(1);
     for (int64_t d : {0, 1, 2}) CHECK(told.Of(d).ok());
-    CHECK_EQ(c.probe_answer().text, "its last call was allreduce 'x' (seq 1)");
-    c.set_missing_locally(nullptr);
+    CHECK_EQ(c.log().probe_answer().text, "its last call was allreduce 'x' (seq 1)");
+    c.log().set_missing_locally(nullptr);
   });
 }
 

@@ -169,8 +169,8 @@ TEST(waits_of_a_driver_are_interrupted_only_where_nothing_moves) {
   Status status;
   {
     const InterruptsAfter interrupts(0.5);
-    status =
-        world.ranks[0]->ExchangeRound("message", &messages);  // rank 1 does not come
+    status = world.ranks[0]->rounds().Exchange("message",
+                                               &messages);  // rank 1 does not come
   }
   interrupt_check.store(before);
   CHECK(status.code() == Code::kCancelled || world.ranks[0]->aborted());

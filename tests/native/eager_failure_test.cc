@@ -142,7 +142,7 @@ TEST(eager_an_abort_fails_pending_and_later_ones_on_all_ranks) {
                             "rank " + std::to_string(why.rank()) + " " + why.message(),
                             why.rank()));
       };
-      world.world.ranks[r]->SetHooks(hooks);
+      world.world.ranks[r]->heartbeat().SetHooks(hooks);
     }
     std::vector<Floats> data(3, Floats(4, 1));
     std::vector<std::shared_ptr<Work>> pending;
@@ -196,7 +196,7 @@ TEST(eager_damaged_message_ends_the_lane) {
   World world({0, 0});
   EagerLane lane(world.ranks[0], {});
   std::vector<std::string> messages;
-  CHECK(world.ranks[1]->ExchangeRound("\xff\xff\xff\xff nonsense", &messages).ok());
+  CHECK(world.ranks[1]->rounds().Exchange("\xff\xff\xff\xff nonsense", &messages).ok());
   Floats x(4, 1);
   auto work = lane.Submit(Place("x", &x, &x));
   const Status status = work.ok() ? work.value()->Wait() : work.status();
@@ -215,7 +215,7 @@ TEST(eager_long_messages_travel_in_rounds) {
             return std::string(r % 2 ? bytes : bytes / 2, static_cast<char>('a' + r));
           };
           std::vector<std::string> all;
-          CHECK(c.ExchangeRound(text(c.rank()), &all).ok());
+          CHECK(c.rounds().Exchange(text(c.rank()), &all).ok());
           CHECK_EQ(all.size(), static_cast<size_t>(size));
           for (int r = 0; r < size; ++r) CHECK(all[r] == text(r));
           Floats x(50, c.rank());
@@ -233,21 +233,21 @@ TEST(eager_await_wakes_for_calls_and_by_hand) {
     Communicator &a = *world.ranks[0], &b = *world.ranks[1];
     bool called = true;
     const auto soon = Clock::now() + std::chrono::milliseconds(30);
-    CHECK(a.AwaitNextCall(soon, true, &called).ok());
+    CHECK(a.rounds().AwaitNext(soon, true, &called).ok());
     CHECK(!called && Clock::now() >= soon);
     const auto never = Clock::now() + std::chrono::seconds(100);
     std::thread waker([&a] {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      a.Wake();
+      a.rounds().Wake();
     });
-    CHECK(a.AwaitNextCall(never, true, &called).ok());
+    CHECK(a.rounds().AwaitNext(never, true, &called).ok());
     CHECK(!called);
     waker.join();
     std::vector<std::string> of_a, of_b;
-    std::thread peer([&] { CHECK(b.ExchangeRound("b", &of_b).ok()); });
-    CHECK(a.AwaitNextCall(never, true, &called).ok());
+    std::thread peer([&] { CHECK(b.rounds().Exchange("b", &of_b).ok()); });
+    CHECK(a.rounds().AwaitNext(never, true, &called).ok());
     CHECK(called);
-    CHECK(a.ExchangeRound("a", &of_a).ok());
+    CHECK(a.rounds().Exchange("a", &of_a).ok());
     peer.join();
     CHECK(of_a == of_b);
     CHECK(Clock::now() < never);

@@ -203,7 +203,7 @@ TEST(eager_values_are_left_if_a_rank_gave_none) {
   writer.Description(Place("more", &more, &more).what);
   auto work = lane.Submit(Place("x", &x, &x)).value();
   std::vector<std::string> messages;
-  CHECK(world.ranks[1]->ExchangeRound(writer.Seal(0, 1), &messages).ok());
+  CHECK(world.ranks[1]->rounds().Exchange(writer.Seal(0, 1), &messages).ok());
   Call call = AllreduceOf(&theirs);
   call.name = "x";
   CHECK(world.ranks[1]->Run(call).ok());
@@ -224,7 +224,8 @@ TEST(eager_values_that_are_not_what_their_rank_tells_are_damage) {
   piggyback.own = std::as_bytes(std::span(wrong));
   auto work = lane.Submit(Place("x", &x, &x)).value();
   std::vector<std::string> messages;
-  CHECK(world.ranks[1]->ExchangeRound(writer.Seal(0, 1), &messages, &piggyback).ok());
+  CHECK(
+      world.ranks[1]->rounds().Exchange(writer.Seal(0, 1), &messages, &piggyback).ok());
   CHECK(piggyback.whole);
   const Status status = work->Wait();
   CHECK(status.message().find("rank 1 has told of other bytes than it gave") !=

@@ -157,7 +157,7 @@ TEST(AnExceptionWithinACallBecomesAStatusAndPeersAreTold) {
   HeartbeatHooks hooks;
   hooks.late_ranks = [](uint64_t) -> std::vector<int> { throw std::bad_alloc(); };
   hooks.on_failure = [&](const Status& s) { told.push_back(s.message()); };
-  zero.SetHooks(hooks);
+  zero.heartbeat().SetHooks(hooks);
   std::vector<float> data(4, 1.0f);
   const Status status = zero.Run(AllreduceOf(&data));  // times out, then throws
   CHECK(status.code() == Code::kUnavailable);
@@ -185,7 +185,7 @@ TEST(StatsMayBeReadWhileCallsRun) {
   std::atomic<bool> stop{false};
   std::thread reader([&] {
     while (!stop) {
-      const auto stats = world.ranks[0]->stats();
+      const auto stats = world.ranks[0]->log().stats();
       if (auto found = stats.find("allreduce"); found != stats.end())
         CHECK(found->second.calls <= world.ranks[0]->entered());
       std::this_thread::yield();
@@ -196,7 +196,7 @@ TEST(StatsMayBeReadWhileCallsRun) {
   });
   stop = true;
   reader.join();
-  CHECK_EQ(world.ranks[0]->stats().at("allreduce").calls, 200u);
+  CHECK_EQ(world.ranks[0]->log().stats().at("allreduce").calls, 200u);
 }
 
 TEST(AHalfStepEndsTheCommunicatorAndPeersAreTold) {
@@ -204,7 +204,7 @@ TEST(AHalfStepEndsTheCommunicatorAndPeersAreTold) {
   std::vector<Status> told;
   HeartbeatHooks hooks;
   hooks.on_failure = [&](const Status& s) { told.push_back(s); };
-  world.ranks[0]->SetHooks(hooks);
+  world.ranks[0]->heartbeat().SetHooks(hooks);
   Overlap overlap(world.ranks[0]);
   std::vector<float> data(8, 1.0f);
   CHECK(overlap.Start(AllreduceOf(&data), 0, 64).ok());

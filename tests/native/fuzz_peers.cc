@@ -72,7 +72,7 @@ constexpr unsigned kWorks = 8;  // 7: a round instead of a call
 Status DoWork(Communicator* c, unsigned number) {
   if (number == 7) {
     std::vector<std::string> all;
-    return c->ExchangeRound(std::string(c->rank() == 0 ? 30 : 600, 'm'), &all);
+    return c->rounds().Exchange(std::string(c->rank() == 0 ? 30 : 600, 'm'), &all);
   }
   Work work(number, c->rank(), c->size());
   return c->Run(work.call);

@@ -54,7 +54,7 @@ void Exchange(World& world, const std::vector<std::vector<int64_t>>& rows) {
 }
 
 uint64_t InlineCalls(const World& world, const std::string& op) {
-  const auto all = world.ranks[0]->stats();
+  const auto all = world.ranks[0]->log().stats();
   const auto& algorithms = all.at(op).algorithms;
   const auto found = algorithms.find(kShared);
   return found == algorithms.end() ? 0 : static_cast<uint64_t>(found->second);

@@ -230,7 +230,7 @@ TEST(AnswersNobodyAskedForAndControlCharactersAreDropped) {
 }
 
 TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
-  StallMonitor monitor;
+  StallPolicy monitor;
   CHECK(!monitor.MustAsk(9, 10, 60));
   CHECK(monitor.MustAsk(10, 10, 60));
   CHECK(!monitor.MustAsk(10.1, 10, 60));
@@ -243,9 +243,9 @@ TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
   monitor.Warned(22);
   CHECK(monitor.MustAsk(59, 10, 60) && !monitor.MustAsk(59.5, 10, 60));
   CHECK(monitor.MustAsk(59, 10, 60));  // something has moved meanwhile
-  StallMonitor brief;  // of a limit below a second, half of it is left for the answers
+  StallPolicy brief;  // of a limit below a second, half of it is left for the answers
   CHECK(!brief.MustAsk(0.1, 0, 0.4) && brief.MustAsk(0.2, 0, 0.4));
-  StallMonitor endless;
+  StallPolicy endless;
   CHECK(!endless.MustAsk(1e9, 0, 0) && !endless.MustWarn(1e9, 0));
 }
 

@@ -400,8 +400,10 @@ TEST(AHeartbeatRingsForWhoIsLostAndWhoHasLeft) {
   CHECK(rung());
   CHECK_EQ(zero->left().size(), 1u);
   CHECK(zero->lost().empty());
-  CHECK(world.ranks[0]->CheckShutdowns(1).ok());  // it has finished that one
-  CHECK(Contains(world.ranks[0]->CheckShutdowns(2).message(), "has shut down"));
+  CHECK(world.ranks[0]->abort_state().CheckShutdowns(1).ok());  // it has finished that
+                                                                // one
+  CHECK(Contains(world.ranks[0]->abort_state().CheckShutdowns(2).message(),
+                 "has shut down"));
   // What a communicator blames on a peer counts here as well.
   world.ranks[0]->AbortAndNotifyPeers(Code::kDeadlineExceeded, "has not called for 3 s",
                                       2);

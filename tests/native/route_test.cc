@@ -103,7 +103,7 @@ TEST(CallsTakeTheirRoutes) {
         CHECK(c.Run(AllreduceOf(&data)).ok());
       });
       const std::string route = RouteName(Collective::kAllreduce, hosts, bytes);
-      const auto counts = world.ranks[0]->stats().at("allreduce").algorithms;
+      const auto counts = world.ranks[0]->log().stats().at("allreduce").algorithms;
       CHECK_EQ(counts.size(), 1u);
       CHECK_EQ(std::string(counts.begin()->first),
                IsSchedule(route) ? route : "shared");

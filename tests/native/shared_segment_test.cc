@@ -95,7 +95,7 @@ void Allreduces() {
       CheckAllreduce(c, {3, 0, 70000, 1, 1, 2047, 65, 9000}, {});
       CheckAllreduce(c, std::vector<size_t>(900, 7), {.op = ReduceOp::kAverage});
     });
-    const OpStats stats = world.ranks[0]->stats().at("allreduce");
+    const OpStats stats = world.ranks[0]->log().stats().at("allreduce");
     CHECK_EQ(stats.algorithms.size(), size_t{1});
     CHECK_EQ(stats.algorithms.at("shared"), stats.calls);
   }
@@ -176,7 +176,7 @@ void Reducescatters() {
         CheckAllreduce(c, {static_cast<size_t>(n) + 1}, {});
       }
     });
-    const OpStats stats = world.ranks[0]->stats().at("reducescatter");
+    const OpStats stats = world.ranks[0]->log().stats().at("reducescatter");
     CHECK_EQ(stats.algorithms.size(), size_t{1});
     CHECK_EQ(stats.algorithms.at("shared"), stats.calls);
   }

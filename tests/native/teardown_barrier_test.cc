@@ -39,10 +39,11 @@ TEST(ThoseWhoPartWaitForEachOther) {
   std::vector<char> parted(3, 0);
   std::vector<std::thread> threads;
   for (size_t r : {0, 1})
-    threads.emplace_back([&, r] { parted[r] = world.ranks[r]->AwaitTeardown(kLong); });
+    threads.emplace_back(
+        [&, r] { parted[r] = world.ranks[r]->heartbeat().AwaitTeardown(kLong); });
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
   CHECK(!parted[0] && !parted[1]);  // rank 2 has yet to come
-  parted[2] = world.ranks[2]->AwaitTeardown(kLong);
+  parted[2] = world.ranks[2]->heartbeat().AwaitTeardown(kLong);
   for (auto& thread : threads) thread.join();
   CHECK(parted[0] && parted[1] && parted[2]);
   // Of another communicator, or epoch, nobody has said anything.
@@ -56,22 +57,23 @@ TEST(NobodyWaitsForARankThatIsGone) {
   auto beats = Beating(world);
   beats[1]->Leave();
   beats[2]->Fail("has failed, and is still here");
-  CHECK(!world.ranks[0]->AwaitTeardown(0.02));
+  CHECK(!world.ranks[0]->heartbeat().AwaitTeardown(0.02));
   beats[2]->Stop();
-  CHECK(world.ranks[0]->AwaitTeardown(kLong));
+  CHECK(world.ranks[0]->heartbeat().AwaitTeardown(kLong));
 }
 
 TEST(AWaitForAPeerThatStaysEnds) {
   World world({0, 0});
   const auto beats = Beating(world);
-  CHECK(!world.ranks[0]->AwaitTeardown(0.02));
+  CHECK(!world.ranks[0]->heartbeat().AwaitTeardown(0.02));
   beats[0]->Stop();
-  CHECK(world.ranks[0]->AwaitTeardown(kLong));  // nobody is there to agree with
+  CHECK(world.ranks[0]->heartbeat().AwaitTeardown(
+      kLong));  // nobody is there to agree with
 }
 
 TEST(WithoutAHeartbeatThereIsNobodyToPartFrom) {
   World world({0, 0});
-  CHECK(world.ranks[0]->AwaitTeardown(kLong));
+  CHECK(world.ranks[0]->heartbeat().AwaitTeardown(kLong));
 }
 
 }  // namespace

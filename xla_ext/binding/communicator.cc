@@ -108,7 +108,7 @@ std::tuple<uint64_t, uint64_t, bool> Quiesce(Communicator& self, double seconds)
 
 nb::dict Stats(const Communicator& self) {
   nb::dict all;
-  for (const auto& [op, s] : self.stats()) {
+  for (const auto& [op, s] : self.log().stats()) {
     nb::dict d;
     d["calls"] = s.calls;
     d["bytes"] = s.bytes;
@@ -195,7 +195,7 @@ using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
 // process have not made their calls yet.
 void TellWhatIsMissing(const std::shared_ptr<Communicator>& c,
                        const std::shared_ptr<DeviceRendezvous>& meeting) {
-  c->set_missing_locally([weak = std::weak_ptr(meeting)] {
+  c->log().set_missing_locally([weak = std::weak_ptr(meeting)] {
     const auto alive = weak.lock();
     return alive ? alive->Missing() : "";
   });

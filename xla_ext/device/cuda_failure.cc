@@ -176,7 +176,7 @@ void CudaCommunicator::PoisonAndAbortNccl() {
   // this process, have set their poison words and are ready for the abort; for a
   // limited time, because some rank may never get here.
   if (joined) {
-    control_->AwaitTeardown(kTogether);
+    control_->heartbeat().AwaitTeardown(kTogether);
     AwaitOtherDevices();
   }
   {

@@ -155,7 +155,7 @@ Status EagerCuda::Open() {
   std::string mine(reinterpret_cast<const char*>(&hello), sizeof hello);
   if (!ready.ok()) mine += ready.message().empty() ? "unknown" : ready.message();
   std::vector<std::string> said;
-  RJ_TRY(host_->ExchangeRound(mine, &said));
+  RJ_TRY(host_->rounds().Exchange(mine, &said));
   nccl::UniqueId id;
   if (Status s = Judge(said, &id); !s.ok()) {
     // The ranks have not begun to connect, so the next Open tries again.
@@ -264,10 +264,10 @@ Status EagerCuda::Connect(const nccl::UniqueId& id) {
   const Status joined = device->Join(id);
   std::vector<std::string> said;
   const Status told =
-      host_->ExchangeRound(joined.ok()                ? ""
-                           : joined.message().empty() ? "failed"
-                                                      : joined.message(),
-                           &said);
+      host_->rounds().Exchange(joined.ok()                ? ""
+                               : joined.message().empty() ? "failed"
+                                                          : joined.message(),
+                               &said);
   Status status = joined;
   for (size_t r = 0; r < said.size() && told.ok(); ++r) {
     if (said[r].empty()) continue;

@@ -35,15 +35,15 @@ struct Check {
       : communicator(std::move(c)), terms(t), seq(number), step(number) {
     Hash whose;
     if (terms.counts()) whose.Add(terms.name), whose.Add(terms.names);
-    comparison = &communicator->consistency_check(whose.value());
+    comparison = &communicator->consistency_checks().at(whose.value());
     if (terms.counts()) whose.Add(static_cast<uint64_t>(device));
-    counter = &communicator->consistency_check(whose.value()).count;
+    counter = &communicator->consistency_checks().at(whose.value()).count;
   }
 
   std::shared_ptr<Communicator> communicator;
   Terms terms;
   uint32_t seq, step;
-  Communicator::ConsistencyCheck* comparison;
+  ConsistencyChecks::Check* comparison;
   // Counts the invocations of this device; else nonzero once this process has compared.
   std::atomic<uint32_t>* counter;
   std::optional<uint64_t> ticket = {};  // for the first exchange

@@ -61,7 +61,7 @@ struct Piggyback {
   // this rank begins its next call or round.
   std::vector<std::span<const std::byte>> all = {};
 };
-// Exchanges the messages of one round (Communicator::ExchangeRound): `*all` receives
+// Exchanges the messages of one round (Rounds::Exchange): `*all` receives
 // the message of every rank, by rank. In a shared segment, short messages lie behind
 // the frames. Over links they travel in blocks of one size, and each rank passes on the
 // blocks that it has (Bruck et al., "Efficient Algorithms for All-to-All

@@ -23,7 +23,7 @@ struct ProgressReport {
 class Progress {
  public:
   // Marks that a call may change the report. The call stores this mark and then loads
-  // the abort flag (Communicator::Guarded); the aborting thread stores the flag and
+  // the abort flag (CallRunner::Guarded); the aborting thread stores the flag and
   // then loads the mark (Settled). All four are seq_cst: either the call sees the
   // abort, or Settled sees the mark and waits for the call.
   void Begin() { active_.store(true, std::memory_order_seq_cst); }

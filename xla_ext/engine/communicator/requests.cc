@@ -1,16 +1,10 @@
-// Turns a call into requests: validation, groups of tensors, and blocks per rank.
-//
-// An allreduce has one request for all tensors of one element type, and a broadcast has
-// one request for the bytes of all tensors. The other collectives have a block per rank
-// in each tensor, so each tensor is a request of its own. Nothing is copied: requests
-// are spans.
+// See requests.h.
+#include "engine/communicator/requests.h"
+
 #include <algorithm>
 #include <array>
 #include <numeric>
-
-#include "engine/call/adasum.h"
-#include "engine/call/agreement.h"
-#include "engine/communicator/communicator.h"
+#include <string>
 
 namespace ringjax {
 namespace {
@@ -22,11 +16,6 @@ uint64_t RowElements(const Tensor& t) {
 }
 
 Status Invalid(const std::string& what) { return {Code::kInvalidArgument, what}; }
-
-// The part of call.rows that belongs to tensor `i`.
-std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
-  return std::span(call.rows).subspan(i * per_tensor, per_tensor);
-}
 
 uint64_t Total(std::span<const int64_t> rows) {
   return std::accumulate(rows.begin(), rows.end(), uint64_t{0});
@@ -78,10 +67,10 @@ std::string Label(const Call& call, size_t i) {
 
 }  // namespace
 
-Status Communicator::Validate(const Call& call) const {
+Status CheckCall(const Call& call, int rank, int size) {
   const bool reduces =
       call.op == Collective::kAllreduce || call.op == Collective::kReducescatter;
-  const size_t p = static_cast<size_t>(size());
+  const size_t p = static_cast<size_t>(size);
   size_t per_tensor = 0;
   if (call.op == Collective::kAllgather || call.op == Collective::kReducescatter)
     per_tensor = p;
@@ -90,20 +79,18 @@ Status Communicator::Validate(const Call& call) const {
     return Status(Code::kFailedPrecondition,
                   "compiled for another number of ranks (" +
                       std::to_string(call.rows.size()) + " row counts, " +
-                      std::to_string(size()) + " ranks now): trace it again");
-  if (call.op == Collective::kBroadcast && (call.root < 0 || call.root >= size()))
+                      std::to_string(size) + " ranks now): trace it again");
+  if (call.op == Collective::kBroadcast && (call.root < 0 || call.root >= size))
     return Invalid("root_rank=" + std::to_string(call.root) + " is not in 0.." +
-                   std::to_string(size() - 1));
+                   std::to_string(size - 1));
   if (reduces && call.reduce_op == ReduceOp::kAdasum && call.wire >= 0)
     return Invalid("op=ADASUM takes tensors as they are: no compression on the wire");
-  if (const auto forced = ForcedAlgorithm(call.op); !forced.empty())
-    RJ_TRY(Choose(call.op, forced, 0, options_.topology, options_.cost).status());
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const Tensor& t = call.tensors[i];
     Status fits;
-    if (reduces) fits = CheckReduction(call.op, call.reduce_op, t.dtype, size());
+    if (reduces) fits = CheckReduction(call.op, call.reduce_op, t.dtype, size);
     if (fits.ok() && per_tensor > 0)
-      fits = CheckRows(call, t, RowsOf(call, i, per_tensor), rank(), p);
+      fits = CheckRows(call, t, RowsOf(call, i, per_tensor), rank, p);
     else if (fits.ok() && t.room != t.bytes())
       fits = Invalid("the result of " + Describe(t) + " has " + std::to_string(t.room) +
                      " bytes");
@@ -112,7 +99,7 @@ Status Communicator::Validate(const Call& call) const {
   return OkStatus();
 }
 
-std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
+std::vector<Request> Split(const Call& call, int rank, int size) {
   std::vector<Request> requests;
   auto add = [&](DType dtype, const Tensor* one) -> Request& {
     Request& r = requests.emplace_back();
@@ -130,7 +117,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     a.op = call.reduce_op == ReduceOp::kAverage ? ReduceOp::kSum : call.reduce_op;
     a.prescale = call.prescale;
     a.postscale = call.postscale;
-    a.divisor = call.reduce_op == ReduceOp::kAverage ? size() : 1;
+    a.divisor = call.reduce_op == ReduceOp::kAverage ? size : 1;
     if (call.wire >= 0 && (a.dtype == DType::kF32 || a.dtype == DType::kF64))
       a.wire = static_cast<DType>(call.wire);
   };
@@ -143,7 +130,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
   auto blocks = [&](Request* r, std::span<const int64_t> rows, uint64_t row) {
     for (int64_t n : rows) r->problem.counts.push_back(static_cast<uint64_t>(n) * row);
   };
-  const size_t p = static_cast<size_t>(size());
+  const size_t p = static_cast<size_t>(size);
   switch (call.op) {
     case Collective::kBarrier:
       break;
@@ -190,7 +177,7 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
         Request& r = add(t.dtype, &t);
         reduce(&r);
         blocks(&r, rows, RowElements(t));
-        r.out.Add(t.out, r.problem.counts[rank()] * Width(t.dtype));
+        r.out.Add(t.out, r.problem.counts[rank] * Width(t.dtype));
       }
       break;
     case Collective::kAlltoall:
@@ -208,53 +195,6 @@ std::vector<Communicator::Request> Communicator::Split(const Call& call) const {
     return call.op == Collective::kAllgather && r.bytes == 0;
   });
   return requests;
-}
-
-void Communicator::AddScratch(Request* request, uint64_t bytes) {
-  if (scratch_.size() < bytes) scratch_.resize(bytes);
-  request->buffers.scratch.Add(scratch_.data(), bytes);
-}
-
-Status Communicator::RunAdasum(Request* request, const Frame& frame, Waiter* waiter) {
-  const Arithmetic& a = request->arithmetic;
-  const uint64_t elements = size() > 1 ? AdasumScratch(request->problem.counts[0]) : 0;
-  AddScratch(request, elements * Width(a.dtype));
-  uint64_t sent = 0;
-  const Status status = AllreduceAdasum(request->buffers, request->sizes, a, frame,
-                                        endpoints_, waiter, &sent);
-  Count(*request, kAdasumName, kAdasumName, sent);
-  return status;
-}
-
-// Exchanges the splits of an alltoall before any row is sent. Sets `*fit` to false if
-// some peer sends a number of rows that this rank does not expect.
-Status Communicator::CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
-                                 bool* fit) const {
-  const size_t p = static_cast<size_t>(size()), n = call.tensors.size();
-  std::vector<int64_t> sent(p * n), coming(p * n), expected(p * n);
-  for (size_t i = 0; i < n; ++i) {
-    const auto rows = RowsOf(call, i, 2 * p);
-    for (size_t r = 0; r < p; ++r) {
-      sent[r * n + i] = rows[r];
-      expected[r * n + i] = rows[p + r];
-    }
-  }
-  RJ_TRY(ExchangeWords(frame, sent, endpoints_, waiter, &coming));
-  *fit = coming == expected;
-  return OkStatus();
-}
-
-std::string_view Communicator::ForcedAlgorithm(Collective op) const {
-  std::string_view rest = options_.algorithm;
-  if (rest.find(':') == rest.npos) return op == Collective::kAllreduce ? rest : "";
-  while (!rest.empty()) {
-    const std::string_view entry = rest.substr(0, rest.find(','));
-    rest.remove_prefix(std::min(rest.size(), entry.size() + 1));
-    const size_t colon = entry.find(':');
-    if (colon != entry.npos && entry.substr(0, colon) == Name(op))
-      return entry.substr(colon + 1);
-  }
-  return "";
 }
 
 }  // namespace ringjax

@@ -123,7 +123,8 @@ Status ResilientComm::AwaitTurn(const Communicator& caller, uint64_t ticket,
   if (turn.ok()) return turn;
   if (turn.code() == Code::kCancelled) Interrupt(caller, turn.message());
   const Status end = end_status();
-  if (end.rank() >= 0 && caller.recorder()) caller.recorder()->Dump(end.message());
+  if (end.rank() >= 0 && caller.options().recorder)
+    caller.options().recorder->Dump(end.message());
   return caller.WithContext(call, end);
 }
 

@@ -87,9 +87,9 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
 
   // -- for the eager lane, which has a protocol of its own ----------------------------
   //
-  // The lane holds one epoch and uses its ExchangeRound, AwaitNextCall, Compare and
-  // RunInThisEpoch. If one of these fails with kUnavailable and the epoch was aborted,
-  // the lane moves to the next epoch and starts a new negotiation there:
+  // The lane holds one epoch and uses its Rounds, Compare and RunInThisEpoch. If one of
+  // these fails with kUnavailable and the epoch was aborted, the lane moves to the next
+  // epoch and starts a new negotiation there:
   //
   //   ResilientComm::Change change;
   //   RJ_TRY(resilient->Follow(epoch_index, &change));  // parks

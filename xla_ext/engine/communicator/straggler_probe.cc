@@ -35,7 +35,7 @@ std::string Printable(std::string_view text, size_t limit) {
   return shown;
 }
 
-bool StallMonitor::MustAsk(double seconds, double warning, double limit) {
+bool StallPolicy::MustAsk(double seconds, double warning, double limit) {
   // The wait has become shorter: data have moved meanwhile, and this is a new wait.
   if (seconds < last_) asked_ = -1;
   last_ = seconds;

@@ -3,9 +3,10 @@
 // A rank that waits for long probes the late ranks and goes on waiting. The replies
 // arrive a moment later and become part of the warning or the error. The heartbeat
 // carries probes and replies, because its thread replies however busy the rank is.
-// Compiled programs and the eager lane share one policy: StallMonitor.
+// Compiled programs and the eager lane share one policy: StallPolicy.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -29,6 +30,14 @@ struct ProbeReply {
   bool asked = false, answered = false;
   bool entered = false;  // the rank has made the call
   std::string text;      // "its last call was ...; it is at train.py:41 in load_batch"
+};
+
+// The reply of this rank to a straggler probe: its present wait, or its last call.
+struct ProbeAnswer {
+  bool has_text = false;  // false: this communicator has nothing to report
+  bool waits = false;     // the rank is in a call and waits for other ranks
+  std::chrono::steady_clock::time_point when;
+  std::string text;  // "its last call was allgather 'x' (seq 6)"
 };
 
 // Sends probes and collects the replies. Implemented by the heartbeat. Thread-safe.
@@ -61,7 +70,7 @@ std::string Printable(std::string_view text, size_t limit);
 
 // Decides when a rank that waits probes, warns, and stops waiting for replies. Times
 // are seconds of the present wait; a `warning` or `limit` of 0 never comes.
-class StallMonitor {
+class StallPolicy {
  public:
   // Whether to probe now, and if so, remembers that. True once for each warning, and
   // once shortly before the limit, so that the error contains the replies.

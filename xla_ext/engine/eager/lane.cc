@@ -156,7 +156,7 @@ Status EagerLane::Round() {
   const std::string message = negotiation_->TakeMessage();
   const uint64_t first_id = negotiation_->next_id();
   std::vector<std::string> messages;
-  RJ_TRY(communicator_->ExchangeRound(message, &messages, &piggyback));
+  RJ_TRY(communicator_->rounds().Exchange(message, &messages, &piggyback));
   std::vector<Decision> decisions;
   if (Status s = negotiation_->Receive(messages, &decisions); !s.ok()) {
     communicator_->AbortAndNotifyPeers(s.code(), s.message(), s.rank());
@@ -267,7 +267,7 @@ void EagerLane::FailAll(const Status& cause) {
     for (const auto& [key, task] : active_) tasks.push_back(task);
   }
   Report(tasks, {}, cause);
-  const auto& recorder = communicator_->recorder();
+  const auto& recorder = communicator_->options().recorder;
   if (recorder && cause.rank() >= 0) recorder->Dump(cause.message());
   for (const TaskPtr& task : tasks)
     Finish({task}, Named(task->Describe(), cause), nullptr);

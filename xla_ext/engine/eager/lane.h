@@ -176,7 +176,7 @@ class EagerLane {
   // and whether this rank has expired it.
   struct Watched {
     Clock::time_point since;
-    StallMonitor stall_monitor = {};
+    StallPolicy stall_policy = {};
     bool expired = false;
   };
 

@@ -53,7 +53,8 @@ Status EagerLane::Turn(Clock::time_point until) {
     std::lock_guard lock(mutex_);
     needed = !active_.empty() || joined_;
   }
-  RJ_TRY(communicator_->AwaitNextCall(std::min(until, next_look_), needed, &called));
+  RJ_TRY(
+      communicator_->rounds().AwaitNext(std::min(until, next_look_), needed, &called));
   if (!called) return OkStatus();
   TakeIn();
   return Round();
@@ -80,7 +81,7 @@ Status EagerLane::Gather() {
   if (options_.cycle_seconds <= 0) return OkStatus();
   const auto until = Clock::now() + Seconds(options_.cycle_seconds);
   for (bool called = false; !called && Clock::now() < until;) {
-    RJ_TRY(communicator_->AwaitNextCall(until, true, &called));
+    RJ_TRY(communicator_->rounds().AwaitNext(until, true, &called));
     TakeIn();
   }
   return OkStatus();

@@ -346,7 +346,7 @@ Status EagerLane::Perform(const Decision& decision, const Piggyback* values,
   Status built = Build(decision, batch);
   if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
   if (values != nullptr)  // no other rank waits for this call
-    return built.ok() ? communicator_->RunPiggybacked(batch->call, values->all)
+    return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all)
                       : communicator_->WithContext(batch->call, built);
   const bool decided = !first.cuda && !resilient_ && decision.IsPlaced();
   if (decided) {

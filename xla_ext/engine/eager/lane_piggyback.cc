@@ -62,7 +62,8 @@ void Keep(const Submission& s, const void* out, int rank, int size,
 Piggyback EagerLane::Offer() const {
   Piggyback piggyback;
   const auto task = std::static_pointer_cast<const Task>(negotiation_->Lone());
-  if (!task || !Qualifies(*task, task->waits) || !communicator_->CanPiggyback(task->op))
+  if (!task || !Qualifies(*task, task->waits) ||
+      !communicator_->rounds().CanPiggyback(task->op))
     return piggyback;
   piggyback.given = true;
   if (task->op != Collective::kBroadcast || task->root == communicator_->rank())

@@ -47,9 +47,10 @@ void EagerLane::RecordEnd(const Decision& decision, const Status& status) const 
 
 void EagerLane::Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
                        const Status& status) const {
-  const auto& recorder = communicator_->recorder();
+  const auto& recorder = communicator_->options().recorder;
   if (!recorder) return;
-  Event event = communicator_->event();  // the call that the tasks were part of, if any
+  Event event =
+      communicator_->log().event();  // the call that the tasks were part of, if any
   event.agreed = agreed;
   event.done = Clock::now();
   event.named = true;

@@ -93,7 +93,7 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   // seq_cst, pairs with Release. If this load comes before the fetch_sub of Release,
   // that Release wakes the lane after the task has been put into incoming_. Otherwise
   // this load sees that nothing is held. So one of the two wakes the lane.
-  if (request.waits || !held_.load(std::memory_order_seq_cst)) here->Wake();
+  if (request.waits || !held_.load(std::memory_order_seq_cst)) here->rounds().Wake();
   return work;
 }
 
@@ -110,7 +110,7 @@ void EagerLane::Hurry() {
     here = communicator_;
     if (!incoming_.empty()) Recall();
   }
-  here->Wake();
+  here->rounds().Wake();
 }
 
 // For tensors on a device, records how far the submitter's stream has got; else null.
@@ -173,7 +173,7 @@ Result<std::shared_ptr<Work>> EagerLane::Join() {
     if (resilient_)
       join_epoch_index_ = std::max(present->epoch_index(), here->epoch_index());
   }
-  here->Wake();
+  here->rounds().Wake();
   return work;
 }
 

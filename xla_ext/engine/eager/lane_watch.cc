@@ -54,18 +54,18 @@ bool EagerLane::LookAt(const Negotiation::Waiting& waiting, double seconds, Watc
   const double warning = options_.stall_warning;
   const double limit = w->expired ? 0 : LimitOf(waiting);
   const bool speaks = waiting.own || communicator_->rank() == 0;
-  if (speaks && w->stall_monitor.MustAsk(seconds, warning, limit))
-    communicator_->ProbeStragglers(waiting.id, World(waiting.missing),
-                                   waiting.any->Describe());
-  const bool warns = w->stall_monitor.MustWarn(seconds, warning);
+  if (speaks && w->stall_policy.MustAsk(seconds, warning, limit))
+    communicator_->heartbeat().ProbeOperation(waiting.id, World(waiting.missing),
+                                              waiting.any->Describe());
+  const bool warns = w->stall_policy.MustWarn(seconds, warning);
   const bool ends = limit > 0 && seconds >= limit;
   if (!warns && !ends) return true;
   const std::vector<int> missing = World(waiting.missing);
-  if (!w->stall_monitor.Settled(seconds,
-                                AllAnswered(communicator_->ProbeReplies(missing))))
+  if (!w->stall_policy.Settled(
+          seconds, AllAnswered(communicator_->heartbeat().ProbeReplies(missing))))
     return false;
   if (warns) {
-    w->stall_monitor.Warned(seconds);
+    w->stall_policy.Warned(seconds);
     if (speaks) late->push_back({&waiting, seconds});
   }
   if (ends) {
@@ -88,7 +88,7 @@ std::vector<int> EagerLane::World(const std::vector<int>& ranks) const {
 std::string EagerLane::ReplyTexts(const std::vector<int>& ranks) const {
   std::string text;
   size_t told = 0;
-  for (const ProbeReply& reply : communicator_->ProbeReplies(ranks)) {
+  for (const ProbeReply& reply : communicator_->heartbeat().ProbeReplies(ranks)) {
     const std::string reply_text = ReplyText(reply);
     if (reply_text.empty()) continue;
     text += (told > 0 ? "; " : "") + Title(reply) + ": " + reply_text;

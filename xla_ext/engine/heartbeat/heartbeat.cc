@@ -362,7 +362,7 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
     };
   hooks.straggler_probe = self;
   hooks.teardown_barrier = self;
-  communicator->SetHooks(std::move(hooks));
+  communicator->heartbeat().SetHooks(std::move(hooks));
   std::vector<std::pair<int, std::string>> lost_before;
   std::map<int, uint64_t> left_before;
   {

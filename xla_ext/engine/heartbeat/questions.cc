@@ -126,7 +126,7 @@ std::string Heartbeat::OwnTrace() const {
   }
   ProbeAnswer best;
   for (const auto& c : all) {
-    ProbeAnswer answer = c->probe_answer();
+    ProbeAnswer answer = c->log().probe_answer();
     if (!answer.has_text) continue;
     const bool better = !best.has_text || (answer.waits && !best.waits) ||
                         (answer.waits == best.waits && answer.when > best.when);

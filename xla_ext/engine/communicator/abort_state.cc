@@ -1,0 +1,61 @@
+// See abort_state.h.
+#include "engine/communicator/abort_state.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace ringjax {
+
+void AbortState::Abort(const Status& status) {
+  {
+    std::lock_guard lock(mutex_);
+    if (status_.ok()) status_ = status;
+  }
+  // Set after the reason, which a thread that sees the flag reads. seq_cst, pairs with
+  // CallRunner::Guarded, which loads the flag after Progress::Begin has marked the call
+  // as active; Progress::Settled loads the mark after this store. Either the call sees
+  // the abort, or the report of this rank waits for the call.
+  aborted_.store(true, std::memory_order_seq_cst);
+  doorbell_->Ring();
+  ticket_lock_->WakeAll();
+}
+
+Status AbortState::status() const {
+  std::lock_guard lock(mutex_);
+  return status_;
+}
+
+void AbortState::Await(std::chrono::milliseconds limit) const {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (!aborted() && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+}
+
+void AbortState::OnPeerShutdown(int world_rank, uint64_t finished) {
+  {
+    std::lock_guard lock(mutex_);
+    shut_down_.emplace(world_rank, finished);
+  }
+  any_shut_down_.store(true);
+  doorbell_->Ring();
+}
+
+// A rank that has shut down is the culprit of calls that it has not finished. A call
+// that it has finished may still be under way on other ranks, and can complete there.
+Status AbortState::CheckShutdowns(uint64_t sequence) const {
+  if (!any_shut_down_.load()) return OkStatus();
+  std::lock_guard lock(mutex_);
+  const auto early =
+      std::find_if(shut_down_.begin(), shut_down_.end(),
+                   [sequence](const auto& left) { return left.second < sequence; });
+  if (early == shut_down_.end()) return OkStatus();
+  const auto at = std::find(world_ranks_.begin(), world_ranks_.end(), early->first) -
+                  world_ranks_.begin();
+  // The most frequent cause is a loop over batches that is longer on one rank.
+  return Status(Code::kUnavailable,
+                "has shut down before this call (its program has ended, or called "
+                "shutdown); have all ranks equally many batches?",
+                static_cast<int>(at));
+}
+
+}  // namespace ringjax

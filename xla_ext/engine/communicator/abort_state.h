@@ -1,0 +1,57 @@
+// The abort of a communicator: whether it has been aborted and why, and which members
+// have shut down.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/call/ticket_lock.h"
+#include "transport/link.h"
+
+namespace ringjax {
+
+// Thread-safe. An abort is final: the first reason stays. The arguments of the
+// constructor must outlive the object.
+class AbortState {
+ public:
+  // Abort rings `doorbell` and wakes the waiters of `ticket_lock`, so that no call
+  // sleeps through it.
+  AbortState(const std::vector<int>& world_ranks, Doorbell* doorbell,
+             TicketLock* ticket_lock)
+      : world_ranks_(world_ranks), doorbell_(doorbell), ticket_lock_(ticket_lock) {}
+  AbortState(const AbortState&) = delete;
+  AbortState& operator=(const AbortState&) = delete;
+
+  // `status` is the error of the pending call and of every later call. Its rank is a
+  // world rank. If there are several aborts, the first one gives the status.
+  void Abort(const Status& status);
+  Status status() const;
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+  // The flag, for a Waiter, and for the seq_cst load in CallRunner::Guarded.
+  const std::atomic<bool>& flag() const { return aborted_; }
+  // Waits until some thread aborts the communicator, at most `limit`.
+  void Await(std::chrono::milliseconds limit) const;
+
+  // Records that a member has shut down in good order after `finished` calls.
+  void OnPeerShutdown(int world_rank, uint64_t finished);
+  // Fails if a member has shut down before it finished call `sequence`. The rank of
+  // the error is a rank of the communicator.
+  Status CheckShutdowns(uint64_t sequence) const;
+
+ private:
+  const std::vector<int>& world_ranks_;  // by rank
+  Doorbell* const doorbell_;
+  TicketLock* const ticket_lock_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<bool> any_shut_down_{false};
+  mutable std::mutex mutex_;  // guards all below
+  Status status_;
+  std::map<int, uint64_t> shut_down_;  // by world rank: number of finished calls
+};
+
+}  // namespace ringjax

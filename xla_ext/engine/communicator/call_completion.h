@@ -1,0 +1,81 @@
+// The end of a call: when it may return, and how it is completed if its epoch ends
+// under it.
+#pragma once
+
+#include <cstdint>
+
+#include "base/status.h"
+#include "engine/call/descriptor.h"
+#include "engine/call/frame.h"
+#include "engine/communicator/comm_state.h"
+#include "engine/communicator/failure_report.h"
+
+namespace ringjax {
+
+// How far a call got in an epoch that was aborted under the call. The work that remains
+// after the commit decision depends on it.
+struct CallAttempt {
+  // Every rank has the outcome, or can complete the call alone, so the call may return
+  // without a commit decision.
+  bool globally_complete = false;
+  // This rank has the results in place, or the error that all ranks have.
+  bool locally_complete = false;
+  Status outcome;         // valid if locally_complete
+  uint64_t sequence = 0;  // number of the call in this epoch, from 1; 0: not known
+
+  // The source of the results if this rank completes a committed call alone.
+  enum class Source {
+    kNotNeeded,    // the call has no results: a barrier, or only empty tensors
+    kInlineData,   // the inline data of all ranks, in the shared segment
+    kTileResults,  // the reduced tiles, in the shared segment (tiles.h)
+    kNone,         // nowhere: only all ranks together can complete the call
+  } source = Source::kNone;
+  // Counter values that prove that the source is complete. A rank may rely on the
+  // source once the counter of every rank has reached the value.
+  uint64_t agreed = 0;   // kAgreed, for kInlineData and kNotNeeded; 0: no such proof
+  uint64_t reduced = 0;  // kReduced, for kTileResults; 0: no such proof
+};
+
+// Ends the calls of one communicator. Under a ResilientComm, a call returns only when
+// every rank has its results or can complete the call alone. Only the thread that
+// serves a call uses it. The arguments of the constructor must outlive the object.
+//
+// A call that every rank can complete from the shared segment has no barrier at its
+// end. All ranks must still treat the call alike: a rank that was frozen, for example,
+// must not return from a call that the other ranks run again. So a rank whose call has
+// failed (Seal) sets its stop flag in the shared segment, and then reads the counters
+// of all ranks. A rank that has all data (Sealed) has published its counter, and then
+// reads the stop flags. All of these accesses are seq_cst: either the failed rank sees
+// every counter and reports the call as done, or every other rank sees the stop flag
+// and does not return. If a read could pass the write before it, both ranks could miss
+// each other.
+class CallCompletion {
+ public:
+  CallCompletion(CommState* state, const FailureReport* failures)
+      : state_(*state), failures_(*failures) {}
+
+  // How a rank waits at the end of a call until all ranks have their results: not at
+  // all, for the kFinished counters of the tiles, or by a barrier of its own.
+  enum class Barrier { kNone, kFinished, kFrames };
+  // Ends a call whose results are complete on this rank and whose outcome is the same
+  // on all ranks. Under a ResilientComm, first waits until all ranks have their
+  // results, or can complete the call alone.
+  Status Close(const Call& call, const Status& outcome, Barrier barrier,
+               const Frame& frame, Waiter* waiter, CallAttempt* attempt);
+  // Ends a call that has failed on this rank.
+  void Seal(CallAttempt* attempt);
+  // Does the work of Communicator::CompleteCommitted.
+  Status CompleteCommitted(const Call& call, const CallAttempt& attempt) const;
+
+ private:
+  // Waits until the call has ended in all replica sets. Returns `outcome`, or the
+  // failure of another set.
+  Status EndEverywhere(const Call& call, const Status& outcome);
+  int Sealed(const CallAttempt& attempt) const;  // a rank that has stopped; -1: none
+  bool Shown(const CallAttempt& attempt) const;  // whether its source is complete
+
+  CommState& state_;
+  const FailureReport& failures_;
+};
+
+}  // namespace ringjax

@@ -1,0 +1,330 @@
+// See call_runner.h.
+#include "engine/communicator/call_runner.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+
+#include "base/failpoint.h"
+#include "engine/call/adasum.h"
+#include "engine/call/agreement.h"
+#include "engine/call/inline_data.h"
+#include "engine/call/tiles.h"
+#include "transport/cma.h"
+
+namespace ringjax {
+namespace {
+
+// Marks, while the object lives, that a call may change the progress report, so that
+// Communicator::Quiesce waits for the call. Does nothing without a ResilientComm.
+class Active {
+ public:
+  explicit Active(const CommState& state) : state_(state) {
+    if (state_.progress) state_.progress->Begin();
+  }
+  ~Active() {
+    if (state_.progress)
+      state_.progress->End([this] { return state_.abort.flag().load(); });
+  }
+  Active(const Active&) = delete;
+  Active& operator=(const Active&) = delete;
+
+ private:
+  const CommState& state_;
+};
+
+}  // namespace
+
+Status CallRunner::InTurn(uint64_t ticket, const Call& call,
+                          const std::function<Status()>& body) {
+  bool interrupted = false;
+  const Status turn = state_.ticket_lock.Wait(ticket, [&] {
+    if (state_.abort.aborted()) return state_.abort.status();
+    const InterruptCheck check = interrupt_check.load();
+    interrupted = check != nullptr && check();
+    if (!interrupted) return OkStatus();
+    return Status(Code::kCancelled, "interrupted while waiting for its turn");
+  });
+  if (!turn.ok())
+    return interrupted ? failures_.Fail(call, turn) : failures_.Aborted(call);
+  const TicketLockGuard here(&state_.ticket_lock);
+  return Guarded(call, body);
+}
+
+Status CallRunner::Guarded(const Call& call, const std::function<Status()>& body) {
+  const Active active(state_);
+  // seq_cst: pairs with Abort, which stores the flag before Quiesce reads the mark of
+  // Active. Either this load sees the abort, or Quiesce sees the mark and waits for
+  // this call. If this load could pass the store of the mark, neither might happen.
+  if (state_.abort.flag().load(std::memory_order_seq_cst))
+    return failures_.Aborted(call);
+  try {
+    const Status status = body();
+    if (!status.ok() && state_.abort.aborted())
+      log_.Report(call, Clock::now(), status.code());
+    if (!state_.abort.aborted())
+      state_.finished.store(state_.sequence(), std::memory_order_relaxed);
+    return status;
+  } catch (const std::exception& e) {  // std::bad_alloc, most likely
+    return failures_.Fail(call,
+                          Status(Code::kInternal, std::string("failed: ") + e.what()));
+  }
+}
+
+Status CallRunner::Validate(const Call& call) const {
+  RJ_TRY(CheckCall(call, state_.rank(), state_.size()));
+  return planner_.CheckForced(call.op);
+}
+
+Status CallRunner::Begin(const Call& call, Frame* frame) {
+  if (state_.abort.aborted()) return failures_.Aborted(call);
+  if (Status left = state_.abort.CheckShutdowns(state_.sequence() + 1); !left.ok())
+    return failures_.Fail(call, left);
+  // A call that is not valid on this rank is counted, too, so that the sequence numbers
+  // of all ranks stay equal.
+  state_.entered.fetch_add(1, std::memory_order_relaxed);
+  if (state_.progress) state_.progress->Begun(state_.sequence());
+  stalls_.BeginCall();
+  state_.endpoints.timeout =
+      call.timeout >= 0 ? call.timeout : state_.options.collective_timeout;
+  state_.endpoints.look =
+      state_.endpoints.timeout > 0 ? std::min(1.0, state_.endpoints.timeout / 4) : 1.0;
+  state_.endpoints.on_stall = [this, &call](double seconds,
+                                            const std::vector<int>& peers, bool* end) {
+    return stalls_.OnStall(call, seconds, peers, end);
+  };
+  frame->job = state_.options.job;
+  frame->epoch = state_.options.epoch;
+  frame->communicator = static_cast<uint32_t>(state_.options.id);
+  frame->sequence = state_.sequence();
+  return OkStatus();
+}
+
+Status CallRunner::Compare(const Call& call, const Status& fits, bool* refused) {
+  Waiter waiter = state_.NewWaiter();
+  Frame frame;
+  Agreement agreement;
+  log_.Enter();
+  *refused = false;
+  RJ_TRY(Enter(call, fits, &frame, &waiter, &agreement));
+  *refused = agreement.refused;
+  log_.Agreed();
+  log_.OnDevice(call);
+  log_.AgreedOnly(call, agreement.outcome.code());
+  return agreement.outcome;
+}
+
+Status CallRunner::Enter(const Call& call, const Status& fits, Frame* frame,
+                         Waiter* waiter, Agreement* agreement) {
+  RJ_TRY(Begin(call, frame));
+  frame->fingerprint = Fingerprint(call);
+  return AgreeOn(call, fits, *frame, waiter, agreement);
+}
+
+Status CallRunner::Run(const Call& call, CallAttempt* attempt, const Status* fits,
+                       bool decided) {
+  const Status status = Perform(call, attempt, fits, decided);
+  if (state_.progress && !attempt->locally_complete) completion_.Seal(attempt);
+  return status;
+}
+
+Status CallRunner::Perform(const Call& call, CallAttempt* attempt, const Status* fits,
+                           bool decided) {
+  log_.Enter();
+  Waiter waiter = state_.NewWaiter();
+  Frame frame;
+  Agreement agreement;
+  const Status valid = fits && !fits->ok() ? *fits : Validate(call);
+  std::vector<Request> requests;
+  if (valid.ok()) requests = Split(call, state_.rank(), state_.size());
+  const bool inlined = planner_.IsInline(requests);
+  using Source = CallAttempt::Source;
+  if (inlined && !state_.options.end_barrier) attempt->source = Source::kInlineData;
+  if (valid.ok() && requests.empty() && !state_.options.end_barrier)
+    attempt->source = Source::kNotNeeded;
+  // Not for an alltoall, whose ranks may agree twice: then `agreed` would be too low.
+  SharedSegment* const segment = state_.endpoints.segment.get();
+  if (segment && attempt->source != Source::kNone && call.op != Collective::kAlltoall)
+    attempt->agreed = state_.endpoints.segment->own(SharedSegment::kAgreed) + 1;
+  if (inlined)
+    PutInline(requests[0].problem, requests[0].arithmetic, requests[0].in,
+              state_.endpoints);
+  agreement.told_splits = inlined;
+  if (decided && valid.ok() && !inlined)
+    RJ_TRY(Begin(call, &frame));
+  else
+    RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
+  log_.Agreed();
+  if (agreement.outcome.ok()) {
+    if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok())
+      return failures_.Fail(call, s);
+    if (inlined) RJ_TRY(CompleteInline(call, &requests, &agreement.outcome, attempt));
+  }
+  if (!agreement.outcome.ok()) {
+    log_.AgreedOnly(call, agreement.outcome.code());
+    return completion_.Close(call, agreement.outcome, CallCompletion::Barrier::kFrames,
+                             frame, &waiter, attempt);
+  }
+  if (state_.progress && !requests.empty()) {
+    state_.progress->set_repeatable(fits || call.KeepsInputs());
+    if (requests.size() == 1 && !state_.options.end_barrier)
+      attempt->reduced = planner_.SumsStay(requests[0]);
+    if (attempt->reduced > 0) attempt->source = Source::kTileResults;
+  }
+  CallCompletion::Barrier barrier = CallCompletion::Barrier::kNone;
+  const auto fetched = [&] {
+    return segment ? segment->own(SharedSegment::kFinished) : 0;
+  };
+  for (Request& request : requests) {
+    const uint64_t before = fetched();
+    if (Status s = RunRequest(&request, frame, &waiter); !s.ok())
+      return failures_.Fail(call, s);
+    barrier = fetched() != before ? CallCompletion::Barrier::kFinished
+                                  : CallCompletion::Barrier::kFrames;
+    ++frame.step;
+  }
+  // If every rank can complete the call alone, no rank waits until its peers have their
+  // results.
+  if (attempt->source != Source::kNone) barrier = CallCompletion::Barrier::kNone;
+  RJ_TRY(completion_.Close(call, OkStatus(), barrier, frame, &waiter, attempt));
+  log_.Succeeded(call);
+  return OkStatus();
+}
+
+Status CallRunner::CompleteInline(const Call& call, std::vector<Request>* requests,
+                                  Status* outcome, CallAttempt* attempt) {
+  Request& request = requests->front();
+  const Problem& problem = request.problem;
+  const Arithmetic& arithmetic = request.arithmetic;
+  Values values;
+  bool whole = false;
+  if (state_.options.end_barrier) state_.progress->set_repeatable(call.KeepsInputs());
+  const Status read =
+      ReadInline(problem, arithmetic, state_.endpoints, &values, &whole);
+  if (read.code() == Code::kMismatch) *outcome = failures_.WithContext(call, read);
+  if (!read.ok()) return outcome->ok() ? failures_.Fail(call, read) : OkStatus();
+  if (!whole) {
+    attempt->source = CallAttempt::Source::kNone;
+    return OkStatus();
+  }
+  Finish(problem, arithmetic, values, state_.rank(), request.out);
+  log_.Count(request, kShared, "inline", request.wire_bytes());
+  requests->clear();
+  return OkStatus();
+}
+
+Status CallRunner::AgreeOn(const Call& call, const Status& valid, const Frame& frame,
+                           Waiter* waiter, Agreement* agreement) {
+  agreement->refused = state_.size() == 1;
+  if (state_.size() == 1) {
+    agreement->outcome = valid.ok() ? valid : failures_.WithContext(call, valid);
+    return OkStatus();
+  }
+  bool agreed = false, fit = valid.ok();
+  if (Status s = Agree(frame, fit, state_.endpoints, waiter, &agreed); !s.ok())
+    return failures_.Fail(call, s);
+  if (agreed && call.op == Collective::kAlltoall && !call.rows.empty() &&
+      !call.rows_known && !agreement->told_splits) {
+    if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
+      return failures_.Fail(call, s);
+    if (Status s = Agree(frame, fit, state_.endpoints, waiter, &agreed); !s.ok())
+      return failures_.Fail(call, s);
+    if (!agreed) {
+      agreement->outcome = failures_.WithContext(
+          call, {Code::kMismatch,
+                 "splits and received_splits of the ranks do not fit together. "
+                 "Nothing was exchanged."});
+      return OkStatus();
+    }
+  }
+  if (agreed) return OkStatus();
+  std::vector<std::string> texts;
+  const std::string own =
+      valid.ok() ? Explain(call, kMostText) : Refusal(valid.message());
+  if (Status s = ExchangeTexts(frame, own, state_.endpoints, waiter, &texts); !s.ok())
+    return failures_.Fail(call, s);
+  agreement->refused = std::all_of(texts.begin(), texts.end(), IsRefusal);
+  if (valid.ok()) {
+    int culprit = -1;
+    std::string text =
+        Mismatch(texts, state_.options.world_ranks, state_.options.name, &culprit);
+    agreement->outcome = Status(Code::kMismatch, state_.Prefix() + text, culprit);
+  } else {
+    agreement->outcome = failures_.WithContext(call, valid);
+  }
+  return OkStatus();
+}
+
+Status CallRunner::RunRequest(Request* request, const Frame& frame, Waiter* waiter) {
+  request->buffers.in = &request->in;
+  request->buffers.out = &request->out;
+  if (request->arithmetic.op == ReduceOp::kAdasum)
+    return RunAdasum(request, frame, waiter);
+  Result<const Planned*> planned = planner_.PlanFor(*request);
+  if (!planned.ok()) return planned.status();
+  const Route& route = planned.value()->route;
+  const Plan& plan = planned.value()->plan;
+  AddScratch(request, plan.scratch * Width(request->arithmetic.dtype));
+  log_.Count(*request, route.algorithm->name, route.name(),
+             plan.sent * Width(request->arithmetic.wire));
+  if (route.kind == Route::Kind::kTiles) {
+    const auto& counts = request->problem.counts;
+    bool could = true;
+    if (request->problem.op == Collective::kAllreduce)
+      RJ_TRY(AllreduceInTiles(request->buffers, counts[0], request->arithmetic,
+                              state_.endpoints, waiter));
+    else
+      RJ_TRY(ReducescatterInTiles(request->buffers, counts, request->arithmetic,
+                                  state_.endpoints, waiter, &could));
+    if (could) return OkStatus();
+  }
+  const Status done = Execute(plan, request->buffers, request->arithmetic, frame,
+                              state_.endpoints, waiter);
+  // A peer that has invalidated its exposed bytes is not the culprit: its call has
+  // failed for a reason that arrives as an abort.
+  if (HasInvalidated(done.rank())) failures_.AwaitReason();
+  return done;
+}
+
+bool CallRunner::HasInvalidated(int peer) const {
+  if (peer < 0) return false;
+  const CmaEndpoint* cma = state_.endpoints.links[peer]->cma();
+  return cma != nullptr && cma->invalidated();
+}
+
+void CallRunner::AddScratch(Request* request, uint64_t bytes) {
+  if (scratch_.size() < bytes) scratch_.resize(bytes);
+  request->buffers.scratch.Add(scratch_.data(), bytes);
+}
+
+Status CallRunner::RunAdasum(Request* request, const Frame& frame, Waiter* waiter) {
+  const Arithmetic& a = request->arithmetic;
+  const uint64_t elements =
+      state_.size() > 1 ? AdasumScratch(request->problem.counts[0]) : 0;
+  AddScratch(request, elements * Width(a.dtype));
+  uint64_t sent = 0;
+  const Status status = AllreduceAdasum(request->buffers, request->sizes, a, frame,
+                                        state_.endpoints, waiter, &sent);
+  log_.Count(*request, kAdasumName, kAdasumName, sent);
+  return status;
+}
+
+// Exchanges the splits of an alltoall before any row is sent. Sets `*fit` to false if
+// some peer sends a number of rows that this rank does not expect.
+Status CallRunner::CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
+                               bool* fit) const {
+  const size_t p = static_cast<size_t>(state_.size()), n = call.tensors.size();
+  std::vector<int64_t> sent(p * n), coming(p * n), expected(p * n);
+  for (size_t i = 0; i < n; ++i) {
+    const auto rows = RowsOf(call, i, 2 * p);
+    for (size_t r = 0; r < p; ++r) {
+      sent[r * n + i] = rows[r];
+      expected[r * n + i] = rows[p + r];
+    }
+  }
+  RJ_TRY(ExchangeWords(frame, sent, state_.endpoints, waiter, &coming));
+  *fit = coming == expected;
+  return OkStatus();
+}
+
+}  // namespace ringjax

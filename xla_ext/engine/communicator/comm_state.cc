@@ -1,0 +1,35 @@
+// See comm_state.h.
+#include "engine/communicator/comm_state.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace ringjax {
+
+CommState::CommState(CommunicatorOptions given,
+                     std::vector<std::unique_ptr<Link>> links,
+                     std::unique_ptr<Doorbell> bell,
+                     std::unique_ptr<SharedSegment> segment,
+                     std::shared_ptr<ResilientComm> resilient_comm)
+    : options(std::move(given)),
+      doorbell(std::move(bell)),
+      resilient(std::move(resilient_comm)),
+      progress(resilient ? std::make_shared<Progress>() : nullptr),
+      abort(options.world_ranks, doorbell.get(), &ticket_lock) {
+  options.topology.segment = segment != nullptr;
+  endpoints.links = std::move(links);
+  endpoints.segment = std::move(segment);
+  endpoints.rank = rank();
+  endpoints.timeout = options.collective_timeout;
+  const auto& host = options.topology.host;
+  const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
+  // Counts the CPUs of the machine, not those to which this process is bound: a
+  // launcher that binds ranks gives each rank CPUs of its own.
+  oversubscribed = neighbours > static_cast<long>(std::thread::hardware_concurrency());
+}
+
+std::string CommState::Prefix() const {
+  return "RINGJAX[" + options.name + ", epoch " + std::to_string(options.epoch) + "]: ";
+}
+
+}  // namespace ringjax

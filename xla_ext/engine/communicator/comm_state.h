@@ -1,0 +1,98 @@
+// The options of a communicator, and the state that its parts share: its links, its
+// order of calls, and its abort.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "collective/table.h"
+#include "engine/call/executor.h"
+#include "engine/call/ticket_lock.h"
+#include "engine/communicator/abort_state.h"
+#include "engine/communicator/progress.h"
+#include "engine/recorder/recorder.h"
+
+namespace ringjax {
+
+class Communicator;
+class ResilientComm;
+
+// The id of the world's control communicator, on which the ranks compare the calls that
+// they make on their CUDA devices (device/consistency_checker.h).
+inline constexpr int kWorldControl = 1 << 30;
+
+struct CommunicatorOptions {
+  int id = 0;
+  std::string name = "world";
+  uint64_t job = 0;
+  uint32_t epoch = 0;  // the number of the membership
+  Topology topology;
+  std::vector<int> world_ranks;     // by rank in this communicator
+  double spin_seconds = 50e-6;      // longest spin before a waiting thread sleeps
+  double stall_warning = 30;        // seconds
+  double collective_timeout = 300;  // seconds; 0: never
+  // Forces algorithms: "" for none, a name, or "allreduce:ring,broadcast:binomial".
+  std::string algorithm;
+  CostModel cost;
+
+  std::shared_ptr<Recorder> recorder;  // receives an event for every call; may be null
+  int process_set = 0;                 // its number, for the recorder
+  // Index of the CUDA device among those of this process. Calls of device 0 are
+  // recorded as calls and those of other devices only by their bytes; otherwise one
+  // training step would look like as many as the process has devices.
+  int device_index = 0;
+  // The communicator belongs to an eager lane. The lane records its operations itself,
+  // so the communicator records no calls.
+  bool eager = false;
+  // For a replica set of a resilient job: every call ends with a barrier on this
+  // communicator of all replica sets, which make the same calls. A call that fails in
+  // one set then fails in all of them. Data in this set's shared segment is therefore
+  // never enough to complete a call. The communicator of all sets has no ResilientComm
+  // and serves no other calls.
+  std::shared_ptr<Communicator> end_barrier;
+};
+
+// The parts of a communicator use this state directly. Only the thread that serves a
+// call uses `endpoints`; the other members are constant, or thread-safe themselves.
+struct CommState {
+  CommState(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
+            std::unique_ptr<Doorbell> doorbell, std::unique_ptr<SharedSegment> segment,
+            std::shared_ptr<ResilientComm> resilient);
+
+  int id() const { return options.id; }
+  int rank() const { return options.topology.rank; }
+  int size() const { return options.topology.size; }
+  int world_rank() const { return options.world_ranks[rank()]; }
+  // "RINGJAX[world, epoch 0]: ", the start of every error text that leaves the core.
+  std::string Prefix() const;
+  // Sequence number of the call that was begun last. Relaxed: another thread may read
+  // an earlier number.
+  uint64_t sequence() const { return entered.load(std::memory_order_relaxed); }
+  // A waiter for one call of this communicator.
+  Waiter NewWaiter() const {
+    return Waiter(doorbell.get(), &abort.flag(), options.spin_seconds, oversubscribed);
+  }
+
+  // After construction only `cost` and `algorithm` change, in SetCostModel, which holds
+  // the ticket lock.
+  CommunicatorOptions options;
+  const std::unique_ptr<Doorbell> doorbell;
+  const std::shared_ptr<ResilientComm> resilient;
+  const std::shared_ptr<Progress> progress;  // null without a ResilientComm
+  Endpoints endpoints;
+  bool oversubscribed = false;  // this host has more ranks than CPUs
+  // After the installation in a ResilientComm, TakeTicket, RunInTurn, RunLastOfChain
+  // and SetCostModel of the communicator use the lock of that object. Its other
+  // functions always use this one.
+  TicketLock ticket_lock;
+  AbortState abort;
+  // Sequence numbers of the call that was begun last, and of the call that was finished
+  // last.
+  std::atomic<uint64_t> entered{0}, finished{0};
+};
+
+}  // namespace ringjax

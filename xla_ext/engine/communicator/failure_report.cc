@@ -1,0 +1,117 @@
+// See failure_report.h.
+#include "engine/communicator/failure_report.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "engine/communicator/resilient_comm.h"
+
+namespace ringjax {
+
+// A peer that has stopped is alive, and it or the coordinator will report the reason.
+// Waits for the reason: blaming the peer now would fence a rank that merely restarts.
+void FailureReport::AwaitReason() const { state_.abort.Await(std::chrono::seconds(5)); }
+
+// Ends the communicator and returns the error of the call. A broken link shows only
+// that a peer is gone; the heartbeat learns the reason a moment later, so kUnavailable
+// waits for it. A peer may have shut down because another rank was lost.
+Status FailureReport::Fail(const Call& call, const Status& cause) const {
+  if (cause.code() == Code::kUnavailable)
+    state_.abort.Await(std::chrono::milliseconds(200));
+  const Status left = state_.abort.CheckShutdowns(state_.sequence());
+  const bool explained =
+      cause.code() == Code::kUnavailable && !left.ok() && left.rank() == cause.rank();
+  const Status blame = Blame(call, explained ? left : cause);
+  if (!state_.abort.aborted()) {
+    End(blame);
+  } else if (state_.resilient && cause.code() == Code::kCancelled) {
+    // This rank was interrupted: it takes part in no later epoch, whatever else failed.
+    state_.resilient->End(Status(
+        blame.code(), "rank " + std::to_string(blame.rank()) + " " + blame.message(),
+        blame.rank()));
+    return WithContext(call, state_.resilient->end_status());
+  }
+  return Aborted(call);
+}
+
+// Returns the error of a call on an aborted communicator.
+Status FailureReport::Aborted(const Call& call) const {
+  const Status reason = state_.abort.status();
+  // An eager lane writes the dump itself, after it has recorded its pending operations.
+  const bool ends_job =
+      !state_.resilient && !state_.options.eager && reason.rank() >= 0;
+  if (ends_job && state_.options.recorder)
+    state_.options.recorder->Dump(reason.message());
+  return WithContext(call, reason);
+}
+
+void FailureReport::End(const Status& blame) const {
+  Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
+  const bool own = blame.rank() == state_.world_rank();
+  // An elastic job continues without the culprit: with kUnavailable, callers wait for
+  // the next epoch.
+  if (state_.resilient && !own) code = Code::kUnavailable;
+  const Status status(code,
+                      "rank " + std::to_string(blame.rank()) + " " + blame.message(),
+                      blame.rank());
+  state_.abort.Abort(status);
+  heartbeat_.NotifyPeers(blame);
+  if (state_.resilient && own) state_.resilient->End(status);
+}
+
+void FailureReport::AbortAndNotifyPeers(Code code, const std::string& what,
+                                        int culprit) const {
+  const int world = culprit < 0 ? state_.world_rank() : culprit;
+  if (!state_.abort.aborted()) return End(Status(code, what, world));
+  // The other ranks may continue in the next epoch; this rank must not.
+  if (state_.resilient && culprit < 0)
+    state_.resilient->End(
+        Status(code, "rank " + std::to_string(world) + " " + what, world));
+}
+
+Status FailureReport::WithContext(const Call& call, const Status& status) const {
+  return Status(status.code(), state_.Prefix() + Where(call) + ": " + status.message(),
+                status.rank());
+}
+
+// Returns the culprit, as a world rank, and the predicate of the error about it, such
+// as "has not called ...". Peers receive both, so all ranks print the same sentence.
+Status FailureReport::Blame(const Call& call, const Status& cause) const {
+  const int here = state_.world_rank();
+  int world = cause.rank() < 0 ? here : state_.options.world_ranks[cause.rank()];
+  std::string what = cause.message();
+  if (cause.code() == Code::kCancelled) what = "was " + what;
+  if (cause.code() == Code::kDeadlineExceeded) {
+    const std::vector<int> late = heartbeat_.Late();
+    if (!late.empty()) {
+      world = late.front();
+      what = "has not called " + Where(call);
+    }
+    what += " for " + Digits(state_.endpoints.timeout) + " s";
+    for (size_t i = 1; i < late.size(); ++i)
+      what += (i == 1 ? ", nor has rank " : ", rank ") + std::to_string(late[i]);
+    const std::vector<ProbeReply> replies =
+        heartbeat_.ProbeReplies(late.empty() ? std::vector{world} : late);
+    for (size_t i = 0; i < std::min(replies.size(), kMostTold); ++i) {
+      const std::string reply_text = ReplyText(replies[i]);
+      if (i == 0 && !replies[i].host.empty())
+        what = "on " + replies[i].host + " " + what;
+      if (!reply_text.empty())
+        what += (i == 0 ? "; " : "; " + Title(replies[i]) + ": ") + reply_text;
+    }
+  }
+  return Status(cause.code(), what, world);
+}
+
+std::string FailureReport::Where(const Call& call) const {
+  std::string text = call.Title() + " (";
+  if (call.tensors.size() == 1)
+    text += Describe(call.tensors[0]);
+  else
+    text += std::to_string(call.tensors.size()) + " tensors";
+  if (call.op == Collective::kAllreduce || call.op == Collective::kReducescatter)
+    text += ", " + std::string(Name(call.reduce_op));
+  return text + ", seq " + std::to_string(state_.sequence()) + ")";
+}
+
+}  // namespace ringjax

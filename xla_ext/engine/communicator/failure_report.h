@@ -1,0 +1,46 @@
+// How a communicator fails: the culprit of a failure, and the error that all ranks
+// report.
+#pragma once
+
+#include <string>
+
+#include "base/status.h"
+#include "engine/call/descriptor.h"
+#include "engine/communicator/comm_state.h"
+#include "engine/communicator/heartbeat_client.h"
+
+namespace ringjax {
+
+// Aborts the communicator after a failure, notifies the peers, ends the ResilientComm
+// if this rank is the culprit, and composes the error of the call. Thread-safe. The
+// arguments of the constructor must outlive the object.
+class FailureReport {
+ public:
+  FailureReport(CommState* state, const HeartbeatClient* heartbeat)
+      : state_(*state), heartbeat_(*heartbeat) {}
+
+  // Aborts the communicator, unless it is aborted already, and returns the error of
+  // the call. The rank of `cause` is a rank of this communicator, not of the world.
+  Status Fail(const Call& call, const Status& cause) const;
+  // Returns the error of a call on an aborted communicator.
+  Status Aborted(const Call& call) const;
+  // Waits for an abort that says why a peer has stopped, at most 5 s.
+  void AwaitReason() const;
+  // Does the work of Communicator::AbortAndNotifyPeers.
+  void AbortAndNotifyPeers(Code code, const std::string& what, int culprit) const;
+
+  // Adds to an error what every error text contains: the prefix and the operation.
+  Status WithContext(const Call& call, const Status& status) const;
+  // "allreduce 'x' (f32[4], SUM, seq 7)".
+  std::string Where(const Call& call) const;
+
+ private:
+  // Returns the culprit, as a world rank, and a predicate: what the culprit did.
+  Status Blame(const Call& call, const Status& cause) const;
+  void End(const Status& blame) const;  // aborts and notifies the peers
+
+  CommState& state_;
+  const HeartbeatClient& heartbeat_;
+};
+
+}  // namespace ringjax

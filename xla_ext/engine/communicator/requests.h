@@ -1,0 +1,49 @@
+// Requests: the groups of tensors of a call that move together.
+//
+// An allreduce has one request for all tensors of one element type, and a broadcast has
+// one request for the bytes of all tensors. The other collectives have a block per rank
+// in each tensor, so each tensor is a request of its own. Nothing is copied: requests
+// are spans.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/reduce.h"
+#include "base/status.h"
+#include "collective/schedule.h"
+#include "engine/call/descriptor.h"
+#include "engine/call/executor.h"
+
+namespace ringjax {
+
+// The tensors of a call that move together, with one plan.
+struct Request {
+  Problem problem;
+  Arithmetic arithmetic;
+  Buffers buffers;
+  Spans in, out;
+  std::vector<uint64_t> sizes;  // with Adasum: elements of each tensor
+  uint64_t bytes = 0;
+
+  // Bytes that one rank contributes to a reduction, in the element type of the wire.
+  uint64_t wire_bytes() const {
+    return in.bytes() / Width(arithmetic.dtype) * Width(arithmetic.wire);
+  }
+};
+
+// Checks that rank `rank` of `size` can do its part of the call: the rows, the root,
+// and the element types. kInvalidArgument, or kFailedPrecondition if the call was
+// compiled for another number of ranks.
+Status CheckCall(const Call& call, int rank, int size);
+
+// The requests of a call that CheckCall accepts. Tensors without bytes need none.
+std::vector<Request> Split(const Call& call, int rank, int size);
+
+// The part of call.rows that belongs to tensor `i`.
+inline std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
+  return std::span(call.rows).subspan(i * per_tensor, per_tensor);
+}
+
+}  // namespace ringjax

@@ -1,0 +1,63 @@
+// See stall_monitor.h; the error at the timeout is in failure_report.cc.
+#include "engine/communicator/stall_monitor.h"
+
+#include <cstdio>
+#include <utility>
+
+namespace ringjax {
+
+void StallMonitor::BeginCall() {
+  policy_ = {};
+  waiting_recorded_ = false;
+}
+
+void StallMonitor::EndRound() {
+  if (waiting_recorded_) log_.StoppedWaiting();
+}
+
+// Probes late ranks and warns of a call without progress for `seconds`. A warning, or
+// the end of the call, first waits a moment for replies. See Endpoints::on_stall.
+Status StallMonitor::OnStall(const Call& call, double seconds,
+                             const std::vector<int>& peers, bool* end) {
+  RJ_TRY(state_.abort.CheckShutdowns(state_.sequence()));
+  if (!waiting_recorded_) RecordWaiting(call, peers);
+  const double warning = state_.options.stall_warning;
+  if (policy_.MustAsk(seconds, warning, state_.endpoints.timeout))
+    heartbeat_.ProbeCall(peers, failures_.Where(call));
+  const bool warns = policy_.MustWarn(seconds, warning);
+  if (!warns && !*end) return OkStatus();
+  if (!policy_.Settled(seconds,
+                       AllAnswered(heartbeat_.ProbeReplies(heartbeat_.Others())))) {
+    *end = false;  // so that the error contains the replies
+    return OkStatus();
+  }
+  if (!warns) return OkStatus();
+  policy_.Warned(seconds);
+  std::vector<int> late = heartbeat_.Late();
+  if (late.empty())
+    for (int peer : peers) late.push_back(state_.options.world_ranks[peer]);
+  const std::vector<ProbeReply> replies = heartbeat_.ProbeReplies(late);
+  std::string text;
+  for (size_t i = 0; i < replies.size(); ++i) {
+    const std::string reply_text = i < kMostTold ? ReplyText(replies[i]) : "";
+    text += (i > 0 ? ", " : "") + Title(replies[i]) +
+            (reply_text.empty() ? "" : " (" + reply_text + ")");
+  }
+  std::fprintf(stderr,
+               "[ringjax %d/%d e%u] %s has waited %.0f s for %s; still waiting\n",
+               state_.world_rank(), state_.size(), state_.options.epoch,
+               failures_.Where(call).c_str(), seconds,
+               text.empty() ? "its peers" : text.c_str());
+  return OkStatus();
+}
+
+// Records what the call waits for, as the reply of this rank to a straggler probe.
+void StallMonitor::RecordWaiting(const Call& call, const std::vector<int>& peers) {
+  waiting_recorded_ = true;
+  std::string text = "it waits in " + failures_.Where(call);
+  if (!peers.empty())
+    text += " for rank " + std::to_string(state_.options.world_ranks[peers[0]]);
+  log_.Waiting(std::move(text));
+}
+
+}  // namespace ringjax
