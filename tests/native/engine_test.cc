@@ -286,7 +286,7 @@ TEST(APeerThatStoodStillFindsItsHeartbeatsStreamWhole) {
       0, std::vector<Heartbeat::Peer>{{1, ours}}, 10.0, 60.0, MakeBell());
   const auto ask = [&](int from, int to) {
     for (int i = from; i < to; ++i)
-      heartbeat->Ask(
+      heartbeat->probe_sender().Ask(
           {i, 0, false, {1}, std::string(static_cast<size_t>(i) % 997, '?')});
   };
   constexpr int kProbes = 20000;

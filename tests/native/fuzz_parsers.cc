@@ -211,7 +211,7 @@ void Beats(std::string_view input) {
     auto heartbeat = std::make_shared<Heartbeat>(
         0, std::vector<Heartbeat::Peer>{{1, here}, {2, quiet}}, 10.0, 30.0, MakeBell(),
         nullptr, MakeBell());
-    heartbeat->Ask({0, 7, false, {1, 2}, "allreduce 'x'"});
+    heartbeat->probe_sender().Ask({0, 7, false, {1, 2}, "allreduce 'x'"});
     [[maybe_unused]] const ssize_t sent = send(there, input.data(), input.size(), 0);
     shutdown(there, SHUT_WR);
     char buffer[4096];
@@ -221,12 +221,13 @@ void Beats(std::string_view input) {
       ALWAYS(rank >= 0 && rank < 3);  // one that there is
       ALWAYS(why.size() < 2048);
     }
-    for (const ProbeReply& reply : heartbeat->ProbeReplies(0, {1, 2})) {
+    for (const ProbeReply& reply : heartbeat->probe_sender().ProbeReplies(0, {1, 2})) {
       ALWAYS(reply.text.size() <= kMostReply);
       for (const char c : reply.text) ALWAYS(static_cast<unsigned char>(c) >= 0x20);
     }
-    for (const int rank : heartbeat->NotReady(1 << 30, 1, {1, 2})) ALWAYS(rank > 0);
-    for (const std::string& stall : heartbeat->asked().stalls)
+    const TeardownBarrier& barrier = heartbeat->teardown_announcements();
+    for (const int rank : barrier.NotReady(1 << 30, 1, {1, 2})) ALWAYS(rank > 0);
+    for (const std::string& stall : heartbeat->probe_responder().asked().stalls)
       ALWAYS(stall.size() < 2048);
     heartbeat->Stop();
   }
@@ -243,8 +244,9 @@ std::vector<std::string> BeatsSeeds() {
         1, std::vector<Heartbeat::Peer>{{0, here}}, 10.0, 30.0, MakeBell());
     if (what == 1) heartbeat->Fail("rank 2 went away", 2);
     if (what == 2) heartbeat->Leave();
-    if (what == 3) heartbeat->Ask({0, 7, false, {0}, "allreduce 'x' (f32[8], SUM)"});
-    if (what == 4) heartbeat->AnnounceTeardown(1 << 30, 1);
+    if (what == 3)
+      heartbeat->probe_sender().Ask({0, 7, false, {0}, "allreduce 'x' (f32[8], SUM)"});
+    if (what == 4) heartbeat->teardown_announcements().AnnounceTeardown(1 << 30, 1);
     heartbeat->Stop();
     std::string& bytes = seeds.emplace_back();
     char buffer[4096];

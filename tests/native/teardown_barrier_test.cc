@@ -1,11 +1,9 @@
 // Letting go: who has said so, and how long a communicator waits for whom.
-#include <sys/socket.h>
-
 #include <chrono>
 #include <thread>
 
 #include "check.h"
-#include "engine/heartbeat/heartbeat.h"
+#include "heartbeats.h"
 #include "local_world.h"
 
 namespace ringjax {
@@ -13,29 +11,9 @@ namespace {
 
 constexpr double kLong = 20;  // seconds, which nothing here takes
 
-std::vector<std::shared_ptr<Heartbeat>> Beating(const World& world) {
-  std::vector<std::vector<Heartbeat::Peer>> peers(world.ranks.size());
-  const int size = static_cast<int>(world.ranks.size());
-  for (int a = 0; a < size; ++a)
-    for (int b = a + 1; b < size; ++b) {
-      int pair[2];
-      CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-      peers[static_cast<size_t>(a)].push_back({b, pair[0]});
-      peers[static_cast<size_t>(b)].push_back({a, pair[1]});
-    }
-  std::vector<std::shared_ptr<Heartbeat>> all;
-  for (int r = 0; r < size; ++r) {
-    const auto at = static_cast<size_t>(r);
-    all.push_back(
-        std::make_shared<Heartbeat>(r, peers[at], 0.1, kLong, MakeBell(), nullptr));
-    all.back()->Watch(world.ranks[at]);
-  }
-  return all;
-}
-
 TEST(ThoseWhoPartWaitForEachOther) {
   World world({0, 0, 0});
-  const auto beats = Beating(world);
+  const auto beats = JoinHeartbeats(world.ranks);
   std::vector<char> parted(3, 0);
   std::vector<std::thread> threads;
   for (size_t r : {0, 1})
@@ -46,15 +24,16 @@ TEST(ThoseWhoPartWaitForEachOther) {
   parted[2] = world.ranks[2]->heartbeat().AwaitTeardown(kLong);
   for (auto& thread : threads) thread.join();
   CHECK(parted[0] && parted[1] && parted[2]);
+  const TeardownAnnouncements& zero = beats[0]->teardown_announcements();
   // Of another communicator, or epoch, nobody has said anything.
-  CHECK(beats[0]->NotReady(7, 0, {0, 1, 2}) == (std::vector<int>{1, 2}));
-  CHECK(beats[0]->NotReady(0, 1, {0, 2}) == std::vector<int>{2});
-  CHECK(beats[0]->NotReady(0, 0, {0, 1, 2}).empty());
+  CHECK(zero.NotReady(7, 0, {0, 1, 2}) == (std::vector<int>{1, 2}));
+  CHECK(zero.NotReady(0, 1, {0, 2}) == std::vector<int>{2});
+  CHECK(zero.NotReady(0, 0, {0, 1, 2}).empty());
 }
 
 TEST(NobodyWaitsForARankThatIsGone) {
   World world({0, 0, 0});
-  auto beats = Beating(world);
+  auto beats = JoinHeartbeats(world.ranks);
   beats[1]->Leave();
   beats[2]->Fail("has failed, and is still here");
   CHECK(!world.ranks[0]->heartbeat().AwaitTeardown(0.02));
@@ -64,7 +43,7 @@ TEST(NobodyWaitsForARankThatIsGone) {
 
 TEST(AWaitForAPeerThatStaysEnds) {
   World world({0, 0});
-  const auto beats = Beating(world);
+  const auto beats = JoinHeartbeats(world.ranks);
   CHECK(!world.ranks[0]->heartbeat().AwaitTeardown(0.02));
   beats[0]->Stop();
   CHECK(world.ranks[0]->heartbeat().AwaitTeardown(

@@ -197,10 +197,10 @@ std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
 }
 
 nb::tuple AskedOf(Heartbeat& self) {
-  Heartbeat::Asked asked;
+  ProbeResponder::Asked asked;
   {
     nb::gil_scoped_release release;
-    asked = self.asked();
+    asked = self.probe_responder().asked();
   }
   nb::list stalls;
   for (const std::string& stall : asked.stalls) stalls.append(ToText(stall));
@@ -228,7 +228,7 @@ nb::dict TakeWaits(Heartbeat& self) {
   std::map<int, Waits> taken;
   {
     nb::gil_scoped_release release;
-    taken = self.TakeWaits();
+    taken = self.wait_reports().TakeWaits();
   }
   nb::dict all;
   for (const auto& [rank, waits] : taken)
@@ -242,7 +242,7 @@ nb::list TakeClocks(Heartbeat& self) {
   std::vector<ClockReading> taken;
   {
     nb::gil_scoped_release release;
-    taken = self.TakeClocks();
+    taken = self.clock_offsets().TakeClocks();
   }
   nb::list all;
   for (const ClockReading& c : taken)
@@ -268,11 +268,29 @@ void BindHeartbeat(nb::module_& m) {
       .def("lost", &Lost)
       .def("left", &Heartbeat::left, Unlocked())
       .def("asked", &AskedOf)
-      .def("answer", &Heartbeat::Answer, "newest"_a, "place"_a, Unlocked())
-      .def("share_waits", &Heartbeat::ShareWaits, "recorder"_a.none(), Unlocked())
-      .def("say_where", &Heartbeat::SayWhere, "place"_a, Unlocked())
+      .def(
+          "answer",
+          [](Heartbeat& h, uint64_t newest, const std::string& place) {
+            h.probe_responder().Answer(newest, place);
+          },
+          "newest"_a, "place"_a, Unlocked())
+      .def(
+          "share_waits",
+          [](Heartbeat& h, std::shared_ptr<Recorder> recorder) {
+            h.wait_reports().ShareWaits(std::move(recorder));
+          },
+          "recorder"_a.none(), Unlocked())
+      .def(
+          "say_where",
+          [](Heartbeat& h, const std::string& place) {
+            h.wait_reports().SayWhere(place);
+          },
+          "place"_a, Unlocked())
       .def("take_waits", &TakeWaits)
-      .def("ask_clock", &Heartbeat::AskClock, "times"_a, Unlocked())
+      .def(
+          "ask_clock",
+          [](Heartbeat& h, int times) { h.clock_offsets().AskClock(times); }, "times"_a,
+          Unlocked())
       .def("take_clocks", &TakeClocks)
       .def("close", &Heartbeat::Stop, Unlocked());
   m.def("waits_since", [](const Recorder& recorder, uint64_t seen) {

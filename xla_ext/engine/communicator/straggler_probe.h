@@ -40,7 +40,7 @@ struct ProbeAnswer {
   std::string text;  // "its last call was allgather 'x' (seq 6)"
 };
 
-// Sends probes and collects the replies. Implemented by the heartbeat. Thread-safe.
+// Sends probes and collects the replies. Implemented by ProbeSender. Thread-safe.
 class StragglerProbe {
  public:
   virtual ~StragglerProbe() = default;

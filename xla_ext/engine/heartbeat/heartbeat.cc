@@ -1,11 +1,8 @@
-// The heartbeat thread. See heartbeat.h; straggler probes are in questions.cc.
+// The heartbeat thread. See heartbeat.h.
 #include "engine/heartbeat/heartbeat.h"
 
-#include <fcntl.h>
-#include <poll.h>
 #include <sys/epoll.h>
-#include <sys/socket.h>
-#include <unistd.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
@@ -14,59 +11,33 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <span>
-#include <system_error>
 #include <tuple>
 
 namespace ringjax {
-namespace {
-
-// The index in Message::entered for calls of this communicator: 0 for the world, 1 for
-// its control communicator (tensors on CUDA devices), -1 for all others.
-int PlaneOf(const Communicator& c) {
-  return c.id() == 0 ? 0 : c.id() == kWorldControl ? 1 : -1;
-}
-
-}  // namespace
 
 Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
                      std::unique_ptr<Doorbell> wakeup, std::unique_ptr<Doorbell> notify,
                      std::unique_ptr<Doorbell> inquire)
-    : rank_(rank),
-      interval_(interval),
+    : interval_(interval),
       timeout_(timeout),
       wakeup_(std::move(wakeup)),
       notify_(std::move(notify)),
-      inquire_(std::move(inquire)) {
-  for (const Peer& peer : peers) {
-    fcntl(peer.fd, F_SETFL, fcntl(peer.fd, F_GETFL) | O_NONBLOCK);
-    State& state = states_.emplace_back(peer);
-    state.heard = Now();
-  }
-  last_look_ = Now();
+      connections_(rank, peers, *wakeup_, &watched_),
+      clock_offsets_(&connections_, timeout),
+      probe_sender_(&connections_),
+      probe_responder_(&connections_, &watched_, wakeup_.get(), std::move(inquire)),
+      teardown_announcements_(&connections_),
+      wait_reports_(&connections_) {
+  last_look_ = SecondsNow();
   try {
-    Expect();
     worker_ = std::thread([this] { WorkOn(); });
   } catch (...) {
-    for (State& state : states_) Close(&state);
-    if (ready_ >= 0) close(ready_);
+    connections_.CloseAll();
     throw;
   }
-}
-
-// Registers the doorbell and all sockets with epoll. Close must deregister a socket
-// explicitly: a closed socket stays registered while a forked child has a copy of it.
-void Heartbeat::Expect() {
-  const auto check = [](int result) {
-    if (result < 0) throw std::system_error(errno, std::generic_category(), "epoll");
-  };
-  check(ready_ = epoll_create1(EPOLL_CLOEXEC));
-  const auto add = [&](int fd, State* state) {
-    epoll_event event{EPOLLIN, {.ptr = state}};
-    check(epoll_ctl(ready_, EPOLL_CTL_ADD, fd, &event));
-  };
-  add(wakeup_->fd(), nullptr);
-  for (State& state : states_) add(state.peer.fd, &state);
 }
 
 Heartbeat::~Heartbeat() {
@@ -77,25 +48,20 @@ Heartbeat::~Heartbeat() {
     // destroyed: leak it.
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
     // The child may have closed the descriptors and used their numbers again.
-    for (State& state : states_) state.channel.Release();
+    connections_.Release();
   }
-  close(ready_);
 }
 
 void Heartbeat::Stop() {
   {
-    std::lock_guard lock(mutex_);
-    if (stopping_) return;
-    stopping_ = true;
+    std::lock_guard lock(connections_.mutex());
+    if (connections_.stopping()) return;
+    connections_.set_stopping();
   }
   wakeup_->Ring();
   worker_.join();
-  std::lock_guard lock(mutex_);
-  for (State& state : states_) Close(&state);
-}
-
-double Heartbeat::Now() const {
-  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  std::lock_guard lock(connections_.mutex());
+  connections_.CloseAll();
 }
 
 // Runs Work until Stop, and again after an exception: out of memory must not end it.
@@ -110,19 +76,20 @@ void Heartbeat::WorkOn() {
 }
 
 void Heartbeat::Work() {
-  double next_beat = Now();
+  double next_beat = SecondsNow();
   std::array<epoll_event, 64> events;
   while (true) {
     {
-      std::lock_guard lock(mutex_);
-      if (stopping_) return;
+      std::lock_guard lock(connections_.mutex());
+      if (connections_.stopping()) return;
     }
-    const double next = std::min(next_beat, NextAnswer());
-    const double wait = std::clamp(next - Now(), 0.0, interval_);
-    const int n = epoll_wait(ready_, events.data(), static_cast<int>(events.size()),
-                             static_cast<int>(wait * 1000) + 1);
+    const double next = std::min(next_beat, probe_responder_.NextAnswer());
+    const double wait = std::clamp(next - SecondsNow(), 0.0, interval_);
+    const int n =
+        epoll_wait(connections_.epoll(), events.data(), static_cast<int>(events.size()),
+                   static_cast<int>(wait * 1000) + 1);
     for (const epoll_event& event : std::span(events).first(n > 0 ? n : 0)) {
-      auto* state = static_cast<State*>(event.data.ptr);
+      auto* state = static_cast<PeerState*>(event.data.ptr);
       if (state == nullptr) {
         wakeup_->Drain();
         continue;
@@ -131,69 +98,18 @@ void Heartbeat::Work() {
         ReadFrom(state);
       } while (state->open && state->channel.readable());
     }
-    AnswerWhatIsDue();
-    if (Now() >= next_beat) {
-      Beat();
-      TellWaits();
+    probe_responder_.AnswerWhatIsDue();
+    if (SecondsNow() >= next_beat) {
+      connections_.Tell(Type::kBeat, -1, "");
+      wait_reports_.TellWaits();
       CheckSilence();
       // All ranks of a host beat at the same time: a wake finds many messages at once.
-      next_beat = (std::floor(Now() / interval_) + 1) * interval_;
+      next_beat = (std::floor(SecondsNow() / interval_) + 1) * interval_;
     }
   }
 }
 
-void Heartbeat::Beat() { Tell(Type::kBeat, -1, ""); }
-
-// With mutex_ held.
-std::string Heartbeat::Bytes(Type type, int culprit, std::string_view text) const {
-  Message message;
-  message.type = type;
-  message.culprit = culprit;
-  message.length = static_cast<uint32_t>(text.size());
-  for (const auto& weak : watched_)
-    if (auto c = weak.lock(); c && PlaneOf(*c) >= 0)
-      message.entered[PlaneOf(*c)] = c->entered();
-  std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
-  return bytes.append(text);
-}
-
-void Heartbeat::Send(State* state, Type type, std::string_view text) {
-  if (state->open) Write(state, Bytes(type, -1, text), 0);
-}
-
-// Sends the rest of an earlier message, and then `message`. Gives up once the peer has
-// accepted no bytes for `limit_ms`: drops a message of which no byte was sent, and
-// keeps the rest of any other for the next Write, because the stream must stay intact.
-void Heartbeat::Write(State* state, const std::string& message, int limit_ms) {
-  std::string& bytes = state->output;
-  const size_t before = bytes.size();
-  bytes += message;
-  size_t sent = 0;
-  while (sent < bytes.size() || state->channel.pending()) {
-    const iovec rest{bytes.data() + sent, bytes.size() - sent};
-    const ssize_t n =
-        rest.iov_len > 0 ? state->channel.Send({&rest, 1}) : state->channel.Flush();
-    if (n > 0) {
-      if (rest.iov_len > 0) sent += static_cast<size_t>(n);
-    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      pollfd p{state->channel.fd(), POLLOUT, 0};
-      if (limit_ms <= 0 || poll(&p, 1, limit_ms) <= 0) break;
-    } else if (errno != EINTR) {
-      break;
-    }
-  }
-  if (sent <= before) bytes.resize(before);
-  bytes.erase(0, sent);
-}
-
-void Heartbeat::Tell(Type type, int culprit, const std::string& text) {
-  std::lock_guard lock(mutex_);
-  const std::string bytes = Bytes(type, culprit, Cut(text, kMostText));
-  for (State& state : states_)
-    if (state.open) Write(&state, bytes, type == Type::kBeat ? 0 : 100);
-}
-
-void Heartbeat::ReadFrom(State* state) {
+void Heartbeat::ReadFrom(PeerState* state) {
   char buffer[4096];
   const iovec piece{buffer, sizeof buffer};
   const ssize_t n = state->channel.Receive({&piece, 1});
@@ -207,16 +123,16 @@ void Heartbeat::ReadFrom(State* state) {
             : std::strerror(errno);
     bool left;
     {
-      std::lock_guard lock(mutex_);
+      std::lock_guard lock(connections_.mutex());
       left = state->left;
-      Close(state);
+      connections_.Close(state);
     }
     if (!left) Lose(rank, why);
     return;
   }
   {
-    std::lock_guard lock(mutex_);
-    state->heard = Now();
+    std::lock_guard lock(connections_.mutex());
+    state->heard = SecondsNow();
   }
   state->input.append(buffer, static_cast<size_t>(n));
   while (state->open && Parse(state)) {
@@ -224,31 +140,38 @@ void Heartbeat::ReadFrom(State* state) {
 }
 
 // Whether the message is valid: its culprit exists, and its length fits its type.
-bool Heartbeat::Sensible(const Message& message) const {
+bool Heartbeat::Sensible(const ControlMessage& message) const {
+  const std::span<const PeerState> states = connections_.states();
   const bool known =
-      message.culprit == -1 || message.culprit == rank_ ||
-      std::any_of(states_.begin(), states_.end(), [&message](const State& state) {
+      message.culprit == -1 || message.culprit == connections_.rank() ||
+      std::any_of(states.begin(), states.end(), [&message](const PeerState& state) {
         return state.peer.rank == message.culprit;
       });
-  return known && message.magic == Message().magic && message.length <= kMostText &&
-         message.type >= Type::kBeat && message.type <= Type::kClock &&
-         (message.type != Type::kAsk || message.length >= sizeof(AskHead)) &&
-         (message.type != Type::kAnswer || message.length >= sizeof(AnswerHead)) &&
-         (message.type != Type::kTeardown || message.length >= sizeof(Gone)) &&
-         (message.type != Type::kWaits || message.length >= sizeof(WaitsHead)) &&
-         (message.type != Type::kClock || message.length >= sizeof(ClockText));
+  return known && message.magic == ControlMessage().magic &&
+         message.length <= ControlMessage::kMostText && message.type >= Type::kBeat &&
+         message.type <= Type::kClock &&
+         (message.type != Type::kAsk ||
+          message.length >= sizeof(ControlMessage::AskHead)) &&
+         (message.type != Type::kAnswer ||
+          message.length >= sizeof(ControlMessage::AnswerHead)) &&
+         (message.type != Type::kTeardown ||
+          message.length >= sizeof(ControlMessage::Gone)) &&
+         (message.type != Type::kWaits ||
+          message.length >= sizeof(ControlMessage::WaitsHead)) &&
+         (message.type != Type::kClock ||
+          message.length >= sizeof(ControlMessage::ClockText));
 }
 
 // Handles one message of the input. False: none is complete, or it was invalid.
-bool Heartbeat::Parse(State* state) {
-  Message message;
+bool Heartbeat::Parse(PeerState* state) {
+  ControlMessage message;
   if (state->input.size() < sizeof message) return false;
   std::memcpy(&message, state->input.data(), sizeof message);
   const int rank = state->peer.rank;
   if (!Sensible(message)) {
     {
-      std::lock_guard lock(mutex_);
-      Close(state);
+      std::lock_guard lock(connections_.mutex());
+      connections_.Close(state);
     }
     Lose(rank, "sent garbage on its control connection");
     return false;
@@ -256,13 +179,13 @@ bool Heartbeat::Parse(State* state) {
   if (state->input.size() < sizeof message + message.length) return false;
   std::string text = state->input.substr(sizeof message, message.length);
   state->input.erase(0, sizeof message + message.length);
-  if (message.type == Type::kAsk) OnAsk(state, text);
-  if (message.type == Type::kAnswer) OnAnswer(state, text);
-  if (message.type == Type::kTeardown) OnTeardown(state, text);
-  if (message.type == Type::kWaits) OnWaits(state, text);
-  if (message.type == Type::kClock) OnClock(state, text);
+  if (message.type == Type::kAsk) probe_responder_.OnAsk(state, text);
+  if (message.type == Type::kAnswer) probe_sender_.OnAnswer(state, text);
+  if (message.type == Type::kTeardown) teardown_announcements_.OnTeardown(state, text);
+  if (message.type == Type::kWaits) wait_reports_.OnWaits(state, text);
+  if (message.type == Type::kClock) clock_offsets_.OnClock(state, text);
   if (message.type == Type::kFail) {
-    text = Printable(text, kMostText);
+    text = Printable(text, ControlMessage::kMostText);
     const bool itself = message.culprit < 0 || message.culprit == rank;
     if (!itself)
       Lose(message.culprit, text);
@@ -270,7 +193,7 @@ bool Heartbeat::Parse(State* state) {
       Lose(rank, message.culprit == rank ? text : "failed: " + text);
   }
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(connections_.mutex());
     for (int i : {0, 1})
       state->entered[i] = std::max(state->entered[i], message.entered[i]);
   }
@@ -281,16 +204,16 @@ bool Heartbeat::Parse(State* state) {
 void Heartbeat::CheckSilence() {
   std::vector<std::pair<int, double>> silent;
   {
-    std::lock_guard lock(mutex_);
-    const double now = Now();
+    std::lock_guard lock(connections_.mutex());
+    const double now = SecondsNow();
     // If this process itself was stopped, the silence of its peers means nothing.
     const bool stood_still = now - last_look_ > interval_ + timeout_ / 2;
     last_look_ = now;
-    for (State& state : states_) {
+    for (PeerState& state : connections_.states()) {
       if (stood_still) state.heard = now;
       if (!state.open || state.left || now - state.heard < timeout_) continue;
       silent.push_back({state.peer.rank, now - state.heard});
-      Close(&state);
+      connections_.Close(&state);
     }
   }
   for (const auto& [rank, seconds] : silent)
@@ -300,7 +223,7 @@ void Heartbeat::CheckSilence() {
 
 void Heartbeat::Lose(int rank, const std::string& why) {
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(connections_.mutex());
     for (const auto& [known, reason] : lost_)
       if (known == rank) return;
     lost_.push_back({rank, why});
@@ -311,15 +234,15 @@ void Heartbeat::Lose(int rank, const std::string& why) {
   if (notify_) notify_->Ring();
 }
 
-void Heartbeat::OnLeave(State* state, const std::string& text) {
+void Heartbeat::OnLeave(PeerState* state, const std::string& text) {
   std::map<int, uint64_t> finished;
-  Finished one;
+  ControlMessage::Finished one;
   for (size_t at = 0; at + sizeof one <= text.size(); at += sizeof one) {
     std::memcpy(&one, text.data() + at, sizeof one);
     finished[one.communicator] = one.calls;
   }
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(connections_.mutex());
     state->left = true;
     state->finished = finished;
   }
@@ -329,28 +252,13 @@ void Heartbeat::OnLeave(State* state, const std::string& text) {
 }
 
 std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) const {
-  std::vector<std::shared_ptr<Communicator>> all;
-  std::lock_guard lock(mutex_);
-  for (const auto& weak : watched_) {
-    auto c = weak.lock();
-    if (!c) continue;
-    const auto& members = c->options().world_ranks;
-    if (std::find(members.begin(), members.end(), rank) != members.end())
-      all.push_back(std::move(c));
-  }
-  return all;
-}
-
-void Heartbeat::Close(State* state) {
-  if (!state->open) return;
-  state->open = false;
-  if (ready_ >= 0) epoll_ctl(ready_, EPOLL_CTL_DEL, state->channel.fd(), nullptr);
-  state->channel.Close();
+  std::lock_guard lock(connections_.mutex());
+  return watched_.With(rank);
 }
 
 void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
   // Weak, because a communicator may outlive the heartbeat that watches it.
-  std::weak_ptr<Heartbeat> self = weak_from_this();
+  const std::weak_ptr<Heartbeat> self = weak_from_this();
   HeartbeatHooks hooks;
   hooks.on_failure = [self](const Status& status) {
     if (auto heartbeat = self.lock()) heartbeat->Fail(status.message(), status.rank());
@@ -360,16 +268,18 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
       auto heartbeat = self.lock();
       return heartbeat ? heartbeat->LateRanks(plane, sequence) : std::vector<int>{};
     };
-  hooks.straggler_probe = self;
-  hooks.teardown_barrier = self;
+  const std::shared_ptr<Heartbeat> owner = self.lock();
+  hooks.straggler_probe = std::shared_ptr<StragglerProbe>(owner, &probe_sender_);
+  hooks.teardown_barrier =
+      std::shared_ptr<TeardownBarrier>(owner, &teardown_announcements_);
   communicator->heartbeat().SetHooks(std::move(hooks));
   std::vector<std::pair<int, std::string>> lost_before;
   std::map<int, uint64_t> left_before;
   {
-    std::lock_guard lock(mutex_);
-    watched_.push_back(communicator);
+    std::lock_guard lock(connections_.mutex());
+    watched_.Add(communicator);
     lost_before = lost_;
-    for (const State& state : states_)
+    for (const PeerState& state : connections_.states())
       if (state.left) {
         const auto known = state.finished.find(communicator->id());
         left_before[state.peer.rank] =
@@ -389,56 +299,46 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
 }
 
 void Heartbeat::Forget(const Communicator* communicator) {
-  std::lock_guard lock(mutex_);
-  std::erase_if(watched_, [&](const std::weak_ptr<Communicator>& weak) {
-    auto c = weak.lock();
-    return !c || c.get() == communicator;
-  });
+  std::lock_guard lock(connections_.mutex());
+  watched_.Remove(communicator);
 }
 
 void Heartbeat::Fail(const std::string& message, int culprit) {
   std::string what = message;
   if (culprit < 0) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(connections_.mutex());
     if (!lost_.empty()) std::tie(culprit, what) = lost_.front();
   }
-  Tell(Type::kFail, culprit, what);
-  if (notify_ && culprit >= 0 && culprit != rank_) Lose(culprit, what);
+  connections_.Tell(Type::kFail, culprit, what);
+  if (notify_ && culprit >= 0 && culprit != connections_.rank()) Lose(culprit, what);
 }
 
-// A message has room for 64 communicators. For any other one, peers assume that this
-// rank has finished no call.
 void Heartbeat::Leave() {
   std::string text;
   {
-    std::lock_guard lock(mutex_);
-    for (const auto& weak : watched_) {
-      const auto c = weak.lock();
-      if (!c || text.size() + sizeof(Finished) > kMostText) continue;
-      const Finished one{c->id(), 0, c->finished()};
-      text.append(reinterpret_cast<const char*>(&one), sizeof one);
-    }
+    std::lock_guard lock(connections_.mutex());
+    text = watched_.FinishedCalls();
   }
-  Tell(Type::kLeave, -1, text);
+  connections_.Tell(Type::kLeave, -1, text);
 }
 
 std::vector<std::pair<int, std::string>> Heartbeat::lost() const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(connections_.mutex());
   return lost_;
 }
 
 std::vector<int> Heartbeat::left() const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(connections_.mutex());
   std::vector<int> ranks;
-  for (const State& state : states_)
+  for (const PeerState& state : connections_.states())
     if (state.left) ranks.push_back(state.peer.rank);
   return ranks;
 }
 
 std::vector<int> Heartbeat::LateRanks(int plane, uint64_t sequence) const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(connections_.mutex());
   std::vector<int> ranks;
-  for (const State& state : states_)
+  for (const PeerState& state : connections_.states())
     if (state.entered[plane] < sequence) ranks.push_back(state.peer.rank);
   return ranks;
 }

@@ -1,10 +1,10 @@
-// How long ranks wait. Each rank sends its latest waits with its beats to the first
-// rank of the world, where they show the stragglers. See heartbeat.h.
+// See wait_reports.h.
+#include "engine/heartbeat/wait_reports.h"
+
 #include <algorithm>
 #include <cstring>
-#include <limits>
-
-#include "engine/heartbeat/heartbeat.h"
+#include <string_view>
+#include <utility>
 
 namespace ringjax {
 namespace {
@@ -16,23 +16,23 @@ constexpr size_t kMostPlace = 180;  // bytes
 
 }  // namespace
 
-void Heartbeat::ShareWaits(std::shared_ptr<Recorder> recorder) {
-  std::lock_guard lock(mutex_);
+void WaitReports::ShareWaits(std::shared_ptr<Recorder> recorder) {
+  std::lock_guard lock(connections_->mutex());
   recorder_ = std::move(recorder);
   shared_ = recorder_ ? recorder_->count() : 0;
 }
 
-void Heartbeat::SayWhere(const std::string& place) {
-  std::lock_guard lock(mutex_);
+void WaitReports::SayWhere(const std::string& place) {
+  std::lock_guard lock(connections_->mutex());
   where_ = std::string(Cut(place, kMostPlace));
 }
 
-std::map<int, Waits> Heartbeat::TakeWaits() {
-  std::lock_guard lock(mutex_);
+std::map<int, Waits> WaitReports::TakeWaits() {
+  std::lock_guard lock(connections_->mutex());
   std::map<int, Waits> all;
-  for (State& state : states_) {
-    all[state.peer.rank] = state.waits;
-    state.waits.latest.clear();
+  for (const PeerState& state : connections_->states()) {
+    all[state.peer.rank] = waits_[state.index];
+    waits_[state.index].latest.clear();
   }
   return all;
 }
@@ -55,15 +55,12 @@ std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t 
   return waits;
 }
 
-void Heartbeat::TellWaits() {
-  std::lock_guard lock(mutex_);
-  State* first = nullptr;
-  for (State& state : states_)
-    if (state.peer.rank < rank_ && (!first || state.peer.rank < first->peer.rank))
-      first = &state;
+void WaitReports::TellWaits() {
+  std::lock_guard lock(connections_->mutex());
+  PeerState* const first = connections_->FirstRank();
   if (!recorder_ || first == nullptr) return;
   const std::vector<Waited> waits = WaitsSince(*recorder_, &shared_, kMostInBeat);
-  WaitsHead head;
+  ControlMessage::WaitsHead head;
   head.count = static_cast<uint32_t>(waits.size());
   const Busy busy = recorder_->busy();
   head.calls = recorder_->count();
@@ -74,16 +71,16 @@ void Heartbeat::TellWaits() {
     const uint32_t words[2] = {w.sequence, w.us | (w.named ? kNamed : 0)};
     text.append(reinterpret_cast<const char*>(words), sizeof words);
   }
-  Send(first, Type::kWaits, text + where_);
+  connections_->Send(first, ControlMessage::Type::kWaits, text + where_);
 }
 
-void Heartbeat::OnWaits(State* state, const std::string& text) {
-  WaitsHead head;
+void WaitReports::OnWaits(PeerState* state, const std::string& text) {
+  ControlMessage::WaitsHead head;
   std::memcpy(&head, text.data(), sizeof head);
   const size_t words = 2 * sizeof(uint32_t);
   if (head.count > (text.size() - sizeof head) / words) return;  // malformed
-  std::lock_guard lock(mutex_);
-  Waits& waits = state->waits;
+  std::lock_guard lock(connections_->mutex());
+  Waits& waits = waits_[state->index];
   waits.calls = head.calls;
   waits.wait_seconds = head.wait;
   waits.move_seconds = head.move;

@@ -11,7 +11,7 @@
 
 #include "check.h"
 #include "eager_world.h"
-#include "engine/heartbeat/heartbeat.h"
+#include "heartbeats.h"
 #include "local_world.h"
 
 namespace ringjax {
@@ -34,32 +34,6 @@ bool Until(Condition&& condition, double seconds = 60) {
   return false;
 }
 
-// Heartbeats of all ranks, joined with each other. Where `bells` has an eventfd for a
-// rank, somebody there knows where the program is.
-std::vector<std::shared_ptr<Heartbeat>> Beating(
-    const std::vector<std::shared_ptr<Communicator>>& ranks,
-    const std::vector<Doorbell*>& bells = {}) {
-  const int size = static_cast<int>(ranks.size());
-  std::vector<std::vector<Heartbeat::Peer>> peers(ranks.size());
-  for (int a = 0; a < size; ++a) {
-    for (int b = a + 1; b < size; ++b) {
-      int pair[2];
-      CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-      peers[a].push_back({b, pair[0], "node-" + std::to_string(b)});
-      peers[b].push_back({a, pair[1], "node-" + std::to_string(a)});
-    }
-  }
-  std::vector<std::shared_ptr<Heartbeat>> all;
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    const bool knows = r < bells.size() && bells[r] != nullptr;
-    all.push_back(std::make_shared<Heartbeat>(
-        static_cast<int>(r), peers[r], 0.1, 20.0, MakeBell(), nullptr,
-        knows ? std::make_unique<Doorbell>(dup(bells[r]->fd())) : nullptr));
-    all.back()->Watch(ranks[r]);
-  }
-  return all;
-}
-
 void RunTogether(World* world, const std::string& name) {
   world->Each([&name](Communicator& c) {
     std::vector<float> data(4, 1.0f);
@@ -70,15 +44,16 @@ void RunTogether(World* world, const std::string& name) {
 }
 
 ProbeReply AskOne(Heartbeat* zero, int rank, uint64_t sequence) {
-  zero->Ask({0, sequence, false, {rank}, "allreduce 'x'"});
-  CHECK(Until([&] { return AllAnswered(zero->ProbeReplies(0, {rank})); }));
-  return zero->ProbeReplies(0, {rank})[0];
+  zero->probe_sender().Ask({0, sequence, false, {rank}, "allreduce 'x'"});
+  CHECK(
+      Until([&] { return AllAnswered(zero->probe_sender().ProbeReplies(0, {rank})); }));
+  return zero->probe_sender().ProbeReplies(0, {rank})[0];
 }
 
 TEST(ARankTellsItsLastCallAndWhetherItHasMadeThisOne) {
   World world({0, 0});
   RunTogether(&world, "before");
-  const auto beats = Beating(world.ranks);
+  const auto beats = JoinHeartbeats(world.ranks);
   const ProbeReply late = AskOne(beats[0].get(), 1, 2);
   CHECK(late.asked && late.answered && !late.entered);
   CHECK_EQ(late.text, "its last call was allreduce 'before' (seq 1)");
@@ -89,29 +64,31 @@ TEST(ARankTellsItsLastCallAndWhetherItHasMadeThisOne) {
 TEST(WhoKnowsTheProgramIsRungAndAnswers) {
   World world({0, 0});
   const auto bell = MakeBell();
-  const auto beats = Beating(world.ranks, {nullptr, bell.get()});
-  beats[0]->Ask({0, 1, false, {1}, "allreduce 'x'"});
+  const auto beats = JoinHeartbeats(world.ranks, {nullptr, bell.get()});
+  beats[0]->probe_sender().Ask({0, 1, false, {1}, "allreduce 'x'"});
   pollfd rung{bell->fd(), POLLIN, 0};
   CHECK_EQ(poll(&rung, 1, 60'000), 1);
-  const Heartbeat::Asked asked = beats[1]->asked();
+  const ProbeResponder::Asked asked = beats[1]->probe_responder().asked();
   CHECK_EQ(asked.newest, 1u);
   CHECK_EQ(asked.stalls.size(), 1u);
   CHECK_EQ(asked.stalls[0], "rank 0 waits for this rank to call allreduce 'x'");
-  CHECK(beats[1]->asked().stalls.empty());  // only once
-  beats[1]->Answer(asked.newest, "it is at train.py:41 in load\nbatch");
-  CHECK(Until([&] { return beats[0]->ProbeReplies(0, {1})[0].answered; }));
-  CHECK_EQ(ReplyText(beats[0]->ProbeReplies(0, {1})[0]),
+  CHECK(beats[1]->probe_responder().asked().stalls.empty());  // only once
+  beats[1]->probe_responder().Answer(asked.newest,
+                                     "it is at train.py:41 in load\nbatch");
+  CHECK(
+      Until([&] { return beats[0]->probe_sender().ProbeReplies(0, {1})[0].answered; }));
+  CHECK_EQ(ReplyText(beats[0]->probe_sender().ProbeReplies(0, {1})[0]),
            "it has made no call in this epoch; it is at train.py:41 in load batch");
-  CHECK_EQ(beats[1]->asked().newest, 0u);
+  CHECK_EQ(beats[1]->probe_responder().asked().newest, 0u);
 }
 
 TEST(ABusyInterpreterHoldsNoAnswerUp) {
   World world({0, 0});
   const auto bell = MakeBell();
-  const auto beats = Beating(world.ranks, {nullptr, bell.get()});
+  const auto beats = JoinHeartbeats(world.ranks, {nullptr, bell.get()});
   const ProbeReply reply = AskOne(beats[0].get(), 1, 1);
   CHECK(Contains(reply.text, "its interpreter is busy"));
-  beats[1]->Answer(1, "too late");  // harms nobody
+  beats[1]->probe_responder().Answer(1, "too late");  // harms nobody
 }
 
 TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
@@ -119,14 +96,15 @@ TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
     World world({0, 0, 0}, "", 4096, 3600, tile);
     RunTogether(&world, "before");
     const auto bell = MakeBell();
-    const auto beats = Beating(world.ranks, {nullptr, nullptr, bell.get()});
+    const auto beats = JoinHeartbeats(world.ranks, {nullptr, nullptr, bell.get()});
     std::atomic<bool> stop{false};
     std::thread interpreter([&] {
       while (!stop) {
         pollfd rung{bell->fd(), POLLIN, 0};
         poll(&rung, 1, 10);
-        if (const auto asked = beats[2]->asked(); asked.newest > 0)
-          beats[2]->Answer(asked.newest, "it is at train.py:41 in load_batch");
+        if (const auto asked = beats[2]->probe_responder().asked(); asked.newest > 0)
+          beats[2]->probe_responder().Answer(asked.newest,
+                                             "it is at train.py:41 in load_batch");
       }
     });
     std::vector<std::thread> waiting;
@@ -161,7 +139,7 @@ TEST(InAProcessSetAnswersTellWhoIsLate) {
   options.collective_timeout = 60;
   World world({0});
   world.ranks = JoinRanks({0, 0, 0, 0}, options, 4096, 0);
-  const auto beats = Beating(world.ranks);
+  const auto beats = JoinHeartbeats(world.ranks);
   std::vector<std::thread> waiting;
   for (size_t r : {1, 2, 3}) {
     waiting.emplace_back([&world, r] {
@@ -217,14 +195,14 @@ TEST(AnswersNobodyAskedForAndControlCharactersAreDropped) {
     CHECK_EQ(send(pair[1], bytes.data(), bytes.size(), 0),
              static_cast<ssize_t>(bytes.size()));
   };
-  zero->Ask({0, 1, false, {1}, "allreduce 'x'"});
+  zero->probe_sender().Ask({0, 1, false, {1}, "allreduce 'x'"});
   answer(99, "a lie");
   answer(1, "\x1b[31mit is\nhere\xc2\x9b!");
-  CHECK(Until([&] { return zero->ProbeReplies(0, {1})[0].answered; }));
-  CHECK_EQ(zero->ProbeReplies(0, {1})[0].text, "?[31mit is here?!");
+  CHECK(Until([&] { return zero->probe_sender().ProbeReplies(0, {1})[0].answered; }));
+  CHECK_EQ(zero->probe_sender().ProbeReplies(0, {1})[0].text, "?[31mit is here?!");
   answer(1, "another one");
   zero->Stop();
-  CHECK_EQ(zero->ProbeReplies(0, {1})[0].text, "?[31mit is here?!");
+  CHECK_EQ(zero->probe_sender().ProbeReplies(0, {1})[0].text, "?[31mit is here?!");
   CHECK(zero->lost().empty());
   close(pair[1]);
 }
@@ -249,32 +227,6 @@ TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
   CHECK(!endless.MustAsk(1e9, 0, 0) && !endless.MustWarn(1e9, 0));
 }
 
-TEST(AClockIsReadWithinHalfOfTheWay) {
-  World world({0, 0, 0});
-  const auto beats = Beating(world.ranks);
-  const auto start = Clock::now();
-  beats[0]->AskClock(5);  // asks nobody
-  beats[2]->AskClock(5);
-  beats[2]->AskClock(3);  // none more, unless some of the five are answered already
-  std::vector<ClockReading> readings;
-  CHECK(Until([&] {
-    for (const ClockReading& reading : beats[2]->TakeClocks())
-      readings.push_back(reading);
-    return readings.size() >= 5;
-  }));
-  CHECK(readings.size() <= 8);
-  for (const ClockReading& reading : readings) {
-    CHECK_EQ(reading.rank, 0);
-    CHECK(reading.trip > 0 && reading.trip <= SecondsSince(start));
-    // Both have the same clock.
-    CHECK(std::abs(reading.ahead) <= reading.trip / 2);
-  }
-  CHECK(beats[0]->TakeClocks().empty() && beats[1]->TakeClocks().empty());
-  beats[0]->Stop();
-  beats[2]->AskClock(1);  // of nobody, without a harm
-  for (const auto& beat : beats) beat->Stop();
-}
-
 }  // namespace
 
 namespace testing_eager {
@@ -284,7 +236,7 @@ TEST(eager_a_submission_may_have_a_limit_of_its_own) {
   EagerOptions options;
   options.timeout = 3600;
   Eager lanes(2, options);
-  const auto beats = Beating(lanes.world.ranks);
+  const auto beats = JoinHeartbeats(lanes.world.ranks);
   Floats x(4, 1), y(4, 1);
   // While another one waits without an end, and looks at what is late are far apart.
   EagerRequest patient = Place("patient", &y, &y);

@@ -1,0 +1,45 @@
+// The clock of the first rank, as other ranks read it.
+#include <chrono>
+#include <cmath>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "heartbeats.h"
+#include "local_world.h"
+
+namespace ringjax {
+namespace {
+
+TEST(AClockIsReadWithinHalfOfTheWay) {
+  World world({0, 0, 0});
+  const auto beats = JoinHeartbeats(world.ranks);
+  ClockOffsets& zero = beats[0]->clock_offsets();
+  ClockOffsets& two = beats[2]->clock_offsets();
+  const auto start = Clock::now();
+  const auto passed = [start] {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  };
+  zero.AskClock(5);  // asks nobody
+  two.AskClock(5);
+  two.AskClock(3);  // none more, unless some of the five are answered already
+  std::vector<ClockReading> readings;
+  while (readings.size() < 5 && passed() < 60) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    for (const ClockReading& reading : two.TakeClocks()) readings.push_back(reading);
+  }
+  CHECK(readings.size() >= 5 && readings.size() <= 8);
+  for (const ClockReading& reading : readings) {
+    CHECK_EQ(reading.rank, 0);
+    CHECK(reading.trip > 0 && reading.trip <= passed());
+    // Both have the same clock.
+    CHECK(std::abs(reading.ahead) <= reading.trip / 2);
+  }
+  CHECK(zero.TakeClocks().empty() && beats[1]->clock_offsets().TakeClocks().empty());
+  beats[0]->Stop();
+  two.AskClock(1);  // of nobody, without a harm
+  for (const auto& beat : beats) beat->Stop();
+}
+
+}  // namespace
+}  // namespace ringjax

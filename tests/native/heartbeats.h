@@ -1,0 +1,43 @@
+// Heartbeats of threads that act as ranks, joined with each other.
+#pragma once
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "engine/heartbeat/heartbeat.h"
+#include "local_world.h"
+
+namespace ringjax {
+
+// Heartbeats of all ranks, joined with each other. Where `bells` has an eventfd for a
+// rank, somebody there knows where the program is.
+inline std::vector<std::shared_ptr<Heartbeat>> JoinHeartbeats(
+    const std::vector<std::shared_ptr<Communicator>>& ranks,
+    const std::vector<Doorbell*>& bells = {}) {
+  const int size = static_cast<int>(ranks.size());
+  std::vector<std::vector<Heartbeat::Peer>> peers(ranks.size());
+  for (int a = 0; a < size; ++a) {
+    for (int b = a + 1; b < size; ++b) {
+      int pair[2];
+      CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+      peers[a].push_back({b, pair[0], "node-" + std::to_string(b)});
+      peers[b].push_back({a, pair[1], "node-" + std::to_string(a)});
+    }
+  }
+  std::vector<std::shared_ptr<Heartbeat>> all;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const bool knows = r < bells.size() && bells[r] != nullptr;
+    all.push_back(std::make_shared<Heartbeat>(
+        static_cast<int>(r), peers[r], 0.1, 20.0, MakeBell(), nullptr,
+        knows ? std::make_unique<Doorbell>(dup(bells[r]->fd())) : nullptr));
+    all.back()->Watch(ranks[r]);
+  }
+  return all;
+}
+
+}  // namespace ringjax

@@ -1,0 +1,127 @@
+// See control_connections.h.
+#include "engine/heartbeat/control_connections.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+
+namespace ringjax {
+
+double SecondsNow() {
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+ControlConnections::ControlConnections(int rank,
+                                       const std::vector<PeerState::Peer>& peers,
+                                       const Doorbell& wakeup,
+                                       const WatchedCommunicators* watched)
+    : rank_(rank), watched_(watched) {
+  for (const PeerState::Peer& peer : peers) {
+    fcntl(peer.fd, F_SETFL, fcntl(peer.fd, F_GETFL) | O_NONBLOCK);
+    PeerState& state = states_.emplace_back(peer, states_.size());
+    state.heard = SecondsNow();
+  }
+  try {
+    Expect(wakeup);
+  } catch (...) {
+    CloseAll();
+    if (epoll_ >= 0) close(epoll_);
+    throw;
+  }
+}
+
+ControlConnections::~ControlConnections() { close(epoll_); }
+
+// Registers the doorbell and all sockets with epoll. Close must deregister a socket
+// explicitly: a closed socket stays registered while a forked child has a copy of it.
+void ControlConnections::Expect(const Doorbell& wakeup) {
+  const auto check = [](int result) {
+    if (result < 0) throw std::system_error(errno, std::generic_category(), "epoll");
+  };
+  check(epoll_ = epoll_create1(EPOLL_CLOEXEC));
+  const auto add = [&](int fd, PeerState* state) {
+    epoll_event event{EPOLLIN, {.ptr = state}};
+    check(epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event));
+  };
+  add(wakeup.fd(), nullptr);
+  for (PeerState& state : states_) add(state.peer.fd, &state);
+}
+
+PeerState* ControlConnections::FirstRank() {
+  PeerState* first = nullptr;
+  for (PeerState& state : states_)
+    if (state.peer.rank < rank_ && (!first || state.peer.rank < first->peer.rank))
+      first = &state;
+  return first;
+}
+
+std::string ControlConnections::Bytes(ControlMessage::Type type, int culprit,
+                                      std::string_view text) const {
+  ControlMessage message;
+  message.type = type;
+  message.culprit = culprit;
+  message.length = static_cast<uint32_t>(text.size());
+  message.entered = watched_->entered();
+  return WithHead(message, text);
+}
+
+void ControlConnections::Send(PeerState* state, ControlMessage::Type type,
+                              std::string_view text) {
+  if (state->open) Write(state, Bytes(type, -1, text), 0);
+}
+
+// Sends the rest of an earlier message, and then `message`. Gives up once the peer has
+// accepted no bytes for `limit_ms`: drops a message of which no byte was sent, and
+// keeps the rest of any other for the next Write, because the stream must stay intact.
+void ControlConnections::Write(PeerState* state, const std::string& message,
+                               int limit_ms) {
+  std::string& bytes = state->output;
+  const size_t before = bytes.size();
+  bytes += message;
+  size_t sent = 0;
+  while (sent < bytes.size() || state->channel.pending()) {
+    const iovec rest{bytes.data() + sent, bytes.size() - sent};
+    const ssize_t n =
+        rest.iov_len > 0 ? state->channel.Send({&rest, 1}) : state->channel.Flush();
+    if (n > 0) {
+      if (rest.iov_len > 0) sent += static_cast<size_t>(n);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      pollfd p{state->channel.fd(), POLLOUT, 0};
+      if (limit_ms <= 0 || poll(&p, 1, limit_ms) <= 0) break;
+    } else if (errno != EINTR) {
+      break;
+    }
+  }
+  if (sent <= before) bytes.resize(before);
+  bytes.erase(0, sent);
+}
+
+void ControlConnections::Tell(ControlMessage::Type type, int culprit,
+                              const std::string& text) {
+  std::lock_guard lock(mutex_);
+  const std::string bytes = Bytes(type, culprit, Cut(text, ControlMessage::kMostText));
+  for (PeerState& state : states_)
+    if (state.open) Write(&state, bytes, type == ControlMessage::Type::kBeat ? 0 : 100);
+}
+
+void ControlConnections::Close(PeerState* state) {
+  if (!state->open) return;
+  state->open = false;
+  if (epoll_ >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, state->channel.fd(), nullptr);
+  state->channel.Close();
+}
+
+void ControlConnections::CloseAll() {
+  for (PeerState& state : states_) Close(&state);
+}
+
+void ControlConnections::Release() {
+  for (PeerState& state : states_) state.channel.Release();
+}
+
+}  // namespace ringjax

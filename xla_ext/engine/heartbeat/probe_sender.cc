@@ -1,0 +1,73 @@
+// See probe_sender.h.
+#include "engine/heartbeat/probe_sender.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+
+namespace ringjax {
+namespace {
+
+constexpr double kRecently = 0.5;  // seconds; see StragglerProbe::Ask
+
+}  // namespace
+
+void ProbeSender::Ask(const Question& question) {
+  const double now = SecondsNow();
+  std::lock_guard lock(connections_->mutex());
+  if (connections_->stopping()) return;
+  for (PeerState& state : connections_->states()) {
+    std::map<int, Inquired>& inquired = inquired_[state.index];
+    if (!question.operation) inquired.erase(question.communicator);
+    const auto& ranks = question.ranks;
+    if (std::find(ranks.begin(), ranks.end(), state.peer.rank) == ranks.end()) continue;
+    Inquired& asked = inquired[question.communicator];
+    if (asked.token > 0 && now - asked.when < kRecently) continue;
+    asked = {};
+    asked.token = ++token_;
+    asked.when = now;
+    ControlMessage::AskHead head;
+    head.sequence = question.sequence;
+    head.communicator = question.communicator;
+    head.token = asked.token;
+    head.operation = question.operation ? 1 : 0;
+    connections_->Send(
+        &state, ControlMessage::Type::kAsk,
+        WithHead(head, Cut(question.what, ControlMessage::kMostText - sizeof head)));
+  }
+}
+
+std::vector<ProbeReply> ProbeSender::ProbeReplies(int communicator,
+                                                  const std::vector<int>& ranks) const {
+  std::vector<ProbeReply> replies;
+  std::lock_guard lock(connections_->mutex());
+  for (const int rank : ranks) {
+    ProbeReply& reply = replies.emplace_back();
+    reply.rank = rank;
+    for (const PeerState& state : connections_->states()) {
+      if (state.peer.rank != rank) continue;
+      reply.host = state.peer.host;
+      const auto found = inquired_[state.index].find(communicator);
+      if (found == inquired_[state.index].end()) continue;
+      reply.asked = true;
+      reply.answered = found->second.answered;
+      reply.entered = found->second.entered;
+      reply.text = found->second.text;
+    }
+  }
+  return replies;
+}
+
+void ProbeSender::OnAnswer(PeerState* state, const std::string& text) {
+  ControlMessage::AnswerHead head;
+  std::memcpy(&head, text.data(), sizeof head);
+  std::lock_guard lock(connections_->mutex());
+  for (auto& [id, asked] : inquired_[state->index]) {
+    if (asked.token != head.token || asked.answered) continue;
+    asked.answered = true;
+    asked.entered = head.entered != 0;
+    asked.text = Printable(std::string_view(text).substr(sizeof head), kMostReply);
+  }
+}
+
+}  // namespace ringjax

@@ -1,0 +1,49 @@
+// See teardown_announcements.h.
+#include "engine/heartbeat/teardown_announcements.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ringjax {
+namespace {
+
+using Gone = ControlMessage::Gone;
+
+constexpr size_t kMostGone = 4096;  // communicators kept for each peer
+
+}  // namespace
+
+void TeardownAnnouncements::AnnounceTeardown(int communicator, uint32_t epoch) {
+  const Gone gone{communicator, epoch};
+  connections_->Tell(ControlMessage::Type::kTeardown, -1,
+                     std::string(reinterpret_cast<const char*>(&gone), sizeof gone));
+}
+
+void TeardownAnnouncements::OnTeardown(PeerState* state, const std::string& text) {
+  Gone gone;
+  std::memcpy(&gone, text.data(), sizeof gone);
+  std::lock_guard lock(connections_->mutex());
+  std::map<int, uint32_t>& epochs = gone_[state->index];
+  if (epochs.size() < kMostGone || epochs.contains(gone.communicator))
+    epochs[gone.communicator] = gone.epoch;
+}
+
+std::vector<int> TeardownAnnouncements::NotReady(int communicator, uint32_t epoch,
+                                                 const std::vector<int>& ranks) const {
+  std::vector<int> holding;
+  std::lock_guard lock(connections_->mutex());
+  if (connections_->stopping()) return holding;
+  for (const PeerState& state : connections_->states()) {
+    const int rank = state.peer.rank;
+    if (!state.open || state.left ||
+        std::find(ranks.begin(), ranks.end(), rank) == ranks.end())
+      continue;
+    const std::map<int, uint32_t>& epochs = gone_[state.index];
+    const auto found = epochs.find(communicator);
+    // A rank that is lost because it reported a failure still uses the shared memory.
+    if (found == epochs.end() || found->second != epoch) holding.push_back(rank);
+  }
+  return holding;
+}
+
+}  // namespace ringjax

@@ -1,0 +1,38 @@
+// TeardownAnnouncements: the teardown barrier over the sockets of the heartbeat. See
+// teardown_barrier.h.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "engine/communicator/teardown_barrier.h"
+#include "engine/heartbeat/control_connections.h"
+
+namespace ringjax {
+
+// Announces to all peers which communicators this rank is ready to tear down, and
+// records what the peers have announced. A Heartbeat owns the object; communicators
+// hold weak references that share the ownership of the heartbeat. The heartbeat thread
+// calls OnTeardown, any thread the other functions. ControlConnections::mutex() guards
+// the state.
+class TeardownAnnouncements : public TeardownBarrier {
+ public:
+  explicit TeardownAnnouncements(ControlConnections* connections)
+      : connections_(connections), gone_(connections->states().size()) {}
+
+  void AnnounceTeardown(int communicator, uint32_t epoch) override;
+  std::vector<int> NotReady(int communicator, uint32_t epoch,
+                            const std::vector<int>& ranks) const override;
+
+  // Handles a message of type kTeardown.
+  void OnTeardown(PeerState* state, const std::string& text);
+
+ private:
+  ControlConnections* const connections_;
+  // Ready for teardown: epoch, by communicator. By PeerState::index.
+  std::vector<std::map<int, uint32_t>> gone_;
+};
+
+}  // namespace ringjax
