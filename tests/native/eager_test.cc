@@ -257,7 +257,7 @@ TEST(eager_ten_thousand_in_flight) {
     }
     for (auto& t : works) CHECK(t->Wait().ok());
     for (auto& d : data) CHECK(d == Floats(3, 3));
-    std::vector<void*> ended = lane.TakeEnded();
+    std::vector<void*> ended = lane.ended_tasks().Take();
     CHECK(ended.empty());  // nothing was kept
   });
 }
@@ -272,14 +272,14 @@ TEST(eager_hands_back_what_was_kept_once_it_has_ended) {
     b.keep = &kept[1];
     auto first = lane.Submit(std::move(a)).value();
     CHECK(first->Wait().ok());
-    CHECK(lane.has_ended());
-    CHECK(lane.TakeEnded() == std::vector<void*>{&kept[0]});
+    CHECK(lane.ended_tasks().any());
+    CHECK(lane.ended_tasks().Take() == std::vector<void*>{&kept[0]});
     if (rank == 0) {
       auto second = lane.Submit(std::move(b)).value();
-      CHECK(lane.TakeEnded().empty());
+      CHECK(lane.ended_tasks().Take().empty());
       lane.Close();
       CHECK(!second->Wait().ok());
-      CHECK(lane.TakeEnded() == std::vector<void*>{&kept[1]});
+      CHECK(lane.ended_tasks().Take() == std::vector<void*>{&kept[1]});
     }
   });
 }

@@ -32,8 +32,9 @@ class BoundLane : public std::enable_shared_from_this<BoundLane> {
   }
 
   void ReleaseEnded() {
-    if (!lane.has_ended()) return;
-    for (void* kept : lane.TakeEnded()) Py_DECREF(static_cast<PyObject*>(kept));
+    if (!lane.ended_tasks().any()) return;
+    for (void* kept : lane.ended_tasks().Take())
+      Py_DECREF(static_cast<PyObject*>(kept));
   }
 
   std::shared_ptr<EagerCuda> cuda() const {  // the present epoch's

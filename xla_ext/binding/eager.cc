@@ -219,7 +219,7 @@ void BindEager(nb::module_& m) {
       .def(
           "set_timeline",
           [](BoundLane& b, std::shared_ptr<Timeline> timeline) {
-            b.lane.set_timeline(std::move(timeline));
+            b.lane.record().set_timeline(std::move(timeline));
           },
           "timeline"_a.none())
       .def("join",

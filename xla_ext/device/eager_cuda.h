@@ -22,7 +22,7 @@
 
 #include "device/cuda_communicator.h"
 #include "device/device_event.h"
-#include "engine/eager/lane.h"
+#include "engine/eager/backend.h"
 
 namespace ringjax {
 

@@ -1,40 +1,39 @@
-// Reports of the lane to the recorder and to a timeline. The negotiation receives all
-// ranks' submissions, so one rank's timeline shows when each rank was ready.
-#include "engine/eager/lane.h"
+// Reports to the recorder and to a timeline. See lane_record.h.
+#include "engine/eager/lane_record.h"
+
+#include <mutex>
+#include <string_view>
+#include <utility>
 
 namespace ringjax {
 
-NegotiationOptions EagerLane::ForNegotiation() {
-  NegotiationOptions n;
-  n.rank = communicator_->rank();
-  n.size = communicator_->size();
-  n.members = communicator_->options().world_ranks;
-  n.fusion_threshold = options_.fusion_threshold;
-  n.cache_capacity = options_.cache_capacity;
-  n.prefix = communicator_->Prefix();
-  n.on_submission = [this](const Submission& s, int rank) {
-    if (recording_)
-      recording_->Submitted(RowOf(s), communicator_->options().world_ranks[rank]);
-  };
-  return n;
-}
+LaneRecord::LaneRecord(LaneState& state)
+    : state_(state), communicator_(state.communicator) {}
 
-void EagerLane::set_timeline(std::shared_ptr<Timeline> timeline) {
-  std::lock_guard lock(mutex_);
+void LaneRecord::set_timeline(std::shared_ptr<Timeline> timeline) {
+  std::lock_guard lock(state_.mutex);
   timeline_ = std::move(timeline);
 }
 
-Timeline::Row EagerLane::RowOf(const Submission& s) const {
+void LaneRecord::BeginRound() {
+  {
+    std::lock_guard lock(state_.mutex);
+    recording_ = timeline_;
+  }
+  if (recording_) recording_->Round();
+}
+
+Timeline::Row LaneRecord::RowOf(const Submission& s) const {
   const std::string& set = communicator_->options().name;
   return {set == "world" ? "" : std::string_view(set), Name(s.op), s.name};
 }
 
-void EagerLane::RecordRun(const Decision& decision) const {
+void LaneRecord::RecordRun(const Decision& decision) const {
   if (!recording_) return;
   for (const Ready& ready : decision.fused) recording_->Runs(RowOf(*ready.any));
 }
 
-void EagerLane::RecordEnd(const Decision& decision, const Status& status) const {
+void LaneRecord::RecordEnd(const Decision& decision, const Status& status) const {
   if (!recording_) return;
   for (const Ready& ready : decision.fused) {
     const Submission& s = *ready.any;
@@ -45,8 +44,12 @@ void EagerLane::RecordEnd(const Decision& decision, const Status& status) const 
   }
 }
 
-void EagerLane::Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
-                       const Status& status) const {
+void LaneRecord::Failed(const Submission& s, const std::string& why) const {
+  if (recording_) recording_->Failed(RowOf(s), why);
+}
+
+void LaneRecord::Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
+                        const Status& status) const {
   const auto& recorder = communicator_->options().recorder;
   if (!recorder) return;
   Event event =

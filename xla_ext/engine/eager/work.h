@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -60,7 +61,9 @@ struct Gate {
 
 class Work {
  public:
-  explicit Work(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
+  // `stream`: that of the submission.
+  explicit Work(std::shared_ptr<Gate> gate, uint64_t stream = 0)
+      : gate_(std::move(gate)), stream_(stream) {}
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Waits for the outcome. kCancelled if this process was interrupted; the work goes on
@@ -83,11 +86,24 @@ class Work {
   int last_joined() const { return last_joined_; }           // Join: rank in the set
   int device() const { return end_ ? end_->device() : -1; }  // -1: the host
 
- private:
-  friend class EagerLane;
+  // By the holder of the progress lock, once, with Gate::mutex held. `outputs`: taken,
+  // or null. `end`: null if there is no work on a device.
+  void Complete(const Status& status, const DevicePointPtr& end,
+                std::vector<Output>* outputs) {
+    status_ = status;
+    end_ = end;
+    if (outputs != nullptr) outputs_ = std::move(*outputs);
+    done_.store(true, std::memory_order_release);
+  }
+  void CompleteJoin(const Status& status, int last_joined) {
+    status_ = status;
+    last_joined_ = last_joined;
+    done_.store(true, std::memory_order_release);
+  }
 
+ private:
   const std::shared_ptr<Gate> gate_;
-  uint64_t stream_ = 0;  // stream of the submission
+  const uint64_t stream_;
   // Written by the holder of the progress lock before its release store to done_, which
   // pairs with the acquire load in done(). To be read only once done.
   Status status_;

@@ -1,34 +1,16 @@
-// Turns a decision into one call and runs it. The tensors of the call are those of this
-// rank's tasks. A result whose size only all ranks together determine may need memory
-// of the core. A rank that has joined contributes neutral elements and drops the
-// results. Only results in place under a ResilientComm are copied (MoveAside).
+// Tensors, neutral elements and memory of a call. See batch_builder.h.
+#include "engine/eager/batch_builder.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 
 #include "base/reduce.h"
-#include "engine/eager/lane.h"
 
 namespace ringjax {
-
-struct EagerLane::Batch {
-  Call call;
-  std::string name;
-  std::vector<TaskPtr> tasks;  // tasks of this rank
-  std::vector<std::vector<Output>> outputs;
-  std::vector<std::shared_ptr<void>>
-      joined_memory;  // memory for a rank that has joined
-  // Results in place that are reduced into scratch_ first: the index of the tensor in
-  // `call`, and the memory where its result belongs.
-  std::vector<std::pair<size_t, void*>> aside;
-  std::vector<std::shared_ptr<DevicePoint>> marks;
-  std::shared_ptr<DevicePoint> end;
-};
-
 namespace {
 
-constexpr size_t kAlign = 64;
 constexpr int64_t kMostRows = int64_t{1} << 40;  // per rank, so that no sum overflows
 
 template <typename T>
@@ -161,16 +143,20 @@ int64_t RowsFor(const SubmissionPtr& s, size_t i, size_t to, size_t size) {
 
 }  // namespace
 
-Result<std::shared_ptr<void>> EagerLane::Allocate(
+BatchBuilder::BatchBuilder(const LaneState& state)
+    : state_(state), communicator_(state.communicator) {}
+
+Result<std::shared_ptr<void>> BatchBuilder::Allocate(
     const Submission& s, uint64_t bytes, std::span<const std::byte> pattern) const {
   if (s.cuda) {
-    if (!cuda_)
+    if (!state_.cuda)
       return Status(Code::kFailedPrecondition, "this rank has no CUDA device");
-    return cuda_->Allocate(bytes, pattern);
+    return state_.cuda->Allocate(bytes, pattern);
   }
   void* memory = nullptr;
-  const uint64_t room = (bytes + kAlign - 1) / kAlign * kAlign;
-  if (room < bytes || posix_memalign(&memory, kAlign, std::max(room, kAlign)) != 0)
+  const uint64_t room = (bytes + Batch::kAlign - 1) / Batch::kAlign * Batch::kAlign;
+  if (room < bytes ||
+      posix_memalign(&memory, Batch::kAlign, std::max(room, Batch::kAlign)) != 0)
     return Status(Code::kInternal,
                   "no memory for a result of " + std::to_string(bytes) + " bytes");
   Fill(static_cast<std::byte*>(memory), bytes, pattern);
@@ -179,7 +165,7 @@ Result<std::shared_ptr<void>> EagerLane::Allocate(
 
 // Adds one tensor whose result has a known size. If this rank has joined, the tensor is
 // in memory that is dropped later, and contributes nothing to a reduction.
-Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
+Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   const Submission& s = *ready.any;
   const auto& piece = s.tensors[i];
   Tensor& t = batch->call.tensors.emplace_back();
@@ -189,10 +175,10 @@ Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   if (s.op == Collective::kReducescatter)
     for (int r = 0; r < communicator_->size(); ++r)
       batch->call.rows.push_back(ShareOf(piece.dims[0], r, communicator_->size()));
-  if (const TaskPtr task = Mine(ready)) {
+  if (const TaskPtr task = Mine(ready, communicator_->rank())) {
     t.in = task->ins[i];
     t.out = task->outs[i];
-    if (resilient_ && s.op == Collective::kAllreduce && t.in == t.out &&
+    if (state_.resilient && s.op == Collective::kAllreduce && t.in == t.out &&
         communicator_->size() > 1)
       batch->aside.emplace_back(batch->call.tensors.size() - 1, t.out);
     return OkStatus();
@@ -211,9 +197,9 @@ Status EagerLane::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
 
 // Adds one tensor whose result is as long as the ranks make it. The result goes into
 // the caller's memory if that has exactly its size, else into memory of the core.
-Status EagerLane::AddRagged(const Ready& ready, size_t i, std::vector<Output>* outputs,
-                            Batch* batch) const {
-  const TaskPtr task = Mine(ready);
+Status BatchBuilder::AddRagged(const Ready& ready, size_t i,
+                               std::vector<Output>* outputs, Batch* batch) const {
+  const TaskPtr task = Mine(ready, communicator_->rank());
   const Submission& s = task ? *task : *ready.any;
   const auto size = static_cast<size_t>(communicator_->size());
   const auto rank = static_cast<size_t>(communicator_->rank());
@@ -261,7 +247,7 @@ Status EagerLane::AddRagged(const Ready& ready, size_t i, std::vector<Output>* o
   return OkStatus();
 }
 
-Status EagerLane::Build(const Decision& decision, Batch* batch) const {
+Status BatchBuilder::Build(const Decision& decision, Batch* batch) const {
   const Submission& first = *decision.fused[0].any;
   Call& call = batch->call;
   call.op = first.op;
@@ -281,129 +267,11 @@ Status EagerLane::Build(const Decision& decision, Batch* batch) const {
       call.op == Collective::kAllgather || call.op == Collective::kAlltoall;
   size_t next = 0;
   for (const Ready& ready : decision.fused) {
-    std::vector<Output>* outputs = Mine(ready) ? &batch->outputs[next++] : nullptr;
+    std::vector<Output>* outputs =
+        Mine(ready, communicator_->rank()) ? &batch->outputs[next++] : nullptr;
     for (size_t i = 0; i < ready.any->tensors.size(); ++i)
       RJ_TRY(ragged ? AddRagged(ready, i, outputs, batch) : AddFixed(ready, i, batch));
   }
-  return OkStatus();
-}
-
-// Under a ResilientComm, a call that the loss of a rank interrupts runs again, and its
-// inputs must be unchanged then. So an allreduce in place is reduced into memory of the
-// lane and copied when all ranks have the result. That costs a pass over the result,
-// and memory as large as the largest batch so far. The lane keeps this memory, because
-// fresh pages would cost more than the copy. A broadcast needs none of this: its root,
-// the only rank with an input, writes nothing.
-Status EagerLane::MoveAside(Batch* batch) {
-  std::vector<Tensor>& tensors = batch->call.tensors;
-  const auto room = [](const Tensor& t) {
-    return (t.room + kAlign - 1) / kAlign * kAlign;
-  };
-  uint64_t bytes = 0;
-  for (const auto& [i, out] : batch->aside) bytes += room(tensors[i]);
-  if (bytes > scratch_.size) {
-    void* memory = nullptr;
-    scratch_ = {};  // before the new memory, so that there are never two
-    if (posix_memalign(&memory, kAlign, bytes) != 0)
-      return Status(Code::kInternal, "no memory to reduce " + std::to_string(bytes) +
-                                         " bytes in place in an elastic job");
-    scratch_ = {{static_cast<std::byte*>(memory), std::free}, bytes};
-  }
-  std::byte* next = scratch_.memory.get();
-  for (const auto& [i, out] : batch->aside) {
-    tensors[i].out = next;
-    next += room(tensors[i]);
-  }
-  return OkStatus();
-}
-
-Status EagerLane::OpenDevice(const Submission& first) {
-  const Status status =
-      cuda_ ? cuda_->Open() : Status(Code::kFailedPrecondition, "no CUDA device");
-  if (status.ok() || status.message().starts_with("RINGJAX[")) return status;
-  return Named(first.Title(), status);
-}
-
-// Whether a call has no outcome because this epoch has ended. Otherwise it has one, and
-// the same on all ranks, even if the epoch has been aborted since.
-bool EagerLane::IsLost(const Status& status) const {
-  if (status.ok() || !communicator_->aborted()) return false;
-  return !resilient_ || status.code() == Code::kUnavailable ||
-         status.code() == Code::kCancelled;
-}
-
-// Reports a call that has no outcome. Its tasks stay pending: they are submitted again
-// in the next epoch, or fail with all others.
-Status EagerLane::Lost(const Decision& decision, const Status& status) const {
-  if (resilient_) RecordEnd(decision, status);
-  return status;
-}
-
-// Builds the call and runs it, or completes it from data that came with the round.
-Status EagerLane::Perform(const Decision& decision, const Piggyback* values,
-                          Batch* batch) {
-  const Submission& first = *decision.fused[0].any;
-  Status built = Build(decision, batch);
-  if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
-  if (values != nullptr)  // no other rank waits for this call
-    return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all)
-                      : communicator_->WithContext(batch->call, built);
-  const bool decided = !first.cuda && !resilient_ && decision.IsPlaced();
-  if (decided) {
-    if (built.ok()) return communicator_->RunNegotiated(batch->call);
-    // This rank has no memory for a result that did not fit. The others run the call
-    // without an agreement, so this rank must abort the communicator.
-    communicator_->AbortAndNotifyPeers(built.code(),
-                                       batch->name + " failed: " + built.message());
-    return communicator_->WithContext(batch->call, built);
-  }
-  bool refused = false;
-  if (first.cuda || (!resilient_ && !built.ok())) {
-    // Compare makes the call fail on all ranks if one rank cannot make it. Host tensors
-    // come here only with an error in `built`, so Compare fails.
-    RJ_TRY(communicator_->Compare(batch->call, built, &refused));
-    return cuda_->Run(batch->call, batch->marks, &batch->end);
-  }
-  if (!resilient_) return communicator_->Run(batch->call);
-  return communicator_->RunInThisEpoch(batch->call, built);
-}
-
-Status EagerLane::Run(const Decision& decision, const Piggyback* values) {
-  Batch batch;
-  for (const Ready& ready : decision.fused) {
-    TaskPtr task = Mine(ready);
-    if (!task) continue;
-    batch.marks.push_back(task->mark);
-    batch.tasks.push_back(std::move(task));
-  }
-  batch.outputs.resize(batch.tasks.size());
-  const Submission& first = *decision.fused[0].any;
-  Status status;
-  const auto agreed = Clock::now();
-  RecordRun(decision);
-  // A barrier has ended when all ranks are ready: there is no call to run.
-  const bool runs = first.op != Collective::kBarrier;
-  if (runs && first.cuda) status = OpenDevice(first);
-  if (runs && status.ok()) {
-    status = Perform(decision, values, &batch);
-    if (IsLost(status)) return Lost(decision, status);
-    // A call with an outcome shows that all ranks have received this round. Calls on a
-    // device have no commit decision and need none: if a rank is lost, they all fail.
-    sealed_ = true;
-  }
-  if (Status sealed = Seal(); !sealed.ok()) return Lost(decision, sealed);
-  for (const auto& [i, out] : batch.aside)
-    if (status.ok())
-      std::memcpy(out, batch.call.tensors[i].out, batch.call.tensors[i].room);
-  RecordEnd(decision, status);
-  Report(batch.tasks, agreed, status);
-  {
-    std::lock_guard lock(mutex_);
-    ++stats_.calls;
-    if (values != nullptr) ++stats_.piggybacked;
-    stats_.fused += batch.tasks.size();
-  }
-  Finish(batch.tasks, status, status.ok() ? &batch.outputs : nullptr, batch.end);
   return OkStatus();
 }
 

@@ -1,18 +1,22 @@
-// Stalls: warnings about operations that some ranks have submitted and others have not,
-// and the end of waiting for them. Each rank goes by its own clock, but an operation
-// fails only by a decision of all ranks (Negotiation::Expire).
+// Straggler probes, warnings and expiry. See stall_inspector.h.
+#include "engine/eager/stall_inspector.h"
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <utility>
 
 #include "engine/eager/disagreement.h"
-#include "engine/eager/lane.h"
 
 namespace ringjax {
 
-void EagerLane::Watch() {
+StallInspector::StallInspector(LaneState& state)
+    : options_(state.options), communicator_(state.communicator) {}
+
+void StallInspector::Watch(Negotiation* negotiation) {
   const auto now = Clock::now();
-  const std::vector<Negotiation::Waiting> all = negotiation_->waiting();
+  const std::vector<Negotiation::Waiting> all = negotiation->waiting();
   // Watch costs time for each pending operation, so it runs seldom: after an eighth of
   // the shortest limit, but between kShortest and kLongest, or after kForAnswers while
   // replies are awaited. It does not run while nothing is pending.
@@ -31,7 +35,8 @@ void EagerLane::Watch() {
     w = known != watched_.end() ? known->second : Watched{now};
     const double seconds = std::chrono::duration<double>(now - w.since).count();
     before(LimitOf(waiting));
-    if (!LookAt(waiting, seconds, &w, &late)) pause = std::min(pause, kForAnswers);
+    if (!LookAt(waiting, seconds, negotiation, &w, &late))
+      pause = std::min(pause, kForAnswers);
   }
   watched_.swap(watched);
   Warn(late);
@@ -41,7 +46,7 @@ void EagerLane::Watch() {
 }
 
 // The timeout of this rank's own submission in seconds; 0: there is none.
-double EagerLane::LimitOf(const Negotiation::Waiting& waiting) const {
+double StallInspector::LimitOf(const Negotiation::Waiting& waiting) const {
   if (!waiting.own) return 0;
   const double own = static_cast<const Task&>(*waiting.own).timeout;
   return own >= 0 ? own : options_.timeout;
@@ -49,8 +54,9 @@ double EagerLane::LimitOf(const Negotiation::Waiting& waiting) const {
 
 // Warns about one operation, or expires it, if it is time. Returns false if it is time
 // but replies to the straggler probe are still awaited.
-bool EagerLane::LookAt(const Negotiation::Waiting& waiting, double seconds, Watched* w,
-                       std::vector<Late>* late) {
+bool StallInspector::LookAt(const Negotiation::Waiting& waiting, double seconds,
+                            Negotiation* negotiation, Watched* w,
+                            std::vector<Late>* late) {
   const double warning = options_.stall_warning;
   const double limit = w->expired ? 0 : LimitOf(waiting);
   const bool speaks = waiting.own || communicator_->rank() == 0;
@@ -70,13 +76,12 @@ bool EagerLane::LookAt(const Negotiation::Waiting& waiting, double seconds, Watc
   }
   if (ends) {
     w->expired = true;
-    negotiation_->Expire(waiting.any->op, waiting.any->name, limit,
-                         ReplyTexts(missing));
+    negotiation->Expire(waiting.any->op, waiting.any->name, limit, ReplyTexts(missing));
   }
   return true;
 }
 
-std::vector<int> EagerLane::World(const std::vector<int>& ranks) const {
+std::vector<int> StallInspector::World(const std::vector<int>& ranks) const {
   const std::vector<int>& members = communicator_->options().world_ranks;
   std::vector<int> world;
   for (int r : ranks) world.push_back(members[static_cast<size_t>(r)]);
@@ -85,7 +90,7 @@ std::vector<int> EagerLane::World(const std::vector<int>& ranks) const {
 
 // The replies to the straggler probe as text: "rank 3 on node-b: its last call was ...;
 // it is at train.py:41 in load_batch".
-std::string EagerLane::ReplyTexts(const std::vector<int>& ranks) const {
+std::string StallInspector::ReplyTexts(const std::vector<int>& ranks) const {
   std::string text;
   size_t told = 0;
   for (const ProbeReply& reply : communicator_->heartbeat().ProbeReplies(ranks)) {
@@ -99,7 +104,7 @@ std::string EagerLane::ReplyTexts(const std::vector<int>& ranks) const {
 
 // Prints one warning about all late operations. It names only a few, because a late
 // rank usually lacks all tensors of a model.
-void EagerLane::Warn(const std::vector<Late>& late) const {
+void StallInspector::Warn(const std::vector<Late>& late) const {
   constexpr size_t kMostNamed = 5;
   const CommunicatorOptions& o = communicator_->options();
   std::string text;

@@ -6,7 +6,7 @@
 // any other case a copy of a few KiB is wasted.
 #include <functional>
 
-#include "engine/eager/lane.h"
+#include "engine/eager/progress_engine.h"
 
 namespace ringjax {
 namespace {
@@ -59,7 +59,7 @@ void Keep(const Submission& s, const void* out, int rank, int size,
 
 }  // namespace
 
-Piggyback EagerLane::Offer() const {
+Piggyback ProgressEngine::Offer() const {
   Piggyback piggyback;
   const auto task = std::static_pointer_cast<const Task>(negotiation_->Lone());
   if (!task || !Qualifies(*task, task->waits) ||

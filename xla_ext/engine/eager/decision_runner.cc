@@ -1,0 +1,184 @@
+// Runs the call of a decision. See decision_runner.h. Only results in place under a
+// ResilientComm are copied (MoveAside).
+//
+// Under a ResilientComm, an operation that has ended stays ended, with the same outcome
+// on all ranks that are left. A call has a commit decision. A decision of a round that
+// runs no call (a barrier, a mismatch, a join) has none, so it is reported only after a
+// barrier call, which has one (Seal).
+#include "engine/eager/decision_runner.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace ringjax {
+
+DecisionRunner::DecisionRunner(LaneState& state, TaskQueue& tasks,
+                               const LaneRecord& record)
+    : state_(state),
+      communicator_(state.communicator),
+      tasks_(tasks),
+      record_(record),
+      builder_(state) {}
+
+Status DecisionRunner::CarryAll(const std::vector<Decision>& decisions,
+                                const Piggyback* values) {
+  sealed_ = false;
+  for (const Decision& decision : decisions) RJ_TRY(Carry(decision, values));
+  return OkStatus();
+}
+
+Status DecisionRunner::Carry(const Decision& decision, const Piggyback* values) {
+  switch (decision.kind) {
+    case Decision::Kind::kRun:
+      return Run(decision, values);
+    case Decision::Kind::kFail:
+      RJ_TRY(Seal());
+      record_.RecordEnd(decision, decision.status);
+      if (const TaskPtr task = Mine(decision.fused[0], communicator_->rank()))
+        tasks_.Finish({task}, decision.status, nullptr);
+      break;
+    case Decision::Kind::kJoined:
+      RJ_TRY(Seal());
+      tasks_.FinishJoin(OkStatus(), decision.last_joined);
+      break;
+  }
+  return OkStatus();
+}
+
+// Returns ok once all ranks are known to have received this round: by a barrier call,
+// unless a call of the round has shown it already. Does nothing without a
+// ResilientComm.
+Status DecisionRunner::Seal() {
+  if (!state_.resilient || sealed_) return OkStatus();
+  Call call;
+  call.op = Collective::kBarrier;
+  call.name = "end of a round of eager operations";
+  RJ_TRY(communicator_->RunInThisEpoch(call));
+  sealed_ = true;
+  return OkStatus();
+}
+
+// Under a ResilientComm, a call that the loss of a rank interrupts runs again, and its
+// inputs must be unchanged then. So an allreduce in place is reduced into memory of the
+// lane and copied when all ranks have the result. That costs a pass over the result,
+// and memory as large as the largest batch so far. The lane keeps this memory, because
+// fresh pages would cost more than the copy. A broadcast needs none of this: its root,
+// the only rank with an input, writes nothing.
+Status DecisionRunner::MoveAside(Batch* batch) {
+  std::vector<Tensor>& tensors = batch->call.tensors;
+  const auto room = [](const Tensor& t) {
+    return (t.room + Batch::kAlign - 1) / Batch::kAlign * Batch::kAlign;
+  };
+  uint64_t bytes = 0;
+  for (const auto& [i, out] : batch->aside) bytes += room(tensors[i]);
+  if (bytes > scratch_.size) {
+    void* memory = nullptr;
+    scratch_ = {};  // before the new memory, so that there are never two
+    if (posix_memalign(&memory, Batch::kAlign, bytes) != 0)
+      return Status(Code::kInternal, "no memory to reduce " + std::to_string(bytes) +
+                                         " bytes in place in an elastic job");
+    scratch_ = {{static_cast<std::byte*>(memory), std::free}, bytes};
+  }
+  std::byte* next = scratch_.memory.get();
+  for (const auto& [i, out] : batch->aside) {
+    tensors[i].out = next;
+    next += room(tensors[i]);
+  }
+  return OkStatus();
+}
+
+Status DecisionRunner::OpenDevice(const Submission& first) {
+  const Status status = state_.cuda
+                            ? state_.cuda->Open()
+                            : Status(Code::kFailedPrecondition, "no CUDA device");
+  if (status.ok() || status.message().starts_with("RINGJAX[")) return status;
+  return state_.Named(first.Title(), status);
+}
+
+// Whether a call has no outcome because this epoch has ended. Otherwise it has one, and
+// the same on all ranks, even if the epoch has been aborted since.
+bool DecisionRunner::IsLost(const Status& status) const {
+  if (status.ok() || !communicator_->aborted()) return false;
+  return !state_.resilient || status.code() == Code::kUnavailable ||
+         status.code() == Code::kCancelled;
+}
+
+// Reports a call that has no outcome. Its tasks stay pending: they are submitted again
+// in the next epoch, or fail with all others.
+Status DecisionRunner::Lost(const Decision& decision, const Status& status) const {
+  if (state_.resilient) record_.RecordEnd(decision, status);
+  return status;
+}
+
+// Builds the call and runs it, or completes it from data that came with the round.
+Status DecisionRunner::Perform(const Decision& decision, const Piggyback* values,
+                               Batch* batch) {
+  const Submission& first = *decision.fused[0].any;
+  Status built = builder_.Build(decision, batch);
+  if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
+  if (values != nullptr)  // no other rank waits for this call
+    return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all)
+                      : communicator_->WithContext(batch->call, built);
+  const bool decided = !first.cuda && !state_.resilient && decision.IsPlaced();
+  if (decided) {
+    if (built.ok()) return communicator_->RunNegotiated(batch->call);
+    // This rank has no memory for a result that did not fit. The others run the call
+    // without an agreement, so this rank must abort the communicator.
+    communicator_->AbortAndNotifyPeers(built.code(),
+                                       batch->name + " failed: " + built.message());
+    return communicator_->WithContext(batch->call, built);
+  }
+  bool refused = false;
+  if (first.cuda || (!state_.resilient && !built.ok())) {
+    // Compare makes the call fail on all ranks if one rank cannot make it. Host tensors
+    // come here only with an error in `built`, so Compare fails.
+    RJ_TRY(communicator_->Compare(batch->call, built, &refused));
+    return state_.cuda->Run(batch->call, batch->marks, &batch->end);
+  }
+  if (!state_.resilient) return communicator_->Run(batch->call);
+  return communicator_->RunInThisEpoch(batch->call, built);
+}
+
+Status DecisionRunner::Run(const Decision& decision, const Piggyback* values) {
+  Batch batch;
+  for (const Ready& ready : decision.fused) {
+    TaskPtr task = Mine(ready, communicator_->rank());
+    if (!task) continue;
+    batch.marks.push_back(task->mark);
+    batch.tasks.push_back(std::move(task));
+  }
+  batch.outputs.resize(batch.tasks.size());
+  const Submission& first = *decision.fused[0].any;
+  Status status;
+  const auto agreed = Clock::now();
+  record_.RecordRun(decision);
+  // A barrier has ended when all ranks are ready: there is no call to run.
+  const bool runs = first.op != Collective::kBarrier;
+  if (runs && first.cuda) status = OpenDevice(first);
+  if (runs && status.ok()) {
+    status = Perform(decision, values, &batch);
+    if (IsLost(status)) return Lost(decision, status);
+    // A call with an outcome shows that all ranks have received this round. Calls on a
+    // device have no commit decision and need none: if a rank is lost, they all fail.
+    sealed_ = true;
+  }
+  if (Status sealed = Seal(); !sealed.ok()) return Lost(decision, sealed);
+  for (const auto& [i, out] : batch.aside)
+    if (status.ok())
+      std::memcpy(out, batch.call.tensors[i].out, batch.call.tensors[i].room);
+  record_.RecordEnd(decision, status);
+  record_.Report(batch.tasks, agreed, status);
+  {
+    std::lock_guard lock(state_.mutex);
+    ++state_.stats.calls;
+    if (values != nullptr) ++state_.stats.piggybacked;
+    state_.stats.fused += batch.tasks.size();
+  }
+  tasks_.Finish(batch.tasks, status, status.ok() ? &batch.outputs : nullptr, batch.end);
+  return OkStatus();
+}
+
+}  // namespace ringjax

@@ -1,0 +1,51 @@
+// LaneRecord: what an eager lane reports to the recorder and to a timeline. The
+// negotiation receives all ranks' submissions, so one rank's timeline shows when each
+// rank was ready.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/call/waiter.h"
+#include "engine/communicator/communicator.h"
+#include "engine/eager/lane_state.h"
+#include "engine/eager/negotiation.h"
+#include "engine/eager/task.h"
+#include "engine/eager/timeline.h"
+
+namespace ringjax {
+
+// Owned by EagerLane. Any thread may call set_timeline; only the holder of the progress
+// lock calls the other functions.
+class LaneRecord {
+ public:
+  explicit LaneRecord(LaneState& state);
+
+  // Reports events there from the next round on; null: nowhere.
+  void set_timeline(std::shared_ptr<Timeline> timeline);
+
+  void BeginRound();
+  void Submitted(const Submission& s, int rank) const {  // `rank`: in the set
+    if (recording_)
+      recording_->Submitted(RowOf(s), communicator_->options().world_ranks[rank]);
+  }
+  void RecordRun(const Decision& decision) const;
+  void RecordEnd(const Decision& decision, const Status& status) const;
+  void Failed(const Submission& s, const std::string& why) const;
+  // Adds the tasks to the communicator's recorder. `agreed`: when all ranks were ready;
+  // not set: they never were.
+  void Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
+              const Status& status) const;
+
+ private:
+  Timeline::Row RowOf(const Submission& s) const;
+
+  LaneState& state_;
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  std::shared_ptr<Timeline> recording_;                // timeline_ as of this round
+  std::shared_ptr<Timeline> timeline_;                 // guarded by LaneState::mutex
+};
+
+}  // namespace ringjax

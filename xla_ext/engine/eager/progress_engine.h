@@ -1,0 +1,67 @@
+// ProgressEngine: the work of an eager lane, done by the holder of the progress lock
+// (MPI's progress engine). It takes in submissions, begins rounds, takes part in the
+// rounds of other ranks, and carries out what the negotiation decides.
+//
+// If the communicator is resilient, the engine moves from epoch to epoch, with all
+// pending operations (progress_engine_epoch.cc).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/call/agreement.h"
+#include "engine/call/waiter.h"
+#include "engine/communicator/communicator.h"
+#include "engine/eager/decision_runner.h"
+#include "engine/eager/lane_record.h"
+#include "engine/eager/lane_state.h"
+#include "engine/eager/negotiation.h"
+#include "engine/eager/stall_inspector.h"
+#include "engine/eager/task_queue.h"
+
+namespace ringjax {
+
+// Owned by EagerLane, and used by the holder of the progress lock only.
+class ProgressEngine {
+ public:
+  ProgressEngine(LaneState& state, TaskQueue& tasks, LaneRecord& record);
+
+  // Runs one round if this rank or a peer has a reason for one, else waits for a
+  // reason, at most until `until`. `takes_in`: takes in submissions first. An error
+  // means that the communicator is aborted.
+  Status Turn(Clock::time_point until, bool takes_in);
+
+  // By the lane's own thread, after the communicator was aborted. MayContinue: whether
+  // another epoch may follow. Renew waits for it and begins again there; an error: none
+  // follows. FailAll fails all pending and later operations.
+  bool MayContinue() const;
+  Status Renew();
+  void FailAll(const Status& cause);
+
+ private:
+  NegotiationOptions ForNegotiation();
+  void TakeIn();
+  Status Gather();
+  Status Round();
+
+  // Data that are sent with a round (progress_engine_piggyback.cc).
+  Piggyback Offer() const;
+
+  // Epochs (progress_engine_epoch.cc).
+  Status Inherit(uint64_t since, Inheritance* all);
+  void BeginAnew(const Inheritance& all);
+
+  LaneState& state_;
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  TaskQueue& tasks_;
+  LaneRecord& record_;
+  DecisionRunner runner_;
+  StallInspector stalls_;
+  std::unique_ptr<Negotiation> negotiation_;
+  uint64_t hits_before_ = 0;    // cache hits in earlier epochs
+  std::vector<TaskPtr> taken_;  // from the queue; empty between turns
+};
+
+}  // namespace ringjax

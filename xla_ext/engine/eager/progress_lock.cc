@@ -1,0 +1,42 @@
+// When the lane's own thread leaves the progress lock to callers. See progress_lock.h.
+#include "engine/eager/progress_lock.h"
+
+#include <chrono>
+#include <utility>
+
+namespace ringjax {
+namespace {
+
+// After this time without callers, the lane's own thread takes part in the rounds of
+// peers again. Until then a round that a peer begins waits for this rank's message.
+// That delays no operation: each needs a submission of this rank, too, and none is
+// pending.
+constexpr auto kPause = std::chrono::milliseconds(5);
+
+}  // namespace
+
+ProgressLock::ProgressLock(LaneState& state, const TaskQueue& tasks)
+    : state_(state), communicator_(state.communicator), tasks_(tasks) {}
+
+void ProgressLock::StandAside(std::unique_lock<std::mutex>* progress) {
+  if (callers_.load(std::memory_order_relaxed) == callers_seen_) return;
+  std::unique_lock lock(state_.mutex);
+  if (tasks_.pending() || communicator_->aborted()) return;
+  progress->unlock();
+  aside_ = true;
+  uint64_t now;
+  while (aside_ && (now = callers_.load(std::memory_order_relaxed)) != callers_seen_) {
+    callers_seen_ = now;
+    recalled_.wait_for(lock, kPause, [this] { return !aside_; });
+  }
+  aside_ = false;
+  lock.unlock();
+  progress->lock();
+}
+
+void ProgressLock::Recall() {
+  if (!std::exchange(aside_, false)) return;
+  recalled_.notify_one();
+}
+
+}  // namespace ringjax

@@ -1,0 +1,52 @@
+// Task: a submission on its way through the lane of its own rank, from
+// EagerLane::Submit to TaskQueue::Finish. The negotiation sees only the Submission.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/call/waiter.h"
+#include "engine/communicator/communicator.h"
+#include "engine/eager/negotiation.h"
+#include "engine/eager/submission.h"
+#include "engine/eager/work.h"
+
+namespace ringjax {
+
+// A submission with the data that only its own rank needs. TaskQueue::Finish releases
+// those data.
+struct Task : Submission {
+  explicit Task(Submission what) : Submission(std::move(what)) {}
+  std::vector<void*> ins, outs;
+  std::vector<uint64_t> rooms;  // see EagerRequest
+  DevicePointPtr mark;
+  void* keep = nullptr;
+  std::shared_ptr<Work> work;
+  Clock::time_point since = Clock::now();
+  uint64_t order = 0;        // position among this rank's submissions
+  uint64_t epoch_index = 0;  // the epoch to whose ranks `root` refers
+  double timeout = -1;       // see EagerRequest
+  bool waits = false;        // see EagerRequest
+};
+using TaskPtr = std::shared_ptr<Task>;
+
+inline constexpr char kJoinTitle[] = "join";  // names a Join in errors
+
+// The task of rank `rank`, this rank; null: this rank has not submitted it.
+inline TaskPtr Mine(const Ready& ready, int rank) {
+  // For this rank the negotiation returns the pointer given to Submit, which is a Task.
+  return std::const_pointer_cast<Task>(
+      std::static_pointer_cast<const Task>(ready.by_rank[static_cast<size_t>(rank)]));
+}
+
+// Returns kInvalidArgument, without a title, if the operation is impossible in
+// `present`, or if its memory does not fit its tensors.
+Status CheckTask(const Submission& what, std::span<void* const> ins,
+                 std::span<void* const> outs, std::span<const uint64_t> rooms,
+                 const Communicator& present);
+
+}  // namespace ringjax

@@ -1,0 +1,173 @@
+// Tasks come in, are taken in by the holder of the progress lock, and end. See
+// task_queue.h.
+#include "engine/eager/task_queue.h"
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+namespace ringjax {
+namespace {
+
+std::shared_ptr<Gate> MakeGate(const Communicator& c) {
+  auto gate = std::make_shared<Gate>();
+  gate->spin_seconds = c.options().spin_seconds;
+  return gate;
+}
+
+}  // namespace
+
+TaskQueue::TaskQueue(LaneState& state, EndedTasks& ended_tasks)
+    : state_(state),
+      communicator_(state.communicator),
+      ended_tasks_(ended_tasks),
+      gate_(MakeGate(*communicator_)) {}
+
+Status TaskQueue::Enlist(const TaskPtr& task,
+                         const std::shared_ptr<EagerBackend>& backend) {
+  const Communicator& here = *communicator_;
+  if (!failure_.ok()) return Shown(here.Prefix(), task->Describe(), failure_);
+  if (state_.resilient && here.epoch_index() > task->epoch_index) {
+    // The epoch has changed since CheckTask: check again for the new ranks.
+    task->epoch_index = here.epoch_index();
+    if (Status s = CheckTask(*task, task->ins, task->outs, task->rooms, here); !s.ok())
+      return Shown(here.Prefix(), task->Title(), s);
+  }
+  if (task->cuda && backend != state_.cuda)
+    return Shown(here.Prefix(), task->Describe(),
+                 {Code::kUnavailable,
+                  "ranks were lost just now, and NCCL with them; submit it again"});
+  // Reserves first, so that push_back cannot throw after the insertion into active_.
+  if (incoming_.size() == incoming_.capacity())
+    incoming_.reserve(2 * incoming_.size() + 16);
+  if (!active_.try_emplace(KeyView{task->op, task->name}, task).second)
+    return Shown(here.Prefix(), task->Title(),
+                 {Code::kInvalidArgument,
+                  "duplicate name: an operation of this name is still under way on "
+                  "this rank; wait for it, or give it another name"});
+  incoming_.push_back(task);
+  task->order = state_.stats.submissions++;
+  return OkStatus();
+}
+
+Status TaskQueue::EnlistJoin(const std::shared_ptr<Work>& work,
+                             const Communicator& present) {
+  if (!failure_.ok()) return state_.Named(kJoinTitle, failure_);
+  if (joined_)
+    return state_.Named(kJoinTitle,
+                        {Code::kInvalidArgument,
+                         "duplicate: this rank has joined already and waits for the "
+                         "others"});
+  joined_ = work;
+  joins_ = true;
+  if (state_.resilient)
+    join_epoch_index_ = std::max(present.epoch_index(), communicator_->epoch_index());
+  return OkStatus();
+}
+
+bool TaskQueue::Take(std::vector<TaskPtr>* taken) {
+  std::lock_guard lock(state_.mutex);
+  taken->swap(incoming_);
+  bool joins = std::exchange(joins_, false);
+  if (state_.resilient) HoldBack(taken, &joins);
+  return joins;
+}
+
+// With LaneState::mutex held: puts tasks and a join that belong to a later epoch than
+// the lane's back into incoming_. The lane moves to that epoch soon, because its own
+// has been aborted.
+void TaskQueue::HoldBack(std::vector<TaskPtr>* taken, bool* joins) {
+  const uint64_t now = communicator_->epoch_index();
+  if (*joins && join_epoch_index_ > now) {
+    *joins = false;
+    joins_ = true;
+  }
+  const auto known = [now](const TaskPtr& task) { return task->epoch_index <= now; };
+  const auto later = std::stable_partition(taken->begin(), taken->end(), known);
+  incoming_.assign(later, taken->end());
+  taken->erase(later, taken->end());
+}
+
+void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
+                       std::vector<std::vector<Output>>* outputs,
+                       const std::shared_ptr<DevicePoint>& end) {
+  {
+    std::lock_guard lock(state_.mutex);
+    ended_tasks_.Reserve(tasks.size());
+    for (const TaskPtr& task : tasks) {
+      active_.erase(KeyView{task->op, task->name});
+      void* const keep = std::exchange(task->keep, nullptr);
+      if (keep == nullptr) continue;
+      if (end)
+        ended_tasks_.AddEnqueued(task->work, keep);
+      else
+        ended_tasks_.Add(keep);
+    }
+    if (!status.ok()) state_.stats.failures += tasks.size();
+    ended_tasks_.Publish();
+  }
+  {
+    std::lock_guard lock(gate_->mutex);
+    for (size_t i = 0; i < tasks.size(); ++i)
+      tasks[i]->work->Complete(status, end,
+                               outputs != nullptr ? &(*outputs)[i] : nullptr);
+  }
+  gate_->ended.notify_all();
+  // The decision, or the negotiation after a failure, still holds the task. So its
+  // references are dropped here.
+  for (const TaskPtr& task : tasks) {
+    task->work.reset();
+    task->ins = task->outs = {};
+    task->mark.reset();
+  }
+}
+
+void TaskQueue::FinishJoin(const Status& status, int last_joined) {
+  std::shared_ptr<Work> work;
+  {
+    std::lock_guard lock(state_.mutex);
+    work.swap(joined_);
+  }
+  if (!work) return;
+  {
+    std::lock_guard lock(gate_->mutex);
+    work->CompleteJoin(status, last_joined);
+  }
+  gate_->ended.notify_all();
+}
+
+std::vector<TaskPtr> TaskQueue::Fail(const Status& cause) {
+  std::vector<TaskPtr> tasks;
+  std::lock_guard lock(state_.mutex);
+  failure_ = cause;
+  incoming_.clear();
+  for (const auto& [key, task] : active_) tasks.push_back(task);
+  return tasks;
+}
+
+void TaskQueue::Inherit(uint64_t epoch_index, Inheritance* all,
+                        std::vector<uint64_t>* numbers) {
+  all->tasks.clear();
+  // Tasks of a later epoch stay in incoming_. So do those that are submitted from
+  // now on: Enlist gives them the index of this epoch or of a later one.
+  for (const auto& [key, task] : active_) {
+    if (task->epoch_index > epoch_index) continue;
+    all->tasks.push_back(task);
+    numbers->push_back(task->epoch_index);
+  }
+  std::erase_if(incoming_,
+                [&](const TaskPtr& task) { return task->epoch_index <= epoch_index; });
+  all->joins = joined_ && join_epoch_index_ <= epoch_index;
+  all->join_epoch_index = join_epoch_index_;
+  if (all->joins) {
+    numbers->push_back(join_epoch_index_);
+    joins_ = false;
+  }
+}
+
+void TaskQueue::MoveJoin(uint64_t epoch_index) {
+  std::lock_guard lock(state_.mutex);
+  join_epoch_index_ = epoch_index;
+}
+
+}  // namespace ringjax

@@ -1,0 +1,86 @@
+// TaskQueue: the tasks of this rank that have not ended, on their way from the callers,
+// on any thread, to the holder of the progress lock, and their end.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/communicator/communicator.h"
+#include "engine/communicator/resilient_comm.h"
+#include "engine/eager/backend.h"
+#include "engine/eager/ended_tasks.h"
+#include "engine/eager/keys.h"
+#include "engine/eager/lane_state.h"
+#include "engine/eager/task.h"
+#include "engine/eager/work.h"
+
+namespace ringjax {
+
+// All that the lane takes into its next epoch (progress_engine_epoch.cc).
+struct Inheritance {
+  Status cause;                                     // why the last epoch ended
+  std::vector<TaskPtr> tasks;                       // sorted by Task::order
+  std::map<uint64_t, ResilientComm::Change> since;  // by the epoch of submission
+  bool joins = false;
+  uint64_t join_epoch_index = 0;
+};
+
+// Owned by EagerLane. Any thread may call the first group of functions; only the holder
+// of the progress lock calls the others.
+class TaskQueue {
+ public:
+  TaskQueue(LaneState& state, EndedTasks& ended_tasks);
+
+  // The threads of all works of the lane wait here.
+  const std::shared_ptr<Gate>& gate() const { return gate_; }
+
+  // All with LaneState::mutex held. Enlist puts the task into incoming_, for the
+  // holder. `backend`: the one that recorded Task::mark, or null.
+  Status Enlist(const TaskPtr& task, const std::shared_ptr<EagerBackend>& backend);
+  // Enlists a join. `present`: the communicator of the caller's epoch.
+  Status EnlistJoin(const std::shared_ptr<Work>& work, const Communicator& present);
+  // Whether an operation or a join of this rank has not ended.
+  bool pending() const { return !active_.empty() || joined_; }
+  // Whether there are tasks that the holder has not taken.
+  bool has_incoming() const { return !incoming_.empty(); }
+  const Status& failure() const { return failure_; }  // ok until Fail
+
+  // Exchanges the tasks that have come for `*taken`, which is empty, and returns
+  // whether a join has come.
+  bool Take(std::vector<TaskPtr>* taken);
+  // Completes tasks, all with the same status. `outputs`: by task, or null. `end`: the
+  // point at which the device has finished their work, or null.
+  void Finish(const std::vector<TaskPtr>& tasks, const Status& status,
+              std::vector<std::vector<Output>>* outputs,
+              const std::shared_ptr<DevicePoint>& end = nullptr);
+  void FinishJoin(const Status& status, int last_joined);
+  // Refuses all later tasks, and returns those that have not ended.
+  std::vector<TaskPtr> Fail(const Status& cause);
+
+  // By the lane's own thread, in a new epoch. Inherit, with LaneState::mutex held,
+  // collects what was submitted up to that epoch, and appends the epochs to `*numbers`.
+  void Inherit(uint64_t epoch_index, Inheritance* all, std::vector<uint64_t>* numbers);
+  // The pending join belongs to that epoch from now on.
+  void MoveJoin(uint64_t epoch_index);
+
+ private:
+  void HoldBack(std::vector<TaskPtr>* taken, bool* joins);
+
+  LaneState& state_;                                   // its mutex guards all below
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  EndedTasks& ended_tasks_;
+  const std::shared_ptr<Gate> gate_;
+
+  std::vector<TaskPtr> incoming_;
+  bool joins_ = false;                                    // a Join is not yet taken in
+  std::shared_ptr<Work> joined_;                          // the pending Join, or null
+  uint64_t join_epoch_index_ = 0;                         // the epoch of that Join
+  std::unordered_map<KeyView, TaskPtr, KeyHash> active_;  // submitted and not ended
+  Status failure_;
+};
+
+}  // namespace ringjax
