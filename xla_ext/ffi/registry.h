@@ -23,9 +23,9 @@ struct Registered {
 
 // Adds an entry, or replaces the one with this id.
 void Register(int64_t id, Registered entry);
-// Removes the entry with this id if it is still the one of `communicator`. The check and
-// the removal are one step: the recovery closes the communicator of an epoch that has
-// ended while the program registers that of the next one under the same id.
+// Removes the entry with this id if it is still the one of `communicator`. The check
+// and the removal are one step: the recovery closes the communicator of an epoch that
+// has ended while the program registers that of the next one under the same id.
 void Unregister(int64_t id, const Communicator* communicator);
 // Returns a copy of the entry, with null pointers if there is none.
 Registered Find(int64_t id);
