@@ -277,7 +277,7 @@ void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
       // CUDA communicators may be registered already; drop those of a failed epoch.
       Registered now = Find(next->id());
       if (std::any_of(now.devices.begin(), now.devices.end(),
-                      [](const auto& one) { return !one->Check().ok(); }))
+                      [](const auto& one) { return !one->epoch().Check().ok(); }))
         now.devices.clear();
       // A training step that is under way goes on with the Overlap that began it.
       if (now.communicator && now.communicator->resilient() == next->resilient())

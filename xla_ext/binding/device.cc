@@ -267,7 +267,8 @@ void BindCommunicator(nb::module_& m) {
                    [](const CudaCommunicator& c) { return c.options().device; })
       .def_prop_ro("rank", [](const CudaCommunicator& c) { return c.control().rank(); })
       .def_prop_ro("size", [](const CudaCommunicator& c) { return c.control().size(); })
-      .def_prop_ro("aborted", &CudaCommunicator::aborted)
+      .def_prop_ro("aborted",
+                   [](const CudaCommunicator& c) { return c.epoch().aborted(); })
       .def("execute", &Execute, "op"_a, "reduce_op"_a, "ins"_a, "outs"_a, nb::kw_only(),
            "stream"_a = 0, "counts"_a = none, "root"_a = 0, "wire"_a = -1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "name"_a = "", "names"_a = unnamed)
@@ -285,11 +286,11 @@ void BindCommunicator(nb::module_& m) {
           "stream"_a = 0)
       .def("confirm",
            [](CudaCommunicator& c) { Unlocked([&] { return c.Confirm(); }); })
-      .def("check", [](const CudaCommunicator& c) { Raise(c.Check()); })
+      .def("check", [](const CudaCommunicator& c) { Raise(c.epoch().Check()); })
       .def(
           "abort",
           [](CudaCommunicator& c, const std::string& message, int rank) {
-            c.Abort(Status(Code::kUnavailable, message, rank));
+            c.epoch().Abort(Status(Code::kUnavailable, message, rank));
           },
           "message"_a, "rank"_a = -1)
       .def("close",

@@ -1,20 +1,13 @@
-// The collectives, as kernels and NCCL operations. See cuda_communicator.h.
-//
-// An allreduce or a broadcast is fused (fusion.h). An allgather or a reducescatter has
-// one NCCL operation per tensor, or one per tensor and rank if the ranks have different
-// numbers of rows. An alltoall has a send and a receive per tensor and peer. All NCCL
-// operations of a call are one group, so NCCL may run them together.
+// See cuda_collectives.h.
+#include "device/cuda_collectives.h"
+
 #include <algorithm>
-#include <chrono>
 #include <span>
 
-#include "device/cuda_communicator.h"
 #include "device/reduction.h"
 
 namespace ringjax {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 std::byte* At(void* base, uint64_t offset) {
   return static_cast<std::byte*>(base) + offset;
@@ -39,7 +32,17 @@ uint64_t RowBytes(const Tensor& t) {
 
 }  // namespace
 
-Status CudaCommunicator::Enqueue(Work* work) {
+CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> control,
+                                 const DeviceResources& device, NcclComm& comm,
+                                 Fusion mode)
+    : control_(std::move(control)),
+      driver_(device.driver()),
+      nccl_(comm.nccl()),
+      device_(device),
+      comm_(comm),
+      mode_(mode) {}
+
+Status CudaCollectives::Enqueue(Work* work) {
   switch (work->call.op) {
     case Collective::kAllreduce:
     case Collective::kBroadcast:
@@ -56,75 +59,29 @@ Status CudaCommunicator::Enqueue(Work* work) {
   return Status(Code::kInternal, "unknown collective");
 }
 
-cuda::Kernels::Target CudaCommunicator::TargetOf(Work* work,
-                                                 cuda::Pointer fused) const {
+cuda::Kernels::Target CudaCollectives::TargetOf(Work* work, cuda::Pointer fused) const {
   // With one rank no peer can be lost, so no result needs the poison word.
-  return {work->stream, fused, size() > 1 ? words_ : 0, &work->used.launches};
+  return {work->stream, fused, size() > 1 ? device_.poison_word() : 0,
+          &work->used.launches};
 }
 
-Status CudaCommunicator::Issued(Work* work, nccl::Outcome outcome,
-                                std::string_view what) {
+Status CudaCollectives::Issued(Work* work, nccl::Outcome outcome,
+                               std::string_view what) {
   ++work->used.nccl_ops;
-  return nccl_.Check(outcome, what, comm_);
+  return nccl_.Check(outcome, what, comm_.handle());
 }
 
-Status CudaCommunicator::Group(Work* work, const std::function<Status()>& body) {
-  Status status;
-  {
-    std::lock_guard lock(nccl_mutex_);
-    if (comm_ == nullptr) {
-      status = Check();
-      if (status.ok())
-        status = control_->WithContext(
-            work->call, {Code::kFailedPrecondition, "ringjax is shut down"});
-    }
-    if (status.ok()) status = nccl_.Check(nccl_.GroupStart(), "ncclGroupStart");
-    if (status.ok()) {
-      status = body();
-      // End the group even if `body` failed: otherwise this thread would stay in it.
-      const nccl::Outcome ended = nccl_.GroupEnd();
-      if (status.ok()) status = nccl_.Check(ended, "ncclGroupEnd", comm_);
-    }
-  }
-  if (status.ok()) status = Settle();
-  return status.ok() ? status : EndHere(work->call, status);
-}
-
-// Waits until NCCL has launched the last group. The communicator is non-blocking, so
-// NCCL may launch a group some time after ncclGroupEnd: the first groups wait for
-// connections with the peers. Nothing else may be enqueued on the stream before that.
-// After an error, NCCL may still launch the group later; see EndHere.
-Status CudaCommunicator::Settle() {
-  const auto start = Clock::now();
-  const double limit = control_->options().collective_timeout;
-  while (true) {
-    nccl::Outcome state = nccl::kSuccess;
-    {
-      std::lock_guard lock(nccl_mutex_);
-      if (comm_ == nullptr) return Check();
-      RJ_TRY(nccl_.Check(nccl_.CommGetAsyncError(comm_, &state), "NCCL", comm_));
-      if (state != nccl::kInProgress) return nccl_.Check(state, "NCCL", comm_);
-    }
-    if (aborted()) return Check();
-    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
-      return Status(Code::kCancelled, "was interrupted");
-    const double waited = std::chrono::duration<double>(Clock::now() - start).count();
-    if (limit > 0 && waited > limit)
-      return Status(Code::kDeadlineExceeded,
-                    "has waited " + std::to_string(static_cast<int>(limit)) +
-                        " s for NCCL to connect its peers");
-    if (waited < 200e-6)
-      std::this_thread::yield();
-    else
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
+Status CudaCollectives::Group(Work* work, const std::function<Status()>& body) {
+  const Status status = comm_.Group(work->call, body);
+  work->unsettled = !status.ok();
+  return status;
 }
 
 // Makes pieces of results NaN if the poison word is set. The kernel overwrites only the
 // beginning of a piece. So a result that consists of the rows of several ranks is
 // sealed rank by rank: a program may read the rows of one rank only.
-Status CudaCommunicator::Seal(Work* work, const std::vector<Sealed>& pieces) {
-  if (size() == 1 || !kernels_->available()) return OkStatus();
+Status CudaCollectives::Seal(Work* work, const std::vector<Sealed>& pieces) {
+  if (size() == 1 || !device_.kernels().available()) return OkStatus();
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
     patches_.clear();
     for (const Sealed& p : pieces) {
@@ -133,7 +90,8 @@ Status CudaCommunicator::Seal(Work* work, const std::vector<Sealed>& pieces) {
         patches_.push_back(
             {cuda::ToPointer(t.out) + p.offset, p.bytes / Width(dtype), 0});
     }
-    if (!patches_.empty()) RJ_TRY(kernels_->Seal(patches_, dtype, TargetOf(work, 0)));
+    if (!patches_.empty())
+      RJ_TRY(device_.kernels().Seal(patches_, dtype, TargetOf(work, 0)));
   }
   return OkStatus();
 }
@@ -141,7 +99,7 @@ Status CudaCommunicator::Seal(Work* work, const std::vector<Sealed>& pieces) {
 // Packs the tensors of each segment into the fused buffer, moves the segments and the
 // tensors in place in one NCCL group, and unpacks the segments. Unpack poisons the
 // packed results of an allreduce; all other results are sealed afterwards.
-Status CudaCommunicator::Fused(Work* work) {
+Status CudaCollectives::Fused(Work* work) {
   const Call& call = work->call;
   const FusionPlan& plan = work->plan;
   const bool reduces = call.op == Collective::kAllreduce;
@@ -152,31 +110,25 @@ Status CudaCommunicator::Fused(Work* work) {
     fused = space.value();
   }
   const auto target = TargetOf(work, fused);
-  auto gather = [&](const Segment& s, auto address) {
-    patches_.clear();
-    for (const Packed& p : s.pieces)
-      patches_.push_back(
-          {cuda::ToPointer(address(call.tensors[p.tensor])), p.elements, p.offset});
-  };
   for (const Segment& s : plan.segments) {
     if (!reduces && rank() != call.root) break;  // only the root of a broadcast sends
-    gather(s, [](const Tensor& t) { return t.in; });
-    RJ_TRY(kernels_->Pack(patches_, s.dtype, s.wire,
-                          reduces ? FactorsOf(call, s.wire, size()).before : 1.0,
-                          target));
+    Gather(call, s, &Tensor::in);
+    RJ_TRY(device_.kernels().Pack(
+        patches_, s.dtype, s.wire,
+        reduces ? FactorsOf(call, s.wire, size()).before : 1.0, target));
   }
   auto move = [&](const void* in, void* out, uint64_t elements, DType dtype, DType wire,
                   ReduceOp op) -> Status {
     if (!reduces)
       return Issued(work,
                     nccl_.Broadcast(in, out, elements * Width(wire), nccl::kInt8,
-                                    call.root, comm_, work->stream),
+                                    call.root, comm_.handle(), work->stream),
                     "ncclBroadcast");
     Result<Reduction> r = ReductionOf(dtype, wire, op, size());
     if (!r.ok()) return r.status();
     return Issued(work,
                   nccl_.AllReduce(in, out, elements, r.value().type, r.value().op,
-                                  comm_, work->stream),
+                                  comm_.handle(), work->stream),
                   "ncclAllReduce");
   };
   if (Alone() && plan.segments.empty()) return CopyThrough(work);
@@ -192,6 +144,21 @@ Status CudaCommunicator::Fused(Work* work) {
     return OkStatus();
   });
   RJ_TRY(issued);
+  return Unfuse(work, target);
+}
+
+void CudaCollectives::Gather(const Call& call, const Segment& segment,
+                             void* Tensor::* address) {
+  patches_.clear();
+  for (const Packed& p : segment.pieces)
+    patches_.push_back(
+        {cuda::ToPointer(call.tensors[p.tensor].*address), p.elements, p.offset});
+}
+
+Status CudaCollectives::Unfuse(Work* work, const cuda::Kernels::Target& target) {
+  const Call& call = work->call;
+  const FusionPlan& plan = work->plan;
+  const bool reduces = call.op == Collective::kAllreduce;
   std::vector<Sealed> pieces;
   auto seal = [&](size_t i) { pieces.push_back({i, 0, call.tensors[i].bytes()}); };
   // A broadcast keeps all bits, but kernels that can poison do arithmetic, which may
@@ -199,10 +166,10 @@ Status CudaCommunicator::Fused(Work* work) {
   auto into = target;
   if (!reduces) into.poison = 0;
   for (const Segment& s : plan.segments) {
-    gather(s, [](const Tensor& t) { return t.out; });
-    RJ_TRY(kernels_->Unpack(patches_, s.dtype, s.wire,
-                            reduces ? FactorsOf(call, s.wire, size()).after : 1.0,
-                            into));
+    Gather(call, s, &Tensor::out);
+    RJ_TRY(device_.kernels().Unpack(
+        patches_, s.dtype, s.wire,
+        reduces ? FactorsOf(call, s.wire, size()).after : 1.0, into));
     for (const Packed& p : s.pieces)
       if (!reduces) seal(p.tensor);
   }
@@ -213,11 +180,9 @@ Status CudaCommunicator::Fused(Work* work) {
 
 // Whether a call may skip NCCL: one rank and hybrid fusion. The other modes take the
 // full path with any number of ranks, so that the path can be measured with one rank.
-bool CudaCommunicator::Alone() const {
-  return size() == 1 && options_.fusion.mode == Fusion::kHybrid;
-}
+bool CudaCollectives::Alone() const { return size() == 1 && mode_ == Fusion::kHybrid; }
 
-Status CudaCommunicator::CopyThrough(Work* work) {
+Status CudaCollectives::CopyThrough(Work* work) {
   for (size_t i : work->plan.in_place) {
     const Tensor& t = work->call.tensors[i];
     if (t.in != t.out)
@@ -227,7 +192,7 @@ Status CudaCommunicator::CopyThrough(Work* work) {
   return OkStatus();
 }
 
-Status CudaCommunicator::Allgather(Work* work) {
+Status CudaCollectives::Allgather(Work* work) {
   const Call& call = work->call;
   const size_t p = static_cast<size_t>(size());
   const Status issued = Group(work, [&]() -> Status {
@@ -237,10 +202,10 @@ Status CudaCommunicator::Allgather(Work* work) {
       const uint64_t row = RowBytes(t);
       if (AllEqual(rows)) {
         if (t.bytes() > 0)
-          RJ_TRY(Issued(
-              work,
-              nccl_.AllGather(t.in, t.out, t.bytes(), nccl::kInt8, comm_, work->stream),
-              "ncclAllGather"));
+          RJ_TRY(Issued(work,
+                        nccl_.AllGather(t.in, t.out, t.bytes(), nccl::kInt8,
+                                        comm_.handle(), work->stream),
+                        "ncclAllGather"));
         continue;
       }
       uint64_t offset = 0;
@@ -249,10 +214,11 @@ Status CudaCommunicator::Allgather(Work* work) {
         std::byte* to = At(t.out, offset);
         const void* from = static_cast<int>(r) == rank() ? t.in : to;
         if (bytes > 0)
-          RJ_TRY(Issued(work,
-                        nccl_.Broadcast(from, to, bytes, nccl::kInt8,
-                                        static_cast<int>(r), comm_, work->stream),
-                        "ncclBroadcast"));
+          RJ_TRY(
+              Issued(work,
+                     nccl_.Broadcast(from, to, bytes, nccl::kInt8, static_cast<int>(r),
+                                     comm_.handle(), work->stream),
+                     "ncclBroadcast"));
         offset += bytes;
       }
     }
@@ -264,7 +230,7 @@ Status CudaCommunicator::Allgather(Work* work) {
 
 // Seals the results rank by rank. `place(i)` returns the range of call.rows, as first
 // index and count, with the row counts that the result of tensor i consists of.
-Status CudaCommunicator::SealBlocks(
+Status CudaCollectives::SealBlocks(
     Work* work, const std::function<std::pair<size_t, size_t>(size_t)>& place) {
   std::vector<Sealed> pieces;
   for (size_t i = 0; i < work->call.tensors.size(); ++i) {
@@ -282,7 +248,7 @@ Status CudaCommunicator::SealBlocks(
 
 // One tensor of a reducescatter. NCCL reads at `from` and writes to `to`: the tensor
 // itself, or the fused buffer if the elements are converted.
-struct CudaCommunicator::Scattered {
+struct CudaCollectives::Scattered {
   const void* from;
   void* to;
   DType type, wire;
@@ -292,7 +258,7 @@ struct CudaCommunicator::Scattered {
   cuda::Patch in, out;  // if `converts`
 };
 
-Status CudaCommunicator::Reducescatter(Work* work) {
+Status CudaCollectives::Reducescatter(Work* work) {
   const Call& call = work->call;
   const size_t p = static_cast<size_t>(size()), n = call.tensors.size();
   std::vector<Scattered> all(n);
@@ -312,7 +278,7 @@ Status CudaCommunicator::Reducescatter(Work* work) {
               RowElements(t),
               std::span(call.rows).subspan(i * p, p),
               Converts(call, t) ||
-                  (kernels_->available() && AveragesLast(call, wire, size())),
+                  (device_.kernels().available() && AveragesLast(call, wire, size())),
               {},
               {}};
     if (!all[i].converts) {
@@ -327,8 +293,8 @@ Status CudaCommunicator::Reducescatter(Work* work) {
   const auto target = TargetOf(work, fused.value());
   for (Scattered& s : all) {
     if (!s.converts) continue;
-    RJ_TRY(kernels_->Pack({&s.in, 1}, s.type, s.wire,
-                          FactorsOf(call, s.wire, size()).before, target));
+    RJ_TRY(device_.kernels().Pack({&s.in, 1}, s.type, s.wire,
+                                  FactorsOf(call, s.wire, size()).before, target));
     s.from = At(fused.value(), s.in.offset);
     s.to = At(fused.value(), s.out.offset);
   }
@@ -339,12 +305,12 @@ Status CudaCommunicator::Reducescatter(Work* work) {
   RJ_TRY(issued);
   for (const Scattered& s : all)
     if (s.converts)
-      RJ_TRY(kernels_->Unpack({&s.out, 1}, s.type, s.wire,
-                              FactorsOf(call, s.wire, size()).after, target));
+      RJ_TRY(device_.kernels().Unpack({&s.out, 1}, s.type, s.wire,
+                                      FactorsOf(call, s.wire, size()).after, target));
   return Seal(work, plain);
 }
 
-Status CudaCommunicator::Scatter(Work* work, const Scattered& s, DType dtype) {
+Status CudaCollectives::Scatter(Work* work, const Scattered& s, DType dtype) {
   const Call& call = work->call;
   const ReduceOp reduce =
       s.converts ? FactorsOf(call, s.wire, size()).op : call.reduce_op;
@@ -354,9 +320,10 @@ Status CudaCommunicator::Scatter(Work* work, const Scattered& s, DType dtype) {
   if (AllEqual(s.rows)) {
     const uint64_t count = static_cast<uint64_t>(s.rows[0]) * s.row;
     if (count == 0) return OkStatus();
-    return Issued(
-        work, nccl_.ReduceScatter(s.from, s.to, count, type, op, comm_, work->stream),
-        "ncclReduceScatter");
+    return Issued(work,
+                  nccl_.ReduceScatter(s.from, s.to, count, type, op, comm_.handle(),
+                                      work->stream),
+                  "ncclReduceScatter");
   }
   uint64_t offset = 0;
   for (size_t root = 0; root < s.rows.size(); ++root) {
@@ -366,13 +333,13 @@ Status CudaCommunicator::Scatter(Work* work, const Scattered& s, DType dtype) {
     if (count > 0)
       RJ_TRY(Issued(work,
                     nccl_.Reduce(from, s.to, count, type, op, static_cast<int>(root),
-                                 comm_, work->stream),
+                                 comm_.handle(), work->stream),
                     "ncclReduce"));
   }
   return OkStatus();
 }
 
-Status CudaCommunicator::Alltoall(Work* work) {
+Status CudaCollectives::Alltoall(Work* work) {
   const Call& call = work->call;
   const size_t p = static_cast<size_t>(size());
   const Status issued = Group(work, [&]() -> Status {
@@ -386,14 +353,14 @@ Status CudaCommunicator::Alltoall(Work* work) {
         const uint64_t out = static_cast<uint64_t>(rows[r]) * row;
         const uint64_t in = static_cast<uint64_t>(rows[p + r]) * row;
         if (out > 0)
-          RJ_TRY(Issued(
-              work,
-              nccl_.Send(At(t.in, sent), out, nccl::kInt8, peer, comm_, work->stream),
-              "ncclSend"));
+          RJ_TRY(Issued(work,
+                        nccl_.Send(At(t.in, sent), out, nccl::kInt8, peer,
+                                   comm_.handle(), work->stream),
+                        "ncclSend"));
         if (in > 0)
           RJ_TRY(Issued(work,
-                        nccl_.Recv(At(t.out, received), in, nccl::kInt8, peer, comm_,
-                                   work->stream),
+                        nccl_.Recv(At(t.out, received), in, nccl::kInt8, peer,
+                                   comm_.handle(), work->stream),
                         "ncclRecv"));
         sent += out;
         received += in;
@@ -405,13 +372,13 @@ Status CudaCommunicator::Alltoall(Work* work) {
   return SealBlocks(work, [p](size_t i) { return std::pair((2 * i + 1) * p, p); });
 }
 
-Status CudaCommunicator::Barrier(Work* work) {
-  void* word = At(words_, sizeof(unsigned));
+Status CudaCollectives::Barrier(Work* work) {
+  void* word = At(device_.barrier_word(), 0);
   return Group(work, [&] {
-    return Issued(
-        work,
-        nccl_.AllReduce(word, word, 1, nccl::kInt32, nccl::kMax, comm_, work->stream),
-        "ncclAllReduce");
+    return Issued(work,
+                  nccl_.AllReduce(word, word, 1, nccl::kInt32, nccl::kMax,
+                                  comm_.handle(), work->stream),
+                  "ncclAllReduce");
   });
 }
 

@@ -25,11 +25,11 @@ class EagerCuda::StreamPoint : public DevicePoint {
 
   bool passed() const override { return device_event_->Passed(); }
   bool failed() const override {
-    return communicator_ && !communicator_->Health().ok();
+    return communicator_ && !communicator_->epoch().Health().ok();
   }
 
   Status Delay(uint64_t stream) override {
-    if (communicator_) RJ_TRY(communicator_->Health());
+    if (communicator_) RJ_TRY(communicator_->epoch().Health());
     last_.store(stream, std::memory_order_relaxed);
     return device_event_->Delay(reinterpret_cast<cuda::Stream>(stream));
   }
@@ -148,7 +148,7 @@ Result<std::shared_ptr<DevicePoint>> EagerCuda::Mark(const EagerRequest& request
 // -- connecting NCCL -----------------------------------------------------------------
 
 Status EagerCuda::Open() {
-  if (open_) return communicator()->Check();
+  if (open_) return communicator()->epoch().Check();
   RJ_TRY(failed_);
   Hello hello;
   const Status ready = Prepare(&hello);
@@ -280,7 +280,7 @@ Status EagerCuda::Connect(const nccl::UniqueId& id) {
   }
   if (!told.ok()) status = told;
   if (status.ok()) return status;
-  device->Abort(status);
+  device->epoch().Abort(status);
   device->Close();
   return status;
 }
@@ -352,7 +352,7 @@ Status EagerCuda::Run(const Call& call,
 }
 
 void EagerCuda::Abort(const Status& status) {
-  if (const auto device = communicator()) device->Abort(status);
+  if (const auto device = communicator()) device->epoch().Abort(status);
 }
 
 void EagerCuda::Finish() {

@@ -1,0 +1,76 @@
+// One epoch on one device: whether it is aborted, why, and how far its teardown is.
+//
+// The first failure aborts the epoch on all devices of the process, because a program
+// needs the results of each of them. The failure of a call of this rank also aborts the
+// control communicator, so that all ranks learn of it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/communicator/communicator.h"
+
+namespace ringjax {
+
+// Owned by a CudaCommunicator. Safe from any thread: callers ask whether they may call
+// and report failures, and the watchdog aborts and tears down.
+class DeviceEpoch {
+ public:
+  // `device` is the CUDA ordinal, for error texts.
+  DeviceEpoch(std::shared_ptr<Communicator> control, int device);
+
+  // Adds another device of this process. Only before any other thread can reach this
+  // object.
+  void AddBeside(const std::shared_ptr<DeviceEpoch>& other);
+
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+  // The reason of the abort; ok if the epoch is not aborted.
+  Status Check() const;
+  // Ok if the results of all calls that were enqueued are valid or will be.
+  Status Health() const;
+  Status Refused(const Call& call) const;  // the reason as the error of `call`
+
+  // Aborts the epoch on all devices of this process. The first reason counts.
+  void Abort(const Status& status);
+  void AbortThis(const Status& status);  // on this device only
+  // Aborts the epoch on all ranks, because this rank cannot do its part of `call`.
+  // Returns the error for the caller.
+  Status FailHere(const Call& call, const Status& status);
+  // Like FailHere, for a call that has already issued NCCL operations: also waits for
+  // the abort of NCCL.
+  Status EndHere(const Call& call, const Status& status);
+
+  // Waits for an abort, at most for `tick`; not at all if the epoch is aborted and its
+  // teardown has not begun. Returns false after Stop.
+  bool AwaitAbort(std::chrono::milliseconds tick);
+  // Makes AwaitAbort return false. `finished`: NCCL has ended in good order after all
+  // calls, so their results are valid and there is nothing to tear down.
+  void Stop(bool finished);
+
+  // The steps of the teardown: the teardown begins (false: it has begun before), the
+  // device is poisoned, NCCL is aborted.
+  bool BeginTeardown();
+  void SetPoisoned() { poisoned_ = true; }
+  void SetNcclAborted();
+  bool IsUnpoisoned() const;  // aborted, and the device is not poisoned yet
+
+ private:
+  const std::shared_ptr<Communicator> control_;
+  const int device_;
+  // The epochs of the other devices of this process. Set before any other thread can
+  // reach this object.
+  std::vector<std::weak_ptr<DeviceEpoch>> beside_;
+
+  std::atomic<bool> aborted_{false}, poisoned_{false};
+  std::atomic<bool> finished_{false};  // NCCL ended after all calls: results are valid
+  mutable std::mutex mutex_;           // guards the rest
+  std::condition_variable changed_;
+  Status abort_reason_;
+  bool teardown_begun_ = false, nccl_aborted_ = false, stopping_ = false;
+};
+
+}  // namespace ringjax

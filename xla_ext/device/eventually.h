@@ -1,0 +1,25 @@
+// Polls a condition until it is true or a deadline has passed. For conditions that
+// CUDA and NCCL only answer when they are asked.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <thread>
+
+namespace ringjax {
+
+// Polls `done` until it returns true, for at most `seconds`. Returns whether it did.
+inline bool Eventually(double seconds, const std::function<bool()>& done) {
+  const auto start = std::chrono::steady_clock::now();
+  while (!done()) {
+    const std::chrono::duration<double> waited =
+        std::chrono::steady_clock::now() - start;
+    if (waited.count() > seconds) return false;
+    // Poll often at first: a commit of the training state may wait here.
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(waited.count() < 1e-3 ? 50 : 1000));
+  }
+  return true;
+}
+
+}  // namespace ringjax

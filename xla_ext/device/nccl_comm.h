@@ -1,0 +1,60 @@
+// An ncclComm_t: one NCCL communicator of one device, from its connection to its end.
+//
+// The handle has a lock, which is held inside NCCL and never while waiting: no thread
+// may be in NCCL when another one aborts the handle.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "device/device_epoch.h"
+#include "device/nccl.h"
+#include "engine/communicator/communicator.h"
+
+namespace ringjax {
+
+// Owned by a CudaCommunicator, which calls Connect first. Afterwards Group is for the
+// caller whose turn it is, Finish for CudaCommunicator::Close, and State and Abort for
+// any thread. The context of the device must be current.
+class NcclComm {
+ public:
+  NcclComm(const nccl::Nccl& nccl, std::shared_ptr<Communicator> control,
+           const DeviceEpoch& epoch);
+  NcclComm(const NcclComm&) = delete;
+  NcclComm& operator=(const NcclComm&) = delete;
+
+  // Waits for all ranks, at most `start_timeout` seconds and until `interrupted`.
+  Status Connect(const nccl::UniqueId& unique_id, double start_timeout,
+                 const std::atomic<bool>& interrupted);
+
+  const nccl::Nccl& nccl() const { return nccl_; }
+  // Null before Connect and after the end. Takes no lock: the body of Group may use the
+  // handle, because Group holds the lock.
+  nccl::Comm handle() const { return comm_; }
+  bool joined();
+
+  // Makes one NCCL group of the operations that `body` issues, and waits until NCCL has
+  // launched the group (Settle).
+  Status Group(const Call& call, const std::function<Status()>& body);
+  nccl::Outcome State();  // the asynchronous error; kSuccess if the handle is null
+
+  bool Finish();  // ends NCCL without an abort; false if that failed or took too long
+  void Abort();
+
+ private:
+  Status AwaitPeers(nccl::Comm joining, double start_timeout,
+                    const std::atomic<bool>& interrupted);
+  Status Settle();
+
+  const nccl::Nccl& nccl_;
+  const std::shared_ptr<Communicator> control_;
+  const DeviceEpoch& epoch_;
+  // Guards comm_, and is held during every NCCL call on comm_: no thread may be in NCCL
+  // when another one aborts comm_. Taken before the mutex of the epoch.
+  std::mutex mutex_;
+  nccl::Comm comm_ = nullptr;
+};
+
+}  // namespace ringjax

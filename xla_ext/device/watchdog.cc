@@ -1,0 +1,129 @@
+// See watchdog.h.
+#include "device/watchdog.h"
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "device/current_context.h"
+
+namespace ringjax {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kTick = std::chrono::milliseconds(50);
+constexpr double kTogether = 2;  // seconds to wait before an abort
+
+// The epochs of the communicators of this process that are connected and not closed.
+std::mutex& living_mutex = *new std::mutex;
+auto& living = *new std::set<const DeviceEpoch*>;
+
+// Adds `epoch` to or removes it from `living`.
+void Live(const DeviceEpoch* epoch, bool alive) {
+  std::lock_guard lock(living_mutex);
+  if (alive)
+    living.insert(epoch);
+  else
+    living.erase(epoch);
+}
+
+void AwaitOtherDevices() {
+  const auto limit = Clock::now() + std::chrono::duration<double>(kTogether);
+  while (Clock::now() < limit) {
+    {
+      std::lock_guard lock(living_mutex);
+      if (std::ranges::none_of(living,
+                               [](const auto* one) { return one->IsUnpoisoned(); }))
+        return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace
+
+Watchdog::Watchdog(std::shared_ptr<Communicator> control, const DeviceResources& device,
+                   DeviceEpoch& epoch, NcclComm& comm)
+    : control_(std::move(control)), device_(device), epoch_(epoch), comm_(comm) {}
+
+void Watchdog::Start(ConsistencyChecker* checker) {
+  Live(&epoch_, true);
+  thread_ = std::thread([this, checker] { Watch(checker); });
+}
+
+void Watchdog::Stop() {
+  if (thread_.joinable()) thread_.join();
+  PoisonAndAbortNccl();
+  Live(&epoch_, false);
+}
+
+void Watchdog::Watch(ConsistencyChecker* checker) {
+  const CurrentContext current(device_.driver(), device_.context());
+  while (epoch_.AwaitAbort(kTick)) {
+    if (epoch_.aborted()) {
+      PoisonAndAbortNccl();
+    } else {
+      LookAround(checker);
+    }
+  }
+}
+
+void Watchdog::LookAround(ConsistencyChecker* checker) {
+  if (control_->aborted()) return epoch_.Abort(control_->abort_status());
+  const nccl::Outcome state = comm_.State();
+  if (state != nccl::kSuccess && state != nccl::kInProgress) {
+    // NCCL does not report which rank caused the error. Wait 1 s at most for the
+    // heartbeat, which aborts the control communicator when it finds a lost rank.
+    for (int i = 0; i < 100 && !control_->aborted(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (!control_->aborted())
+      control_->AbortAndNotifyPeers(
+          Code::kUnavailable,
+          "met an error of " + comm_.nccl().Check(state, "NCCL").message());
+    return epoch_.Abort(control_->abort_status());
+  }
+  // While calls are not compared, a peer may be late. The timeout of the control
+  // communicator covers that time; the timeout on the device begins afterwards.
+  if (checker && !checker->Drain(0)) return device_.in_flight()->Restart();
+  const double limit = control_->options().collective_timeout;
+  const auto oldest = device_.in_flight()->Look();
+  if (oldest && limit > 0 && oldest->seconds > limit) {
+    control_->AbortAndNotifyPeers(
+        Code::kDeadlineExceeded,
+        "has waited on its device for " + oldest->title +
+            ", which does not end though every rank has called it");
+    epoch_.Abort(control_->abort_status());
+  }
+}
+
+void Watchdog::PoisonAndAbortNccl() {
+  if (!epoch_.BeginTeardown()) return;
+  (void)AtFailpoint(Failpoint::kDeviceAborted);
+  // Set the poison word before the abort: the kernels behind an NCCL kernel that the
+  // abort ends early must find the word set. A device that does not execute even this
+  // memset within two seconds computes nothing any more.
+  const cuda::Driver& driver = device_.driver();
+  if (driver.MemsetD32Async(device_.poison_word(), 1, 1, device_.side_stream()) ==
+      cuda::kSuccess)
+    for (int i = 0; i < 2000; ++i) {
+      if (!cuda::MayRun(driver.StreamQuery(device_.side_stream()))) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  epoch_.SetPoisoned();
+  // ncclCommAbort frees memory that kernels of other ranks of the host may still use.
+  // It also waits for all kernels of this process, and may block the driver for other
+  // threads meanwhile. So wait until all live ranks, and all aborted communicators of
+  // this process, have set their poison words and are ready for the abort; for a
+  // limited time, because some rank may never get here.
+  if (comm_.joined()) {
+    control_->heartbeat().AwaitTeardown(kTogether);
+    AwaitOtherDevices();
+  }
+  comm_.Abort();
+  epoch_.SetNcclAborted();
+}
+
+}  // namespace ringjax
