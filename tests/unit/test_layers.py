@@ -65,6 +65,10 @@ ENVIRONMENT_READERS = {
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
 LONGEST = 600  # lines of a file; most have far fewer
 LONGEST_FUNCTION = 60
+MOST_METHODS = 40  # of a class of the core; more than that is more than one duty
+# A class as clang-format writes it, and the first lines of its methods.
+CLASS = r"(?m)^(?:class|struct) (\w+)[^;{\n]*\{.*\n((?:(?!\};).*\n)*)"
+METHOD = r"(?m)^  (?!//|using |friend |static_assert|.*std::function<)\S.*\("
 
 # room -> the rooms, beside itself, whose headers it may include
 ENGINE = {"engine/call", "engine/communicator", "engine/heartbeat", "engine/eager"}
@@ -282,12 +286,21 @@ def functions_are_short(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{line}: {name} has {length} lines"
 
 
+def classes_of_the_core_have_one_duty(tree: Tree) -> Iterator[str]:
+    for path in tree.files("xla_ext", ".h"):
+        for place, found in tree.matches(CLASS, path):
+            methods = len(re.findall(METHOD, found[2]))
+            if methods > MOST_METHODS:
+                yield f"{place}: {found[1]} has {methods} methods: give it parts"
+
+
 CHECKS: list[Check] = [
     *(every_package_has_a_floor, imports_point_downwards),
     *(nobody_goes_through_the_door, modules_that_hand_on_hold_nothing),
     *(nobody_imports_what_hands_on, imports_have_no_cycle),
     *(only_config_reads_the_environment, includes_point_downwards),
     *(files_are_no_drawers_and_open_with_what_they_are, functions_are_short),
+    classes_of_the_core_have_one_duty,
 ]
 
 
@@ -341,6 +354,9 @@ from ringjax.links.one import x # !! ringjax.links.one is part of a cycle
 #include <xla/e.h> // !! xla/e.h is for ffi alone
 #include "f.h"
 """,
-        "xla_ext/base/f.h": "// D.",
+        "xla_ext/base/f.h": "// D.\nclass Few {\n  void A();\n  int a_;\n};\n"
+        "class Many : Few {  // !! Many has 41 methods: give it parts\n"
+        + "  void A(int a,\n         int b);\n" * 41
+        + "};\n",
     }
     expect_offences(CHECKS, tmp_path, files)
