@@ -134,7 +134,7 @@ TEST(eager_piggybacked_data_are_the_result) {
   }
 }
 
-TEST(eager_long_values_and_groups_do_not_travel_beside) {
+TEST(eager_long_values_and_groups_are_not_piggybacked) {
   Eager world(2);
   world.Each([&](EagerLane& lane, int) {
     for (int i = 0; i < 20; ++i) {

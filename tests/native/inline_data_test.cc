@@ -60,7 +60,7 @@ uint64_t InlineCalls(const World& world, const std::string& op) {
   return found == algorithms.end() ? 0 : static_cast<uint64_t>(found->second);
 }
 
-TEST(AlltoallsOfAllShapesAreNotesIfTheyFitOnAllRanks) {
+TEST(AlltoallsOfAllShapesAreInlineIfTheyFitOnAllRanks) {
   for (const int size : {2, 3, 5}) {
     World world(std::vector<int>(static_cast<size_t>(size), 0));
     const auto n = static_cast<size_t>(size);
@@ -82,7 +82,7 @@ TEST(AlltoallsOfAllShapesAreNotesIfTheyFitOnAllRanks) {
   }
 }
 
-TEST(WhatIsAboutAsLongAsANoteIsRight) {
+TEST(CallsAtTheInlineLimitAreRight) {
   for (const int size : {2, 3, 5, 20}) {
     World world(std::vector<int>(static_cast<size_t>(size), 0));
     const uint64_t most = InlineFloats(size);
@@ -109,7 +109,7 @@ TEST(WhatIsAboutAsLongAsANoteIsRight) {
   }
 }
 
-TEST(SplitsThatDoNotFitAreFoundInTheNotes) {
+TEST(SplitsThatDoNotFitAreFoundInInlineData) {
   World world({0, 0, 0});
   for (int i = 0; i < 3; ++i) {
     world.Each([](Communicator& c) {
@@ -160,7 +160,7 @@ Status BesideAFoulPeer(int rank, int64_t rows, Values32* in, Values32* out,
 
 // A rank does not read its own byte counts back from the shared segment, where a peer
 // may write.
-TEST(APeerThatWritesIntoTheNoteOfAnotherRankChangesNoBounds) {
+TEST(APeerThatWritesIntoTheInlineSlotOfAnotherRankChangesNoBounds) {
   for (const int64_t rows : {12, 0}) {
     const auto count = static_cast<size_t>(2 * rows);
     Values32 in(count, 1), out(count, -1);
@@ -179,7 +179,7 @@ TEST(APeerThatWritesIntoTheNoteOfAnotherRankChangesNoBounds) {
 
 // The parts of ranks before this one are not the matter of this rank: they may be
 // claimed to be of any length.
-TEST(PartsBeyondANoteAreDamage) {
+TEST(PartsBeyondAnInlineSlotAreDamage) {
   Values32 in(24, 1), out(24, -1);
   const Status status =
       BesideAFoulPeer(1, 12, &in, &out, [](std::byte* foul, std::byte*) {
@@ -191,7 +191,7 @@ TEST(PartsBeyondANoteAreDamage) {
 }
 
 // Each rank reduces the inline data of all ranks, from memory of another alignment.
-TEST(SumsOfNotesHaveTheSameBitsOnAllRanksAlsoIfTheyAreNoNumbers) {
+TEST(InlineSumsHaveTheSameBitsOnAllRanksAlsoIfTheyAreNans) {
   World world({0, 0});
   constexpr size_t n = 37;
   std::vector<uint32_t> bits[2];

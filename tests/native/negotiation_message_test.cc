@@ -32,7 +32,7 @@ Submission Everything() {
   return s;
 }
 
-TEST(NewsAreReadAsTheyWereWritten) {
+TEST(NegotiationMessagesAreReadAsTheyWereWritten) {
   NegotiationWriter writer;
   for (uint64_t number : {7, 8, 9, 3, 2, 300}) writer.Reference(number);
   writer.Description(Everything());
@@ -82,7 +82,7 @@ std::string Tail(const Submission& submission) {  // a description without its s
   return message.substr(0, message.size() - 4);
 }
 
-TEST(NewsThatMakeNoSenseAreRefused) {
+TEST(NegotiationMessagesThatMakeNoSenseAreRefused) {
   const std::string huge = Word(UINT64_MAX), run = Word(0 << 2 | 1);
   CHECK(Said(Word(0) + Word(1 << 2)).ok());
   CHECK(Said(run + Word(2)).ok());
@@ -122,7 +122,7 @@ TEST(NewsThatMakeNoSenseAreRefused) {
   CHECK(!Said(description + '\0' + '\x20').ok());                     // flags
 }
 
-TEST(NewsThatWereDamagedAreFound) {
+TEST(DamagedNegotiationMessagesAreFound) {
   NegotiatingRanks ranks(2);
   ranks.SubmitAll(Sum("a"));
   ranks[1].Submit(Share(Everything()));
@@ -187,7 +187,7 @@ std::string Spoil(std::string items, Random& random) {
 
 // Behind a good seal, so that everything behind it is reached: rank 0 either refuses
 // the message or goes on with what it says; it never falls over.
-TEST(NewsOfAnyBytesDoNoHarm) {
+TEST(NegotiationMessagesOfAnyBytesDoNoHarm) {
   size_t refused = 0, taken = 0;
   for (uint64_t seed = 0; seed < 6000; ++seed) {
     Random random(seed);

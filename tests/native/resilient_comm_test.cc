@@ -70,7 +70,7 @@ void AwaitBegun(const Worker& w, uint64_t calls) {
   while (w.communicator->progress()->begun() < calls) std::this_thread::yield();
 }
 
-TEST(ANoteThatSomebodyHasGivenUpOnIsRunAgain) {
+TEST(AnInlineCallThatARankHasAbortedRunsAgain) {
   Job job(3, 4096);
   Caller late(job.worker(1), kSum, 5);
   AwaitBegun(job.worker(1), 1);
