@@ -166,6 +166,26 @@ TEST(AnExceptionWithinACallBecomesAStatusAndPeersAreTold) {
   CHECK(!zero.Run(AllreduceOf(&data)).ok());
 }
 
+// The threads of two devices may fail at the same time.
+TEST(PeersHearOfOneCulpritWhenTwoThreadsFailAtOnce) {
+  for (int round = 0; round < 100; ++round) {
+    World world({0, 0, 0});
+    std::atomic<int> told{0}, ready{0};
+    HeartbeatHooks hooks;
+    hooks.on_failure = [&](const Status&) { ++told; };
+    world.ranks[0]->heartbeat().SetHooks(hooks);
+    std::vector<std::thread> threads;
+    for (int culprit : {1, 2})
+      threads.emplace_back([&, culprit] {
+        for (++ready; ready < 2;) {
+        }
+        world.ranks[0]->AbortAndNotifyPeers(Code::kUnavailable, "is lost", culprit);
+      });
+    for (auto& thread : threads) thread.join();
+    CHECK_EQ(told.load(), 1);
+  }
+}
+
 TEST(ACallThatOneRankCannotMakeFailsOnAllRanksAndNobodyWaits) {
   World world({0, 0, 0}, "", 4096, 60);
   world.Each([](Communicator& c) {

@@ -6,10 +6,12 @@
 
 namespace ringjax {
 
-void AbortState::Abort(const Status& status) {
+bool AbortState::Abort(const Status& status) {
+  bool first = false;
   {
     std::lock_guard lock(mutex_);
-    if (status_.ok()) status_ = status;
+    first = status_.ok();
+    if (first) status_ = status;
   }
   // Set after the reason, which a thread that sees the flag reads. seq_cst, pairs with
   // CallRunner::Guarded, which loads the flag after Progress::Begin has marked the call
@@ -18,6 +20,7 @@ void AbortState::Abort(const Status& status) {
   aborted_.store(true, std::memory_order_seq_cst);
   doorbell_->Ring();
   ticket_lock_->WakeAll();
+  return first;
 }
 
 Status AbortState::status() const {

@@ -28,8 +28,9 @@ class AbortState {
   AbortState& operator=(const AbortState&) = delete;
 
   // `status` is the error of the pending call and of every later call. Its rank is a
-  // world rank. If there are several aborts, the first one gives the status.
-  void Abort(const Status& status);
+  // world rank. If there are several aborts, the first one gives the status. Returns
+  // whether this abort is the first one.
+  bool Abort(const Status& status);
   Status status() const;
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
   // The flag, for a Waiter, and for the seq_cst load in CallRunner::Guarded.

@@ -1,5 +1,5 @@
-// The log of the calls of one communicator: totals, the last call, the present wait, and
-// an event of each call for the recorder.
+// The log of the calls of one communicator: totals, the last call, the present wait,
+// and an event of each call for the recorder.
 #pragma once
 
 #include <array>

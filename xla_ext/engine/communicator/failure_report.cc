@@ -22,9 +22,8 @@ Status FailureReport::Fail(const Call& call, const Status& cause) const {
   const bool explained =
       cause.code() == Code::kUnavailable && !left.ok() && left.rank() == cause.rank();
   const Status blame = Blame(call, explained ? left : cause);
-  if (!state_.abort.aborted()) {
-    End(blame);
-  } else if (state_.resilient && cause.code() == Code::kCancelled) {
+  const bool first = !state_.abort.aborted() && End(blame);
+  if (!first && state_.resilient && cause.code() == Code::kCancelled) {
     // This rank was interrupted: it takes part in no later epoch, whatever else failed.
     state_.resilient->End(Status(
         blame.code(), "rank " + std::to_string(blame.rank()) + " " + blame.message(),
@@ -45,7 +44,7 @@ Status FailureReport::Aborted(const Call& call) const {
   return WithContext(call, reason);
 }
 
-void FailureReport::End(const Status& blame) const {
+bool FailureReport::End(const Status& blame) const {
   Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
   const bool own = blame.rank() == state_.world_rank();
   // An elastic job continues without the culprit: with kUnavailable, callers wait for
@@ -54,15 +53,16 @@ void FailureReport::End(const Status& blame) const {
   const Status status(code,
                       "rank " + std::to_string(blame.rank()) + " " + blame.message(),
                       blame.rank());
-  state_.abort.Abort(status);
+  if (!state_.abort.Abort(status)) return false;
   heartbeat_.NotifyPeers(blame);
   if (state_.resilient && own) state_.resilient->End(status);
+  return true;
 }
 
 void FailureReport::AbortAndNotifyPeers(Code code, const std::string& what,
                                         int culprit) const {
   const int world = culprit < 0 ? state_.world_rank() : culprit;
-  if (!state_.abort.aborted()) return End(Status(code, what, world));
+  if (!state_.abort.aborted() && End(Status(code, what, world))) return;
   // The other ranks may continue in the next epoch; this rank must not.
   if (state_.resilient && culprit < 0)
     state_.resilient->End(

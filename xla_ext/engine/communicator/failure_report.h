@@ -37,7 +37,9 @@ class FailureReport {
  private:
   // Returns the culprit, as a world rank, and a predicate: what the culprit did.
   Status Blame(const Call& call, const Status& cause) const;
-  void End(const Status& blame) const;  // aborts and notifies the peers
+  // Aborts and notifies the peers. Returns false, and does nothing, if another thread
+  // has aborted the communicator before: the peers hear of one culprit only.
+  bool End(const Status& blame) const;
 
   CommState& state_;
   const HeartbeatClient& heartbeat_;
