@@ -4,8 +4,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -13,6 +15,17 @@
 #include "local_world.h"
 
 namespace ringjax {
+
+// Whether the condition becomes true within so many seconds.
+template <typename Condition>
+bool Until(Condition&& condition, double seconds = 60) {
+  for (const auto start = Clock::now();
+       Clock::now() - start < std::chrono::duration<double>(seconds);) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return false;
+}
 
 // Heartbeats of all ranks, joined with each other. Where `bells` has an eventfd for a
 // rank, somebody there knows where the program is.

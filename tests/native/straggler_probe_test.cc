@@ -21,19 +21,6 @@ bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-double SecondsSince(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-template <typename Condition>
-bool Until(Condition&& condition, double seconds = 60) {
-  for (const auto start = Clock::now(); SecondsSince(start) < seconds;) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  return false;
-}
-
 void RunTogether(World* world, const std::string& name) {
   world->Each([&name](Communicator& c) {
     std::vector<float> data(4, 1.0f);

@@ -1,4 +1,7 @@
 // Letting go: who has said so, and how long a communicator waits for whom.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <thread>
 
@@ -48,6 +51,24 @@ TEST(AWaitForAPeerThatStaysEnds) {
   beats[0]->Stop();
   CHECK(world.ranks[0]->heartbeat().AwaitTeardown(
       kLong));  // nobody is there to agree with
+}
+
+// A child has the heartbeat of its parent, but not the thread of the heartbeat.
+TEST(AForkedProcessMayStopAHeartbeatAndThatOfTheParentLives) {
+  World world({0, 0});
+  const auto beats = JoinHeartbeats(world.ranks);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    beats[0]->Stop();
+    _exit(0);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  beats[1]->Leave();
+  CHECK(Until([&] { return beats[0]->left() == std::vector<int>{1}; }));
+  CHECK(beats[0]->lost().empty());
 }
 
 TEST(WithoutAHeartbeatThereIsNobodyToPartFrom) {

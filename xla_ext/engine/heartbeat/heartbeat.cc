@@ -53,6 +53,8 @@ Heartbeat::~Heartbeat() {
 }
 
 void Heartbeat::Stop() {
+  // A forked child has no such thread to join, and must not close the sockets.
+  if (!owner_.IsHere()) return;
   {
     std::lock_guard lock(connections_.mutex());
     if (connections_.stopping()) return;
