@@ -210,8 +210,10 @@ Status CudaCommunicator::Synchronize(cuda::Stream stream) {
     RJ_TRY(driver_.Check(outcome, "cuStreamQuery"));
   }
   // Idle streams do not prove that the calls succeeded: NCCL may have an error that the
-  // watchdog has not seen yet.
-  if (!epoch_.aborted()) watchdog_.LookAround(checker_.get());
+  // watchdog has not seen yet. Close releases what LookAround uses, and takes the turn
+  // for that.
+  std::lock_guard turn(turn_mutex_);
+  if (device_.in_flight() && !epoch_.aborted()) watchdog_.LookAround(checker_.get());
   return epoch_.Check();
 }
 

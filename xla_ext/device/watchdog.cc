@@ -104,10 +104,12 @@ void Watchdog::PoisonAndAbortNccl() {
   (void)AtFailpoint(Failpoint::kDeviceAborted);
   // Set the poison word before the abort: the kernels behind an NCCL kernel that the
   // abort ends early must find the word set. A device that does not execute even this
-  // memset within two seconds computes nothing any more.
+  // memset within two seconds computes nothing any more. There is no word if the device
+  // could not be opened.
   const cuda::Driver& driver = device_.driver();
-  if (driver.MemsetD32Async(device_.poison_word(), 1, 1, device_.side_stream()) ==
-      cuda::kSuccess)
+  if (device_.poison_word() != 0 &&
+      driver.MemsetD32Async(device_.poison_word(), 1, 1, device_.side_stream()) ==
+          cuda::kSuccess)
     for (int i = 0; i < 2000; ++i) {
       if (!cuda::MayRun(driver.StreamQuery(device_.side_stream()))) break;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
