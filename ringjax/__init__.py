@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ringjax.settings import init_hooks as _init_hooks
+
 if TYPE_CHECKING:
     from ringjax import data as data
     from ringjax import eager as eager
@@ -113,6 +115,11 @@ _MODULES = ("data", "eager", "elastic", "errors", "profile", "run")
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_HOME, *_MODULES])
+
+
+_init_hooks.load_jax_support.append(
+    lambda: importlib.import_module("ringjax.xla.jax_private")
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import importlib.util
 import os
 import sys
@@ -23,6 +22,7 @@ from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.recovery.elastic_world import ElasticWorld
+from ringjax.settings import init_hooks
 from ringjax.world.groups import REPLICAS
 from ringjax.world.process_set import ProcessSet, this_process
 from ringjax.world.registry import Registry
@@ -142,12 +142,13 @@ def _load_jax(*, needed: bool) -> None:
     """Where CUDA devices are, JAX must be asked for its own before it is used.
 
     Not where the program uses PyTorch and, so far, no JAX: the question alone makes JAX
-    take most of the device's memory. By name, as that module asks for this one.
+    take most of the device's memory.
     """
     if "torch" in sys.modules and "jax" not in sys.modules and not needed:
         return
     if importlib.util.find_spec("jax") is not None:
-        importlib.import_module("ringjax.xla.jax_private")
+        for load in init_hooks.load_jax_support:
+            load()
     elif needed:
         raise StartupError("RINGJAX_GROUP_SIZE is set, but groups need JAX: install it")
 

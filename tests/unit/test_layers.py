@@ -29,6 +29,8 @@ FLOORS = (
     | {"_native"},
 )
 FLOOR = {name: -number for number, names in enumerate(FLOORS) for name in names}
+# An import by name; of an f-string, the part before its first variable.
+BY_NAME = r"import_module\(\s*f?[\"'](ringjax\.[\w.]+)"
 ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # they start jobs, too
 # Horovod's module paths. They hand names on and hold nothing, so that they may have
 # names that say nothing; nobody here imports them.
@@ -128,6 +130,8 @@ def _imports(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
             yield place, base
             if base.split(".")[0] == "ringjax":
                 yield from ((place, f"{base}.{alias.name}") for alias in node.names)
+    for place, match in tree.matches(BY_NAME, path):
+        yield place, match[1].rstrip(".")
 
 
 def every_package_has_a_floor(tree: Tree) -> Iterator[str]:
@@ -329,6 +333,7 @@ def late():
         from ringjax.run import cli # !! run is on a floor above !! the launcher is not
         from ringjax import errors, rank # !! ringjax.rank comes through
         import pyspark # !! pyspark is not for config
+        importlib.import_module("ringjax.xla.a") # !! xla is on a floor above config
 def long(): # !! long has 61 lines
     '''D.'''
 """
