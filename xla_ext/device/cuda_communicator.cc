@@ -197,11 +197,16 @@ Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream str
 Status CudaCommunicator::Synchronize(cuda::Stream stream) {
   const CurrentContext current(driver_, device_.context());
   const auto start = Clock::now();
-  for (cuda::Stream s : {stream, device_.comm_stream()}) {
+  for (const bool communication : {false, true}) {
     cuda::Outcome outcome = cuda::kNotReady;
     while (true) {
-      if (closing_.load(std::memory_order_acquire)) return epoch_.Check();
-      if (!cuda::MayRun(outcome = driver_.StreamQuery(s))) break;
+      {
+        // Close sets closing_, and then takes the turn to release the streams.
+        std::lock_guard turn(turn_mutex_);
+        if (closing_.load(std::memory_order_acquire)) return epoch_.Check();
+        outcome = driver_.StreamQuery(communication ? device_.comm_stream() : stream);
+      }
+      if (!cuda::MayRun(outcome)) break;
       if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
         return Status(Code::kCancelled, control_->Prefix() + "interrupted");
       std::this_thread::sleep_for(
