@@ -38,8 +38,8 @@ RINGJAX_INLINE float HalfToFloat(uint16_t h) {
   const uint32_t shifted = static_cast<uint32_t>(h & 0x7fffu) << 13;
   const uint32_t normal = shifted + (112u << 23);     // the biases are 15 and 127
   const uint32_t special = shifted | kFloatInfinity;  // infinity and NaN
-  // The bits of a denormal m 2^-24, read with exponent -14, are 2^-14 + m 2^-24. The
-  // subtraction of 2^-14 is exact.
+  // An f16 denormal with mantissa m has the value m 2^-24. With exponent -14 its bits
+  // are the float 2^-14 + m 2^-24. The subtraction of 2^-14 is exact.
   const float lifted = FloatFromBits(shifted + (113u << 23));
   const uint32_t denormal = BitsOf(lifted - FloatFromBits(113u << 23));
   const uint32_t finite = shifted < 0x00800000u ? denormal : normal;

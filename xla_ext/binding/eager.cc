@@ -99,7 +99,8 @@ BoundWork Submit(const std::shared_ptr<BoundLane>& self, int op, std::string nam
   for (size_t i = 0; i < places.size(); ++i)
     request.rooms.push_back(static_cast<uint64_t>(AsNumber(places[i])));
   self->ReleaseEnded();
-  // Takes the reference first: the operation may end before HandIn returns.
+  // `held` owns the reference to `keep` that the lane takes. It must exist before
+  // HandIn: the operation may end, and `keep` be released, before HandIn returns.
   nb::object held = keep.is_none() ? nb::object() : nb::borrow(keep);
   request.keep = held.ptr();
   request.waits = waits;

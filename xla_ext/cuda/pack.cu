@@ -91,8 +91,9 @@ struct Bytes {
   using Stored = unsigned char;
 };
 
-// The cast and the scaling of one element. `T` is the type of the tensor. A thread
-// loads kInFlight units before it uses the first one.
+// The cast and the scaling of one element. `T` is the type of the tensor. To hide the
+// latency of the memory, a thread loads kInFlight units (see MoveChunk) before it uses
+// the first of them.
 template <typename T>
 struct Change {
   static constexpr unsigned int kInFlight = 4;

@@ -52,7 +52,7 @@ class CudaCollectives {
 
  private:
   Status Fused(Work* work);
-  // Fills patches_ with the tensors of `segment`, at their `address`: in or out.
+  // Fills patches_ with the tensors of `segment`. `address`: &Tensor::in or ::out.
   void Gather(const Call& call, const Segment& segment, void* Tensor::* address);
   // Unpacks the segments and seals the other results.
   Status Unfuse(Work* work, const cuda::Kernels::Target& target);
@@ -65,7 +65,7 @@ class CudaCollectives {
   Status Alltoall(Work* work);
   Status Barrier(Work* work);
   Status Group(Work* work, const std::function<Status()>& body);  // NcclComm::Group
-  // A piece of a result that is poisoned by itself.
+  // A piece of a result whose beginning Seal poisons.
   struct Sealed {
     size_t tensor;
     uint64_t offset, bytes;

@@ -97,7 +97,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status Start(Call call, int64_t site, bool first, cuda::Stream stream);
   Status Done(const Call& call, int64_t site, cuda::Stream stream);
 
-  // Waits until `stream` and the communication stream are idle. Fails on void results.
+  // Waits until `stream` and the communication stream are idle. Fails if results are
+  // void.
   Status Synchronize(cuda::Stream stream);
   // Waits until all calls so far, on any stream, have ended. Ok if all of them have
   // valid results and all ranks have made the same calls.
@@ -147,7 +148,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   DeviceResources device_;
   NcclComm nccl_comm_;
   Watchdog watchdog_;
-  // Made by Begin and destroyed by Close; null if the caller compares the calls.
+  // Made by Begin and destroyed by Close; null if there is only one rank, or if the
+  // caller compares the calls (CudaOptions::checks_consistency).
   std::unique_ptr<ConsistencyChecker> checker_;
 
   // Lock order: turn_mutex_, that of nccl_comm_, that of epoch_. No other lock is taken

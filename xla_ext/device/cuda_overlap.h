@@ -29,7 +29,7 @@ class CudaOverlap {
   // Makes `call` work in place, and the communication stream wait for `stream`. `site`
   // and `first` are those of CudaCommunicator::Start.
   Result<Site*> Fork(Call* call, int64_t site, bool first, cuda::Stream stream);
-  // Records the end of the call behind its results. The bucket is pending then.
+  // Records Site::done behind the work of the call, and marks the bucket as pending.
   Status Started(Site* here);
 
   // Returns the bucket, which is not pending any more; null if it was not pending.

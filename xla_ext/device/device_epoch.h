@@ -44,15 +44,15 @@ class DeviceEpoch {
   // the abort of NCCL.
   Status EndHere(const Call& call, const Status& status);
 
-  // Waits for an abort, at most for `tick`; not at all if the epoch is aborted and its
-  // teardown has not begun. Returns false after Stop.
+  // Waits for an abort, at most for `tick`. Does not wait if the epoch is aborted and
+  // its teardown has not begun. Returns false after Stop.
   bool AwaitAbort(std::chrono::milliseconds tick);
   // Makes AwaitAbort return false. `finished`: NCCL has ended in good order after all
   // calls, so their results are valid and there is nothing to tear down.
   void Stop(bool finished);
 
-  // The steps of the teardown: the teardown begins (false: it has begun before), the
-  // device is poisoned, NCCL is aborted.
+  // Record the steps of the teardown: it begins (BeginTeardown returns false if it has
+  // begun before), the device is poisoned, NCCL is aborted.
   bool BeginTeardown();
   void SetPoisoned() { poisoned_ = true; }
   void SetNcclAborted();

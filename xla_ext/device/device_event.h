@@ -1,6 +1,6 @@
 // Device events: points in the work of a stream that other streams can wait for and the
-// host can query. And the primary context of a device, which creates the events and
-// keeps CUDA's events for reuse. For memory and streams that frameworks have made.
+// host can query. The primary context of a device creates them, and keeps CUDA's events
+// for reuse. Both are for memory and streams that frameworks have made.
 //
 // Safe from any thread. In a forked child the destructors and Free do nothing.
 #pragma once

@@ -188,8 +188,8 @@ Status EagerCuda::Prepare(Hello* hello) {
   for (size_t i = 0; i < options_.nccl.size() && nccl == nullptr; ++i) {
     const auto opened = nccl::OpenNccl(options_.nccl[i]);
     if (opened.ok()) nccl = opened.value();
-    // Return the error of the first path: a file that cannot be loaded says more than
-    // that the loader finds no NCCL.
+    // Report the error of the first path. It may say why a file cannot be loaded; the
+    // error of a later path may only say that the loader finds no NCCL.
     if (i == 0) none = opened.status();
   }
   if (nccl == nullptr) return none;

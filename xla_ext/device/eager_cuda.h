@@ -2,8 +2,8 @@
 //
 // A submission records a device event on the stream of its caller (Mark). The
 // communication stream waits for the events of all submissions of a call, does the work
-// and records an event of its own, for which streams wait that use the results. The
-// host never waits for the device.
+// and records an event of its own. Streams that use the results wait for that event.
+// The host never waits for the device.
 //
 // The ranks connect NCCL at the first decision about CUDA tensors, on the thread of the
 // lane: each rank prepares its own device and sends the outcome to all ranks over the
@@ -77,7 +77,8 @@ class EagerCuda : public EagerBackend {
 
   std::atomic<bool> open_{false};
   // Used by the thread of the lane, and by Close. `failed_` is the outcome of Connect,
-  // which is not tried again; `next_` is the end of the next call, see Block.
+  // which is not tried again. `next_` is the end of the next call; memory that Allocate
+  // returns for that call refers to it (Block::end).
   Status failed_;
   std::shared_ptr<StreamPoint> next_;
 

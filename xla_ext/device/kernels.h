@@ -59,8 +59,8 @@ class Kernels {
   Result<Function> Find(const std::string& name);
   struct Kind {
     std::string name;  // kernel name without the capacity
-    uint64_t chunk;    // elements of the table in a chunk
-    uint64_t factor;   // elements of the table for each element of a patch
+    uint64_t chunk;    // the most PackEntry::elements in one chunk
+    uint64_t factor;   // PackEntry::elements for each of Patch::elements
   };
   Status Launch(const Kind& kind, std::span<const Patch> patches, double scale,
                 const Target& target);

@@ -1,11 +1,12 @@
 // Two more FFI handlers for the CPU, Check and CheckShards: at some steps they compare
 // the parameters of all ranks, and print a warning if some differ. They change no data.
 //
-// Operands of Check: seq, which is copied to the result, the parameters, perhaps a tie.
-// Most invocations end after a look at seq, or, if seq is not the number of the step
-// (Keras, TensorFlow), after counting the invocations. CheckShards (seq comes after the
-// parameters) is for one of several devices: a DeviceRendezvous collects the hashes of
-// the shards of all devices, and the ranks first compare how their tensors are cut.
+// Operands of Check: seq, the parameters, and perhaps a tie (invocation.h). The handler
+// copies seq to the result. Most invocations compare nothing: they end after reading
+// seq or, if seq is not the number of the step (Keras, TensorFlow), after counting the
+// invocation. A program over several devices invokes CheckShards on each of them, with
+// seq after the parameters. A DeviceRendezvous then collects the hashes of the shards
+// of all devices, and the ranks first compare how their tensors are cut.
 #include <atomic>
 #include <cstdio>
 #include <cstring>

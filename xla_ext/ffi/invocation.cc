@@ -14,8 +14,8 @@ std::mutex& registry_mutex = *new std::mutex;
 auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
-// The number of attributes of a call on one device without a timeout of its own: see
-// attributes() in xla/primitive.py.
+// The number of attributes that every call has. attributes() in xla/primitive.py makes
+// them. A call has more if it has a timeout of its own or is over several devices.
 constexpr size_t kUsualAttributes = 15;
 
 Status BadCall(const std::string& what) {

@@ -42,9 +42,10 @@ class SharedSegment : public Waitable {
   // The area of `rank`; for rank == size() the area for results that all ranks read. It
   // has area_bytes() bytes and is aligned to a cache line.
   std::byte* Area(int rank) const;
-  // Bytes of the areas used so far, the same on all ranks. Messages use successive
-  // parts of the area, not its beginning each time: a line that another core wrote is
-  // then read from the cache that the cores share, not from that core's own cache.
+  // Bytes of an area that all messages so far have used, the same on all ranks. A
+  // message begins where the last one ended, and not at the beginning of the area. So a
+  // line that another core wrote is read from the cache that the cores share, and not
+  // from the cache of that core.
   uint64_t cursor() const { return cursor_; }
   void AdvanceCursor(uint64_t bytes) { cursor_ += bytes; }
 
@@ -56,7 +57,7 @@ class SharedSegment : public Waitable {
   // Advances a counter of this rank, and wakes the peers that sleep. A peer that sees
   // `value` also sees all bytes that this rank has written before.
   void Publish(Counter counter, uint64_t value);
-  // The present counter of a peer, unchecked.
+  // Loads a counter of a peer. Does not check the value, which the peer controls.
   uint64_t Look(Counter counter, int rank) const;
   // Loads the counter of a peer that is to reach `value`, and stores it in `*known`,
   // which holds the value loaded before. Fails with kUnavailable if the counter is

@@ -46,7 +46,7 @@ struct Route {
 struct RouteInputs {
   const Topology& topology;
   const CostModel& cost;
-  std::string_view algorithm = {};  // that was asked for; empty: the cheapest
+  std::string_view algorithm = {};  // name of the forced algorithm; empty: the cheapest
   uint64_t inline_bytes = 0;        // size of an inline slot; 0: without inline data
   bool resilient = false;           // the communicator has further epochs
 };

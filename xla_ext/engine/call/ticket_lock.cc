@@ -11,8 +11,8 @@ uint64_t TicketLock::Take() {
 Status TicketLock::Wait(uint64_t ticket, const std::function<Status()>& stop) {
   std::unique_lock lock(mutex_);
   while (serving_ != ticket) {
-    // `stop` is called before each sleep: if an earlier ticket was lost, no Leave will
-    // ever serve this one.
+    // Call `stop` before each sleep: an earlier ticket may never be used, and then no
+    // Leave will ever serve this ticket.
     const uint64_t woken = woken_;
     lock.unlock();
     RJ_TRY(stop());

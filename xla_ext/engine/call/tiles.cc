@@ -253,7 +253,7 @@ class TilePipeline {
     return segment_.own(reduces ? SharedSegment::kCopiedIn : SharedSegment::kReduced);
   }
 
-  const uint64_t first_slot_;        // slot of tile 0, before the modulus
+  const uint64_t first_slot_;        // tile k has slot (first_slot_ + k) % slots_
   const uint64_t base_;              // tiles of all messages before this one
   std::vector<uint64_t> last_seen_;  // counters of the peers, by rank and counter
   int late_peer_ = -1;               // the peer that the earliest phase waits for

@@ -1,8 +1,8 @@
-// Arena: a fixed size of memory for blocks that are given back in the order of taking.
+// Arena: memory for blocks, reused in the order in which the blocks were taken.
 //
-// A ring buffer in virtual memory: the same pages are mapped twice, one mapping after
-// the other, so a block that runs over the end is contiguous, and every byte can be
-// used. Pages stay mapped: only the first pass faults them in. Not thread-safe.
+// The arena is a ring buffer whose pages are mapped twice, at adjacent addresses. So a
+// block that runs over the end of the first mapping is contiguous, and every byte can
+// be used. Pages stay mapped: only the first pass faults them in. Not thread-safe.
 #pragma once
 
 #include <cstddef>

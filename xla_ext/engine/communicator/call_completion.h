@@ -1,5 +1,5 @@
-// The end of a call: when it may return, and how it is completed if its epoch ends
-// under it.
+// The end of a call: when the call may return, and how it is completed if its epoch
+// ends while it runs.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace ringjax {
 
-// How far a call got in an epoch that was aborted under the call. The work that remains
-// after the commit decision depends on it.
+// How far a call got in an epoch that was aborted while the call ran. The work that
+// remains after the commit decision depends on it.
 struct CallAttempt {
   // Every rank has the outcome, or can complete the call alone, so the call may return
   // without a commit decision.
@@ -54,8 +54,9 @@ class CallCompletion {
   CallCompletion(CommState* state, const FailureReport* failures)
       : state_(*state), failures_(*failures) {}
 
-  // How a rank waits at the end of a call until all ranks have their results: not at
-  // all, for the kFinished counters of the tiles, or by a barrier of its own.
+  // How a rank waits at the end of a call until all ranks have their results. kNone:
+  // not at all. kFinished: for the counters kFinished, which show that all ranks have
+  // finished the tiles. kFrames: by one more exchange, without data.
   enum class Barrier { kNone, kFinished, kFrames };
   // Ends a call whose results are complete on this rank and whose outcome is the same
   // on all ranks. Under a ResilientComm, first waits until all ranks have their
@@ -64,7 +65,7 @@ class CallCompletion {
                const Frame& frame, Waiter* waiter, CallAttempt* attempt);
   // Ends a call that has failed on this rank.
   void Seal(CallAttempt* attempt);
-  // Does the work of Communicator::CompleteCommitted.
+  // Implements Communicator::CompleteCommitted.
   Status CompleteCommitted(const Call& call, const CallAttempt& attempt) const;
 
  private:
@@ -72,7 +73,7 @@ class CallCompletion {
   // failure of another set.
   Status EndEverywhere(const Call& call, const Status& outcome);
   int Sealed(const CallAttempt& attempt) const;  // a rank that has stopped; -1: none
-  bool Shown(const CallAttempt& attempt) const;  // whether its source is complete
+  bool Shown(const CallAttempt& attempt) const;  // whether the source is complete
 
   CommState& state_;
   const FailureReport& failures_;

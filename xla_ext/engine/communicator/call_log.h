@@ -41,15 +41,15 @@ class CallLog {
     Enter();
     event_.agreed = event_.entered;
   }
-  // The device moves the data of the call, after all ranks have agreed.
+  // Marks the call as one whose data a device moves after the agreement.
   void OnDevice(const Call& call);
   // Adds a request to the statistics, and its route to the event.
   void Count(const Request& request, std::string_view algorithm, std::string_view route,
              uint64_t sent_bytes);
   // Ends a call that has succeeded: Report, the statistics, and the last call.
   void Succeeded(const Call& call);
-  // Ends a call that all ranks have refused or whose ranks disagree, and a call of a
-  // device, at the time of the agreement.
+  // Ends a call whose data this communicator does not move, at the time of the
+  // agreement: the ranks have refused the call or disagree, or a device moves the data.
   void AgreedOnly(const Call& call, Code outcome);
   // Completes the event of a call that has ended and passes it to the recorder.
   void Report(const Call& call, Event::Clock::time_point end, Code outcome);

@@ -48,7 +48,7 @@ class CallRunner {
   // otherwise; `negotiated` is true only from Communicator::RunNegotiated.
   Status Run(const Call& call, CallAttempt* attempt,
              const Status* local_check = nullptr, bool negotiated = false);
-  // Does the work of Communicator::Compare.
+  // Implements Communicator::Compare.
   Status Compare(const Call& call, const Status& local_check, bool* refused);
 
  private:
@@ -56,7 +56,7 @@ class CallRunner {
   struct Agreement {
     Status outcome;            // not ok: no rank moves data
     bool refused = false;      // every rank has refused the call
-    bool told_splits = false;  // an input: the splits of an alltoall are inline data
+    bool told_splits = false;  // an input: inline data contain the splits
   };
   Status Perform(const Call& call, CallAttempt* attempt, const Status* local_check,
                  bool negotiated);
@@ -64,8 +64,8 @@ class CallRunner {
   // aborted; a mismatch is not an error but is in `agreement->outcome`.
   Status Enter(const Call& call, const Status& local_check, Frame* frame,
                Waiter* waiter, Agreement* agreement);
-  // Agrees about a call that has begun. Errors as for Enter. `valid`, the result of
-  // Validate or of the caller's check, is the vote of this rank.
+  // Agrees about a call that has begun. Returns errors as Enter does. `valid`, the
+  // result of Validate or of the caller's check, is the vote of this rank.
   Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
                  Waiter* waiter, Agreement* agreement);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
@@ -77,7 +77,8 @@ class CallRunner {
                         Status* outcome, CallAttempt* attempt);
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
-  // Adds scratch_ to the buffers of the request, grown to `bytes` if necessary.
+  // Adds `bytes` bytes of scratch_ to the buffers of the request. Grows scratch_ if it
+  // is smaller.
   void AddScratch(Request* request, uint64_t bytes);
   // Whether the peer has invalidated its exposed bytes (transport/cma.h).
   bool HasInvalidated(int peer) const;

@@ -29,7 +29,7 @@ struct CommunicatorOptions {
   int id = 0;
   std::string name = "world";
   uint64_t job = 0;
-  uint32_t epoch = 0;  // the number of the membership
+  uint32_t epoch = 0;  // number of the epoch of the job; not epoch_index()
   Topology topology;
   std::vector<int> world_ranks;     // by rank in this communicator
   double spin_seconds = 50e-6;      // longest spin before a waiting thread sleeps
@@ -40,19 +40,19 @@ struct CommunicatorOptions {
   CostModel cost;
 
   std::shared_ptr<Recorder> recorder;  // receives an event for every call; may be null
-  int process_set = 0;                 // its number, for the recorder
-  // Index of the CUDA device among those of this process. Calls of device 0 are
-  // recorded as calls and those of other devices only by their bytes; otherwise one
-  // training step would look like as many as the process has devices.
+  int process_set = 0;                 // number of the process set, for the recorder
+  // Index of the CUDA device among those of this process. The recorder receives an
+  // event for each call of device 0, but only the bytes of calls of the other devices:
+  // one training step must not look like as many as the process has devices.
   int device_index = 0;
   // The communicator belongs to an eager lane. The lane records its operations itself,
   // so the communicator records no calls.
   bool eager = false;
-  // For a replica set of a resilient job: every call ends with a barrier on this
-  // communicator of all replica sets, which make the same calls. A call that fails in
-  // one set then fails in all of them. Data in this set's shared segment is therefore
-  // never enough to complete a call. The communicator of all sets has no ResilientComm
-  // and serves no other calls.
+  // For a replica set of a resilient job: the communicator of all replica sets, which
+  // make the same calls. Every call ends with a barrier on it, so that a call that
+  // fails in one set fails in all of them. Therefore the data in the shared segment of
+  // one set are never enough to complete a call. The communicator of all sets has no
+  // ResilientComm and serves no other calls.
   std::shared_ptr<Communicator> end_barrier;
 };
 
@@ -85,9 +85,9 @@ struct CommState {
   const std::shared_ptr<Progress> progress;  // null without a ResilientComm
   Endpoints endpoints;
   bool oversubscribed = false;  // this host has more ranks than CPUs
-  // After the installation in a ResilientComm, TakeTicket, RunInTurn, RunLastOfChain
-  // and SetCostModel of the communicator use the lock of that object. Its other
-  // functions always use this one.
+  // Once the communicator is installed in a ResilientComm, its functions TakeTicket,
+  // RunInTurn, RunLastOfChain and SetCostModel use the ticket lock of the
+  // ResilientComm. All other functions always use this lock.
   TicketLock ticket_lock;
   AbortState abort;
   // Sequence numbers of the call that was begun last, and of the call that was finished

@@ -130,10 +130,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // until it is installed. Not to be confused with epoch(), the number of the
   // membership, which other communicators share.
   uint64_t epoch_index() const { return epoch_index_.load(std::memory_order_acquire); }
-  // Called by the ResilientComm. Progress reports number the calls that follow from 1.
+  // Called by the ResilientComm. From now on progress reports count only later calls.
   void OnInstalled(uint64_t epoch_index);
-  // The report of this rank after an abort. Null without a ResilientComm. The object
-  // may outlive the communicator.
+  // The progress of the calls in this epoch, which this rank reports after an abort.
+  // Null without a ResilientComm. The object may outlive the communicator.
   const std::shared_ptr<Progress>& progress() const { return state_.progress; }
 
   // Runs the call once in this epoch. The ResilientComm calls this function while its

@@ -12,7 +12,7 @@ namespace ringjax {
 class ConsistencyChecks {
  public:
   struct Check {
-    std::atomic<uint32_t> count{0};   // calls of the check, or 1 after a comparison
+    std::atomic<uint32_t> count{0};   // invocations, or a flag; see ffi/check.cc
     std::atomic<bool> warned{false};  // the last comparison has found a difference
   };
   // The reference is valid as long as this object.

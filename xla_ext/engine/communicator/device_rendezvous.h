@@ -1,10 +1,11 @@
 // DeviceRendezvous: where the calls of all devices of a process become one call.
 //
-// A program over several devices calls once for each device. To the other ranks all
-// these calls are one call: one agreement, one message and one outcome per process,
-// however many devices it has. A tensor on several devices is cut into shards, or the
-// devices hold copies of it. Each shard travels once, in the same order on all ranks,
-// whichever device holds it. XLA has the same word, rendezvous, for such an object.
+// A program over several devices makes each call once for each device. To the other
+// ranks all these calls are one call: one agreement, one message and one outcome per
+// process, however many devices it has. A tensor on several devices is cut into shards,
+// or the devices hold copies of it. Each shard travels once, in the same order on all
+// ranks, whichever device holds it. XLA has the same word, rendezvous, for such an
+// object.
 //
 // No device waits here. XLA runs a program with as many threads as it has devices, and
 // collectives of XLA itself block these threads until all devices have arrived. If our
@@ -35,16 +36,16 @@ namespace ringjax {
 // until `done` is called.
 struct Part {
   std::shared_ptr<Communicator> communicator;
-  Call call;  // `tensors` are the shards of this device; the rest is equal on all
+  Call call;  // `tensors`: the shards of this device; the rest: equal on all devices
   int64_t device = 0;            // one of `devices`
   int64_t run = 0;               // the run of the program, equal on all devices
-  std::vector<int64_t> devices;  // all that take part, in an order equal on all
-  // For each tensor, and in it for each device in order: the number of the shard that
-  // the device holds, from 0. Devices with the same number hold equal data.
+  std::vector<int64_t> devices;  // all devices, in an order equal on all of them
+  // shards[t * devices.size() + d] is the number, from 0, of the shard of tensor t that
+  // devices[d] holds. Devices with the same number hold equal data.
   std::vector<int64_t> shards;
   std::function<void(const Status&)> done;  // called once; ok: results are in place
-  // Called once with the call of all devices together; if it is empty, the communicator
-  // runs that call. With `wants_turn`, `body` must use `ticket` for its first call.
+  // Runs the call of all devices together, once; empty: the communicator runs it. If
+  // `wants_turn` is set, `body` receives a ticket and must use it for its first call.
   std::function<Status(uint64_t ticket, const Call& call)> body;
   bool wants_turn = true;
 };
@@ -64,7 +65,7 @@ class DeviceRendezvous {
   Status Join(Part part);
 
   // The devices that the oldest incomplete call waits for: "device 1 of its own to come
-  // to allreduce 'x'"; empty if no call waits. For Communicator::set_missing_locally.
+  // to allreduce 'x'"; empty if no call waits. For CallLog::set_missing_locally.
   std::string Missing() const;
 
  private:
@@ -72,7 +73,7 @@ class DeviceRendezvous {
   struct Group {
     std::vector<Part> parts;  // parts that have arrived; never empty in open_
     Time deadline;
-    double seconds = 0;  // the timeout that `deadline` was made of
+    double seconds = 0;  // the timeout; `deadline` was computed from it
 
     std::string Missing() const;
   };

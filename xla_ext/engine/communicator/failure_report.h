@@ -26,7 +26,7 @@ class FailureReport {
   Status Aborted(const Call& call) const;
   // Waits for an abort that says why a peer has stopped, at most 5 s.
   void AwaitReason() const;
-  // Does the work of Communicator::AbortAndNotifyPeers.
+  // Implements Communicator::AbortAndNotifyPeers.
   void AbortAndNotifyPeers(Code code, const std::string& what, int culprit) const;
 
   // Adds to an error what every error text contains: the prefix and the operation.

@@ -28,8 +28,9 @@ struct HeartbeatHooks {
   std::weak_ptr<TeardownBarrier> teardown_barrier;
 };
 
-// Asks about the peers of one communicator, and tells them. Does nothing without a
-// heartbeat. Thread-safe. `state` must outlive the object.
+// Asks the heartbeat about the peers of one communicator, and notifies the peers
+// through it. Does nothing without a heartbeat. Thread-safe. `state` must outlive the
+// object.
 class HeartbeatClient {
  public:
   explicit HeartbeatClient(const CommState& state) : state_(state) {}

@@ -36,7 +36,7 @@ inline int64_t BucketOf(int64_t site) { return site & 0xffff; }
 // Thread-safe; START and DONE of one site must come one after the other.
 class Overlap {
  public:
-  static constexpr uint64_t kAlign = 64;  // bytes: of a tensor in the engine's memory
+  static constexpr uint64_t kAlign = 64;  // bytes, for tensors in the engine's memory
 
   explicit Overlap(std::shared_ptr<Communicator> communicator);
   ~Overlap();
@@ -67,11 +67,11 @@ class Overlap {
   struct Job {
     Call call;                            // its tensors lie in `block` or `beyond`
     std::string name, names, partition;   // the texts of `call`
-    std::byte* block = nullptr;           // in the arena, or null
-    std::unique_ptr<std::byte[]> beyond;  // instead, if the arena had no room
+    std::byte* block = nullptr;           // memory in the arena, or null
+    std::unique_ptr<std::byte[]> beyond;  // memory if the arena had no room, or null
     int64_t chain = 0;
     uint64_t ticket = 0;
-    uint32_t epoch = 0;  // in which it completed
+    uint32_t epoch = 0;  // the epoch in which the call completed
     // Guarded by mutex_. pending: started and not collected; finished: served by the
     // engine thread; copied: being copied in or out at present, without the lock.
     bool pending = false, finished = false, copied = false;
@@ -88,7 +88,7 @@ class Overlap {
   // Aborts the communicator and drops all jobs if `stale` selects a job under way.
   template <typename Stale>
   void GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock);
-  // Releases the memory of the jobs that `old` selects, once no thread uses it.
+  // Waits until no thread uses the jobs that `old` selects, and releases their memory.
   template <typename Old>
   void Settle(Old&& old, std::unique_lock<std::mutex>* lock);
   // Makes `job` from `call`: the same call, with tensors in memory of the engine.

@@ -22,8 +22,8 @@ struct Planned {
 };
 
 // Decides by engine/call/route.h and caches the plans of one communicator. Only the
-// thread that serves a call uses it, except Forced, which any thread may call between
-// two SetCostModel. `state` must outlive the object.
+// thread that serves a call uses it, except Forced, which any thread may call while
+// SetCostModel does not run. `state` must outlive the object.
 class Planner {
  public:
   explicit Planner(const CommState& state) : state_(state) {}

@@ -67,8 +67,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Declares that no epoch follows. Parked and later calls fail with `status`. Only the
   // first End counts.
   void End(const Status& status);
-  // Cancels the failures that Install has scheduled for later calls, on a rank that has
-  // learned in another way that all ranks start again.
+  // Cancels the failures that Install has scheduled for later calls. For a rank that
+  // has learned in another way that training starts again on all ranks.
   void Resume();
 
   // -- calls (from Communicator) ------------------------------------------------------
@@ -79,7 +79,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // receives the epoch in which the call completed.
   Status Run(const Communicator& caller, uint64_t ticket, const Call& call,
              uint32_t* epoch = nullptr);
-  // Does the work of Communicator::RunLastOfChain.
+  // Implements Communicator::RunLastOfChain.
   Status RunLastOfChain(const Communicator& caller, uint64_t ticket,
                         std::vector<Communicator::ChainedCall>* chain);
   // Runs `body` between two calls; does nothing after the end.
@@ -124,18 +124,19 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   std::shared_ptr<Communicator> current() const;
   // Index of the current epoch, which is the number of epochs so far.
   uint64_t epoch_index() const { return epoch_index_.load(std::memory_order_acquire); }
-  Status end_status() const;  // ok before End, then its first status
+  Status end_status() const;  // ok before End; then the status of the first End
 
  private:
   // The current epoch, as a call sees it before it runs. `communicator` is null if this
   // rank does not take part in the epoch or the communicator no longer exists.
   struct Present {
     std::shared_ptr<Communicator> communicator;
-    uint64_t begun = 0;   // calls begun in this epoch, valid also without communicator
+    uint64_t begun = 0;   // calls begun in this epoch, also if communicator is null
     uint64_t number = 0;  // index of the epoch
     Status end;           // not ok: the error of the call, which must not run
   };
-  // Reads the current epoch. If failing_ > 0, counts it down and sets `end`.
+  // Reads the current epoch. If Install has scheduled a failure, sets `end` to it and
+  // decrements failing_.
   Present Look();
   // Waits until the ticket is served. An error is the result of the call.
   Status AwaitTurn(const Communicator& caller, uint64_t ticket, const Call& call);
@@ -154,7 +155,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   Status EndOr(const Status& parked) const;
   void Interrupt(const Communicator& caller, const std::string& how);
   Status Stop() const;  // not ok after End or an interrupt
-  std::vector<int> Compose(uint64_t from, uint64_t to) const;  // Ranks, under mutex_
+  std::vector<int> Compose(uint64_t from, uint64_t to) const;  // Ranks with mutex_ held
 
   const Owner owner_;
   const double epoch_timeout_;
@@ -164,7 +165,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   mutable std::mutex mutex_;  // guards all below; locked before any Communicator's
   std::condition_variable changed_;
   std::weak_ptr<Communicator> current_;
-  std::shared_ptr<Progress> progress_;  // that of the current epoch
+  std::shared_ptr<Progress> progress_;  // progress of the current epoch
   std::vector<CommitDecision>
       decisions_;    // about epochs 1, 2, ...: all but the current
   int failing_ = 0;  // number of calls that are still to fail

@@ -1,4 +1,4 @@
-// Stalls: what a call does that waits for other ranks for long.
+// The stall monitor: what a call does when it has waited long for other ranks.
 #pragma once
 
 #include <vector>
@@ -23,7 +23,7 @@ class StallMonitor {
       : state_(*state), heartbeat_(*heartbeat), failures_(*failures), log_(*log) {}
 
   void BeginCall();
-  // After each wait of the call without progress for `seconds`. See
+  // Called after each wait of a call that has made no progress for `seconds`. See
   // Endpoints::on_stall.
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers,
                  bool* end);

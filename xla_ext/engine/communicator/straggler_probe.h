@@ -87,7 +87,8 @@ class StallPolicy {
 
  private:
   static constexpr double kForAnswers = 0.7, kEarly = 1.0;  // seconds
-  // When the last probe was sent (-1: none), the last warning, the last MustAsk.
+  // Seconds of the wait at the last probe (-1: none), the last warning (0: none) and
+  // the last MustAsk.
   double asked_ = -1, warned_ = 0, last_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// BatchBuilder: makes a decision of the negotiation into one call. The tensors of the
+// BatchBuilder: builds one call from a decision of the negotiation. The tensors of the
 // call are those of this rank's tasks. A result whose size only all ranks together
 // determine may need memory of the core. A rank that has joined contributes neutral
 // elements and drops the results. Nothing is copied.
@@ -23,7 +23,7 @@
 namespace ringjax {
 
 struct Batch {
-  static constexpr size_t kAlign = 64;  // bytes; for the memory that is made for a call
+  static constexpr size_t kAlign = 64;  // bytes; alignment of memory for a call
 
   Call call;
   std::string name;
@@ -31,8 +31,9 @@ struct Batch {
   std::vector<std::vector<Output>> outputs;
   std::vector<std::shared_ptr<void>>
       joined_memory;  // memory for a rank that has joined
-  // Results in place that are reduced into other memory first: the index of the tensor
-  // in `call`, and the memory where its result belongs.
+  // Tensors in place that the call reduces into other memory first, so that their
+  // inputs stay unchanged: the index in `call`, and the address where the result
+  // belongs.
   std::vector<std::pair<size_t, void*>> aside;
   std::vector<std::shared_ptr<DevicePoint>> marks;
   std::shared_ptr<DevicePoint> end;

@@ -98,8 +98,8 @@ Status DecisionRunner::OpenDevice(const Submission& first) {
   return state_.Named(first.Title(), status);
 }
 
-// Whether a call has no outcome because this epoch has ended. Otherwise it has one, and
-// the same on all ranks, even if the epoch has been aborted since.
+// Whether a call has no outcome because this epoch has ended. If the call has an
+// outcome, all ranks have the same, even if the epoch was aborted after the call.
 bool DecisionRunner::IsLost(const Status& status) const {
   if (status.ok() || !communicator_->aborted()) return false;
   return !state_.resilient || status.code() == Code::kUnavailable ||

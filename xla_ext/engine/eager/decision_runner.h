@@ -1,5 +1,6 @@
-// DecisionRunner: carries out the decisions of a round. It makes a decision to run into
-// one call (batch_builder.h), runs the call and completes the works of this rank.
+// DecisionRunner: carries out the decisions of a round. For operations that are to run,
+// it builds one call (batch_builder.h), runs the call and completes the works of this
+// rank.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,7 @@ class DecisionRunner {
   Status CarryAll(const std::vector<Decision>& decisions, const Piggyback* values);
 
  private:
-  // Memory that grows to the largest batch of results in place, and is kept.
+  // Memory for results in place. It grows to the largest batch so far, and is kept.
   struct Scratch {
     std::unique_ptr<std::byte, void (*)(void*)> memory{nullptr, nullptr};
     uint64_t size = 0;

@@ -1,5 +1,5 @@
-// EndedTasks: EagerRequest::keep of the operations of an eager lane that have ended,
-// until a caller takes it and releases it.
+// EndedTasks: stores EagerRequest::keep of each operation of an eager lane that has
+// ended, until a caller takes the pointer and releases its object.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ class EndedTasks {
   void AddEnqueued(const std::shared_ptr<Work>& work, void* keep) {
     enqueued_.emplace_back(work, keep);
   }
-  // Shows to `any` what was added.
+  // Makes any() return true if anything was added.
   void Publish() {
     has_ended_.store(!ended_.empty() || !enqueued_.empty(), std::memory_order_release);
   }

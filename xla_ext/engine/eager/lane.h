@@ -3,9 +3,9 @@
 //
 // The lane has a communicator and a thread. The thread sleeps until this rank submits
 // an operation or a peer begins a round. It then exchanges negotiation messages with
-// all ranks (rounds.cc), lets the negotiation decide (negotiation.h) and runs the
-// decisions. There is no cycle and no coordinator. A caller that waits for its
-// operation does this work itself (Drive). A failure of the communicator fails all
+// all ranks (engine/communicator/rounds.h), lets the negotiation decide (negotiation.h)
+// and runs the decisions. There is no cycle and no coordinator. A caller that waits for
+// its operation does this work itself (Drive). A failure of the communicator fails all
 // pending and later operations, unless the communicator is resilient: then the lane
 // starts again in the next epoch, with all pending operations
 // (progress_engine_epoch.cc).
@@ -55,9 +55,9 @@ class EagerLane {
   Result<std::shared_ptr<Work>> Submit(EagerRequest request);
   // Declares that this rank submits nothing more until all ranks have joined.
   Result<std::shared_ptr<Work>> Join();
-  // Between Hold and the last Release, a submission wakes no thread: all of them go
-  // together, after that Release or Hurry, or with a round that begins for another
-  // reason. Calls may be nested. Hurry is for a caller that waits for such a
+  // Between Hold and its Release, submissions wake no thread. They are sent together,
+  // after the last Release or a Hurry, or with a round that begins for another reason.
+  // Calls of Hold may be nested. Hurry is for a caller that waits for such a
   // submission.
   void Hold() { held_.fetch_add(1, std::memory_order_acq_rel); }
   void Release();
@@ -85,12 +85,13 @@ class EagerLane {
   Result<DevicePointPtr> Mark(const EagerRequest& request,
                               std::shared_ptr<EagerBackend>* backend) const;
 
-  // The main loop. `progress`: the progress lock.
+  // The main function of the lane's own thread. It runs Loop in each epoch. `progress`:
+  // the progress lock.
   void ThreadMain();
   void Guarded(const std::function<void()>& body);
   void Loop(std::unique_lock<std::mutex>* progress);
   bool Drive(const Work& work);
-  // Whether the next turn begins with taking in submissions.
+  // Whether the next turn takes in submissions first.
   bool TakesIn() { return !holds() || hurried_.exchange(false); }
 
   const Owner owner_;
@@ -98,7 +99,7 @@ class EagerLane {
   LaneState state_;
   const std::shared_ptr<Communicator>& communicator_ = state_.communicator;
   std::atomic<int> held_{0};          // calls of Hold without their Release
-  std::atomic<bool> hurried_{false};  // take in submissions in spite of Hold
+  std::atomic<bool> hurried_{false};  // the next turn takes in tasks despite Hold
   EndedTasks ended_tasks_{state_.mutex};
   TaskQueue tasks_{state_, ended_tasks_};
   LaneRecord record_{state_};

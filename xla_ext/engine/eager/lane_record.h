@@ -23,7 +23,7 @@ class LaneRecord {
  public:
   explicit LaneRecord(LaneState& state);
 
-  // Reports events there from the next round on; null: nowhere.
+  // Reports events to `timeline` from the next round on; null: to none.
   void set_timeline(std::shared_ptr<Timeline> timeline);
 
   void BeginRound();
@@ -44,7 +44,7 @@ class LaneRecord {
 
   LaneState& state_;
   const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
-  std::shared_ptr<Timeline> recording_;                // timeline_ as of this round
+  std::shared_ptr<Timeline> recording_;                // timeline_ at BeginRound
   std::shared_ptr<Timeline> timeline_;                 // guarded by LaneState::mutex
 };
 

@@ -56,9 +56,10 @@ struct LaneState {
   const std::shared_ptr<ResilientComm> resilient;  // null: there is only one epoch
   const EagerOptions options;
 
-  // Guards the rest of this struct and what the parts say that it guards. The parts
-  // share one mutex, because a task belongs to an epoch: while the tasks of an epoch
-  // are collected and its communicator is replaced, no task may come (Inherit).
+  // Guards the rest of this struct, and those members of the parts whose comments say
+  // so. The parts share one mutex, because a task belongs to an epoch: no task may be
+  // added while ProgressEngine::Inherit collects the tasks of an epoch and replaces its
+  // communicator.
   mutable std::mutex mutex;
   // Written by the holder with `mutex` held (EagerLane::set_cuda writes before any
   // submission), so the holder may read them without `mutex`.

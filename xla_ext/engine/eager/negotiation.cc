@@ -376,7 +376,8 @@ Status Negotiation::Receive(const std::vector<std::string>& messages,
   if (s.sent_heard != s.sent.size())
     return s.Damaged(s.options.rank, "its own message is not the one that was taken");
   for (const State::Expired& expired : s.expired) s.Expire(expired, &batches);
-  // Only now, because the references of this round use the numbers from before it.
+  // New submissions get numbers only now: the messages of this round refer to the
+  // numbers from before the round.
   for (SubmissionPtr& submission : s.described) s.Number(std::move(submission));
   s.described.clear();
   s.expired.clear();

@@ -33,9 +33,9 @@ class ProgressEngine {
   // means that the communicator is aborted.
   Status Turn(Clock::time_point until, bool takes_in);
 
-  // By the lane's own thread, after the communicator was aborted. MayContinue: whether
-  // another epoch may follow. Renew waits for it and begins again there; an error: none
-  // follows. FailAll fails all pending and later operations.
+  // For the lane's own thread, after the communicator was aborted. MayContinue: whether
+  // another epoch may follow. Renew waits for that epoch and continues there; it fails
+  // if no epoch follows. FailAll fails all pending and later operations.
   bool MayContinue() const;
   Status Renew();
   void FailAll(const Status& cause);

@@ -30,8 +30,8 @@ class ProgressLock {
   // to callers until no new one comes.
   void StandAside(std::unique_lock<std::mutex>* progress);
 
-  // By a caller that waits: CountCaller first. TryLock owns nothing if another thread
-  // is the holder.
+  // For a caller that waits: first CountCaller, then TryLock, which returns a lock that
+  // owns nothing if another thread is the holder.
   void CountCaller() { callers_.fetch_add(1, std::memory_order_relaxed); }
   std::unique_lock<std::mutex> TryLock() {
     return std::unique_lock(mutex_, std::try_to_lock);
@@ -47,7 +47,7 @@ class ProgressLock {
   const TaskQueue& tasks_;
 
   std::mutex mutex_;  // the progress lock itself
-  // Number of callers that have waited so far; StandAside has seen callers_seen_.
+  // How many callers have waited: so far, and when StandAside last looked.
   std::atomic<uint64_t> callers_{0};
   uint64_t callers_seen_ = 0;
 

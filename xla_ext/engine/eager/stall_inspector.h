@@ -24,8 +24,8 @@ class StallInspector {
  public:
   explicit StallInspector(LaneState& state);
 
-  // The time at which Watch is to be called; max(): not before a round leaves
-  // operations pending.
+  // The time at which Watch is to be called next. max(): no operation is pending, so
+  // not before a round has left one pending.
   Clock::time_point next_look() const { return next_look_; }
   // Looks at all operations that wait for other ranks.
   void Watch(Negotiation* negotiation);
@@ -65,7 +65,7 @@ class StallInspector {
 
   const EagerOptions& options_;
   const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
-  bool hurries_ = false;  // a task taken in has a timeout of its own
+  bool hurries_ = false;  // a task taken in since EndRound has its own timeout
   std::unordered_map<uint64_t, Watched> watched_;  // by Negotiation::Waiting::id
   Clock::time_point next_look_ = Clock::time_point::max();
 };

@@ -1,5 +1,5 @@
-// TaskQueue: the tasks of this rank that have not ended, on their way from the callers,
-// on any thread, to the holder of the progress lock, and their end.
+// TaskQueue: the tasks of this rank that have not ended. Callers add tasks, on any
+// thread; the holder of the progress lock takes them out and completes them.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class TaskQueue {
  public:
   TaskQueue(LaneState& state, EndedTasks& ended_tasks);
 
-  // The threads of all works of the lane wait here.
+  // Threads wait here for the works of the lane.
   const std::shared_ptr<Gate>& gate() const { return gate_; }
 
   // All with LaneState::mutex held. Enlist puts the task into incoming_, for the
@@ -49,8 +49,8 @@ class TaskQueue {
   bool has_incoming() const { return !incoming_.empty(); }
   const Status& failure() const { return failure_; }  // ok until Fail
 
-  // Exchanges the tasks that have come for `*taken`, which is empty, and returns
-  // whether a join has come.
+  // Moves the new tasks to `*taken`, which must be empty. Returns whether there is a
+  // new join.
   bool Take(std::vector<TaskPtr>* taken);
   // Completes tasks, all with the same status. `outputs`: by task, or null. `end`: the
   // point at which the device has finished their work, or null.
@@ -61,8 +61,9 @@ class TaskQueue {
   // Refuses all later tasks, and returns those that have not ended.
   std::vector<TaskPtr> Fail(const Status& cause);
 
-  // By the lane's own thread, in a new epoch. Inherit, with LaneState::mutex held,
-  // collects what was submitted up to that epoch, and appends the epochs to `*numbers`.
+  // For the lane's own thread, in a new epoch. Inherit, with LaneState::mutex held,
+  // collects the tasks that were submitted up to that epoch, and appends the index of
+  // the epoch of each task to `*numbers`.
   void Inherit(uint64_t epoch_index, Inheritance* all, std::vector<uint64_t>* numbers);
   // The pending join belongs to that epoch from now on.
   void MoveJoin(uint64_t epoch_index);

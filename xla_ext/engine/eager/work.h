@@ -76,7 +76,8 @@ class Work {
   bool settled() const { return done() && (!end_ || end_->passed() || end_->failed()); }
   // On a device, once done: makes later work of `stream` wait for the results.
   Status Follow(uint64_t stream);
-  // Whether the submission's stream waits already, so its memory may be reused.
+  // Whether the stream of the submission already waits for the end of the work, so that
+  // the memory of the operation may be reused.
   bool followed() const { return followed_.load(std::memory_order_acquire); }
   uint64_t stream() const { return stream_; }
 

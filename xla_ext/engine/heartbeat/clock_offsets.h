@@ -1,10 +1,11 @@
 // ClockOffsets: the clock of the first rank compared with the clock of this rank, by
 // requests and replies with four instants each, as in NTP (RFC 5905).
 //
-// The offset of the clocks is the difference between the midpoints on both sides. Its
-// error is at most half of the round trip, without the time spent at the peer: the
-// reading with the shortest round trip is the best. Each request leaves with the reply
-// to the last one, so that few of them fall into a busy moment.
+// The offset of the clocks is the difference between the midpoints of the instants on
+// both sides. Its error is at most half of the round trip, without the time spent at
+// the peer: the reading with the shortest round trip is the best. This rank sends a
+// request only after the reply to the last one, so that few requests meet the same busy
+// moment.
 #pragma once
 
 #include <string>

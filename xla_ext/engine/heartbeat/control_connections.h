@@ -26,7 +26,7 @@ double SecondsNow();
 struct PeerState {
   struct Peer {
     int rank;               // in the world
-    int fd;                 // connected stream socket; the connection takes it
+    int fd;                 // connected stream socket; the channel owns it
     std::string host = {};  // name of its host, for texts
     std::string key = {};   // for the channel; empty: not encrypted
   };
@@ -42,7 +42,7 @@ struct PeerState {
   double heard = 0;    // last bytes received at, in seconds of SecondsNow
   uint64_t entered[2] = {};
   bool open = true, left = false;
-  std::map<int, uint64_t> finished;  // if it has left: calls, by communicator
+  std::map<int, uint64_t> finished;  // if `left`: finished calls, by communicator id
 };
 
 // Owns the sockets and their epoll, and writes messages without blocking for long. The
@@ -102,9 +102,9 @@ class ControlConnections {
 
   const int rank_;
   const WatchedCommunicators* const watched_;
-  int epoll_ = -1;  // epoll of all sockets: the cost of a wake does not grow with them
+  int epoll_ = -1;  // epoll: unlike poll, it takes no time for each idle socket
   mutable std::mutex mutex_;
-  std::vector<PeerState> states_;  // never resized, since epoll has pointers
+  std::vector<PeerState> states_;  // never resized: epoll has their addresses
   bool stopping_ = false;
 };
 

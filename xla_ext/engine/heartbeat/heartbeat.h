@@ -3,9 +3,10 @@
 //
 // The thread watches one connected, authenticated socket per peer. A closed socket
 // means that the process is gone (known within milliseconds), silence that the process
-// hangs or the network is cut. A rank that fails sends the reason, and the rank that it
-// has lost itself, so a cascade of failures still names the first culprit. Each beat
-// carries the number of world calls that the rank has entered: it shows the late ranks.
+// hangs or the network is cut. A rank that fails sends the reason. If it has lost a
+// rank before, it sends that rank and its reason instead, so a cascade of failures
+// still names the first culprit. Each message carries the number of world calls that
+// its sender has entered: the number shows the late ranks.
 //
 // The sockets also carry other protocols, each of which is a part with its own state:
 // straggler probes (ProbeSender, ProbeResponder), the teardown barrier
@@ -71,7 +72,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   std::vector<std::pair<int, std::string>> lost() const;  // world ranks and reasons
   std::vector<int> left() const;  // world ranks that have shut down in good order
 
-  // The other protocols, for as long as the heartbeat lives.
+  // The parts for the other protocols. The references are valid as long as this object.
   ClockOffsets& clock_offsets() { return clock_offsets_; }
   ProbeSender& probe_sender() { return probe_sender_; }
   ProbeResponder& probe_responder() { return probe_responder_; }

@@ -38,7 +38,7 @@ class ProbeSender : public StragglerProbe {
   };
 
   ControlConnections* const connections_;
-  // The last probe, by communicator. By PeerState::index.
+  // The last probe: by PeerState::index, then by id of the communicator.
   std::vector<std::map<int, Inquired>> inquired_;
   uint32_t token_ = 0;  // token of the last probe that this rank has sent
 };

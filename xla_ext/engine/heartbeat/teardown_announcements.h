@@ -31,7 +31,8 @@ class TeardownAnnouncements : public TeardownBarrier {
 
  private:
   ControlConnections* const connections_;
-  // Ready for teardown: epoch, by communicator. By PeerState::index.
+  // The epoch that a peer is ready to tear down: by PeerState::index, then by id of the
+  // communicator.
   std::vector<std::map<int, uint32_t>> gone_;
 };
 

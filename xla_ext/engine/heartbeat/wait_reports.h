@@ -17,7 +17,7 @@ namespace ringjax {
 // How long a rank waited for the other ranks in one call of the world.
 struct Waited {
   uint32_t sequence = 0;  // low 32 bits of the sequence number of the call
-  bool named = false;     // eager lane, where several operations may be one call
+  bool named = false;     // an operation of the eager lane; several may be one call
   uint32_t us = 0;        // microseconds
 };
 // The waits that a peer has reported.
@@ -43,7 +43,8 @@ class WaitReports {
   // beat from now on; null: stops that.
   void ShareWaits(std::shared_ptr<Recorder> recorder);
   void SayWhere(const std::string& place);
-  // Takes the reports of the peers, by rank: totals, and the waits since the last call.
+  // Takes the reports of the peers, by rank: totals, and the waits since the last
+  // TakeWaits.
   std::map<int, Waits> TakeWaits();
 
   void TellWaits();  // with each beat
@@ -54,7 +55,7 @@ class WaitReports {
   ControlConnections* const connections_;
   std::vector<Waits> waits_;            // by PeerState::index
   std::shared_ptr<Recorder> recorder_;  // source of the waits that are sent, or null
-  uint64_t shared_ = 0;                 // number of its calls that were sent
+  uint64_t shared_ = 0;                 // number of its calls at the last report
   std::string where_;
 };
 
