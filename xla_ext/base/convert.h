@@ -3,8 +3,9 @@
 //
 // The code has no branches and almost only integer operations. Compilers vectorise it
 // for every CPU, and the results have the same bits everywhere. A double that becomes a
-// denormal of bf16 passes through a denormal float, so callers hold a FloatMode, as for
-// all arithmetic. Arithmetic on f16 and bf16 is done in float, in reduce_kernels.h.
+// denormal of bf16 is first a denormal float, which the thread may flush to zero. So
+// callers hold a FloatMode (float_mode.h). Arithmetic on f16 and bf16 is done in float,
+// in reduce_kernels.h.
 #pragma once
 
 #include <bit>
@@ -36,10 +37,10 @@ RINGJAX_INLINE uint16_t BFloat16FromFloatBits(uint32_t bits) {
 RINGJAX_INLINE float HalfToFloat(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t shifted = static_cast<uint32_t>(h & 0x7fffu) << 13;
-  const uint32_t normal = shifted + (112u << 23);     // the biases are 15 and 127
+  const uint32_t normal = shifted + (112u << 23);     // exponent bias 127 instead of 15
   const uint32_t special = shifted | kFloatInfinity;  // infinity and NaN
-  // An f16 denormal with mantissa m has the value m 2^-24. With exponent -14 its bits
-  // are the float 2^-14 + m 2^-24. The subtraction of 2^-14 is exact.
+  // An f16 denormal with mantissa m has the value m 2^-24. Its bits with the exponent
+  // -14 are the float 2^-14 + m 2^-24, from which 2^-14 is subtracted exactly.
   const float lifted = FloatFromBits(shifted + (113u << 23));
   const uint32_t denormal = BitsOf(lifted - FloatFromBits(113u << 23));
   const uint32_t finite = shifted < 0x00800000u ? denormal : normal;
@@ -63,8 +64,8 @@ RINGJAX_INLINE uint16_t HalfFromFloatBits(uint32_t bits) {
 }
 
 // Rounds to odd: truncates `value` to float, and sets the last bit if that was inexact.
-// Rounding the result to a shorter type is the same as rounding `value` directly, which
-// rounding to nearest twice is not.
+// A second rounding, of the result to a shorter type, then gives the same as rounding
+// `value` to that type directly. If both roundings were to nearest, it might not.
 // Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Trans.
 // Comput. 57(4), 2008.
 RINGJAX_INLINE uint32_t FloatBitsToOdd(double value) {

@@ -29,8 +29,8 @@ bool All(uint32_t found, std::initializer_list<int> bits) {
   return true;
 }
 
-// The registers that the system saves: bit 1 is xmm, 2 ymm, 5 to 7 are AVX-512's. The
-// CPU must have the xgetbv instruction (osxsave).
+// Returns which registers the system saves when it switches threads: bit 1 is for xmm,
+// bit 2 for ymm, bits 5 to 7 for AVX-512. The CPU must have xgetbv (flag osxsave).
 uint64_t SavedRegisters() {
   uint32_t low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

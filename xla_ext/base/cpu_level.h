@@ -40,8 +40,8 @@ class LevelForTests {
 };
 
 #if defined(__x86_64__)
-// The features are listed one by one, because zig disables each of them for Clang, and
-// that overrides "arch=x86-64-v3".
+// The features are listed one by one, because zig disables each of them for Clang,
+// which overrides "arch=x86-64-v3".
 #define RINGJAX_V3_PARTS "avx2,bmi,bmi2,f16c,fma,lzcnt,movbe,popcnt"
 #define RINGJAX_V3 gnu::target(RINGJAX_V3_PARTS)
 #define RINGJAX_V4 \

@@ -2,13 +2,14 @@
 // destructor restores the mode that the thread had before.
 //
 // A thread may flush denormals to zero, as the threads of XLA and TensorFlow do, and a
-// new thread inherits this from its creator. For such a thread two different denormals
-// are equal, and its sums have other bits than those of a rank that does not flush. So
-// the functions of base/reduce.h and base/moments.h that compute hold a FloatMode.
+// new thread inherits its creator's mode. For such a thread two different denormals are
+// equal, and its sums have other bits than those of a rank that does not flush. So the
+// functions of base/reduce.h and base/moments.h that compute hold a FloatMode.
 //
-// If there is nothing to change, a FloatMode costs the read of a register. A caller of
-// many short functions therefore holds one around all of them. No thread holds a
-// FloatMode while it waits, because callbacks run then.
+// If the thread has the right mode already, a FloatMode only reads a register. So a
+// caller of many short functions holds one FloatMode around all of them, and those in
+// the functions change nothing. No thread holds a FloatMode while it waits, because a
+// wait may run callbacks, such as Python's signal handlers.
 #pragma once
 
 #include <cstdint>

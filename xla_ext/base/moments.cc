@@ -21,14 +21,14 @@ constexpr size_t kMomentBlock = 512;
 using F32 = Same<float>;
 using F64 = Same<double>;
 
-// A vector type of GCC and Clang: only some compilers vectorise loops over lanes.
+// A vector type of GCC and Clang, because few compilers vectorise a loop over lanes.
 using Vector [[gnu::vector_size(kLanes * sizeof(double))]] = double;
 
 struct VectorMoments {
   Vector ab{}, aa{}, bb{};
 };
 
-// Adds the moments of `n` elements, a multiple of kLanes.
+// Adds the moments of `n` elements to `*sums`. `n` is a multiple of kLanes.
 template <typename V>
 RINGJAX_INLINE void AddVectors(const std::byte* a, const std::byte* b, size_t n,
                                VectorMoments* sums) {

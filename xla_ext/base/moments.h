@@ -1,10 +1,10 @@
 // Dot products and weighted sums of two vectors: the arithmetic that Adasum needs in
 // addition to base/reduce.h. The algorithm is in engine/call/adasum.h.
 //
-// `dtype` must be a float type. Products and their sums are computed in double, where
-// the products are exact for all types but f64. The order of the additions depends only
-// on `n`, so that all levels of CPUs compute the same bits. Any alignment is accepted,
-// and `n` may be 0.
+// `dtype` must be a float type. Products and their sums are computed in double, which
+// holds the products of all types but f64 exactly. The order of the additions depends
+// only on `n`, so the code for every CPU level computes the same bits. Any alignment is
+// accepted, and `n` may be 0.
 #pragma once
 
 #include "base/dtype.h"

@@ -61,8 +61,8 @@ RINGJAX_INLINE void CombineComplexProducts(const Operands& p, DType dtype) {
   }
 }
 
-// Integers of the type T. Sums and products wrap around, with the same bits for signed
-// and unsigned types, so they are computed in the unsigned type U.
+// Combines integers of type T. Sums and products wrap around, with the same bits for
+// signed and unsigned types, so they are computed in the unsigned type U.
 template <typename T, typename U>
 RINGJAX_INLINE void Integers(const Operands& p, ReduceOp op) {
   using S = Same<T>;
@@ -116,8 +116,8 @@ void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
   ByLevel<CombineIntegers>(p, dtype, op);
 }
 
-// Adds values in the wire dtype to values in `dtype`, without scaling. This is the hot
-// loop of a compressed ring: all steps use it but those that scale or finish.
+// Adds values in the wire dtype to values in `dtype`, without scaling: the loop for
+// most steps of a ring with compression, unless CombineHalves can do them.
 RINGJAX_INLINE void AddFromWire(const Operands& p, DType dtype, DType wire) {
   const bool half = wire == DType::kF16;
   if (dtype == DType::kF32) {
@@ -234,7 +234,7 @@ Factors<V> FactorsFor(const Arithmetic& a, bool first, bool last) {
   return f;
 }
 
-// Arithmetic for scaling, sums and copies of complex numbers as pairs of reals.
+// Returns arithmetic that scales, adds and copies complex numbers as pairs of reals.
 Arithmetic AsReal(const Arithmetic& a) {
   Arithmetic real = a;
   real.dtype = real.wire = a.dtype == DType::kC64 ? DType::kF32 : DType::kF64;
@@ -257,9 +257,9 @@ void Rescaled(void* out, const void* own, size_t n, const Arithmetic& a, bool fi
     ScaleIntegers(out, own, n, a.dtype, a.postscale, a.divisor);
 }
 
-// Combines integers, or complex numbers with op kProduct, with scaling. They have no
-// loop that does all at once: pieces that stay in the L1 cache are scaled, combined and
-// finished one after the other.
+// Combines integers, or complex numbers with op kProduct, with scaling. No loop does
+// all of that at once. So the data are cut into pieces that stay in the L1 cache, and
+// each piece is scaled, combined and finished before the next one.
 void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool last) {
   alignas(64) std::byte scaled[4096];
   const size_t width = Width(a.dtype), step = sizeof(scaled) / width;
@@ -278,14 +278,15 @@ void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool la
 // Elements that are converted to f32 at a time, so few that they stay in the L1 cache.
 constexpr size_t kFloatBlock = 1024;
 
-// Arithmetic in f32, without compression, with the operation and the factors of `a`.
+// Returns arithmetic in f32 with the operation and the factors of `a`, uncompressed.
 Arithmetic AsFloats(const Arithmetic& a) {
   Arithmetic floats = a;
   floats.dtype = floats.wire = DType::kF32;
   return floats;
 }
 
-// Whether `a` is for f16, or f32 that is sent as f16, and this CPU has F16C.
+// Whether CombineHalves can do `a`: the CPU has F16C, and the values are f16, or f32
+// that is sent as f16.
 bool ByBlocks(const Arithmetic& a) {
   return a.wire == DType::kF16 && a.dtype != DType::kF64 && ConvertsHalves();
 }
@@ -295,7 +296,7 @@ const char* At(const void* base, size_t bytes) {
 }
 char* At(void* base, size_t bytes) { return static_cast<char*>(base) + bytes; }
 
-// Combines f16, or f32 that is sent as f16, in blocks of f32.
+// Combines f16, or f32 that is sent as f16, in blocks that are converted to f32.
 void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last) {
   alignas(64) float own[kFloatBlock], received[kFloatBlock];
   const Arithmetic floats = AsFloats(a);
@@ -309,7 +310,7 @@ void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last
             first, last);
     if (!wide) {
       NarrowHalves(At(p.out, at), own, n);
-    } else if (last) {  // round to the wire dtype
+    } else if (last) {  // rounds the results to the wire dtype
       NarrowHalves(received, sums, n);
       WidenHalves(sums, received, n);
     }

@@ -49,7 +49,7 @@ void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool 
                 bool last);
 
 // Gives every NaN the same bits. An operation on two NaNs returns the bits of one of
-// them; which one depends on how the loop was compiled and on where the loop ends.
+// them; which one depends on the compiled loop and on the element's position in it.
 // Without UnifyNans, ranks that each reduce all values by themselves could end with
 // different bits.
 void UnifyNans(void* values, size_t n, DType dtype);

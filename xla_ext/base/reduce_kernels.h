@@ -13,8 +13,8 @@
 #include "base/convert.h"
 
 // Promises the compiler that no iteration depends on another one. out == own is an
-// ordinary case and keeps the promise. Without the promise the compiler would check for
-// overlap, and run its scalar loop in that case.
+// ordinary case and keeps the promise. Without the promise the compiler would check
+// whether the arrays overlap, and run a scalar loop if they do, as for out == own.
 #if defined(__clang__)
 #define RINGJAX_VECTOR_LOOP _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -172,7 +172,7 @@ template <typename T, typename W, typename V>
 RINGJAX_INLINE void Finish(void* out, size_t i, V v, const Factors<V>& f) {
   v = v * f.after / f.divisor;
   if constexpr (!std::is_same_v<T, W>) {
-    // A mask selects, because a condition would prevent vectorisation.
+    // A mask selects the result, because a condition would prevent vectorisation.
     using Bits = BitsFor<V>;
     const Bits keep = f.round ? Bits{0} : ~Bits{0};
     const V rounded = static_cast<V>(W::Widen(W::Narrow(v)));
@@ -227,7 +227,8 @@ RINGJAX_INLINE T Truncated(double v) {
   return v != v ? T{0} : static_cast<T>(v);
 }
 
-// Scales integers: multiplies them and truncates, then divides in integer arithmetic.
+// Scales integers: multiplies them by `factor` in double, truncates, then divides them
+// by `divisor` as integers.
 template <typename T>
 RINGJAX_INLINE void RescaleIntegers(void* out, const void* in, size_t n, double factor,
                                     int64_t divisor) {

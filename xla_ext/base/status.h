@@ -16,7 +16,7 @@ namespace ringjax {
 enum class Code : uint8_t {
   kOk = 0,
   kInvalidArgument,     // this rank passed something impossible; nothing was sent
-  kFailedPrecondition,  // not initialised, shut down, wrong size for this program
+  kFailedPrecondition,  // not possible now: not initialised, shut down, forked ...
   kMismatch,            // ranks disagree about the operation; all ranks get this error
   kDeadlineExceeded,    // a live peer made no call or no progress for too long
   kUnavailable,         // a peer is gone, or the communicator was aborted
@@ -61,7 +61,7 @@ class [[nodiscard]] Result {
 
 }  // namespace ringjax
 
-// Returns from the enclosing function if `expression` is not ok.
+// Returns the Status `expression` from the enclosing function if it is not ok.
 #define RJ_TRY(expression)                                              \
   do {                                                                  \
     if (::ringjax::Status rj_s = (expression); !rj_s.ok()) return rj_s; \

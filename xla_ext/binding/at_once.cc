@@ -1,5 +1,5 @@
-// Operations on one tensor that return at their end, without a Work in Python. To make
-// the objects on the way would take longer than a short operation.
+// Operations on one tensor that return when they have ended. Python gets no Work: to
+// make that object and its arguments would take longer than a short operation.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -49,7 +49,7 @@ class Plain {
     return from(*this) < from(other) + other.bytes() &&
            from(other) < from(*this) + bytes();
   }
-  // Whether rows have the same type and shape; the numbers of rows may differ.
+  // Whether rows of both arrays have the same type and shape; row counts may differ.
   bool IsLike(const Plain& other) const {
     return piece.dtype == other.piece.dtype && !piece.dims.empty() &&
            std::equal(piece.dims.begin() + 1, piece.dims.end(),
@@ -107,8 +107,8 @@ bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
          ShareOf(in.piece.dims[0], present->rank(), present->size());
 }
 
-// Runs an operation from the call to its end. The lane keeps `held` until the operation
-// has ended, which is later than the return if the caller is interrupted.
+// Submits an operation and waits until it has ended. The lane keeps `held` until then,
+// also if an interrupt ends the wait earlier.
 BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
                  nb::object held) {
   request.keep = held.ptr();
@@ -120,9 +120,9 @@ BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
   return waiting;
 }
 
-// Runs one operation on one plain array, with the result in another one or in place.
-// Returns false, and has done nothing, if it does not support these arrays. `name`: a
-// str, or a callable that returns one.
+// Runs one operation on an array that Plain can describe, with the result in another
+// such array or in place. If the arrays do not allow that, does nothing and returns
+// false. `name`: a str, or a callable that returns one.
 bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
               nb::handle array, nb::handle out, int reduce_op, int root,
               double prescale, double postscale, double timeout) {
@@ -152,8 +152,8 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
     try {
       return RunNow(self, std::move(request), held);
     } catch (...) {
-      // After an interrupt the operation goes on. So its result must not be resized, as
-      // a bytearray could be; an array with an exported buffer cannot be resized.
+      // After an interrupt the operation goes on, so `out` must not be resized, as a
+      // bytearray could be. A memoryview of `out` prevents that until the end.
       if (PyObject* view = PyMemoryView_FromObject(out.ptr()))
         held.append(nb::steal(view));
       else

@@ -13,8 +13,8 @@
 
 namespace ringjax {
 
-// Owns an eager lane. The lane keeps references to Python objects, which ReleaseEnded
-// drops where the GIL is held.
+// Owns an eager lane. The lane keeps references to Python objects until an operation
+// has ended; then ReleaseEnded drops them, on a thread that holds the GIL.
 class BoundLane : public std::enable_shared_from_this<BoundLane> {
  public:
   BoundLane(std::shared_ptr<Communicator> communicator, EagerOptions options)
@@ -37,7 +37,7 @@ class BoundLane : public std::enable_shared_from_this<BoundLane> {
       Py_DECREF(static_cast<PyObject*>(kept));
   }
 
-  std::shared_ptr<EagerCuda> cuda() const {  // the present epoch's
+  std::shared_ptr<EagerCuda> cuda() const {  // backend of the present epoch, or null
     return std::static_pointer_cast<EagerCuda>(lane.cuda());
   }
 
@@ -87,15 +87,15 @@ class Items {
 
 int64_t AsNumber(PyObject* o);
 void* AsAddress(PyObject* o);
-// Adds one of `ins` to the request: address, number of the element type, shape.
+// Adds an input to the request. `item`: (address, number of the element type, shape).
 void ReadInput(PyObject* item, EagerRequest* request);
-// Submits the request. Releases the GIL if that may take long.
+// Submits the request; without the GIL if Submit may run operations (`waits`).
 Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request);
-// Waits until the operation has ended and raises its error. Makes `stream`, or that of
-// the submission, wait for results on a device.
+// Waits until the operation has ended and raises its error. If the results are on a
+// device, makes `stream`, or else the stream of the submission, wait for them.
 void Wait(BoundWork& self, std::optional<uint64_t> stream);
 
-// Binds operations on one tensor that return at their end (at_once.cc).
+// Binds operations on one tensor that return when they have ended (at_once.cc).
 void BindAtOnce(nanobind::class_<BoundLane>& lane);
 
 }  // namespace ringjax

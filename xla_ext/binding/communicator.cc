@@ -168,7 +168,7 @@ struct LinkEnds {
 };
 
 LinkEnds ReadLink(const nb::tuple& link) {
-  try {  // nb::tuple does not check its bounds
+  try {  // check sizes first: nb::tuple does not check its bounds
     const std::string kind = link.size() > 2 ? nb::cast<std::string>(link[0]) : "";
     if (kind == "shm" && link.size() == 7)
       return {
@@ -209,7 +209,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
     std::shared_ptr<Communicator> ending) {
   std::vector<LinkEnds> ends;
   for (const nb::tuple& link : links) ends.push_back(ReadLink(link));
-  // From here on the core owns all descriptors and closes them, also if this throws.
+  // From here on the core owns all descriptors, and closes them if this code throws.
   auto bell = std::make_unique<Doorbell>(doorbell);
   std::vector<Descriptors> descriptors;
   for (const LinkEnds& e : ends) descriptors.emplace_back(e.fds);
@@ -253,7 +253,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
   }
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(shared), resilient);
-  // An epoch of a ResilientComm is registered only when it is installed.
+  // The communicator of an epoch of a ResilientComm is registered later, by Install.
   if (!resilient) {
     const auto meeting = std::make_shared<DeviceRendezvous>();
     TellWhatIsMissing(c, meeting);
@@ -274,7 +274,7 @@ void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
     nb::gil_scoped_release release;
     status = self.Install(next, {finished, repeats, ranks, reason});
     if (status.ok() && next) {
-      // CUDA communicators may be registered already; drop those of a failed epoch.
+      // Keep CUDA communicators that `next` has already; drop those of a failed epoch.
       Registered now = Find(next->id());
       if (std::any_of(now.devices.begin(), now.devices.end(),
                       [](const auto& one) { return !one->epoch().Check().ok(); }))

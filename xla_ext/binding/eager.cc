@@ -99,8 +99,8 @@ BoundWork Submit(const std::shared_ptr<BoundLane>& self, int op, std::string nam
   for (size_t i = 0; i < places.size(); ++i)
     request.rooms.push_back(static_cast<uint64_t>(AsNumber(places[i])));
   self->ReleaseEnded();
-  // `held` owns the reference to `keep` that the lane takes. It must exist before
-  // HandIn: the operation may end, and `keep` be released, before HandIn returns.
+  // `held` owns the reference to `keep` that the lane takes. It exists before HandIn,
+  // because the operation may end, and `keep` be released, before HandIn returns.
   nb::object held = keep.is_none() ? nb::object() : nb::borrow(keep);
   request.keep = held.ptr();
   request.waits = waits;
@@ -116,7 +116,7 @@ nb::dlpack::dtype TypeOf(DType dtype) {
   if (dtype == DType::kBool) code = dtype_code::Bool;
   if (dtype >= DType::kI8 && dtype <= DType::kI64) code = dtype_code::Int;
   if (dtype >= DType::kU8 && dtype <= DType::kU64) code = dtype_code::UInt;
-  // bfloat16 goes as its bits: neither the buffer protocol nor numpy has that type.
+  // bfloat16 is passed as uint16: neither the buffer protocol nor numpy has bfloat16.
   if (dtype == DType::kBF16) code = dtype_code::UInt;
   if (IsComplex(dtype)) code = dtype_code::Complex;
   return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * Width(dtype)), 1};

@@ -37,7 +37,7 @@ constexpr std::string_view kCodeNames[] = {
 PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
 // The GIL guards the next two.
 PyObject* failure_callback = nullptr;
-nb::python_error* put_off = nullptr;  // raised by a signal handler within the core
+nb::python_error* put_off = nullptr;  // raised by a signal handler that the core ran
 
 // A pending call of the interpreter: raises the exception that was put off, if any.
 int RaisePutOff(void*) {
@@ -59,7 +59,7 @@ nb::object ToText(const std::string& s) {
 
 void Raise(const Status& status) {
   if (status.ok()) return;
-  // The exception of the signal handler says more than that it interrupted the core.
+  // If a signal handler has raised, its exception says more than this status.
   if (status.code() == Code::kCancelled && RaisePutOff(nullptr) != 0)
     throw nb::python_error();
   nb::object error = nb::handle(status_error)(ToText(status.message()));
@@ -88,7 +88,7 @@ bool MainThreadInterrupted() {
 int CallFailureCallback(void*) {
   if (failure_callback == nullptr) return 0;
   PyObject* result = PyObject_CallNoArgs(failure_callback);
-  // Raised here, the error would appear in unrelated code of the main thread.
+  // If raised here, this error would appear in unrelated code of the main thread.
   if (result == nullptr) PyErr_WriteUnraisable(failure_callback);
   Py_XDECREF(result);
   return 0;
@@ -129,7 +129,7 @@ std::vector<uint64_t> HashMemory(
   return hashes;
 }
 
-// `greatest` takes and returns a list of numbers, and may raise.
+// `greatest` takes numbers, returns their maxima over all ranks, and may raise.
 nb::object DifferenceOf(const std::vector<uint64_t>& hashes, const std::string& names,
                         const std::vector<int>& members, int rank,
                         const nb::callable& greatest) {

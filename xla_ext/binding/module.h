@@ -21,7 +21,7 @@ void BindSchedules(nanobind::module_& m);   // algorithms, schedule, verify
 void BindDevice(nanobind::module_& m);      // CUDA and NCCL
 void BindEager(nanobind::module_& m);       // named operations
 void BindRecorder(nanobind::module_& m);    // events and totals of the calls
-void BindTensorFlow(nanobind::module_& m);  // tensors of its kernels
+void BindTensorFlow(nanobind::module_& m);  // tensors of TensorFlow's kernels
 
 // File descriptors that the destructor closes, unless Release has returned them.
 class Descriptors {
@@ -42,7 +42,7 @@ class Descriptors {
   std::vector<int> fds_;
 };
 
-// Makes a doorbell with a new eventfd. Raises OSError.
+// Makes a doorbell with a new eventfd. Raises OSError on failure.
 std::unique_ptr<Doorbell> NewBell();
 
 // The contents of a list of bytes objects.

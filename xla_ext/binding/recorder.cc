@@ -18,7 +18,7 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-// Seconds of CLOCK_MONOTONIC, the clock of time.monotonic(); none if not set.
+// `when` in seconds of CLOCK_MONOTONIC, as time.monotonic(); none if not set.
 std::optional<double> Seconds(Event::Clock::time_point when) {
   if (when == Event::Clock::time_point()) return std::nullopt;
   return std::chrono::duration<double>(when.time_since_epoch()).count();

@@ -75,7 +75,7 @@ nb::list ToList(const Schedule& schedule) {
   return steps;
 }
 
-// Reads the steps of a schedule; its scratch region is as large as the steps use it.
+// Reads the steps of a schedule; the scratch region becomes as large as they need.
 Schedule FromList(const std::vector<nb::dict>& steps) {
   Schedule schedule;
   for (const nb::dict& d : steps) {

@@ -55,7 +55,7 @@ class TensorInterface {
     return found;
   }
 
-  // Returns (address of the elements, TensorFlow's number of the dtype, shape) of each.
+  // Returns for each tensor: (address of the elements, TensorFlow's dtype, shape).
   nb::list Describe(const std::vector<Address>& tensors) const {
     nb::list all;
     for (const Address tensor : tensors) {
@@ -67,8 +67,8 @@ class TensorInterface {
     return all;
   }
 
-  // Allocates uninitialised tensors of these dtypes and shapes. The caller deletes
-  // them.
+  // Allocates tensors with the dtypes and shapes of `tensors`, uninitialised. The
+  // caller deletes them.
   std::vector<Address> AllocateLike(const std::vector<Address>& tensors) const {
     std::vector<Address> made;
     for (const Address tensor : tensors) {
@@ -85,7 +85,7 @@ class TensorInterface {
     return made;
   }
 
-  // Makes the tensors outputs of a node from `first` on, and in any case deletes them.
+  // Makes the tensors outputs of a node, from output `first` on; always deletes them.
   void Put(Address context, int first, std::vector<Address> tensors) const {
     void* status = new_status_();
     for (size_t i = 0; i < tensors.size() && get_code_(status) == 0; ++i)
@@ -105,7 +105,7 @@ class TensorInterface {
     *to = reinterpret_cast<Function>(nb::cast<Address>(functions[name]));
   }
 
-  // Deletes `status`. If that is not OK, deletes `tensors`, too, and throws its text.
+  // Deletes `status`. If it was an error, also deletes `tensors` and throws its text.
   void Finish(void* status, std::vector<Address>* tensors) const {
     const bool ok = get_code_(status) == 0;
     const std::string text = ok ? "" : get_message_(status);

@@ -3,8 +3,8 @@
 // files.
 //
 // An `Add...` function appends the steps of this rank in one phase of a group of ranks.
-// It appends none for a group of one rank, so a phase that finishes a reduction needs
-// at least two.
+// The function appends no step for a group of one rank, so a phase that finishes a
+// reduction needs a group of at least two ranks.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@ void AddRingReduceScatter(ScheduleBuilder* builder, const Group& group,
 void AddRingAllgather(ScheduleBuilder* builder, const Group& group,
                       const Blocks& blocks);
 
-// direct.cc. `own` receives the block of this rank; `last` marks it as finished.
+// direct.cc. `own`: the slice for the reduced block of this rank; `last`: whether this
+// phase finishes the block.
 void AddDirectReduceScatter(ScheduleBuilder* builder, const Group& group,
                             const Blocks& blocks, bool last, Slice own);
 void AddDirectAllgather(ScheduleBuilder* builder, const Group& group,
@@ -80,8 +81,8 @@ RJ_ALGORITHM(PairwiseAlltoall);
 // shared.cc. Whether all ranks have mapped a shared segment.
 bool HasSharedSegment(const Topology& topology);
 
-// hierarchical.cc. Whether there are several hosts, at least one of them with several
-// ranks; and whether, in addition, all hosts have the same number of ranks.
+// hierarchical.cc. HasHierarchy: whether there are several hosts, at least one of them
+// with several ranks. HasEvenHierarchy: also, all hosts have equally many ranks.
 bool HasHierarchy(const Topology& topology);
 bool HasEvenHierarchy(const Topology& topology);
 

@@ -34,7 +34,7 @@ Schedule BruckAllgather(const Problem& problem, const Topology& topology) {
   const Range own = blocks.At(rank);
   ScheduleBuilder builder;
   builder.Move(own, {Region::kIn, 0, own.count});
-  builder.Finish(own);  // first: it is sent in one range with other blocks in kOut
+  builder.Finish(own);  // first: the sends below read `own` and other blocks from kOut
   for (int have = 1; have < size; have *= 2) {
     const int count = std::min(have, size - have);
     const int to = Wrap(rank - have, size), from = Wrap(rank + have, size);

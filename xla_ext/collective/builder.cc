@@ -89,7 +89,7 @@ void ScheduleBuilder::CutAt(uint64_t offset) {
   slice.count = head;
 }
 
-// Joins a home with the one before if they are neighbours in the vector and in memory.
+// Joins a home with the one before if the two are adjacent in the vector and in memory.
 void ScheduleBuilder::JoinWithPrevious(Homes::iterator home) {
   if (home == homes_.begin() || home == homes_.end()) return;
   auto& [offset, slice] = *std::prev(home);

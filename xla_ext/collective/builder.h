@@ -61,7 +61,7 @@ Group World(const Topology& topology);
 std::vector<std::vector<int>> Hosts(const Topology& topology);
 
 // Builds the schedule of one rank. The *home* of a range is the slice that holds its
-// value. At first every range is at home at its own offset in kIn.
+// value. At first the home of every range is in kIn, at the offset of the range.
 class ScheduleBuilder {
  public:
   ScheduleBuilder() = default;
@@ -71,7 +71,7 @@ class ScheduleBuilder {
 
   // Each of these functions appends one step, or none if the range is empty. Send,
   // RecvReduce and Finish read `range` from its home, which must be one slice. Recv,
-  // RecvReduce and Finish make `dst` its home.
+  // RecvReduce and Finish make `dst` the home of `range`.
   void Send(int peer, Range range);
   void Recv(int peer, Range range) { Recv(peer, range, OutAt(range)); }
   void Recv(int peer, Range range, Slice dst);
@@ -87,17 +87,18 @@ class ScheduleBuilder {
   Schedule Take() { return std::move(schedule_); }
 
  private:
-  using Homes = std::map<uint64_t, Slice>;  // by offset in the vector; disjoint
+  using Homes = std::map<uint64_t, Slice>;  // disjoint ranges, by offset in the vector
 
   Slice Held(Range range) const;
   void CutAt(uint64_t offset);
   void JoinWithPrevious(Homes::iterator home);
 
-  Homes homes_;  // a range that is in none of them is in kIn
+  Homes homes_;  // the home of any other range is in kIn
   Schedule schedule_;
 };
 
-// The schedule of a reduction on one rank: kOut = kIn, with prescale and postscale.
+// The schedule of a reduction if there is only one rank: kOut = kIn, with prescale and
+// postscale.
 Schedule Alone(uint64_t count);
 
 }  // namespace ringjax::collective

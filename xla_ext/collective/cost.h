@@ -27,13 +27,13 @@ class Traffic {
 
   // Adds `messages` messages of `bytes` bytes in total.
   void Send(int from, int to, double bytes, double messages = 1);
-  // Adds one message of `bytes` bytes from each rank to each other rank, without the
-  // ranks below `begin`, all at the same time.
+  // Adds one message of `bytes` bytes from each rank to each other rank, all at the
+  // same time. Ranks below `begin` neither send nor receive.
   void SendAll(double bytes, int begin = 0);
 
-  // The predicted time, with `steps` messages in the longest chain of dependent ones.
-  // The bytes of the busiest rank (inside a host) and of the busiest host count: with
-  // kThrough the longer of their times, with kByRounds the sum.
+  // The predicted time. `steps`: messages in the longest chain of dependent messages.
+  // The bytes take the time of the busiest rank (inside a host) and of the busiest host
+  // (between hosts): with kThrough the longer of the two, with kByRounds their sum.
   double Seconds(double steps, Flow flow = Flow::kThrough) const;
 
   int hosts() const { return static_cast<int>(host_size_.size()); }
@@ -44,9 +44,9 @@ class Traffic {
   size_t HostOf(int rank) const { return host_[static_cast<size_t>(rank)]; }
 
   const CostModel& model_;
-  std::vector<size_t> host_;                // by rank
-  std::vector<int> host_size_;              // by host
-  std::vector<double> messages_;            // sent, by rank
+  std::vector<size_t> host_;                // number of the host, by rank
+  std::vector<int> host_size_;              // number of ranks, by host
+  std::vector<double> messages_;            // messages sent, by rank
   std::vector<double> local_;               // bytes received inside the host, by rank
   std::vector<double> host_out_, host_in_;  // bytes between hosts, by host
 };

@@ -1,6 +1,6 @@
-// Direct algorithms: every rank exchanges data with all others at the same time. As few
-// bytes as in a ring and the fewest steps possible: the choice on one host, where a
-// link costs nothing.
+// Direct algorithms: every rank exchanges data with all others at the same time. A rank
+// sends as few bytes as in a ring, in the fewest steps possible. The choice on one
+// host, where many messages at once cost little.
 //
 //                 steps  messages  sent by each rank, n elements on P ranks
 //   allreduce       2    2 (P - 1)  2 (P - 1) / P n

@@ -24,10 +24,10 @@
 namespace ringjax::collective {
 namespace {
 
-// Reduces the ranks to `power` ranks, the largest power of two up to `size`. The first
-// ranks form `pairs` pairs (0, 1), (2, 3), ...: the even rank of a pair leaves and the
-// odd rank represents both. Every rank after them represents itself. The ranks that
-// represent some rank are the *members*, numbered 0 .. power - 1.
+// Chooses `power` ranks, where `power` is the largest power of two up to `size`. The
+// first ranks form `pairs` pairs (0, 1), (2, 3), ...: the even rank of a pair leaves,
+// and the odd rank represents both. Every rank after the pairs represents itself. The
+// ranks that represent some rank are the *members*, numbered 0 .. power - 1.
 struct Fold {
   explicit Fold(int size)
       : power(static_cast<int>(std::bit_floor(static_cast<unsigned>(size)))),
@@ -54,7 +54,7 @@ struct Exchange {
 
 // The exchanges of member `number` of `power`. With `near_first` the distances are 1,
 // 2, 4, ...: the exchange with most bytes is with the neighbour, likely on the same
-// host. Otherwise they are power / 2, ..., 2, 1: member i ends with block i.
+// host. Otherwise the distances are power / 2, ..., 2, 1: member i ends with block i.
 std::vector<Exchange> Halve(int number, int power, bool near_first) {
   std::vector<Exchange> exchanges;
   int lo = 0, hi = power;
@@ -111,7 +111,7 @@ Schedule HalvingAllreduce(const Problem& problem, const Topology& topology) {
 namespace {
 
 // Adds the last exchange of a reduce-scatter: each member sends the blocks of the ranks
-// that its peer represents. Scratch begins with element `base` of the vector.
+// that its peer represents. Element `base` of the vector is the first in scratch.
 void FinishBlocks(ScheduleBuilder* builder, const Fold& fold, const Blocks& blocks,
                   int rank, int peer, uint64_t base) {
   for (int r = fold.FirstRank(fold.Number(peer)); r <= peer; ++r)
@@ -126,8 +126,8 @@ void FinishBlocks(ScheduleBuilder* builder, const Fold& fold, const Blocks& bloc
 
 }  // namespace
 
-// No step may write to kIn, so partial results are in scratch, where a rank that
-// represents two also finishes the block of the other. The farthest exchange is the
+// No step may write to kIn, so partial results are in scratch. A rank that represents a
+// pair also finishes the block of the even rank there. The farthest exchange is the
 // first, so that a member ends with the consecutive blocks of the ranks it represents.
 Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);

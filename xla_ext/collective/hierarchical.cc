@@ -1,15 +1,15 @@
 // Hierarchical algorithms: as few bytes as possible between hosts, the rest through
-// memory inside the hosts. Composed of the other algorithms; H hosts of L ranks, n
-// elements.
+// memory inside the hosts. They are composed of the other algorithms. The table is for
+// n elements on H hosts of L ranks each.
 //
 //                        steps                          crossing a host's link
 //   allreduce, even      2 + 2 (H - 1)                  2 (H - 1) / H n
 //   allreduce, uneven    2 ceil(log2 L) + 2 (H - 1)     2 (H - 1) / H n
-//   ... by halving       2 log2 H instead of 2 (H - 1), and more as in halving.cc if H
-//                        is not a power of two: for many hosts and few bytes
+//   ... by halving       2 log2 H instead of 2 (H - 1), for many hosts and few bytes;
+//                        halving.cc says what is added if H is not a power of two
 //   allgather, even      1 + (H - 1)                    (H - 1) / H n
 //   reducescatter, even  1 + (H - 1)                    (H - 1) / H n
-//   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n at the root's
+//   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n, root's host
 //
 // Hosts are *even* if all have the same number of ranks. Then the ranks with index i in
 // their hosts form a group (`Lane` here, which is not a lane of calls) that moves part
@@ -45,7 +45,8 @@ struct Seat {
     }
   }
 
-  // The ranks with this index, one on each host. Every host must have that many ranks.
+  // The ranks whose index on their host is local.index, one on each host. Every host
+  // must have a rank with this index.
   Group Lane(const HostRanks& hosts) const {
     Group lane{{}, host};
     for (const std::vector<int>& ranks : hosts)
@@ -57,7 +58,7 @@ struct Seat {
   Group local;
 };
 
-// The blocks of `ranks`, in this order.
+// The blocks that belong to `ranks`, in the order of `ranks`.
 Blocks BlocksOf(const std::vector<int>& ranks, const Blocks& blocks) {
   std::vector<Range> ranges;
   for (const int r : ranks) ranges.push_back(blocks.At(r));
@@ -66,13 +67,14 @@ Blocks BlocksOf(const std::vector<int>& ranks, const Blocks& blocks) {
 
 // Reduce-scatter inside the hosts, ring allreduce between them, allgather inside them.
 // The phases inside the hosts work block by block in the order in which the ring sends
-// and delivers blocks (descending from the own one), so that all phases overlap.
+// and delivers blocks (in descending order), so that all phases overlap.
 void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
                       const Seat& seat, Range whole) {
   const Group lane = seat.Lane(hosts);
   const Blocks parts = Blocks::Even(whole, seat.local.size());
   const auto split = [&](int i) { return Blocks::Even(parts.At(i), lane.size()); };
-  // Reduces in the order of the ring, which thus need not wait for the whole part.
+  // The ring sends blocks in the order in which they are reduced here, so it need not
+  // wait for the whole part.
   for (int s = 1; s <= lane.size(); ++s) {
     std::vector<Range> next;
     for (int i = 0; i < seat.local.size(); ++i)
@@ -90,7 +92,7 @@ void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
   }
 }
 
-// Each phase works on its part as a whole: with few bytes, overlapping gains nothing.
+// Each phase works on a whole part: with few bytes, overlapping gains nothing.
 void HalveInLanes(ScheduleBuilder* builder, const HostRanks& hosts, const Seat& seat,
                   Range whole) {
   const Blocks parts = Blocks::Even(whole, seat.local.size());
@@ -154,7 +156,8 @@ Schedule HierarchicalHalvingAllreduce(const Problem& problem,
   return builder.Take();
 }
 
-// The groups gather first. Then ranks of a host send each other the groups' blocks.
+// Each group (Seat::Lane) gathers its blocks first. Then the ranks of each host send
+// each other the blocks of their groups.
 Schedule HierarchicalAllgather(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
   const Seat seat(hosts, topology.rank);
@@ -182,7 +185,7 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
   const Group lane = seat.Lane(hosts);
   const Blocks blocks = Blocks::Of(problem.counts);
   ScheduleBuilder builder;
-  std::map<uint64_t, Slice> sums;  // by the offset of the block
+  std::map<uint64_t, Slice> sums;  // partial results, by the offset of the block
   uint64_t used = 0;
   for (int s = 1; s <= lane.size(); ++s) {
     const int h = Wrap(lane.index - s, lane.size());
@@ -204,7 +207,7 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
   return builder.Take();
 }
 
-// The root is the leader of its own host.
+// The leader of a host is its first rank, on the root's host the root itself.
 Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
   const Seat seat(hosts, topology.rank), root(hosts, problem.root);

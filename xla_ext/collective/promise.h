@@ -15,11 +15,11 @@ namespace ringjax::symbolic {
 struct Promise {
   struct Part {
     uint64_t count;
-    int source;         // a rank; -1: all ranks, reduced
-    uint64_t position;  // first element, in the kIn of the source
+    int source;         // the rank whose elements these are; -1: all ranks, reduced
+    uint64_t position;  // offset of the first element in the kIn of the source
   };
   uint64_t in = 0, out = 0;
-  std::vector<Part> parts;  // kOut, in order
+  std::vector<Part> parts;  // contents of kOut, in order
 };
 
 Promise PromiseTo(int rank, const std::vector<Problem>& problems);

@@ -9,8 +9,8 @@
 //   broadcast       P - 1      n; the ring is cut open and becomes a chain
 //
 // The chain goes from host to host, so that the n elements enter and leave each host
-// once; a rank forwards data while they arrive. Neither half of the allreduce can send
-// less by any algorithm: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
+// once; a rank forwards data while they arrive. No algorithm for either half of the
+// allreduce can send less: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
 // for clusters of workstations", JPDC 2009.
 #include <algorithm>
 #include <vector>

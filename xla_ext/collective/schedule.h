@@ -48,7 +48,7 @@ enum class StepKind : uint8_t {
 struct Step {
   StepKind kind;
   int peer = -1;       // communicator rank; -1 for kCopy
-  Slice dst, src;      // equal counts; count 0 if the kind does not use the slice
+  Slice dst, src;      // equal counts; a slice that the kind does not use has count 0
   bool first = false;  // src is this rank's untouched contribution: prescale applies
   bool last = false;   // dst is complete after this step: postscale applies
 };
@@ -62,8 +62,8 @@ struct Schedule {
 struct Topology {
   int rank = 0;
   int size = 1;
-  std::vector<int> host;  // host[r], size entries
-  bool segment = false;   // all ranks have mapped a shared segment
+  std::vector<int> host;  // host[r]: the number of the host of rank r
+  bool segment = false;   // whether all ranks have mapped a shared segment
 };
 
 // Whether all ranks are on one host, as a shared segment requires.

@@ -1,9 +1,9 @@
 // Reductions through a shared segment (engine/call/tiles.cc).
 //
 // The schedules are those of the direct algorithms: they say which rank reduces which
-// elements, and which ranks need the result. They are not run message by message: data
-// for P - 1 peers are written to the shared segment once. Only a reduce-scatter whose
-// tiles do not fit is run by the executor.
+// elements, and which ranks need the result. But no messages are sent: a rank writes
+// data for P - 1 peers to the shared segment once. The executor runs a schedule of this
+// file only for a reduce-scatter whose tiles do not fit.
 //
 //                   steps  written by each rank, n elements on P ranks
 //   allreduce         2    (P - 1) / P n + n / P
@@ -29,8 +29,8 @@ double SharedAllreduceCost(uint64_t bytes, const Topology& topology,
                            const CostModel& model) {
   Traffic traffic(topology, model);
   if (topology.size == 1) return traffic.Seconds(0);
-  // In measurements up to 1.5 times as fast as the best other algorithm, and never
-  // slower: each byte is written once, and a rank waits only twice.
+  // In measurements, this algorithm was up to 1.5 times as fast as the best other one,
+  // never slower: each byte is written once, and a rank waits only twice.
   return model.local_latency + kOfLinks * static_cast<double>(bytes) * model.local_byte;
 }
 

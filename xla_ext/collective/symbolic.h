@@ -37,15 +37,15 @@ class Ranks {
   std::vector<uint64_t> words_;
 };
 
-// The meaning of the elements of one interval: contributions of the ranks `who` to the
-// elements of the vector from `position` on. In collectives that only move data, the
-// position is in the kIn of the source.
+// The symbolic value of one interval: contributions of the ranks `who` to the elements
+// of the vector from `position` on. In a collective that only moves data, `who` is the
+// rank that the data come from, and `position` counts in the kIn of that rank.
 struct Value {
   Ranks who;
   uint64_t position = 0;
-  bool raw = false;       // untouched: not even prescaled
-  bool finished = false;  // went through a step with `last`
-  uint64_t depth = 0;     // messages in the longest chain that led here
+  bool raw = false;       // whether this is the input of a rank, not yet prescaled
+  bool finished = false;  // whether a step with `last` has written the value
+  uint64_t depth = 0;     // messages in the longest chain that led to the value
 };
 
 struct Piece {
@@ -54,7 +54,7 @@ struct Piece {
 };
 using Pieces = std::vector<Piece>;
 
-// One region of one rank: intervals by offset. All other elements were never written.
+// One region of one rank: its written intervals, by offset.
 class Memory {
  public:
   // Returns nullopt if one of the elements was never written.
@@ -110,12 +110,12 @@ class Memory {
   std::map<uint64_t, Piece> cells_;
 };
 
-// Reduces two operands of equal size. Fails if they are different elements, if one is
-// finished, or if a rank contributed to both.
+// Reduces two operands of equal size. Fails if the operands are for different elements
+// of the vector, if one is finished, or if a rank contributed to both.
 inline Result<Pieces> Reduce(const Pieces& own, const Pieces& received) {
   const auto bad = [](const char* what) { return Status(Code::kInternal, what); };
   Pieces result;
-  uint64_t own_skip = 0, skip = 0;  // elements used of the current pieces
+  uint64_t own_skip = 0, skip = 0;  // elements of own[i], received[j] that are used
   for (size_t i = 0, j = 0; i < own.size() && j < received.size();) {
     const Value &a = own[i].value, &b = received[j].value;
     const uint64_t n = std::min(own[i].count - own_skip, received[j].count - skip);

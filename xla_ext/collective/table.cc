@@ -12,7 +12,7 @@
 namespace ringjax {
 namespace {
 
-using namespace collective;  // NOLINT: this file is its index
+using namespace collective;  // NOLINT: the table lists this namespace
 
 bool Always(const Topology&) { return true; }
 

@@ -25,8 +25,8 @@ struct CostModel {
   double remote_byte = 1.0 / 1.1e9;
 };
 
-// The algorithm that needs a shared segment. engine/call/tiles.h runs it, not the
-// executor.
+// The name of the algorithm that needs a shared segment. engine/call/tiles.h runs this
+// algorithm, not the executor.
 inline constexpr std::string_view kShared = "shared";
 
 struct Algorithm {
@@ -34,7 +34,7 @@ struct Algorithm {
   std::string_view name;
   Generator generate;
   bool (*applies)(const Topology&);  // e.g. hierarchical needs several hosts
-  std::string_view needs;            // that condition in words; empty: always applies
+  std::string_view needs;            // condition of `applies` in words; empty: none
   // Predicted seconds for a whole vector of `bytes` bytes.
   double (*cost)(uint64_t bytes, const Topology&, const CostModel&);
 };
@@ -43,11 +43,11 @@ struct Algorithm {
 std::span<const Algorithm> Algorithms();
 
 // Returns the named algorithm, or the cheapest one that applies if `name` is empty.
-// kInvalidArgument, with a list of those that apply, if the named one is none of them.
+// Fails with kInvalidArgument and a list of all that apply if the named one does not.
 Result<const Algorithm*> Choose(Collective op, std::string_view name, uint64_t bytes,
                                 const Topology& topology, const CostModel& model);
 
-// The named algorithm, whether or not it applies; null if there is none.
+// The algorithm of that name, whether or not it applies; null if there is none.
 const Algorithm* Find(Collective op, std::string_view name);
 
 // Returns kInvalidArgument unless generators and the executor can work with `problem`.

@@ -22,13 +22,14 @@ namespace ringjax::collective {
 namespace {
 
 struct Node {
-  int parent = -1;  // -1: the root
+  int parent = -1;  // -1: this node is the root
   std::vector<int> children;
 };
 
 // The node at `position` of a binary tree over positions 0 .. size - 1. Position 0 is
-// the root and has one child. Below it the tree is in order, and the lowest set bit of
-// a position is its height: so exactly the odd positions are leaves.
+// the root and has one child. Below the root, positions are numbered in order (left
+// subtree, node, right subtree), and the number of trailing zero bits of a position is
+// its height: so exactly the odd positions are leaves.
 Node PlaceInTree(int position, int size) {
   Node node;
   if (position == 0) {
@@ -38,8 +39,8 @@ Node PlaceInTree(int position, int size) {
     return node;
   }
   const int bit = position & -position;
-  // `above` is the parent in a complete tree. If the tree ends before it, the parent is
-  // the nearest ancestor on the left.
+  // `above` is the parent in a complete tree. If the tree ends before `above`, the
+  // parent is the nearest ancestor on the left.
   const int above = (position - bit) | (2 * bit);
   node.parent = above < size ? above : position - bit;
   if (bit > 1) node.children.push_back(position - bit / 2);
@@ -51,8 +52,9 @@ Node PlaceInTree(int position, int size) {
   return node;
 }
 
-// The node of `rank` in tree 0 or 1. In tree 1, ranks with an even position in tree 0
-// have an odd one: by reflection if the size is even, else by rotation.
+// The node of `rank` in tree 0 or 1. Tree 1 reflects the positions of tree 0 if the
+// size is even and rotates them if it is odd. So even positions become odd, except
+// position 0 if the size is odd.
 Node PlaceInTree(int rank, int size, int tree) {
   if (tree == 0) return PlaceInTree(rank, size);
   const bool reflect = size % 2 == 0;
@@ -81,7 +83,7 @@ void AddBinomialReduce(ScheduleBuilder* builder, const Group& group, int root,
   }
 }
 
-// Sends to the farthest child first, because its subtree is the deepest.
+// Sends to the farthest child first, because that child's subtree is the deepest.
 void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root,
                           Range range) {
   const int size = group.size(), position = Wrap(group.index - root, size);
@@ -112,7 +114,7 @@ Schedule TreeAllreduce(const Problem& problem, const Topology& topology) {
 }
 
 // Both trees reduce first, then both broadcast: so two ranks that are neighbours in
-// both trees have the same order of messages between them.
+// both trees send and expect the messages between them in the same order.
 Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);
   const Blocks halves = Blocks::Even({0, problem.counts[0]}, 2);
@@ -121,7 +123,7 @@ Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   ScheduleBuilder builder;
   for (int tree = 0; tree < 2; ++tree) {
     const Node& node = nodes[static_cast<size_t>(tree)];
-    const bool last = node.parent < 0;  // the root, which has only one child
+    const bool last = node.parent < 0;  // at the root, which has only one child
     for (const int child : node.children)
       builder.RecvReduce(child, halves.At(tree), last);
     if (!last) builder.Send(node.parent, halves.At(tree));
@@ -143,8 +145,8 @@ double TreeBroadcastCost(uint64_t bytes, const Topology& topology,
   return traffic.Seconds(CeilLog2(topology.size));
 }
 
-// Rank 0 reduces one vector of a child after the other and can send results only while
-// it receives the last one: the time of the messages `before` that one is added.
+// Rank 0 receives the vectors of its children one after the other and can send results
+// only while the last arrives: so the time of the vectors `before` the last is added.
 double TreeAllreduceCost(uint64_t bytes, const Topology& topology,
                          const CostModel& model) {
   Traffic before(topology, model), traffic(topology, model);

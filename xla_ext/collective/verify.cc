@@ -1,14 +1,14 @@
 // The verifier: runs the schedules of all ranks together, with sets of contributing
 // ranks in place of numbers, and proves the properties that the executor relies on.
 //
-// A step can run when all earlier steps of its rank that conflict with it have run
-// (their ranges overlap and one of the two writes), and also all earlier steps in the
-// same direction of the same link. A message moves when both of its ends can run, as if
-// links had no buffers. Conflicting steps are always ordered, so every order of
-// execution gives the same values, and the one that is tried here proves them all.
-// Memory is kept as intervals, cut where messages cut it, so the length of the vector
-// does not matter. A reduction must be finished (scaled, rounded to the wire dtype) on
-// one rank and then be copied, so that all ranks end with the same bits.
+// Two steps of a rank conflict if their ranges overlap and one of the two writes. A
+// step can run when all earlier steps of its rank have run that conflict with it or
+// that use the same direction of the same link. A message moves when both of its ends
+// can run, as if links had no buffers. Conflicting steps are always ordered, so every
+// order of execution gives the same values, and trying one order proves all. Memory is
+// a list of intervals that begin and end where messages do, so a long vector costs
+// no more. Each element of a reduction must be finished (scaled, rounded to the wire
+// dtype) on one rank and then be copied, so that all ranks end with the same bits.
 //
 // The verifier proves nothing about the executor or about arithmetic. It runs allreduce
 // and broadcast twice, the second time with kIn and kOut in the same memory.
@@ -61,7 +61,7 @@ class Run {
   struct Node {
     const Step* step;
     size_t partner = 0;  // index of the message's other end in the steps of the peer
-    int waits = 0;       // number of earlier steps that must run first and have not
+    int waits = 0;       // earlier steps of this rank that must run first and have not
     bool done = false;
     std::vector<size_t> next;  // later steps of this rank that wait for this one
   };
@@ -105,7 +105,7 @@ class Run {
   Ranks all_;
   std::vector<Promise> promises_;
   std::vector<std::vector<Memory>> memory_;  // by rank and region
-  Memory finished_;  // by position: elements that a rank has finished; reductions only
+  Memory finished_;                          // a reduction's finished elements
   std::vector<std::vector<Node>> nodes_;
 };
 
@@ -188,7 +188,7 @@ Status Run::CheckStep(size_t rank, const Step& step) const {
 }
 
 // Pairs the i-th send with the i-th receive in each direction of each link. Fails if
-// one of them has no partner or a different size.
+// one of them has no partner or a partner of another size.
 Status Run::Match() {
   std::map<std::pair<size_t, size_t>, std::deque<size_t>> sends;
   const auto link = [](size_t from, size_t to) { return std::pair(from, to); };
@@ -293,7 +293,8 @@ Status Run::RunOne(Place p, Report* report) {
   return Store(to, std::move(result.value()));
 }
 
-// Reads src. Fails unless `first` is set exactly if src is an untouched contribution.
+// Reads src. Fails if `first` is set and src is not an untouched contribution, or the
+// reverse.
 Result<Pieces> Run::Take(Place p) {
   const Step& step = *At(p).step;
   std::optional<Pieces> pieces =

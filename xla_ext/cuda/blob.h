@@ -9,7 +9,7 @@
 namespace ringjax::cuda {
 
 struct Image {
-  std::string_view kind;  // "fatbin" (the driver chooses), "cubin" or "ptx"
+  std::string_view kind;  // "fatbin" (the driver chooses a part), "cubin" or "ptx"
   int sm;                 // 90 for sm_90; in a fatbin, the lowest architecture
   const unsigned char* data;
   size_t size;

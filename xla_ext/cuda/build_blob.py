@@ -30,14 +30,14 @@ SOURCE = Path(__file__).with_name("pack.cu")
 HEADERS = tuple(Path(__file__).with_name(n) for n in ("pack_abi.h", "pack_ptx.h"))
 NVRTC_SCRIPT = Path(__file__).with_name("compile_nvrtc.py")
 
-# Binaries for these; devices of the same major number and a higher minor one run them
-# too. The PTX is for all others that will come: the driver compiles it then.
+# The architectures that get a binary. A device of the same major and a higher minor
+# number runs that binary, too. For all later devices the driver compiles the PTX.
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 LEAST_PTX = 80
 
 MODES = ("auto", "nvcc", "wheel", "nvrtc", "nvrtc12", "nvrtc13", "off")
 
-# At once: the build machine has other things to compile as well.
+# Compilations at a time: few, because the build compiles other files meanwhile.
 JOBS = 2
 SECONDS = 600
 
@@ -146,7 +146,7 @@ def compile_with_nvcc(nvcc: Path) -> DeviceCode:
     if ptx is not None:
         options.append(f"--generate-code=arch=compute_{ptx},code=compute_{ptx}")
     with tempfile.TemporaryDirectory() as scratch:
-        # Compiled where no path differs between machines, for equal bytes.
+        # The file names have no path, so that all machines produce the same bytes.
         for file in (SOURCE, *HEADERS):
             shutil.copy(file, scratch)
         command: list[str | Path] = [
@@ -156,7 +156,7 @@ def compile_with_nvcc(nvcc: Path) -> DeviceCode:
             f"--threads={JOBS}",
             *options,
         ]
-        # Newer host compilers than nvcc knows are fine: it only preprocesses with them.
+        # A host compiler newer than nvcc knows is fine: nvcc only preprocesses with it.
         command += ["-allow-unsupported-compiler", "-Xfatbin=-compress-all"]
         command += ["-o", "pack.fatbin", SOURCE.name]
         run(command, cwd=Path(scratch))
@@ -184,7 +184,7 @@ def compile_with_nvrtc(library: Path) -> DeviceCode:
     def child(*arguments: str) -> str:
         return run([sys.executable, NVRTC_SCRIPT, library, *arguments])
 
-    # A library that crashes when it is loaded must not take the build with it.
+    # Another process loads the library: if that crashes it, the build goes on.
     version, *supported = child().split()
     known = [int(a) for a in supported]
     wanted = [("cubin", a) for a in ARCHITECTURES if a in known]
@@ -216,7 +216,7 @@ Compiler = Callable[[Path], DeviceCode]
 def attempts(mode: str, nvcc: str) -> Iterator[tuple[Compiler, Path]]:
     """The compilers that `mode` allows, in the order in which they are tried."""
     if mode == "nvcc" and nvcc:
-        yield compile_with_nvcc, Path(nvcc)  # this one and no other
+        yield compile_with_nvcc, Path(nvcc)  # no other nvcc is tried
         return
     if mode in ("auto", "nvcc"):
         for file in toolkit_nvccs(nvcc):
@@ -271,7 +271,8 @@ def literal(data: bytes) -> str:
     return "\n".join(f'    "{line}"' for line in lines) or '    ""'
 
 
-# Expanded when first asked for: half of it would be zeros in the file that is shipped.
+# The extension holds the images without their zeros, which are half of the bytes, and
+# expands them at the first use.
 EXPANSION = """\
 struct Packed {
   std::string_view kind;

@@ -24,8 +24,8 @@ class Nvrtc:
 
     def __init__(self, path: str) -> None:
         try:
-            # It asks the linker for this one by name only, which finds it beside a
-            # library of a wheel no more than elsewhere, unless it is loaded already.
+            # NVRTC opens its builtins by name only. The linker does not search the
+            # folder of a wheel for that name, so the builtins are loaded beforehand.
             for beside in Path(path).parent.glob("libnvrtc-builtins.so*"):
                 ctypes.CDLL(str(beside))
             self._library = ctypes.CDLL(path)

@@ -1,7 +1,7 @@
 // pack.cu compiled for the CPU: the parts of CUDA that the kernels need, and a launcher
-// that finds a kernel by name and runs the threads of all blocks one after another. For
-// the native tests and the tests' stub of libcuda; include this file in one source file
-// of each.
+// that finds a kernel by name and runs the threads of all blocks one after another. One
+// source file of the native tests includes this file, and one of the tests' stub of
+// libcuda.
 //
 // Not a CUDA emulator: it has no shared memory, no synchronisation and no warps, which
 // pack.cu does not use either. It reveals wrong indices, offsets and bits, but neither

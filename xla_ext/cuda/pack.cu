@@ -113,7 +113,8 @@ struct Change {
 
 template <typename V, V kLowest, V kHighest>
 struct Change<Integer<V, kLowest, kHighest>> {
-  // Rare, and bound by arithmetic: small code matters more than hidden latency.
+  // Integer tensors are rare, and bound by arithmetic when scaled: small code matters
+  // more than hidden latency.
   static constexpr unsigned int kInFlight = 1;
   double scale;
 
@@ -174,8 +175,8 @@ struct Team {
   unsigned int count = gridDim.x * (kPackThreads / kPackTeam);
 };
 
-// Finds the last entry that begins at or before `chunk`. An empty entry has the same
-// first_chunk as the next one, so it is never the last.
+// Finds the last entry that begins at or before `chunk`. An entry without elements is
+// not found, because the next entry has the same first_chunk.
 template <int N>
 __device__ __forceinline__ unsigned int EntryOf(const PackTable<N>& table,
                                                 unsigned int chunk) {
@@ -191,7 +192,7 @@ __device__ __forceinline__ unsigned int EntryOf(const PackTable<N>& table,
   return low;
 }
 
-// Changes all elements of one unit.
+// Casts and scales all elements of one unit.
 template <typename To, typename From, typename IntoWords, typename FromWords,
           typename C>
 __device__ __forceinline__ IntoWords Changed(const FromWords& words, const C& change) {

@@ -5,12 +5,13 @@
 
 namespace ringjax {
 
-// One tensor. A launch is cut into chunks of kPackChunkBytes of the wider type.
+// One tensor of a launch. Its elements are cut into chunks, each of kPackChunkBytes in
+// the tensor's type, which is at least as wide as the wire type.
 struct PackEntry {
   unsigned long long tensor;    // device address, any alignment
-  unsigned long long elements;  // number of elements; of bytes for a copying kernel
-  unsigned int first_chunk;     // first chunk of this tensor in the launch
-  unsigned int offset16;        // in the fused buffer, in units of 16 bytes
+  unsigned long long elements;  // number of elements, or of bytes for a copying kernel
+  unsigned int first_chunk;     // number of the tensor's first chunk in the launch
+  unsigned int offset16;        // position in the fused buffer, in units of 16 bytes
 };
 
 template <int N>
@@ -19,7 +20,7 @@ struct PackTable {
   unsigned long long poison;  // device address of an unsigned int, or 0; see pack.cu
   double scale;               // factor; ignored by copying and sealing kernels
   unsigned int count;         // entries in use
-  unsigned int chunks;        // total of all entries
+  unsigned int chunks;        // chunks of all entries
   PackEntry entries[N];
 };
 

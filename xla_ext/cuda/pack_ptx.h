@@ -1,5 +1,5 @@
 // The PTX of pack.cu: wide accesses to global memory, and conversions from and to f16
-// and bf16 that need no CUDA header. cuda_on_cpu.h has their counterparts.
+// and bf16 that need no CUDA header. cuda_on_cpu.h does the same on the CPU.
 #pragma once
 
 namespace ringjax::cuda {
@@ -72,8 +72,8 @@ __device__ __forceinline__ unsigned short DoubleToBFloat16(double d) {
 }
 
 // Returns `v` unchanged, for a store byte by byte. If a 16-bit operand comes from a cvt
-// to f16 or bf16, ptxas (seen in 13.0) makes its low byte by converting the number to
-// an integer. ptxas does not do that with one half of a 32-bit word.
+// to f16 or bf16, ptxas (seen in 13.0) wrongly computes its low byte by converting the
+// number to an integer. ptxas does not do that with one half of a 32-bit word.
 __device__ __forceinline__ unsigned short Bits(unsigned short v) {
   unsigned int word;
   asm("mov.b32 %0, {%1, %1};" : "=r"(word) : "h"(v));

@@ -45,7 +45,7 @@ void ConsistencyChecker::Work() {
     lock.unlock();
     bool refused = false;
     const Status same = control_->Compare(next->call, next->fits, &refused);
-    // A call that every rank has refused was enqueued by none: the epoch goes on.
+    // If all ranks have refused the call, none has enqueued it, and the epoch goes on.
     const bool over = !same.ok() && !refused;
     if (over) on_failure_(same);
     lock.lock();

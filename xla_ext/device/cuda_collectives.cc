@@ -77,9 +77,9 @@ Status CudaCollectives::Group(Work* work, const std::function<Status()>& body) {
   return status;
 }
 
-// Makes pieces of results NaN if the poison word is set. The kernel overwrites only the
-// beginning of a piece. So a result that consists of the rows of several ranks is
-// sealed rank by rank: a program may read the rows of one rank only.
+// Writes NaN to the beginning of each piece of a result if the poison word is set. A
+// result that consists of the rows of several ranks has one piece for each rank,
+// because a program may read the rows of one rank only.
 Status CudaCollectives::Seal(Work* work, const std::vector<Sealed>& pieces) {
   if (size() == 1 || !device_.kernels().available()) return OkStatus();
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
@@ -96,9 +96,9 @@ Status CudaCollectives::Seal(Work* work, const std::vector<Sealed>& pieces) {
   return OkStatus();
 }
 
-// Packs the tensors of each segment into the fused buffer, moves the segments and the
-// tensors in place in one NCCL group, and unpacks the segments. Unpack poisons the
-// packed results of an allreduce; all other results are sealed afterwards.
+// Packs the tensors of each segment into the fused buffer, reduces or broadcasts the
+// segments and the tensors that are not packed in one NCCL group, and unpacks the
+// segments. Unpack poisons the packed results of an allreduce, Seal all other results.
 Status CudaCollectives::Fused(Work* work) {
   const Call& call = work->call;
   const FusionPlan& plan = work->plan;
@@ -161,8 +161,8 @@ Status CudaCollectives::Unfuse(Work* work, const cuda::Kernels::Target& target) 
   const bool reduces = call.op == Collective::kAllreduce;
   std::vector<Sealed> pieces;
   auto seal = [&](size_t i) { pieces.push_back({i, 0, call.tensors[i].bytes()}); };
-  // A broadcast keeps all bits, but kernels that can poison do arithmetic, which may
-  // change the bits of a NaN. Without a poison word, Unpack makes plain copies.
+  // A broadcast must keep all bits. Kernels that can poison do arithmetic, which may
+  // change the bits of a NaN; without a poison word Unpack only copies.
   auto into = target;
   if (!reduces) into.poison = 0;
   for (const Segment& s : plan.segments) {
@@ -178,8 +178,8 @@ Status CudaCollectives::Unfuse(Work* work, const cuda::Kernels::Target& target) 
   return Seal(work, pieces);
 }
 
-// Whether a call may skip NCCL: one rank and hybrid fusion. The other modes take the
-// full path with any number of ranks, so that the path can be measured with one rank.
+// Whether a call may skip NCCL: there is only one rank, and the fusion is hybrid. The
+// other modes use NCCL with one rank, too, so that their speed can be measured there.
 bool CudaCollectives::Alone() const { return size() == 1 && mode_ == Fusion::kHybrid; }
 
 Status CudaCollectives::CopyThrough(Work* work) {
@@ -228,8 +228,8 @@ Status CudaCollectives::Allgather(Work* work) {
   return SealBlocks(work, [p](size_t i) { return std::pair(i * p, p); });
 }
 
-// Seals the results rank by rank. `place(i)` returns the range of call.rows, as first
-// index and count, with the row counts that the result of tensor i consists of.
+// Seals the rows of each rank in each result. `place(i)` returns the first index and
+// the number of those entries of call.rows that are the row counts of result i.
 Status CudaCollectives::SealBlocks(
     Work* work, const std::function<std::pair<size_t, size_t>(size_t)>& place) {
   std::vector<Sealed> pieces;
@@ -246,16 +246,16 @@ Status CudaCollectives::SealBlocks(
   return Seal(work, pieces);
 }
 
-// One tensor of a reducescatter. NCCL reads at `from` and writes to `to`: the tensor
-// itself, or the fused buffer if the elements are converted.
+// One tensor of a reducescatter. NCCL reads `from` and writes `to`, which are in the
+// fused buffer if the elements are converted, and in the tensor's own memory otherwise.
 struct CudaCollectives::Scattered {
   const void* from;
   void* to;
   DType type, wire;
-  uint64_t row;                   // elements
-  std::span<const int64_t> rows;  // row counts by rank
+  uint64_t row;                   // the elements of one row
+  std::span<const int64_t> rows;  // the number of rows that each rank receives
   bool converts;
-  cuda::Patch in, out;  // if `converts`
+  cuda::Patch in, out;  // for Pack and Unpack if `converts`
 };
 
 Status CudaCollectives::Reducescatter(Work* work) {

@@ -100,9 +100,9 @@ Status CudaCommunicator::Done(const Call& call, int64_t site, cuda::Stream strea
   return Leave(stream, DoneOn(call, site, stream));
 }
 
-// When a program fails, XLA reuses its buffers as soon as XLA's own stream has passed
-// them, while the communication stream may still write to them. So make XLA's stream
-// wait. The wait is short: the abort ends the work on the communication stream.
+// When a program fails, XLA reuses the buffers of the program as soon as XLA's own
+// stream has passed the call, while the communication stream may still write to them.
+// So make XLA's stream wait for the communication stream, whose work the abort ends.
 Status CudaCommunicator::Leave(cuda::Stream stream, Status status) {
   if (status.ok() || device_.comm_stream() == nullptr ||
       stream == device_.comm_stream())
@@ -148,8 +148,8 @@ Status CudaCommunicator::ServeOnCommStream(const Call& call) {
                [this](size_t bytes) { return device_.Scratch(bytes); });
 }
 
-// Enqueues the call as an in-flight operation, also if the call fails halfway: its
-// first part may still run.
+// Enqueues the call as an in-flight operation. A call that fails halfway is in
+// flight, too, because the operations that it has enqueued may still run.
 Status CudaCommunicator::EnqueueTracked(Work* work) {
   if (control_->size() == 1 && work->plan.segments.empty()) return Enqueue(work);
   RJ_TRY(device_.in_flight()->Begin(work->stream, work->call.op, work->call.Title()));
@@ -215,8 +215,8 @@ Status CudaCommunicator::Synchronize(cuda::Stream stream) {
     RJ_TRY(driver_.Check(outcome, "cuStreamQuery"));
   }
   // Idle streams do not prove that the calls succeeded: NCCL may have an error that the
-  // watchdog has not seen yet. Close releases what LookAround uses, and takes the turn
-  // for that.
+  // watchdog has not seen yet. The turn keeps Close from releasing objects that
+  // LookAround uses.
   std::lock_guard turn(turn_mutex_);
   if (device_.in_flight() && !epoch_.aborted()) watchdog_.LookAround(checker_.get());
   return epoch_.Check();

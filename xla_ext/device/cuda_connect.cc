@@ -1,4 +1,4 @@
-// Connecting and closing: device, NCCL and threads. See cuda_communicator.h.
+// Connects and closes a CudaCommunicator: its device, NCCL and its threads.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -39,7 +39,7 @@ Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& optio
   for (; culprit < places.size(); ++culprit) {
     CudaOptions own = options;
     own.device = places[culprit].device;
-    own.timed = culprit == 0;  // one device is enough: all take about equal times
+    own.timed = culprit == 0;  // one device only: the times of all are about equal
     auto prepared = Prepare(own, places[culprit].control);
     status = prepared.status();
     if (!status.ok()) break;
@@ -64,7 +64,7 @@ Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& optio
   const auto& control = places[culprit].control;
   const std::string place =
       "CUDA device " + std::to_string(places[culprit].device) + ": ";
-  const bool told = control->aborted();  // by a peer, whose reason is `status`
+  const bool told = control->aborted();  // a peer aborted; `status` has its reason
   const std::string text = (told ? "" : place) + status.message();
   for (const Place& each : places)
     if (!each.control->aborted())
@@ -110,9 +110,9 @@ void CudaCommunicator::Begin() {
 }
 
 // Each device connects on a thread of its own, which lives until the device is
-// connected or has failed. If NCCL fails early, it leaves the calling thread inside a
-// group for good; and while it connects, it may use memory of that thread. The devices
-// connect at the same time, so no rank depends on the order of its peers.
+// connected or has failed. If NCCL fails early, NCCL leaves the calling thread inside a
+// group for good; while NCCL connects, it may use memory of that thread. All devices
+// connect at once, so no rank depends on the order in which a peer connects devices.
 Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) {
   std::atomic<bool> interrupted{false};
   std::atomic<size_t> over{0}, first{all.size()};
@@ -153,7 +153,7 @@ Status CudaCommunicator::Settled(double seconds) {
     InterruptCheck check = interrupt_check.load();
     interrupted = check != nullptr && check();
     std::lock_guard turn(turn_mutex_);
-    // Without `in_flight` the device has been released.
+    // If `in_flight` is null, Close has released the device.
     InFlight* const in_flight = device_.in_flight();
     idle = !in_flight || ((!checker_ || checker_->Drain(0)) && in_flight->empty());
     return epoch_.aborted() || interrupted || idle;
@@ -165,19 +165,19 @@ Status CudaCommunicator::Settled(double seconds) {
                 control_->Prefix() + "what is enqueued on the device does not end");
 }
 
-// Needs no time limit: if the control communicator has a collective timeout, the
-// watchdog aborts an operation that does not end.
+// Needs no time limit of its own: if the control communicator has a collective timeout,
+// the watchdog aborts an operation that does not end.
 Status CudaCommunicator::Confirm() {
   const CurrentContext current(driver_, device_.context());
   RJ_TRY(Settled(kForever));
-  // Operations that have ended may still have failed, see Synchronize.
+  // All work has ended, but NCCL may have an error that the watchdog has not seen yet.
   std::lock_guard turn(turn_mutex_);
   if (device_.in_flight() && !epoch_.aborted()) watchdog_.LookAround(checker_.get());
   return epoch_.Health();
 }
 
-// Waits for all enqueued operations first, at most for the collective timeout, because
-// peers may be late.
+// First waits for all enqueued operations. Peers may be late, so the limit of that wait
+// is the collective timeout.
 bool CudaCommunicator::Finish() {
   const double limit = control_->options().collective_timeout;
   if (!Settled(limit > 0 ? limit : kForever).ok() || epoch_.aborted()) return false;
@@ -193,7 +193,7 @@ void CudaCommunicator::Close() {
   if (device_.context() == nullptr) return;
   const CurrentContext current(driver_, device_.context());
   closing_.store(true, std::memory_order_release);
-  // Wait for the call that is being served. Later calls find closing_ set.
+  // Wait until the call that is being served returns. Later calls find closing_ set.
   {
     std::lock_guard turn(turn_mutex_);
   }

@@ -19,9 +19,9 @@ Result<CudaOverlap::Site*> CudaOverlap::Fork(Call* call, int64_t site, bool firs
   Site* here = slot.value();
   here->on_stream = !comm_stream_;
   here->results.clear();
-  // If operand and result have different memory, XLA may reuse that of the operand as
-  // soon as `stream` has passed this call. So copy the operand on `stream`, and let
-  // the communication stream use only the result.
+  // If operand and result have different memory, XLA may reuse the operand's memory as
+  // soon as `stream` has passed this call. So copy the operand to the result on
+  // `stream`; the communication stream then uses only the result.
   for (Tensor& t : call->tensors) {
     here->results.push_back(t.out);
     if (t.in != t.out && t.bytes() > 0 && t.room >= t.bytes())
@@ -56,7 +56,7 @@ Status CudaOverlap::Join(const Site& here, const Call& call, cuda::Stream stream
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const Tensor& t = call.tensors[i];
     // The operand of DONE must be the memory in which START left the result. If XLA
-    // has copied it in between, the copy was made before the allreduce had ended.
+    // has copied that memory, the copy may be older than the end of the allreduce.
     if (t.bytes() > 0 && (i >= here.results.size() || t.in != here.results[i]))
       return Status(Code::kInternal, "XLA moved tensor " + std::to_string(i) +
                                          " between START and DONE");
@@ -67,9 +67,9 @@ Status CudaOverlap::Join(const Site& here, const Call& call, cuda::Stream stream
   return OkStatus();
 }
 
-// Fails if a bucket of an earlier training step was started and never collected. That
-// step failed on this rank only, so the ranks would diverge if it went on. `first`
-// begins a new step and looks at all buckets of the chain.
+// Fails if a bucket of an earlier training step was started and never collected: that
+// step failed on this rank only, so the parameters of the ranks would diverge. Looks at
+// all buckets of the chain if `first` (a new step begins), otherwise only at `site`.
 Status CudaOverlap::TakeBack(bool first, int64_t site) {
   bool stale = false;
   for (auto& [number, s] : sites_) {

@@ -6,7 +6,7 @@
 namespace ringjax {
 namespace {
 
-constexpr auto kAbort = std::chrono::seconds(10);  // longer than any abort takes
+constexpr auto kAbort = std::chrono::seconds(10);  // longer than NCCL's abort takes
 
 }  // namespace
 
@@ -37,7 +37,7 @@ Status DeviceEpoch::Refused(const Call& call) const {
   return control_->WithContext(call, abort_reason_);
 }
 
-// Without the part of this rank, the parts of the other ranks would never end.
+// Aborts all ranks: without this rank's part, their parts of `call` would never end.
 Status DeviceEpoch::FailHere(const Call& call, const Status& status) {
   if (aborted()) return Refused(call);
   const std::string where =
@@ -75,7 +75,7 @@ bool DeviceEpoch::AwaitAbort(std::chrono::milliseconds tick) {
 void DeviceEpoch::Stop(bool finished) {
   finished_.store(finished, std::memory_order_release);
   std::lock_guard lock(mutex_);
-  // If NCCL has ended in good order, nothing is poisoned: results must stay valid.
+  // If `finished`, mark the teardown as done: its poison would spoil valid results.
   teardown_begun_ |= finished;
   poisoned_ = poisoned_ || finished;
   stopping_ = true;
@@ -96,7 +96,7 @@ bool DeviceEpoch::IsUnpoisoned() const {
   return (aborted() || control_->aborted()) && !poisoned_;
 }
 
-// NCCL may launch a group that has not settled at any later time, behind work that is
+// NCCL may still launch the failed group of operations later, behind work that is
 // enqueued after this call. The group would then use memory that its owner has reused.
 // Only the abort of NCCL excludes that, so wait for the abort, 10 s at most.
 Status DeviceEpoch::EndHere(const Call& call, const Status& status) {

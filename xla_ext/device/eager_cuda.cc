@@ -40,14 +40,14 @@ class EagerCuda::StreamPoint : public DevicePoint {
     cuda::PrimaryContext& context = *device_event_->context();
     if (!context.IsHere()) return;
     const auto stream = reinterpret_cast<cuda::Stream>(last_.load());
-    // Possibly no stream has waited yet, so wait again. If that fails, leak the memory:
-    // the call may still write to it.
+    // Perhaps no stream has waited for this point yet, so let `stream` wait for it now.
+    // If that fails, leak the memory: the call may still write to it.
     if (device_event_->Delay(stream).ok()) context.Free(memory, stream);
   }
 
  private:
   const std::shared_ptr<cuda::DeviceEvent> device_event_;
-  const std::shared_ptr<CudaCommunicator> communicator_;  // null: a caller's point
+  const std::shared_ptr<CudaCommunicator> communicator_;  // null on a caller's stream
   std::atomic<uint64_t> last_{0};  // the stream that last waited; 0: default stream
 };
 
@@ -64,7 +64,7 @@ struct EagerCuda::Block {
 };
 
 // The message of a rank to all ranks before they connect. If the rank cannot take part,
-// the text of the reason follows.
+// the text of the reason follows the struct.
 struct EagerCuda::Hello {
   int32_t nccl = 0;  // version
   uint32_t fusion = 0, packs = 0, shares = 0;
@@ -96,7 +96,7 @@ Result<int> EagerCuda::DeviceOf(const EagerRequest& request) const {
   int device = -1;
   for (const auto* places : {&request.ins, &request.outs})
     for (size_t i = 0; i < places->size(); ++i) {
-      // No memory: the tensor is empty, or the result has no rows for this rank.
+      // An empty tensor, or a result without rows for this rank, has no memory.
       if ((*places)[i] == nullptr || request.what.tensors[i].bytes() == 0) continue;
       int found = -1;
       const cuda::Outcome outcome = driver.PointerGetAttribute(
@@ -113,7 +113,7 @@ Result<int> EagerCuda::DeviceOf(const EagerRequest& request) const {
     }
   if (device >= 0) return device;
   if (const auto known = context()) return known->device();
-  // There were only empty tensors so far.
+  // All tensors of this rank were empty so far, so any device will do.
   if (driver.CtxGetDevice(&device) == cuda::kSuccess) return device;
   return std::max(options_.fallback_device, 0);
 }
@@ -316,8 +316,8 @@ Result<std::shared_ptr<void>> EagerCuda::Allocate(uint64_t bytes,
       RJ_CUDA(driver, MemsetD32Async, memory, byte * 0x01010101u, words, stream);
       return OkStatus();
     }
-    // The driver has no memset of eight bytes; only ranks that have joined need this
-    // slower way. The copy has read `filled` when it returns: that memory is pageable.
+    // The driver has no memset for patterns of eight bytes; only ranks that have joined
+    // need this slower copy. It has read `filled`, pageable memory, when it returns.
     std::vector<std::byte> filled(words * 4);
     for (size_t i = 0; i < filled.size(); ++i) filled[i] = pattern[i % pattern.size()];
     RJ_CUDA(driver, MemcpyHtoDAsync, memory, filled.data(), filled.size(), stream);
@@ -362,7 +362,7 @@ void EagerCuda::Finish() {
 void EagerCuda::Close() {
   Finish();
   next_.reset();
-  // Released after the lock. Works and results may hold further references.
+  // This reference is dropped after the lock. Works and results may hold others.
   std::shared_ptr<cuda::PrimaryContext> let_go;
   std::lock_guard lock(mutex_);
   let_go.swap(primary_context_);

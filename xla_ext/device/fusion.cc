@@ -8,7 +8,7 @@
 namespace ringjax {
 namespace {
 
-constexpr uint64_t kAlignment = 16;  // bytes: tensors begin where a vector load may
+constexpr uint64_t kAlignment = 16;  // bytes, for vector loads in the fused buffer
 
 uint64_t Aligned(uint64_t bytes) {
   return (bytes + kAlignment - 1) & ~(kAlignment - 1);
@@ -16,7 +16,7 @@ uint64_t Aligned(uint64_t bytes) {
 
 bool Scales(const Call& call) { return call.prescale != 1.0 || call.postscale != 1.0; }
 
-// Whether pack.cu has arithmetic for the dtype. It can only copy the other dtypes.
+// Whether pack.cu has arithmetic for the dtype. Its kernels only copy other dtypes.
 bool HasKernels(DType t) {
   return t != DType::kBool && t != DType::kI16 && t != DType::kU16;
 }

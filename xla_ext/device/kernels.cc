@@ -1,4 +1,4 @@
-// Loads the device code, fills the tables and launches. See kernels.h.
+// Loads the device code and launches kernels with tables of tensors. See kernels.h.
 #include "device/kernels.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ constexpr int kLargeParameters = 12010;  // first driver with parameters beyond 
 constexpr uint64_t kMostBlocks = 1 << 24;
 
 // Returns the images that may run on the device, best first: fatbins, then machine
-// code, then PTX, which the driver must compile; of each kind the newest first.
+// code, then PTX, which the driver must compile; in each kind the highest `sm` first.
 std::vector<const Image*> InOrderOfFit(int compute_capability) {
   std::vector<const Image*> fit;
   for (const Image& image : DeviceImages()) {

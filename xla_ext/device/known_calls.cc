@@ -10,8 +10,8 @@ namespace {
 
 constexpr size_t kMostKnown = 512;
 
-// The key of a call in known_. Besides the fingerprint it has the properties that ranks
-// do not compare but Validate checks: known_ also keeps the result of Validate.
+// The key of a call in known_, whose entries keep the result of Validate. So the key
+// also covers properties that Validate checks but that the fingerprint does not have.
 uint64_t KeyOf(const Call& call) {
   uint64_t key = Fingerprint(call);
   auto add = [&key](uint64_t word) { key = (key ^ word) * 0x100000001b3ull; };

@@ -87,7 +87,7 @@ Status NcclComm::Group(const Call& call, const std::function<Status()>& body) {
 
 // Waits until NCCL has launched the last group. The communicator is non-blocking, so
 // NCCL may launch a group some time after ncclGroupEnd: the first groups wait for
-// connections with the peers. Nothing else may be enqueued on the stream before that.
+// connections with the peers. Before the launch the stream may get no other work.
 // After an error, NCCL may still launch the group later; see DeviceEpoch::EndHere.
 Status NcclComm::Settle() {
   const auto start = Clock::now();

@@ -64,7 +64,7 @@ Result<Reduction> ReductionOf(DType type, DType wire, ReduceOp op, int size) {
   }
   switch (op) {
     case ReduceOp::kAverage:
-      // NCCL's average multiplies the operands first. With one rank that is not needed.
+      // NCCL's average multiplies each operand by 1/size, which one rank can omit.
       r.op = size > 1 ? nccl::kAvg : nccl::kSum;
       return r;
     case ReduceOp::kSum:
@@ -98,7 +98,7 @@ Factors FactorsOf(const Call& call, DType wire, int size) {
   Factors f{call.prescale, call.postscale, call.reduce_op};
   if (!AveragesLast(call, wire, size)) return f;
   // Divide by a power of two before the sum, so that the sum stays in the range of
-  // float16. That rounds only values that become subnormal.
+  // float16. The division rounds only values that become subnormal.
   const double room =
       wire == DType::kF16 ? std::bit_ceil(static_cast<unsigned>(size)) : 1.0;
   return {f.before / room, f.after * room / size, ReduceOp::kSum};

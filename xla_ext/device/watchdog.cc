@@ -15,7 +15,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kTick = std::chrono::milliseconds(50);
-constexpr double kTogether = 2;  // seconds to wait before an abort
+constexpr double kTogether = 2;  // most seconds that an abort of NCCL waits for others
 
 // The epochs of the communicators of this process that are connected and not closed.
 std::mutex& living_mutex = *new std::mutex;
@@ -85,7 +85,7 @@ void Watchdog::LookAround(ConsistencyChecker* checker) {
           "met an error of " + comm_.nccl().Check(state, "NCCL").message());
     return epoch_.Abort(control_->abort_status());
   }
-  // While calls are not compared, a peer may be late. The timeout of the control
+  // Until all calls are compared, a peer may be late. The timeout of the control
   // communicator covers that time; the timeout on the device begins afterwards.
   if (checker && !checker->Drain(0)) return device_.in_flight()->Restart();
   const double limit = control_->options().collective_timeout;
@@ -119,7 +119,7 @@ void Watchdog::PoisonAndAbortNccl() {
   // It also waits for all kernels of this process, and may block the driver for other
   // threads meanwhile. So wait until all live ranks, and all aborted communicators of
   // this process, have set their poison words and are ready for the abort; for a
-  // limited time, because some rank may never get here.
+  // limited time, because some rank may never be ready.
   if (comm_.joined()) {
     control_->heartbeat().AwaitTeardown(kTogether);
     AwaitOtherDevices();

@@ -1,12 +1,12 @@
-// Two more FFI handlers for the CPU, Check and CheckShards: at some steps they compare
-// the parameters of all ranks, and print a warning if some differ. They change no data.
+// The FFI handlers Check and CheckShards, for the CPU: at some training steps they
+// compare the parameters of all ranks, without changing them, and warn if some differ.
 //
-// Operands of Check: seq, the parameters, and perhaps a tie (invocation.h). The handler
-// copies seq to the result. Most invocations compare nothing: they end after reading
-// seq or, if seq is not the number of the step (Keras, TensorFlow), after counting the
-// invocation. A program over several devices invokes CheckShards on each of them, with
-// seq after the parameters. A DeviceRendezvous then collects the hashes of the shards
-// of all devices, and the ranks first compare how their tensors are cut.
+// Operands of Check: the order value seq, the parameters, and perhaps a tie, which only
+// orders. The result is a copy of seq. Most invocations compare nothing: they end after
+// reading seq or, if seq is not the number of the step (Keras, TensorFlow), after
+// counting the invocation. A program over several devices invokes CheckShards on each
+// of them, with seq after the parameters. A DeviceRendezvous then collects the hashes
+// of all shards, and the ranks first compare how their tensors are cut into shards.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -45,15 +45,15 @@ struct Check {
   Terms terms;
   uint32_t seq, step;
   ConsistencyChecks::Check* comparison;
-  // Counts the invocations of this device; else nonzero once this process has compared.
+  // Invocations on this device so far if counts(); else nonzero after a comparison.
   std::atomic<uint32_t>* counter;
-  std::optional<uint64_t> ticket = {};  // for the first exchange
+  std::optional<uint64_t> ticket = {};  // the turn of the first exchange, or none
 
-  // Whether to compare now: the same on all ranks. By the number of the step: at the
-  // steps of ComparesAt, and in a static job also at the first step of this process. By
-  // counting: at invocation `first`, and at those of ComparesAt from there on. In an
-  // elastic job invocations are never counted: a newcomer has the number of the step,
-  // but no count of the invocations before it joined and of those that run again.
+  // Whether to compare now; equal on all ranks. If seq is the number of the step: at
+  // the steps of ComparesAt and, in a static job, at the first step of this process. If
+  // invocations are counted: at invocation `first` and, from there on, at those of
+  // ComparesAt; but never in an elastic job, where a newcomer cannot count invocations
+  // before it had a rank, nor those that run again.
   bool IsDue() {
     const bool elastic = communicator->resilient() != nullptr, counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;
@@ -98,7 +98,7 @@ struct Check {
     return OkStatus();
   }
 
-  // Prints the warning on rank 0, once until the parameters have been equal again.
+  // Prints the warning on rank 0; not again before a comparison without difference.
   void Say(const std::string& found) {
     const Communicator& c = *communicator;
     const bool differs = !found.empty();
@@ -132,7 +132,7 @@ Status CheckAlike(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
   uint32_t seq = 0;
   RJ_TRY(PassSeq(args, rets, 0, &seq));
   const Registered live = Find(terms.comm);
-  if (!live.communicator) return OkStatus();  // the call of the gradients will fail
+  if (!live.communicator) return OkStatus();  // the gradients' allreduce fails
   Check check(live.communicator, terms, seq, 0);
   if (!check.IsDue()) return OkStatus();
   std::vector<uint64_t> hashes;
@@ -144,7 +144,8 @@ Status CheckAlike(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
   return check.Run(hashes);
 }
 
-// Attributes: the shards of each device (engine/communicator/device_rendezvous.h).
+// The shards of this device among those of all devices, as in Part
+// (engine/communicator/device_rendezvous.h), and the text that says how they are cut.
 struct Cut {
   int32_t device;
   int64_t run;
@@ -152,7 +153,7 @@ struct Cut {
   std::string_view partition;
 };
 
-// Compares once for all devices of this process, when all of them have joined.
+// Compares once for all devices of this process; `all` has the hashes as its tensors.
 Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& all) {
   check.ticket = ticket;
   // Ranks that cut their tensors in different ways have no shards in common to compare.
@@ -168,7 +169,8 @@ Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& a
   return check.Run(hashes);
 }
 
-// Hands in the hashes of this device if due. `*joined` is set if `done` will be called.
+// If due, passes the hashes of this device to the DeviceRendezvous, which then calls
+// `done`, and sets `*joined`.
 Status CompareShards(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
                      const Terms& terms, const Cut& cut,
                      std::function<void(const Status&)> done, bool* joined) {
@@ -223,7 +225,7 @@ ffi::Error CheckHere(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t c
   return ToError(Caught([&] { return CheckAlike(args, rets, terms); }));
 }
 
-// Never waits: see Meet in host.cc.
+// Never waits: another device may need this thread for its part (DeviceRendezvous).
 ffi::Future CheckShards(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                         ffi::RemainingRets rets, int64_t comm, int64_t every,
                         int64_t first, int64_t count, std::string_view name,

@@ -1,10 +1,10 @@
 // The FFI handlers for CUDA: Run, Start, Done and Order. They run on the thread on
-// which XLA launches the program, enqueue on XLA's stream and never wait for the
-// device. The order value stays on the device: handlers copy it, and only the program
-// itself counts it up.
+// which XLA launches the program, enqueue work in the order of XLA's stream and never
+// wait for the device. The order value stays on the device: the handlers copy it, and
+// only the program itself counts it up.
 //
-// A program over several devices has such a thread for each device, which makes the
-// calls of this device only: no rendezvous is needed, and no device waits for another.
+// XLA has one such thread for each device of a program. Each thread makes the calls of
+// its own device only, so these handlers need no rendezvous of the devices.
 #include "ffi/handlers.h"
 #include "ffi/invocation.h"
 
@@ -12,7 +12,7 @@ namespace ringjax {
 namespace {
 
 // Returns the communicator of the device whose CUDA context XLA has made current. Fails
-// if there is none: the program was placed on another GPU.
+// if this rank has none on that device: the program was placed on another GPU.
 Result<CudaCommunicator*> Here(const Invocation& it) {
   if (CudaCommunicator* here = CudaCommunicator::Here(it.live.devices)) return here;
   std::string devices;
@@ -87,7 +87,7 @@ ffi::Error OrderOnDevice(cuda::Stream stream, ffi::RemainingArgs,
 }
 
 // The handlers do not have the trait that lets XLA capture them in a command buffer (a
-// CUDA graph): an epoch may be aborted and replaced, but a captured graph cannot.
+// CUDA graph): the graph would keep the NCCL communicator of an epoch that has ended.
 XLA_FFI_DEFINE_HANDLER(kDeviceRun, RunOnDevice,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()

@@ -7,11 +7,11 @@
 
 namespace ringjax {
 
-// Target names and XLA_FFI_Handler*, for jax.ffi.register_ffi_target: all of the CPU.
+// All handlers for the CPU, for jax.ffi.register_ffi_target: name, XLA_FFI_Handler*.
 std::vector<std::pair<std::string, void*>> HostHandlers();
-// The two handlers of check.cc.
+// The two handlers of check.cc, which HostHandlers includes.
 std::vector<std::pair<std::string, void*>> CheckHandlers();
-// Handlers for the platform "CUDA"; their target names are also names for the CPU.
+// All handlers for CUDA; their names are also the names of handlers for the CPU.
 std::vector<std::pair<std::string, void*>> DeviceHandlers();
 
 }  // namespace ringjax

@@ -1,5 +1,5 @@
 // The FFI handlers for the CPU: Run, Start, Done and Order; and Meet, which is Run,
-// Start or Done of one of several devices, for a DeviceRendezvous. They only translate.
+// Start or Done in a program over several devices. The handlers only call the core.
 #include <cstring>
 
 #include "ffi/handlers.h"
@@ -28,7 +28,7 @@ ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets,
 ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets rets,
                  ffi::Dictionary attrs) {
   return Invoke(Where::kHost, args, rets, attrs, [](Invocation& it) {
-    // The result buffers are not written: only DONE uses them, and overwrites them.
+    // START leaves its results unwritten: only DONE takes them, and overwrites them.
     if (it.first) it.live.overlap->Begin(it.site);
     RJ_TRY(it.live.overlap->Start(it.call, it.site, it.in_flight));
     PassOrder(it.order_in, it.order_out, false);
@@ -47,8 +47,8 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
 
 enum class Deed { kRun, kStart, kDone };
 
-// Returns Part::body: null if the communicator only has to run the call. The order
-// values of the program put the call behind all earlier calls.
+// Returns Part::body, or null if the communicator only has to run the call. The order
+// values of a program make the bodies of its calls run one after the other.
 std::function<Status(uint64_t, const Call&)> BodyOf(Deed deed, const Invocation& it) {
   const auto begin = [overlap = it.live.overlap, first = it.first, site = it.site] {
     if (first) overlap->Begin(site);
@@ -74,9 +74,9 @@ std::function<Status(uint64_t, const Call&)> BodyOf(Deed deed, const Invocation&
   };
 }
 
-// Never waits: see engine/communicator/device_rendezvous.h. XLA keeps the buffers, the
-// attributes and the memory of the program until the future is set, even if another
-// part of the program has failed meanwhile.
+// Never waits: another device may need this thread for its part (DeviceRendezvous). XLA
+// keeps the buffers, the attributes and the memory of the program until the future is
+// set, even if another part of the program has failed meanwhile.
 template <Deed kDeed>
 ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, ffi::Dictionary attrs) {

@@ -140,7 +140,7 @@ Status Invocation::Load() {
                       " now: trace it again");
   if (auto counts = attrs_.get<ffi::Span<const int64_t>>("counts"); counts.has_value())
     call.rows.assign(counts->begin(), counts->end());
-  // Most calls have no optional attribute: then the dictionary need not be searched.
+  // Most calls have no optional attribute, and need no search in the dictionary.
   if (attrs_.size() > kUsualAttributes) {
     if (auto timeout = attrs_.get<double>("timeout"); timeout.has_value())
       call.timeout = *timeout;
@@ -188,14 +188,14 @@ Status Invocation::LoadBuffers() {
 }
 
 void Register(int64_t id, Registered entry) {
-  Registered old;  // destroyed after the lock is released: it may join a thread
+  Registered old;  // destroyed without the lock: its destructor may join a thread
   std::lock_guard lock(registry_mutex);
   std::swap(old, registry[id]);
   registry[id] = std::move(entry);
 }
 
 void Unregister(int64_t id, const Communicator* communicator) {
-  Registered old;  // as in Register
+  Registered old;  // destroyed without the lock, as in Register
   std::lock_guard lock(registry_mutex);
   const auto found = registry.find(id);
   if (found == registry.end() || found->second.communicator.get() != communicator)

@@ -1,10 +1,10 @@
-// The common part of the handlers of all platforms: makes a Call of attributes and
-// buffers, and an ffi::Error of a Status. Reads the contents of a buffer only if it is
-// in host memory.
+// The common part of the handlers of all platforms: makes a Call from attributes and
+// buffers, and an ffi::Error from a Status. Reads the contents of a buffer only if the
+// buffer is in host memory.
 //
 // Operands: x_0..x_{n-1}, an order value (u32[1] or a token), perhaps a tie, which only
-// orders. Results: y_0..y_{n-1} and the order value. All collectives use the same
-// handlers, so a new collective needs no new handler.
+// orders the call. Results: y_0..y_{n-1} and the order value. All collectives use the
+// same handlers, so a new collective needs no new handler.
 #pragma once
 
 #include <exception>
@@ -35,9 +35,9 @@ class Invocation {
 
   Registered live;
   Call call;
-  int64_t site = 0;                  // see Overlap
+  int64_t site = 0;                  // chain and bucket, as in overlap.h
   bool first = false, last = false;  // this call begins, or ends, its chain
-  uint64_t in_flight = 0;            // see Overlap::Start
+  uint64_t in_flight = 0;            // bytes of the overlap window (Overlap::Start)
   // The buffers of the order value, uint32[1]. Null if the order value is a token.
   void *order_in = nullptr, *order_out = nullptr;
 

@@ -17,15 +17,15 @@ namespace ringjax {
 struct Registered {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Overlap> overlap;
-  CudaCommunicator::All devices;  // one for each device here; empty without CUDA
+  CudaCommunicator::All devices;  // one per device of this process, none without CUDA
   std::shared_ptr<DeviceRendezvous> meeting;
 };
 
 // Adds an entry, or replaces the one with this id.
 void Register(int64_t id, Registered entry);
 // Removes the entry with this id if it is still the one of `communicator`. The check
-// and the removal are one step: the recovery closes the communicator of an epoch that
-// has ended while the program registers that of the next one under the same id.
+// and the removal are one step, because the recovery may close the communicator of an
+// ended epoch while the program registers the one of the next epoch under the same id.
 void Unregister(int64_t id, const Communicator* communicator);
 // Returns a copy of the entry, with null pointers if there is none.
 Registered Find(int64_t id);

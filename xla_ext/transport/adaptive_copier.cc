@@ -1,8 +1,9 @@
 // See adaptive_copier.h.
 //
-// The choice for each class of lengths: after `wait` copies, or earlier if they have
-// become slow (kWorse), a trial makes kTurns copies with the other kind of stores. Then
-// Decide compares the medians of both kinds and sets the next pause.
+// How the kind of stores is chosen for the lengths of one State: after `wait` copies,
+// or earlier if the copies have become slow (kWorse), a trial makes kTurns copies with
+// the other kind. Then Decide compares the medians of both kinds, chooses one of them,
+// and sets the pause before the next trial.
 #include "transport/adaptive_copier.h"
 
 #include <bit>

@@ -51,17 +51,18 @@ class AdaptiveCopier {
   void Took(size_t bytes, double seconds);
 
  private:
-  static constexpr int kTurns = 3;  // copies of a trial; their median is compared
-  // Copies between two trials. The pause doubles, up to kLongestPause, while trials
-  // confirm the choice. kLeastPause: copies before a trial for the reason of kWorse.
+  static constexpr int kTurns = 3;  // copies of a trial; their median time counts
+  // Numbers of copies between two trials: kFirstPause after a trial has changed the
+  // choice, then twice as many each time a trial confirms it, up to kLongestPause. An
+  // early trial (kWorse) begins after kLeastPause copies or later.
   static constexpr uint16_t kFirstPause = 32, kLongestPause = 512, kLeastPause = 8;
-  // Non-temporal stores are faster for the writer, but not for the reader. So ordinary
-  // stores are used until they take more than this many times as long. On two cores of
-  // an EPYC, ordinary stores took 0.5 to 3 times as long where they were the right
-  // choice, and 6 to 14 times where they were not.
+  // Non-temporal stores can be faster for the writer, but not for the reader. So a
+  // trial chooses them if ordinary stores take more than kFar times as long. On two
+  // cores of an EPYC, ordinary stores took 0.5 to 3 times as long where they were the
+  // right choice, and 6 to 14 times where they were not.
   static constexpr double kFar = 4;
-  // An early trial begins if a byte takes this many times as long as it did at the end
-  // of the last trial.
+  // An early trial begins if a byte takes more than kWorse times as long as it did at
+  // the end of the last trial.
   static constexpr double kWorse = 2;
 
   // The measurements for copies whose lengths lie between the same two powers of 2.
@@ -73,7 +74,7 @@ class AdaptiveCopier {
     uint16_t wait = kTurns;              // copies until the next trial
     uint16_t pause = kFirstPause;        // the value of `wait` after the last trial
     bool non_temporal = false;
-    float settled = 0;  // seconds per byte when the last trial ended; 0 before it
+    float settled = 0;  // seconds per byte when a trial last ended; 0 before the first
 
     float Median(bool which) const;
     void Decide();

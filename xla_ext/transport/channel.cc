@@ -12,9 +12,9 @@
 namespace ringjax {
 namespace {
 
-constexpr size_t kHead = 5;             // type, version, length
-constexpr size_t kMostPlain = 1 << 14;  // payload of a record, without its type byte
-constexpr size_t kMore = kHead + 1 + Cipher::kTagBytes;  // added to a payload
+constexpr size_t kHead = 5;             // a record's head: type, version, length
+constexpr size_t kMostPlain = 1 << 14;  // most payload of a record, type byte excluded
+constexpr size_t kMore = kHead + 1 + Cipher::kTagBytes;  // a record less its payload
 constexpr size_t kAtOnce = 16;  // records that are sent together
 constexpr size_t kMostIn = 16 * (kMostPlain + kMore);
 constexpr std::byte kData{0x17};  // the record type "application data"
@@ -180,8 +180,8 @@ bool Channel::readable() const {
   if (end_ - begin_ < kHead) return false;
   const size_t length = std::to_integer<size_t>(in_[begin_ + 3]) << 8 |
                         std::to_integer<size_t>(in_[begin_ + 4]);
-  // A record with an impossible length counts as readable: Open then reports it at
-  // once, instead of waiting for bytes that may never arrive.
+  // A record with an impossible length counts as readable: Open then reports the record
+  // at once, instead of waiting for bytes that may never arrive.
   return length > kMostPlain + 1 + Cipher::kTagBytes || end_ - begin_ >= kHead + length;
 }
 
@@ -208,7 +208,7 @@ int Channel::Open() {
 ssize_t Channel::Fill() {
   if (begin_ == end_) {
     begin_ = end_ = 0;
-  } else if (begin_ > 0) {  // moves less than a record
+  } else if (begin_ > 0) {  // less than a record is left
     std::memmove(in_.data(), in_.data() + begin_, end_ - begin_);
     end_ -= begin_;
     begin_ = 0;
@@ -249,8 +249,8 @@ ssize_t Channel::Receive(std::span<const iovec> pieces) {
     if (moved == total) return static_cast<ssize_t>(moved);
     const int opened = Open();
     if (opened < 0) broken_ = errno;
-    // Bytes that were moved are returned first: the next call reports the error, or
-    // below, the end of the stream.
+    // If bytes were moved, this call returns them, and the next call reports the error.
+    // An end of the stream (Fill, below) is reported in the same way.
     if (opened < 0) return moved > 0 ? static_cast<ssize_t>(moved) : Fail(broken_);
     if (opened > 0) continue;
     const ssize_t n = Fill();

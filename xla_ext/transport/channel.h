@@ -2,10 +2,10 @@
 // 1.3 application records (RFC 8446, 5.2) of AES-256-GCM. The caller supplies the keys:
 // a Channel performs no handshake.
 //
-// Without a key a Channel is sendmsg and recvmsg. With a key, bytes that Send has taken
-// may still wait in the Channel to be sent (`pending`), and bytes that have arrived may
-// wait there to be read (`readable`); poll on the descriptor shows neither. One thread
-// may send while another thread receives.
+// Without a key a Channel just calls sendmsg and recvmsg. With a key, bytes that Send
+// has taken may still wait in the Channel to be sent (`pending`), and bytes that have
+// arrived may wait there to be read (`readable`); poll on the descriptor shows neither.
+// One thread may send while another thread receives.
 #pragma once
 
 #include <sys/types.h>
@@ -36,8 +36,8 @@ Status CheckKeys(std::span<const std::string> keys, size_t connections);
 
 class Channel {
  public:
-  // Takes ownership of the descriptor. `key` must be empty or have kChannelKeyBytes; if
-  // it is not empty, WhyNoCipher() must be.
+  // Takes ownership of the descriptor. `key` is empty or has kChannelKeyBytes; a key
+  // that is not empty requires a libcrypto (WhyNoCipher).
   explicit Channel(int fd, std::span<const std::byte> key = {},
                    uint64_t records_per_key = Cipher::kRecordsPerKey);
   Channel(Channel&& other) noexcept;
@@ -57,7 +57,7 @@ class Channel {
   bool pending() const { return sent_ < sealed_; }
   // Sends the pending bytes. Returns 1 if none are left, otherwise -1 with errno.
   int Flush();
-  // Whether Receive can return bytes, or find a bad record, without the socket.
+  // Whether Receive would return bytes, or report a bad record, without a socket read.
   bool readable() const;
 
  private:
@@ -71,12 +71,12 @@ class Channel {
   int fd_;
   std::unique_ptr<Cipher> encrypt_, decrypt_;
   std::vector<std::byte> out_, in_;
-  size_t sealed_ = 0, sent_ = 0;  // bytes in out_, and bytes of it that were sent
+  size_t sealed_ = 0, sent_ = 0;  // bytes in out_; those of them that were sent
   // in_ holds decrypted bytes in [plain_begin_, plain_end_), and behind them received
   // bytes, still encrypted, in [begin_, end_).
   size_t begin_ = 0, end_ = 0;
   size_t plain_begin_ = 0, plain_end_ = 0;
-  int broken_ = 0;  // errno of every later Receive, after a bad record
+  int broken_ = 0;  // errno for all calls of Receive after a bad record; 0: none yet
 };
 
 }  // namespace ringjax

@@ -107,8 +107,8 @@ Cipher::Iv Cipher::Nonce(uint64_t number) const {
   return nonce;
 }
 
-// Derives the next secret: zeros, encrypted with the old key and the nonce of a number
-// that no record has. The old secret cannot be computed from the next one.
+// Derives the next secret by encrypting zeros with the old key and with the nonce of a
+// number that no record has. The old secret cannot be computed from the next one.
 bool Cipher::NextKey() {
   const Crypto& c = Loaded();
   std::array<std::byte, kSecretBytes> next{};

@@ -19,8 +19,8 @@ namespace ringjax {
 const std::string& WhyNoCipher();
 
 // Encrypts or decrypts the records of one direction of one connection. Both ends number
-// the records, and the nonce depends on the number: a record that was left out,
-// repeated or reordered fails authentication. One thread uses a Cipher at a time.
+// the records, and the nonce depends on the number. So authentication fails if a record
+// was left out, repeated or reordered. One thread uses a Cipher at a time.
 class Cipher {
  public:
   static constexpr size_t kKeyBytes = 32, kIvBytes = 12, kTagBytes = 16;
@@ -36,9 +36,9 @@ class Cipher {
   Cipher(const Cipher&) = delete;
   Cipher& operator=(const Cipher&) = delete;
 
-  // Process one record: Begin, Piece for each part of it, End. End writes the tag, or
-  // compares it if this Cipher decrypts. They return false if libcrypto fails, and End
-  // also if the record was altered.
+  // Process one record: call Begin, then Piece for each part of the record, then End.
+  // End writes the tag, or compares it if this Cipher decrypts. All three return false
+  // if libcrypto fails, and End also if the record was altered.
   bool Begin(std::span<const std::byte> authenticated);
   bool Piece(std::byte* to, const std::byte* from, size_t bytes);
   bool End(std::byte* tag);
@@ -53,7 +53,7 @@ class Cipher {
   const bool encrypts_;
   const uint64_t records_per_key_;
   std::array<std::byte, kSecretBytes> secret_;
-  uint64_t number_ = 0;  // the next record's, counted from the last change of key
+  uint64_t number_ = 0;  // number of the next record since the last change of key
   bool sound_;           // false once libcrypto has failed to set a key
 };
 

@@ -1,13 +1,13 @@
 // The CMA protocol and its memory order. See cma.h.
 //
-// Every shared word is loaded and stored seq_cst, for two reasons. Release and acquire
-// order the data: the bytes that the sender wrote before Expose are the bytes that the
-// receiver copies after PollExposed, and the copy is over before the sender sees its
-// acknowledgement. The single total order protects the wake-ups: a side that makes
-// progress stores its count and then loads the peer's `wants`, while a side that goes
-// to sleep (RingLink::Arm) stores `wants` and then loads the count. The side whose
-// store comes second loads the other's, so no wake-up is lost. Release and acquire
-// alone would let both loads miss both stores.
+// All shared words but the proof are loaded and stored seq_cst, for two reasons.
+// Release and acquire order the data: the bytes that the sender wrote before Expose are
+// the bytes that the receiver copies after PollExposed, and the copy is over before the
+// sender sees its acknowledgement. The single total order protects the wake-ups: a side
+// that makes progress stores its count and then loads the peer's `wants`, while a side
+// that goes to sleep (RingLink::Arm) stores `wants` and then loads the count. The side
+// whose store comes second sees the other side's store, so no wake-up is lost. With
+// release and acquire alone, each load could miss the other side's store.
 #include "transport/cma.h"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ CmaEndpoint::CmaEndpoint(CmaState* own, CmaState* peer, uint32_t* closed,
       waker_(waker),
       peer_pid_(peer_pid),
       peer_memory_(0, {}) {
-  own_->proof = OwnProof();  // a plain store: the first byte in the ring releases it
+  own_->proof = OwnProof();  // a plain store: the ring's first byte releases the proof
 }
 
 void CmaEndpoint::Probe() {
@@ -72,7 +72,8 @@ Result<uint64_t> CmaEndpoint::PollAcknowledged() {
   if (!can_read || AckDue(peer_acknowledged_, acknowledged, exposed_))
     peer_acknowledged_ = acknowledged;
   fell_back_ = !can_read;
-  // The shared count stays as it is: after a fallback neither side looks at it again.
+  // The exposed count in shared memory stays as it is: after a fallback neither side
+  // uses that count again.
   if (fell_back_) exposed_ = acknowledged;
   if (closed && acknowledged != exposed_) return Closed();
   return peer_acknowledged_;
@@ -85,8 +86,8 @@ Status CmaEndpoint::CheckValid() const {
 
 Result<uint64_t> CmaEndpoint::PollExposed() {
   RJ_TRY(CheckValid());
-  // A peer that has closed exposes nothing more, so the flag is loaded before the
-  // count.
+  // The flag is loaded before the count: a peer that has closed exposes nothing more,
+  // so the count is final if the flag is set.
   const bool closed = LoadShared(*closed_) != 0;
   // Acquires the message bytes: the kernel copies them after this load. There is no
   // upper bound to check, because the caller never reads beyond the announced pieces.
@@ -102,10 +103,10 @@ Result<uint64_t> CmaEndpoint::Read(std::span<const iovec> local,
                                    std::span<const iovec> remote) {
   const ptrdiff_t copied =
       AtFailpoint(Failpoint::kCmaRead).ok() ? peer_memory_.Read(local, remote) : -1;
-  // The reader's half of the seqlock (see Invalidate): a check before the copy proves
-  // nothing, only one after it does, and the fence keeps the copy before the check
-  // (Boehm, "Can seqlocks get along with programming language memory models?", MSPC
-  // 2012).
+  // The reader's half of the seqlock (see Invalidate): only a check after the copy
+  // proves that the copied bytes were valid, and the fence keeps the copy before the
+  // check (Boehm, "Can seqlocks get along with programming language memory models?",
+  // MSPC 2012).
   std::atomic_thread_fence(std::memory_order_seq_cst);
   RJ_TRY(CheckValid());
   return static_cast<uint64_t>(std::max<ptrdiff_t>(copied, 0));

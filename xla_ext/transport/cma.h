@@ -12,15 +12,15 @@
 //     PollAcknowledged              <---    Acknowledge(n)
 //
 // From Expose until the acknowledgement the sender keeps the exposed bytes mapped and
-// unchanged. If its call fails in between, the sender can no longer promise that: it
-// calls Invalidate before it gives the buffer back, and the receiver checks for that
-// after every copy. Both byte counts only grow, over all messages of the link, so no
-// count is ever reset while the other side reads it.
+// unchanged. If its call fails in between, the sender can no longer promise that. Then
+// it calls Invalidate before it gives the buffer back, and the receiver checks after
+// every copy whether that has happened. The counts of exposed and acknowledged bytes
+// only grow, over all messages of the link, so none is reset while a side reads it.
 //
 // Reading may be forbidden (PID namespaces, Yama's ptrace_scope, seccomp), and some
-// memory cannot be read (that of some devices). The receiver finds out by trying. It
-// then falls back for good, and the sender sends the rest through the ring: a failed
-// read costs speed, never the call.
+// memory cannot be read (that of some devices). The receiver finds out by trying. If a
+// read fails, it falls back for good, and the sender sends the rest through the ring: a
+// failed read costs speed, never the call.
 #pragma once
 
 #include <sys/uio.h>
@@ -38,10 +38,10 @@ namespace ringjax {
 // A half that is all zeros is valid, so fresh shared memory needs no initialisation.
 struct CmaState {
   Proof proof;  // shows which process owns this half
-  // The owner as sender.
+  // Bytes that the owner, as a sender, has exposed.
   alignas(kLineBytes) uint64_t exposed;
   uint32_t invalidated;  // 1: exposed bytes that are not acknowledged may have changed
-  // The owner as receiver.
+  // Bytes that the owner, as a receiver, has acknowledged.
   alignas(kLineBytes) uint64_t acknowledged;
   // Whether the owner can read the peer's memory: kCanRead or kCannotRead; 0: unknown.
   uint32_t can_read;
@@ -60,7 +60,7 @@ class Waker {
 };
 
 // This side's end of single copy over one link: the sender of one direction and the
-// receiver of the other. Like its link it is used by one thread at a time.
+// receiver of the other. One thread uses a CmaEndpoint and its link at a time.
 //
 // The peer's half is treated like bytes from a network. A call that finds an impossible
 // count does not use the count and fails with kUnavailable, "shared memory is damaged".
@@ -81,8 +81,8 @@ class CmaEndpoint {
   // -- sender ------------------------------------------------------------------------
 
   // Whether the peer has published that it can read this process's memory. False until
-  // it has probed, so the first message to a peer always goes through the ring. Decides
-  // about a new message; for a message that is under way see fell_back().
+  // the peer has run ProbeOnce, so the first message to a peer always goes through the
+  // ring. For new messages; for a message that is under way see fell_back().
   bool PeerCanRead() const { return LoadPeer().can_read; }
 
   // Lets the peer read the next `bytes` bytes of the announced message. They must be
@@ -97,9 +97,9 @@ class CmaEndpoint {
   // fallen back.
   Result<uint64_t> PollAcknowledged();
 
-  // Whether the peer had fallen back when PollAcknowledged looked. Then exposed() is
-  // the count that it returned, and the caller sends the rest of the message through
-  // the ring.
+  // Whether the last PollAcknowledged found that the peer had fallen back. If so,
+  // exposed() equals the count that PollAcknowledged returned, and the caller sends the
+  // rest of the message through the ring.
   bool fell_back() const { return fell_back_; }
 
   // Whether some exposed bytes are not known to be acknowledged.
@@ -114,13 +114,14 @@ class CmaEndpoint {
   // Whether ProbeOnce has found that this process can read the peer's memory.
   bool can_read() const { return can_read_; }
 
-  // Bytes that are exposed and not acknowledged yet. kUnavailable once invalidated.
+  // Bytes that are exposed and not acknowledged yet. Fails with kUnavailable if the
+  // sender has invalidated them.
   Result<uint64_t> PollExposed();
 
   // Copies from the peer's pieces `remote` to `local`, as process_vm_readv does, and
   // returns how many bytes it copied, which may be fewer than asked for. 0 means that
-  // the kernel refuses: FallBack. kUnavailable if the sender has invalidated the bytes,
-  // in which case `local` may hold anything.
+  // the kernel refuses, and that the caller must call FallBack. Fails with kUnavailable
+  // if the sender has invalidated the bytes; `local` may then hold anything.
   Result<uint64_t> Read(std::span<const iovec> local, std::span<const iovec> remote);
 
   // Lets the sender reuse the next `bytes` bytes, which have been copied out.
@@ -135,8 +136,8 @@ class CmaEndpoint {
 
   // -- sleeping (RingLink::Arm) ------------------------------------------------------
 
-  // Whether this receiver waits for exposed bytes and not for bytes in the ring: the
-  // last thing it tried was a PollExposed that found none. RingLink resets it whenever
+  // Whether this receiver waits for exposed bytes and not for bytes in the ring: its
+  // last attempt was a PollExposed that found none. RingLink calls AwaitsRing whenever
   // the receiver looks at the ring.
   bool awaits_exposed() const { return awaits_exposed_; }
   void AwaitsRing() { awaits_exposed_ = false; }
@@ -189,7 +190,7 @@ class CmaEndpoint {
   pid_t peer_pid_;
   ProcessMemory peer_memory_;
   bool probed_ = false, can_read_ = false, fell_back_ = false, awaits_exposed_ = false;
-  // This side's counts. The copies in shared memory are never read back.
+  // This side's counts. Their copies in shared memory are never read back.
   uint64_t exposed_ = 0, acknowledged_ = 0;
   // The peer's counts as this side last accepted them.
   uint64_t peer_exposed_ = 0, peer_acknowledged_ = 0;

@@ -15,8 +15,8 @@
 namespace ringjax {
 namespace {
 
-// Shorter copies use memcpy, which is fast for them. With sanitizers all copies do,
-// because sanitizers check the arguments of memcpy.
+// Copies of fewer bytes use memcpy, which is fast for them. With sanitizers all copies
+// use memcpy, because sanitizers check its arguments.
 #if defined(RINGJAX_SANITIZED)
 constexpr size_t kShort = SIZE_MAX;
 #else
@@ -27,7 +27,7 @@ constexpr size_t kStride = 128;
 using Vector [[gnu::vector_size(32), gnu::aligned(1), gnu::may_alias]] = char;
 
 // Copies all but a rest that is shorter than kStride, and returns the number of bytes
-// copied. The four loads come before the four stores also so that compilers do not
+// copied. The four loads come before the four stores, so that compilers do not
 // recognise the loop as memcpy and replace it by a call.
 RINGJAX_INLINE size_t CopyStrides(char* to, const char* from, size_t bytes) {
   size_t done = 0;

@@ -12,8 +12,8 @@ namespace ringjax {
 void CopyBytes(void* to, const void* from, size_t bytes);
 
 // Copies like memcpy, but with non-temporal stores, which do not fetch the line that
-// they write. For results that are larger than the caches and not read soon, and for
-// lines in the cache of a distant core (AdaptiveCopier).
+// they write. Use it for results that are larger than the caches and not read soon, and
+// for lines in the cache of a distant core (AdaptiveCopier).
 void CopyNonTemporal(void* to, const void* from, size_t bytes);
 
 }  // namespace ringjax

@@ -1,4 +1,4 @@
-// The eventfd that wakes a sleeping rank. Links decide when to ring: see ring_link.h.
+// The eventfd that wakes a sleeping rank. Links and shared segments choose the moment.
 #include <fcntl.h>
 #include <unistd.h>
 

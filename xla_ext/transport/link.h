@@ -47,15 +47,15 @@ class Link : public Waitable {
   // Move bytes through the transport's own buffers, for bytes that are converted when
   // they are sent or reduced when they are received. Reserve and Peek return a
   // contiguous region of at most `limit` bytes. Its size is a multiple of `granularity`
-  // (a power of two from 1 to 16), and so is its address as long as the size of every
-  // message is. An empty region means that the caller should try again later. `limit`
+  // (a power of two from 1 to 16), and so is its address if the size of every earlier
+  // message was. An empty region means that the caller should try again later. `limit`
   // is a multiple of `granularity`.
   virtual Result<std::span<std::byte>> Reserve(size_t limit, size_t granularity) = 0;
   virtual Status Commit(size_t bytes) = 0;  // bytes <= the last Reserve
   virtual Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) = 0;
   virtual void Consume(size_t bytes) = 0;  // bytes <= the last Peek
 
-  // The end of the link for single copy; null if the transport has none.
+  // This side's end of single copy (cma.h); null if the transport has none.
   virtual CmaEndpoint* cma() { return nullptr; }
 
   // Sends bytes that TryWrite or Commit has only staged. Returns true if none are left.
@@ -78,7 +78,7 @@ class Doorbell {
   int fd_;
 };
 
-// Makes a link over shared memory. `memfd` holds both directions of the pair, `side` is
+// Makes a link over shared memory. `memfd` holds both directions of the link, `side` is
 // 0 on the lower rank and 1 on the higher, `peer_doorbell` is the peer's eventfd. Takes
 // both descriptors, also on failure. The creator of the memfd must have given it
 // ShmBytes(ring_bytes) bytes and sealed it; otherwise fails with kInvalidArgument.

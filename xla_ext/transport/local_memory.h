@@ -1,6 +1,6 @@
 // The memory that the links or shared segments of one process share if its threads act
-// as ranks, and the doorbell of each rank. The last end that is destroyed frees it.
-// Ring and Forget may be called from any thread.
+// as ranks, and the doorbell of each rank. The last end that is destroyed frees the
+// memory. Ring and Forget may be called from any thread.
 #pragma once
 
 #include <cstdlib>
@@ -29,7 +29,7 @@ class LocalMemory {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (Doorbell* bell = doorbells_[static_cast<size_t>(rank)]) bell->Ring();
   }
-  // Makes Ring(rank) do nothing from now on: the doorbell of `rank` may be destroyed.
+  // Makes Ring(rank) do nothing, so that the doorbell of `rank` may be destroyed.
   void Forget(int rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
     doorbells_[static_cast<size_t>(rank)] = nullptr;

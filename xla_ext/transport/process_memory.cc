@@ -25,9 +25,9 @@ struct Numbered {
 Proof OwnProof() {
   const std::lock_guard lock(numbered.mutex);
   if (numbered.pid != getpid()) {
-    // Process 1 must not be permitted: all processes descend from it, also those of
-    // other jobs. getppid returns 0 if the parent is in another PID namespace, and
-    // PR_SET_PTRACER with 0 would take back a permission that a crash handler has set.
+    // Process 1 must not get the permission: all processes descend from process 1, also
+    // those of other jobs. getppid returns 0 if the parent is in another PID namespace;
+    // PR_SET_PTRACER with 0 would take back a permission set by a crash handler.
     if (const pid_t parent = getppid(); parent > 1)
       prctl(PR_SET_PTRACER, static_cast<unsigned long>(parent), 0, 0, 0);
     std::random_device random;

@@ -24,7 +24,7 @@ struct Proof {
 // Returns the proof of this process. Where Yama lets only ancestors read a process
 // (`ptrace_scope` 1), the call also permits the parent process and all descendants of
 // the parent, among them the other ranks, to read this process. If the parent is
-// process 1, the call permits nothing, and messages go through the rings there.
+// process 1, the call permits nothing, and under Yama the rings carry all messages.
 Proof OwnProof();
 
 class ProcessMemory {
@@ -46,6 +46,6 @@ class ProcessMemory {
   pid_t pid_;
   Proof proof_;
 };
-inline constexpr size_t kMostRead = 255;  // Linux's IOV_MAX is 1024
+inline constexpr size_t kMostRead = 255;  // 256 with the proof; Linux's limit is 1024
 
 }  // namespace ringjax

@@ -82,7 +82,8 @@ class RingWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Bytes that can be written. Loads the reader's position if they are below `wanted`.
+  // Bytes that can be written. Loads the reader's position first if, as far as this
+  // side knows, fewer than `wanted` bytes can be written.
   size_t Room(size_t wanted) {
     if (capacity_ - static_cast<size_t>(position_ - other_) < wanted) Refresh();
     return broken_ ? 0 : capacity_ - static_cast<size_t>(position_ - other_);
@@ -122,7 +123,7 @@ class RingWriter : public RingEnd {
  private:
   void Refresh() {
     const uint64_t read = LoadShared(shared_->read);
-    // A valid position lies between the last one and this side's own.
+    // A valid position of the reader lies between its last one and the writer's.
     if (read - other_ > position_ - other_) {
       broken_ = true;
     } else {
@@ -137,7 +138,8 @@ class RingReader : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Bytes that can be read. Loads the writer's position if they are below `wanted`.
+  // Bytes that can be read. Loads the writer's position first if, as far as this side
+  // knows, fewer than `wanted` bytes can be read.
   size_t Available(size_t wanted) {
     if (static_cast<size_t>(other_ - position_) < wanted) Refresh();
     return broken_ ? 0 : static_cast<size_t>(other_ - position_);
@@ -171,7 +173,8 @@ class RingReader : public RingEnd {
   }
   void Refresh() {
     const uint64_t written = LoadShared(shared_->written);
-    // A valid position lies between the last one and one full ring ahead of this side.
+    // A valid position of the writer lies between its last one and one full ring ahead
+    // of the reader's.
     const uint64_t seen = other_ - position_;
     const uint64_t ahead = written - position_;
     if (ahead < seen || ahead > capacity_) {

@@ -22,7 +22,7 @@ constexpr size_t kStagger = 2 * kLineBytes;
 // A call of 64 KiB with its header fits an inline slot, unless there are so many ranks
 // that their slots would take too much memory.
 constexpr size_t kMostInline = 65 << 10, kLeastInline = 16 << 10;
-constexpr size_t kMostInlineOfAll = 1 << 20;  // for all ranks in one turn
+constexpr size_t kMostInlineOfAll = 1 << 20;  // in the slots of all ranks in a turn
 constexpr size_t InlineBytes(int size) {
   const size_t share = kMostInlineOfAll / static_cast<size_t>(size) / kPage * kPage;
   return std::clamp(share, kLeastInline, kMostInline);
@@ -85,8 +85,8 @@ std::byte* SharedSegment::Area(int rank) const {
 void SharedSegment::Publish(Counter counter, uint64_t value) {
   own_[counter] = value;
   StoreShared(words_[rank_].counters[counter], value);
-  // seq_cst, pairs with Arm: either this load sees that the peer sleeps, or the peer's
-  // Arm sees the counter.
+  // Store and load are seq_cst and pair with Arm: either the load of `asleep` sees that
+  // the peer sleeps, or the peer's Arm sees the counter.
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || LoadShared(words_[r].asleep) == 0) continue;
     const std::atomic_ref<uint32_t> asleep(words_[r].asleep);

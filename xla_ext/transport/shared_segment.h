@@ -35,9 +35,9 @@ class SharedSegment : public Waitable {
   size_t tile_bytes() const { return tile_bytes_; }
   size_t area_bytes() const { return kTiles * tile_bytes_; }
 
-  // The slot of `rank` for the inline data of turn `turn`: kHeaderBytes bytes, then up
-  // to inline_bytes() bytes. Successive turns use successive sets of slots, of which
-  // there are at least two. Aligned to a cache line.
+  // The slot of `rank` for the inline data of the call that raises kAgreed to `turn`:
+  // kHeaderBytes bytes, then up to inline_bytes() bytes. Successive turns use
+  // successive sets of slots, of which there are at least two. Aligned to a cache line.
   std::byte* InlineSlot(uint64_t turn, int rank) const;
   // The area of `rank`; for rank == size() the area for results that all ranks read. It
   // has area_bytes() bytes and is aligned to a cache line.
@@ -59,10 +59,10 @@ class SharedSegment : public Waitable {
   void Publish(Counter counter, uint64_t value);
   // Loads a counter of a peer. Does not check the value, which the peer controls.
   uint64_t Look(Counter counter, int rank) const;
-  // Loads the counter of a peer that is to reach `value`, and stores it in `*known`,
-  // which holds the value loaded before. Fails with kUnavailable if the counter is
-  // impossible (less than `*known` or more than `most`), or if the peer has closed
-  // before its counter reached `value`.
+  // Loads a peer's counter, which must reach `value` at some time, and stores it in
+  // `*known`, which holds the value loaded before. Fails with kUnavailable if the
+  // counter is impossible (less than `*known` or more than `most`), or if the peer has
+  // closed before its counter reached `value`.
   Status Poll(Counter counter, int rank, uint64_t value, uint64_t most,
               uint64_t* known) const;
 

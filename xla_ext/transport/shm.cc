@@ -1,6 +1,6 @@
 // Links and shared segments in a memfd that several processes map. The process that
 // creates the memfd sets its size, allocates its pages (posix_fallocate) and seals it.
-// This side checks the size and the seals before it maps the memfd.
+// Each process checks the size and the seals before it maps the memfd.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>

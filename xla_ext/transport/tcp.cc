@@ -23,8 +23,8 @@ namespace ringjax {
 namespace {
 
 constexpr size_t kBlock = 256 << 10;     // bytes before the next socket's turn
-constexpr size_t kStaging = 256 << 10;   // for Reserve and Peek
-constexpr size_t kReadAhead = 16 << 10;  // read together with a short read
+constexpr size_t kStaging = 256 << 10;   // buffer of Reserve or Peek
+constexpr size_t kReadAhead = 16 << 10;  // bytes read beyond a short read
 constexpr size_t kShortRead = 4 << 10;
 // The send buffer of a socket between ranks of one host. With the larger buffer that
 // the system would choose, a transfer costs up to twice the CPU time, presumably
@@ -58,7 +58,7 @@ class Staging {
     begin_ += n;
     if (begin_ == end_) begin_ = end_ = 0;
   }
-  // Moves the bytes to the front. The caller has less than one element left.
+  // Moves the bytes to the front: less than one element, when Peek calls Compact.
   void Compact() {
     if (begin_ == 0) return;
     std::memmove(bytes_.get(), data(), size());
@@ -71,8 +71,8 @@ class Staging {
   size_t begin_ = 0, end_ = 0;
 };
 
-// The state of one direction. From `bytes` follow the socket of the next byte (Index)
-// and how many bytes go over that socket before the next one's turn (BlockLeft).
+// The state of one direction. `bytes` determines the socket of the next byte (Index)
+// and how many bytes go over that socket before the next socket's turn (BlockLeft).
 struct Direction {
   uint64_t bytes = 0;  // moved over the sockets so far
   Status broken;       // the first error of this direction, kept for good
@@ -104,8 +104,8 @@ class TcpLink final : public Link {
   // bytes. Returns the number of bytes in message_.
   size_t Gather(std::span<const iovec> pieces, size_t skip, size_t limit);
   // Move message_, which has `bytes` bytes, over the socket whose turn it is. Return
-  // how many bytes moved; 0 means that the caller should try again later, unless there
-  // was an error, which is then in Direction::broken.
+  // how many bytes moved; 0 means either that Direction::broken holds an error or that
+  // the caller should try again later.
   size_t Send(size_t bytes);
   size_t Receive(size_t bytes);
 
@@ -213,8 +213,8 @@ Result<size_t> TcpLink::TryRead(std::span<const iovec> pieces) {
       }
       continue;
     }
-    // A short read also takes the bytes that follow, into staging: one system call for
-    // a header and the payload behind it.
+    // A short read also takes the bytes that follow, into staging, so that one system
+    // call receives a header and the payload behind it.
     size_t ahead = 0;
     if (n < kShortRead) {
       ahead = std::min(kReadAhead, BlockLeft(in_) - n);
@@ -271,7 +271,7 @@ bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
   const Channel& source = sockets_[Index(in_)];
   if (want_read && source.readable()) return true;
   // TryWrite takes no bytes before all sockets have sent their pending bytes, so a
-  // socket that has some is the one to wait for.
+  // socket with pending bytes is the one to wait for.
   const auto held =
       std::find_if(sockets_.begin(), sockets_.end(),
                    [](const Channel& socket) { return socket.pending(); });

@@ -28,7 +28,7 @@ struct Extent {
 struct Level {
   int peer;
   bool lower;         // this rank's vector is a, the peer's b
-  Extent keep, give;  // the two halves
+  Extent keep, give;  // the halves that this rank combines, and sends
 
   Level(int rank, int distance, Extent piece)
       : peer(rank ^ distance), lower((rank & distance) == 0) {
@@ -38,7 +38,7 @@ struct Level {
   }
 };
 
-// 1 - a.b / 2|a|^2, or 1 if the length of `a` is zero.
+// The weight of a vector a: 1 - a.b / 2|a|^2, or 1 if |a| is zero.
 double Weight(double dot, double square) {
   if (square < std::numeric_limits<double>::min()) return 1;
   return 1 - dot / (2 * square);
@@ -122,7 +122,7 @@ class AdasumRun {
     return Execute(plan, buffers, a, frame_, endpoints_, waiter_);
   }
 
-  // Sends `give` of `from` and receives `take` to `to`, tile by tile. Calls
+  // Sends `give` of `from` and receives `take` into `to`, tile by tile. Calls
   // before(tile) before it sends a tile, and after(tile) when it has received one.
   template <typename Before, typename After>
   Status Swap(int peer, Extent give, const Spans* from, Extent take, Slice to,
@@ -144,8 +144,8 @@ class AdasumRun {
     return OkStatus();
   }
 
-  // Receives the peer's values of the half that this rank keeps into scratch, and
-  // computes the moments of the two vectors in this half.
+  // Sends the half that this rank gives. Receives the peer's values of the half that it
+  // keeps into scratch, and computes the moments of the two vectors in this half.
   Status Exchange(const Level& level) {
     std::fill(moments_.begin(), moments_.end(), Moments{});
     auto add = [&](Extent tile) {
@@ -172,13 +172,13 @@ class AdasumRun {
       doubling.steps.push_back({StepKind::kSend, peer, {}, all});
       doubling.steps.push_back({StepKind::kRecvReduce, peer, all, all});
     }
-    // Not by CMA: a send by CMA ends when the peer has read it. Each rank of a pair
-    // receives into the memory that it sends, so each would wait for the other.
+    // Not by CMA: a send by CMA ends when the peer has read the memory. Each rank of a
+    // pair receives into the memory that it sends, so both ranks would wait forever.
     return Move(doubling, Buffers{&numbers, &numbers, {}}, adding_, false);
   }
 
   void Combine(const Level& level, Extent range) {
-    const FloatMode mode;  // for the weights, too
+    const FloatMode mode;  // applies to the weights, too
     ForTensors(range, [&](size_t t, Extent part) {
       const Moments& m = moments_[t];
       const std::byte *a = At(*own_, part), *b = Arrived(level, part);
@@ -229,7 +229,7 @@ class AdasumRun {
   uint64_t* sent_bytes_;
   const int size_;
   const uint64_t width_;
-  const Spans* own_;              // the values of this rank: in, later out
+  const Spans* own_;              // values of this rank: first in, later out
   Arithmetic moving_, adding_;    // to move elements, and to sum moments
   std::vector<uint64_t> ends_;    // ends of the tensors, in elements
   std::vector<Moments> moments_;  // by tensor, at this level

@@ -25,18 +25,18 @@
 
 namespace ringjax {
 
-inline constexpr std::string_view kAdasumName = "adasum";  // its name in the statistics
+inline constexpr std::string_view kAdasumName = "adasum";  // name in the statistics
 
-// Whether Adasum is possible on `ranks` ranks: a power of two.
+// Whether `ranks` is a power of two, as Adasum requires.
 constexpr bool AdasumFits(int ranks) { return (ranks & (ranks - 1)) == 0; }
 
 // Elements of scratch that an Adasum of `count` elements needs.
 constexpr uint64_t AdasumScratch(uint64_t count) { return (count + 1) / 2; }
 
-// Combines the tensors in buffers.in, with `sizes` elements each and none of them
-// empty, into buffers.out, which may be the same memory. All ranks end with the same
-// bits: each element is computed on one rank and then copied. Adds the bytes that this
-// rank sends to `*sent_bytes`. Fails as Execute does.
+// Combines the tensors in buffers.in into buffers.out, which may be the same memory.
+// Tensor i has sizes[i] elements, at least one. All ranks end with the same bits: each
+// element is computed on one rank and then copied. Adds the bytes that this rank sends
+// to `*sent_bytes`. Fails as Execute does.
 Status AllreduceAdasum(const Buffers& buffers, const std::vector<uint64_t>& sizes,
                        const Arithmetic& arithmetic, const Frame& frame,
                        const Endpoints& endpoints, Waiter* waiter,

@@ -117,8 +117,8 @@ Status CompareInSegment(uint64_t turn, const Frame& mine, const Endpoints& endpo
 // of all peers, which takes one exchange.
 //
 // Publish releases the frame and the inline data behind it; Poll, in Await, acquires
-// those of the peer. A slot is written again two turns later at the earliest. The
-// writer has then seen every peer in the turn between, so no peer still reads the slot.
+// those of the peer. A slot is written again two turns later at the earliest. In the
+// turn between, its writer has waited for every peer, so no peer still reads the slot.
 Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* waiter,
                       bool* agreed) {
   SharedSegment& segment = *endpoints.segment;
@@ -129,7 +129,7 @@ Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* wai
   return CompareInSegment(turn, mine, endpoints, agreed);
 }
 
-// The frame of one rank, and its message if that fits, on their way over links.
+// The frame of one rank, and its message if the message fits, on the way over links.
 struct Block {
   Frame frame;
   char text[448];
@@ -193,15 +193,15 @@ Status ShowInSegment(Frame mine, const std::string& own, const Endpoints& endpoi
 }
 
 // Exchanges frames and messages over links. In step k a rank sends its first 2^k
-// blocks, or as many as the receiver lacks, to the rank 2^k before it. It sends its own
-// block to all of these ranks at the beginning, so that a chain of at most log2 P ranks
-// wakes each rank that sleeps.
+// blocks, or as many as the receiver lacks, to the rank 2^k before it. The rank's own
+// block goes to all of these ranks at the beginning, so that a chain of at most log2 P
+// ranks wakes each rank that sleeps.
 Status PassOn(const Frame& mine, const std::string& own, const Endpoints& endpoints,
               Waiter* waiter, std::vector<Frame>* frames,
               std::vector<std::string>* all) {
   const int size = static_cast<int>(endpoints.links.size());
   Exchange exchange(endpoints, waiter);
-  std::vector<Block> blocks(static_cast<size_t>(size));  // from this rank onwards
+  std::vector<Block> blocks(static_cast<size_t>(size));  // blocks[i] is from rank + i
   blocks[0].frame = mine;
   std::memset(blocks[0].text, 0, sizeof blocks[0].text);
   if (own.size() <= sizeof blocks[0].text)
@@ -260,7 +260,7 @@ bool HaveAgreed(uint64_t turn, const Endpoints& endpoints) {
   bool agreed = segment.own(SharedSegment::kAgreed) >= turn;
   for (int peer = 0; peer < segment.size() && agreed; ++peer)
     agreed = segment.Look(SharedSegment::kAgreed, peer) >= turn;
-  Frame mine;  // the frame that the peers see
+  Frame mine;  // the frame that this rank has shown to the peers
   std::memcpy(&mine, segment.InlineSlot(turn, segment.rank()), sizeof mine);
   return agreed && CompareInSegment(turn, mine, endpoints, &agreed).ok() && agreed;
 }

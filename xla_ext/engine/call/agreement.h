@@ -6,9 +6,9 @@
 // says whether its sender has seen a mismatch so far, and the receiver compares
 // fingerprints. A chain of frames leads from any rank to any other. If the ends of a
 // chain differ in their fingerprints, so do two neighbours in it, and the chain passes
-// that on. So all ranks find the disagreement in the same call, or none does, and the
-// communicator stays usable. In a shared segment, each rank compares the frames of all
-// ranks instead.
+// the mismatch on. So all ranks find the disagreement in the same call, or none does,
+// and the communicator stays usable. In a shared segment, each rank compares the
+// frames of all ranks instead.
 //
 // The agreement is also the barrier and the flow control of the call: no rank sends
 // data over a link before all ranks have made the call.
@@ -23,17 +23,18 @@
 
 namespace ringjax {
 
-// Sets `*agreed` to whether all ranks agree; all ranks find the same. `fit` is the vote
-// of this rank. Fails as Execute does, because of a link and not of a disagreement.
+// Sets `*agreed` to whether all ranks agree, the same on all ranks. `fit`: whether this
+// rank can make the call. Fails as Execute does, but not because of a disagreement.
 Status Agree(const Frame& frame, bool fit, const Endpoints& endpoints, Waiter* waiter,
              bool* agreed);
 
-// Whether the shared segment shows that all ranks have agreed in `turn`. Does not wait.
+// Whether the shared segment shows that all ranks have agreed in agreement number
+// `turn` of this segment. Does not wait.
 bool HaveAgreed(uint64_t turn, const Endpoints& endpoints);
 
-// Waits, after the data, until all ranks have called it, so that a rank that returns
-// may rely on the results of all ranks. `fetched`: the last data were tiles in the
-// shared segment. Their counter kFinished shows the same, so nothing more is exchanged.
+// Waits, after the data have moved, until all ranks have called this function, so that
+// a rank that returns may rely on the results of all ranks. `fetched`: the last data
+// moved in tiles, whose counter kFinished shows the same without another exchange.
 Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool fetched,
                 Waiter* waiter);
 
@@ -48,24 +49,24 @@ Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
                      const Endpoints& endpoints, Waiter* waiter,
                      std::vector<int64_t>* received);
 
-inline constexpr uint64_t kMostMessage = uint64_t{64} << 20;  // bytes
+inline constexpr uint64_t kMostMessage = uint64_t{64} << 20;  // bytes of a message
 // The data of a small operation, which this rank sends to all ranks of a shared segment
 // together with the round that negotiates the operation.
 struct Piggyback {
   // In: whether this rank gives data. Out: whether all ranks have given data.
   bool given = false, whole = false;
   std::span<const std::byte> own = {};  // in: the data of this rank, if `given`
-  // In: the bytes of `own` that only this rank needs. They are not copied.
+  // In: the range of `own` that only this rank needs, and which is not copied.
   size_t kept_begin = 0, kept_end = 0;
   // Out, if `whole`: the data of all ranks, by rank. They stay in the segment until
   // this rank begins its next call or round.
   std::vector<std::span<const std::byte>> all = {};
 };
-// Exchanges the messages of one round (Rounds::Exchange): `*all` receives
-// the message of every rank, by rank. In a shared segment, short messages lie behind
-// the frames. Over links they travel in blocks of one size, and each rank passes on the
-// blocks that it has (Bruck et al., "Efficient Algorithms for All-to-All
-// Communications", 1997). A message that does not fit then goes directly to each rank.
+// Exchanges the messages of one round of a negotiation: `*all` receives the message of
+// every rank, by rank. In a shared segment, short messages lie behind the frames. Over
+// links, messages travel in blocks of one size, and each rank passes on the blocks that
+// it has (Bruck et al., "Efficient Algorithms for All-to-All Communications", 1997). A
+// message too long for its place goes directly to each rank afterwards.
 Status ExchangeMessages(const Frame& frame, const std::string& own,
                         const Endpoints& endpoints, Waiter* waiter,
                         std::vector<std::string>* all, Piggyback* piggyback);

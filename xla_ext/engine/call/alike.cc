@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kLanes = 8;     // hashes whose multiplications run in parallel
 constexpr size_t kAhead = 1536;  // distance of the prefetch, in bytes
-constexpr size_t kRanks = 1024;  // ranks in a report: its 8 KiB are inline data
+constexpr size_t kRanks = 1024;  // ranks compared at most: 8 KiB are inline data
 constexpr size_t kMostNamed = 8;
 
 std::string_view Line(std::string_view lines, size_t number) {
@@ -34,9 +34,9 @@ std::string Ranks(const std::vector<int>& ranks) {
   return text;
 }
 
-// Returns which ranks differ from the most frequent hash; on a tie, from the one of the
-// most frequent hashes that the lowest rank has. Ignores ranks with hash 0, which were
-// lost during the comparison or have joined.
+// Names the ranks whose hash is not the most frequent one. If several hashes are
+// equally frequent, the one that the lowest rank has counts. Ignores ranks with hash 0,
+// which were lost during the comparison or have joined.
 std::string WhoDiffers(const std::vector<uint64_t>& hashes,
                        const std::vector<int>& members) {
   const size_t known = std::min(members.size(), hashes.size());
@@ -65,7 +65,7 @@ uint64_t HashOfBytes(const void* data, uint64_t size) {
   constexpr size_t kStride = kLanes * sizeof(uint64_t);
   uint64_t left = size;
   for (; left >= kStride; left -= kStride, at += kStride) {
-    __builtin_prefetch(at + kAhead);  // harmless beyond the end
+    __builtin_prefetch(at + kAhead);  // a prefetch beyond the end does no harm
     std::array<uint64_t, kLanes> words;
     std::memcpy(words.data(), at, kStride);
     for (size_t i = 0; i < kLanes; ++i) lanes[i].Add(words[i]);
@@ -82,8 +82,8 @@ Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_vie
                                const Greatest& greatest) {
   Hash all;
   for (uint64_t hash : hashes) all.Add(hash);
-  // The maximum of ~x is ~(minimum of x): one exchange finds both. All ranks have the
-  // same x if the two are equal.
+  // The maximum of ~x is ~(minimum of x): one exchange finds minimum and maximum. If
+  // the two are equal, all ranks have the same x.
   std::vector<uint64_t> ends = {all.value(), ~all.value()};
   RJ_TRY(greatest(&ends));
   if (ends[0] == ~ends[1]) return std::string();

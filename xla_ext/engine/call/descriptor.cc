@@ -12,7 +12,7 @@
 namespace ringjax {
 namespace {
 
-// Whether rows must be equal on all ranks. Those of an alltoall may differ.
+// Whether Call::rows must be equal on all ranks. The rows of an alltoall may differ.
 bool RowsAgree(Collective op) { return op != Collective::kAlltoall; }
 
 std::vector<std::string_view> Lines(std::string_view text) {
@@ -94,13 +94,13 @@ bool Call::KeepsInputs() const {
     const auto begin = reinterpret_cast<uintptr_t>(at);
     return Range{begin, begin + bytes};
   };
-  std::vector<std::pair<Range, bool>> ranges;  // range of memory, whether written
+  std::vector<std::pair<Range, bool>> ranges;  // range, whether it is written
   for (const Tensor& t : tensors) {
     if (t.bytes() > 0) ranges.push_back({range(t.in, t.bytes()), false});
     if (t.room > 0) ranges.push_back({range(t.out, t.room), true});
   }
   std::sort(ranges.begin(), ranges.end());
-  uintptr_t ends[2] = {0, 0};  // ends of the ranges so far: [0] read, [1] written
+  uintptr_t ends[2] = {0, 0};  // largest end so far: [0] of reads, [1] of writes
   for (const auto& [r, written] : ranges) {
     if (r.first < ends[written ? 0 : 1]) return false;
     ends[written ? 1 : 0] = std::max(ends[written ? 1 : 0], r.second);
@@ -177,7 +177,7 @@ std::string Digits(double value) {
 
 std::string_view Cut(std::string_view text, size_t limit) {
   if (text.size() <= limit) return text;
-  while (limit > 0 && (text[limit] & 0xc0) == 0x80) --limit;  // UTF-8 continuation
+  while (limit > 0 && (text[limit] & 0xc0) == 0x80) --limit;  // UTF-8 continuation byte
   return text.substr(0, limit);
 }
 

@@ -20,7 +20,7 @@ struct Tensor {
   Dims dims;
   void* in = nullptr;
   void* out = nullptr;
-  uint64_t room = 0;  // bytes at `out`
+  uint64_t room = 0;  // bytes of the memory at `out`
 
   uint64_t elements() const;
   uint64_t bytes() const { return elements() * Width(dtype); }
@@ -46,7 +46,7 @@ struct Call {
   // the tensors are whole, on one device.
   std::string_view partition;
   std::vector<Tensor> tensors;
-  // Rows (dim 0) per rank, for each tensor one after another; see Problem::counts.
+  // The sizes of dim 0 by rank: a list for each tensor in turn; see Problem::counts.
   std::vector<int64_t> rows;
   bool rows_known = false;  // alltoall: rows were negotiated, so they fit together
   bool overlapped = false;  // the program continues during the call (recorded only)
@@ -78,7 +78,7 @@ std::string Describe(const Tensor& tensor, bool ragged = false);
 // The shortest decimal text that identifies the number.
 std::string Digits(double value);
 
-// The first `limit` bytes of `text` at most, without a part of a UTF-8 character.
+// At most the first `limit` bytes of `text`; does not end within a UTF-8 character.
 std::string_view Cut(std::string_view text, size_t limit);
 
 // Bytes of the longest text that a rank sends to explain its call.

@@ -1,5 +1,5 @@
-// The dimensions of a tensor. Up to six need no allocation, which would cost more than
-// the rest of the description: a call may describe hundreds of tensors.
+// The dimensions of a tensor. Up to six dimensions need no allocation: allocations
+// would cost more than the rest of the description of a call with hundreds of tensors.
 #pragma once
 
 #include <algorithm>

@@ -46,8 +46,8 @@ class PlanRun {
         next_receive_(plan.sends.size(), 0),
         flushed_(plan.sends.size(), true) {}
 
-  // Only a call that fails has outstanding bytes here. Its caller may overwrite them
-  // from now on, so peers must not use what they still read by CMA.
+  // Only a failed call leaves bytes exposed and not acknowledged. The caller may
+  // overwrite them from now on, so peers must not use what they read of these bytes.
   ~PlanRun() {
     for (int peer : plan_.peers)
       if (CmaEndpoint* cma = endpoints_.links[peer]->cma(); cma && cma->outstanding())
@@ -94,7 +94,7 @@ class PlanRun {
     return region == Region::kIn ? *buffers_.in : *buffers_.out;
   }
 
-  // Moves `*next` past the finished steps of a queue. True if no step is left.
+  // Moves `*next` past the finished steps of a queue. Returns whether no step is left.
   bool Advance(const std::vector<int>& queue, size_t* next) const {
     while (*next < queue.size() && Finished(queue[*next]) &&
            progress_[queue[*next]].opened())
@@ -324,7 +324,7 @@ class PlanRun {
     return OkStatus();
   }
 
-  // Reduces `n` received elements in the wire dtype into the elements from `done` on.
+  // Reduces `n` received elements in the wire dtype into dst, from element `done` on.
   void Reduce(const Step& s, const std::byte* from, uint64_t done, uint64_t n) const {
     uint64_t to = (s.dst.offset + done) * width_, own = (s.src.offset + done) * width_;
     for (uint64_t left = n * width_; left > 0;) {
@@ -437,9 +437,9 @@ class PlanRun {
   const Endpoints& endpoints_;
   Waiter* waiter_;
   const uint64_t width_, wire_;
-  // False also for a rank that only sends and has a core of its own: it copies into the
-  // ring buffer while the peer copies out of it, which takes 0.6 to 0.9 of the time of
-  // a single copy by the peer.
+  // False also for a rank that only sends and has a core of its own: this rank copies
+  // into the ring buffer while the peer copies out of it, and the two copies take 0.6
+  // to 0.9 of the time of a single copy by the peer.
   const bool uses_cma_;
   std::vector<Message> progress_;
   std::vector<size_t> next_send_, next_receive_;  // by peer

@@ -22,21 +22,21 @@ namespace ringjax {
 // one call uses them.
 struct Endpoints {
   std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
-  std::unique_ptr<SharedSegment> segment;    // null unless all ranks share a host
+  std::unique_ptr<SharedSegment> segment;    // null if the communicator has none
   int rank = 0;
   double timeout = 0;  // seconds without any progress; 0: wait forever
   double look = 1;     // seconds without progress until on_stall is called
-  // Called after each wait once nothing has moved for `look` seconds, with these
-  // seconds and the peers that the call waits for. An error ends the call, and so does
-  // `*end`, which is true on entry after `timeout` and which the function may change.
+  // Called after each wait once nothing has moved for `look` seconds, with the seconds
+  // without progress and the peers that the call waits for. `*end` is true on entry
+  // after `timeout`. The call ends on an error, or if `*end` is true on return.
   std::function<Status(double, const std::vector<int>&, bool* end)> on_stall;
 };
 
 inline constexpr char kNotMoved[] = "has not moved any data";
 
-// Calls on_stall if there was no progress for long. Callers run it after each wait.
-// kDeadlineExceeded with `what` and the first of `peers()`, the ranks that the call
-// waits for, if the call is to end.
+// Calls on_stall if there was no progress for long. To be called after each wait. If
+// the call must end (see on_stall), fails with kDeadlineExceeded, `what` and the first
+// of `peers()`, the ranks that the call waits for.
 template <typename Peers>
 Status CheckStall(const Endpoints& endpoints, const Waiter& waiter, Peers&& peers,
                   const char* what) {

@@ -18,7 +18,7 @@ struct Frame {
   uint32_t epoch = 0;
   uint32_t communicator = 0;
   uint32_t lane = 0;
-  uint32_t step = 0;  // kAgree, kEnd: dissemination round; kData, kCma: request
+  uint32_t step = 0;  // kAgree, kEnd: dissemination round; kData, kCma: Request no.
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   uint64_t bytes = 0;  // bytes of the payload

@@ -45,7 +45,7 @@ std::byte* Text(const Endpoints& endpoints, uint64_t turn, size_t rank) {
          SharedSegment::kHeaderBytes;
 }
 
-// The bytes that each rank gives. Not for an alltoall, whose sizes differ between
+// The bytes that each rank contributes. Not for an alltoall, whose sizes differ between
 // ranks.
 std::vector<uint64_t> Given(const Problem& problem, const Arithmetic& a, size_t size) {
   if (problem.op == Collective::kAllgather) return problem.counts;

@@ -1,9 +1,9 @@
 // Inline data: the data of short calls, which travel with the agreement.
 //
-// For ranks that all map one SharedSegment. Before the ranks agree, each rank writes
-// its data behind the frame of its agreement, into its inline slot. After the agreement
-// all data are there, and each rank finishes the call alone: one exchange instead of
-// two. Verbs and UCX call data that travel with their descriptor inline, too.
+// All ranks must map one SharedSegment. Before the ranks agree, each rank writes its
+// data behind the frame of its agreement, into its inline slot. After the agreement all
+// data are there, and each rank finishes the call alone: one exchange instead of two.
+// Verbs and UCX call data that travel with their descriptor inline, too.
 //
 //   allreduce, reducescatter   the values of the rank, in the element type of the wire;
 //                              each rank reduces the elements that it needs
@@ -12,8 +12,8 @@
 //   alltoall                   a table of the bytes that the rank sends to each rank
 //                              and expects of each rank, then its bytes
 //
-// The table replaces the exchange of splits with which an alltoall begins without a
-// shared segment, also if the bytes of some rank do not fit.
+// Without a shared segment, an alltoall begins with an exchange of splits. The table
+// replaces that exchange, even if the bytes of some rank do not fit.
 #pragma once
 
 #include <span>
@@ -30,11 +30,11 @@ namespace ringjax {
 using Values = std::vector<std::span<const std::byte>>;
 
 // Bytes of the longest inline data of any of `size` ranks. For an alltoall, whose sizes
-// differ between ranks, those of the table. The result is equal on all ranks.
+// differ between ranks, the bytes of the table. The result is equal on all ranks.
 uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size);
 
-// Writes the data of this rank into its slot of the next turn. Comes before the
-// agreement, which releases the data to the peers.
+// Writes the data of this rank into its slot for the next agreement. Must be called
+// before that agreement, which releases the data to the peers.
 void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
                const Endpoints& endpoints);
 
@@ -47,8 +47,8 @@ Status ReadInline(const Problem& problem, const Arithmetic& a,
                   const Endpoints& endpoints, Values* values, bool* whole);
 
 // Finds the values of a call in `given`, the piggybacked data of all ranks (Piggyback,
-// in agreement.h). All parts of an alltoall have equal length there. Returns -1, or the
-// first rank that gave another number of bytes than the call has.
+// in agreement.h). All parts of a piggybacked alltoall have equal length. Returns -1,
+// or the first rank that gave another number of bytes than the call has.
 int SortOut(const Problem& problem, const Arithmetic& a, int rank,
             std::span<const std::span<const std::byte>> given, Values* values);
 

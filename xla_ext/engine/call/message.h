@@ -1,6 +1,6 @@
 // A message on its way over a link: a header, then the payload. If the receiver reads
-// the payload by CMA (transport/cma.h), a list of the pieces of the sender's memory
-// that hold it follows the header instead.
+// the payload by CMA (transport/cma.h), the header is followed by a list instead: the
+// pieces of the sender's memory that hold the payload.
 #pragma once
 
 #include <sys/uio.h>
@@ -37,10 +37,11 @@ struct Message {
 static_assert(sizeof(iovec) == 2 * sizeof(uint64_t),
               "a list is what both sides expect");
 
-// Sends as much of the header and of the list as the link takes. `*moved`: if any.
+// Sends what the link takes of the header and the list. Sets `*moved` if bytes moved.
 Status Announce(Link* link, Frame header, Message* message, bool* moved);
 
-// Receives what has arrived of the header, or of the list once `remote` has its length.
+// Receives what has arrived of the header, and of the list once `remote` has the length
+// of the list. Sets `*moved` if bytes moved.
 Status Open(Link* link, Message* message, bool* moved);
 
 // Appends to `out` the parts of `pieces` that hold the `bytes` bytes from byte `begin`

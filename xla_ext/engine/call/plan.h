@@ -16,11 +16,12 @@
 namespace ringjax {
 
 // The limit that an earlier step sets to a dependent one until the earlier step is
-// complete: done(step) - shift elements if `contained`, no element otherwise.
+// complete: the dependent step may move as many elements as the earlier step has moved,
+// minus `shift`, if `contained`, and no element otherwise.
 struct Dependency {
   int step;        // index of the earlier step
   bool contained;  // the memory of the dependent step lies inside that of `step`
-  uint64_t shift;  // offset of the dependent step there, in elements
+  uint64_t shift;  // offset of the former memory in the latter, in elements
 };
 
 struct PlannedStep {
@@ -34,7 +35,7 @@ struct Plan {
   // Indices into `steps`, in the order of the schedule; sends and receives by peer.
   std::vector<std::vector<int>> sends, receives;
   std::vector<int> copies;
-  std::vector<int> peers;  // ranks with sends or receives
+  std::vector<int> peers;  // ranks that this rank sends to or receives from
   uint64_t scratch = 0;    // elements
   uint64_t sent = 0;       // elements that this rank sends
   // Whether messages may be read by CMA. A send by CMA ends only when the peer has read
@@ -49,7 +50,7 @@ struct Plan {
 };
 
 // Makes the plan of one rank's schedule in a communicator of `size` ranks. `in_place`:
-// kIn and kOut may be the same memory.
+// whether kIn and kOut may be the same memory.
 Plan Compile(const Schedule& schedule, int size, bool in_place);
 
 }  // namespace ringjax

@@ -26,8 +26,8 @@ bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
               const RouteInputs& inputs) {
   if (inputs.inline_bytes == 0 || arithmetic.op == ReduceOp::kAdasum) return false;
   if (!inputs.algorithm.empty() && inputs.algorithm != kShared) return false;
-  // If an epoch ends under an alltoall, a rank cannot see whether the data of all ranks
-  // were in the slots, so no rank could complete the call from there.
+  // If an epoch ends during an alltoall, a rank cannot see whether the data of all
+  // ranks were in the slots, so no rank could complete the call from the slots.
   if (problem.op == Collective::kAlltoall && inputs.resilient) return false;
   const uint64_t most = problem.op == Collective::kAllreduce
                             ? std::min(kMostInlineAllreduce, inputs.inline_bytes)
@@ -39,7 +39,7 @@ Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
                       const RouteInputs& inputs) {
   if (arithmetic.op == ReduceOp::kAdasum) return Route{Route::Kind::kAdasum};
   if (IsInline(problem, arithmetic, inputs)) return Route{Route::Kind::kInline};
-  uint64_t bytes = uint64_t{1} << 30;  // for an alltoall, whose sizes ranks do not know
+  uint64_t bytes = uint64_t{1} << 30;  // for an alltoall, whose size no rank knows
   if (problem.op != Collective::kAlltoall)
     bytes = std::accumulate(problem.counts.begin(), problem.counts.end(), uint64_t{0}) *
             Width(arithmetic.dtype);

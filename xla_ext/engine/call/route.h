@@ -1,4 +1,5 @@
-// How the data of a request travel: the one place that decides it.
+// The route of a request, which is a group of tensors of a call that move together.
+// Only this file decides about routes:
 //
 //   kInline    in the shared segment, together with the agreement (inline_data.h)
 //   kTiles     through the shared segment, in tiles (tiles.h)
@@ -24,9 +25,9 @@
 
 namespace ringjax {
 
-// Bytes of the longest inline allreduce. Each rank reduces all elements of it, which up
-// to here costs less than a second exchange. For the other collectives an inline slot
-// is the limit, at most 65 KiB (transport/shared_segment.cc).
+// Bytes of the longest inline allreduce. Each rank reduces all its elements, which up
+// to this length costs less than a second exchange. For the other collectives the size
+// of an inline slot is the limit, at most 65 KiB (transport/shared_segment.cc).
 inline constexpr uint64_t kMostInlineAllreduce = 16 << 10;
 
 // Bytes of the shortest message that is read by CMA. A system call costs more than two
@@ -42,20 +43,21 @@ struct Route {
   std::string_view name() const;
 };
 
-// The part of the decision that is the same for all requests of a communicator.
+// The inputs of the decision that are the same for all requests of one collective.
 struct RouteInputs {
   const Topology& topology;
   const CostModel& cost;
   std::string_view algorithm = {};  // name of the forced algorithm; empty: the cheapest
   uint64_t inline_bytes = 0;        // size of an inline slot; 0: without inline data
-  bool resilient = false;           // the communicator has further epochs
+  bool resilient = false;           // whether this is part of a resilient communicator
 };
 
-// Whether the route is kInline. Cheap: without the costs of algorithms.
+// Whether the route is kInline. Cheap, because it computes no costs of algorithms.
 bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
               const RouteInputs& inputs);
 
-// kInvalidArgument: the algorithm that was asked for does not exist or does not apply.
+// Decides the route. Fails with kInvalidArgument if the forced algorithm does not exist
+// or does not apply.
 Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
                       const RouteInputs& inputs);
 

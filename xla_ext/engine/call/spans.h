@@ -21,7 +21,7 @@ struct Span {
   uint64_t bytes = 0;
 };
 
-// For one thread at a time: the const functions update a cached position, too.
+// Not thread-safe, not even the const functions: they update a cached position.
 class Spans {
  public:
   // Reserves room for `pieces` pieces. A training step may have thousands of them, and
@@ -67,7 +67,7 @@ class Spans {
   struct Piece {
     std::byte* data;
     uint64_t bytes;
-    uint64_t start;  // offset of the piece
+    uint64_t start;  // offset of the piece in the vector
   };
 
   // Returns the index of the piece that holds `offset`. Steps move forward through the

@@ -18,7 +18,7 @@ Status TicketLock::Wait(uint64_t ticket, const std::function<Status()>& stop) {
     RJ_TRY(stop());
     lock.lock();
     // A WakeAll while the mutex was released did not wake this thread, and `stop` may
-    // return something else now: it is called again before the sleep.
+    // return something else now: so `stop` is called again before the sleep.
     if (serving_ == ticket || woken_ != woken) continue;
     served_.wait_for(lock, slice_);
   }

@@ -19,12 +19,13 @@ namespace ringjax {
 // All functions may be called by any thread.
 class TicketLock {
  public:
-  // `slice`: the longest sleep before Wait calls `stop` again. Ctrl-C needs it, because
-  // no thread calls WakeAll then; all other reasons to stop come with a WakeAll.
+  // `slice`: the longest sleep before Wait calls `stop` again. Ctrl-C needs this limit,
+  // because no thread calls WakeAll then; other reasons to stop come with a WakeAll.
   explicit TicketLock(std::chrono::milliseconds slice = std::chrono::milliseconds(100))
       : slice_(slice) {}
 
-  // Takes the next ticket. It blocks all later tickets until Wait and Leave are called.
+  // Takes the next ticket. Later tickets are not served until the caller has called
+  // Wait and Leave.
   uint64_t Take();
   // Waits until the ticket is served. Calls `stop` before each sleep, without holding
   // the mutex. If `stop` fails, returns its error; the ticket is then lost, and later

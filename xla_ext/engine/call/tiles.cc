@@ -16,7 +16,7 @@ namespace {
 constexpr uint64_t kStrip = 8 << 10;
 // From this many bytes on, a message's results are written to the output with
 // non-temporal stores. An ordinary store would first load each line of the output, and
-// results larger than the caches only displace what the next tile needs from there.
+// results larger than the caches would displace what the next tile needs in the caches.
 constexpr uint64_t kNonTemporalResult = 8 << 20;
 
 // One strip in the wire's element type. Values that are converted or scaled on their
@@ -75,9 +75,9 @@ Tiling Layout(uint64_t count, uint64_t blocks, const Arithmetic& arithmetic,
 // so a slot of this message may overlap any slot of the message before. These slots are
 // free once every peer has finished all messages before.
 //
-// A rank runs one phase at a time, and tries reduce before copy out before copy in. All
-// peers wait for a reduced part, and its operands have just been written to the caches;
-// copying in can wait, because it may be S tiles ahead anyway.
+// A rank runs one phase at a time: it tries to reduce first, then to copy out, then to
+// copy in. All peers wait for a reduced part, whose operands have just been written to
+// the caches; copying in can wait, because it may be S tiles ahead anyway.
 //
 // Publish stores a counter with seq_cst and Poll loads it with seq_cst. The release
 // half puts the writes of a phase before its counter (non-temporal stores are fenced
@@ -187,8 +187,8 @@ class TilePipeline {
 
   // result = own + the `n` elements at byte `offset` of every peer's slot of tile `k`.
   //
-  // Each rank starts with the rank after it, so that they do not all read what one core
-  // has written at once. The order of the sum differs from part to part, but a part is
+  // Each rank starts with the rank after it, so that not all ranks read the data of one
+  // core at once. The order of the sum differs from part to part, but a part is
   // summed on one rank only, so the result is the same everywhere.
   void ReduceStrip(std::byte* result, const void* own, uint64_t k, uint64_t offset,
                    uint64_t n) const {
@@ -216,8 +216,8 @@ class TilePipeline {
     return AllReached(counter, base_ + tiles, ready);
   }
 
-  // Whether the slot of tile `k` may be overwritten: all peers have left the tile that
-  // used it before. `counter` counts the phase in which they read it.
+  // Whether the slot of tile `k` may be overwritten: all peers are done with the tile
+  // that used the slot before. `counter` counts the phase in which peers read the slot.
   Status SlotIsFree(SharedSegment::Counter counter, uint64_t k, bool* ready) {
     if (k < slots_) return AllReached(SharedSegment::kFinished, base_, ready);
     return AllReached(counter, base_ + k + 1 - slots_, ready);
@@ -244,8 +244,8 @@ class TilePipeline {
   }
 
   // The largest value that a correct peer's counter can have, given this rank's own
-  // counters: the table of the flow control, seen from the other side. Anything beyond
-  // it means that the segment is damaged.
+  // counters, by the table of the flow control. A greater value means that the shared
+  // segment is damaged.
   uint64_t UpperBound(SharedSegment::Counter counter) const {
     if (counter == SharedSegment::kCopiedIn)
       return segment_.own(SharedSegment::kReduced) + slots_;
@@ -291,8 +291,8 @@ class AllreducePipeline : public TilePipeline {
             std::min(tile.end, tile.begin + (r + 1) * each)};
   }
 
-  // Calls visit(range) for what other ranks own of the tile: the ranges before and
-  // behind the own part, as far as they are not empty.
+  // Calls visit(range) for the elements of the tile that other ranks own: the ranges
+  // before and behind the part of this rank, if not empty.
   template <typename Visit>
   void ForPeersParts(Range tile, Visit visit) const {
     const Range own = Part(tile, rank_);
@@ -300,8 +300,8 @@ class AllreducePipeline : public TilePipeline {
     if (own.end < tile.end) visit(Range{own.end, tile.end});
   }
 
-  // Whether a result goes to the output with non-temporal stores. Not in place: there
-  // the lines were read a moment ago, as input, and an ordinary store finds them in a
+  // Whether a result goes to the output with non-temporal stores. Not if the output is
+  // the input: its lines were read a moment ago, so an ordinary store finds them in a
   // cache.
   bool IsNonTemporal(const Span& out, const Span& in) const {
     return count_ * width_ >= kNonTemporalResult && out.data != in.data &&
@@ -335,8 +335,8 @@ class AllreducePipeline : public TilePipeline {
   // partial sums back, so the strip is then reduced elsewhere and copied:
   //
   //   output   if `non_temporal`: from the slot, or from scratch
-  //   slot     if the copier works so at the moment, because the cores share no cache:
-  //            from the output, or from scratch
+  //   slot     if the copier uses such stores at the moment, because the cores share no
+  //            cache: from the output, or from scratch
   void ReduceToOutputAndSlot(std::byte* out, const void* own, uint64_t k,
                              uint64_t offset, uint64_t n, bool non_temporal) {
     const bool far = segment_.copier().non_temporal();
@@ -390,7 +390,7 @@ class ReducescatterPipeline : public TilePipeline {
         counts_(counts) {}
 
  private:
-  // The elements of tile `k` that `rank` receives, relative to the first it receives.
+  // The elements of tile `k` that `rank` receives, counted from the first of all these.
   Range Part(uint64_t k, size_t rank) const {
     return {std::min(counts_[rank], k * tile_),
             std::min(counts_[rank], (k + 1) * tile_)};

@@ -1,7 +1,7 @@
 // Reductions of long messages through the shared segment, tile by tile.
 //
-// For ranks of one host that all map one SharedSegment. Messages that are short enough
-// travel as inline data of the agreement (inline_data.h) and do not come here.
+// All ranks must map one SharedSegment. Short messages travel as inline data of the
+// agreement (inline_data.h) instead.
 //
 // The algorithm works as follows. The message is cut into tiles, and each of the P
 // ranks owns one part of every tile, about 1/P of it, which it reduces for all ranks. A
@@ -63,8 +63,9 @@ uint64_t RetainedWhenReducedIs(uint64_t count, const Arithmetic& arithmetic,
                                const SharedSegment& segment);
 
 // Repeats the copy-out phase of an allreduce that was aborted after kReduced of every
-// rank had reached that value. Waits for nothing. The slots still hold the results: a
-// peer overwrites them only in a later call, which begins with this rank's agreement.
+// rank had reached the value of RetainedWhenReducedIs. Waits for nothing. The slots
+// still hold the results: a peer overwrites them only in a later call, which cannot
+// begin without the agreement of this rank.
 void CopyOutRetained(const Buffers& buffers, uint64_t count,
                      const Arithmetic& arithmetic, const Endpoints& endpoints);
 

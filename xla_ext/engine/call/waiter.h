@@ -27,9 +27,9 @@ using InterruptCheck = bool (*)();
 // The check of this process; null: no check.
 inline std::atomic<InterruptCheck> interrupt_check{nullptr};
 
-// While such an object lives, waits of this thread can be interrupted only after
+// While an InterruptsAfter exists, waits of its thread can be interrupted only after
 // `seconds` without progress. An earlier interrupt stays pending for the caller, which
-// handles it after the wait.
+// handles the interrupt after the wait.
 class InterruptsAfter {
  public:
   explicit InterruptsAfter(double seconds) { allowed_after = seconds; }
@@ -42,7 +42,7 @@ class InterruptsAfter {
   static inline thread_local double allowed_after = 0;
 };
 
-// The waits of one thread. Not thread-safe. `doorbell` and `aborted` must outlive it.
+// The waits of one thread. Not thread-safe. Must not outlive `doorbell` and `aborted`.
 class Waiter {
  public:
   // A link or a shared segment to arm before sleeping, and the directions in which the
@@ -125,8 +125,8 @@ class Waiter {
     fds_.push_back({doorbell_->fd(), POLLIN, 0});
     bool ready = false;
     for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
-    // An abort after the check in Idle has rung the doorbell, which no other thread
-    // drains.
+    // An abort after the check in Idle has rung the doorbell. No other thread drains
+    // the doorbell, so poll returns at once.
     if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
     if (fds_[0].revents) doorbell_->Drain();
@@ -137,7 +137,7 @@ class Waiter {
   }
 
   static constexpr int kLongestMs = 1000;
-  static constexpr uint64_t kFree = 8;  // calls of Idle that only pause
+  static constexpr uint64_t kFree = 8;  // calls of Idle that only pause, in each wait
 
   Doorbell* doorbell_;
   const std::atomic<bool>* aborted_;

@@ -13,10 +13,10 @@ bool AbortState::Abort(const Status& status) {
     first = status_.ok();
     if (first) status_ = status;
   }
-  // Set after the reason, which a thread that sees the flag reads. seq_cst, pairs with
-  // CallRunner::Guarded, which loads the flag after Progress::Begin has marked the call
-  // as active; Progress::Settled loads the mark after this store. Either the call sees
-  // the abort, or the report of this rank waits for the call.
+  // The flag is set after the reason, because a thread that sees the flag reads the
+  // reason. seq_cst: a call marks itself as active (Progress::Begin) and then loads the
+  // flag (CallRunner::Guarded); Progress::Settled loads the mark after this store. So
+  // either the call sees the abort, or the progress report waits for the call.
   aborted_.store(true, std::memory_order_seq_cst);
   doorbell_->Ring();
   ticket_lock_->WakeAll();
@@ -43,8 +43,8 @@ void AbortState::OnPeerShutdown(int world_rank, uint64_t finished) {
   doorbell_->Ring();
 }
 
-// A rank that has shut down is the culprit of calls that it has not finished. A call
-// that it has finished may still be under way on other ranks, and can complete there.
+// A call fails if a member has shut down without finishing it. A call that this member
+// has finished may still be under way on other ranks, and can complete there.
 Status AbortState::CheckShutdowns(uint64_t sequence) const {
   if (!any_shut_down_.load()) return OkStatus();
   std::lock_guard lock(mutex_);
@@ -54,7 +54,7 @@ Status AbortState::CheckShutdowns(uint64_t sequence) const {
   if (early == shut_down_.end()) return OkStatus();
   const auto at = std::find(world_ranks_.begin(), world_ranks_.end(), early->first) -
                   world_ranks_.begin();
-  // The most frequent cause is a loop over batches that is longer on one rank.
+  // The text asks about the most frequent cause: ranks with unequal numbers of batches.
   return Status(Code::kUnavailable,
                 "has shut down before this call (its program has ended, or called "
                 "shutdown); have all ranks equally many batches?",

@@ -52,7 +52,7 @@ Status CallCompletion::EndEverywhere(const Call& call, const Status& outcome) {
   Communicator& ending = *state_.options.end_barrier;
   const Status all = ending.Run(end);
   if (all.ok()) return outcome;
-  if (!ending.aborted())  // a mismatch, the same on all ranks
+  if (!ending.aborted())  // a mismatch of the names, which all ranks see
     return outcome.ok()
                ? failures_.WithContext(
                      call,
@@ -62,7 +62,8 @@ Status CallCompletion::EndEverywhere(const Call& call, const Status& outcome) {
                : outcome;
   if (all.code() == Code::kCancelled)
     return failures_.Fail(call, {all.code(), "interrupted"});
-  // `why` names a world rank, without which the other ranks go on.
+  // `why` names the world rank to blame. An elastic job continues without that rank:
+  // with kUnavailable, the call waits for the next epoch.
   state_.abort.Await(std::chrono::milliseconds(200));
   const Status why = ending.abort_status();
   if (!state_.abort.aborted())
@@ -98,8 +99,8 @@ Status CallCompletion::CompleteCommitted(const Call& call,
   if (attempt.locally_complete) return attempt.outcome;
   if (attempt.source == CallAttempt::Source::kNotNeeded) return OkStatus();
   // Every rank had published its part before any rank could return from the call. No
-  // rank can have overwritten its part since, because that happens only in a later
-  // call, after this rank has agreed to that call.
+  // rank can have overwritten its part since: a rank overwrites its part only in a
+  // later call, after this rank has agreed to that later call.
   std::vector<Request> requests = Split(call, state_.rank(), state_.size());
   const bool inlined = attempt.source == CallAttempt::Source::kInlineData;
   if (!Shown(attempt))

@@ -60,7 +60,7 @@ void CallLog::Report(const Call& call, Clock::time_point end, Code outcome) {
 void CallLog::SetLast(const Call& call, Clock::time_point end) {
   constexpr size_t kMostName = 128;
   last_.op = call.op;
-  last_.name.assign(call.name.substr(0, kMostName));  // keeps its capacity
+  last_.name.assign(call.name.substr(0, kMostName));  // assign keeps the capacity
   last_.sequence = state_.sequence();
   last_.end = end;
   if (!waiting_.empty()) waiting_.clear();
@@ -84,7 +84,8 @@ void CallLog::set_missing_locally(std::function<std::string()> f) {
 ProbeAnswer CallLog::probe_answer() const {
   std::unique_lock lock(mutex_);
   const auto missing = missing_;
-  lock.unlock();  // `missing` takes DeviceRendezvous::mutex_, which comes before mutex_
+  // `missing` locks DeviceRendezvous::mutex_, which must not be locked after mutex_.
+  lock.unlock();
   const std::string what = missing && !state_.abort.aborted() ? missing() : "";
   lock.lock();
   ProbeAnswer answer;

@@ -53,9 +53,9 @@ Status CallRunner::InTurn(uint64_t ticket, const Call& call,
 
 Status CallRunner::Guarded(const Call& call, const std::function<Status()>& body) {
   const Active active(state_);
-  // seq_cst: pairs with Abort, which stores the flag before Quiesce reads the mark of
-  // Active. Either this load sees the abort, or Quiesce sees the mark and waits for
-  // this call. If this load could pass the store of the mark, neither might happen.
+  // seq_cst: Active has stored the mark, and this load of the abort flag comes after
+  // that store. AbortState::Abort stores the flag before Quiesce loads the mark. So
+  // either this load sees the abort, or Quiesce sees the mark and waits for this call.
   if (state_.abort.flag().load(std::memory_order_seq_cst))
     return failures_.Aborted(call);
   try {
@@ -142,7 +142,8 @@ Status CallRunner::Perform(const Call& call, CallAttempt* attempt, const Status*
   if (inlined && !state_.options.end_barrier) attempt->source = Source::kInlineData;
   if (valid.ok() && requests.empty() && !state_.options.end_barrier)
     attempt->source = Source::kNotNeeded;
-  // Not for an alltoall, whose ranks may agree twice: then `agreed` would be too low.
+  // An alltoall gets no `agreed`: its ranks may agree twice, and the first agreement
+  // would already reach the value.
   SharedSegment* const segment = state_.endpoints.segment.get();
   if (segment && attempt->source != Source::kNone && call.op != Collective::kAlltoall)
     attempt->agreed = state_.endpoints.segment->own(SharedSegment::kAgreed) + 1;

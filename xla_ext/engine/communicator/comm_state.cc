@@ -23,8 +23,8 @@ CommState::CommState(CommunicatorOptions given,
   endpoints.timeout = options.collective_timeout;
   const auto& host = options.topology.host;
   const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
-  // Counts the CPUs of the machine, not those to which this process is bound: a
-  // launcher that binds ranks gives each rank CPUs of its own.
+  // hardware_concurrency counts the CPUs of the machine, not those to which this
+  // process is bound: a launcher that binds ranks gives each rank CPUs of its own.
   oversubscribed = neighbours > static_cast<long>(std::thread::hardware_concurrency());
 }
 

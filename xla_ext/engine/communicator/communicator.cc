@@ -75,7 +75,7 @@ Status Communicator::RunInThisEpoch(const Call& call, const Status& fits) {
     return runner_.Run(call, &attempt, &fits);
   });
   if (attempt.globally_complete) return status;
-  // The call did not begin, so its number would have been the next one.
+  // Sequence 0: the call did not begin. Its number would have been the next one.
   if (attempt.sequence == 0) attempt.sequence = state_.progress->begun() + 1;
   const Status decision = state_.resilient->Judge(epoch_index(), attempt.sequence);
   return decision.ok() ? completion_.CompleteCommitted(call, attempt)
@@ -112,7 +112,7 @@ void Communicator::SetCostModel(const CostModel& cost, const std::string& algori
   if (Continues()) return state_.resilient->Between(set);
   const auto stop = [this] { return aborted() ? abort_status() : OkStatus(); };
   if (!state_.ticket_lock.Wait(state_.ticket_lock.Take(), stop).ok())
-    return;  // no call follows
+    return;  // aborted: no call follows that could use the cost model
   const TicketLockGuard here(&state_.ticket_lock);
   set();
 }

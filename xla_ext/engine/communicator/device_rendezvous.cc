@@ -11,9 +11,9 @@
 namespace ringjax {
 namespace {
 
-// A thread pool without a limit: each task has a thread at once, since a task may block
-// until others have run. Never destroyed, because tasks continue programs, which may
-// outlive static objects at exit.
+// A thread pool without a limit: each task gets a thread at once, because a task may
+// block until other tasks have run. The pool is never destroyed, because its tasks
+// continue programs, which may outlive static objects at exit.
 class Carriers {
  public:
   // Runs the task on a thread of the pool, or on this one if the system can start none.
@@ -51,12 +51,12 @@ class Carriers {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
-  size_t idle_ = 0;  // threads that run no task: at least as many as `tasks_`
+  size_t idle_ = 0;  // number of threads that run no task; at least tasks_.size()
 };
 
 Carriers& carriers = *new Carriers;
 
-// The parts of a group, by the index of their device in `devices`.
+// The parts of a group, by the index of their device in Part::devices.
 using Places = std::vector<Part*>;
 
 Status Fit(const Part& a, const Part& b) {
@@ -132,7 +132,7 @@ void Run(std::vector<Part> parts, uint64_t ticket) {
     status = body ? body(ticket, call) : communicator->RunInTurn(ticket, call);
     if (status.ok()) HandOut(places, holders);
   } catch (const std::exception& e) {
-    // The ticket may be unused, and would block all later calls: abort.
+    // An unused ticket would block all later calls, so the communicator is aborted.
     communicator->AbortAndNotifyPeers(Code::kInternal,
                                       std::string("failed: ") + e.what());
     status = Status(Code::kInternal, communicator->Prefix() + e.what());
@@ -171,7 +171,7 @@ DeviceRendezvous::~DeviceRendezvous() {
     const Status status(Code::kUnavailable, part.communicator->Prefix() +
                                                 part.call.Title() +
                                                 ": the communicator was shut down");
-    // Not on this thread, which may be any thread: `done` may block.
+    // `done` may block, so it does not run on this thread, which may be any thread.
     for (Part& each : group.parts)
       carriers.Carry([done = std::move(each.done), status] { done(status); });
   }
@@ -191,8 +191,8 @@ Status DeviceRendezvous::Join(Part part) {
   });
   std::list<Group> fresh;
   if (group == open_.end()) {
-    // Before the group exists, because std::thread may throw: a group without a part
-    // must not get into open_, whose readers use the first part.
+    // The thread is started before the group exists, because std::thread may throw: a
+    // group without a part must not get into open_, whose readers use the first part.
     if (!watch_.joinable()) watch_ = std::thread([this] { Watch(); });
     fresh.emplace_back().parts.reserve(part.devices.size());
     group = fresh.begin();
@@ -213,7 +213,8 @@ Status DeviceRendezvous::Join(Part part) {
   if (group->parts.size() < group->parts.front().devices.size()) return OkStatus();
   std::vector<Part> parts = std::move(group->parts);
   open_.erase(group);
-  // Under the lock, so that calls have the order in which their groups were complete.
+  // The ticket is taken under the lock, so that calls run in the order in which their
+  // groups became complete.
   const Part& one = parts.front();
   const uint64_t ticket = one.wants_turn ? one.communicator->TakeTicket() : 0;
   lock.unlock();
@@ -238,8 +239,9 @@ std::string DeviceRendezvous::Missing() const {
   return open_.empty() ? "" : open_.front().Missing();
 }
 
-// Gives up the run of `late`. Devices that join the run later fail with the status that
-// is returned. `*what`: what this rank did, as a predicate. With mutex_ held.
+// Gives up the run of `late`. Returns the status of its parts, and of devices that join
+// the run later. Sets `*what` to what this rank did: "waited 30 s for device 1 ...".
+// mutex_ is held.
 Status DeviceRendezvous::Miss(const Group& late, std::string* what) {
   const Part& part = late.parts.front();
   *what = "waited " + Digits(late.seconds) + " s for " + late.Missing();
@@ -273,7 +275,7 @@ void DeviceRendezvous::Watch() {
     const Status status = Miss(late, &what);
     const auto communicator = late.parts.front().communicator;
     lock.unlock();
-    // The other ranks must not wait for this rank until their own timeouts.
+    // Without the abort, the other ranks would wait for this rank until their timeouts.
     communicator->AbortAndNotifyPeers(Code::kDeadlineExceeded, what);
     Tell(std::move(late.parts), status);
     lock.lock();

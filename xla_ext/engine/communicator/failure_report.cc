@@ -8,13 +8,14 @@
 
 namespace ringjax {
 
-// A peer that has stopped is alive, and it or the coordinator will report the reason.
-// Waits for the reason: blaming the peer now would fence a rank that merely restarts.
+// Waits until the peer that has ended its call, or the coordinator, reports the reason.
+// That peer is alive and can take part in the next epoch: an error that blamed the peer
+// would exclude (fence) it from the job.
 void FailureReport::AwaitReason() const { state_.abort.Await(std::chrono::seconds(5)); }
 
-// Ends the communicator and returns the error of the call. A broken link shows only
-// that a peer is gone; the heartbeat learns the reason a moment later, so kUnavailable
-// waits for it. A peer may have shut down because another rank was lost.
+// Ends the communicator and returns the error of the call. A broken link (kUnavailable)
+// does not show why a peer is gone: it may have shut down after the loss of another
+// rank. The heartbeat learns that a moment later, so Fail first waits for the reason.
 Status FailureReport::Fail(const Call& call, const Status& cause) const {
   if (cause.code() == Code::kUnavailable)
     state_.abort.Await(std::chrono::milliseconds(200));
@@ -36,7 +37,7 @@ Status FailureReport::Fail(const Call& call, const Status& cause) const {
 // Returns the error of a call on an aborted communicator.
 Status FailureReport::Aborted(const Call& call) const {
   const Status reason = state_.abort.status();
-  // An eager lane writes the dump itself, after it has recorded its pending operations.
+  // An eager lane calls Dump itself, after it has recorded its pending operations.
   const bool ends_job =
       !state_.resilient && !state_.options.eager && reason.rank() >= 0;
   if (ends_job && state_.options.recorder)
@@ -74,7 +75,7 @@ Status FailureReport::WithContext(const Call& call, const Status& status) const 
                 status.rank());
 }
 
-// Returns the culprit, as a world rank, and the predicate of the error about it, such
+// Returns the culprit, as a world rank, and what the error says about that rank, such
 // as "has not called ...". Peers receive both, so all ranks print the same sentence.
 Status FailureReport::Blame(const Call& call, const Status& cause) const {
   const int here = state_.world_rank();

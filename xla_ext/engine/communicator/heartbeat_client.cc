@@ -65,8 +65,8 @@ std::vector<int> HeartbeatClient::Others() const {
 }
 
 // Heartbeats count the calls on the world's communicators; a reply to a probe is newer
-// and overrides the count. Other communicators have only replies: without a late one,
-// silent ranks count as late.
+// and overrides the count. Other communicators have only replies: if no reply shows
+// that a rank is late, the ranks that have not replied count as late.
 std::vector<int> HeartbeatClient::Late() const {
   std::vector<int> late, silent;
   const auto late_ranks = hooks().late_ranks;

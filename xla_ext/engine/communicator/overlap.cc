@@ -34,7 +34,7 @@ void Overlap::GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock) {
     return (entry.second->pending || entry.second->copied) && stale(entry.first);
   });
   if (!found) return;
-  // The peers have applied that step and this rank has not: the replicas would diverge.
+  // Only the peers have applied the results of these jobs: replicas would diverge.
   const auto communicator = communicator_;
   lock->unlock();
   communicator->AbortAndNotifyPeers(
@@ -92,7 +92,7 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   lock.lock();
   job->copied = job->finished = false;
   queue_.push_back(job);
-  // The ticket is taken last: a failure before it is used would block all later calls.
+  // The ticket is taken last: a ticket left unused would block all later calls.
   job->pending = true;
   job->ticket = communicator_->TakeTicket();
   lock.unlock();
@@ -115,8 +115,8 @@ void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
   Release(job);  // the memory of a START that failed
   arena_.Grow(copies * in_flight);
   job->block = arena_.Take(copies * bytes);
-  // The arena has no room if two programs run at once, or no pages. Not make_unique,
-  // which writes zeros.
+  // The arena has no room if two programs run at once, or if the system has no memory.
+  // `new` leaves the bytes unwritten; make_unique would write zeros.
   if (!job->block) job->beyond.reset(new std::byte[copies * bytes]);
   std::byte* at = job->block ? job->block : job->beyond.get();
   for (Tensor& t : job->call.tensors) {
@@ -154,7 +154,7 @@ Status Overlap::Done(const Call& call, int64_t site) {
            call.tensors[i].bytes() == job->call.tensors[i].room;
   if (status.ok() && !fits) status = Unfit(call, site);
   if (status.ok()) {
-    // Without the lock, which the engine thread needs to continue with the next bucket.
+    // Copies without the lock, which the engine thread needs for the next bucket.
     job->copied = true;
     lock.unlock();
     for (size_t i = 0; i < call.tensors.size(); ++i) {
@@ -213,8 +213,9 @@ void Overlap::Work() {
   }
 }
 
-// Runs the oldest queued job. In an elastic job, RunLastOfChain runs the finished jobs
-// of its chain again if this one completes in a later epoch; if it fails, all fail.
+// Runs the oldest queued bucket. In an elastic job, RunLastOfChain also runs the
+// finished buckets of its chain again if this bucket completes in a later epoch; if a
+// run fails, all these buckets fail.
 void Overlap::RunNext(std::unique_lock<std::mutex>* lock) {
   Job* const job = queue_.front();
   queue_.pop_front();

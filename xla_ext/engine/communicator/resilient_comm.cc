@@ -38,8 +38,8 @@ Status ResilientComm::Install(std::shared_ptr<Communicator> next,
       const uint64_t number = epoch_index_.load() + 1;
       if (number > 1) {
         last = current_.lock();
-        // A rank that is already inside the failing call learns it from that call. Only
-        // a rank that has not begun it must fail its next call.
+        // The first call that is not committed fails on all ranks. On a rank that has
+        // not begun it, the next call must fail in its place.
         const uint64_t begun = progress_ ? progress_->begun() : 0;
         if (!decision.repeats && begun <= decision.finished) ++failing_;
         if (last) {
@@ -136,9 +136,10 @@ Status ResilientComm::Run(const Communicator& caller, uint64_t ticket, const Cal
   return Loop(caller, call, called_in, epoch);
 }
 
-// Runs the last call, and then, again and again, the first call that did not complete
-// in the newest epoch. A call completes in the same epoch on all ranks, so all ranks
-// run the same calls in the same order here.
+// Runs the last call of the chain. Then, as long as the calls have not all completed in
+// one epoch, runs the first call again that did not complete in the newest epoch. A
+// call completes in the same epoch on all ranks, so all ranks run the same calls in the
+// same order here.
 Status ResilientComm::RunLastOfChain(const Communicator& caller, uint64_t ticket,
                                      std::vector<Communicator::ChainedCall>* pieces) {
   const uint64_t called_in = epoch_index();
@@ -155,8 +156,8 @@ Status ResilientComm::RunLastOfChain(const Communicator& caller, uint64_t ticket
   return OkStatus();
 }
 
-// Ends this rank's part after an interrupt. A ticket that will not be used, or a call
-// that will not be completed, blocks all calls behind it, so no call can follow.
+// Aborts this epoch and ends this ResilientComm after an interrupt. No call can follow:
+// an unused ticket, or a call that is not completed, blocks all calls behind it.
 void ResilientComm::Interrupt(const Communicator& caller, const std::string& how) {
   if (const auto c = current()) c->AbortAndNotifyPeers(Code::kCancelled, "was " + how);
   const int rank = caller.options().world_ranks[caller.rank()];
@@ -210,7 +211,7 @@ Status ResilientComm::Loop(const Communicator& caller, const Call& call,
   }
 }
 
-// Removes one of the failures that Install has scheduled, because it has happened.
+// Removes one of the failures that Install has scheduled: that call has failed.
 void ResilientComm::FailedOne() {
   std::lock_guard lock(mutex_);
   failing_ = std::max(failing_ - 1, 0);
@@ -256,8 +257,8 @@ Status ResilientComm::Park(uint64_t number, CommitDecision* decision) {
   return OkStatus();
 }
 
-// The reason why no epoch follows, or else why this call did not wait for one: an
-// interrupt, or a process that was forked, in which nothing has ended.
+// Returns the reason why no epoch follows. If this ResilientComm has not ended, returns
+// `parked`: why the call did not wait, which is an interrupt or a forked child.
 Status ResilientComm::EndOr(const Status& parked) const {
   const Status end = end_status();
   return end.ok() ? parked : end;

@@ -7,7 +7,7 @@
 namespace ringjax {
 namespace {
 
-// The call that stands for a round in warnings and errors.
+// The call whose name stands for a round in warnings and errors.
 const Call& Round() {
   static const Call& round = *[] {
     auto* call = new Call;
@@ -39,7 +39,7 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
     const Status status =
         ExchangeMessages(frame, own, state_.endpoints, &waiter, all, piggyback);
     if (!status.ok()) return failures_.Fail(Round(), status);
-    // A progress report counts the round like a call, although no rank can complete a
+    // A progress report counts a round like a call, although no rank can complete a
     // round after an abort.
     if (state_.progress) {
       state_.progress->Done(state_.sequence());
@@ -56,7 +56,7 @@ Status Rounds::RunPiggybacked(const Call& call,
   if (Status valid = runner_.Validate(call); !valid.ok())
     return failures_.WithContext(call, valid);
   for (const Request& r :
-       Split(call, state_.rank(), state_.size())) {  // one; none if the tensor is empty
+       Split(call, state_.rank(), state_.size())) {  // none if the tensor is empty
     Values sorted;
     const int other = SortOut(r.problem, r.arithmetic, state_.rank(), values, &sorted);
     if (other >= 0)
@@ -125,8 +125,9 @@ Status Rounds::LookForCall(bool* called) {
     }
     return gone;
   }
-  // A round begins with blocks on these links: each rank sends its first block to the
-  // ranks 1, 2, 4, ... before it (PassOn in engine/call/agreement.cc).
+  // In a round, each rank sends its first block to the ranks 1, 2, 4, ... before itself
+  // (PassOn in engine/call/agreement.cc). So a round begins with blocks on the links to
+  // the ranks 1, 2, 4, ... after this rank.
   for (int reach = 1; reach < state_.size() && !*called; reach *= 2) {
     const int peer = (state_.rank() + reach) % state_.size();
     if (!closed_[peer]) {
@@ -140,7 +141,7 @@ Status Rounds::LookForCall(bool* called) {
 }
 
 // Returns what wakes AwaitNext: the shared segment, or the links on which a round
-// begins. Leaves out closed links, because a closed link would wake it again and again.
+// begins. Leaves out closed links: a closed link would wake AwaitNext again and again.
 std::vector<Waiter::Interest> Rounds::Callers() const {
   if (state_.endpoints.segment) return {{state_.endpoints.segment.get(), true, false}};
   std::vector<Waiter::Interest> all;

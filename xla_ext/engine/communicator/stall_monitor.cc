@@ -15,8 +15,8 @@ void StallMonitor::EndRound() {
   if (waiting_recorded_) log_.StoppedWaiting();
 }
 
-// Probes late ranks and warns of a call without progress for `seconds`. A warning, or
-// the end of the call, first waits a moment for replies. See Endpoints::on_stall.
+// Probes late ranks and warns of a call without progress for `seconds`. Delays the
+// warning, or the end of the call, a moment for the replies. See Endpoints::on_stall.
 Status StallMonitor::OnStall(const Call& call, double seconds,
                              const std::vector<int>& peers, bool* end) {
   RJ_TRY(state_.abort.CheckShutdowns(state_.sequence()));

@@ -36,7 +36,7 @@ std::string Printable(std::string_view text, size_t limit) {
 }
 
 bool StallPolicy::MustAsk(double seconds, double warning, double limit) {
-  // The wait has become shorter: data have moved meanwhile, and this is a new wait.
+  // A wait that is shorter than at the last look is a new one: data have moved.
   if (seconds < last_) asked_ = -1;
   last_ = seconds;
   const double soon = limit - std::min(kEarly, limit / 2);

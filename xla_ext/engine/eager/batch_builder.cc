@@ -28,7 +28,7 @@ void PutExtreme(std::vector<std::byte>* pattern, bool highest) {
     Put<T>(pattern, highest ? Limits::max() : Limits::lowest());
 }
 
-// The least or greatest value of a type, as bytes; 16-bit floats from their bits.
+// Sets `*pattern` to the bytes of the least or greatest value of a type.
 void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
   switch (dtype) {
     case DType::kBool:
@@ -59,12 +59,12 @@ void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
       return PutExtreme<double>(pattern, highest);
     case DType::kC64:
     case DType::kC128:
-      pattern->assign(Width(dtype), std::byte{0});  // unordered, so refused before
+      pattern->assign(Width(dtype), std::byte{0});  // not reached: see CheckReduction
   }
 }
 
-// The neutral element of a product whose inputs are all scaled: 1 / scale, as bytes.
-// The imaginary part of a complex one is zero.
+// Sets `*pattern` to the neutral element of a product whose inputs are all scaled:
+// 1 / scale, as bytes. The imaginary part of a complex number is zero.
 Status One(DType dtype, double scale, std::vector<std::byte>* pattern) {
   if (!IsFloat(dtype) && !IsComplex(dtype)) {
     if (scale != 1)
@@ -163,8 +163,8 @@ Result<std::shared_ptr<void>> BatchBuilder::Allocate(
   return std::shared_ptr<void>(memory, [](void* p) { std::free(p); });
 }
 
-// Adds one tensor whose result has a known size. If this rank has joined, the tensor is
-// in memory that is dropped later, and contributes nothing to a reduction.
+// Adds one tensor whose result size does not depend on other ranks. If this rank has
+// joined, the tensor is in memory that is dropped later, and changes no reduction.
 Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   const Submission& s = *ready.any;
   const auto& piece = s.tensors[i];
@@ -195,8 +195,9 @@ Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const 
   return OkStatus();
 }
 
-// Adds one tensor whose result is as long as the ranks make it. The result goes into
-// the caller's memory if that has exactly its size, else into memory of the core.
+// Adds one tensor of an allgather or alltoall, where the rows of all ranks determine
+// the size of the result. The result goes into the caller's memory if that has exactly
+// this size, else into memory of the core.
 Status BatchBuilder::AddRagged(const Ready& ready, size_t i,
                                std::vector<Output>* outputs, Batch* batch) const {
   const TaskPtr task = Mine(ready, communicator_->rank());

@@ -21,8 +21,8 @@ uint64_t BytesOf(const Submission& submission) {
   return bytes;
 }
 
-// The bytes that a Call moves for the operation. In an allgather, each rank may
-// contribute another number of bytes.
+// The bytes that a Call moves for the operation. In an allgather, the ranks may
+// contribute different numbers of bytes.
 uint64_t BytesOf(const Ready& ready) {
   if (ready.any->op != Collective::kAllgather) return BytesOf(*ready.any);
   uint64_t bytes = 0;

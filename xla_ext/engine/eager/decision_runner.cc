@@ -2,9 +2,9 @@
 // ResilientComm are copied (MoveAside).
 //
 // Under a ResilientComm, an operation that has ended stays ended, with the same outcome
-// on all ranks that are left. A call has a commit decision. A decision of a round that
-// runs no call (a barrier, a mismatch, a join) has none, so it is reported only after a
-// barrier call, which has one (Seal).
+// on all ranks that are left. A call has a commit decision, but a round has none. So a
+// result that follows from a round alone (a barrier, a mismatch, a join) is reported
+// only after a barrier call, which has a commit decision (Seal).
 #include "engine/eager/decision_runner.h"
 
 #include <cstdlib>
@@ -48,8 +48,8 @@ Status DecisionRunner::Carry(const Decision& decision, const Piggyback* values) 
   return OkStatus();
 }
 
-// Returns ok once all ranks are known to have received this round: by a barrier call,
-// unless a call of the round has shown it already. Does nothing without a
+// Returns ok once all ranks are known to have received this round. A barrier call shows
+// that, unless an earlier call of the round has shown it. Does nothing without a
 // ResilientComm.
 Status DecisionRunner::Seal() {
   if (!state_.resilient || sealed_) return OkStatus();
@@ -76,7 +76,7 @@ Status DecisionRunner::MoveAside(Batch* batch) {
   for (const auto& [i, out] : batch->aside) bytes += room(tensors[i]);
   if (bytes > scratch_.size) {
     void* memory = nullptr;
-    scratch_ = {};  // before the new memory, so that there are never two
+    scratch_ = {};  // first, so that the old and the new memory never both exist
     if (posix_memalign(&memory, Batch::kAlign, bytes) != 0)
       return Status(Code::kInternal, "no memory to reduce " + std::to_string(bytes) +
                                          " bytes in place in an elastic job");
@@ -106,27 +106,28 @@ bool DecisionRunner::IsLost(const Status& status) const {
          status.code() == Code::kCancelled;
 }
 
-// Reports a call that has no outcome. Its tasks stay pending: they are submitted again
-// in the next epoch, or fail with all others.
+// Records a call that has no outcome, and returns `status`. The tasks of the call stay
+// pending: they are submitted again in the next epoch, or fail with all other tasks.
 Status DecisionRunner::Lost(const Decision& decision, const Status& status) const {
   if (state_.resilient) record_.RecordEnd(decision, status);
   return status;
 }
 
-// Builds the call and runs it, or completes it from data that came with the round.
+// Builds the call and runs it, or completes it from data piggybacked on the round.
 Status DecisionRunner::Perform(const Decision& decision, const Piggyback* values,
                                Batch* batch) {
   const Submission& first = *decision.fused[0].any;
   Status built = builder_.Build(decision, batch);
   if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
-  if (values != nullptr)  // no other rank waits for this call
+  if (values != nullptr)  // piggybacked: no other rank waits for this rank
     return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all)
                       : communicator_->WithContext(batch->call, built);
   const bool decided = !first.cuda && !state_.resilient && decision.IsPlaced();
   if (decided) {
     if (built.ok()) return communicator_->RunNegotiated(batch->call);
-    // This rank has no memory for a result that did not fit. The others run the call
-    // without an agreement, so this rank must abort the communicator.
+    // This rank could not build the call, most likely for lack of memory. The other
+    // ranks run the call without an agreement, so this rank must abort the
+    // communicator.
     communicator_->AbortAndNotifyPeers(built.code(),
                                        batch->name + " failed: " + built.message());
     return communicator_->WithContext(batch->call, built);

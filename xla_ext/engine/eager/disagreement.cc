@@ -10,7 +10,8 @@
 namespace ringjax {
 namespace {
 
-// The properties in order of comparison; dtype and shape go tensor by tensor.
+// The properties of a submission. Compare reports the first difference in this order,
+// in which the dtype and the shape of one tensor come before those of the next.
 enum class Aspect {
   kDevices,
   kNumbers,
@@ -134,8 +135,8 @@ std::vector<Part> Parts(const std::vector<SubmissionPtr>& by_rank, const Differe
   return parts;
 }
 
-constexpr size_t kMostParts = 4;   // in one sentence
-constexpr size_t kMostRanges = 8;  // in one list of ranks
+constexpr size_t kMostParts = 4;   // groups of ranks in one text
+constexpr size_t kMostRanges = 8;  // ranges of ranks in one list
 
 }  // namespace
 

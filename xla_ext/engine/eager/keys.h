@@ -38,8 +38,8 @@ struct KeyEqual {
   bool operator()(KeyView a, KeyView b) const { return a == b; }
 };
 
-// The state of one key. Pending from the first submission of any rank until the
-// decision.
+// The state of one key. A key is pending from the first submission of any rank until
+// the decision.
 struct Key {
   SubmissionPtr any;  // the submission received first; null: not pending
   std::vector<SubmissionPtr> by_rank;

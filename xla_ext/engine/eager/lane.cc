@@ -16,7 +16,7 @@ namespace {
 constexpr auto kLongestTurn = std::chrono::milliseconds(100);
 // Seconds without progress after which a signal interrupts Turn. Such an interrupt
 // aborts the communicator, as in a call on the caller's own thread, because Turn may be
-// in the middle of a round. So it must not come while data still move.
+// in the middle of a round. So no signal may interrupt Turn while data still move.
 constexpr double kStill = 2;
 
 // Repeats `f` until it throws no exception, for steps that must be done even if there

@@ -53,7 +53,7 @@ void LaneRecord::Report(const std::vector<TaskPtr>& tasks, Clock::time_point agr
   const auto& recorder = communicator_->options().recorder;
   if (!recorder) return;
   Event event =
-      communicator_->log().event();  // the call that the tasks were part of, if any
+      communicator_->log().event();  // the event of the call that ran the tasks, if any
   event.agreed = agreed;
   event.done = Clock::now();
   event.named = true;

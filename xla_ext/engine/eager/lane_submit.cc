@@ -7,7 +7,7 @@
 namespace ringjax {
 
 Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
-  if (!owner_.IsHere())  // before any lock, which may be held for ever here
+  if (!owner_.IsHere())  // a forked child takes no lock: it may be held for ever
     return Shown(origin_, request.what.Title(),
                  {Code::kFailedPrecondition, "this process was forked after init()"});
   const auto present = communicator();
@@ -44,9 +44,9 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
     progress_lock_.CountCaller();
     if (Drive(*work)) return work;
   }
-  // seq_cst, pairs with Release. If this load comes before the fetch_sub of Release,
-  // that Release wakes the lane after the task has been put into the queue. Otherwise
-  // this load sees that nothing is held. So one of the two wakes the lane.
+  // seq_cst, pairs with Release. If this load comes before the fetch_sub of the last
+  // Release, then Release wakes the lane, after the task has been put into the queue.
+  // Otherwise this load sees that nothing is held, and this thread wakes the lane.
   if (request.waits || !held_.load(std::memory_order_seq_cst)) here->rounds().Wake();
   return work;
 }
@@ -67,7 +67,8 @@ void EagerLane::Hurry() {
   here->rounds().Wake();
 }
 
-// For tensors on a device, records how far the submitter's stream has got; else null.
+// For tensors on a device, records how far the submitter's stream has got. Returns null
+// for host tensors.
 Result<DevicePointPtr> EagerLane::Mark(const EagerRequest& request,
                                        std::shared_ptr<EagerBackend>* backend) const {
   if (!request.what.cuda) return DevicePointPtr();

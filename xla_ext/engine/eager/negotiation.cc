@@ -79,16 +79,16 @@ struct Negotiation::State {
   uint64_t round = 0, next_id = 0, hits = 0;
   std::vector<NegotiationItem> fresh;  // items for this rank's next message
   std::vector<SubmissionPtr> sent;     // own submissions in this round's message
-  size_t sent_heard = 0;               // how many of them have been received back
+  size_t sent_heard = 0;               // how many of `sent` have been received back
 
   Keys keys;
   Key *oldest = nullptr, *newest = nullptr;
   size_t pending = 0;
 
   SubmissionCache cache;
-  std::vector<Key*> numbered;            // the key of each number
-  std::vector<SubmissionPtr> described;  // received in this round
-  std::vector<Expired> expired;          // received in this round
+  std::vector<Key*> numbered;            // by number in the cache
+  std::vector<SubmissionPtr> described;  // submissions received in full in this round
+  std::vector<Expired> expired;          // expiries received in this round
 
   std::vector<bool> joined;
   int joins = 0;
@@ -271,7 +271,7 @@ void Negotiation::State::Fail(Ready ready, Status status, Batches* batches) {
 }
 
 void Negotiation::State::Number(SubmissionPtr submission) {
-  const Submission& form = *submission;  // valid if is_new: the cache holds it then
+  const Submission& form = *submission;  // stays valid if is_new: the cache holds it
   const SubmissionCache::Inserted place = cache.Insert(std::move(submission));
   if (!place.is_new) return;
   if (place.number == numbered.size()) numbered.push_back(nullptr);
@@ -376,8 +376,8 @@ Status Negotiation::Receive(const std::vector<std::string>& messages,
   if (s.sent_heard != s.sent.size())
     return s.Damaged(s.options.rank, "its own message is not the one that was taken");
   for (const State::Expired& expired : s.expired) s.Expire(expired, &batches);
-  // New submissions get numbers only now: the messages of this round refer to the
-  // numbers from before the round.
+  // New submissions get numbers after all messages have been read, because these
+  // messages refer to the numbers from before the round.
   for (SubmissionPtr& submission : s.described) s.Number(std::move(submission));
   s.described.clear();
   s.expired.clear();

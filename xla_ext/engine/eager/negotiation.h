@@ -42,8 +42,8 @@ struct Decision {
   // kRun: the operations of one Call. kFail: exactly one operation, which fails on the
   // ranks that have an entry in by_rank. kJoined: empty.
   std::vector<Ready> fused;
-  Status status;         // kFail
-  int last_joined = -1;  // kJoined: rank in the set
+  Status status;         // kFail: the error
+  int last_joined = -1;  // kJoined: the rank, in the set, that joined last
 
   // Whether no rank has joined and every rank has memory for its results. Then all
   // ranks know that all of them can run the call, and need no further agreement.
@@ -77,12 +77,13 @@ class Negotiation {
   // this rank, and does not join again before kJoined.
   void Submit(SubmissionPtr submission);
   void Join();
-  // Adds the request to fail an operation. It fails on all ranks that have submitted
-  // it, unless it becomes ready in the same round. No effect if it is not pending on
-  // this rank. `text`: what is known about the missing ranks, for the error.
+  // Adds the request to fail an operation. The operation fails on all ranks that have
+  // submitted it, unless it becomes ready in the same round. No effect if the operation
+  // is not pending on this rank. `text`: what is known about the missing ranks, for the
+  // error.
   void Expire(Collective op, const std::string& name, double seconds,
               std::string text = {});
-  bool HasItems() const;  // whether the next message of this rank has any
+  bool HasItems() const;  // whether the next message of this rank has items
 
   // The submission, if the next message of this rank contains nothing else; else null.
   SubmissionPtr Lone() const;

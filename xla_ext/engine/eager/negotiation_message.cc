@@ -13,10 +13,11 @@
 namespace ringjax {
 namespace {
 
-// The low two bits of an item's first varint: a reference, a run of them, or another.
+// The low two bits of an item's first varint: a reference, a run of references, or
+// another item.
 enum Head : unsigned { kOne = 0, kRun = 1, kOther = 2 };
 constexpr unsigned kHeadBits = 2;
-// The other bits of that varint if its low two bits are kOther.
+// The kind of another item, in the remaining bits of its first varint.
 enum Other : unsigned { kDescription = 0, kJoin = 1, kExpiry = 2 };
 
 enum Flag : uint8_t {
@@ -140,7 +141,7 @@ std::string SealMessage(std::string items, uint64_t round, int rank) {
 }
 
 bool NegotiationReader::Open(uint64_t round, int rank) {
-  if (rest_.size() <= kSealBytes) return false;  // a message without items has no seal
+  if (rest_.size() <= kSealBytes) return false;  // a seal follows at least one item
   uint32_t seal = 0;
   for (size_t i = 0; i < kSealBytes; ++i)
     seal = seal << 8 | static_cast<uint8_t>(rest_[rest_.size() - 1 - i]);

@@ -42,13 +42,13 @@ class NegotiationWriter {
   // Writes at most kMostExpiryText bytes of `text`.
   void Expiry(const Submission& key, double seconds, std::string_view text = {});
 
-  size_t size() const { return bytes_.size(); }  // bytes without pending references
+  size_t size() const { return bytes_.size(); }  // bytes, without unwritten references
   // Ends the message and returns it. The reader must name the same round and rank.
   std::string Seal(uint64_t round, int rank);
 
  private:
   void Head(uint64_t value, unsigned kind);
-  void Flush();  // writes the pending references
+  void Flush();  // writes the references not yet written
   void Varint(uint64_t value);
   void Text(std::string_view text);
   void Real(double value);

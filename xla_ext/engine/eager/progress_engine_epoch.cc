@@ -30,8 +30,8 @@ std::string Again(const std::string& reason) {
   return "training starts again" + (reason.empty() ? "" : ": " + reason);
 }
 
-// Translates a task to the ranks of `present`, the communicator of the new epoch. An
-// error: the task cannot run there.
+// Translates a task to the ranks of `present`, the communicator of the new epoch.
+// Returns an error if the task cannot run there.
 Status Adapt(Task* task, const ResilientComm::Change& change,
              const Communicator& present) {
   const auto lost = [&](const std::string& what) {
@@ -99,8 +99,8 @@ Status ProgressEngine::Inherit(uint64_t since, Inheritance* all) {
     ResilientComm::Change change;
     RJ_TRY(state_.resilient->Follow(since, &change));
     std::vector<uint64_t> numbers = {since};
-    std::shared_ptr<EagerBackend> before;  // closed without the mutex
-    std::shared_ptr<Communicator> last;    // released without the mutex
+    std::shared_ptr<EagerBackend> before;  // kept, to be closed without the mutex
+    std::shared_ptr<Communicator> last;    // kept, to be released without the mutex
     {
       std::lock_guard lock(state_.mutex);
       last = std::exchange(state_.communicator, change.communicator);
@@ -110,7 +110,7 @@ Status ProgressEngine::Inherit(uint64_t since, Inheritance* all) {
     }
     if (before) before->Close();
     if (const Status end = state_.resilient->end_status(); !end.ok()) {
-      communicator_->Abort(end);  // EagerLane::Abort aborted the last one
+      communicator_->Abort(end);  // EagerLane::Abort may have aborted only `last`
       return end;
     }
     settled = true;
@@ -122,7 +122,7 @@ Status ProgressEngine::Inherit(uint64_t since, Inheritance* all) {
         own = change;
         continue;
       }
-      // For a task of an epoch that began and ended while this thread waited.
+      // A task was submitted in an epoch that began and ended while this thread waited.
       RJ_TRY(state_.resilient->Follow(number, &own));
       settled = settled && own.epoch_index == change.epoch_index;
     }

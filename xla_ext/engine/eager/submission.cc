@@ -20,7 +20,7 @@ bool SameBits(double a, double b) {
   return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
 }
 
-// Counts a dimension of 0 as 1, so that the other dimensions are bounded, too.
+// Adds the bytes to `*total`. Counts a dimension of 0 as 1, to bound the others, too.
 bool Possible(const Submission::Piece& piece, uint64_t* total) {
   uint64_t bytes = Width(piece.dtype);
   for (int64_t d : piece.dims) {

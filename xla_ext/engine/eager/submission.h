@@ -32,7 +32,7 @@ struct Submission {
   double prescale = 1, postscale = 1;
   bool cuda = false;
   bool alone = false;   // never fused with others
-  bool placed = false;  // its rank has memory for the results
+  bool placed = false;  // the rank that submits it has memory for the results
   std::vector<Piece> tensors;
   // alltoall: rows for each rank of the set, tensor after tensor; empty: equal parts.
   std::vector<int64_t> splits;
@@ -46,8 +46,8 @@ struct Submission {
 using SubmissionPtr = std::shared_ptr<const Submission>;
 
 // Returns kInvalidArgument, without a title, if the submission is impossible in a set
-// of `size` ranks. The caller checks its own submissions with this function, the
-// negotiation those of its peers.
+// of `size` ranks. A rank checks its own submissions before it sends them, and those of
+// its peers when it receives them.
 Status CheckSubmission(const Submission& submission, int size);
 
 // The rows that rank `rank` gets in a reducescatter of `rows` rows. If they cannot be

@@ -1,8 +1,8 @@
 // The submission cache: numbers for submissions that all ranks have received, so that
 // each is described once and sent as a number from then on. The idea is Horovod's
 // response cache. The cache is the same on all ranks, because all of them make the same
-// calls to it. If it is full, the least recently used submission loses its number to
-// the new one.
+// calls to it. If the cache is full, the least recently used submission loses its
+// number to the new one.
 #pragma once
 
 #include <cstddef>
@@ -34,8 +34,8 @@ class SubmissionCache {
   }
 
   // Gives the submission a number, or touches it if it has one. Returns the number, and
-  // the submission that had this number before (null: none). kNone: it is not stored,
-  // because the capacity is 0 or another submission has the same hash.
+  // the submission that had this number before (null: none). kNone: the submission is
+  // not stored, because the capacity is 0 or another submission has the same hash.
   struct Inserted {
     uint32_t number = kNone;
     bool is_new = false;
@@ -51,7 +51,7 @@ class SubmissionCache {
   };
   void MoveToNewest(uint32_t number);
   void Unlink(uint32_t number);
-  void Link(uint32_t number);  // becomes the newest
+  void Link(uint32_t number);  // the entry becomes the newest
 
   size_t capacity_;
   std::vector<Entry> entries_;

@@ -73,9 +73,9 @@ bool TaskQueue::Take(std::vector<TaskPtr>* taken) {
   return joins;
 }
 
-// With LaneState::mutex held: puts tasks and a join that belong to a later epoch than
-// the lane's back into incoming_. The lane moves to that epoch soon, because its own
-// has been aborted.
+// Puts tasks and a join that belong to a later epoch than the lane's present one back
+// into incoming_ and joins_. The lane moves to that epoch soon, because the present one
+// has been aborted. LaneState::mutex is held.
 void TaskQueue::HoldBack(std::vector<TaskPtr>* taken, bool* joins) {
   const uint64_t now = communicator_->epoch_index();
   if (*joins && join_epoch_index_ > now) {
@@ -113,8 +113,8 @@ void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
                                outputs != nullptr ? &(*outputs)[i] : nullptr);
   }
   gate_->ended.notify_all();
-  // The decision, or the negotiation after a failure, still holds the task. So its
-  // references are dropped here.
+  // The decision, or the negotiation after a failure, still holds the task. So the
+  // references that the task has are dropped here.
   for (const TaskPtr& task : tasks) {
     task->work.reset();
     task->ins = task->outs = {};

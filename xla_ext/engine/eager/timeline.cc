@@ -87,7 +87,7 @@ void Timeline::Round() {
 void Timeline::Submitted(const Row& row, int rank) {
   const std::lock_guard lock(mutex_);
   Place* place = PlaceOf(row);
-  if (place->phase == Phase::kRunning) return;  // for the next operation of this name
+  if (place->phase == Phase::kRunning) return;  // the next operation of this name
   if (place->phase == Phase::kIdle) {
     Begin(*place, "NEGOTIATE_" + Upper(row.op), Stamp());
     place->phase = Phase::kNegotiating;
@@ -107,7 +107,7 @@ void Timeline::Runs(const Row& row) {
 void Timeline::Ended(const Row& row, std::string_view what) {
   const std::lock_guard lock(mutex_);
   Place* place = PlaceOf(row);
-  if (place->phase == Phase::kIdle) return;  // began before this file
+  if (place->phase == Phase::kIdle) return;  // its begin is in an earlier file
   End(*place, Stamp(), "\"operation\":" + Quoted(what));
   place->phase = Phase::kIdle;
 }
@@ -120,8 +120,8 @@ void Timeline::Failed(const Row& row, std::string_view why) {
   place->phase = Phase::kIdle;
 }
 
-// Leaves out calls of eager lanes, which report their operations themselves with the
-// marks of all ranks, and calls that began before the timeline.
+// Leaves out operations of eager lanes, which the lanes report themselves with the
+// marks of all ranks, and calls that began before the timeline was opened.
 void Timeline::Heard(const Event& event) {
   if (event.named || event.entered < start_) return;
   const std::lock_guard lock(mutex_);
@@ -196,7 +196,7 @@ void Timeline::Add(std::string event) {
     Push(kNext);
     for (auto& [title, place] : places_) {
       NameRow(title, place);
-      place.phase = Phase::kIdle;  // its begin is in the last file
+      place.phase = Phase::kIdle;  // the begin of its phase is in an earlier file
     }
   }
   Push(std::move(event));

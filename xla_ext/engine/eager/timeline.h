@@ -57,7 +57,7 @@ class Timeline final : public Listener {
 
   void Round();                              // a round begins
   void Submitted(const Row& row, int rank);  // `rank`: world rank
-  void Runs(const Row& row);                 // all ranks have submitted it
+  void Runs(const Row& row);                 // all ranks have submitted the operation
   // The operation has ended, or failed. `what` is "allreduce 'x' (f32[8,128], SUM)".
   void Ended(const Row& row, std::string_view what);
   void Failed(const Row& row, std::string_view why);
@@ -90,7 +90,7 @@ class Timeline final : public Listener {
 
   const std::string path_;
   std::FILE* file_;  // null: the next file could not be opened
-  long end_ = 0;     // file offset of the end of its events
+  long end_ = 0;     // offset in the file at which its events end
   const bool mark_rounds_;
   const uint64_t most_bytes_;  // limit of one file
   const Clock::time_point start_;

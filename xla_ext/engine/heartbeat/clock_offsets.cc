@@ -49,9 +49,9 @@ void ClockOffsets::OnClock(PeerState* state, const std::string& bytes) {
         std::string_view(reinterpret_cast<const char*>(&text), sizeof text));
     return;
   }
-  if (text.asked != clock_asked_) return;  // not the last request: given up
+  if (text.asked != clock_asked_) return;  // reply to a request that was given up
   const double held = text.answered - text.came, away = now - text.asked;
-  if (!(held >= 0 && held <= away)) return;  // impossible instants
+  if (!(held >= 0 && held <= away)) return;  // impossible times
   clocks_.push_back({state->peer.rank, now,
                      (text.came + text.answered) / 2 - (text.asked + now) / 2,
                      away - held});

@@ -44,16 +44,16 @@ Heartbeat::~Heartbeat() {
   if (owner_.IsHere()) {
     Stop();
   } else {
-    // A forked child has no such thread, so the std::thread can be neither joined nor
-    // destroyed: leak it.
+    // A forked child has no heartbeat thread, so worker_ can be neither joined nor
+    // destroyed, and is leaked.
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
-    // The child may have closed the descriptors and used their numbers again.
+    // Release closes no descriptor: the child may have reused the numbers for others.
     connections_.Release();
   }
 }
 
 void Heartbeat::Stop() {
-  // A forked child has no such thread to join, and must not close the sockets.
+  // A forked child has no heartbeat thread to join, and must not close the sockets.
   if (!owner_.IsHere()) return;
   {
     std::lock_guard lock(connections_.mutex());
@@ -66,7 +66,7 @@ void Heartbeat::Stop() {
   connections_.CloseAll();
 }
 
-// Runs Work until Stop, and again after an exception: out of memory must not end it.
+// Runs Work until Stop, and again after an exception, such as lack of memory.
 void Heartbeat::WorkOn() {
   while (true) {
     try {
@@ -105,7 +105,8 @@ void Heartbeat::Work() {
       connections_.Tell(Type::kBeat, -1, "");
       wait_reports_.TellWaits();
       CheckSilence();
-      // All ranks of a host beat at the same time: a wake finds many messages at once.
+      // All ranks of a host send beats at multiples of the interval, so that one wakeup
+      // of this thread finds many messages.
       next_beat = (std::floor(SecondsNow() / interval_) + 1) * interval_;
     }
   }
@@ -164,7 +165,7 @@ bool Heartbeat::Sensible(const ControlMessage& message) const {
           message.length >= sizeof(ControlMessage::ClockText));
 }
 
-// Handles one message of the input. False: none is complete, or it was invalid.
+// Handles one message of the input. False: no message is complete, or it was invalid.
 bool Heartbeat::Parse(PeerState* state) {
   ControlMessage message;
   if (state->input.size() < sizeof message) return false;
@@ -208,7 +209,7 @@ void Heartbeat::CheckSilence() {
   {
     std::lock_guard lock(connections_.mutex());
     const double now = SecondsNow();
-    // If this process itself was stopped, the silence of its peers means nothing.
+    // If this process was stopped for a while, the silence of its peers means nothing.
     const bool stood_still = now - last_look_ > interval_ + timeout_ / 2;
     last_look_ = now;
     for (PeerState& state : connections_.states()) {
@@ -259,7 +260,7 @@ std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) cons
 }
 
 void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
-  // Weak, because a communicator may outlive the heartbeat that watches it.
+  // The pointer is weak, because a communicator may outlive its heartbeat.
   const std::weak_ptr<Heartbeat> self = weak_from_this();
   HeartbeatHooks hooks;
   hooks.on_failure = [self](const Status& status) {

@@ -10,9 +10,9 @@
 namespace ringjax {
 namespace {
 
-constexpr double kForInterpreter = 0.5;  // seconds
+constexpr double kForInterpreter = 0.5;  // seconds until a reply without Answer
 constexpr ptrdiff_t kMostOpen = 16;      // probes of one peer that wait for Answer
-constexpr size_t kMostStalls = 16;       // stalls kept to return each only once
+constexpr size_t kMostStalls = 16;       // stalls kept, so that asked() repeats none
 
 }  // namespace
 
@@ -43,7 +43,7 @@ std::shared_ptr<Communicator> ProbeResponder::Watched(int id) const {
   return watched_->Find(id);
 }
 
-// Returns what this rank waits for, or else its last call, of all communicators.
+// Returns a text: what this rank waits for on any communicator, or else its last call.
 std::string ProbeResponder::OwnTrace() const {
   std::vector<std::shared_ptr<Communicator>> all;
   {

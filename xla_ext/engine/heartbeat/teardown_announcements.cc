@@ -40,7 +40,7 @@ std::vector<int> TeardownAnnouncements::NotReady(int communicator, uint32_t epoc
       continue;
     const std::map<int, uint32_t>& epochs = gone_[state.index];
     const auto found = epochs.find(communicator);
-    // A rank that is lost because it reported a failure still uses the shared memory.
+    // A rank that counts as lost for its report of a failure still uses the memory.
     if (found == epochs.end() || found->second != epoch) holding.push_back(rank);
   }
   return holding;

@@ -9,10 +9,10 @@
 namespace ringjax {
 namespace {
 
-constexpr uint32_t kNamed = uint32_t{1} << 31;  // Waited::named, on the wire
-constexpr size_t kMostInBeat = 96;  // waits; with the head and a place below kMostText
-constexpr size_t kMostKept = 4096;  // waits of one peer, until TakeWaits
-constexpr size_t kMostPlace = 180;  // bytes
+constexpr uint32_t kNamed = uint32_t{1} << 31;  // bit of Waited::named on the wire
+constexpr size_t kMostInBeat = 96;  // waits; head, waits and place fit in kMostText
+constexpr size_t kMostKept = 4096;  // waits of one peer that are kept until TakeWaits
+constexpr size_t kMostPlace = 180;  // bytes of the text of SayWhere
 
 }  // namespace
 

@@ -165,7 +165,7 @@ std::string Recorder::LinesSince(uint64_t* seen, uint64_t* lost) const {
 
 void Recorder::Tell(std::shared_ptr<Listener> listener) {
   std::lock_guard lock(mutex_);
-  listener_.swap(listener);  // the old one is released without the lock
+  listener_.swap(listener);  // the old listener is released without the lock
 }
 
 std::map<Recorder::Key, Totals> Recorder::totals() const {
@@ -224,7 +224,7 @@ std::string Recorder::Write(const std::string& reason) const {
   const int failed = whole ? 0 : errno;
   if (std::fclose(file) != 0 || !whole) {
     const int error = whole ? errno : failed;
-    std::remove(path_.c_str());  // no incomplete file
+    std::remove(path_.c_str());  // leave no incomplete file
     return std::strerror(error);
   }
   return "";

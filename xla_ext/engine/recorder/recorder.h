@@ -29,18 +29,18 @@ namespace ringjax {
 struct Event {
   using Clock = std::chrono::steady_clock;
 
-  static constexpr size_t kMostName = 55;  // bytes; the rest is left out
+  static constexpr size_t kMostName = 55;  // bytes; a longer name is cut
 
   Collective op = Collective::kBarrier;
-  bool named = false;       // eager lane: `entered` is the time of submission
+  bool named = false;       // an operation of an eager lane, `entered` when submitted
   bool device = false;      // a device moves the data, later than `done`
-  bool overlapped = false;  // the program computes meanwhile
+  bool overlapped = false;  // the program computes during the call
   Code outcome = Code::kOk;
   uint8_t length = 0;  // bytes of `name`
   char name[kMostName];
   int set = 0;  // number of the process set
   uint32_t epoch = 0;
-  uint64_t sequence = 0;                    // number of the call that moved the data
+  uint64_t sequence = 0;                    // seq of the call that moved the data
   uint64_t bytes = 0;                       // size of the tensors
   Clock::time_point entered, agreed, done;  // agreed: not set without agreement
   std::string_view algorithm;               // its name in the table
@@ -53,19 +53,20 @@ struct Event {
 
 // Totals of one collective in one lane of one process set.
 struct Totals {
-  // Calls by seconds. Bucket 0: below 1 us; bucket b: from 2^(b-1) us and below 2^b us;
-  // the last bucket has all longer calls, too.
+  // Numbers of calls by duration. Bucket 0: below 1 us; bucket b: from 2^(b-1) us and
+  // below 2^b us; the last bucket counts all longer calls, too.
   static constexpr size_t kBuckets = 26;
   using Histogram = std::array<uint64_t, kBuckets>;
 
   uint64_t calls = 0, bytes = 0, failures = 0;
   double wait_seconds = 0, move_seconds = 0, most_waited = 0;
-  double device_seconds = 0;  // in which a device moved data
+  double device_seconds = 0;  // seconds in which a device moved data
   Histogram wait{}, move{};
 };
 
-// Seconds in which at least one call waited, or moved data. Time that calls overlap
-// counts once.
+// Seconds in which at least one call waited, and in which at least one call moved data.
+// Time that several calls share counts once. A lower bound: time before the latest end
+// that is counted so far is never added.
 struct Busy {
   double waiting = 0, moving = 0;
 };
@@ -82,15 +83,15 @@ class Recorder {
  public:
   using Key = std::tuple<int, bool, Collective>;  // set, named, op
 
-  // Keeps the latest `capacity` events of `who`, "rank 3". `path`: the file that Dump
-  // writes; empty: none.
+  // Keeps the latest `capacity` events. `who`: the process in texts, such as "rank 3".
+  // `path`: the file that Dump writes; empty: no file.
   Recorder(size_t capacity, std::string who, std::string path);
 
   void Add(const Event& event);
   void AddDevice(const Key& key, double seconds);
-  // For a call that is not recorded itself; see CommunicatorOptions::device_index.
+  // For a call without an event of its own; see CommunicatorOptions::device_index.
   void AddBytes(const Key& key, uint64_t bytes);
-  // The events kept, oldest first. `*count`: the number of all events ever added.
+  // The events kept, oldest first. `*count`: how many events were ever added.
   std::vector<Event> Latest(uint64_t* count = nullptr) const;
   // Keeps the latest `capacity` events from now on.
   void Keep(size_t capacity);
@@ -102,26 +103,26 @@ class Recorder {
   Busy busy() const;
   uint64_t count() const;  // number of all events ever added
 
-  // Writes the events kept to the file when the job has ended, as lines of JSON, and
-  // its path to standard error. Only once, and only if there are events and a path.
+  // For the end of a job: writes the events kept to the file, as lines of JSON, and the
+  // path to standard error. Only the first call writes, if there are events and a path.
   void Dump(const std::string& reason);
   // The path of the file that Dump has written; empty: there is none.
   std::string dumped() const;
 
  private:
-  std::string Write(const std::string& reason) const;  // empty, or the error
+  std::string Write(const std::string& reason) const;  // returns the error, or ""
   std::vector<Event> InOrder(size_t most) const;
 
   const std::string who_, path_;
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards all members below
   size_t capacity_;
-  size_t oldest_ = 0;  // index in ring_
+  size_t oldest_ = 0;  // index of the oldest event in ring_
   std::vector<Event> ring_;
   std::shared_ptr<Listener> listener_;
   uint64_t count_ = 0;
   std::map<Key, Totals> totals_;
   Busy busy_;
-  Event::Clock::time_point waited_, moved_;  // time up to here is in busy_
+  Event::Clock::time_point waited_, moved_;  // busy_ includes the time up to here
   bool ended_ = false, written_ = false;
 };
 
