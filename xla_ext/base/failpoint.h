@@ -22,7 +22,7 @@ enum class Failpoint : uint8_t {
   kInstall,        // an epoch is about to be installed
   kMap,            // shared memory is about to be mapped
   kCmaRead,        // CMA is about to read a peer's memory; an error makes the read fail
-  kDeviceAborted,  // this rank gives up a device, and has not yet poisoned it
+  kDeviceAborted,  // the teardown of a device has begun; no poison word is set
 };
 inline constexpr std::string_view kFailpoints[] = {
     "call.agreed",   "call.moving", "call.complete", "call.closed",

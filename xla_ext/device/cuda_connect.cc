@@ -39,7 +39,7 @@ Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& optio
   for (; culprit < places.size(); ++culprit) {
     CudaOptions own = options;
     own.device = places[culprit].device;
-    own.timed = culprit == 0;  // one device only: the times of all are about equal
+    own.timed = culprit == 0;  // it is enough to time one: all take about as long
     auto prepared = Prepare(own, places[culprit].control);
     status = prepared.status();
     if (!status.ok()) break;

@@ -20,7 +20,7 @@
 namespace ringjax {
 namespace {
 
-// The attributes that both handlers have.
+// The attributes that Check and CheckShards have in common.
 struct Terms {
   int64_t comm, every, first, count;
   std::string_view name, names;
@@ -47,13 +47,13 @@ struct Check {
   ConsistencyChecks::Check* comparison;
   // Invocations on this device so far if counts(); else nonzero after a comparison.
   std::atomic<uint32_t>* counter;
-  std::optional<uint64_t> ticket = {};  // the turn of the first exchange, or none
+  std::optional<uint64_t> ticket = {};  // a ticket for the first call, or none
 
   // Whether to compare now; equal on all ranks. If seq is the number of the step: at
-  // the steps of ComparesAt and, in a static job, at the first step of this process. If
-  // invocations are counted: at invocation `first` and, from there on, at those of
-  // ComparesAt; but never in an elastic job, where a newcomer cannot count invocations
-  // before it had a rank, nor those that run again.
+  // the steps of ComparesAt, and in a static job also at the first step of this
+  // process. If invocations are counted: at the invocations of ComparesAt, counted from
+  // `first`, and never in an elastic job. There the counts of the ranks differ: a
+  // newcomer has missed invocations, and some invocations run again.
   bool IsDue() {
     const bool elastic = communicator->resilient() != nullptr, counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;

@@ -33,8 +33,9 @@ constexpr size_t InlineStride(size_t bytes) {
 constexpr size_t TurnBytes(int size) {  // the slots of all ranks
   return static_cast<size_t>(size) * InlineStride(InlineBytes(size));
 }
-// Two sets of slots would be enough for the turns. More sets, together longer than a
-// core's own cache, are faster, for the reason given at SharedSegment::cursor.
+// Bytes of all sets of inline slots. Successive turns use successive sets, and two sets
+// would be enough. Sets that together are longer than a core's own cache are faster,
+// for the reason given at SharedSegment::cursor.
 constexpr size_t kInlineTotal = 4 << 20;
 constexpr uint64_t InlineSets(int size) {
   return std::max<uint64_t>(kInlineTotal / TurnBytes(size), 2);

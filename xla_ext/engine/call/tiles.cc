@@ -390,7 +390,8 @@ class ReducescatterPipeline : public TilePipeline {
         counts_(counts) {}
 
  private:
-  // The elements of tile `k` that `rank` receives, counted from the first of all these.
+  // The elements that `rank` receives by tile `k`. Element 0 is the first element that
+  // `rank` receives in the whole call.
   Range Part(uint64_t k, size_t rank) const {
     return {std::min(counts_[rank], k * tile_),
             std::min(counts_[rank], (k + 1) * tile_)};

@@ -44,8 +44,10 @@ struct Part {
   // devices[d] holds. Devices with the same number hold equal data.
   std::vector<int64_t> shards;
   std::function<void(const Status&)> done;  // called once; ok: results are in place
-  // Runs the call of all devices together, once; empty: the communicator runs it. If
-  // `wants_turn` is set, `body` receives a ticket and must use it for its first call.
+  // Called once, after all devices have come, with the call of all of them. Empty: the
+  // communicator runs that call. If `wants_turn` is set, `ticket` is a ticket of the
+  // communicator, and `body` passes it to RunInTurn for its first call; otherwise it is
+  // 0.
   std::function<Status(uint64_t ticket, const Call& call)> body;
   bool wants_turn = true;
 };

@@ -33,8 +33,9 @@ class Planner {
   // For requests that are not inline. The pointer is valid until the next PlanFor,
   // which may clear a full cache.
   Result<const Planned*> PlanFor(const Request& request);
-  // The value of CallAttempt::reduced for a call that consists of this request; 0 if
-  // the results do not stay in the shared segment.
+  // If this request is a whole call whose results stay in the shared segment until the
+  // next call (tiles.h): the value of the counter kReduced at which they are complete,
+  // for CallAttempt::reduced. Otherwise 0.
   uint64_t SumsStay(const Request& request);
   // The algorithm that CommunicatorOptions::algorithm forces for `op`, or "".
   std::string_view Forced(Collective op) const;

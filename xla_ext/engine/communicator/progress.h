@@ -37,8 +37,9 @@ class Progress {
     stopped_.notify_all();
   }
 
-  // Called by the thread that serves a call. Sequence numbers are those of the
-  // communicator, which may have served calls before it was installed.
+  // Called by the thread that serves a call. `sequence` is the communicator's own
+  // number of the call. A communicator may serve calls before it is installed as an
+  // epoch; reports leave those calls out.
   void Begun(uint64_t sequence) { begun_.store(sequence, std::memory_order_relaxed); }
   void Done(uint64_t sequence) { done_.store(sequence, std::memory_order_relaxed); }
   void Returned(uint64_t sequence) {

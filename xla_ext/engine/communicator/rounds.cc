@@ -125,9 +125,9 @@ Status Rounds::LookForCall(bool* called) {
     }
     return gone;
   }
-  // In a round, each rank sends its first block to the ranks 1, 2, 4, ... before itself
-  // (PassOn in engine/call/agreement.cc). So a round begins with blocks on the links to
-  // the ranks 1, 2, 4, ... after this rank.
+  // A rank begins a round by sending its own block to the ranks 1, 2, 4, ... before it
+  // (PassOn in engine/call/agreement.cc). So the first blocks of a round arrive here
+  // from the ranks 1, 2, 4, ... after this rank.
   for (int reach = 1; reach < state_.size() && !*called; reach *= 2) {
     const int peer = (state_.rank() + reach) % state_.size();
     if (!closed_[peer]) {

@@ -1,5 +1,5 @@
-// EndedTasks: stores EagerRequest::keep of each operation of an eager lane that has
-// ended, until a caller takes the pointer and releases its object.
+// EndedTasks: after an operation of an eager lane has ended, stores the pointer
+// EagerRequest::keep of the operation, until a caller takes it and releases the object.
 #pragma once
 
 #include <atomic>

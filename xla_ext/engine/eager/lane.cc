@@ -145,7 +145,8 @@ bool EagerLane::Drive(const Work& work) {
   if (Gate::IsDriving()) return false;  // a signal handler that has interrupted Turn
   std::unique_lock progress = progress_lock_.TryLock();
   if (!progress) return false;
-  if (!state_.cuda) {  // only the lane's own thread may use a backend
+  // Only the lane's own thread may use a backend, so with one a caller does no work.
+  if (!state_.cuda) {
     const Gate::Driver driver(tasks_.gate().get());
     const InterruptsAfter interrupts(kStill);
     const auto until = Clock::now() + kLongestTurn;

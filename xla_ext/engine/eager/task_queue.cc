@@ -113,8 +113,8 @@ void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
                                outputs != nullptr ? &(*outputs)[i] : nullptr);
   }
   gate_->ended.notify_all();
-  // The decision, or the negotiation after a failure, still holds the task. So the
-  // references that the task has are dropped here.
+  // The tasks live on for a while: the decision still refers to them, or after a
+  // failure the negotiation. So their works and marks are released now.
   for (const TaskPtr& task : tasks) {
     task->work.reset();
     task->ins = task->outs = {};

@@ -77,9 +77,9 @@ class TaskQueue {
   const std::shared_ptr<Gate> gate_;
 
   std::vector<TaskPtr> incoming_;
-  bool joins_ = false;                                    // a Join is not yet taken in
-  std::shared_ptr<Work> joined_;                          // the pending Join, or null
-  uint64_t join_epoch_index_ = 0;                         // the epoch of that Join
+  bool joins_ = false;             // a Join was submitted, not taken
+  std::shared_ptr<Work> joined_;   // the pending Join, or null
+  uint64_t join_epoch_index_ = 0;  // the epoch of that Join
   std::unordered_map<KeyView, TaskPtr, KeyHash> active_;  // submitted and not ended
   Status failure_;
 };

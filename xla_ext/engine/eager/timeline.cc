@@ -196,7 +196,8 @@ void Timeline::Add(std::string event) {
     Push(kNext);
     for (auto& [title, place] : places_) {
       NameRow(title, place);
-      place.phase = Phase::kIdle;  // the begin of its phase is in an earlier file
+      // The new file has no beginning of this phase, so it must not get the end.
+      place.phase = Phase::kIdle;
     }
   }
   Push(std::move(event));

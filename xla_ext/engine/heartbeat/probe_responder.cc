@@ -10,7 +10,7 @@
 namespace ringjax {
 namespace {
 
-constexpr double kForInterpreter = 0.5;  // seconds until a reply without Answer
+constexpr double kForInterpreter = 0.5;  // seconds that a probe waits for Answer
 constexpr ptrdiff_t kMostOpen = 16;      // probes of one peer that wait for Answer
 constexpr size_t kMostStalls = 16;       // stalls kept, so that asked() repeats none
 

@@ -32,7 +32,7 @@ struct Event {
   static constexpr size_t kMostName = 55;  // bytes; a longer name is cut
 
   Collective op = Collective::kBarrier;
-  bool named = false;       // an operation of an eager lane, `entered` when submitted
+  bool named = false;       // an eager operation; `entered`: its submission
   bool device = false;      // a device moves the data, later than `done`
   bool overlapped = false;  // the program computes during the call
   Code outcome = Code::kOk;
