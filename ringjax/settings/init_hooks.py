@@ -1,11 +1,11 @@
-"""What `ringjax.init` calls on floors above its own, which it must not import.
+"""Hooks of `ringjax.init`: functions of higher layers, which `init` must not import.
 
-The package's top fills this in: it alone knows the modules of every floor.
+`ringjax/__init__.py` registers them, because only that module may import every layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Load what `init` needs to ask JAX for its devices and to form groups.
+# Functions that load the modules by which `init` asks JAX for devices and forms groups.
 load_jax_support: list[Callable[[], object]] = []

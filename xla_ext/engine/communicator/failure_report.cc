@@ -9,8 +9,8 @@
 namespace ringjax {
 
 // Waits until the peer that has ended its call, or the coordinator, reports the reason.
-// That peer is alive and can take part in the next epoch: an error that blamed the peer
-// would exclude (fence) it from the job.
+// A peer that has ended its call is alive and can take part in the next epoch. An error
+// that blamed the peer would exclude (fence) the peer from the job.
 void FailureReport::AwaitReason() const { state_.abort.Await(std::chrono::seconds(5)); }
 
 // Ends the communicator and returns the error of the call. A broken link (kUnavailable)
