@@ -71,7 +71,7 @@ class Config:
         None, _COUNT, "hosts that have a process with my local rank", "CROSS_SIZE"
     )
     rendezvous: str = _setting(
-        "", str, "where a rendezvous server listens: host:port,..."
+        "", str, "where the coordinator of the job listens: host:port,..."
     )
     secret: str = _setting(
         "",

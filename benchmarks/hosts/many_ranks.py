@@ -2,8 +2,8 @@
 
 How long a job of numpy ranks takes to start, to call, to rest and to end, and how much
 memory it takes, for more and more ranks; what the loss of one costs an elastic job; and
-the rendezvous alone with as many as it may have to serve. Some two hundred ranks on few
-cores take minutes. How to read it: README.md.
+the coordinator alone with as many as it may have to serve. Some two hundred ranks on
+few cores take minutes. How to read it: README.md.
 """
 
 from __future__ import annotations
@@ -154,15 +154,15 @@ def elastic(ranks: int, timeout: float) -> Row:
     }
 
 
-# -- the rendezvous alone --------------------------------------------------------------
+# -- the coordinator alone -------------------------------------------------------------
 
 
 def serve(ranks: int) -> None:
-    """A rendezvous in a process of its own, until its standard input ends."""
-    from ringjax.control.rendezvous import Server
+    """A coordinator in a process of its own, until its standard input ends."""
+    from ringjax.membership.coordinator import Coordinator
 
     before = sum(memory())
-    server = Server(SECRET, JOB, ranks, start_timeout=600.0)
+    server = Coordinator(SECRET, JOB, np=ranks, on_loss="stop", start_timeout=600.0)
     server.start()
     print(",".join(server.addresses), flush=True)
     sys.stdin.read()
@@ -174,7 +174,7 @@ def serve(ranks: int) -> None:
 
 
 class Client:
-    """A rank as the rendezvous sees it; one thread plays all of them in turns."""
+    """A rank as the coordinator sees it; one thread plays all of them in turns."""
 
     def __init__(self, number: int, ranks: int, where: tuple[str, int]) -> None:
         from ringjax.control.handshake import Introduction, Purpose, call
@@ -219,7 +219,7 @@ class Client:
         return dict(found[0])
 
 
-def rendezvous(ranks: int) -> Row:
+def gather(ranks: int) -> Row:
     """All join it at the same time, talk once, and leave at the same time."""
     words = [sys.executable, "-m", _module(), "--serve", str(ranks)]
     pipe = subprocess.PIPE
@@ -235,15 +235,15 @@ def rendezvous(ranks: int) -> Row:
                 client.sock.sendall(client.output)
             waiting = [client for client in waiting if client.prove()]
         for client in clients:
-            client.say("hello", size=ranks, hello=client.hello)
+            client.say("hello", hello=client.hello)
         members = [len(client.hear()["members"]) for client in clients]
         times.append(time.perf_counter())
         for number, client in enumerate(clients):
-            client.say("exchange", number=0, value=number, seconds=60)
+            client.say("exchange", epoch=0, number=0, value=number, seconds=60)
         values = [client.hear()["values"] for client in clients]
         times.append(time.perf_counter())
         for client in clients:
-            client.say("leave")
+            client.say("leave", epoch=0)
         for client in clients:
             client.sock.close()
         text, _ = server.communicate()
@@ -277,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--ranks", default="8,64,128,256", help="jobs, comma separated")
     parser.add_argument("--elastic", default="32,64,128", help="jobs that lose a rank")
-    parser.add_argument("--clients", default="100,1000", help="of the rendezvous alone")
+    parser.add_argument("--clients", default="100,1000", help="of a coordinator")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
@@ -294,7 +294,7 @@ def main() -> None:
     )
     open_files.allow(max(clients, default=0))
     for rows in (
-        map(rendezvous, clients),
+        map(gather, clients),
         (job(n, args.timeout) for n in jobs),
         (elastic(n, args.timeout) for n in elastics),
     ):

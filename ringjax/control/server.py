@@ -1,8 +1,8 @@
 """A server of one job: listening sockets, authenticated sessions, one thread.
 
-What `rendezvous.Server` and `coordinator.Coordinator` have in common; what they say is
-their own. A session is a stream of sealed JSON messages (sealing.py). Losing one is
-told to the subclass, never raised.
+What a job's coordinator and the directory of a data service have in common; what they
+say is their own. A session is a stream of sealed JSON messages (sealing.py). Losing one
+is told to the subclass, never raised.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ringjax.control import open_files, rendezvous_lookup
+from ringjax.control import open_files
 from ringjax.doctor.finding import Finding, Host, count, fail, ok, warn
 from ringjax.errors import StartupError
 from ringjax.links import memory as machine_memory
+from ringjax.membership import rendezvous_lookup
 
 _RANK = 512 << 20  # bytes that a rank of JAX has taken before its model
 _BARE = 96 << 20  # bytes without which Python and numpy do not start

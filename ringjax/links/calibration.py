@@ -18,7 +18,7 @@ from typing import Any
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control import addresses as address
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.errors import PeerLost, StartupError
 from ringjax.links import cost_file
 from ringjax.links.cost_file import LIMITS, NAMES, Cost

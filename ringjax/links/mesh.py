@@ -23,8 +23,8 @@ from ringjax.control import addresses as address
 from ringjax.control import open_files
 from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce
 from ringjax.control.listener import Key, Reception
+from ringjax.control.member import Member, ranks_text
 from ringjax.control.open_files import is_shortage
-from ringjax.control.session import Member, ranks_text
 from ringjax.control.tls import Offer, offer
 from ringjax.control.unix_peer import peer_pid, peer_uid
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable

@@ -1,4 +1,4 @@
-"""Who belongs to an elastic job, and what becomes of the calls that a loss breaks off.
+"""Who belongs to a job, and what becomes of the calls that a loss breaks off.
 
 The rules, without I/O and clocks, so that a simulation can drive them:
     membership   what every message and every moment changes
@@ -6,12 +6,14 @@ The rules, without I/O and clocks, so that a simulation can drive them:
     assembly     how a job comes together: at its start, and after the coordinator's
     epoch_state  one epoch: members, losses, accusations, reports
     verdicts     what reports and accusations mean
+    exchanges    small values that all ranks of an epoch give each other
     outbox       messages that wait to be sent
 Around them:
     coordinator  the server of a job
-    enlistment   a worker's end, which speaks to it
-    orders       what a worker is told
-    lifeline     the connection between the two, which outlives the server
+    client       a rank's end, which speaks to it
+    orders       what a rank is told
+    connection   the connection between the two, which may outlive the server
+    rendezvous_lookup  how ranks find the coordinator
 
 How a rank follows an epoch is in recovery/thread.py and recovery/elastic_world.py, one
 level up.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from ringjax.control.member import ranks_text
 from ringjax.membership import verdicts
 from ringjax.membership.verdicts import Report
 
@@ -25,8 +26,11 @@ class Rules:
             are weighed: what two ends notice can be a heartbeat apart.
         gathering: seconds for the members to come back to a new coordinator.
         moment: seconds for a connection to end whose process has ended.
-        long: seconds of waiting for others until it is said.
+        pause: seconds between two messages about members that have gone.
         group: so many workers are lost and join together, those with one w // group.
+        on_loss: "repair": the job goes on as the next epoch; "stop": the other ranks
+            are told who is lost, and the launcher ends the job. Then worker n is rank
+            n, and ranks that have left may come together again, as the next epoch.
     """
 
     np: int
@@ -39,8 +43,14 @@ class Rules:
     doubt: float = 1.0
     gathering: float = 2.0
     moment: float = 0.25
-    long: float = 10.0
+    pause: float = 0.05
     group: int = 1
+    on_loss: Literal["repair", "stop"] = "repair"
+
+    @property
+    def stops(self) -> bool:
+        """Whether the first loss ends the job."""
+        return self.on_loss == "stop"
 
     def mates(self, worker: int) -> range:
         """The workers of its group, by place; itself among them."""
@@ -168,7 +178,7 @@ class Assembly:
         self._expected: set[int] = set()  # processes that have not said hello
         self._new: set[int] = set()
         self._known: dict[int, Memory] = {}
-        self._never: set[int] = set()  # workers that cannot come (back)
+        self._never: dict[int, str] = {}  # workers that cannot come (back) -> why
         self._patient = False  # the time for all to come back is over
 
     def expect(self, worker: int) -> None:
@@ -178,6 +188,7 @@ class Assembly:
     def arrive(self, worker: int, memory: Memory | None, now: float) -> None:
         """A worker has said hello."""
         self._expected.discard(worker)
+        self._never.pop(worker, None)
         if memory is None or memory.epoch < 0:
             self._new.add(worker)
         else:
@@ -197,22 +208,18 @@ class Assembly:
         if not self._new and not self.resuming:
             self.deadline = None  # time runs only while somebody waits
 
-    def never(self, worker: int) -> None:
+    def never(self, worker: int, why: str) -> None:
         """It will not come any more."""
-        self._never.add(worker)
+        self._never[worker] = why
         self.leave(worker)
 
-    def missing(self, now: float) -> str:
-        """Who has not come, once that takes long and the job has not begun."""
-        rules = self._rules
-        if self.resuming or self.deadline is None or not self._expected:
-            return ""
-        if now < self.deadline - rules.start_timeout + rules.long:
-            return ""
-        return (
-            f"{names(self._new)} waited {rules.long:g} s in ringjax.init() for "
-            f"{names(self._expected)}; the limit is {rules.start_timeout:g} s"
-        )
+    def missing(self) -> str:
+        """Who has not come, for a sentence."""
+        if self._rules.stops:
+            size = self._rules.np
+            absent = [rank for rank in range(size) if rank not in self._new]
+            return f"{ranks_text(absent)} of {size}"
+        return names(self._expected) if self._expected else "more ranks"
 
     def outcome(self, now: float) -> Start | Resume | Fail | None:
         """What has come of it; None if it is to be waited for."""
@@ -225,13 +232,16 @@ class Assembly:
         here = len(present)
         if here >= rules.np or (late and here >= rules.min_np):
             return Start(present)
-        if not late:
-            return None
+        limit = f"within {rules.start_timeout:g} s"
+        if rules.stops:
+            if self._new and self._never:
+                rank, why = min(self._never.items())
+                wait = "while others wait for it in ringjax.init()"
+                return Fail(f"rank {rank} {why} {wait}")
+            return Fail(f"{self.missing()} did not join {limit}") if late else None
         absent = f" (not yet here: {names(self._expected)})" if self._expected else ""
-        return Fail(
-            f"{here} of at least {rules.min_np} ranks came within "
-            f"{rules.start_timeout:g} s{absent}"
-        )
+        text = f"{here} of at least {rules.min_np} ranks came {limit}{absent}"
+        return Fail(text) if late else None
 
     def _resume(self, now: float, late: bool) -> Resume | Fail | None:
         newest = max(self._known.values(), key=lambda known: known.age, default=None)
@@ -241,7 +251,7 @@ class Assembly:
         for memory in self._known.values():
             if newest is not None and memory.age == newest.age:
                 finished |= memory.finished
-        absent = self._never | finished.keys()
+        absent = self._never.keys() | finished.keys()
         missing = len(order) - len(here) - len(absent.intersection(order))
         # With fewer than most the others could be together elsewhere, or come later.
         enough = bool(here) and (not missing or (self._patient and len(here) > missing))

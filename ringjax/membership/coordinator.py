@@ -1,7 +1,10 @@
-"""The coordinator of an elastic job: sockets around `Membership`, in one thread.
+"""The coordinator of a job: sockets around `Membership`, in one thread.
 
-It runs in ringrun. Every connection is authenticated first (control/handshake.py), the
-workers' end is enlistment.py, and what is decided is decided in membership.py.
+It runs in ringrun, in the driver of an engine, or, without either, in rank 0. It
+carries what is not data: who belongs to the job, reasons of failures, small values that
+all ranks exchange. It is no key-value store, and it relays no tensors. Every connection
+is authenticated first (control/handshake.py), the ranks' end is client.py, and what is
+decided is decided in membership.py.
 """
 
 from __future__ import annotations
@@ -14,22 +17,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ringjax import failpoints
 from ringjax.control import open_files
-from ringjax.control.exchanges import Exchanges, Replies
-from ringjax.control.sealing import MOST_BYTES
+from ringjax.control.connecting import watch
+from ringjax.control.sealing import MOST_BYTES, Message, encode
 from ringjax.control.server import Seat, Service
-from ringjax.control.session import watch
 from ringjax.errors import AuthenticationError
 from ringjax.membership.assembly import Rules
+from ringjax.membership.exchanges import Exchanges, Replies
 from ringjax.membership.membership import Membership
 from ringjax.membership.outbox import News
 
 
 class Coordinator(Service):
-    """Decides who belongs to an elastic job.
+    """Decides who belongs to a job.
 
     Args:
         secret: the job's secret.
@@ -44,6 +47,9 @@ class Coordinator(Service):
         elastic_timeout: seconds to wait for newcomers when there are too few members.
         failure_timeout: seconds for a member to report after an epoch was revoked.
         group: so many workers are lost and join together, those with one w // group.
+        on_loss: "repair": the job goes on without members that are lost, and is
+            elastic; "stop": it has `np` ranks, its workers are numbered by rank, and
+            the launcher ends it at the first loss.
         resume: the job had begun under an earlier coordinator, which is gone: the
             members come back. Tell it then who has `finished`.
         log: takes sentences about refused connections.
@@ -55,6 +61,8 @@ class Coordinator(Service):
         addresses: where it listens, "host:port" each.
         events: what happened, as tuples:
             ("members", epoch, kind, {worker: rank})  an epoch begins
+            ("gone", worker, text)       a member was lost or has finished, and the
+                                         epoch goes on
             ("fenced", worker, text)     a member was declared lost; end its process
             ("failure", worker, text)    what a worker said before it went down; it is
                                          fenced too, if it was a member
@@ -63,7 +71,8 @@ class Coordinator(Service):
             ("finished", worker)         a member left because it has finished
             ("ended", worker)            the answer to `ended`
             ("waiting", text)            too few members: newcomers are needed
-            ("stop", text)               the job ends without success
+            ("stop", text)               the job ends without success; or, if it stops
+                                         at its first loss, did not come together
             ("pulse",)                   the answer to `pulse`
         wakeup: a descriptor that is readable while there may be events; it is not to be
             read, `clear` does that.
@@ -94,29 +103,29 @@ class Coordinator(Service):
         elastic_timeout: float = 600.0,
         failure_timeout: float = 5.0,
         group: int = 1,
+        on_loss: Literal["repair", "stop"] = "repair",
         resume: bool = False,
         log: Callable[[str], None] | None = None,
         listeners: Sequence[socket.socket] = (),
         tls: str = "auto",
     ) -> None:
         most = np if max_np is None else max_np
-        self._membership = Membership(
-            Rules(
-                *(np, min_np, most, start_timeout, elastic_timeout, failure_timeout),
-                group=group,
-            ),
-            resume,
+        self._rules = Rules(
+            *(np, min_np if on_loss == "repair" else np, most, start_timeout),
+            *(elastic_timeout, failure_timeout),
+            group=group,
+            on_loss=on_loss,
         )
-        self._failure_timeout = failure_timeout
-        self._told = False  # who is missing when the job begins
+        self._membership = Membership(self._rules, resume)
         self._present: dict[int, Seat] = {}  # who has said hello, by worker
         self._exchanges = Exchanges(0)
         self._asked: deque[Callable[[float], None]] = deque()  # by other threads
         self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
-        # Of members, and of others that come while their places are still taken. How
-        # many there will ever be is often not limited at all.
-        open_files.require(2 * np, "the coordinator")
-        open_files.allow(2 * min(most, 4096))
+        open_files.require(np, "the coordinator")
+        # Of members, and of others that come while their places are still taken; and a
+        # door gives a fourth of all to callers that have not proved themselves. How
+        # many members there will ever be is often not limited at all.
+        open_files.allow(4 * min(most, 4096))
         super().__init__(
             secret,
             job,
@@ -126,16 +135,25 @@ class Coordinator(Service):
             listeners=listeners,
             tls=tls,
         )
-        self.wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # of `wakeup`
+        self._bell: int | None = None  # nobody has asked for it
+        self._lock = threading.Lock()  # of the bell
 
     # --- the launcher's side ---
+
+    @property
+    def wakeup(self) -> int:
+        """Without a launcher, which alone asks for it, it costs no descriptor."""
+        with self._lock:
+            if self._bell is None:
+                waiting = int(not self.events.empty())
+                self._bell = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self._bell
 
     def clear(self) -> None:
         """Makes `wakeup` unreadable; call it before taking events from the queue."""
         with self._lock, contextlib.suppress(BlockingIOError):
-            if self.wakeup >= 0:
-                os.eventfd_read(self.wakeup)
+            if self._bell is not None and self._bell >= 0:
+                os.eventfd_read(self._bell)
 
     def lost(self, worker: int, text: str, heirs: bool = True) -> None:
         """A worker's process has ended. It is no loss if the worker had finished.
@@ -188,19 +206,28 @@ class Coordinator(Service):
 
     def _close_wakeup(self) -> None:
         with self._lock:
-            if self.wakeup >= 0:
-                os.close(self.wakeup)
-                self.wakeup = -1
+            if self._bell is not None and self._bell >= 0:
+                os.close(self._bell)
+            self._bell = -1
 
     # --- the workers' side ---
 
     def refuses(self, caller: int) -> str:
         """Numbers that no launcher gives."""
+        if self._rules.stops:
+            size = self._rules.np
+            known = 0 <= caller < size
+            return "" if known else f"claims to be rank {caller} of {size}"
         return "" if caller >= 0 else f"claims to be worker {caller}"
 
     def take(self, seat: Seat) -> None:
-        """Watches the connection, so that a host which has gone is noticed."""
-        watch(seat.sock, self._failure_timeout)
+        """Watches the connection, so that a host which has gone is noticed.
+
+        Where nobody repairs the job, a pause of the network must not cost a connection
+        that nobody builds up again.
+        """
+        if not self._rules.stops:
+            watch(seat.sock, self._rules.failure_timeout)
 
     def on_message(self, seat: Seat, message: dict[str, Any]) -> None:
         """Serves one genuine message of a worker."""
@@ -227,6 +254,9 @@ class Coordinator(Service):
         before = self._present.get(seat.caller)
         if before is seat:
             raise ValueError("said hello twice")
+        if why := self._membership.second(seat.caller):
+            self.send(seat, {"type": "refused", "text": why}, last=True)
+            return
         if before is not None:
             self.drop(before, "it connected again")
         self._present[seat.caller] = seat
@@ -240,8 +270,9 @@ class Coordinator(Service):
     def _reply(self, replies: Replies) -> None:
         epoch = self._membership.epoch
         for ranks, message in replies:
+            text = encode(message | {"epoch": epoch.number})
             for rank in ranks:
-                self._send(epoch.order[rank], message | {"epoch": epoch.number}, False)
+                self._send(epoch.order[rank], text, False)
 
     def on_lost(self, seat: Seat, why: str) -> None:
         """A worker's connection has ended."""
@@ -260,9 +291,6 @@ class Coordinator(Service):
             self._membership.tick(now)
         self._reply(self._exchanges.sweep(now))
         self._deliver()
-        if not self._told and (text := self._membership.missing(now)):
-            self._told = True
-            self._publish(("missing", text))
 
     def rest(self) -> float:
         """Until the membership has something to do by itself."""
@@ -283,8 +311,11 @@ class Coordinator(Service):
         # end must not be taken for that of the job.
         for event in news:
             self._publish(event)
+        encoded: tuple[Any, bytes] = None, b""  # many are told the same
         for worker, message, last in mail:
-            self._send(worker, message, last)
+            if message is not encoded[0]:
+                encoded = message, encode(message)
+            self._send(worker, encoded[1], last)
         # Behind the mail: who hears that an exchange is broken off knows who has gone.
         for event in news:
             self._note(event)
@@ -294,8 +325,8 @@ class Coordinator(Service):
     def _publish(self, event: News) -> None:
         self.events.put(event)
         with self._lock, contextlib.suppress(BlockingIOError):
-            if self.wakeup >= 0:
-                os.eventfd_write(self.wakeup, 1)
+            if self._bell is not None and self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def on_fault(self, seat: Seat, error: Exception) -> None:
         """The rules may be in the middle of something, so it is a crash."""
@@ -311,12 +342,12 @@ class Coordinator(Service):
         epoch = self._membership.epoch
         if event[0] == "members" and event[1] == epoch.number:
             self._exchanges = Exchanges(len(epoch.order))
-        elif event[0] in ("finished", "dismissed") and event[1] in epoch.order:
+        elif event[0] in ("gone", "dismissed") and event[1] in epoch.order:
             rank = epoch.order.index(event[1])
             if rank in epoch.lost:
                 self._reply(self._exchanges.gone(rank, epoch.lost[rank]))
 
-    def _send(self, worker: int, message: dict[str, Any], last: bool) -> None:
+    def _send(self, worker: int, message: Message, last: bool) -> None:
         seat = self._present.get(worker)
         if seat is None:
             return

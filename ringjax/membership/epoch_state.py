@@ -5,6 +5,7 @@ Pure bookkeeping; what is done about it is decided in membership.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ class EpochState:
         pauses: of members: they stand at a step boundary.
         restart: all go back to their last commit.
         announced: what the members were told about who wants to join, and to leave.
+        untold: ranks that are gone and of which the members have not heard -> how far
+            they came, if they said so.
+        told: when the members were told of such ranks last.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class EpochState:
         self.pauses: dict[int, Report] = {}
         self.restart = False
         self.announced = (0, 0)
+        self.untold: dict[int, Report | None] = {}
+        self.told = -math.inf
         self._last_words: list[Report] = []  # reports of members that are gone since
         self._doubts: dict[tuple[int, int], float] = {}  # (accuser, accused) -> since
         self._why: dict[int, str] = {}
@@ -68,6 +74,10 @@ class EpochState:
         self._doubts.setdefault((accuser, accused), now)
         rank = self.order.index(accuser)
         self._why.setdefault(accused, f"{text} (says rank {rank})")
+
+    def tell_at(self, pause: float) -> float | None:
+        """When the members are to be told who is gone; None: they know."""
+        return self.told + pause if self.untold else None
 
     def wait_for(self, silence: float, doubt: float) -> float | None:
         """When the accusations have to be looked at again.

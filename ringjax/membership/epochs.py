@@ -1,4 +1,4 @@
-"""How one epoch of an elastic job follows another: losses, changes, the end.
+"""How one epoch of a job follows another: losses, changes, the end.
 
 The half of the coordinator's rules that acts; what it acts upon is in membership.py,
 the other half. Neither has a clock or I/O.
@@ -70,6 +70,10 @@ class Epochs:
 
     def _lose(self, workers: Mapping[int, str], now: float) -> None:
         """Members are lost, for good, and their groups with them."""
+        if self._rules.stops:  # the launcher ends the job
+            for worker, why in workers.items():
+                self._depart(worker, why, now)
+            return
         for worker, why in self._with_mates(workers).items():
             self.epoch.remove(worker, why)
             self._people.pop(worker, None)
@@ -232,25 +236,50 @@ class Epochs:
                 of this epoch. Then those who joined with it may have got no state from
                 anybody, and are not needed any more.
         """
-        epoch, rank = self.epoch, self.rank_of(worker)
         if last is None:
-            self._blank |= epoch.joiners
-        epoch.remove(worker, FINISHED, last)
-        self._left.add(worker)
-        self._outbox.send(worker, {"type": "farewell"}, last=True)
-        self._people.pop(worker, None)
+            self._blank |= self.epoch.joiners
+        self._depart(worker, FINISHED, now, last)
         self._outbox.report("finished", worker)
+        if self._rules.stops:
+            return  # it does not wait for an answer, and may come again
+        self._outbox.send(worker, {"type": "farewell"}, last=True)
+        self._left.add(worker)
         if self._all_done():
             return
-        gone = {"type": "gone", "epoch": epoch.number, "rank": rank, "text": FINISHED}
-        self._outbox.tell(
-            epoch.survivors(), gone | {"lines": last.lines if last else {}}
-        )
         if self.phase == "run":
             self._resize_if_all_paused(now)
         elif self.phase == "waiting":
             self._next(self._next_kind, now)
         self._conclude(now)
+
+    def _depart(
+        self, worker: int, why: str, now: float, last: Report | None = None
+    ) -> None:
+        """A member is gone, and the epoch goes on for the others."""
+        epoch = self.epoch
+        epoch.remove(worker, why, last)
+        epoch.untold[epoch.order.index(worker)] = last
+        self._people.pop(worker, None)
+        self._outbox.report("gone", worker, why)
+        self._tell_gone(now)
+
+    def _tell_gone(self, now: float) -> None:
+        """Tells the members who is gone, but not more often than every `pause` seconds.
+
+        When a job ends all ranks go at about the same time, and all are to hear of all.
+        """
+        epoch = self.epoch
+        due = epoch.tell_at(self._rules.pause)
+        if due is None or now < due:
+            return
+        ranks = [
+            (rank, epoch.lost[rank], None if last is None else last.lines)
+            for rank, last in epoch.untold.items()
+        ]
+        message = {"type": "gone", "epoch": epoch.number, "ranks": ranks}
+        self._outbox.tell(epoch.survivors(), message)
+        epoch.untold.clear()
+        epoch.told = now
 
     def _all_done(self) -> bool:
         """Whether some have finished and nobody is left who has not."""
@@ -268,7 +297,7 @@ class Epochs:
 
     def _form(self, kind: str, joiners: Sequence[int]) -> None:
         """Begins the next epoch: those who are alive, then the joiners."""
-        old = self.epoch
+        old = EpochState(self.epoch.number) if self._rules.stops else self.epoch
         stay = old.survivors()
         kind = kind if stay else "start"
         message = {

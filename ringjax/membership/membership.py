@@ -1,4 +1,4 @@
-"""Who belongs to an elastic job: the rules, as a state machine without clock or I/O.
+"""Who belongs to a job: the rules, as a state machine without clock or I/O.
 
 Events come in as calls with the time of day; what is to be sent and told comes out of
 `take`. One authority decides, so members can only go on through it, and a worker that
@@ -9,7 +9,10 @@ was declared lost is fenced: it never comes back under its number.
     run -- all members pause --> run (resize), or with too few: waiting
     waiting -- newcomers are ready --> run
 
-What each message holds is written down in enlistment.py, the other end. How a job comes
+A job that stops at its first loss (`Rules.on_loss`) is always in assembly: the others
+are told of losses, and ranks that have left may come together again as another epoch.
+
+What each message holds is written down in client.py, the other end. How a job comes
 together is in assembly.py, what is known of an epoch in epoch_state.py, what reports
 mean in verdicts.py; sockets are in coordinator.py.
 """
@@ -50,6 +53,7 @@ class Membership(Epochs):
     def __init__(self, rules: Rules, resume: bool = False) -> None:
         super().__init__(rules)
         self._here: set[int] = set()  # who is connected
+        self._asked = False  # somebody was told who is missing
         self._ending: dict[int, tuple[str, float]] = {}  # process ended: why, limit
         self._assembly = Assembly(rules, resume)
 
@@ -60,6 +64,7 @@ class Membership(Epochs):
     def deadline(self) -> float | None:
         """When `tick` has something to do if nothing else happens before."""
         limits: list[float | None] = [limit for _, limit in self._ending.values()]
+        limits.append(self.epoch.tell_at(self._rules.pause))
         if self.phase == "assembly":
             limits.append(self._assembly.deadline)
         elif self.phase != "revoked" or self.epoch.unreported():
@@ -70,10 +75,6 @@ class Membership(Epochs):
         return min((limit for limit in limits if limit is not None), default=None)
 
     # --- what happens ---
-
-    def missing(self, now: float) -> str:
-        """Who has not come while others wait for the job to begin; else nothing."""
-        return self._assembly.missing(now) if self.phase == "assembly" else ""
 
     def expected(self, worker: int) -> None:
         """A process was started as this worker."""
@@ -98,7 +99,9 @@ class Membership(Epochs):
         memory = None if rejoin is None else assembly.read(rejoin)
         member = memory is not None and memory.epoch >= 0
         person, outbox = Person(seen, hello), self._outbox
-        if worker in outbox.out:
+        if self._rules.stops:
+            self._come(worker, person, now)
+        elif worker in outbox.out:
             outbox.fence(worker, outbox.out[worker])
         elif self.phase == "stopped" and not self._left:
             outbox.send(worker, {"type": "stopped", "text": self._end}, last=True)
@@ -120,6 +123,25 @@ class Membership(Epochs):
             self._newcomers[worker] = person
             self._welcome(worker)
 
+    def _come(self, rank: int, person: Person, now: float) -> None:
+        """A rank of a job that stops at its first loss has come, perhaps again."""
+        size = person.hello.get("size")
+        if size != self._rules.np:
+            why = f"the job has {self._rules.np} ranks, not {size}"
+            self._outbox.send(rank, {"type": "refused", "text": why}, last=True)
+            return
+        self._outbox.out.pop(rank, None)
+        self._here.add(rank)
+        self._newcomers[rank] = person
+        self._assembly.arrive(rank, None, now)
+        self._assemble(now)
+
+    def second(self, worker: int) -> str:
+        """Why its second connection is refused; "": it takes the place of the first."""
+        if not self._rules.stops or worker not in self._newcomers:
+            return ""
+        return f"rank {worker} has joined already, from {self._newcomers[worker].seen}"
+
     def said(self, worker: int, message: Mapping[str, Any], now: float) -> None:
         """A worker that has said hello says something else.
 
@@ -134,6 +156,11 @@ class Membership(Epochs):
             self._newcomers.pop(worker, None)
             self._gone(worker, f"failed: {text}", now)
             self._dissolve(worker, f"failed: {text}", now)
+        elif kind == "missing" and self.phase == "assembly":
+            # One rank tells people; of the others nobody has to.
+            asked, self._asked = self._asked, True
+            text = "" if asked else self._assembly.missing()
+            self._outbox.send(worker, {"type": "missing", "text": text})
         elif kind == "ready" and worker in self._newcomers:
             self._newcomers[worker].ready = True
             self._outbox.report("ready", worker)
@@ -206,12 +233,12 @@ class Membership(Epochs):
         if self.phase != "assembly":
             self._end_group(worker, why)
         elif self._assembly.resuming:  # who finished is not known yet, see `_resume`
-            self._assembly.never(worker)
+            self._assembly.never(worker, why)
             self._assemble(now)
         else:
             self._end_group(worker, why)
             for mate in self._rules.mates(worker):
-                self._assembly.never(mate)
+                self._assembly.never(mate, why)
             self._assemble(now)
 
     def lost(self, worker: int, text: str, now: float, *, heirs: bool = True) -> None:
@@ -239,7 +266,7 @@ class Membership(Epochs):
     def finished(self, worker: int, now: float) -> None:
         """A launcher remembers what an earlier coordinator was told by a worker."""
         self._left.add(worker)
-        self._assembly.never(worker)
+        self._assembly.never(worker, FINISHED)
         if self.phase == "assembly":
             self._assemble(now)
 
@@ -253,6 +280,7 @@ class Membership(Epochs):
         for worker, (text, limit) in list(self._ending.items()):
             if now >= limit:
                 self.closed(worker, text, now)
+        self._tell_gone(now)
         if self.phase == "assembly":
             self._assemble(now)
             return
@@ -284,8 +312,17 @@ class Membership(Epochs):
             self._form("start", outcome.workers)
         elif isinstance(outcome, assembly.Resume):
             self._resume(outcome, now)
-        elif isinstance(outcome, assembly.Fail):
+        elif isinstance(outcome, assembly.Fail) and not self._rules.stops:
             self._stop(outcome.text)
+        elif isinstance(outcome, assembly.Fail):
+            self._outbox.report("stop", outcome.text)
+            for rank in self._newcomers:
+                refusal = {"type": "refused", "text": outcome.text}
+                self._outbox.send(rank, refusal, last=True)
+            self._newcomers.clear()
+        if outcome is not None and self._rules.stops:  # they may try again
+            self.phase, self._assembly = "assembly", Assembly(self._rules)
+            self._asked = False
 
     def _resume(self, found: assembly.Resume, now: float) -> None:
         """Goes on as what the members know."""

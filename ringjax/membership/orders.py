@@ -1,6 +1,6 @@
 """What the coordinator of an elastic job tells a worker, as values.
 
-Made from the JSON messages that arrive; who reads them is in enlistment.py, who decides
+Made from the JSON messages that arrive; who reads them is in client.py, who decides
 them in membership.py.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import RingjaxError, Stalled
-from ringjax.membership.enlistment import Enlistment
+from ringjax.membership.client import CoordinatorClient
 from ringjax.recovery.elastic_sets import within
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
@@ -29,7 +29,6 @@ class Home(Protocol):
 
     config: Config
     changed: threading.Condition
-    enlistment: Enlistment | None
     devices: Devices
     device: tuple[Sequence[int], str] | None
     sets: dict[int, list[int]]
@@ -38,6 +37,10 @@ class Home(Protocol):
     @property
     def epoch(self) -> Epoch:
         """The present one."""
+
+    @property
+    def client(self) -> CoordinatorClient | None:
+        """Speaks with the coordinator."""
 
     def check_end(self) -> None:
         """Raises why this rank cannot go on, if that is so."""
@@ -74,7 +77,7 @@ class Seat:
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Gives every rank of the epoch the values of all ranks."""
-        line: Enlistment = self._world.enlistment
+        line: CoordinatorClient = self._world.client
         seconds = self.config.start_timeout
         number = self._epoch.number
         try:
@@ -105,7 +108,7 @@ class Seat:
 
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
-        line: Enlistment = self._world.enlistment
+        line: CoordinatorClient = self._world.client
         return line.gone()
 
 
@@ -163,13 +166,13 @@ def start_again(world: Home, text: str) -> None:
         Fenced, RingjaxError: the job is over for this rank.
         StartupError: its device cannot be connected.
     """
-    assert world.enlistment is not None
+    assert world.client is not None
     while True:
         with world.changed:
             before, waits = world.epoch.number, world.waits
             if not waits:
                 world.check_end()
-                world.enlistment.restart(before, text)
+                world.client.restart(before, text)
         if not waits:
             failpoints.passing("restart.said")
             world.wait_for_another(before)

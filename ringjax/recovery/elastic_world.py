@@ -13,9 +13,9 @@ from typing import Any
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control import launch_environment
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.errors import PeerLost, RingjaxError
-from ringjax.membership.enlistment import Enlistment, Line
+from ringjax.membership.client import Line
 from ringjax.membership.orders import Members, Welcome
 from ringjax.recovery import elastic_devices, elastic_sets, forming
 from ringjax.recovery.carried_calls import Calls
@@ -25,7 +25,7 @@ from ringjax.recovery.thread import Recovery
 from ringjax.world import devices, groups
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
-from ringjax.world.introduction import check_agreement, hello
+from ringjax.world.introduction import check_agreement
 from ringjax.world.lanes import LANE
 from ringjax.world.registry import Registry
 from ringjax.world.whereabouts import Whereabouts
@@ -64,7 +64,6 @@ class ElasticWorld(World):
         self.dismissed = self.waits = False
         self.contributors: tuple[int, ...] = ()
         self.rehearsal = Rehearsal(self)
-        self.enlistment: Enlistment | None = None
         self.recovery: Recovery | None = None
         self.privates: dict[tuple[int, ...], int] = {}  # see Program
         self._registry = registry
@@ -81,22 +80,19 @@ class ElasticWorld(World):
     def _begin(self, place: launch_environment.Place) -> None:
         self.calls = Calls(self.lanes)
         self.standing = Standing.provisional(place.rank, place.size, self.config)
-        ticket = forming.ticket(place, self.config)
-        self.secret = ticket.secret
-        self._reception = forming.reception(ticket, self.config, self.log, self.broken)
-        described = hello(place.rank, place.size, self.config)
-        port = self.group.offer(self.config.worker or 0)
-        described |= self._reception.described() | port
-        self.begin_recording(f"worker {self.config.worker}", ticket.job)
-        self.enlistment = forming.enlist(ticket, self.config, described)
+        forming.check(self.config)
+        self._meet(place, self.group.offer(self.config.worker or 0))
+        assert self._meeting is not None and self._reception is not None
+        client = self._meeting.client
+        self.begin_recording(f"worker {self.config.worker}", self._meeting.job)
         self._registry.begin(0)
-        self.recovery = Recovery(self, self.enlistment)
+        self.recovery = Recovery(self, client)
         self._whereabouts = Whereabouts(self.log)
         self._former = forming.Former(
-            *(self.config, ticket, self._reception, self.recovery.bell),
+            *(self.config, self._meeting, self._reception, self.recovery.bell),
             *(self._whereabouts, self.log, self.recorder),
         )
-        first = self.enlistment.first
+        first = client.first
         if isinstance(first, Members):
             check_agreement(first.members)
             self.group.meet(first.mates, first.group)
@@ -152,12 +148,6 @@ class ElasticWorld(World):
             kind, text = self._end
             raise kind(f"ringjax: {text}")
 
-    def fail(self, text: str) -> None:
-        """Tells everybody that this rank goes down, and why."""
-        if not self.failed and self.enlistment is not None:
-            self.enlistment.report_failure(text)
-        super().fail(text)
-
     def broken(self, text: str) -> None:
         """A thread of this rank has ended unasked: without it the rank cannot go on."""
         self.end(RingjaxError, text)
@@ -180,9 +170,9 @@ class ElasticWorld(World):
         self.devices.close()
         if epoch is not None and in_order:
             epoch.leave()
-        if self.enlistment is not None and in_order and epoch is not None:
+        if self.client is not None and in_order and epoch is not None:
             lines = {} if self.waits else self._last_lines()
-            self.enlistment.leave(lines, self._joined)
+            self.client.leave(lines, self._joined)
         self.stop()
         self.lanes.close()
         self.calls.clear()
@@ -192,11 +182,11 @@ class ElasticWorld(World):
             self._whereabouts.close()
         if self._reception is not None:
             self._reception.close()
-        if self.enlistment is not None:
-            self.enlistment.close()
+        if self._meeting is not None:
+            self._meeting.close()
             self._registry.end()
             forming.leave(self.config)
-        self._epoch = self._reception = self.enlistment = self.recovery = None
+        self._epoch = self._reception = self._meeting = self.recovery = None
 
     def _last_lines(self) -> dict[int, Line]:
         try:
@@ -208,8 +198,6 @@ class ElasticWorld(World):
     def abandon(self) -> None:
         """In a forked child: as in every world."""
         super().abandon()
-        if self.enlistment is not None:
-            self.enlistment.release()
         if self.recovery is not None:
             self.recovery.release()
 
@@ -397,13 +385,9 @@ class ElasticWorld(World):
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Gives every rank the values of all ranks; `what` names it in errors."""
-        assert self.enlistment is not None
+        assert self.client is not None
         seconds = self.config.start_timeout
-        return self.enlistment.exchange(value, seconds, what, self.epoch.number)
-
-    def gone(self) -> dict[int, str]:
-        """The ranks that are known to have gone, and why."""
-        return {} if self.enlistment is None else self.enlistment.gone()
+        return self.client.exchange(value, seconds, what, self.epoch.number)
 
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Registers a process set; collective over the world."""

@@ -7,32 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.control import addresses as address
-from ringjax.control import rendezvous_lookup
-from ringjax.control.launch_environment import Place
 from ringjax.control.listener import Reception
 from ringjax.errors import StartupError
 from ringjax.links import calibration
 from ringjax.links.mesh import Fabric, Watch
-from ringjax.membership import enlistment
 from ringjax.membership.orders import Members
+from ringjax.membership.rendezvous_lookup import Meeting
 from ringjax.recovery.generation import Wanted
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.groups import ENDING, REPLICAS
-from ringjax.world.introduction import host_names, listening_hosts
+from ringjax.world.introduction import host_names
 from ringjax.world.whereabouts import Whereabouts
 
 # Jobs and workers that this process has been and is no more.
 _left: set[tuple[str, int]] = set()
 
 
-def ticket(place: Place, config: Config) -> rendezvous_lookup.Ticket:
-    """Where the coordinator of an elastic job is.
+def check(config: Config) -> None:
+    """Refuses a process that cannot join an elastic job.
 
     Raises:
         StartupError: the environment does not say enough, or this process has left.
@@ -47,7 +43,6 @@ def ticket(place: Place, config: Config) -> rendezvous_lookup.Ticket:
             "this process has left its elastic job by ringjax.shutdown(), and cannot "
             "come back: another process would have to"
         )
-    return rendezvous_lookup.known_ticket(place, config)
 
 
 def leave(config: Config) -> None:
@@ -56,49 +51,11 @@ def leave(config: Config) -> None:
         _left.add((config.job, config.worker))
 
 
-def reception(
-    known: rendezvous_lookup.Ticket,
-    config: Config,
-    log: Callable[[str, str], None],
-    failed: Callable[[str], None],
-) -> Reception:
-    """Opens the doors for the other ranks, for all epochs."""
-    found = address.parse(known.addresses)
-    one_host = all(address.is_loopback(host) for host, _ in found)
-    hosts = listening_hosts(config, one_host=one_host)
-    return Reception(
-        *(known.secret, known.job),
-        rank=-1,
-        hosts=hosts,
-        log=lambda text: log("warning", text),
-        failed=failed,
-        tls=config.tls,
-    )
-
-
-def enlist(
-    known: rendezvous_lookup.Ticket, config: Config, hello: dict[str, Any]
-) -> enlistment.Enlistment:
-    """Joins the job; raises as `enlistment.join`."""
-    assert config.worker is not None
-    return enlistment.join(
-        known.addresses,
-        known.secret,
-        known.job,
-        config.worker,
-        hello,
-        config.start_timeout,
-        elastic_timeout=config.elastic_timeout,
-        failure_timeout=config.failure_timeout,
-        tls=config.tls,
-    )
-
-
 class Former:
     """Forms the epochs of one rank.
 
     Args:
-        ticket: the job and its secret.
+        meeting: the job and its secret.
         reception: where other ranks call, in all epochs.
         bell: an eventfd for the heartbeats to ring.
         whereabouts: answers what the heartbeats are asked.
@@ -109,7 +66,7 @@ class Former:
     def __init__(
         self,
         config: Config,
-        ticket: rendezvous_lookup.Ticket,
+        meeting: Meeting,
         reception: Reception,
         bell: int,
         whereabouts: Whereabouts,
@@ -117,7 +74,7 @@ class Former:
         recorder: _native.Recorder,
     ) -> None:
         self._recorder = recorder
-        self._config, self._ticket, self._reception = config, ticket, reception
+        self._config, self._meeting, self._reception = config, meeting, reception
         self._bell, self._log = bell, log
         self._whereabouts = whereabouts
 
@@ -134,8 +91,8 @@ class Former:
             members=members.members,
             hosts=standing.hosts,
             epoch=members.epoch,
-            job=self._ticket.job,
-            secret=self._ticket.secret,
+            job=self._meeting.job,
+            secret=self._meeting.secret,
             config=self._patient(members.kind),
             reception=self._reception,
             session=watch,

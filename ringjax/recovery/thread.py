@@ -25,7 +25,7 @@ from ringjax.errors import (
     StartupError,
     Unreachable,
 )
-from ringjax.membership.enlistment import Enlistment, Line
+from ringjax.membership.client import CoordinatorClient, Line
 from ringjax.membership.orders import (
     Dismissed,
     Fenced,
@@ -92,14 +92,14 @@ class Recovery:
 
     Args:
         home: the world.
-        enlistment: this rank's line to the coordinator; only this thread polls it.
+        client: this rank's line to the coordinator; only this thread polls it.
 
     Attributes:
         bell: an eventfd for heartbeats to ring.
     """
 
-    def __init__(self, home: Home, enlistment: Enlistment) -> None:
-        self._home, self._enlistment = home, enlistment
+    def __init__(self, home: Home, client: CoordinatorClient) -> None:
+        self._home, self._client = home, client
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = self._leaving = False
@@ -143,7 +143,7 @@ class Recovery:
     def _run(self) -> None:
         try:
             poll = select.poll()
-            for fd in (self._enlistment.fileno(), self.bell, self._wakeup):
+            for fd in (self._client.fileno(), self.bell, self._wakeup):
                 poll.register(fd, select.POLLIN)
             while not self._closing:
                 if self._next is None:
@@ -159,7 +159,7 @@ class Recovery:
                 os.eventfd_read(fd)
         if self._leaving:
             self._leaving = False
-            self._enlistment.leaving()
+            self._client.leaving()
         self._listen()
         self._look_for_losses()
         if self._next is not None and not self._closing:
@@ -168,7 +168,7 @@ class Recovery:
     # -- hearing -----------------------------------------------------------------------
 
     def _listen(self) -> None:
-        for message in self._enlistment.poll():
+        for message in self._client.poll():
             self._hear(message)
 
     def _hear(self, message: Order) -> None:
@@ -227,7 +227,7 @@ class Recovery:
         for rank, why in epoch.lost():
             # If it is this rank, the others accuse it.
             if rank != epoch.standing.rank and rank not in known:
-                self._enlistment.suspect(epoch.number, rank, why)
+                self._client.suspect(epoch.number, rank, why)
 
     def _stop(self, number: int, text: str, rank: int) -> None:
         """Ends what runs in an epoch, and reports how far that came."""
@@ -239,9 +239,7 @@ class Recovery:
         self._times.mark("quiesce")
         failpoints.passing("recovery.halted")
         sets, next_set, restart = self._home.reported()
-        self._enlistment.report(
-            number, lines, sets, next_set, restart=restart, text=text
-        )
+        self._client.report(number, lines, sets, next_set, restart=restart, text=text)
         self._reported = number
         failpoints.passing("recovery.reported")
         self._times.mark("report")
@@ -293,10 +291,10 @@ class Recovery:
             while time.monotonic() < deadline:
                 self.gone()
                 left = max(0.0, deadline - time.monotonic())
-                readable(self._enlistment, left)
+                readable(self._client, left)
             for rank in ranks:
                 if rank >= 0:
-                    self._enlistment.suspect(members.epoch, rank, str(error))
+                    self._client.suspect(members.epoch, rank, str(error))
             self._next = None
             self._stop(members.epoch, str(error), -1)
 

@@ -1,7 +1,7 @@
 """A job whose processes an engine places and restarts: Ray, Spark, and your own.
 
-Where ringrun starts processes itself, this only brings them together: a rendezvous
-server or, in an elastic job, a coordinator in the driver; for each worker a ticket, the
+Where ringrun starts processes itself, this only brings them together: a coordinator in
+the driver; for each worker a ticket, the
 variables that let it join; and what became of them, as results or as one error. Starts
 and ends no process.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringjax.config import Config
-from ringjax.control import rendezvous
 from ringjax.errors import LaunchError
 from ringjax.membership.coordinator import Coordinator
 from ringjax.run import environ
@@ -128,29 +127,22 @@ class EngineJob:
             "start_timeout": config.start_timeout,
             "tls": config.tls,
         }
-        self._server: rendezvous.Server | None = None
-        self._coordinator: Coordinator | None = None
-        if min_size is None:
-            self._server = rendezvous.Server(self._secret, self.job, size, **where)
-        else:
-            self._coordinator = Coordinator(
-                self._secret,
-                self.job,
-                np=size,
-                min_np=min_size,
-                max_np=most,
-                elastic_timeout=config.elastic_timeout,
-                failure_timeout=config.failure_timeout,
-                resume=resume,
-                **where,
-            )
-        self._door = self._server or self._coordinator
-        assert self._door is not None
-        self._door.start()
+        self._coordinator = Coordinator(
+            self._secret,
+            self.job,
+            np=size,
+            min_np=min_size or size,
+            max_np=most,
+            on_loss="repair" if self.elastic else "stop",
+            elastic_timeout=config.elastic_timeout,
+            failure_timeout=config.failure_timeout,
+            resume=resume,
+            **where,
+        )
+        self._coordinator.start()
         self.workers: dict[int, Worker] = {}
         self.members: dict[int, int] = {}
         self.resets = 0
-        self._reports = 0
         self._spread = False
         self._stop = ""
         self._fenced: list[int] = []  # whose processes are to be ended
@@ -162,9 +154,8 @@ class EngineJob:
         self.close()
 
     def close(self) -> None:
-        """Ends the rendezvous or the coordinator; who is still there loses it."""
-        assert self._door is not None
-        self._door.close()
+        """Ends the coordinator; the ranks that are still there lose it."""
+        self._coordinator.close()
 
     # What the engine starts.
 
@@ -202,7 +193,7 @@ class EngineJob:
         Raises:
             ValueError: the number was used before, or the job is not elastic.
         """
-        if self._coordinator is None:
+        if not self.elastic:
             raise ValueError("a job of fixed size gives all its tickets at once")
         if worker in self.workers:
             raise ValueError(f"worker {worker} is not new")
@@ -218,10 +209,9 @@ class EngineJob:
         in an elastic job, RINGJAX_WORKER, a number that no other ever had; and in
         others what `places` returns.
         """
-        assert self._door is not None
         found = {
             **self._env,
-            "RINGJAX_RENDEZVOUS": ",".join(self._door.addresses),
+            "RINGJAX_RENDEZVOUS": ",".join(self._coordinator.addresses),
             "RINGJAX_SECRET": self._secret.hex(),
             "RINGJAX_JOB": self.job,
         }
@@ -243,7 +233,7 @@ class EngineJob:
         if known.state == RUNS:
             known.state, known.result = FINISHED, result
             known.ended = time.monotonic()
-            if self._coordinator is not None:
+            if self.elastic:
                 self._coordinator.lost(worker, "it has ended without an error")
 
     def lost(self, worker: int, why: str, *, certain: bool = True) -> None:
@@ -259,7 +249,7 @@ class EngineJob:
             return
         known.state, known.error = FAILED, why
         known.ended = time.monotonic()
-        if self._coordinator is not None:
+        if self.elastic:
             heirs = certain and not known.report
             self._coordinator.lost(worker, one_line(last_line(why)), heirs)
 
@@ -270,23 +260,12 @@ class EngineJob:
             Workers that run and that the others go on without: their processes should
             be ended.
         """
-        if self._server is not None:
-            failures = self._server.failures[self._reports :]
-            self._reports += len(failures)
-            for failure in failures:
-                if failure.rank < 0:
-                    self._stop = f"the job did not start: {failure.text}"
-                else:
-                    self._of(failure.rank).report = failure.text
-            return []
         self._hear()
         fenced, self._fenced = self._fenced, []
         return [number for number in fenced if self.workers[number].state == RUNS]
 
     def _hear(self) -> None:
         """Takes what the coordinator has decided."""
-        if self._coordinator is None:
-            return
         self._coordinator.clear()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -309,10 +288,11 @@ class EngineJob:
                 self._of(number).report = self._of(number).report or text
             case ["dismissed", number, _]:
                 self._of(number).state = LEFT
-            case ["waiting" | "missing", text]:
+            case ["waiting", text]:
                 self._note(text)
             case ["stop", text]:
-                self._stop = text
+                start = "" if self.elastic else "the job did not start: "
+                self._stop = start + text
 
     def _entered(self, members: Mapping[int, int]) -> None:
         if self.members and self.members.keys() != members.keys():

@@ -1,4 +1,4 @@
-"""One job of a fixed number of ranks: its rendezvous server, its verdict, its end.
+"""One job of a fixed number of ranks: its coordinator, its verdict, its end.
 
 A single loop reads what the agents report and decides when the job is over. When a rank
 fails the others are given a second to fail with a clear error of their own, then
@@ -7,13 +7,16 @@ SIGTERM, then SIGKILL. Starts no rank itself: that is hosts/agent.py, one on eac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import queue
 import secrets
+import selectors
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringjax.run.ending import AFTER_FAILURE, Ending
 from ringjax.run.hosts.fleet import Fleet
@@ -24,11 +27,11 @@ from ringjax.run.output import Console
 from ringjax.run.verdict import Verdict
 
 if TYPE_CHECKING:
-    from ringjax.control.rendezvous import Server
+    from ringjax.membership.coordinator import Coordinator
     from ringjax.run.hosts.arrivals import Arrivals
 
 SOON = 10.0  # seconds until it is said what is waited for
-_TICK = 0.1  # seconds between two looks at the rendezvous server
+_TICK = 0.1  # seconds between two looks at the clock
 _TO_END = 10.0  # seconds for a rank that has told that it fails
 
 
@@ -78,9 +81,8 @@ class Job:
         self._place(spec.slots)
         self._arrivals: Arrivals | None = None
         self._results: dict[int, bytearray] = {}
-        self._server: Server | None = None
-        self._reports = 0
-        self._joined = False
+        self._coordinator: Coordinator | None = None
+        self._met = False  # all ranks have been in ringjax.init() together
         self._start_failure = ""
         self._handed_on: list[int] = []
 
@@ -145,23 +147,27 @@ class Job:
         self._place(assign(sorted(arrivals.hosts, key=in_order), self.size))
 
     def _start_ranks(self) -> None:
-        from ringjax.control import rendezvous
+        from ringjax.membership.coordinator import Coordinator
 
         spec, fleet = self._spec, self._fleet
         job = secrets.token_hex(8)
         hosts = list(dict.fromkeys(slot.host for slot in spec.slots))
         secret, where = spec.rendezvous(fleet.remote(hosts))
-        self._server = rendezvous.Server(
+        self._coordinator = Coordinator(
             secret,
             job,
-            self.size,
+            np=self.size,
+            on_loss="stop",
             **where,
             start_timeout=spec.start_timeout,
             tls=spec.tls,
         )
-        self._server.start()
+        self._coordinator.start()
+        fleet.selector.register(
+            self._coordinator.wakeup, selectors.EVENT_READ, lambda: None
+        )
         shared = {
-            "RINGJAX_RENDEZVOUS": ",".join(self._server.addresses),
+            "RINGJAX_RENDEZVOUS": ",".join(self._coordinator.addresses),
             "RINGJAX_SECRET": secret.hex(),
             "RINGJAX_JOB": job,
         }
@@ -188,8 +194,8 @@ class Job:
     # While it runs.
 
     def _turn(self) -> None:
-        """One round of the loop: events, the server, the plan."""
-        if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_server):
+        """One round of the loop: events, the coordinator, the plan."""
+        if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_coordinator):
             self.console.idle()
         self.hub.tick(time.monotonic())
         self._advance()
@@ -198,28 +204,25 @@ class Job:
             ranks = range(self.size)
             self._fleet.signal(self._handed_on.pop(0), ranks, alone=True)
 
-    def _ask_server(self) -> None:
-        """Take note of who joined and who reported a failure, before who exited."""
+    def _ask_coordinator(self) -> None:
+        """Take note of who met and who reported a failure, before who exited."""
         if self._arrivals is not None:
             self._arrivals.tick(time.monotonic())
-        if self._server is None:
+        if self._coordinator is None:
             return
-        joined = self._server.joined
-        self._joined = self._joined or bool(joined)
-        failures = self._server.failures[self._reports :]
-        self._reports += len(failures)
-        for failure in failures:
-            if failure.rank >= 0:
-                self._verdict.reported(failure.rank, failure.text, time.monotonic())
-            elif not self._ending.begun:
-                self._no_start(failure.text)
-        absent = self._verdict.succeeded() - joined
-        if absent and not self._ending.begun and 0 < len(joined) < self.size:
-            # Nobody has to wait for the timeout to learn this.
-            self._no_start(
-                f"rank {min(absent)} ended without an error while others wait for it "
-                "in ringjax.init()"
-            )
+        self._coordinator.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._decided(*self._coordinator.events.get_nowait())
+
+    def _decided(self, event: str, *details: Any) -> None:
+        match event, *details:
+            case ["members", *_]:
+                self._met = True
+            case ["failure", rank, text]:
+                self._verdict.reported(rank, text, time.monotonic())
+            case ["stop", text] if not self._ending.begun and not self._verdict.told:
+                self._no_start(text)
 
     def _no_start(self, why: str) -> None:
         self._start_failure = f"the job did not start: {why}"
@@ -241,7 +244,7 @@ class Job:
 
     def _end_after_failure(self) -> None:
         # Ranks that never met have no clear error of their own to wait for.
-        self._ending.begin(AFTER_FAILURE, None if self._joined else 0.0)
+        self._ending.begin(AFTER_FAILURE, None if self._met else 0.0)
 
     # What the fleet reports.
 
@@ -262,6 +265,9 @@ class Job:
         """Notes that a rank has ended."""
         self.hub.ended(name)
         self._verdict.exited(name, code, time.monotonic(), text)
+        if not code and self._coordinator is not None:
+            # Nobody has to wait for the timeout if others wait for this rank.
+            self._coordinator.lost(name, "ended without an error")
 
     def host_lost(self, names: Sequence[int], text: str) -> None:
         """Notes that the ranks of a host are lost."""
@@ -276,9 +282,9 @@ class Job:
         if self._arrivals is not None:
             self._arrivals.close()
         self._fleet.end(limit)
-        self._ask_server()
-        if self._server is not None:
-            self._server.close()
+        self._ask_coordinator()
+        if self._coordinator is not None:
+            self._coordinator.close()
         self.hub.close()
         self._fleet.close(limit, self._outcome().exit_code)
         self.console.close()

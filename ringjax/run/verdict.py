@@ -2,7 +2,7 @@
 
 One failure brings down every other rank within milliseconds, and the news may overtake
 each other: a rank that lost its peer can end before the peer that raised. So exits,
-reports over the rendezvous connection and what the ranks wrote are weighed together.
+reports to the coordinator and what the ranks wrote are weighed together.
 Pure bookkeeping; sends nothing, waits for nothing.
 """
 
@@ -77,9 +77,10 @@ class Verdict:
                 return number
         return None
 
-    def succeeded(self) -> set[int]:
-        """The ranks that have ended without an error."""
-        return {n for n, rank in enumerate(self._ranks) if rank.exit_code == 0}
+    @property
+    def told(self) -> bool:
+        """Whether a rank has told that it fails."""
+        return any(rank.report for rank in self._ranks)
 
     def stopping(self) -> None:
         """From now on ranks end because we make them."""
@@ -95,7 +96,7 @@ class Verdict:
             state.ours = self.is_stopping
 
     def reported(self, rank: int, text: str, now: float) -> None:
-        """A rank has told the rendezvous server that it fails."""
+        """A rank has told the coordinator that it fails."""
         if 0 <= rank < len(self._ranks) and not self._ranks[rank].report:
             self._ranks[rank].report = text.strip()
             self._ranks[rank].report_time = now

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from ringjax import _native, failpoints
 from ringjax.errors import PeerLost, RingjaxError, from_status
-from ringjax.membership.enlistment import Enlistment
+from ringjax.membership.client import CoordinatorClient
 from ringjax.recovery import elastic_devices
 from ringjax.recovery.elastic_sets import within
 from ringjax.recovery.elastic_world import ElasticWorld
@@ -30,9 +30,9 @@ class Program:
         self._world = world
 
     @property
-    def _line(self) -> Enlistment:
-        assert self._world.enlistment is not None
-        return self._world.enlistment
+    def _line(self) -> CoordinatorClient:
+        assert self._world.client is not None
+        return self._world.client
 
     def check_updates(self) -> tuple[int, int]:
         """See runtime.check_updates."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringjax.control.session import ranks_text
+from ringjax.control.member import ranks_text
 from ringjax.errors import StartupError
 
 # What ranks must agree about, or they would call NCCL differently.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.links.descriptors import Mesh
 from ringjax.links.mesh import Fabric
 from ringjax.world.controls import place_of, set_of

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 
 from ringjax.control import addresses as address
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.errors import StartupError
 from ringjax.world.lanes import LANE
 

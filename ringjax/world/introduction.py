@@ -10,7 +10,7 @@ from typing import Any
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control import addresses as address
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.errors import StartupError
 from ringjax.world import devices
 

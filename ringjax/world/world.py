@@ -3,7 +3,7 @@
 It is formed from the settings and the environment, adds and removes communicators of
 process sets, and ends in good order, with a failure, or by being forgotten in a forked
 child. What users call is in runtime/; who finds whom is in
-control/rendezvous_lookup.py; a world whose ranks come and go is in
+membership/rendezvous_lookup.py; a world whose ranks come and go is in
 recovery/elastic_world.py.
 """
 
@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ringjax import _native, stderr
 from ringjax.config import LOG_LEVELS, Config, horovod_names
+from ringjax.control import addresses as address
 from ringjax.control import launch_environment
 from ringjax.control.listener import Reception
-from ringjax.control.rendezvous_lookup import Meeting, attend
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.errors import Mismatch, from_status
 from ringjax.links import calibration
 from ringjax.links.mesh import Fabric
+from ringjax.membership.client import CoordinatorClient
+from ringjax.membership.rendezvous_lookup import Meeting, attend
 from ringjax.settings import horovod_variables
 from ringjax.settings.misspelt import misspelt
 from ringjax.world import devices, groups, lanes, record
@@ -165,53 +168,67 @@ class World:
         """The one in force; None: there is none, or none yet."""
         return self._epoch
 
-    def _come_together(self, place: launch_environment.Place) -> Fabric:
+    def _meet(self, place: launch_environment.Place, described: dict[str, Any]) -> None:
+        """Joins the job; `described`: what the others shall know about this rank.
+
+        Raises:
+            StartupError: the job did not come together.
+        """
         config = self.config
-        hosts = listening_hosts(config, one_host=place.one_host)
 
         def open_doors(secret: bytes, job: str) -> dict[str, Any]:
             """For the other ranks, before they can know about them."""
             if self._reception is not None:
                 self._reception.close()
+            rank, size, one_host = place.rank, place.size, place.one_host
+            if config.elastic:  # rank and hosts may be others in the next epoch
+                found = address.parse(config.rendezvous)
+                one_host = all(address.is_loopback(host) for host, _ in found)
+                rank, size = -1, 0
             self._reception = Reception(
                 secret,
                 job,
-                rank=place.rank,
-                size=place.size,
-                hosts=hosts,
+                rank=rank,
+                size=size,
+                hosts=listening_hosts(config, one_host=one_host),
                 log=lambda text: self.log("warning", text),
                 failed=self.broken,
                 tls=config.tls,
             )
             return self._reception.described()
 
-        self._meeting = attend(
-            place,
-            config,
-            hello(place.rank, place.size, config) | self.group.offer(place.rank),
-            open_doors,
-            lambda text: self.log("warning", text),
-        )
+        described = hello(place.rank, place.size, config) | described
+        say = partial(self.log, "warning")
+        self._meeting = attend(place, config, described, open_doors, say)
         self.secret = self._meeting.secret
-        session = self._meeting.session
-        check_agreement(session.members)
-        self.standing = Standing.of(place.rank, host_names(session.members), config)
-        self._prefix += f" e{session.epoch}"
-        assert self._reception is not None
+
+    def _come_together(self, place: launch_environment.Place) -> Fabric:
+        config = self.config
+        self._meet(place, self.group.offer(place.rank))
+        assert self._meeting is not None and self._reception is not None
+        client = self._meeting.client
+        check_agreement(client.members)
+        self.standing = Standing.of(place.rank, host_names(client.members), config)
+        self._prefix += f" e{client.epoch}"
         return Fabric(
             rank=place.rank,
-            members=session.members,
+            members=client.members,
             hosts=self.standing.hosts,
-            epoch=session.epoch,
+            epoch=client.epoch,
             job=self._meeting.job,
             secret=self._meeting.secret,
             config=config,
             reception=self._reception,
-            session=session,
+            session=client,
             shm_bytes=_native.shm_bytes,
             segment_bytes=_native.segment_bytes,
             log=self.log,
         )
+
+    @property
+    def client(self) -> CoordinatorClient | None:
+        """Speaks with the coordinator; None in a job of one."""
+        return None if self._meeting is None else self._meeting.client
 
     @property
     def rank(self) -> int:
@@ -221,7 +238,7 @@ class World:
     @property
     def members(self) -> Sequence[Member]:
         """All ranks, as they know each other; none in a job of one."""
-        return [] if self._meeting is None else self._meeting.session.members
+        return [] if self.client is None else self.client.members
 
     @property
     def communicators(self) -> dict[int, _native.Communicator]:
@@ -351,17 +368,16 @@ class World:
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Gives every rank the values of all ranks; `what` names it in errors."""
-        if self._meeting is None:
+        if self.client is None:
             return [value]
-        session = self._meeting.session
-        return session.exchange(value, self.config.start_timeout, what)
+        return self.client.exchange(value, self.config.start_timeout, what)
 
     def prepare(self, what: str) -> None:
         """Called before each collective; `what` names it."""
 
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
-        return {} if self._meeting is None else self._meeting.session.gone()
+        return {} if self.client is None else self.client.gone()
 
     def agree(self, what: str, ranks: Sequence[int]) -> None:
         """All ranks say the same; raises Mismatch if one does not."""
@@ -380,10 +396,10 @@ class World:
         if self.failed:
             return
         self.failed = text
+        if self.client is not None:
+            self.client.report_failure(text)
         if self._epoch is not None:
             self._epoch.fail(text)
-        if self._meeting is not None:
-            self._meeting.session.report_failure(text)
 
     def broken(self, text: str) -> None:
         """A thread of this rank has ended unasked: without it the rank cannot go on."""
@@ -412,7 +428,7 @@ class World:
             if epoch is not None:
                 epoch.leave()
             if meeting is not None:
-                meeting.session.leave()
+                meeting.client.leave()
         if epoch is not None:
             epoch.close()
         if self._whereabouts is not None:

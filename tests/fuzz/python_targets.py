@@ -25,17 +25,16 @@ from ringjax.control import (
     addresses,
     launch_environment,
     objects,
-    rendezvous_lookup,
     slurm,
 )
 from ringjax.control.handshake import Introduction, Purpose, answer, call
-from ringjax.control.rendezvous import Server
 from ringjax.control.sealing import Keys, Opener, Sealer
 from ringjax.control.server import Seat
 from ringjax.errors import AuthenticationError, StartupError
 from ringjax.links import cost_file
-from ringjax.membership import membership
+from ringjax.membership import membership, rendezvous_lookup
 from ringjax.membership.assembly import Rules
+from ringjax.membership.coordinator import Coordinator
 from ringjax.run.hosts import allocations, slots
 from ringjax.settings import parsers
 
@@ -253,16 +252,18 @@ class _NoSelector:
 
 
 _SAYINGS: list[dict[str, Any]] = [
-    {"type": "hello", "rank": 1, "size": 2, "hello": {"addresses": "127.0.0.1:5"}},
-    {"type": "exchange", "number": 0, "seconds": 1.0, "value": [1, 2]},
+    {"type": "hello", "hello": {"size": 2, "addresses": "127.0.0.1:5"}},
+    {"type": "exchange", "epoch": 0, "number": 0, "seconds": 1.0, "value": [1, 2]},
+    {"type": "missing"},
     {"type": "failure", "text": "it hurts"},
-    {"type": "leave"},
+    {"type": "leave", "epoch": 0, "lines": {}},
 ]
 
 
-def _rendezvous(data: bytes) -> None:
-    """The server of a static job hears a rank say anything at all."""
-    chance, server = _chance(data), Server(SECRET, JOB, 2, log=lambda text: None)
+def _coordinator(data: bytes) -> None:
+    """The coordinator of a static job hears a rank say anything at all."""
+    chance = _chance(data)
+    server = Coordinator(SECRET, JOB, np=2, on_loss="stop", log=lambda text: None)
     server.selector.close()
     server.selector = _NoSelector()  # type: ignore[assignment]
     keys = Keys(b"k" * 32, b"k" * 32)
@@ -272,7 +273,8 @@ def _rendezvous(data: bytes) -> None:
         for _ in range(8):
             seat = chance.choice(seats)
             message = _as_sent(strange(chance.choice(_SAYINGS), chance))
-            server.on_message(seat, message)
+            with contextlib.suppress(AuthenticationError):  # it is told to go
+                server.on_message(seat, message)
             server.on_turn()
     finally:
         server.close()
@@ -411,7 +413,7 @@ def targets() -> list[Target]:
         ),
         Target("place", _place, _PLACES, (StartupError, ValueError)),
         Target("slurm", _slurm, [b"0=n[1-3,08]\n1=2(x3),1"], value),
-        Target("rendezvous", _rendezvous, noise),
+        Target("coordinator", _coordinator, noise),
         Target("members", _members, noise),
     ]
 

@@ -4,8 +4,8 @@
 
 Workers (worker.py) train over a network that delays what it likes; they are
 killed, frozen, separated, started and sent away at random moments, and so is the
-coordinator. The coordinator's rules (`Membership`) and the workers' end (`Enlistment`)
-are the real ones. At the end these must hold:
+coordinator. The coordinator's rules (`Membership`) and the workers' end
+(`CoordinatorClient`) are the real ones. At the end these must hold:
 
 I1  every call has the same verdict and the same result on all survivors
 I2  a result is the sum over one membership
@@ -134,9 +134,9 @@ class Simulation:
         if (worker := self.choose()) is not None and not worker.leaving:
             worker.leaving = True
             if worker.frozen:
-                worker.deferred.append((worker.enlistment.leaving, ()))
+                worker.deferred.append((worker.client.leaving, ()))
             else:
-                worker.enlistment.leaving()
+                worker.client.leaving()
 
     def kill(self, worker: Worker | None = None) -> None:
         worker = worker or self.choose()
@@ -278,15 +278,15 @@ class Simulation:
             worker.deferred.append((self.connect, (worker,)))
         elif worker.state not in ("dead", "end"):
             worker.line.connection = Connection(worker.number, self.hub)
-            worker.line.send(worker.enlistment.greeting())
+            worker.line.send(worker.client.greeting())
 
     def cut_off(self, worker: Worker, connection: Connection) -> None:
         if worker.frozen:
             worker.deferred.append((self.cut_off, (worker, connection)))
         elif worker.line.connection is connection and worker.state != "dead":
             worker.line.connection = None
-            with worker.enlistment._changed:
-                worker.enlistment.cut()
+            with worker.client._changed:
+                worker.client.cut()
             self.at(self.delay(50), self.connect, worker)
 
     def hub_send(self, connection: Connection, message: dict[str, Any]) -> None:

@@ -1,17 +1,16 @@
 """A worker of an elastic job, as far as the protocol goes, in simulated time.
 
-It has the real `Enlistment`; links, communicators, the recovery and the training loop
-are models. A call is one exchange of inputs between all ranks of an epoch and an end
-barrier. A call with inline data has no end barrier, but its inputs stay in a shared
+It has the real `CoordinatorClient`; links, communicators, the recovery and the training
+loop are models. A call is one exchange of inputs between all ranks of an epoch and an
+end barrier. A call with inline data has no end barrier, but its inputs stay in a shared
 segment. The world around it is in job.py.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from ringjax.membership.enlistment import Enlistment
+from ringjax.membership.client import CoordinatorClient
 from ringjax.membership.orders import (
     Dismissed,
     Fenced,
@@ -38,9 +37,10 @@ class Connection:
 
 
 class Line:
-    """Stands in for `Lifeline`: hands messages to the simulated network."""
+    """Stands in for `Connection`: hands messages to the simulated network."""
 
     __slots__ = ("connection", "worker", "world")
+    comes_back = True
 
     def __init__(self, world: Simulation, worker: int) -> None:
         self.world, self.worker = world, worker
@@ -56,7 +56,7 @@ class Worker:
 
     __slots__ = (
         *("aborted", "base", "call", "call_done", "cause", "closed", "commit"),
-        *("deferred", "done", "enlistment", "frozen", "generation", "history", "key"),
+        *("deferred", "done", "client", "frozen", "generation", "history", "key"),
         *("leaving", "left", "line", "log", "members", "must_restart", "newcomer"),
         *("note", "number", "parked", "pending", "reported", "returned", "revoked"),
         *("state", "step", "suspected", "used", "view", "world"),
@@ -65,9 +65,7 @@ class Worker:
     def __init__(self, world: Simulation, number: int) -> None:
         self.world, self.number = world, number
         self.line = Line(world, number)
-        self.enlistment = Enlistment(number, self.line, {})  # type: ignore[arg-type]
-        os.close(self.enlistment._bell)
-        self.enlistment._bell = -1
+        self.client = CoordinatorClient(number, self.line, {})  # type: ignore[arg-type]
         self.state, self.cause = "new", ""
         self.frozen = False
         self.deferred: list[tuple[Any, tuple[Any, ...]]] = []  # until it is thawed
@@ -96,14 +94,14 @@ class Worker:
 
     def hear(self, message: dict[str, Any]) -> None:
         """A message of the coordinator has come."""
-        enlistment = self.enlistment
-        with enlistment._changed:
-            first = enlistment._first
-            enlistment.hear(message)
-            heard, enlistment._orders = enlistment._orders, []
-        if first is None and enlistment._first is not None:
-            heard.insert(0, enlistment._first)
-        if enlistment._farewell:
+        client = self.client
+        with client._changed:
+            first = client._first
+            client.hear(message)
+            heard, client._orders = client._orders, []
+        if first is None and client._first is not None:
+            heard.insert(0, client._first)
+        if client._farewell:
             self.finish("finished")
         for order in heard:
             ends = isinstance(order, Dismissed | Fenced | Stopped)
@@ -129,7 +127,7 @@ class Worker:
 
     def warm(self) -> None:
         if self.state == "new":
-            self.enlistment.ready()
+            self.client.ready()
 
     def finish(self, cause: str, text: str = "") -> None:
         self.state, self.cause, self.call = "end", cause, None
@@ -173,7 +171,7 @@ class Worker:
             if self.state == "pause":
                 self.say_pause()
             else:
-                self.enlistment.restart(order.epoch, "again")
+                self.client.restart(order.epoch, "again")
         elif self.state in ("pause", "restart", "new"):
             self.state = "work"
             self.next_soon()
@@ -232,7 +230,7 @@ class Worker:
         self.reported = True
         line = (self.returned, self.done, not self.world.unlucky(self))
         lines = {0: line if self.generation is not None else (0, 0, True)}
-        self.enlistment.report(self.members.epoch, lines)
+        self.client.report(self.members.epoch, lines)
 
     def notice(self, other: int, epoch: int) -> None:
         """The heartbeat says that another rank is gone."""
@@ -246,7 +244,7 @@ class Worker:
             return
         self.suspected.add(other)
         rank = self.history[epoch].index(other)
-        self.enlistment.suspect(epoch, rank, "silent")
+        self.client.suspect(epoch, rank, "silent")
         self.abort()
         for worker in self.history[epoch]:  # the cascade
             peer = self.world.workers[worker]
@@ -270,7 +268,7 @@ class Worker:
             for other in self.left - self.suspected:
                 self.suspected.add(other)
                 rank = self.history[members.epoch].index(other)
-                self.enlistment.suspect(members.epoch, rank, "it has left")
+                self.client.suspect(members.epoch, rank, "it has left")
             self.abort()
 
     def hear_cascade(self, epoch: int) -> None:
@@ -342,7 +340,7 @@ class Worker:
             return
         self.state = "restart"
         assert self.members is not None
-        self.enlistment.restart(self.members.epoch, "an error")
+        self.client.restart(self.members.epoch, "an error")
 
     # --- the training loop ---
 
@@ -371,7 +369,7 @@ class Worker:
             lines = {0: (self.returned, self.done, True)}
             if self.world.wrong == "silent leave" or self.generation is None:
                 lines = {}
-            self.enlistment.leave(lines)
+            self.client.leave(lines)
             self.state = "bye"
             self.world.tell_left(self.number)
             return
@@ -421,4 +419,4 @@ class Worker:
             return
         self.state = "pause"
         assert self.members is not None
-        self.enlistment.pause(self.members.epoch, 1)
+        self.client.pause(self.members.epoch, 1)

@@ -10,7 +10,7 @@ MEMBER = """
 import os, signal, sys, time
 from pathlib import Path
 from ringjax.config import Config
-from ringjax.membership.enlistment import *
+from ringjax.membership.client import *
 
 config = Config.from_env()
 folder = Path(os.environ["FOLDER"])

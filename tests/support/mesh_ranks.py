@@ -14,8 +14,9 @@ import pytest
 
 from ringjax.config import Config
 from ringjax.control.listener import Reception
-from ringjax.control.rendezvous import Server, join
 from ringjax.links.mesh import Fabric, Mesh
+from ringjax.membership.client import join
+from ringjax.membership.coordinator import Coordinator
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 RING = 1 << 14
@@ -29,8 +30,10 @@ class Ranks:
         self.size, self.hosts = len(hosts), hosts
         self.config = Config(**{"ring_bytes": RING, "start_timeout": 5.0} | settings)
         self.log: list[str] = []
-        self.server = Server(SECRET, JOB, self.size, log=self.log.append)
-        self.server.start()
+        self.coordinator = Coordinator(
+            SECRET, JOB, np=self.size, on_loss="stop", log=self.log.append
+        )
+        self.coordinator.start()
         self.pool = ThreadPoolExecutor(2 * self.size)
         self.meshes: list[Mesh] = []
         self.receptions: list[Reception] = []
@@ -58,17 +61,18 @@ class Ranks:
             "door": reception.door,
             "addresses": ",".join(reception.addresses),
         }
-        session = join(",".join(self.server.addresses), SECRET, JOB, hello, 10)
+        where = ",".join(self.coordinator.addresses)
+        client = join(where, SECRET, JOB, rank, hello, 10)
         return Fabric(
             rank=rank,
-            members=session.members,
+            members=client.members,
             hosts=self.hosts,
-            epoch=session.epoch,
+            epoch=client.epoch,
             job=JOB,
             secret=SECRET,
             config=self.config,
             reception=reception,
-            session=session,
+            session=client,
             shm_bytes=lambda ring: 3 * ring,
             segment_bytes=lambda size, tile: size * tile,
             log=lambda level, text: self.log.append(f"{level}: {text}"),
@@ -101,7 +105,7 @@ class Ranks:
             reception.close()  # twice is fine
         for fabric in self.fabrics:
             fabric.session.close()
-        self.server.close()
+        self.coordinator.close()
         self.pool.shutdown()
 
 

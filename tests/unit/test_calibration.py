@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringjax import _native
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.links import calibration
 from ringjax.links.cost_file import NAMES
 

@@ -1,6 +1,8 @@
-"""Coordinator and enlistment over sockets. The rules themselves: test_membership.py.
+"""Coordinator and client over sockets. The rules themselves: test_membership.py.
 
-Workers are threads here: they differ from processes only by how they end.
+What happens alike where losses are repaired and where the first one ends the job is
+tried with both; the rest of the latter is in test_job_that_stops.py. Workers are
+threads here: they differ from processes only by how they end.
 """
 
 from __future__ import annotations
@@ -10,21 +12,20 @@ import select
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.coordinators import JOB, SECRET, MakeTown, Town, stopping
 from support.waiting import LONG, until
 
 from ringjax import errors
 from ringjax.control import addresses
+from ringjax.control.connecting import SERVER_RANK
 from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.control.sealing import Sealer
-from ringjax.control.session import SERVER_RANK
 from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
+from ringjax.membership.client import CoordinatorClient, join
 from ringjax.membership.coordinator import Coordinator
-from ringjax.membership.enlistment import Enlistment, join
 from ringjax.membership.orders import (
     Dismissed,
     Fenced,
@@ -35,73 +36,12 @@ from ringjax.membership.orders import (
     Welcome,
 )
 
-SECRET, JOB = b"s" * 32, "0123456789abcdef"
+_heard: weakref.WeakKeyDictionary[CoordinatorClient, list[Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-class Town:
-    """A coordinator and the workers that visit it."""
-
-    def __init__(self, np: int, min_np: int = 1, **more: Any) -> None:
-        self.log: list[str] = []
-        self.options: dict[str, Any] = {"np": np, "min_np": min_np} | more
-        self.coordinator = self.open()
-        self.where = ",".join(self.coordinator.addresses)
-        self.pool = ThreadPoolExecutor(np + 4)
-        self.workers: dict[int, Enlistment] = {}
-        self.events: list[tuple[Any, ...]] = []
-
-    def open(self, **more: Any) -> Coordinator:
-        coordinator = Coordinator(
-            SECRET, JOB, log=self.log.append, **self.options, **more
-        )
-        coordinator.start()
-        return coordinator
-
-    def join(self, worker: int, secret: bytes = SECRET, **hello: Any) -> Enlistment:
-        enlistment = join(
-            self.where, secret, JOB, worker, hello, LONG, elastic_timeout=LONG
-        )
-        self.workers[worker] = enlistment
-        return enlistment
-
-    def gather(self, *workers: int) -> list[Enlistment]:
-        return list(self.pool.map(self.join, workers))
-
-    def event(self, kind: str) -> tuple[Any, ...]:
-        """Waits for such an event, as a launcher does."""
-        while not any(event[0] == kind for event in self.events):
-            wakeup = self.coordinator.wakeup
-            assert select.select([wakeup], [], [], LONG)[0], self.events
-            self.coordinator.clear()
-            while not self.coordinator.events.empty():
-                self.events.append(self.coordinator.events.get())
-        return next(event for event in self.events if event[0] == kind)
-
-    def close(self) -> None:
-        self.coordinator.close()
-        self.coordinator.close()  # twice is fine
-        for worker in self.workers.values():
-            worker.close()
-            worker.close()
-        self.pool.shutdown()
-
-
-@pytest.fixture
-def town() -> Iterator[Callable[..., Town]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(*args: Any, **more: Any) -> Town:
-            town = Town(*args, **more)
-            stack.callback(town.close)
-            return town
-
-        yield make
-
-
-_heard: weakref.WeakKeyDictionary[Enlistment, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def hear(worker: Enlistment, kind: type) -> Any:
+def hear(worker: CoordinatorClient, kind: type) -> Any:
     """The next order of that kind; others before it are passed over."""
     orders = _heard.setdefault(worker, [])
     while True:
@@ -113,20 +53,36 @@ def hear(worker: Enlistment, kind: type) -> Any:
         orders += worker.poll()
 
 
-def test_start(town: Callable[..., Town]) -> None:
+both = pytest.mark.parametrize("options", [{}, stopping], ids=["repairs", "stops"])
+
+
+@both
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_everybody_learns_about_everybody(
+    town: MakeTown, options: dict[str, Any], size: int
+) -> None:
+    here = town(size, **options)
+    clients = here.pool.map(lambda w: here.join(w, name=f"host{w}"), range(size))
+    for rank, client in enumerate(clients):
+        assert isinstance(client.first, Members)
+        assert [m.rank for m in client.members] == list(range(size))
+        assert [m.worker for m in client.members] == list(range(size))
+        names = [m.hello["name"] for m in client.members]
+        assert names == [f"host{r}" for r in range(size)]
+        assert {m.seen for m in client.members} == {"127.0.0.1"}
+        assert (client.rank, client.size, client.epoch) == (rank, size, 0)
+    ranks = {rank: rank for rank in range(size)}
+    assert here.event("members") == ("members", 0, "start", ranks)
+
+
+def test_ranks_are_in_the_order_of_the_workers(town: MakeTown) -> None:
     here = town(3)
     workers = sorted(here.gather(5, 2, 9), key=lambda worker: worker.rank)
     assert [worker.worker for worker in workers] == [2, 5, 9]
-    for rank, worker in enumerate(workers):
-        assert isinstance(worker.first, Members)
-        assert (worker.rank, worker.size, worker.epoch) == (rank, 3, 0)
-        assert [member.worker for member in worker.members] == [2, 5, 9]
-        assert {member.seen for member in worker.members} == {"127.0.0.1"}
-        assert worker.poll() == []
     assert here.event("members") == ("members", 0, "start", {2: 0, 5: 1, 9: 2})
 
 
-def test_a_loss(town: Callable[..., Town]) -> None:
+def test_a_loss(town: MakeTown) -> None:
     here = town(3, failure_timeout=3600.0, elastic_timeout=3600.0)  # none is waited for
     zero, one, two = here.gather(0, 1, 2)
     one.close()
@@ -144,7 +100,7 @@ def test_a_loss(town: Callable[..., Town]) -> None:
     assert here.event("fenced")[1] == 1
 
 
-def test_the_launcher_tells_why_a_process_ended(town: Callable[..., Town]) -> None:
+def test_the_launcher_tells_why_a_process_ended(town: MakeTown) -> None:
     here = town(2)
     zero, one = here.gather(0, 1)
     here.coordinator.lost(1, "was killed by signal 9")
@@ -153,7 +109,7 @@ def test_the_launcher_tells_why_a_process_ended(town: Callable[..., Town]) -> No
     assert hear(zero, Revoke).lost == {1: "was killed by signal 9"}
 
 
-def test_resize(town: Callable[..., Town]) -> None:
+def test_resize(town: MakeTown) -> None:
     here = town(2, max_np=3)
     zero, one = here.gather(0, 1)
     newcomer = here.join(7)
@@ -173,7 +129,7 @@ def test_resize(town: Callable[..., Town]) -> None:
     assert here.event("dismissed")[1] == 1
 
 
-def test_restart_and_suspicion(town: Callable[..., Town]) -> None:
+def test_restart_and_suspicion(town: MakeTown) -> None:
     here = town(3)
     workers = here.gather(0, 1, 2)
     workers[1].restart(0, "ValueError")
@@ -192,8 +148,9 @@ def test_restart_and_suspicion(town: Callable[..., Town]) -> None:
     assert hear(workers[0], Members).previous == (0, 1)
 
 
-def test_exchange(town: Callable[..., Town]) -> None:
-    here = town(3)
+@both
+def test_exchange(town: MakeTown, options: dict[str, Any]) -> None:
+    here = town(3, **options)
     workers = here.gather(0, 1, 2)
     for turn in range(3):
         values = here.pool.map(
@@ -207,7 +164,7 @@ def test_exchange(town: Callable[..., Town]) -> None:
     assert (told.value.rank, told.value.ranks) == (1, [1, 2])
 
 
-def test_a_loss_ends_an_exchange(town: Callable[..., Town]) -> None:
+def test_a_loss_ends_an_exchange(town: MakeTown) -> None:
     here = town(3)
     workers = here.gather(0, 1, 2)
     votes = [here.pool.submit(w.exchange, 1, 30.0, "vote") for w in workers[:2]]
@@ -218,7 +175,7 @@ def test_a_loss_ends_an_exchange(town: Callable[..., Town]) -> None:
         assert e.value.rank == 2
 
 
-def test_a_member_that_finishes(town: Callable[..., Town]) -> None:
+def test_a_member_that_finishes(town: MakeTown) -> None:
     here = town(2)
     zero, one = here.gather(0, 1)
     vote = here.pool.submit(one.exchange, 1, 30.0, "vote")
@@ -236,7 +193,7 @@ def test_a_member_that_finishes(town: Callable[..., Town]) -> None:
     assert "fenced" not in {event[0] for event in here.events}
 
 
-def test_a_failure(town: Callable[..., Town]) -> None:
+def test_a_failure(town: MakeTown) -> None:
     here = town(2)
     _, one = here.gather(0, 1)
     one.report_failure("ValueError: x")
@@ -246,14 +203,14 @@ def test_a_failure(town: Callable[..., Town]) -> None:
         here.join(1)
 
 
-def test_too_few(town: Callable[..., Town]) -> None:
+def test_too_few(town: MakeTown) -> None:
     here = town(3, 2, start_timeout=0.3)
     with pytest.raises(StartupError, match=r"1 of at least 2 ranks came within 0\.3 s"):
         here.join(0)
     assert here.event("stop")[1].startswith("1 of at least 2 ranks")
 
 
-def test_waiting_ends(town: Callable[..., Town]) -> None:
+def test_waiting_ends(town: MakeTown) -> None:
     here = town(2, 2, elastic_timeout=0.3)
     zero, one = here.gather(0, 1)
     one.close()
@@ -263,31 +220,71 @@ def test_waiting_ends(town: Callable[..., Town]) -> None:
     assert here.event("waiting")[1].startswith("1 of at least 2 ranks: waiting")
 
 
-def test_a_newcomer_that_does_not_fit(town: Callable[..., Town]) -> None:
+def test_a_newcomer_that_does_not_fit(town: MakeTown) -> None:
     here = town(1)
     here.join(0, version="1.0")
     with pytest.raises(StartupError, match="its version is '1.1'"):
         here.join(1, version="1.1")
 
 
-def test_the_wrong_secret(town: Callable[..., Town]) -> None:
-    here = town(1)
-    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
-        here.join(0, b"w" * 32)
-    here.gather(0)
+@both
+def test_the_wrong_secret_is_refused_at_once_and_logged_once(
+    town: MakeTown, options: dict[str, Any]
+) -> None:
+    here = town(2, **options)
+    for _ in range(3):  # else each would try again for as long as it may
+        with pytest.raises(
+            AuthenticationError, match="does not know this job's secret"
+        ):
+            here.join(0, b"w" * 32)
+    here.gather(0, 1)
     until(lambda: bool(here.log))
+    assert len(here.log) == 1
     assert "another secret" in here.log[0]
 
 
-def test_nobody_answers() -> None:
+def test_another_job_is_refused(town: MakeTown) -> None:
+    here = town(1)
+    with pytest.raises(AuthenticationError, match="it belongs to another job"):
+        join(here.where, SECRET, "f" * 16, 0, {}, LONG)
+    until(lambda: here.log)
+    assert "belongs to job ffffffffffffffff" in here.log[0]
+
+
+@pytest.mark.parametrize(
+    ("patience", "who"), [(LONG, "worker 4"), (0.0, "rank 4")], ids=["repairs", "stops"]
+)
+def test_nobody_answers(patience: float, who: str) -> None:
     with addresses.listen("127.0.0.1") as taken:
         where = addresses.show(*taken.getsockname())
-    with pytest.raises(StartupError, match="worker 4 could not join its job in time"):
-        join(where, SECRET, JOB, 4, {}, 0.3)
+    text = f"{who} could not join its job within 0.3 s"
+    with pytest.raises(StartupError, match=text):
+        join(where, SECRET, JOB, 4, {}, 0.3, elastic_timeout=patience)
 
 
-def test_strangers_do_not_disturb(town: Callable[..., Town]) -> None:
-    here = town(2)
+@both
+def test_a_second_address_helps(town: MakeTown, options: dict[str, Any]) -> None:
+    here = town(1, **options)
+    with addresses.listen("127.0.0.1") as taken:
+        here.where = f"127.0.0.1:{taken.getsockname()[1]},{here.where}"
+    assert here.join(0).members[0].rank == 0
+
+
+def test_a_taken_port() -> None:
+    with (
+        addresses.listen("127.0.0.1") as taken,
+        pytest.raises(StartupError, match=r"cannot listen on 127.0.0.1:\d+: Address"),
+    ):
+        Coordinator(SECRET, JOB, np=1, port=taken.getsockname()[1])
+
+
+def test_a_coordinator_that_never_started_can_be_closed() -> None:
+    Coordinator(SECRET, JOB, np=1).close()
+
+
+@both
+def test_strangers_do_not_disturb(town: MakeTown, options: dict[str, Any]) -> None:
+    here = town(2, **options)
     where = addresses.parse(here.where)[0]
     with contextlib.ExitStack() as stack:
         for count in range(100):  # more than may be in a handshake at once
@@ -306,28 +303,32 @@ def raw(here: Town, worker: int) -> tuple[socket.socket, Sealer]:
     return sock, introduce(sock, SECRET, hello).sealer()
 
 
+@both
 @pytest.mark.parametrize(
     "message",
     [
         {"type": "hello", "hello": 3},
         {"type": "hello", "hello": {}, "rejoin": {"epoch": "x"}},
         {"type": "hello", "hello": {}, "rejoin": {"epoch": 1, "members": []}},
+        b"altered",
     ],
 )
 def test_nonsense_ends_the_connection_only(
-    town: Callable[..., Town], message: dict[str, Any]
+    town: MakeTown, options: dict[str, Any], message: Any
 ) -> None:
-    here = town(1)
-    sock, sealer = raw(here, 3)
+    here = town(1, **options)
+    sock, sealer = raw(here, 0 if here.stops else 3)
     with sock:
-        sock.sendall(sealer.seal({"type": "report"}))  # before hello: nobody hears it
-        sock.sendall(sealer.seal(message))
+        for odd in ({"type": "report"}, {"type": "exchange"}, {"type": 7}, {}):
+            sock.sendall(sealer.seal(odd))  # before hello: nobody hears it
+        altered = b"\0\0\0\2" + bytes(32) + b"{}"
+        sock.sendall(altered if message == b"altered" else sealer.seal(message))
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
     here.gather(0)
 
 
-def test_a_member_that_sends_nonsense_is_lost(town: Callable[..., Town]) -> None:
+def test_a_member_that_sends_nonsense_is_lost(town: MakeTown) -> None:
     here = town(2)
     sock, sealer = raw(here, 1)
     with sock:
@@ -338,7 +339,7 @@ def test_a_member_that_sends_nonsense_is_lost(town: Callable[..., Town]) -> None
 
 
 def test_a_member_that_does_not_read_is_lost(
-    town: Callable[..., Town], monkeypatch: pytest.MonkeyPatch
+    town: MakeTown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Coordinator, "most_unread", 1 << 20)
     here = town(2)
@@ -357,15 +358,15 @@ def test_a_member_that_does_not_read_is_lost(
         assert "it does not read" in zero.gone()[1]
 
 
-def test_a_second_connection_of_a_member_fences_it(town: Callable[..., Town]) -> None:
+def test_a_second_connection_of_a_member_fences_it(town: MakeTown) -> None:
     here = town(2)
     zero, _ = here.gather(0, 1)
     with pytest.raises(errors.Fenced, match="it connected again"):
-        join(here.where, SECRET, JOB, 1, {}, LONG)
+        join(here.where, SECRET, JOB, 1, {}, LONG, elastic_timeout=LONG)
     assert hear(zero, Revoke).lost.keys() == {1}
 
 
-def test_a_coordinator_that_is_started_anew(town: Callable[..., Town]) -> None:
+def test_a_coordinator_that_is_started_anew(town: MakeTown) -> None:
     here = town(3, max_np=4)
     workers = here.gather(0, 1, 2)
     newcomer = here.join(9)
@@ -391,7 +392,7 @@ def test_a_coordinator_that_is_started_anew(town: Callable[..., Town]) -> None:
 
 
 def test_the_launcher_hears_of_a_fault(
-    town: Callable[..., Town], monkeypatch: pytest.MonkeyPatch
+    town: MakeTown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = town(1)
     monkeypatch.setattr(Coordinator, "on_message", lambda *_: 1 / 0)
@@ -413,12 +414,13 @@ def test_a_listener_that_the_launcher_keeps() -> None:
             SECRET, JOB, np=1, listeners=[listener.dup()], hosts=("nowhere",)
         )
         coordinator.start()
-        worker = join(addresses.show(*listener.getsockname()), SECRET, JOB, 0, {}, LONG)
+        where = addresses.show(*listener.getsockname())
+        worker = join(where, SECRET, JOB, 0, {}, LONG, elastic_timeout=LONG)
         worker.close()
         coordinator.close()
 
 
-def test_without_a_coordinator_a_worker_stops(town: Callable[..., Town]) -> None:
+def test_without_a_coordinator_a_worker_stops(town: MakeTown) -> None:
     here = town(1)
     worker = join(here.where, SECRET, JOB, 0, {}, LONG, elastic_timeout=0.3)
     here.workers[0] = worker
@@ -428,7 +430,7 @@ def test_without_a_coordinator_a_worker_stops(town: Callable[..., Town]) -> None
         worker.exchange(1, 5.0, "vote")
 
 
-def test_closing_wakes_whoever_waits(town: Callable[..., Town]) -> None:
+def test_closing_wakes_whoever_waits(town: MakeTown) -> None:
     here = town(2)
     zero, _ = here.gather(0, 1)
     vote = here.pool.submit(zero.exchange, 1, 2 * LONG, "vote")

@@ -22,8 +22,8 @@ from support.fault_proxy import FaultProxy
 from support.ringrun import sh
 from support.waiting import LONG, until
 
+from ringjax.control.connecting import reach
 from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.session import reach
 from ringjax.run.cli import _JOB
 from ringjax.run.hosts.channel import Message
 

@@ -22,7 +22,7 @@ class World:
         self.resizes = 0
         self.dismissed = self.waits = False
         self.device, self.devices = None, self  # none to connect anew
-        self.enlistment = self
+        self.client = self
         self.said: list[tuple[int, int]] = []
         self._events = list(events)
 

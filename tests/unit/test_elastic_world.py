@@ -13,7 +13,7 @@ from support.waiting import until
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.errors import PeerLost
 from ringjax.membership.orders import Members
 from ringjax.recovery.elastic_world import ElasticWorld

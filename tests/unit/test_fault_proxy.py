@@ -1,4 +1,4 @@
-"""A rank joins its rendezvous through a bad network: it joins, or says why not; soon.
+"""A rank joins its coordinator through a bad network: it joins, or says why not; soon.
 
 Nothing that was damaged is ever believed, and the server serves on. All of it in the
 clear and, where Python can, in TLS.
@@ -14,9 +14,9 @@ from support.handshakes import needs_tls
 from support.waiting import LONG
 
 from ringjax.control import addresses
-from ringjax.control.rendezvous import Server
-from ringjax.control.session import Session, join
 from ringjax.errors import AuthenticationError, StartupError
+from ringjax.membership.client import CoordinatorClient, join
+from ringjax.membership.coordinator import Coordinator
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 # From the caller: introduction, proof; then sealed messages.
@@ -26,21 +26,28 @@ TLS_UP, TLS_DOWN = 343, 225
 
 
 @pytest.fixture(params=["off", pytest.param("required", marks=needs_tls)])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    server = Server(
-        SECRET, JOB, 1, start_timeout=LONG, log=lambda text: None, tls=request.param
+def server(request: pytest.FixtureRequest) -> Iterator[Coordinator]:
+    server = Coordinator(
+        *(SECRET, JOB),
+        np=1,
+        on_loss="stop",
+        start_timeout=LONG,
+        log=lambda text: None,
+        tls=request.param,
     )
     server.start()
     yield server
     server.close()
 
 
-def _join(server: Server, proxy: FaultProxy, seconds: float = 3.0) -> Session:
+def _join(
+    server: Coordinator, proxy: FaultProxy, seconds: float = 3.0
+) -> CoordinatorClient:
     hello = {"rank": 0, "size": 1, "name": "x" * 40}
-    return join(addresses.show(*proxy.address), SECRET, JOB, hello, seconds)
+    return join(addresses.show(*proxy.address), SECRET, JOB, 0, hello, seconds)
 
 
-def _target(server: Server) -> tuple[str, int]:
+def _target(server: Coordinator) -> tuple[str, int]:
     return addresses.parse(server.addresses[0])[0]
 
 
@@ -49,17 +56,17 @@ def _target(server: Server) -> tuple[str, int]:
     [Fault(delay=0.05), Fault(rate=2000.0), Fault(drip=1), Fault(drip=7, delay=0.005)],
     ids=["delay", "rate", "bytes one by one", "slow pieces"],
 )
-def test_a_slow_network_is_no_failure(server: Server, fault: Fault) -> None:
+def test_a_slow_network_is_no_failure(server: Coordinator, fault: Fault) -> None:
     with FaultProxy(_target(server), up=fault, down=fault) as proxy:
-        session = _join(server, proxy, LONG)
-        assert session.exchange("value", LONG, "a value") == ["value"]
-        session.close()
+        client = _join(server, proxy, LONG)
+        assert client.exchange("value", LONG, "a value") == ["value"]
+        client.close()
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 @pytest.mark.timeout(120)
 def test_no_damage_is_believed(
-    server: Server, direction: str, request: pytest.FixtureRequest
+    server: Coordinator, direction: str, request: pytest.FixtureRequest
 ) -> None:
     size = HANDSHAKE_UP if direction == "up" else HANDSHAKE_DOWN
     step = 7
@@ -79,10 +86,10 @@ def test_no_damage_is_believed(
 
 
 def test_a_silent_network_is_given_up_in_time(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that is less than a handshake may take: else this would never end."""
-    monkeypatch.setattr("ringjax.control.session.LIMIT", 3600.0)
+    monkeypatch.setattr("ringjax.control.connecting.LIMIT", 3600.0)
     with (
         FaultProxy(_target(server), down=Fault(stall_after=40)) as proxy,
         pytest.raises(StartupError),

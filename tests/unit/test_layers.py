@@ -57,7 +57,7 @@ MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFr
 # read when they start.
 ENVIRONMENT_READERS = {
     *("config.py", "settings/misspelt.py", "run/environ.py", "world/devices.py"),
-    *("control/launch_environment.py", "control/rendezvous_lookup.py"),
+    *("control/launch_environment.py", "membership/rendezvous_lookup.py"),
     "spark/learners/keras.py",  # says which backend a task's Keras has
     "xla/group.py",  # gRPC's variables, for the group's own coordinator
     "horovod/functions.py",  # changes it for a while, if a program asks for that

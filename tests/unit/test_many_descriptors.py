@@ -1,7 +1,7 @@
 """More descriptors than 1,024: they can be waited for, and what forbids them is named.
 
 How ranks and servers come together by hundreds is in test_handshake.py and
-test_rendezvous.py.
+test_job_that_stops.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from support.launch import ROOT
 from support.mesh_ranks import Ranks, world
 
 from ringjax.control import open_files
-from ringjax.control.rendezvous import Server
 from ringjax.control.waiting import readable, writable
 from ringjax.errors import OutOfDescriptors
 from ringjax.links import shared_memory
 from ringjax.links.pair import Pair, take_early
+from ringjax.membership.coordinator import Coordinator
 
 __all__ = ["world"]  # a fixture
 
@@ -87,9 +87,9 @@ def test_a_server_that_may_not_have_enough_says_so_before_it_starts(
 ) -> None:
     _forbid(monkeypatch, 20)
     with pytest.raises(
-        OutOfDescriptors, match="the rendezvous: 40 descriptors .*NOFILE"
+        OutOfDescriptors, match="the coordinator: 40 descriptors .*NOFILE"
     ):
-        Server(bytes(32), "0" * 16, 40)
+        Coordinator(bytes(32), "0" * 16, np=40)
 
 
 def test_a_rank_that_may_not_have_enough_says_so(

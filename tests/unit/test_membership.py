@@ -280,8 +280,8 @@ def test_nobody_is_admitted_once_a_member_has_finished() -> None:
     job.say(0, "leave", lines={"0": (9, 9, True)})
     assert job.last(0)["type"] == "farewell"
     gone = job.last(1, "gone")
-    assert gone["text"] == "has finished and left the job"
-    assert (gone["rank"], gone["lines"]) == (0, {"0": (9, 9, True)})
+    told = (0, "has finished and left the job", {"0": (9, 9, True)})
+    assert gone["ranks"] == [told]
     job.hello(8)
     assert job.last(8)["type"] == "dismissed"
     job.lose(2)  # no shortage now, and what rank 0 said counts

@@ -26,10 +26,10 @@ from support.waiting import LONG, until
 from ringjax.control import handshake
 from ringjax.control.handshake import Introduction, Purpose
 from ringjax.control.listener import Key
-from ringjax.control.rendezvous import Server
 from ringjax.errors import AuthenticationError, PeerLost, StartupError
 from ringjax.links import shared_memory
 from ringjax.links.mesh import Fabric, Mesh
+from ringjax.membership.coordinator import Coordinator
 
 __all__ = ["world"]  # a fixture
 
@@ -289,17 +289,17 @@ import sys, time
 from ringjax.config import Config
 from ringjax.links.mesh import Fabric
 from ringjax.control.listener import Reception
-from ringjax.control.rendezvous import join
+from ringjax.membership.client import join
 rank, where = int(sys.argv[1]), sys.argv[2]
 secret, job = b"s" * 32, sys.argv[4]
 reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print,
                       failed=print)
 hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
          "door": reception.door, "addresses": ",".join(reception.addresses)}
-session = join(where, secret, job, hello, 40)
-fabric = Fabric(rank=rank, members=session.members, hosts=(0, int(sys.argv[3])),
+client = join(where, secret, job, rank, hello, 40)
+fabric = Fabric(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
-                reception=reception, session=session, shm_bytes=lambda ring: 2 * ring,
+                reception=reception, session=client, shm_bytes=lambda ring: 2 * ring,
                 segment_bytes=lambda size, tile: size * tile,
                 log=lambda level, text: print(text))
 mesh = fabric.build(0, [0, 1], "world", control=True)
@@ -315,7 +315,7 @@ print("noticed", os.read(control, 1), flush=True)
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_killed_process_is_noticed_and_leaves_nothing(host: int) -> None:
     job = secrets.token_hex(8)
-    server = Server(SECRET, job, 2)
+    server = Coordinator(SECRET, job, np=2, on_loss="stop")
     server.start()
     command = [sys.executable, "-c", WORKER]
     workers = [

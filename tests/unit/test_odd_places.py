@@ -25,8 +25,10 @@ from support.ringrun import Done, ringrun
 from support.waiting import LONG, until
 
 from ringjax.config import Config
-from ringjax.control import rendezvous_lookup, session, temporary
+from ringjax.control import temporary
 from ringjax.errors import LaunchError, StartupError
+from ringjax.membership import rendezvous_lookup
+from ringjax.membership.client import join
 from ringjax.run import run, static_job
 from ringjax.world import record
 
@@ -311,9 +313,9 @@ def test_a_loopback_interface_that_is_down_is_told_at_once(
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    hello = {"rank": 0, "size": 1}
+    hello = {"size": 1}
     with pytest.raises(StartupError, match="ip link set lo up"):
-        session.join("127.0.0.1:4000", bytes(32), "00" * 8, hello, LONG)
+        join("127.0.0.1:4000", bytes(32), "00" * 8, 0, hello, LONG)
     assert len(tried) == 1  # and not again and again, until the start timeout
     with pytest.raises(StartupError, match="could not join its job within 0.1 s"):
-        session.join("192.0.2.1:4000", bytes(32), "00" * 8, hello, 0.1)
+        join("192.0.2.1:4000", bytes(32), "00" * 8, 0, hello, 0.1)

@@ -13,7 +13,7 @@ import pytest
 from support.waiting import LONG, until
 
 from ringjax import errors
-from ringjax.control.session import Member
+from ringjax.control.member import Member
 from ringjax.errors import PeerLost, RingjaxError, Unreachable
 from ringjax.membership.orders import (
     Dismissed,
@@ -34,7 +34,7 @@ def members(epoch: int, size: int = 3, kind: str = "repair") -> Members:
 
 
 class Line:
-    """The enlistment."""
+    """The client of the coordinator."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK)

@@ -14,10 +14,11 @@ import pytest
 from support.waiting import LONG
 
 from ringjax.config import Config
-from ringjax.control import addresses, rendezvous_lookup
+from ringjax.control import addresses
 from ringjax.control.launch_environment import Place
-from ringjax.control.rendezvous_lookup import Meeting, attend
 from ringjax.errors import StartupError
+from ringjax.membership import rendezvous_lookup
+from ringjax.membership.rendezvous_lookup import Meeting, attend
 
 SECRET = "5e" * 32
 
@@ -56,8 +57,8 @@ def start(places: Sequence[Place], config: Config) -> list[Future[Meeting]]:
 def check(futures: Sequence[Future[Meeting]]) -> list[Meeting]:
     meetings = [future.result() for future in futures]
     for found in meetings:
-        assert [m.rank for m in found.session.members] == list(range(len(meetings)))
-        assert {m.hello["job"] for m in found.session.members} == {meetings[0].job}
+        assert [m.rank for m in found.client.members] == list(range(len(meetings)))
+        assert {m.hello["job"] for m in found.client.members} == {meetings[0].job}
         assert found.secret == meetings[0].secret
     for found in reversed(meetings):
         found.close()
@@ -70,18 +71,20 @@ USUAL = Config(start_timeout=LONG)
 def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
     (late,) = start([here(1)], USUAL)
     time.sleep(0.1)  # it looks for the notice before there is one
-    ticket, server = rendezvous_lookup.issue(here(0), USUAL) or pytest.fail("no server")
+    issued = rendezvous_lookup.issue(here(0), USUAL)
+    assert issued is not None
+    ticket, coordinator = issued
     (notice,) = folder.iterdir()
     assert stat.S_IMODE(notice.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert ticket.secret.hex() in notice.read_text()
     assert ticket.addresses.startswith("127.0.0.1:")
     first = rendezvous_lookup.join(
-        ticket.addresses, ticket.secret, ticket.job, {"rank": 0, "size": 2}, LONG
+        ticket.addresses, ticket.secret, ticket.job, 0, {"size": 2}, LONG
     )
     late.result().close()
     first.close()
-    server.close()
+    coordinator.close()
 
 
 def test_the_notice_is_gone_when_all_have_met(folder: Path) -> None:
@@ -139,7 +142,7 @@ def test_rank_0_never_appears(folder: Path) -> None:
     with pytest.raises(StartupError) as error:
         alone.result()
     assert str(error.value) == (
-        "rank 1 of 2 (a test) could not find the rendezvous of its job within 0.3 s: "
+        "rank 1 of 2 (a test) could not find the coordinator of its job within 0.3 s: "
         "rank 0 has not appeared; ranks started by different parents need the same "
         "RINGJAX_JOB"
     )

@@ -1,6 +1,6 @@
-"""ringrun and its rendezvous server: who is blamed, and jobs that never get together.
+"""ringrun and its coordinator: who is blamed, and jobs that never get together.
 
-The ranks join the rendezvous by themselves, without jax and without the native core.
+The ranks join by themselves, without jax and without the native core.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ JOIN = """
 import os, select, signal, sys, time
 from pathlib import Path
 from ringjax.config import Config
-from ringjax.control.rendezvous import join
+from ringjax.membership.client import join
 
 config = Config.from_env()
 rank = config.rank
 
 def enter():
-    hello = {"rank": rank, "size": config.size}
+    hello, limit = {"size": config.size}, config.start_timeout
     secret = bytes.fromhex(config.secret)
-    return join(config.rendezvous, secret, config.job, hello, config.start_timeout)
+    return join(config.rendezvous, secret, config.job, rank, hello, limit)
 
 """
 
@@ -38,14 +38,14 @@ def test_ranks_find_each_other(start_job: StartJob) -> None:
 
 def test_the_reason_is_what_the_first_rank_reported(start_job: StartJob) -> None:
     script = """
-session = enter()
-pids = session.exchange(os.getpid(), 40.0, "pids")
+client = enter()
+pids = client.exchange(os.getpid(), 40.0, "pids")
 if rank == 1:
     other = os.pidfd_open(pids[0])
-    session.report_failure("ValueError: boom")
+    client.report_failure("ValueError: boom")
     select.select([other], [], [])  # slow to leave
     os._exit(5)
-while 1 not in session.gone():
+while 1 not in client.gone():
     time.sleep(0.01)
 sys.exit("PeerLost: rank 1 failed: ValueError: boom")
 """
@@ -57,10 +57,10 @@ sys.exit("PeerLost: rank 1 failed: ValueError: boom")
 
 def test_others_may_fail_by_themselves_first(start_job: StartJob) -> None:
     script = """
-session = enter()
+client = enter()
 if rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-while 0 not in session.gone():
+while 0 not in client.gone():
     time.sleep(0.01)
 sys.exit("PeerLost: rank 0 closed its connection")
 """

@@ -198,7 +198,7 @@ def test_ranks_that_do_not_take_part_are_accused() -> None:
         exchange=exchange, suspect=lambda *said: accused.append(said)
     )
     world: Any = SimpleNamespace(
-        enlistment=line, config=Home(start_timeout=7.0).config, log=None
+        client=line, config=Home(start_timeout=7.0).config, log=None
     )
     epoch: Any = SimpleNamespace(standing=None, number=4)
     with pytest.raises(Stalled):

@@ -22,10 +22,10 @@ from support.waiting import LONG, until
 
 from ringjax.control import addresses, handshake, tls
 from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.rendezvous import Server
-from ringjax.control.session import Session, join
 from ringjax.control.tls import Layer, Offer, supported
 from ringjax.errors import AuthenticationError, StartupError
+from ringjax.membership.client import CoordinatorClient, join
+from ringjax.membership.coordinator import Coordinator
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 HELLO = Introduction(JOB, Purpose.RENDEZVOUS, caller=0, callee=-1)
@@ -108,10 +108,8 @@ def test_where_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tls.offer("auto"), tls.offer("off")) == (Offer.NONE, Offer.NONE)
     for start in (
         lambda: tls.offer("required"),
-        lambda: Server(SECRET, JOB, 1, tls="required"),
-        lambda: join(
-            "127.0.0.1:1", SECRET, JOB, {"rank": 0, "size": 1}, 1, tls="required"
-        ),
+        lambda: Coordinator(SECRET, JOB, np=1, tls="required"),
+        lambda: join("127.0.0.1:1", SECRET, JOB, 0, {}, 1, tls="required"),
     ):
         with pytest.raises(StartupError, match="RINGJAX_TLS is 'required', but this"):
             start()
@@ -159,21 +157,23 @@ def test_one_thread_may_send_while_another_receives() -> None:
 
 
 @pytest.fixture
-def town(request: pytest.FixtureRequest) -> Iterator[tuple[Server, list[str]]]:
+def town(request: pytest.FixtureRequest) -> Iterator[tuple[Coordinator, list[str]]]:
     log: list[str] = []
     setting: str = request.param
-    server = Server(SECRET, JOB, 1, start_timeout=LONG, log=log.append, tls=setting)
+    server = Coordinator(
+        *(SECRET, JOB), np=1, on_loss="stop", log=log.append, tls=setting
+    )
     server.start()
     yield server, log
     server.close()
 
 
 def meet(
-    server: Server, proxy: FaultProxy, setting: str, seconds: float = LONG
-) -> Session:
+    server: Coordinator, proxy: FaultProxy, setting: str, seconds: float = LONG
+) -> CoordinatorClient:
     hello = {"rank": 0, "size": 1, "name": TOKEN}
     where = addresses.show(*proxy.address)
-    return join(where, SECRET, JOB, hello, seconds, tls=setting)
+    return join(where, SECRET, JOB, 0, hello, seconds, tls=setting)
 
 
 def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
@@ -186,7 +186,7 @@ def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
 def extensions(hello: bytes, *, client: bool) -> dict[int, bytes]:
     """Of a hello of TLS 1.3, in its handshake record."""
     place = 4 + 2 + 32
-    place += 1 + hello[place]  # session
+    place += 1 + hello[place]  # client
     if client:
         place += 2 + int.from_bytes(hello[place : place + 2], "big")  # suites
         place += 1 + hello[place]  # compression
@@ -203,13 +203,13 @@ def extensions(hello: bytes, *, client: bool) -> dict[int, bytes]:
 
 @needs_tls
 @pytest.mark.parametrize("town", ["auto", "required"], indirect=True)
-def test_nobody_on_the_way_can_read_it(town: tuple[Server, list[str]]) -> None:
+def test_nobody_on_the_way_can_read_it(town: tuple[Coordinator, list[str]]) -> None:
     server, _ = town
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
-        session = meet(server, proxy, "auto")
-        assert session.members[0].hello["name"] == TOKEN
-        assert session.exchange(TOKEN, 5.0, "a value") == [TOKEN]
-        session.close()
+        client = meet(server, proxy, "auto")
+        assert client.members[0].hello["name"] == TOKEN
+        assert client.exchange(TOKEN, 5.0, "a value") == [TOKEN]
+        client.close()
         up, down = (bytes(side) for side in proxy.heard)
     for side in (up, down):
         assert TOKEN.encode() not in side
@@ -229,7 +229,7 @@ def test_nobody_on_the_way_can_read_it(town: tuple[Server, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("town", ["off"], indirect=True)
-def test_what_can_be_read_without(town: tuple[Server, list[str]]) -> None:
+def test_what_can_be_read_without(town: tuple[Coordinator, list[str]]) -> None:
     """That the test above would notice."""
     server, _ = town
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
@@ -243,12 +243,12 @@ def test_what_can_be_read_without(town: tuple[Server, list[str]]) -> None:
     ("town", "other"), [("required", "off"), ("off", "required")], indirect=["town"]
 )
 def test_a_server_and_a_rank_of_other_opinions(
-    town: tuple[Server, list[str]], other: str
+    town: tuple[Coordinator, list[str]], other: str
 ) -> None:
     server, log = town
     hello = {"rank": 0, "size": 1}
     with pytest.raises(AuthenticationError, match="RINGJAX_TLS=required"):
-        join(server.addresses[0], SECRET, JOB, hello, LONG, tls=other)
+        join(server.addresses[0], SECRET, JOB, 0, hello, LONG, tls=other)
     until(lambda: log)
     assert "RINGJAX_TLS=required" in log[0]
 
@@ -257,7 +257,7 @@ def test_a_server_and_a_rank_of_other_opinions(
 @pytest.mark.parametrize("town", ["auto"], indirect=True)
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_damage_after_the_handshake_ends_it(
-    town: tuple[Server, list[str]], direction: str
+    town: tuple[Coordinator, list[str]], direction: str
 ) -> None:
     server, _ = town
     at = {"up": 100 + 343 + 30, "down": 97 + 225 + 30}[direction]

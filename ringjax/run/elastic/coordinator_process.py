@@ -2,7 +2,7 @@
 
 One that is there and does not answer any more is ended, which comes to the same.
 ringrun keeps the listening sockets, so workers that lost the coordinator find the next
-one under the same address; what it has to know they bring along (enlistment.py), and
+one under the same address; what it has to know they bring along (client.py), and
 which processes run ringrun tells it. The secret travels through a pipe, never in argv.
 `python -m ringjax.run.elastic.coordinator_process` runs it.
 """

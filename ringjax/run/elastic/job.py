@@ -327,8 +327,8 @@ class ElasticJob:
                 known(number).dismissed = True
             case ["ended", number]:
                 known(number).answered = True
-            case ["waiting" | "missing", text]:
-                if event == "missing" or self._roster.present():
+            case ["waiting", text]:
+                if self._roster.present():
                     self.console.note(text)
             case ["stop", text]:
                 self._give_up(text)

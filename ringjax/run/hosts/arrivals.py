@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringjax.control import addresses
+from ringjax.control.connecting import watch
 from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
 from ringjax.control.sealing import Keys
-from ringjax.control.session import watch
 from ringjax.control.tls import offer
 from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.fleet import Fleet

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ringjax import stderr
+from ringjax.control.connecting import SERVER_RANK, reach, watch
 from ringjax.control.handshake import Introduction, Purpose
 from ringjax.control.sealing import Keys
-from ringjax.control.session import SERVER_RANK, reach, watch
 from ringjax.control.tls import offer
 from ringjax.control.waiting import writable
 from ringjax.errors import AuthenticationError

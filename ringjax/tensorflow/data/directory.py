@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringjax.control import addresses as address
+from ringjax.control.connecting import SERVER_RANK, reach
 from ringjax.control.handshake import Introduction, Purpose
 from ringjax.control.server import Seat, Service
-from ringjax.control.session import SERVER_RANK, reach
 from ringjax.control.tls import offer
 from ringjax.errors import StartupError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.control.session import ranks_text
+from ringjax.control.member import ranks_text
 
 Replies = list[tuple[list[int], dict[str, Any]]]  # (ranks, message to them)
 

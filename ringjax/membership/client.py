@@ -1,26 +1,31 @@
-"""A worker's end of an elastic job: what it hears from the coordinator and tells it.
+"""A rank's end of its job's coordinator: what it hears from it and tells it.
 
-The other end is coordinator.py, the rules are in membership.py. A thread of its own
-reads the connection and builds it up again when the coordinator was restarted, so that
-training notices neither. Nothing here touches links or tensors.
+The other end is coordinator.py, the rules are in membership.py. In an elastic job a
+thread of its own reads the connection and builds it up again when the coordinator was
+restarted, so that training notices neither. In other jobs there is no thread:
+`exchange` and `gone` read, and losing the connection does not end a job that has come
+together. Nothing here touches links or tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from socket import gaierror
 from typing import Any
 
 from ringjax import errors
+from ringjax.control.connecting import SERVER_RANK
 from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.session import GRACE, SERVER_RANK, Member
+from ringjax.control.member import Member
 from ringjax.control.tls import offer
-from ringjax.errors import PeerLost, Stalled, StartupError
+from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
 from ringjax.membership import orders
-from ringjax.membership.lifeline import Lifeline
+from ringjax.membership.connection import PAUSE, Connection
 from ringjax.membership.orders import (
     Dismissed,
     Fenced,
@@ -33,12 +38,68 @@ from ringjax.membership.orders import (
     Welcome,
 )
 
-__all__ = ["Dismissed", "Enlistment", "Fenced", "Line", "Member", "Members", "Notice"]
+__all__ = [
+    "CoordinatorClient",
+    "Dismissed",
+    "Fenced",
+    "Line",
+    "Member",
+    "Members",
+    "Notice",
+]
 __all__ += ["Order", "Revoke", "Stopped", "Update", "Welcome", "join"]
 
 # (returned, done, repeatable), see the rules of verdicts in verdicts.py.
 Line = tuple[int, int, bool]
+GRACE = 2.0  # seconds to wait longer than the coordinator, which can say who is missing
 _LINGER = 5.0  # seconds to wait for a coordinator to hear that this worker has finished
+
+
+class Patience:
+    """One line about a rank that waits for long, while its job comes together.
+
+    Args:
+        say: shows it.
+        seconds: how long is long; 0: nothing is said.
+        limit: when waiting ends.
+
+    Example:
+        >>> patience = Patience(print, 0.0, 120.0)
+        >>> patience.nobody("no answer")
+        >>> patience = Patience(print, 1e-9, 120.0)
+        >>> patience.missing("ranks 1, 3 of 4")
+        has waited 1e-09 s in init for ranks 1, 3 of 4; it waits up to 120 s
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], seconds: float, limit: float
+    ) -> None:
+        self._say, self._seconds, self._limit = say, seconds, limit
+        self._due = time.monotonic() + seconds if seconds > 0 else math.inf
+
+    @property
+    def due(self) -> float:
+        """When to say something; never, if that has been done."""
+        return self._due
+
+    def missing(self, whom: str) -> None:
+        """These have not joined; "": somebody else says so."""
+        if whom:
+            self._tell(f"for {whom}")
+        self._due = math.inf
+
+    def nobody(self, why: str) -> None:
+        """There is no coordinator yet; said if it is time."""
+        if time.monotonic() >= self._due:
+            self._tell(f"for the coordinator of its job ({why})")
+
+    def _tell(self, what: str) -> None:
+        self._due = math.inf
+        up_to = f"it waits up to {self._limit:g} s"
+        self._say(f"has waited {self._seconds:g} s in init {what}; {up_to}")
+
+
+SILENT = Patience(lambda text: None, 0.0, 0.0)
 
 
 def join(
@@ -49,29 +110,37 @@ def join(
     hello: dict[str, Any],
     timeout: float,
     *,
-    elastic_timeout: float = 600.0,
+    elastic_timeout: float = 0.0,
     failure_timeout: float = 5.0,
+    patient: bool = False,
+    once: bool = False,
     tls: str = "auto",
-) -> Enlistment:
+    patience: Patience = SILENT,
+) -> CoordinatorClient:
     """Joins the job and waits until it has started or this worker is welcomed.
 
     Args:
         addresses: of the coordinator: "host:port,...", tried in turn.
-        worker: this worker's number.
+        worker: this worker's number; in a job that is not elastic its rank.
         hello: what the others shall know.
         timeout: seconds for all of it.
         elastic_timeout: seconds to look for the coordinator after it was lost; then
-            the order is `Stopped`.
-        failure_timeout: seconds of silence on the wire until it counts as lost.
+            the order is `Stopped`. 0: the job is not elastic, and nobody looks.
+        failure_timeout: in an elastic job, seconds of silence until it counts as lost.
+        patient: a server that cannot prove itself may be a stranger on the port that
+            the right one will take soon, so keep trying. Otherwise that is an error.
+        once: do not try again.
         tls: whether the connection is encrypted, as in RINGJAX_TLS.
+        patience: speaks of a wait that is long.
 
     Returns:
-        The enlistment; what it was told first is its `first`.
+        The client; what it was told first is its `first`.
 
     Raises:
         StartupError: nobody answers, too few workers came, or this one is refused.
         AuthenticationError: the coordinator does not know the secret.
         Fenced: this worker has been declared lost.
+        OSError: with `once`: nobody answers, or the coordinator went away.
 
     Example:
         >>> from ringjax.membership.coordinator import Coordinator
@@ -84,42 +153,67 @@ def join(
         >>> worker.close()
         >>> coordinator.close()
     """
-    line = Lifeline(
+    connection = Connection(
         addresses,
         secret,
         Introduction(job, Purpose.RENDEZVOUS, worker, SERVER_RANK, tls=offer(tls)),
-        server="coordinator",
-        silence=failure_timeout,
+        silence=failure_timeout if elastic_timeout else 0.0,
         patience=elastic_timeout,
     )
-    enlistment = Enlistment(worker, line, hello)
+    client = CoordinatorClient(worker, connection, hello)
+    deadline, pause = time.monotonic() + timeout, 0.02
     try:
-        enlistment.enter(time.monotonic() + timeout)
+        while True:
+            try:
+                client.enter(deadline, patience)
+                return client
+            except (OSError, AuthenticationError) as error:
+                stranger = isinstance(error, AuthenticationError)
+                if once or (stranger and not patient):
+                    raise
+                if time.monotonic() + pause >= deadline:
+                    hint = ""
+                    if patient and isinstance(error.__cause__, gaierror):
+                        name = "a name or address that this host knows"
+                        hint = f"; set MASTER_ADDR to {name}"
+                    kind = AuthenticationError if stranger else StartupError
+                    raise kind(
+                        f"{client.name} could not join its job within {timeout:g} s: "
+                        f"{error}{hint}"
+                    ) from error
+                patience.nobody(str(error))
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE)
     except BaseException:
-        enlistment.close()
+        client.close()
         raise
-    return enlistment
 
 
-class Enlistment:
-    """This worker's place in an elastic job. Made by `join`; usable from any thread.
+class CoordinatorClient:
+    """This worker's place in its job. Made by `join`; usable from any thread.
 
     No method but `exchange`, `poll` and `close` waits. What a worker says is kept until
     the epoch changes, and said again to a coordinator that was started anew.
 
     Attributes:
         worker: this worker's number.
+        name: this worker in errors.
         members: the newest epoch's, by rank; empty before there is one.
         epoch, rank, size: of the newest `Members`; a newcomer's are provisional.
     """
 
-    def __init__(self, worker: int, line: Lifeline, hello: dict[str, Any]) -> None:
+    def __init__(
+        self, worker: int, connection: Connection, hello: dict[str, Any]
+    ) -> None:
         self.worker = worker
+        kind = "worker" if connection.comes_back else "rank"
+        self.name = f"{kind} {worker}"
         self._first: Members | Welcome | Dismissed | None = None
         self.members: tuple[Member, ...] = ()
         self.epoch, self.rank, self.size = -1, -1, 0
-        self._line, self._hello = line, hello
+        self._line, self._hello = connection, hello
         self._changed = threading.Condition()
+        self._reading = threading.Lock()  # of the connection, if it has no thread
         self._greeted = False  # the coordinator has answered on this connection
         self._closing = False
         self._farewell = False  # the coordinator knows that this worker has finished
@@ -133,18 +227,20 @@ class Enlistment:
         self._finished: dict[str, Any] = {}  # ranks that left -> their last lines
         self._exchanging, self._exchanges = threading.Lock(), 0
         self._replies: dict[int, dict[str, Any]] = {}
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._missing: str | None = None  # who has not come, once that was asked
+        self._bell = -1  # readable while there are orders; in an elastic job
 
-    def enter(self, deadline: float) -> None:
+    def enter(self, deadline: float, patience: Patience) -> None:
         """Reaches the coordinator and waits until it has said something; for `join`."""
+        where = self._line.open(self, self._changed, deadline)
         try:
-            self._line.dial(deadline)
-        except OSError as error:
-            raise StartupError(
-                f"worker {self.worker} could not join its job in time: {error}"
-            ) from error
-        self._line.start(self, self._changed)
-        self._wait_for_first(deadline + GRACE)
+            self._wait_for_first(deadline + GRACE, patience)
+        except OSError as error:  # it ends, and perhaps another one begins
+            raise OSError(f"{where}: {error}") from error
+        if self._line.comes_back:
+            heard = len(self._orders)  # already, behind the first
+            self._bell = os.eventfd(heard, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._line.serve()
 
     # --- what is heard ---
 
@@ -157,19 +253,28 @@ class Enlistment:
         assert self._first is not None
         return self._first
 
-    def _wait_for_first(self, deadline: float) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._first or self._end or self._refusal,
-                max(deadline - time.monotonic(), 0.0),
-            )
-            if self._first is not None:
-                return
-            if isinstance(self._end, Fenced):
-                lost = f"worker {self.worker} was declared lost"
-                raise errors.Fenced(f"{lost}: {self._end.text}")
-            why = self._refusal or (self._end and self._end.text)
-            raise StartupError(why or f"worker {self.worker} was not welcomed in time")
+    def _wait_for_first(self, deadline: float, patience: Patience) -> None:
+        def heard() -> bool:
+            return bool(self._first or self._end or self._refusal)
+
+        self._read_until(heard, min(deadline, patience.due))
+        if not heard() and patience.due < deadline:
+            with self._changed:  # answered to the first who asks
+                self._line.send({"type": "missing"})
+            self._read_until(lambda: heard() or self._missing is not None, deadline)
+            patience.missing(self._missing or "")
+            self._read_until(heard, deadline)
+        if self._first is not None:
+            return
+        if isinstance(self._end, Fenced):
+            raise errors.Fenced(f"{self.name} was declared lost: {self._end.text}")
+        why = self._refusal or (self._end and self._end.text)
+        raise StartupError(why or f"{self.name} got no membership in time")
+
+    def _read_until(self, done: Callable[[], bool], deadline: float) -> None:
+        """Hears messages on this thread; raises as `Connection.read`."""
+        while not done() and self._line.read(deadline):
+            pass
 
     def fileno(self) -> int:
         """A descriptor that is readable while `poll` has something to return."""
@@ -188,6 +293,12 @@ class Enlistment:
 
     def gone(self) -> dict[int, str]:
         """Ranks of the newest epoch that are lost or left, and why. Does not wait."""
+        if not self._line.comes_back and self._reading.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError, AuthenticationError):
+                    self._read_until(lambda: False, 0.0)
+            finally:
+                self._reading.release()
         with self._changed:
             return dict(self._gone)
 
@@ -269,28 +380,44 @@ class Enlistment:
             PeerLost: that epoch is over.
             Stalled: not all ranks took part in time; the text names them.
         """
-        deadline = time.monotonic() + seconds + GRACE
-        with self._exchanging, self._changed:
-            mine = self.epoch if epoch is None else epoch
-            self._check(mine, what)
-            number, self._exchanges = self._exchanges, self._exchanges + 1
-            # A rank that is one behind may still need the value before this one from a
-            # coordinator that was started anew; more than one behind is none.
-            self._standing.pop(("exchange", number - 2), None)
-            message = {"type": "exchange", "epoch": mine, "number": number}
-            message |= {"value": value, "seconds": seconds}
-            self._say(("exchange", number), message, mine)
-            while number not in self._replies:
+        with self._exchanging:
+            with self._changed:
+                mine = self.epoch if epoch is None else epoch
                 self._check(mine, what)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise Stalled(f"{what}: no answer from the coordinator")
-                self._changed.wait(left)
-            reply = self._replies.pop(number)
+                number, self._exchanges = self._exchanges, self._exchanges + 1
+                # A rank that is one behind may still need the value before this one
+                # from a coordinator that was started anew; more than one behind is
+                # none.
+                self._standing.pop(("exchange", number - 2), None)
+                message = {"type": "exchange", "epoch": mine, "number": number}
+                message |= {"value": value, "seconds": seconds}
+                self._say(("exchange", number), message, mine)
+            reply = self._await(number, seconds + GRACE, mine, what)
         if reply["type"] == "broken":
             text = f"{what}: {reply.get('text')} (waited up to {seconds:g} s)"
             raise Stalled(text, reply.get("missing", ()))
         return list(reply["values"])
+
+    def _await(
+        self, number: int, seconds: float, epoch: int, what: str
+    ) -> dict[str, Any]:
+        """The coordinator's answer to an exchange."""
+        deadline = time.monotonic() + seconds
+        if not self._line.comes_back:
+            try:
+                with self._reading:
+                    self._read_until(lambda: number in self._replies, deadline)
+            except OSError as error:
+                with self._changed:
+                    self.give_up(f"the coordinator is gone: {error}")
+        with self._changed:
+            while number not in self._replies:
+                self._check(epoch, what)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Stalled(f"{what}: no answer from the coordinator")
+                self._changed.wait(left)
+            return self._replies.pop(number)
 
     def _check(self, epoch: int, what: str) -> None:
         """Raises if an epoch is over."""
@@ -340,7 +467,7 @@ class Enlistment:
             if self._greeted:
                 self._line.send(message)
 
-    # --- the connection, see lifeline.py ---
+    # --- the connection, see connection.py ---
 
     def greeting(self) -> dict[str, Any]:
         """Hello, with what this worker knows from an earlier connection."""
@@ -376,10 +503,13 @@ class Enlistment:
             self._farewell = True
         elif kind == "refused":
             self._refusal = str(message.get("text", "refused by the coordinator"))
+        elif kind == "missing":
+            self._missing = str(message["text"])
         elif kind == "gone" and message["epoch"] == self.epoch:
-            rank = int(message["rank"])
-            self._gone[rank] = str(message["text"])
-            self._finished[str(rank)] = message["lines"]
+            for rank, text, lines in message["ranks"]:
+                self._gone[int(rank)] = str(text)
+                if lines is not None:
+                    self._finished[str(rank)] = lines
         elif kind in ("values", "broken") and message.get("epoch") == self.epoch:
             self._replies[int(message["number"])] = message
         elif (order := orders.read(message, self.worker)) is not None:
@@ -392,7 +522,7 @@ class Enlistment:
 
     def _order(self, order: Order, message: dict[str, Any] | None = None) -> None:
         if isinstance(order, Members):
-            self._newest = message or {}
+            self._newest = (message or {}) if self._line.comes_back else {}
             self.members, self.epoch = order.members, order.epoch
             self.rank, self.size = order.rank, len(order.members)
             self._revoked, self._gone, self._exchanges = None, {}, 0
@@ -426,7 +556,8 @@ class Enlistment:
         if not self._closing:
             self._line.drain(0.5)
         with self._changed:
-            if "leave" in self._standing and not self._closing:
+            waits = "leave" in self._standing and self._line.comes_back
+            if waits and not self._closing:
                 self._changed.wait_for(lambda: self._farewell or self._end, _LINGER)
             self._closing = True
             self._changed.notify_all()

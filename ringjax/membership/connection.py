@@ -1,7 +1,9 @@
-"""A connection to a server that comes back when the server was started anew.
+"""A rank's connection to the coordinator; it may come back after a loss.
 
-A thread reads it; messages and orders to greet go to whoever owns it. What is said over
-it is not known here.
+In an elastic job a thread reads it, and looks for a coordinator that was started anew.
+In other jobs it has no thread: whoever waits for a message reads, and a connection that
+is lost stays lost. Messages and orders to greet go to the owner; what they mean is not
+known here.
 """
 
 from __future__ import annotations
@@ -14,17 +16,17 @@ import threading
 import time
 from typing import Any, Protocol
 
+from ringjax.control.connecting import reach, watch
 from ringjax.control.handshake import LIMIT, Introduction
 from ringjax.control.sealing import Keys
-from ringjax.control.session import reach, watch
 from ringjax.control.waiting import readable
 from ringjax.errors import AuthenticationError, StartupError
 
-PAUSE = 0.5  # seconds between two attempts to reach the server, at most
+PAUSE = 0.5  # seconds between two attempts to reach the coordinator, at most
 
 
 class Owner(Protocol):
-    """Who has a lifeline. All of it is called with the lock held."""
+    """The other half of a client. All of it is called with the lock held."""
 
     def greeting(self) -> dict[str, Any]:
         """What to say first on a new connection."""
@@ -68,20 +70,19 @@ class _Wire:
         except BlockingIOError:
             return []
         if not piece:
-            raise ConnectionResetError("the server closed the connection")
+            raise ConnectionResetError("it closed the connection")
         return self._opener.feed(piece)
 
 
-class Lifeline:
+class Connection:
     """Keeps one connection.
 
     Args:
-        addresses: of the server: "host:port,...", tried in turn.
+        addresses: of the coordinator: "host:port,...", tried in turn.
         secret: the job's secret.
-        introduction: who this is.
-        server: what the server is called in errors.
-        silence: seconds of silence on the wire until it counts as lost.
-        patience: seconds to look for it then.
+        introduction: which rank or worker calls.
+        silence: seconds of silence on the wire until it counts as lost; 0: no matter.
+        patience: seconds to look for the coordinator then, in a thread; 0: no thread.
     """
 
     def __init__(
@@ -90,55 +91,81 @@ class Lifeline:
         secret: bytes,
         introduction: Introduction,
         *,
-        server: str,
-        silence: float,
-        patience: float,
+        silence: float = 0.0,
+        patience: float = 0.0,
     ) -> None:
         self._addresses, self._secret = addresses, secret
-        self._introduction, self._server = introduction, server
+        self._introduction = introduction
         self._silence, self._patience = silence, patience
         self._wire: _Wire | None = None
         self._owner: Owner | None = None
         self._lock: threading.Condition | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = -1
 
-    def dial(self, deadline: float) -> None:
-        """Connects for the first time; tries until the deadline.
+    @property
+    def comes_back(self) -> bool:
+        """Whether it is built up again after a loss."""
+        return self._patience > 0
+
+    def _open(self, deadline: float) -> tuple[_Wire, str]:
+        sock, keys, where = reach(
+            self._addresses, self._secret, self._introduction, deadline
+        )
+        if self._silence > 0:
+            watch(sock, self._silence)
+        return _Wire(sock, keys), where
+
+    def open(self, owner: Owner, lock: threading.Condition, deadline: float) -> str:
+        """Connects and greets; tries each address once.
+
+        Returns:
+            Where it leads to, for errors.
 
         Raises:
             AuthenticationError: what answers cannot prove itself.
             StartupError: this host has no loopback interface that is up.
             OSError: nobody answers.
         """
-        pause = 0.02
-        while self._wire is None:
-            try:
-                self._wire = self._open(deadline)
-            except OSError:
-                if time.monotonic() + pause >= deadline:
-                    raise
-                time.sleep(pause)
-                pause = min(2 * pause, PAUSE)
-
-    def _open(self, deadline: float) -> _Wire:
-        sock, keys, _ = reach(
-            self._addresses, self._secret, self._introduction, deadline, self._server
-        )
-        watch(sock, self._silence)
-        return _Wire(sock, keys)
-
-    def start(self, owner: Owner, lock: threading.Condition) -> None:
-        """Greets, and reads from now on."""
-        self._owner, self._lock = owner, lock
+        wire, where = self._open(deadline)
         with lock:
+            self._owner, self._lock, self._wire = owner, lock, wire
             self.send(owner.greeting())
+        return where
+
+    def read(self, deadline: float) -> bool:
+        """Hands the owner what comes next; False if nothing has until the deadline.
+
+        For a connection without a thread, or before `serve`.
+
+        Raises:
+            OSError, AuthenticationError: the connection is lost.
+        """
+        wire, owner, lock = self._wire, self._owner, self._lock
+        if wire is None or owner is None or lock is None:
+            raise ConnectionAbortedError("the connection is closed")
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            if not _wait(wire, left):
+                return False
+            messages = wire.read()
+        except ValueError:  # another thread has closed the socket
+            raise ConnectionAbortedError("the connection is closed") from None
+        except (OSError, AuthenticationError):
+            self._lose(owner, lock)
+            raise
+        with lock:
+            wire.write()
+            for message in messages:
+                owner.hear(message)
+        return True
+
+    def serve(self) -> None:
+        """From now on a thread reads, and connects again after a loss."""
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(
-            target=self._serve,
-            args=(owner, lock),
-            name=f"ringjax-{self._server}-line",
-            daemon=True,
+            target=self._serve, name="ringjax-coordinator-line", daemon=True
         )
         self._thread.start()
 
@@ -150,7 +177,9 @@ class Lifeline:
             if wire.output and self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
 
-    def _serve(self, owner: Owner, lock: threading.Condition) -> None:
+    def _serve(self) -> None:
+        owner, lock = self._owner, self._lock
+        assert owner is not None and lock is not None
         while not self._closing:
             with lock:
                 if owner.finished():
@@ -159,7 +188,7 @@ class Lifeline:
             if wire is None:
                 continue
             try:
-                self._wait(wire)
+                _wait(wire, None, self._wakeup)
                 messages = wire.read()
             except (OSError, AuthenticationError):
                 self._lose(owner, lock)
@@ -171,34 +200,22 @@ class Lifeline:
                         owner.hear(message)
                 except Exception as error:  # nobody else would hear of it
                     why = f"{type(error).__name__}: {error}"
-                    owner.give_up(f"what the {self._server} said failed here: {why}")
+                    owner.give_up(f"what the coordinator said failed here: {why}")
                     break
         self._lose(owner, lock)
 
-    def _wait(self, wire: _Wire) -> None:
-        poll = select.poll()
-        poll.register(self._wakeup, select.POLLIN)
-        poll.register(wire.sock, select.POLLIN | (select.POLLOUT * bool(wire.output)))
-        for fd, _ in poll.poll():
-            if fd == self._wakeup:
-                os.eventfd_read(self._wakeup)
-
     def _find(self, owner: Owner, lock: threading.Condition) -> _Wire | None:
-        """Looks for the server; None if nobody wants to know any more."""
+        """Looks for the coordinator; None if nobody wants to know any more."""
         deadline, pause = time.monotonic() + self._patience, 0.02
         while not self._closing:
             # The right server may come although a stranger sits on its port now, or
             # the loopback interface is down.
             with contextlib.suppress(OSError, StartupError):
-                wire = self._open(deadline)
-                with lock:
-                    self._wire = wire
-                    self.send(owner.greeting())
-                return wire
+                self.open(owner, lock, deadline)
+                return self._wire
             if time.monotonic() + pause >= deadline:
                 with lock:
-                    text = f"the {self._server} was gone for {self._patience:g} s"
-                    owner.give_up(text)
+                    owner.give_up(f"the coordinator was gone for {self._patience:g} s")
                 return None
             readable(self._wakeup, pause)
             pause = min(2 * pause, PAUSE)
@@ -218,14 +235,16 @@ class Lifeline:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.005)
+            with self._lock or contextlib.nullcontext():
+                wire.write()
 
     def close(self) -> None:
         """Ends the thread and closes the connection. May be called twice."""
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._wakeup, 1)
         if self._thread is not None:
+            os.eventfd_write(self._wakeup, 1)
             self._thread.join(LIMIT)
         with self._lock or contextlib.nullcontext():  # `send` may be waking the thread
             self.release()
@@ -233,8 +252,21 @@ class Lifeline:
     def release(self) -> None:
         """Closes all sockets without the thread, which a forked child does not have."""
         self._closing = True
-        if self._wire is not None:
-            self._wire.sock.close()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.sock.close()
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
+
+
+def _wait(wire: _Wire, seconds: float | None, wakeup: int = -1) -> bool:
+    """Whether there is something to read, or room for output, or `wakeup` was rung."""
+    poll = select.poll()
+    poll.register(wire.sock, select.POLLIN | (select.POLLOUT * bool(wire.output)))
+    if wakeup >= 0:
+        poll.register(wakeup, select.POLLIN)
+    found = poll.poll(None if seconds is None else 1000 * seconds)
+    if (wakeup, select.POLLIN) in found:
+        os.eventfd_read(wakeup)
+    return bool(found)

@@ -1,8 +1,8 @@
-"""How ranks find their rendezvous when ringrun has not told them where it is.
+"""How ranks find the coordinator of their job, also where ringrun has not told them.
 
-Rank 0 runs the server itself. On one host it leaves the address and a fresh secret in a
+Then rank 0 runs it itself. On one host it leaves the address and a fresh secret in a
 file that only this user can read; between hosts it takes a port that every rank can
-compute, and the secret must be given. What happens at the server: rendezvous.py.
+compute, and the secret must be given.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control import temporary
 from ringjax.control.launch_environment import Place
-from ringjax.control.rendezvous import Server
-from ringjax.control.session import News, Session, join, knock
 from ringjax.errors import AuthenticationError, StartupError
+from ringjax.membership.client import CoordinatorClient, Patience, join
+from ringjax.membership.coordinator import Coordinator
 
 _FIRST_PORT, _PORTS = 61000, 4500  # above what Linux gives away by itself
 # What needs none.
@@ -40,25 +40,25 @@ class Meeting:
     """A job that has come together.
 
     Attributes:
-        server: the rendezvous itself, if it runs in this process.
+        coordinator: if it runs in this process.
     """
 
-    session: Session
+    client: CoordinatorClient
     secret: bytes = field(repr=False)
     job: str
-    server: Server | None = None
+    coordinator: Coordinator | None = None
 
     def release(self) -> None:
         """In a forked child: closes the copies of the parent's sockets."""
-        self.session.close()
-        if self.server is not None:
-            self.server.release()
+        self.client.release()
+        if self.coordinator is not None:
+            self.coordinator.release()
 
     def close(self) -> None:
-        """Closes the session, and the server if it is here."""
-        self.session.close()
-        if self.server is not None:
-            self.server.close()
+        """Leaves for good, and ends the coordinator if it is here."""
+        self.client.close()
+        if self.coordinator is not None:
+            self.coordinator.close()
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ def job_of(identity: str, size: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
-    """Rank 0's part when there is no ringrun: starts the server.
+def issue(place: Place, config: Config) -> tuple[Ticket, Coordinator] | None:
+    """Rank 0's part when there is no ringrun: starts the coordinator.
 
     Returns:
-        The ticket and the server; None if ringrun has a server, or on other ranks.
+        The ticket and the coordinator; None if ringrun has one, or on other ranks.
 
     Raises:
         StartupError: it cannot be started, or a secret must be set first.
@@ -97,10 +97,11 @@ def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
     failure: StartupError | None = None
     for port in ports:
         try:
-            server = Server(
+            coordinator = Coordinator(
                 secret,
                 job,
-                place.size,
+                np=place.size,
+                on_loss="stop",
                 hosts=hosts,
                 port=port,
                 start_timeout=config.start_timeout,
@@ -109,15 +110,15 @@ def issue(place: Place, config: Config) -> tuple[Ticket, Server] | None:
         except StartupError as error:
             failure = error
             continue
-        ticket = Ticket(",".join(server.addresses), secret, job)
+        ticket = Ticket(",".join(coordinator.addresses), secret, job)
         try:
             if place.one_host:
                 _Notice(place).write(ticket)
         except BaseException:
-            server.close()
+            coordinator.close()
             raise
-        server.start()
-        return ticket, server
+        coordinator.start()
+        return ticket, coordinator
     assert failure is not None
     raise failure
 
@@ -129,7 +130,7 @@ def attend(
     open_doors: OpenDoors,
     say: Callable[[str], None] = lambda text: None,
 ) -> Meeting:
-    """Joins the job, wherever its rendezvous is, and waits for all ranks.
+    """Joins the job, wherever its coordinator is, and waits for all ranks.
 
     Args:
         hello: what the others shall know about this rank.
@@ -141,32 +142,53 @@ def attend(
         StartupError: the job did not come together; the text says who is missing, or
             what to set.
     """
-    news = News(say, config.stall_warning, config.start_timeout)
+    patience = Patience(say, config.stall_warning, config.start_timeout)
     if place.one_host and place.rank != 0 and not config.rendezvous:
-        return _follow(place, config, hello, open_doors, news)
+        return _follow(place, config, hello, open_doors, patience)
     issued = issue(place, config)
-    ticket, server = issued or (known_ticket(place, config), None)
+    ticket, coordinator = issued or (known_ticket(place, config), None)
     try:
-        session = join(
-            ticket.addresses,
-            ticket.secret,
-            ticket.job,
+        client = _enter(
+            *(place, config, patience, ticket),
             hello | open_doors(ticket.secret, ticket.job),
             config.start_timeout,
             patient=not config.rendezvous,
-            tls=config.tls,
-            news=news,
         )
     except BaseException:
-        if server is not None:
-            server.close()
+        if coordinator is not None:
+            coordinator.close()
         raise
     finally:
-        if server is not None and place.one_host:
+        if coordinator is not None and place.one_host:
             # An error of `join` must not be replaced by one of removing the file.
             with contextlib.suppress(OSError, StartupError):
                 _Notice(place).remove()
-    return Meeting(session, ticket.secret, ticket.job, server)
+    return Meeting(client, ticket.secret, ticket.job, coordinator)
+
+
+def _enter(
+    place: Place,
+    config: Config,
+    patience: Patience,
+    ticket: Ticket,
+    hello: dict[str, Any],
+    timeout: float,
+    **how: bool,
+) -> CoordinatorClient:
+    elastic = config.elastic
+    return join(
+        ticket.addresses,
+        ticket.secret,
+        ticket.job,
+        place.rank if config.worker is None else config.worker,
+        hello,
+        timeout,
+        elastic_timeout=config.elastic_timeout if elastic else 0.0,
+        failure_timeout=config.failure_timeout,
+        tls=config.tls,
+        patience=patience,
+        **how,
+    )
 
 
 def _follow(
@@ -174,37 +196,31 @@ def _follow(
     config: Config,
     hello: dict[str, Any],
     open_doors: OpenDoors,
-    news: News,
+    patience: Patience,
 ) -> Meeting:
-    """Joins the server that rank 0's notice names, and looks again until it works."""
+    """Joins the coordinator that rank 0's notice names, and looks until it works."""
     deadline = time.monotonic() + config.start_timeout
     notice, opened = _Notice(place), None
     why, pause = "rank 0 has not appeared", 0.01
-    while time.monotonic() < deadline:
+    while (left := deadline - time.monotonic()) > 0:
         ticket = notice.read()
         if ticket is not None:
             if ticket != opened:
                 more, opened = open_doors(ticket.secret, ticket.job), ticket
             try:
-                session = knock(
-                    ticket.addresses,
-                    ticket.secret,
-                    ticket.job,
-                    hello | more,
-                    deadline,
-                    config.tls,
-                    news,
+                client = _enter(
+                    place, config, patience, ticket, hello | more, left, once=True
                 )
             except (AuthenticationError, OSError) as error:
                 why = str(error)  # what a dead job left behind, or it just ended
             else:
-                return Meeting(session, ticket.secret, ticket.job)
-        news.nobody(why + notice.hint)
+                return Meeting(client, ticket.secret, ticket.job)
+        patience.nobody(why + notice.hint)
         time.sleep(pause)
         pause = min(1.5 * pause, 0.25)
     raise StartupError(
         f"rank {place.rank} of {place.size} ({place.source}) could not find the "
-        f"rendezvous of its job within {config.start_timeout:g} s: {why}{notice.hint}"
+        f"coordinator of its job within {config.start_timeout:g} s: {why}{notice.hint}"
     )
 
 

@@ -1,0 +1,94 @@
+"""A coordinator, and clients of it that are threads of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ringjax.membership.client import CoordinatorClient, join
+from ringjax.membership.coordinator import Coordinator
+from support.waiting import LONG
+
+SECRET, JOB = b"s" * 32, "0123456789abcdef"
+stopping: dict[str, Any] = {"on_loss": "stop"}
+
+
+class Town:
+    """A coordinator and the workers that visit it."""
+
+    def __init__(self, np: int, min_np: int = 1, **more: Any) -> None:
+        self.log: list[str] = []
+        self.stops = more.get("on_loss") == "stop"
+        self.options: dict[str, Any] = {"np": np, "min_np": min_np} | more
+        self.coordinator = self.open()
+        self.where = ",".join(self.coordinator.addresses)
+        self.pool = ThreadPoolExecutor(np + 4)
+        self.workers: dict[int, CoordinatorClient] = {}
+        self.events: list[tuple[Any, ...]] = []
+
+    def open(self, **more: Any) -> Coordinator:
+        coordinator = Coordinator(
+            SECRET, JOB, log=self.log.append, **self.options, **more
+        )
+        coordinator.start()
+        return coordinator
+
+    def join(
+        self, worker: int, secret: bytes = SECRET, patience: Any = None, **hello: Any
+    ) -> CoordinatorClient:
+        """Joins; a rank of a job that stops at a loss says the size of the job."""
+        said = {"size": self.options["np"]} | hello if self.stops else hello
+        more = {} if patience is None else {"patience": patience}
+        patient = 0.0 if self.stops else LONG
+        client = join(
+            *(self.where, secret, JOB, worker, said, LONG),
+            elastic_timeout=patient,
+            **more,
+        )
+        self.workers[worker] = client
+        return client
+
+    def gather(self, *workers: int) -> list[CoordinatorClient]:
+        return list(self.pool.map(self.join, workers))
+
+    def waiting(self) -> set[int]:
+        """The workers that have come and are not members."""
+        return set(self.coordinator._membership._newcomers)
+
+    def event(self, kind: str) -> tuple[Any, ...]:
+        """Waits for such an event, as a launcher does."""
+        while not any(event[0] == kind for event in self.events):
+            wakeup = self.coordinator.wakeup
+            assert select.select([wakeup], [], [], LONG)[0], self.events
+            self.coordinator.clear()
+            while not self.coordinator.events.empty():
+                self.events.append(self.coordinator.events.get())
+        return next(event for event in self.events if event[0] == kind)
+
+    def close(self) -> None:
+        self.coordinator.close()
+        self.coordinator.close()  # twice is fine
+        for worker in self.workers.values():
+            worker.close()
+            worker.close()
+        self.pool.shutdown()
+
+
+MakeTown = Callable[..., Town]
+
+
+@pytest.fixture
+def town() -> Iterator[MakeTown]:
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: Any, **more: Any) -> Town:
+            town = Town(*args, **more)
+            stack.callback(town.close)
+            return town
+
+        yield make

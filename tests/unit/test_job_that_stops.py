@@ -1,0 +1,290 @@
+"""A job that stops at its first loss: who gathers, who is told what, and epochs.
+
+What such a job has in common with an elastic one: test_coordinator.py. Ranks are
+threads here: they differ from processes only by how they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from support.coordinators import JOB, SECRET, MakeTown, Town, stopping
+from support.waiting import LONG, until
+
+from ringjax.control import addresses
+from ringjax.control.connecting import SERVER_RANK
+from ringjax.control.handshake import Introduction, Purpose, introduce
+from ringjax.control.member import ranks_text
+from ringjax.errors import PeerLost, Stalled, StartupError
+from ringjax.membership.client import CoordinatorClient, Patience, join
+
+
+def come(here: Town, *ranks: int) -> list[Future[CoordinatorClient]]:
+    """These ranks join, and wait for the others."""
+    found = [here.pool.submit(here.join, rank) for rank in ranks]
+    until(lambda: here.waiting() >= set(ranks) or all(one.done() for one in found))
+    return found
+
+
+def test_missing_ranks_are_named_to_all_and_to_the_launcher(town: MakeTown) -> None:
+    here = town(4, **stopping, start_timeout=2.0)  # in which two threads have called
+    text = "ranks 0, 2 of 4 did not join within 2 s"
+    for future in come(here, 1, 3):
+        with pytest.raises(StartupError) as error:
+            future.result()
+        assert str(error.value) == text
+    assert here.event("stop") == ("stop", text)
+    here.gather(0, 1, 2, 3)  # they may try again
+
+
+@pytest.mark.parametrize(
+    ("options", "absent"), [(stopping, "ranks 0, 2 of 4"), ({}, "workers 0, 2")]
+)
+def test_one_rank_that_waits_for_long_says_for_whom(
+    town: MakeTown, options: Any, absent: str
+) -> None:
+    here, said = town(4, **options), []
+    for worker in range(4):
+        here.coordinator.expected(worker)
+
+    def wait(rank: int) -> CoordinatorClient:
+        patience = Patience(lambda text: said.append((rank, text)), 1.0, 60.0)
+        return here.join(rank, patience=patience)
+
+    first = [here.pool.submit(wait, rank) for rank in (1, 3)]
+    until(lambda: said)
+    last = here.gather(0, 2)
+    assert all(len(c.members) == 4 for c in [*(f.result() for f in first), *last])
+    assert [text for _, text in said] == [
+        f"has waited 1 s in init for {absent}; it waits up to 60 s"
+    ]
+
+
+def test_a_rank_that_finds_no_coordinator_says_so() -> None:
+    said: list[str] = []
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+    patience = Patience(said.append, 0.2, 0.8)
+    with pytest.raises(StartupError):
+        join(where, SECRET, JOB, 1, {"size": 2}, 0.8, patience=patience)
+    assert len(said) == 1
+    assert said[0].startswith("has waited 0.2 s in init for the coordinator of its job")
+
+
+def test_time_runs_only_when_somebody_waits(town: MakeTown) -> None:
+    here = town(2, **stopping, start_timeout=LONG)
+    assert here.coordinator._membership.deadline() is None
+    (first,) = come(here, 0)
+    assert here.coordinator._membership.deadline() is not None
+    here.join(1)
+    first.result()
+
+
+def test_a_rank_that_ends_is_not_waited_for(town: MakeTown) -> None:
+    here = town(2, **stopping, start_timeout=2 * LONG)
+    (first,) = come(here, 0)
+    here.coordinator.lost(1, "ended without an error")
+    text = "rank 1 ended without an error while others wait for it in ringjax.init()"
+    with pytest.raises(StartupError) as error:
+        first.result(LONG)
+    assert str(error.value) == text
+    assert here.event("stop") == ("stop", text)
+
+
+def test_a_rank_may_end_when_nobody_waits(town: MakeTown) -> None:
+    here = town(2, **stopping)
+    zero, one = here.gather(0, 1)
+    one.leave()
+    one.close()
+    here.coordinator.lost(1, "ended without an error")
+    until(lambda: not here.coordinator._membership._ending)
+    zero.leave()
+    assert [event[0] for event in here.events if event[0] == "stop"] == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "text"),
+    [
+        (0, 3, "the job has 2 ranks, not 3"),
+        (2, 2, "closed the connection during the handshake"),
+    ],
+)
+def test_a_rank_that_does_not_fit(
+    town: MakeTown, rank: int, size: int, text: str
+) -> None:
+    here = town(2, **stopping)
+    with pytest.raises(StartupError, match=text):
+        here.join(rank, size=size)
+
+
+def test_a_rank_that_is_there_already(town: MakeTown) -> None:
+    here = town(2, **stopping)
+    (first,) = come(here, 0)
+    with pytest.raises(
+        StartupError, match=r"rank 0 has joined already, from 127.0.0.1"
+    ):
+        join(here.where, SECRET, JOB, 0, {"size": 2}, LONG)
+    here.join(1)
+    first.result()
+
+
+def test_a_rank_may_die_and_come_again_while_the_others_wait(town: MakeTown) -> None:
+    here = town(2, **stopping)
+    with Light(here, 1):
+        until(lambda: here.waiting() == {1})
+    until(lambda: here.waiting() == set())
+    assert [client.epoch for client in here.gather(0, 1)] == [0, 0]
+
+
+class Stranger:
+    """Something else on the port: it shows everybody out."""
+
+    def __init__(self) -> None:
+        self.sock = addresses.listen("127.0.0.1")
+        self.where = addresses.show(*self.sock.getsockname())
+        self.visits = 0
+        self.thread = threading.Thread(target=self.live)
+
+    def live(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.sock.accept()[0].close()
+                self.visits += 1
+
+    def __enter__(self) -> Stranger:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        self.thread.join()
+
+
+def test_a_patient_rank_waits_for_the_right_server() -> None:
+    with Stranger() as stranger:
+        with pytest.raises(StartupError, match="within 1 s"):
+            join(stranger.where, SECRET, JOB, 0, {"size": 1}, 1.0, patient=True)
+        assert stranger.visits > 1
+
+
+def test_failures_in_order_of_arrival(town: MakeTown) -> None:
+    here = town(3, **stopping)
+    clients = here.gather(0, 1, 2)
+    for rank in (2, 0):
+        clients[rank].report_failure(f"ValueError: {rank}")
+        until(lambda r=rank: r in clients[1].gone())
+    assert clients[1].gone()[2] == "failed: ValueError: 2"
+    here.event("failure")
+    assert [event for event in here.events if event[0] == "failure"] == [
+        ("failure", 2, "ValueError: 2"),
+        ("failure", 0, "ValueError: 0"),
+    ]
+
+
+def test_the_others_hear_who_left_and_who_died(town: MakeTown) -> None:
+    here = town(3, **stopping)
+    zero, one, two = here.gather(0, 1, 2)
+    zero.leave()
+    two.close()
+    until(lambda: one.gone().keys() == {0, 2})
+    assert one.gone()[0] == "has finished and left the job"
+    assert "lost its connection to the coordinator" in one.gone()[2]
+
+
+class Light:
+    """A rank without a thread, which reads nothing; many fit into one test."""
+
+    def __init__(self, town: Town, rank: int) -> None:
+        self.sock = socket.create_connection(addresses.parse(town.where)[0], LONG)
+        hello = Introduction(JOB, Purpose.RENDEZVOUS, rank, SERVER_RANK)
+        self.sealer = introduce(self.sock, SECRET, hello).sealer()
+        self.say({"type": "hello", "hello": {"size": town.options["np"]}})
+
+    def say(self, message: dict[str, Any]) -> None:
+        self.sock.sendall(self.sealer.seal(message))
+
+    def __enter__(self) -> Light:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+
+@pytest.mark.parametrize("way", ["die", "leave"])
+def test_three_hundred_ranks_end_at_once(town: MakeTown, way: str) -> None:
+    here = town(301, **stopping)
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(Light(here, rank)) for rank in range(1, 301)]
+        rest = here.join(0)
+        for rank in ranks:
+            if way == "leave":
+                rank.say({"type": "leave", "epoch": 0})
+            rank.sock.close()  # what it was told is unread, so that sending fails
+    until(lambda: len(rest.gone()) == 300)
+    rest.close()
+    until(lambda: not here.coordinator._present)  # its thread lives
+
+
+def test_an_exchange_ends_when_a_rank_dies(town: MakeTown) -> None:
+    here = town(3, **stopping)
+    clients = here.gather(0, 1, 2)
+    votes = [here.pool.submit(c.exchange, 1, 2 * LONG, "vote") for c in clients[:2]]
+    clients[2].report_failure("MemoryError")
+    for vote in votes:
+        with pytest.raises(Stalled, match="vote: rank 2 failed: MemoryError"):
+            vote.result(LONG)
+
+
+def test_an_exchange_without_a_coordinator(town: MakeTown) -> None:
+    here = town(1, **stopping)
+    (client,) = here.gather(0)
+    here.coordinator.close()
+    with pytest.raises(PeerLost, match="vote: the coordinator is gone: it closed"):
+        client.exchange(1, LONG, "vote")
+    client.report_failure("nobody hears it")  # and that is no error
+    client.leave()
+
+
+def test_a_rank_has_no_thread_and_no_other_descriptor(town: MakeTown) -> None:
+    here = town(1, **stopping)
+    before = threading.active_count()
+    (client,) = here.gather(0)
+    assert client.exchange(7, LONG, "vote") == [7]
+    assert client.fileno() == -1
+    here.pool.shutdown()
+    assert threading.active_count() <= before
+
+
+def test_ranks_leave_and_join_again(town: MakeTown) -> None:
+    here = town(3, **stopping)
+    for epoch in range(5):
+        clients = here.gather(0, 1, 2)
+        assert {client.epoch for client in clients} == {epoch}
+        for client in clients:
+            client.leave()
+            client.close()
+
+
+def test_a_quick_rank_may_join_again_before_a_slow_one_has_left(
+    town: MakeTown,
+) -> None:
+    here = town(2, **stopping)
+    zero, one = here.gather(0, 1)
+    zero.leave()
+    zero.close()
+    (again,) = come(here, 0)
+    until(lambda: 0 in one.gone())  # the old epoch still works
+    one.close()
+    assert here.join(1).epoch == again.result().epoch == 1
+
+
+def test_ranks_in_a_sentence() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([1, 2]) == "ranks 1, 2"
+    assert ranks_text(range(20)).endswith("14, 15 and 4 more")
