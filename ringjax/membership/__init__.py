@@ -15,6 +15,6 @@ Around them:
     connection   the connection between the two, which may outlive the server
     rendezvous_lookup  how ranks find the coordinator
 
-How a rank follows an epoch is in recovery/thread.py and recovery/elastic_world.py, one
+How a rank follows an epoch is in world/recovery.py and world/epoch_sequence.py, one
 level up.
 """

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ringjax.errors import RingjaxError
-from ringjax.recovery.elastic_world import ElasticWorld
-from ringjax.recovery.generation import Generation
 from ringjax.runtime import lifecycle
 from ringjax.runtime.elastic_requests import Program
 from ringjax.runtime.groups import (
@@ -46,6 +44,8 @@ from ringjax.runtime.lifecycle import (
     shutdown,
     size,
 )
+from ringjax.world.generation import Generation
+from ringjax.world.world import World
 
 if TYPE_CHECKING:
     from ringjax._native import Communicator
@@ -106,7 +106,7 @@ def generation() -> Generation:
         RingjaxError: this rank has not been admitted yet.
     """
     world = current("generation")
-    if not isinstance(world, ElasticWorld):
+    if not world.elastic:
         return Generation.constant(world.standing.rank, world.standing.size)
     if world.generation is None:
         raise RingjaxError("ringjax.generation: this rank was not admitted yet")
@@ -243,9 +243,9 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[Communicator]:
         yield native
 
 
-def _world(what: str) -> ElasticWorld:
+def _world(what: str) -> World:
     world = current(what)
-    if not isinstance(world, ElasticWorld):
+    if not world.elastic:
         raise RingjaxError(
             f"ringjax.{what}: the ranks of this job do not change; start it by "
             "ringrun --min-np"

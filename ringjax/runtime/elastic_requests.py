@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from ringjax import _native, failpoints
 from ringjax.errors import PeerLost, RingjaxError, from_status
 from ringjax.membership.client import CoordinatorClient
-from ringjax.recovery import elastic_devices
-from ringjax.recovery.elastic_sets import within
-from ringjax.recovery.elastic_world import ElasticWorld
+from ringjax.world import elastic_devices
+from ringjax.world.world import World
 
 _PRIVATE = 1 << 28  # the numbers of communicators for a moment begin here
 _ALLREDUCE, _MAX = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Max"]
@@ -26,7 +25,7 @@ _BARRIER, _SUM = _native.COLLECTIVES["barrier"], _native.REDUCE_OPS["Sum"]
 class Program:
     """The requests of one program to its world."""
 
-    def __init__(self, world: ElasticWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
 
     @property
@@ -115,7 +114,7 @@ class Program:
         digest = zlib.crc32(str((key, count)).encode()) & (_PRIVATE - 1)
         number, name = _PRIVATE | digest, f"ranks {list(chosen)}"
         try:
-            epoch.link(number, chosen, name, within(world, epoch))
+            epoch.link(number, chosen, name, world.within(epoch))
             with world.changed:
                 world.check_epoch(epoch)
                 # Not watched: who has an exception here is no lost rank.

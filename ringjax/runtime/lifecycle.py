@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
-from ringjax.recovery.elastic_world import ElasticWorld
 from ringjax.settings import init_hooks
 from ringjax.world.groups import REPLICAS
 from ringjax.world.process_set import ProcessSet, this_process
@@ -115,7 +114,7 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
     _install_hooks()
     own = settings.rank if settings.worker is None else settings.worker
     failpoints.arm(settings.failpoints, own)
-    world = ElasticWorld(settings, _registry) if settings.elastic else World(settings)
+    world = World(settings, _registry)
     try:
         # Then all ranks must say which ones they use, and groups are a matter of JAX.
         if world.devices.possible or settings.group_size > 1:
@@ -124,8 +123,6 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
         world.close()
         raise
     _world = world
-    if not world.elastic:
-        _registry.begin(world.standing.size, world.group.replicas)
     try:
         _check_comm(comm, world)
         _register(wanted)
@@ -203,7 +200,6 @@ def shutdown() -> None:
             with contextlib.suppress(Exception):
                 callback()
         _world = None
-        _registry.end()
         world.close()
 
 

@@ -1,7 +1,7 @@
 """One generation of membership on this rank: links, heartbeat and communicators.
 
 Made from a fabric, which knows the members; ended as a whole. Who the members are, and
-what follows an epoch, is in world.py and recovery/elastic_world.py.
+what follows an epoch, is in epoch_sequence.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Epoch:
     Attributes:
         number: the epoch's; the first is 0.
         communicators: by number.
-        resilient_comms: the resilient communicators of those that outlive the epoch.
+        served: those of them that calls of the program get -> the resilient
+            communicator that outlives the epoch, None in a job that is not elastic.
         cost: the constants of the links; of the communicators that come.
         recorder: hears of the calls of the communicators that come.
     """
@@ -53,7 +54,7 @@ class Epoch:
         self.config, self.standing, self.fabric = config, standing, fabric
         self.number = fabric.epoch if fabric is not None else 0
         self.communicators: dict[int, _native.Communicator] = {}
-        self.resilient_comms: dict[int, _native.ResilientComm] = {}
+        self.served: dict[int, _native.ResilientComm | None] = {}
         self.cost: dict[str, float] = {}
         self.recorder: _native.Recorder | None = None
         self._notify, self._whereabouts = notify, whereabouts
@@ -116,6 +117,7 @@ class Epoch:
         config: Config | None = None,
         watched: bool = True,
         ending: _native.Communicator | None = None,
+        served: bool = False,
     ) -> _native.Communicator:
         """Makes the communicator of what was linked.
 
@@ -124,6 +126,7 @@ class Epoch:
             ending: where its calls end together with those of others.
             config: other settings than the epoch's.
             watched: the heartbeat ends it, and hears of its failures.
+            served: calls of the program get it.
         """
         config, mesh = config or self.config, self._meshes.pop(number)
         job = int(self.fabric.job, 16) if self.fabric is not None else 0
@@ -154,8 +157,8 @@ class Epoch:
             ending=ending,
         )
         self.communicators[number] = communicator
-        if resilient is not None:
-            self.resilient_comms[number] = resilient
+        if served:
+            self.served[number] = resilient
         if watched and self._heartbeat is not None:
             self._heartbeat.watch(communicator)
         return communicator
@@ -209,7 +212,7 @@ class Epoch:
             if self._heartbeat is not None:
                 self._heartbeat.forget(communicator)
             communicator.close()
-        self.resilient_comms.pop(number, None)
+        self.served.pop(number, None)
         self._sockets.pop(number, None)
 
     def calls(self, number: int) -> int:
@@ -263,7 +266,7 @@ class Epoch:
             mesh.close()
         # The core closes its descriptors when nobody refers to its objects any more.
         self.communicators.clear()
-        self.resilient_comms.clear()
+        self.served.clear()
         self._meshes.clear()
         self._sockets.clear()
 

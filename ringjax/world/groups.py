@@ -109,13 +109,6 @@ class Group:
         self._port = Port()
         return {"group_port": self._port.number}
 
-    def gather(self, members: Sequence[Member], rank: int) -> None:
-        """These are all ranks, which are workers."""
-        first = rank - rank % self.size
-        if self.size > 1:
-            self.mates = members[first : first + self.size]
-        self.renew(range(len(members)), rank)
-
     def meet(self, mates: Sequence[Member], theirs: int) -> None:
         """Takes the group of a process of an elastic job.
 

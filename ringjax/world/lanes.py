@@ -7,7 +7,6 @@ run there is the native core's matter; who submits is in eager/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ringjax import _native
@@ -31,14 +30,6 @@ class Home(Protocol):
     def rank(self) -> int:
         """This rank."""
 
-    def connect(
-        self, number: int, ranks: Sequence[int], name: str
-    ) -> _native.Communicator:
-        """Builds a watched communicator between `ranks`."""
-
-    def disconnect(self, number: int) -> None:
-        """Ends it."""
-
 
 class Lanes:
     """The eager lanes of one world.
@@ -52,12 +43,8 @@ class Lanes:
         self._home = home
         self._timeline: _native.Timeline | None = None
 
-    def add(self, number: int, ranks: Sequence[int], name: str) -> None:
-        """Makes the lane of a process set that this rank is in."""
-        self.attach(number, self._home.connect(number | LANE, ranks, name))
-
     def attach(self, number: int, communicator: _native.Communicator) -> None:
-        """Makes it on a communicator; those that follow it come by themselves."""
+        """Makes the lane of a process set; later communicators come by themselves."""
         config = self._home.config
         self.lanes[number] = _native.EagerLane(
             communicator,
@@ -95,13 +82,11 @@ class Lanes:
         if before is not None:
             before.close()
 
-    def remove(self, number: int) -> None:
-        """Ends the lane of a process set, if there is one; what is pending fails."""
-        self.drop(number)
-        self._home.disconnect(number | LANE)
-
     def drop(self, number: int) -> None:
-        """The same where somebody else ends the communicator."""
+        """Ends the lane of a process set, if there is one; what is pending fails.
+
+        Its communicator is ended by somebody else.
+        """
         if (lane := self.lanes.pop(number, None)) is not None:
             lane.close()
 

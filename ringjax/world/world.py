@@ -2,82 +2,91 @@
 
 It is formed from the settings and the environment, adds and removes communicators of
 process sets, and ends in good order, with a failure, or by being forgotten in a forked
-child. What users call is in runtime/; who finds whom is in
-membership/rendezvous_lookup.py; a world whose ranks come and go is in
-recovery/elastic_world.py.
+child. What users call is in runtime/; how a rank finds the others is in
+membership/rendezvous_lookup.py, how one epoch follows another in epoch_sequence.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ringjax import _native, stderr
-from ringjax.config import LOG_LEVELS, Config, horovod_names
+from ringjax import _native
+from ringjax.config import Config, horovod_names
 from ringjax.control import addresses as address
 from ringjax.control import launch_environment
 from ringjax.control.listener import Reception
 from ringjax.control.member import Member
-from ringjax.errors import Mismatch, from_status
-from ringjax.links import calibration
-from ringjax.links.mesh import Fabric
-from ringjax.membership.client import CoordinatorClient
-from ringjax.membership.rendezvous_lookup import Meeting, attend
+from ringjax.errors import (
+    Mismatch,
+    PeerLost,
+    RingjaxError,
+    StartupError,
+    from_status,
+)
+from ringjax.membership.client import Line
+from ringjax.membership.orders import Members, Welcome
+from ringjax.membership.rendezvous_lookup import attend
 from ringjax.settings import horovod_variables
 from ringjax.settings.misspelt import misspelt
-from ringjax.world import devices, groups, lanes, record
+from ringjax.world import devices, elastic_devices, forming, lanes, record
+from ringjax.world.carried_calls import Calls
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
-from ringjax.world.introduction import (
-    check_agreement,
-    hello,
-    host_names,
-    listening_hosts,
-)
+from ringjax.world.epoch_sequence import CLOSED, EpochSequence
+from ringjax.world.introduction import check_agreement, hello, listening_hosts
+from ringjax.world.lanes import LANE
 from ringjax.world.profiling import Recording
+from ringjax.world.recovery import Recovery
+from ringjax.world.registry import Registry
+from ringjax.world.rehearsal import Rehearsal
 from ringjax.world.report import Reporter, to_standard_error
 from ringjax.world.telling import Teller
 from ringjax.world.whereabouts import Whereabouts
 
 _told: set[str] = set()  # each once, however often ringjax is initialised
-_CLOSED = "ringjax.shutdown() was called on this rank"
+_left: set[tuple[str, int]] = set()  # jobs and workers that this process was once
+_NEWS = 1.0  # seconds until the coordinator has said why an agreement broke off
 
 
-class World:
+class World(EpochSequence):
     """All ranks of the job, as this one is connected with them.
+
+    Args:
+        registry: the process sets of the program.
 
     Raises:
         StartupError, PeerLost: the job could not be brought together.
 
     Attributes:
-        standing: this rank's coordinates.
-        sets: the process sets and their ranks, also those without this rank.
-        failed: why this rank fails, once it does.
         recorder: has heard of all calls since `init`.
+        recovery: keeps an elastic job going.
+        rehearsal: the time in which a newcomer's collectives run alone.
         tuned: what autotune has found out; rank 0 tells of it in reports.
-        group: those that JAX joins this process with.
+        privates: how many private communicators the ranks of an epoch have had.
+        secret: the job's; a job of one has none.
     """
 
-    elastic = False
     recorder: _native.Recorder
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.failed = self.tuned = ""
-        self.sets: dict[int, list[int]] = {}
-        self.group = groups.Group(config.group_size)
-        self._epoch: Epoch | None = None
+    def __init__(self, config: Config, registry: Registry) -> None:
+        super().__init__(config, registry)
+        self.devices = devices.Devices(self, [0])
+        self.lanes = lanes.Lanes(self)
+        self.calls = Calls(self.lanes)
+        self.rehearsal = Rehearsal(self)
+        self.recovery: Recovery | None = None
+        self.privates: dict[tuple[int, ...], int] = {}  # see Program
+        self.tuned, self.secret = "", b""
         self._reception: Reception | None = None
-        self._meeting: Meeting | None = None
-        self.secret = b""  # a job of one has none
         self._whereabouts: Whereabouts | None = None
         self._telling: Reporter | Teller | None = None
         self._recording: Recording | None = None
-        self.devices = devices.Devices(self, [0])
-        self.lanes = lanes.Lanes(self)
+        self._share: tuple[int, ...] | None = None
         place = launch_environment.find(config)
         self._prefix = f"ringjax {place.rank}/{place.size}"
         if place.rank == 0:
@@ -94,29 +103,80 @@ class World:
             raise
 
     def _begin(self, place: launch_environment.Place) -> None:
-        """Brings the job together."""
-        fabric = None
-        self.group.check(place.size)
-        if place.size == 1:
-            self.standing = Standing.of(0, ["here"], self.config)
+        """Joins the job, and its first epoch unless this rank comes later."""
+        config, rank, size = self.config, place.rank, place.size
+        self.standing = Standing.provisional(rank, size, config)
+        if self.elastic:
+            _check(config)
         else:
-            fabric = self._come_together(place)
+            self.group.check(size)
+        own = rank if config.worker is None else config.worker
+        if size > 1 or self.elastic:
+            self._meet(place, self.group.offer(own))
             self._whereabouts = Whereabouts(self.log)
-        self._epoch = Epoch(
-            self.config, self.standing, fabric, whereabouts=self._whereabouts
+        job = "" if self._meeting is None else self._meeting.job
+        self.begin_recording(f"{'worker' if self.elastic else 'rank'} {own}", job)
+        self._registry.begin(0)
+        if self.elastic and self.client is not None:
+            self.recovery = Recovery(self, self.client)
+        self._former = forming.Former(
+            *(config, self._meeting, self._reception),
+            -1 if self.recovery is None else self.recovery.bell,
+            *(self._whereabouts, self.log, self.recorder),
         )
-        job = "" if fabric is None else fabric.job
-        self.begin_recording(f"rank {place.rank}", job)
-        self._epoch.recorder = self.recorder
-        self._calibrate(self.connect(0, range(place.size), "world"))
-        self.sets[0] = list(range(place.size))
-        self.devices = devices.Devices(self, self._count_devices())
-        self.lanes.add(0, self.sets[0], "world")
-        self.group.gather(self.members, place.rank)
-        if self.group.mates:
-            self.connect(groups.REPLICAS, self.group.replicas, "replica set")
+        if self.client is None:
+            alone = (Member(0, "here", hello(rank, size, config), 0),)
+            first: Any = Members(0, "start", alone, 0, (-1,), {}, {}, 1, {})
+        else:
+            first = self.client.first
+        if isinstance(first, Members):
+            if not self.elastic:  # groups are a matter of the settings alone
+                first = replace(first, group=config.group_size)
+            check_agreement(first.members)
+            self.group.meet(first.mates, first.group)
+        if self.recovery is None:
+            self.install(self.link([first], self.client), [first])
+            self._open_records()
+        elif not isinstance(first, Welcome):
+            self.recovery.start(first)
+            self.wait_for_admission()
+        else:
+            self._be_a_newcomer(first)
+            self.recovery.start(None)
+
+    def _be_a_newcomer(self, welcome: Welcome) -> None:
+        """Rank and size are provisional until this rank is a member."""
+        rank, size = welcome.rank, welcome.size
+        self.standing = Standing.provisional(rank, size, self.config)
+        self._prefix = f"ringjax worker {self.config.worker}"
+        self.group.meet(welcome.mates, welcome.group)
+        self.group.replicas = [rank] if self.group.mates else []
+        self._registry.renew(size, {}, 0, self.group.replicas)
+        self.sets = {0: list(range(size))}
+        self.devices.counts = [devices.count(self.config)] * size
+
+    def wait_for_admission(self) -> None:
+        """Waits until this rank is a member.
+
+        Raises:
+            SystemExit: the job ends, in good order, without it.
+        """
+        self.wait(lambda: self.generation is not None or self.dismissed)
+        if self.generation is None:
+            raise SystemExit(0)
+        self._open_records()
+
+    def _open_records(self) -> None:
+        """What the settings ask for, now that the rank is known."""
         self.lanes.open_timeline()
         self.open_profile()
+        mine, local = self.devices.counts[self.rank], self.standing.local_size
+        if mine and local > 1 and local * (self.config.devices_per_rank or mine) > mine:
+            self.log(
+                "info",
+                f"{local} ranks of this host share {mine} CUDA device(s): let JAX take "
+                "a part of the memory only (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+            )
 
     def begin_recording(self, who: str, job: str) -> None:
         """Calls are heard of from now on, and told to who wants to know."""
@@ -163,11 +223,6 @@ class World:
         if self._telling is not None:
             self._telling.close()
 
-    @property
-    def present_epoch(self) -> Epoch | None:
-        """The one in force; None: there is none, or none yet."""
-        return self._epoch
-
     def _meet(self, place: launch_environment.Place, described: dict[str, Any]) -> None:
         """Joins the job; `described`: what the others shall know about this rank.
 
@@ -202,97 +257,6 @@ class World:
         self._meeting = attend(place, config, described, open_doors, say)
         self.secret = self._meeting.secret
 
-    def _come_together(self, place: launch_environment.Place) -> Fabric:
-        config = self.config
-        self._meet(place, self.group.offer(place.rank))
-        assert self._meeting is not None and self._reception is not None
-        client = self._meeting.client
-        check_agreement(client.members)
-        self.standing = Standing.of(place.rank, host_names(client.members), config)
-        self._prefix += f" e{client.epoch}"
-        return Fabric(
-            rank=place.rank,
-            members=client.members,
-            hosts=self.standing.hosts,
-            epoch=client.epoch,
-            job=self._meeting.job,
-            secret=self._meeting.secret,
-            config=config,
-            reception=self._reception,
-            session=client,
-            shm_bytes=_native.shm_bytes,
-            segment_bytes=_native.segment_bytes,
-            log=self.log,
-        )
-
-    @property
-    def client(self) -> CoordinatorClient | None:
-        """Speaks with the coordinator; None in a job of one."""
-        return None if self._meeting is None else self._meeting.client
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.standing.rank
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """All ranks, as they know each other; none in a job of one."""
-        return [] if self.client is None else self.client.members
-
-    @property
-    def communicators(self) -> dict[int, _native.Communicator]:
-        """Those that this rank has now, by number."""
-        return {} if self._epoch is None else self._epoch.communicators
-
-    @property
-    def epoch(self) -> Epoch:
-        """The present one."""
-        assert self._epoch is not None
-        return self._epoch
-
-    def connect(
-        self, number: int, ranks: Sequence[int], name: str
-    ) -> _native.Communicator:
-        """Builds a communicator; all of `ranks` do it, and this is one of them."""
-        return self.epoch.connect(number, ranks, name)
-
-    def connect_control(
-        self, number: int, ranks: Sequence[int], name: str
-    ) -> _native.Communicator:
-        """A communicator for messages of a few bytes, beside a device communicator."""
-        return self.epoch.connect_small(number, ranks, name)
-
-    def disconnect(self, number: int) -> None:
-        """Ends a communicator, if there is one."""
-        if self._epoch is not None:
-            self._epoch.disconnect(number)
-
-    def _calibrate(self, world: _native.Communicator) -> None:
-        if not self.members or self.config.calibrate == "off":
-            return
-        network = calibration.describe(self.members, self.standing.hosts)
-        if network is None:
-            return
-        cost, how = calibration.calibrate(world, self.config, network)
-        self.epoch.cost = cost
-        costs = ", ".join(f"{name} {value:.3g}" for name, value in cost.items())
-        self.log("debug", f"the links, {how}: {costs}")
-
-    def _count_devices(self) -> list[int]:
-        """Of each rank; all alike know whether there is anything to talk about."""
-        counts = [int(m.hello.get("cuda", 0)) for m in self.members]
-        counts = counts or [devices.count(self.config)]
-        mine, local = counts[self.rank], self.standing.local_size
-        each = self.config.devices_per_rank or mine
-        if mine and local > 1 and local * each > mine:
-            self.log(
-                "info",
-                f"{local} ranks of this host share {mine} CUDA device(s): let JAX take "
-                "a part of the memory only (XLA_PYTHON_CLIENT_MEM_FRACTION)",
-            )
-        return counts
-
     @property
     def cuda_absence(self) -> str:
         """Why this rank has no CUDA device; nothing if its driver shows one."""
@@ -309,13 +273,20 @@ class World:
 
     @property
     def device_share(self) -> tuple[int, ...] | None:
-        """The CUDA devices that fall to this rank, None if there is no choice."""
-        here, each = self.standing, self.config.devices_per_rank
-        count = self.devices.counts[self.rank]
-        return devices.share(here.local_rank, here.local_size, count, each)
+        """The CUDA devices that fall to this rank, None if there is no choice.
+
+        A rank stays on them, whatever its number becomes.
+        """
+        if self._share is None:
+            here, each = self.standing, self.config.devices_per_rank
+            count = self.devices.counts[self.rank]
+            self._share = devices.share(here.local_rank, here.local_size, count, each)
+        return self._share
 
     def open_devices(self, numbers: Sequence[int], why_not: str = "") -> None:
         """Builds the device communicators, once; collective over the world.
+
+        A newcomer does it when it is a member.
 
         Args:
             numbers: of the CUDA devices that this rank computes on; if there are none,
@@ -324,7 +295,11 @@ class World:
         Raises:
             StartupError: the ranks do not fit together, or NCCL failed.
         """
-        self.devices.open(numbers, why_not, self.sets)
+        if self.device is not None:
+            return
+        self.device = numbers, why_not
+        if self.generation is not None and not elastic_devices.renew(self):
+            elastic_devices.start_again(self, elastic_devices.LOST)
 
     def confirm(self) -> None:
         """Waits until all calls on devices have ended.
@@ -343,37 +318,97 @@ class World:
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Registers a process set; collective over the world.
 
+        If ranks are lost meanwhile, it begins again with those that are left, unless
+        some rank has come to its end: then all have the set already.
+
         Raises:
             Mismatch: ranks disagree about the set. Nothing was registered.
         """
+        while number not in self.sets:
+            generation, epoch = self.generation, self.present
+            if generation is None or epoch is None:
+                self.sets[number] = list(ranks)  # a newcomer: the job tells its ranks
+                return
+            try:
+                self._add(epoch, number, ranks, what)
+                break
+            except Mismatch:
+                raise
+            except RingjaxError:
+                if not self.is_over(epoch, _NEWS):
+                    raise
+            self.wait_for_another(epoch.number)
+            if self.waits or self.generation is None:
+                raise PeerLost(f"ringjax.{what}: another rank starts again")
+            kept = {generation.workers[rank] for rank in ranks}
+            ranks = [r for r, w in enumerate(self.generation.workers) if w in kept]
+        mine = self.rank in self.sets[number]
+        # Where another rank had come to the end, the recovery connects it here.
+        self.wait(lambda: number in self.calls.serving or not mine)
+
+    def _add(self, epoch: Epoch, number: int, ranks: Sequence[int], what: str) -> None:
         self.agree(f"{what} {number}", ranks)
+        both = (number, number | LANE) if self.rank in ranks else ()
         try:
-            if self.rank in ranks:
-                for build in (self.connect, self.lanes.add):
-                    build(number, ranks, f"process set {number}")
+            for each in both:
+                name = f"process set {number}"
+                epoch.link(each, ranks, name, self.within(epoch))
+            self.adopt(epoch, number, ranks)
+        except BaseException:
+            for each in both:
+                epoch.disconnect(each)
+            raise
+        try:
             self.devices.add(number, ranks)
         except BaseException:
-            self.lanes.remove(number)
-            self.disconnect(number)
+            if not self.elastic:
+                self._forget(number)
             raise
-        self.sets[number] = list(ranks)
 
     def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
-        """Ends a process set; collective over the world."""
-        self.agree(f"{what} {number}", ranks)
+        """Ends a process set; collective over the world.
+
+        In an elastic job what it holds ends with the epoch: here nobody can say whether
+        the other ranks have come as far.
+        """
+        if not self.elastic:
+            self.agree(f"{what} {number}", ranks)
+            self.devices.remove(number)
+            self._forget(number)
+            return
+        with self.changed:
+            self._removed.add(number)
+            self.devices.remove(number)
+
+    def _forget(self, number: int) -> None:
+        """Ends what a process set holds in an epoch that goes on."""
         self.sets.pop(number, None)
-        self.devices.remove(number)
-        self.lanes.remove(number)
-        self.disconnect(number)
+        self.lanes.drop(number)
+        for each in (number, number | LANE):
+            self.calls.serving.pop(each, None)
+            self.epoch.disconnect(each)
+
+    def connect_control(
+        self, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Communicator:
+        """A communicator for messages of a few bytes, beside a device communicator."""
+        return self.epoch.connect_small(number, ranks, name)
+
+    def disconnect(self, number: int) -> None:
+        """Ends a communicator, if there is one."""
+        self.epoch.disconnect(number)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Gives every rank the values of all ranks; `what` names it in errors."""
         if self.client is None:
             return [value]
-        return self.client.exchange(value, self.config.start_timeout, what)
+        seconds = self.config.start_timeout
+        return self.client.exchange(value, seconds, what, self.epoch.number)
 
     def prepare(self, what: str) -> None:
-        """Called before each collective; `what` names it."""
+        """Called before each collective; has those of a newcomer run alone."""
+        if self.generation is None and not self.calls.serving:
+            self.rehearsal.begin(what)
 
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
@@ -391,53 +426,59 @@ class World:
                     f"{str(other)[:-17]}"
                 )
 
-    def fail(self, text: str) -> None:
-        """Tells everybody that this rank goes down, and why."""
-        if self.failed:
-            return
-        self.failed = text
-        if self.client is not None:
-            self.client.report_failure(text)
-        if self._epoch is not None:
-            self._epoch.fail(text)
-
-    def broken(self, text: str) -> None:
-        """A thread of this rank has ended unasked: without it the rank cannot go on."""
-        self.log("error", text)
-        self.fail(text)
-        self.stop()
-
     def stop(self) -> None:
-        """Fails what is pending, so that nothing waits for it."""
-        text = self.failed or _CLOSED
+        """Fails what is pending, and what comes."""
         self.end_telling()
-        self.devices.stop(text, self.rank)
-        if self._epoch is not None:
-            self._epoch.abort(text, self.rank)
+        super().stop()
         self.end_profile()
+
+    def _retire(self, number: int) -> None:
+        if self._reception is not None:
+            self._reception.retire(number)
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
-        epoch, meeting = self._epoch, self._meeting
         self.end_telling()
         self.end_profile()
+        self.rehearsal.end()
+        in_order = not (self.failed or self._end or self.dismissed)
+        if self.recovery is not None:
+            self.recovery.close()
+        epoch, client = self._epoch, self.client
         self.group.close()
         self.devices.close()  # first: what the devices still do needs all ranks
-        self.lanes.close()
-        if not self.failed:
-            if epoch is not None:
-                epoch.leave()
-            if meeting is not None:
-                meeting.client.leave()
+        if not self.elastic:
+            self.lanes.close()
+        if in_order and epoch is not None:
+            epoch.leave()
+        if in_order and client is not None and (epoch is not None or not self.elastic):
+            client.leave(self._last_lines(), self._joined)
+        if self.elastic:
+            self.stop()
+            self.lanes.close()
+        self.calls.clear()
         if epoch is not None:
             epoch.close()
         if self._whereabouts is not None:
             self._whereabouts.close()
         if self._reception is not None:
             self._reception.close()
-        if meeting is not None:
-            meeting.close()
-        self._epoch = self._reception = self._meeting = None
+        self._registry.end()
+        if self._meeting is not None:
+            self._meeting.close()
+            if self.config.worker is not None:
+                _left.add((self.config.job, self.config.worker))
+        self._epoch = self._reception = self._meeting = self.recovery = None
+
+    def _last_lines(self) -> dict[int, Line]:
+        """How far this rank came, for those that may still be inside the last call."""
+        if self.waits or not self.elastic:
+            return {}
+        try:
+            return self.halt(CLOSED, -1)
+        except _native.StatusError as error:  # somebody is still in a call
+            self.log("info", f"leaving in the middle of a call: {error}")
+            return {}
 
     def abandon(self) -> None:
         """In a forked child: lets go of the sockets and of nothing else.
@@ -456,11 +497,26 @@ class World:
             self._reception.release()
         if self._meeting is not None:
             self._meeting.release()
-
-    def log(self, level: str, text: str) -> None:
-        """One line on standard error, if the level is wanted."""
-        if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
-            stderr.line(f"[{self._prefix}] {level}: {text}")
+        if self.recovery is not None:
+            self.recovery.release()
 
 
 _abandoned: list[object] = []
+
+
+def _check(config: Config) -> None:
+    """Refuses a process that cannot join an elastic job.
+
+    Raises:
+        StartupError: the environment does not say enough, or this process has left.
+    """
+    if not config.rendezvous or config.worker is None:
+        raise StartupError(
+            "RINGJAX_ELASTIC is set, but RINGJAX_RENDEZVOUS or RINGJAX_WORKER is not: "
+            "start elastic jobs by ringrun --min-np"
+        )
+    if (config.job, config.worker) in _left:
+        raise StartupError(
+            "this process has left its elastic job by ringjax.shutdown(), and cannot "
+            "come back: another process would have to"
+        )

@@ -94,9 +94,7 @@ def test_a_second_start_reads_what_the_first_one_found(
         said_by_all("before")
         if ringjax.rank() == 0:
             world = runtime.current("test")
-            assert world._meeting is not None
-            members = world._meeting.session.members
-            network = calibration.describe(members, world.standing.hosts)
+            network = calibration.describe(world.members, world.standing.hosts)
             assert cost_file.read(str(folder), network) is not None
             assert cost_file.write(str(folder), network, MARK)
         said_by_all("after")

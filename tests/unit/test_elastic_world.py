@@ -16,9 +16,9 @@ from ringjax.config import Config
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost
 from ringjax.membership.orders import Members
-from ringjax.recovery.elastic_world import ElasticWorld
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
+from ringjax.world.world import World
 
 
 class Former:
@@ -45,7 +45,7 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
         1, [(0, theirs.detach())], interval=0.05, timeout=60, notify=bell, inquire=-1
     )
     former = Former(mine)
-    world: Any = ElasticWorld.__new__(ElasticWorld)
+    world: Any = World.__new__(World)
     world.waits, world.generation, world._epoch, world._former = (
         False,
         None,
@@ -65,6 +65,6 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
         stack.callback(os.close, bell)
         stack.callback(other.close)
         with pytest.raises(PeerLost, match="rank 2"):
-            ElasticWorld.link(world, [order], None)
+            World.link(world, [order], None)
         until(rung)  # it has heard the end
         assert other.lost() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringjax.control.member import Member
 from ringjax.membership.orders import Members
-from ringjax.recovery.generation import Generation, Step, numbers, reason, steps
+from ringjax.world.generation import Generation, Step, numbers, reason, steps
 from ringjax.world.lanes import LANE
 
 

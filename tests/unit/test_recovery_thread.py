@@ -24,8 +24,8 @@ from ringjax.membership.orders import (
     Stopped,
     Update,
 )
-from ringjax.recovery.thread import Recovery
 from ringjax.world.coordinates import Standing
+from ringjax.world.recovery import Recovery
 
 
 def members(epoch: int, size: int = 3, kind: str = "repair") -> Members:

@@ -12,9 +12,8 @@ from support.ringrun import ringrun
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.errors import PeerLost, Stalled, StartupError
-from ringjax.recovery import elastic_devices
 from ringjax.run import options
-from ringjax.world import controls, devices, groups, lanes
+from ringjax.world import controls, devices, elastic_devices, groups, lanes
 from ringjax.world.coordinates import Standing
 from ringjax.xla import placement
 

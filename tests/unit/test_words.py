@@ -22,7 +22,7 @@ HOROVODS = {
 }
 # Names that mean another thing in each of several packages, until they are renamed.
 SEVERAL_TODAY = {
-    *("Call", "Fenced", "Home", "Host", "Job", "Listener", "Membership", "Node"),
+    *("Call", "Fenced", "Host", "Job", "Listener", "Membership", "Node"),
     *("Program", "Rank", "Reduction", "Report", "Row", "Seat", "Settings", "Share"),
     "Status",
 }
@@ -48,7 +48,6 @@ OTHER_TODAY = {
         "ringjax/monitor": "metrics.py sockets.py stragglers.py",
         "ringjax/profile": "breakdown.py clocks.py exchanges.py rows.py",
         "ringjax/ray": "adapter.py ray_logger.py runner.py train.py",
-        "ringjax/recovery": "elastic_devices.py elastic_sets.py forming.py thread.py",
         "ringjax/run": "__init__.py cli.py options.py output.py",
         "ringjax/run/elastic": """
             bounds.py liveness.py replacement.py seats.py workers.py
@@ -70,7 +69,10 @@ OTHER_TODAY = {
         "ringjax/top": "table.py",
         "ringjax/torch": "autograd.py functions.py readiness.py",
         "ringjax/tuning": "step.py",
-        "ringjax/world": "coordinates.py profiling.py report.py telling.py",
+        "ringjax/world": """
+            coordinates.py elastic_devices.py forming.py profiling.py report.py
+            telling.py
+        """,
         "ringjax/xla": "lowering.py shares.py ties.py tokens.py",
         "xla_ext/base": "reduce.h reduce_kernels.h",
         "xla_ext/binding": "module.h",

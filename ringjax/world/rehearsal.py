@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringjax.errors import RingjaxError
-from ringjax.recovery.elastic_devices import Alone
 from ringjax.world.coordinates import Standing
 from ringjax.world.devices import Devices
+from ringjax.world.elastic_devices import Alone
 from ringjax.world.epoch import Epoch
 from ringjax.world.groups import REPLICAS
 from ringjax.world.lanes import LANE, Lanes
@@ -23,7 +23,7 @@ class Rehearsal:
     """The time in which collectives of one newcomer find nobody else.
 
     Args:
-        world: the newcomer's, an `ElasticWorld`.
+        world: the newcomer's, a `World`.
 
     Attributes:
         called: what the program has called outside of `within`, first; "": nothing.

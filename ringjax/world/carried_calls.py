@@ -1,7 +1,7 @@
-"""The parts of an elastic job's calls that go on from epoch to epoch.
+"""The communicators that calls of the program get, and what of them outlives an epoch.
 
-Resilient communicators and eager lanes. A resilient communicator belongs to the number
-of a communicator, and every epoch puts a new
+In an elastic job that is resilient communicators, and eager lanes. A resilient
+communicator belongs to the number of a communicator, and every epoch puts a new
 communicator into it. Its calls wait for that in the native core, where they are
 repeated, too. Who belongs to an epoch is decided elsewhere.
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 
 from ringjax import _native
-from ringjax.recovery.generation import Step
 from ringjax.world.epoch import Epoch
+from ringjax.world.generation import Step
 from ringjax.world.lanes import LANE, Lanes
 
 
@@ -51,9 +51,9 @@ class Calls:
                 begins, and what is not in the epoch yet only hears its verdict.
         """
         self.serving = {n: c for n, c in self.serving.items() if n in verdicts}
-        for number in {**verdicts, **epoch.resilient_comms}:
+        for number in {**verdicts, **epoch.served}:
             self.put(epoch, number, verdicts.get(number, [Step()]))
-        wanted = {number & ~LANE for number in self.resilient_comms}
+        wanted = {number & ~LANE for number in {**self.resilient_comms, **self.serving}}
         for number in [n for n in self._lanes.lanes if n not in wanted]:
             self._lanes.drop(number)
 
@@ -66,13 +66,14 @@ class Calls:
         communicator = epoch.communicators.get(number)
         resilient = self.resilient_comms.get(number)
         fresh = resilient is None
-        if resilient is None:
-            resilient = self.resilient_comms[number] = epoch.resilient_comms[number]
-        # One that has ended on this rank, by Ctrl-C for example, stays so.
-        with contextlib.suppress(_native.StatusError):
-            for step in told[:-1]:
-                resilient.install(None, *astuple(step))
-            resilient.install(communicator, *astuple(told[-1]))
+        resilient = resilient or epoch.served.get(number)
+        if resilient is not None:
+            self.resilient_comms[number] = resilient
+            # One that has ended on this rank, by Ctrl-C for example, stays so.
+            with contextlib.suppress(_native.StatusError):
+                for step in told[:-1]:
+                    resilient.install(None, *astuple(step))
+                resilient.install(communicator, *astuple(told[-1]))
         if communicator is None:
             return
         self.serving[number] = communicator

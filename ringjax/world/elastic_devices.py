@@ -1,70 +1,31 @@
-"""Device communicators of an elastic job: made anew in every epoch in which all begin.
+"""Device communicators: made anew in every epoch in which all ranks begin.
 
 The program's thread makes them while the recovery may end the epoch at any time. So
 whatever belongs to one set of them is tied to one epoch: what comes too late fails,
 and is not taken for a part of the next one. Which epoch that is, is up to
-elastic_world.py.
+epoch_sequence.py.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import RingjaxError, Stalled
-from ringjax.membership.client import CoordinatorClient
-from ringjax.recovery.elastic_sets import within
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
+from ringjax.world.epoch_sequence import EpochSequence
 
 LOST = "a rank was lost while the ranks connected their devices"
 _NEWS = 1.0  # seconds until the coordinator has said who is lost
 
 
-class Home(Protocol):
-    """What is needed of the world."""
-
-    config: Config
-    changed: threading.Condition
-    devices: Devices
-    device: tuple[Sequence[int], str] | None
-    sets: dict[int, list[int]]
-    waits: bool
-
-    @property
-    def epoch(self) -> Epoch:
-        """The present one."""
-
-    @property
-    def client(self) -> CoordinatorClient | None:
-        """Speaks with the coordinator."""
-
-    def check_end(self) -> None:
-        """Raises why this rank cannot go on, if that is so."""
-
-    def check_epoch(self, epoch: Epoch) -> None:
-        """Raises if it is over."""
-
-    def wait_for_another(self, before: int) -> None:
-        """Waits for another epoch than that one, or for what comes instead."""
-
-    def acknowledge(self) -> None:
-        """The program starts again: its calls belong to the present epoch."""
-
-    def is_over(self, epoch: Epoch, seconds: float = 0.0) -> bool:
-        """Whether an epoch has ended, or will be within so much time."""
-
-    def log(self, level: str, text: str) -> None:
-        """Prints a line, if the level is wanted."""
-
-
 class Seat:
     """This rank's place in one epoch, as its device communicators need it."""
 
-    def __init__(self, world: Any, epoch: Epoch) -> None:
+    def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self.config: Config = world.config
         self.log = world.log
         self.standing = epoch.standing
@@ -77,15 +38,16 @@ class Seat:
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Gives every rank of the epoch the values of all ranks."""
-        line: CoordinatorClient = self._world.client
-        seconds = self.config.start_timeout
+        client, seconds = self._world.client, self.config.start_timeout
         number = self._epoch.number
+        if client is None:
+            return [value]
         try:
-            return line.exchange(value, seconds, what, number)
+            return client.exchange(value, seconds, what, number)
         except Stalled as error:
             # A program that hangs would end the job: the others go on without its rank.
             for rank in error.ranks:
-                line.suspect(number, rank, f"did not take part within {seconds:g} s")
+                client.suspect(number, rank, f"did not take part within {seconds:g} s")
             raise
 
     def connect_control(
@@ -94,7 +56,7 @@ class Seat:
         """Builds a watched communicator of small links between `ranks`."""
         world, epoch = self._world, self._epoch
         try:
-            small = epoch.link_small(number, ranks, name, within(world, epoch))
+            small = epoch.link_small(number, ranks, name, world.within(epoch))
             with world.changed:  # or it would not be stopped with the epoch
                 world.check_epoch(epoch)
                 return epoch.open(number, ranks, name, config=small)
@@ -108,8 +70,8 @@ class Seat:
 
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
-        line: CoordinatorClient = self._world.client
-        return line.gone()
+        client = self._world.client
+        return {} if client is None else client.gone()
 
 
 class Alone(Seat):
@@ -126,7 +88,7 @@ class Alone(Seat):
         return self._epoch.connect_small(number, ranks, name)
 
 
-def renew(world: Home) -> bool:
+def renew(world: EpochSequence) -> bool:
     """Connects the devices of all ranks in the present epoch; all of them call it.
 
     Returns:
@@ -156,7 +118,7 @@ def renew(world: Home) -> bool:
     return True
 
 
-def start_again(world: Home, text: str) -> None:
+def start_again(world: EpochSequence, text: str) -> None:
     """Goes on in an epoch in which all ranks begin anew; all of them come to it.
 
     Args:
@@ -182,7 +144,7 @@ def start_again(world: Home, text: str) -> None:
             return
 
 
-def _patience(world: Home, epoch: Epoch, error: RingjaxError) -> float:
+def _patience(world: EpochSequence, epoch: Epoch, error: RingjaxError) -> float:
     """Seconds in which an epoch may turn out to be over that NCCL has failed in.
 
     A rank whose device fails, or does not fit the others', ends with that error, and is

@@ -3,7 +3,7 @@
 It hears the heartbeat and the coordinator, stops an epoch that is over, reports how far
 this rank came, connects the members of the next one and puts it in force. Calls that
 are under way wait meanwhile, in the native core. What an epoch is made of is in
-elastic_world.py, who decides about members in membership.py.
+epoch_sequence.py, who decides about members in membership.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
 
 from ringjax import errors, failpoints
 from ringjax.control.waiting import readable
@@ -37,54 +36,13 @@ from ringjax.membership.orders import (
     Update,
 )
 from ringjax.world.epoch import Epoch
+from ringjax.world.epoch_sequence import EpochSequence
 
 _DOUBT = 0.5  # seconds in which the coordinator may know better who is lost
 
 
 class Revoked(PeerLost):
     """The epoch that is being formed is over already."""
-
-
-class Home(Protocol):
-    """What the recovery needs of its world."""
-
-    @property
-    def present(self) -> Epoch | None:
-        """The epoch that is in force, or waits for the program to start again."""
-
-    def halt(self, text: str, rank: int) -> dict[int, Line]:
-        """Stops all calls of the present epoch and says how far they came."""
-
-    def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
-        """The process sets, the next number for one, whether only a restart helps."""
-
-    def link(self, heard: Sequence[Members], watch: Any) -> Epoch:
-        """Connects the members of an epoch; raises as `mesh.Fabric.build`.
-
-        Args:
-            heard: all memberships since the present epoch; the last one counts.
-        """
-
-    def install(self, epoch: Epoch, heard: Sequence[Members]) -> None:
-        """Puts it in force; `heard` are all memberships since the present one."""
-
-    def complete(self, members: Members) -> None:
-        """Connects what does not have to be there at once; raises as `link`."""
-
-    def announce(self, update: int) -> None:
-        """A change of the members waits; 0: none."""
-
-    def dismiss(self, text: str) -> None:
-        """This rank belongs to the job no more, in good order."""
-
-    def end(self, kind: type[RingjaxError], text: str) -> None:
-        """Nothing follows: everything that waits fails with this."""
-
-    def broken(self, text: str) -> None:
-        """This thread has ended unasked."""
-
-    def log(self, level: str, text: str) -> None:
-        """Prints a line, if the level is wanted."""
 
 
 class Recovery:
@@ -98,7 +56,7 @@ class Recovery:
         bell: an eventfd for heartbeats to ring.
     """
 
-    def __init__(self, home: Home, client: CoordinatorClient) -> None:
+    def __init__(self, home: EpochSequence, client: CoordinatorClient) -> None:
         self._home, self._client = home, client
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

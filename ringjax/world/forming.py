@@ -1,6 +1,6 @@
-"""How a rank enlists in an elastic job, and how its members become an epoch.
+"""How the members of a job become an epoch on this rank.
 
-What the epoch before has left is in elastic_world.py, which puts the new one in force.
+What the epoch before has left is in epoch_sequence.py, which puts the new one in force.
 """
 
 from __future__ import annotations
@@ -11,53 +11,25 @@ from dataclasses import replace
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.listener import Reception
-from ringjax.errors import StartupError
 from ringjax.links import calibration
 from ringjax.links.mesh import Fabric, Watch
 from ringjax.membership.orders import Members
 from ringjax.membership.rendezvous_lookup import Meeting
-from ringjax.recovery.generation import Wanted
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
+from ringjax.world.generation import Wanted
 from ringjax.world.groups import ENDING, REPLICAS
 from ringjax.world.introduction import host_names
 from ringjax.world.whereabouts import Whereabouts
-
-# Jobs and workers that this process has been and is no more.
-_left: set[tuple[str, int]] = set()
-
-
-def check(config: Config) -> None:
-    """Refuses a process that cannot join an elastic job.
-
-    Raises:
-        StartupError: the environment does not say enough, or this process has left.
-    """
-    if not config.rendezvous or config.worker is None:
-        raise StartupError(
-            "RINGJAX_ELASTIC is set, but RINGJAX_RENDEZVOUS or RINGJAX_WORKER is not: "
-            "start elastic jobs by ringrun --min-np"
-        )
-    if (config.job, config.worker) in _left:
-        raise StartupError(
-            "this process has left its elastic job by ringjax.shutdown(), and cannot "
-            "come back: another process would have to"
-        )
-
-
-def leave(config: Config) -> None:
-    """This process must not come back to its job."""
-    if config.worker is not None:
-        _left.add((config.job, config.worker))
 
 
 class Former:
     """Forms the epochs of one rank.
 
     Args:
-        meeting: the job and its secret.
+        meeting: the job and its secret; None: a job of one.
         reception: where other ranks call, in all epochs.
-        bell: an eventfd for the heartbeats to ring.
+        bell: an eventfd for the heartbeats to ring; -1: the job is not elastic.
         whereabouts: answers what the heartbeats are asked.
         log: takes a level and a sentence.
         recorder: hears of all calls, in all epochs.
@@ -66,10 +38,10 @@ class Former:
     def __init__(
         self,
         config: Config,
-        meeting: Meeting,
-        reception: Reception,
+        meeting: Meeting | None,
+        reception: Reception | None,
         bell: int,
-        whereabouts: Whereabouts,
+        whereabouts: Whereabouts | None,
         log: Callable[[str, str], None],
         recorder: _native.Recorder,
     ) -> None:
@@ -85,22 +57,27 @@ class Former:
             watch: raises when it is not worth while to go on.
             before: the epoch before, if this rank had one.
         """
-        standing = Standing.of(members.rank, host_names(members.members))
-        fabric = Fabric(
-            rank=members.rank,
-            members=members.members,
-            hosts=standing.hosts,
-            epoch=members.epoch,
-            job=self._meeting.job,
-            secret=self._meeting.secret,
-            config=self._patient(members.kind),
-            reception=self._reception,
-            session=watch,
-            shm_bytes=_native.shm_bytes,
-            segment_bytes=_native.segment_bytes,
-            log=self._log,
-        )
-        epoch = Epoch(self._config, standing, fabric, self._bell, self._whereabouts)
+        config = self._config
+        # The settings know a rank's place on its host in the first epoch at most.
+        told = None if config.elastic else config
+        standing = Standing.of(members.rank, host_names(members.members), told)
+        fabric = None
+        if self._meeting is not None and self._reception is not None:
+            fabric = Fabric(
+                rank=members.rank,
+                members=members.members,
+                hosts=standing.hosts,
+                epoch=members.epoch,
+                job=self._meeting.job,
+                secret=self._meeting.secret,
+                config=self._patient(members.kind),
+                reception=self._reception,
+                session=watch,
+                shm_bytes=_native.shm_bytes,
+                segment_bytes=_native.segment_bytes,
+                log=self._log,
+            )
+        epoch = Epoch(config, standing, fabric, self._bell, self._whereabouts)
         epoch.cost = {} if before is None else before.cost
         epoch.recorder = self._recorder
         return epoch
@@ -122,23 +99,26 @@ class Former:
             Unreachable, PeerLost, StartupError: some could not be reached.
         """
         everybody, small = range(len(members.members)), self._config
+        elastic = self._config.elastic
         for number, ranks, name in wanted:
             epoch.link(number, ranks, name)
-            if number == REPLICAS:
+            if number == REPLICAS and elastic:
                 small = epoch.link_small(ENDING, everybody, "the ends of calls")
         for number, ranks, name in wanted:
             ending = None
-            if number == REPLICAS:  # one membership for all shards of a step
+            if number == REPLICAS and elastic:  # one membership for a step's shards
                 ending = epoch.open(ENDING, everybody, name, config=small)
             resilient = known.get(number) or self.new_resilient_comm()
-            epoch.open(number, ranks, name, resilient, ending=ending)
+            epoch.open(number, ranks, name, resilient, ending=ending, served=True)
             if number == 0:
                 self._calibrate(epoch, members)
 
-    def new_resilient_comm(self) -> _native.ResilientComm:
-        """For a communicator that begins."""
-        # The coordinator knows sooner when to give up; this is for when it is lost.
+    def new_resilient_comm(self) -> _native.ResilientComm | None:
+        """For a communicator that begins; None: it has one epoch."""
         config = self._config
+        if not config.elastic:
+            return None
+        # The coordinator knows sooner when to give up; this is for when it is lost.
         return _native.ResilientComm(config.elastic_timeout + config.start_timeout)
 
     def _patient(self, kind: str) -> Config:
@@ -151,11 +131,16 @@ class Former:
 
     def _calibrate(self, epoch: Epoch, members: Members) -> None:
         """All ranks need the same constants, and newcomers have none."""
-        if self._config.calibrate == "off" or -1 not in members.previous:
+        old = -1 not in members.previous
+        if self._config.calibrate == "off" or old or epoch.fabric is None:
             return
         network = calibration.describe(members.members, epoch.standing.hosts)
         if network is not None:
-            communicator = epoch.communicators[0]
-            epoch.cost, _ = calibration.calibrate(
-                communicator, self._config, network, epoch.cost
+            world = epoch.communicators[0]
+            epoch.cost, how = calibration.calibrate(
+                world, self._config, network, epoch.cost
             )
+            costs = ", ".join(
+                f"{name} {value:.3g}" for name, value in epoch.cost.items()
+            )
+            self._log("debug", f"the links, {how}: {costs}")
