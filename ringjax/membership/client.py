@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from socket import gaierror
 from typing import Any
 
@@ -47,7 +48,7 @@ __all__ = [
     "Members",
     "Notice",
 ]
-__all__ += ["Order", "Revoke", "Stopped", "Update", "Welcome", "join"]
+__all__ += ["Order", "Revoke", "Stopped", "Ticket", "Update", "Welcome", "join"]
 
 # (returned, done, repeatable), see the rules of verdicts in verdicts.py.
 Line = tuple[int, int, bool]
@@ -102,34 +103,42 @@ class Patience:
 SILENT = Patience(lambda text: None, 0.0, 0.0)
 
 
+@dataclass(frozen=True)
+class Ticket:
+    """What a rank must know to join; the addresses are "host:port,..."."""
+
+    addresses: str
+    secret: bytes = field(repr=False)
+    job: str
+
+
 def join(
-    addresses: str,
-    secret: bytes,
-    job: str,
+    ticket: Ticket | Callable[[], Ticket],
     worker: int,
-    hello: dict[str, Any],
+    hello: Mapping[str, Any] | Callable[[Ticket], Mapping[str, Any]],
     timeout: float,
     *,
     elastic_timeout: float = 0.0,
     failure_timeout: float = 5.0,
     patient: bool = False,
-    once: bool = False,
+    hint: str = "",
     tls: str = "auto",
     patience: Patience = SILENT,
 ) -> CoordinatorClient:
     """Joins the job and waits until it has started or this worker is welcomed.
 
     Args:
-        addresses: of the coordinator: "host:port,...", tried in turn.
+        ticket: where the coordinator is; or finds that out before each attempt, and
+            raises OSError as long as it is not known.
         worker: this worker's number; in a job that is not elastic its rank.
-        hello: what the others shall know.
+        hello: what the others shall know, if need be for a ticket.
         timeout: seconds for all of it.
         elastic_timeout: seconds to look for the coordinator after it was lost; then
             the order is `Stopped`. 0: the job is not elastic, and nobody looks.
         failure_timeout: in an elastic job, seconds of silence until it counts as lost.
         patient: a server that cannot prove itself may be a stranger on the port that
             the right one will take soon, so keep trying. Otherwise that is an error.
-        once: do not try again.
+        hint: what may help if nobody is found, for the end of the error.
         tls: whether the connection is encrypted, as in RINGJAX_TLS.
         patience: speaks of a wait that is long.
 
@@ -140,53 +149,51 @@ def join(
         StartupError: nobody answers, too few workers came, or this one is refused.
         AuthenticationError: the coordinator does not know the secret.
         Fenced: this worker has been declared lost.
-        OSError: with `once`: nobody answers, or the coordinator went away.
 
     Example:
         >>> from ringjax.membership.coordinator import Coordinator
         >>> coordinator = Coordinator(bytes(32), "0123456789abcdef", np=1)
         >>> coordinator.start()
-        >>> where = coordinator.addresses[0]
-        >>> worker = join(where, bytes(32), "0123456789abcdef", 4, {"shm": True}, 9.0)
+        >>> ticket = Ticket(coordinator.addresses[0], bytes(32), "0123456789abcdef")
+        >>> worker = join(ticket, 4, {"shm": True}, 9.0)
         >>> worker.epoch, worker.rank, worker.members[0].hello
         (0, 0, {'shm': True})
         >>> worker.close()
         >>> coordinator.close()
     """
-    connection = Connection(
-        addresses,
-        secret,
-        Introduction(job, Purpose.RENDEZVOUS, worker, SERVER_RANK, tls=offer(tls)),
-        silence=failure_timeout if elastic_timeout else 0.0,
-        patience=elastic_timeout,
-    )
-    client = CoordinatorClient(worker, connection, hello)
-    deadline, pause = time.monotonic() + timeout, 0.02
-    try:
-        while True:
-            try:
-                client.enter(deadline, patience)
-                return client
-            except (OSError, AuthenticationError) as error:
-                stranger = isinstance(error, AuthenticationError)
-                if once or (stranger and not patient):
-                    raise
-                if time.monotonic() + pause >= deadline:
-                    hint = ""
-                    if patient and isinstance(error.__cause__, gaierror):
-                        name = "a name or address that this host knows"
-                        hint = f"; set MASTER_ADDR to {name}"
-                    kind = AuthenticationError if stranger else StartupError
-                    raise kind(
-                        f"{client.name} could not join its job within {timeout:g} s: "
-                        f"{error}{hint}"
-                    ) from error
-                patience.nobody(str(error))
-            time.sleep(pause)
-            pause = min(2 * pause, PAUSE)
-    except BaseException:
-        client.close()
-        raise
+    deadline, pause = time.monotonic() + timeout, 0.01
+    silence = failure_timeout if elastic_timeout else 0.0
+    while True:
+        try:
+            known = ticket() if callable(ticket) else ticket
+            said = hello(known) if callable(hello) else hello
+            who = Introduction(
+                known.job, Purpose.RENDEZVOUS, worker, SERVER_RANK, tls=offer(tls)
+            )
+            client = CoordinatorClient(
+                worker,
+                Connection(
+                    known.addresses, known.secret, who, silence, elastic_timeout
+                ),
+                dict(said),
+            )
+            client.enter(deadline, patience)
+            return client
+        except (OSError, AuthenticationError) as error:
+            stranger = isinstance(error, AuthenticationError)
+            if stranger and not patient:
+                raise
+            why = f"{error}{hint}"
+            if patient and isinstance(error.__cause__, gaierror):
+                why += "; set MASTER_ADDR to a name or address that this host knows"
+            if time.monotonic() + pause >= deadline:
+                kind = AuthenticationError if stranger else StartupError
+                name = f"{'worker' if elastic_timeout else 'rank'} {worker}"
+                limit = f"within {timeout:g} s"
+                raise kind(f"{name} could not join its job {limit}: {why}") from error
+            patience.nobody(why)
+        time.sleep(pause)
+        pause = min(1.5 * pause, PAUSE)
 
 
 class CoordinatorClient:
@@ -232,11 +239,15 @@ class CoordinatorClient:
 
     def enter(self, deadline: float, patience: Patience) -> None:
         """Reaches the coordinator and waits until it has said something; for `join`."""
-        where = self._line.open(self, self._changed, deadline)
         try:
-            self._wait_for_first(deadline + GRACE, patience)
-        except OSError as error:  # it ends, and perhaps another one begins
-            raise OSError(f"{where}: {error}") from error
+            where = self._line.open(self, self._changed, deadline)
+            try:
+                self._wait_for_first(deadline + GRACE, patience)
+            except OSError as error:  # it ends, and perhaps another one begins
+                raise OSError(f"{where}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
         if self._line.comes_back:
             heard = len(self._orders)  # already, behind the first
             self._bell = os.eventfd(heard, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -22,7 +22,7 @@ from ringjax.control.sealing import Keys
 from ringjax.control.waiting import readable
 from ringjax.errors import AuthenticationError, StartupError
 
-PAUSE = 0.5  # seconds between two attempts to reach the coordinator, at most
+PAUSE = 0.25  # seconds between two attempts to reach the coordinator, at most
 
 
 class Owner(Protocol):
@@ -90,7 +90,6 @@ class Connection:
         addresses: str,
         secret: bytes,
         introduction: Introduction,
-        *,
         silence: float = 0.0,
         patience: float = 0.0,
     ) -> None:

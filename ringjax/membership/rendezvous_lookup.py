@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +21,8 @@ from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control import temporary
 from ringjax.control.launch_environment import Place
-from ringjax.errors import AuthenticationError, StartupError
-from ringjax.membership.client import CoordinatorClient, Patience, join
+from ringjax.errors import StartupError
+from ringjax.membership.client import CoordinatorClient, Patience, Ticket, join
 from ringjax.membership.coordinator import Coordinator
 
 _FIRST_PORT, _PORTS = 61000, 4500  # above what Linux gives away by itself
@@ -59,15 +58,6 @@ class Meeting:
         self.client.close()
         if self.coordinator is not None:
             self.coordinator.close()
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """What a rank must know to join: where, with which secret, which job."""
-
-    addresses: str
-    secret: bytes = field(repr=False)
-    job: str
 
 
 def job_of(identity: str, size: int) -> str:
@@ -142,86 +132,46 @@ def attend(
         StartupError: the job did not come together; the text says who is missing, or
             what to set.
     """
-    patience = Patience(say, config.stall_warning, config.start_timeout)
-    if place.one_host and place.rank != 0 and not config.rendezvous:
-        return _follow(place, config, hello, open_doors, patience)
+    notice = _Notice(place) if place.one_host and not config.rendezvous else None
     issued = issue(place, config)
-    ticket, coordinator = issued or (known_ticket(place, config), None)
+    coordinator = issued[1] if issued else None
+    opened: dict[Ticket, dict[str, Any]] = {}
+
+    def find() -> Ticket:
+        if issued is not None:
+            return issued[0]
+        return known_ticket(place, config) if notice is None else notice.ticket()
+
+    def greeting(ticket: Ticket) -> dict[str, Any]:
+        if ticket not in opened:
+            opened.clear()
+            opened[ticket] = open_doors(ticket.secret, ticket.job)
+        return hello | opened[ticket]
+
     try:
-        client = _enter(
-            *(place, config, patience, ticket),
-            hello | open_doors(ticket.secret, ticket.job),
+        client = join(
+            find,
+            place.rank if config.worker is None else config.worker,
+            greeting,
             config.start_timeout,
+            elastic_timeout=config.elastic_timeout if config.elastic else 0.0,
+            failure_timeout=config.failure_timeout,
             patient=not config.rendezvous,
+            hint="" if notice is None else notice.hint,
+            tls=config.tls,
+            patience=Patience(say, config.stall_warning, config.start_timeout),
         )
     except BaseException:
         if coordinator is not None:
             coordinator.close()
         raise
     finally:
-        if coordinator is not None and place.one_host:
+        if coordinator is not None and notice is not None:
             # An error of `join` must not be replaced by one of removing the file.
             with contextlib.suppress(OSError, StartupError):
-                _Notice(place).remove()
+                notice.remove()
+    [ticket] = opened
     return Meeting(client, ticket.secret, ticket.job, coordinator)
-
-
-def _enter(
-    place: Place,
-    config: Config,
-    patience: Patience,
-    ticket: Ticket,
-    hello: dict[str, Any],
-    timeout: float,
-    **how: bool,
-) -> CoordinatorClient:
-    elastic = config.elastic
-    return join(
-        ticket.addresses,
-        ticket.secret,
-        ticket.job,
-        place.rank if config.worker is None else config.worker,
-        hello,
-        timeout,
-        elastic_timeout=config.elastic_timeout if elastic else 0.0,
-        failure_timeout=config.failure_timeout,
-        tls=config.tls,
-        patience=patience,
-        **how,
-    )
-
-
-def _follow(
-    place: Place,
-    config: Config,
-    hello: dict[str, Any],
-    open_doors: OpenDoors,
-    patience: Patience,
-) -> Meeting:
-    """Joins the coordinator that rank 0's notice names, and looks until it works."""
-    deadline = time.monotonic() + config.start_timeout
-    notice, opened = _Notice(place), None
-    why, pause = "rank 0 has not appeared", 0.01
-    while (left := deadline - time.monotonic()) > 0:
-        ticket = notice.read()
-        if ticket is not None:
-            if ticket != opened:
-                more, opened = open_doors(ticket.secret, ticket.job), ticket
-            try:
-                client = _enter(
-                    place, config, patience, ticket, hello | more, left, once=True
-                )
-            except (AuthenticationError, OSError) as error:
-                why = str(error)  # what a dead job left behind, or it just ended
-            else:
-                return Meeting(client, ticket.secret, ticket.job)
-        patience.nobody(why + notice.hint)
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.25)
-    raise StartupError(
-        f"rank {place.rank} of {place.size} ({place.source}) could not find the "
-        f"coordinator of its job within {config.start_timeout:g} s: {why}{notice.hint}"
-    )
 
 
 def _given_secret(place: Place, config: Config) -> bytes:
@@ -277,6 +227,7 @@ class _Notice:
     def __init__(self, place: Place) -> None:
         # Without an identity from the engine: ranks of one job have one parent.
         identity = place.identity or f"parent {_parent()}"
+        self._absent = f"rank 0 of {place.size} ({place.source}) has not appeared"
         self.hint = (
             ""
             if place.identity
@@ -304,6 +255,13 @@ class _Notice:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise StartupError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def ticket(self) -> Ticket:
+        """As `read`; raises OSError if there is none."""
+        ticket = self.read()  # perhaps what a dead job left behind
+        if ticket is None:
+            raise OSError(self._absent)
+        return ticket
 
     def read(self) -> Ticket | None:
         """None if there is none, or it is not to be trusted."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ringjax.membership.client import CoordinatorClient, join
+from ringjax.membership.client import CoordinatorClient, Ticket, join
 from ringjax.membership.coordinator import Coordinator
 from support.waiting import LONG
 
@@ -46,7 +46,7 @@ class Town:
         more = {} if patience is None else {"patience": patience}
         patient = 0.0 if self.stops else LONG
         client = join(
-            *(self.where, secret, JOB, worker, said, LONG),
+            *(Ticket(self.where, secret, JOB), worker, said, LONG),
             elastic_timeout=patient,
             **more,
         )

@@ -23,7 +23,7 @@ def say(text):
 
 def enlist():
     return join(
-        config.rendezvous, bytes.fromhex(config.secret), config.job, worker, {},
+        Ticket(config.rendezvous, bytes.fromhex(config.secret), config.job), worker, {},
         config.start_timeout, elastic_timeout=config.elastic_timeout,
     )
 

@@ -15,7 +15,7 @@ import pytest
 from ringjax.config import Config
 from ringjax.control.listener import Reception
 from ringjax.links.mesh import Fabric, Mesh
-from ringjax.membership.client import join
+from ringjax.membership.client import Ticket, join
 from ringjax.membership.coordinator import Coordinator
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -62,7 +62,7 @@ class Ranks:
             "addresses": ",".join(reception.addresses),
         }
         where = ",".join(self.coordinator.addresses)
-        client = join(where, SECRET, JOB, rank, hello, 10)
+        client = join(Ticket(where, SECRET, JOB), rank, hello, 10)
         return Fabric(
             rank=rank,
             members=client.members,

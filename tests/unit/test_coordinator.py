@@ -24,7 +24,7 @@ from ringjax.control.connecting import SERVER_RANK
 from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.control.sealing import Sealer
 from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
-from ringjax.membership.client import CoordinatorClient, join
+from ringjax.membership.client import CoordinatorClient, Ticket, join
 from ringjax.membership.coordinator import Coordinator
 from ringjax.membership.orders import (
     Dismissed,
@@ -246,7 +246,7 @@ def test_the_wrong_secret_is_refused_at_once_and_logged_once(
 def test_another_job_is_refused(town: MakeTown) -> None:
     here = town(1)
     with pytest.raises(AuthenticationError, match="it belongs to another job"):
-        join(here.where, SECRET, "f" * 16, 0, {}, LONG)
+        join(Ticket(here.where, SECRET, "f" * 16), 0, {}, LONG)
     until(lambda: here.log)
     assert "belongs to job ffffffffffffffff" in here.log[0]
 
@@ -259,7 +259,7 @@ def test_nobody_answers(patience: float, who: str) -> None:
         where = addresses.show(*taken.getsockname())
     text = f"{who} could not join its job within 0.3 s"
     with pytest.raises(StartupError, match=text):
-        join(where, SECRET, JOB, 4, {}, 0.3, elastic_timeout=patience)
+        join(Ticket(where, SECRET, JOB), 4, {}, 0.3, elastic_timeout=patience)
 
 
 @both
@@ -362,7 +362,7 @@ def test_a_second_connection_of_a_member_fences_it(town: MakeTown) -> None:
     here = town(2)
     zero, _ = here.gather(0, 1)
     with pytest.raises(errors.Fenced, match="it connected again"):
-        join(here.where, SECRET, JOB, 1, {}, LONG, elastic_timeout=LONG)
+        join(Ticket(here.where, SECRET, JOB), 1, {}, LONG, elastic_timeout=LONG)
     assert hear(zero, Revoke).lost.keys() == {1}
 
 
@@ -415,14 +415,14 @@ def test_a_listener_that_the_launcher_keeps() -> None:
         )
         coordinator.start()
         where = addresses.show(*listener.getsockname())
-        worker = join(where, SECRET, JOB, 0, {}, LONG, elastic_timeout=LONG)
+        worker = join(Ticket(where, SECRET, JOB), 0, {}, LONG, elastic_timeout=LONG)
         worker.close()
         coordinator.close()
 
 
 def test_without_a_coordinator_a_worker_stops(town: MakeTown) -> None:
     here = town(1)
-    worker = join(here.where, SECRET, JOB, 0, {}, LONG, elastic_timeout=0.3)
+    worker = join(Ticket(here.where, SECRET, JOB), 0, {}, LONG, elastic_timeout=0.3)
     here.workers[0] = worker
     here.coordinator.close()
     assert hear(worker, Stopped).text == "the coordinator was gone for 0.3 s"

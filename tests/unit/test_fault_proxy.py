@@ -15,7 +15,7 @@ from support.waiting import LONG
 
 from ringjax.control import addresses
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.membership.client import CoordinatorClient, join
+from ringjax.membership.client import CoordinatorClient, Ticket, join
 from ringjax.membership.coordinator import Coordinator
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -44,7 +44,7 @@ def _join(
     server: Coordinator, proxy: FaultProxy, seconds: float = 3.0
 ) -> CoordinatorClient:
     hello = {"rank": 0, "size": 1, "name": "x" * 40}
-    return join(addresses.show(*proxy.address), SECRET, JOB, 0, hello, seconds)
+    return join(Ticket(addresses.show(*proxy.address), SECRET, JOB), 0, hello, seconds)
 
 
 def _target(server: Coordinator) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from ringjax.control.connecting import SERVER_RANK
 from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.control.member import ranks_text
 from ringjax.errors import PeerLost, Stalled, StartupError
-from ringjax.membership.client import CoordinatorClient, Patience, join
+from ringjax.membership.client import CoordinatorClient, Patience, Ticket, join
 
 
 def come(here: Town, *ranks: int) -> list[Future[CoordinatorClient]]:
@@ -71,7 +71,7 @@ def test_a_rank_that_finds_no_coordinator_says_so() -> None:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
     patience = Patience(said.append, 0.2, 0.8)
     with pytest.raises(StartupError):
-        join(where, SECRET, JOB, 1, {"size": 2}, 0.8, patience=patience)
+        join(Ticket(where, SECRET, JOB), 1, {"size": 2}, 0.8, patience=patience)
     assert len(said) == 1
     assert said[0].startswith("has waited 0.2 s in init for the coordinator of its job")
 
@@ -128,7 +128,7 @@ def test_a_rank_that_is_there_already(town: MakeTown) -> None:
     with pytest.raises(
         StartupError, match=r"rank 0 has joined already, from 127.0.0.1"
     ):
-        join(here.where, SECRET, JOB, 0, {"size": 2}, LONG)
+        join(Ticket(here.where, SECRET, JOB), 0, {"size": 2}, LONG)
     here.join(1)
     first.result()
 
@@ -169,7 +169,7 @@ class Stranger:
 def test_a_patient_rank_waits_for_the_right_server() -> None:
     with Stranger() as stranger:
         with pytest.raises(StartupError, match="within 1 s"):
-            join(stranger.where, SECRET, JOB, 0, {"size": 1}, 1.0, patient=True)
+            join(Ticket(stranger.where, SECRET, JOB), 0, {"size": 1}, 1.0, patient=True)
         assert stranger.visits > 1
 
 

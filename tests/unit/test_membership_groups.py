@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from support.membership_job import Job
 
+from ringjax.control.member import Member
 from ringjax.membership import assembly, orders
+from ringjax.membership.orders import Members
 from ringjax.world import groups
 
 PAIRS: dict[str, Any] = {"group": 2}
@@ -169,12 +171,13 @@ def test_groups_of_three() -> None:
     workers = [0, 1, 2, 6, 7, 8]  # the second group was lost
     found = [groups.replicas(workers, worker, 3) for worker in workers]
     assert found == [[0, 3], [1, 4], [2, 5]] * 2
-    members: Any = list("abcdef")
-    for rank in range(6):
+    everybody = tuple(Member(rank, "", {}, w) for rank, w in enumerate(workers))
+    for rank, worker in enumerate(workers):
+        members = Members(0, "start", everybody, rank, (-1,) * 6, {}, {}, 1, {}, 3)
         group = groups.Group(3)
-        group.gather(members, rank)
-        assert group.replicas == found[rank]
-        assert group.mates == (members[:3] if rank < 3 else members[3:])
+        group.meet(members.mates, members.group)
+        assert group.renew(workers, worker) == group.replicas == found[rank]
+        assert group.mates == (everybody[:3] if rank < 3 else everybody[3:])
 
 
 def test_whole_groups() -> None:

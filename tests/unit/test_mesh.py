@@ -289,14 +289,14 @@ import sys, time
 from ringjax.config import Config
 from ringjax.links.mesh import Fabric
 from ringjax.control.listener import Reception
-from ringjax.membership.client import join
+from ringjax.membership.client import Ticket, join
 rank, where = int(sys.argv[1]), sys.argv[2]
 secret, job = b"s" * 32, sys.argv[4]
 reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print,
                       failed=print)
 hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
          "door": reception.door, "addresses": ",".join(reception.addresses)}
-client = join(where, secret, job, rank, hello, 40)
+client = join(Ticket(where, secret, job), rank, hello, 40)
 fabric = Fabric(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
                 reception=reception, session=client, shm_bytes=lambda ring: 2 * ring,

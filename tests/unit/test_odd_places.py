@@ -28,7 +28,7 @@ from ringjax.config import Config
 from ringjax.control import temporary
 from ringjax.errors import LaunchError, StartupError
 from ringjax.membership import rendezvous_lookup
-from ringjax.membership.client import join
+from ringjax.membership.client import Ticket, join
 from ringjax.run import run, static_job
 from ringjax.world import record
 
@@ -315,7 +315,7 @@ def test_a_loopback_interface_that_is_down_is_told_at_once(
     monkeypatch.setattr(socket, "create_connection", connect)
     hello = {"size": 1}
     with pytest.raises(StartupError, match="ip link set lo up"):
-        join("127.0.0.1:4000", bytes(32), "00" * 8, 0, hello, LONG)
+        join(Ticket("127.0.0.1:4000", bytes(32), "00" * 8), 0, hello, LONG)
     assert len(tried) == 1  # and not again and again, until the start timeout
     with pytest.raises(StartupError, match="could not join its job within 0.1 s"):
-        join("192.0.2.1:4000", bytes(32), "00" * 8, 0, hello, 0.1)
+        join(Ticket("192.0.2.1:4000", bytes(32), "00" * 8), 0, hello, 0.1)

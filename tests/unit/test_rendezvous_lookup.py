@@ -79,9 +79,7 @@ def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert ticket.secret.hex() in notice.read_text()
     assert ticket.addresses.startswith("127.0.0.1:")
-    first = rendezvous_lookup.join(
-        ticket.addresses, ticket.secret, ticket.job, 0, {"size": 2}, LONG
-    )
+    first = rendezvous_lookup.join(ticket, 0, {"size": 2}, LONG)
     late.result().close()
     first.close()
     coordinator.close()
@@ -142,9 +140,8 @@ def test_rank_0_never_appears(folder: Path) -> None:
     with pytest.raises(StartupError) as error:
         alone.result()
     assert str(error.value) == (
-        "rank 1 of 2 (a test) could not find the coordinator of its job within 0.3 s: "
-        "rank 0 has not appeared; ranks started by different parents need the same "
-        "RINGJAX_JOB"
+        "rank 1 could not join its job within 0.3 s: rank 0 of 2 (a test) has not "
+        "appeared; ranks started by different parents need the same RINGJAX_JOB"
     )
 
 

@@ -16,7 +16,7 @@ JOIN = """
 import os, select, signal, sys, time
 from pathlib import Path
 from ringjax.config import Config
-from ringjax.membership.client import join
+from ringjax.membership.client import Ticket, join
 
 config = Config.from_env()
 rank = config.rank
@@ -24,7 +24,7 @@ rank = config.rank
 def enter():
     hello, limit = {"size": config.size}, config.start_timeout
     secret = bytes.fromhex(config.secret)
-    return join(config.rendezvous, secret, config.job, rank, hello, limit)
+    return join(Ticket(config.rendezvous, secret, config.job), rank, hello, limit)
 
 """
 

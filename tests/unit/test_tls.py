@@ -24,7 +24,7 @@ from ringjax.control import addresses, handshake, tls
 from ringjax.control.handshake import Introduction, Purpose
 from ringjax.control.tls import Layer, Offer, supported
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.membership.client import CoordinatorClient, join
+from ringjax.membership.client import CoordinatorClient, Ticket, join
 from ringjax.membership.coordinator import Coordinator
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -109,7 +109,7 @@ def test_where_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (
         lambda: tls.offer("required"),
         lambda: Coordinator(SECRET, JOB, np=1, tls="required"),
-        lambda: join("127.0.0.1:1", SECRET, JOB, 0, {}, 1, tls="required"),
+        lambda: join(Ticket("127.0.0.1:1", SECRET, JOB), 0, {}, 1, tls="required"),
     ):
         with pytest.raises(StartupError, match="RINGJAX_TLS is 'required', but this"):
             start()
@@ -173,7 +173,7 @@ def meet(
 ) -> CoordinatorClient:
     hello = {"rank": 0, "size": 1, "name": TOKEN}
     where = addresses.show(*proxy.address)
-    return join(where, SECRET, JOB, 0, hello, seconds, tls=setting)
+    return join(Ticket(where, SECRET, JOB), 0, hello, seconds, tls=setting)
 
 
 def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
@@ -248,7 +248,7 @@ def test_a_server_and_a_rank_of_other_opinions(
     server, log = town
     hello = {"rank": 0, "size": 1}
     with pytest.raises(AuthenticationError, match="RINGJAX_TLS=required"):
-        join(server.addresses[0], SECRET, JOB, 0, hello, LONG, tls=other)
+        join(Ticket(server.addresses[0], SECRET, JOB), 0, hello, LONG, tls=other)
     until(lambda: log)
     assert "RINGJAX_TLS=required" in log[0]
 
