@@ -66,18 +66,18 @@ def job_of(identity: str, size: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def issue(place: Place, config: Config) -> tuple[Ticket, Coordinator] | None:
+def issue(
+    place: Place, config: Config, notice: Notice | None
+) -> tuple[Ticket, Coordinator]:
     """Rank 0's part when there is no ringrun: starts the coordinator.
 
-    Returns:
-        The ticket and the coordinator; None if ringrun has one, or on other ranks.
+    Args:
+        notice: tells the other ranks of this host; None: they are on other hosts, too.
 
     Raises:
         StartupError: it cannot be started, or a secret must be set first.
     """
-    if config.rendezvous or place.rank != 0:
-        return None
-    if place.one_host:
+    if notice is not None:
         secret, job = secrets.token_bytes(32), secrets.token_hex(8)
         hosts, ports = [address.loopback()], [0]
     else:
@@ -102,8 +102,8 @@ def issue(place: Place, config: Config) -> tuple[Ticket, Coordinator] | None:
             continue
         ticket = Ticket(",".join(coordinator.addresses), secret, job)
         try:
-            if place.one_host:
-                _Notice(place).write(ticket)
+            if notice is not None:
+                notice.write(ticket)
         except BaseException:
             coordinator.close()
             raise
@@ -132,15 +132,16 @@ def attend(
         StartupError: the job did not come together; the text says who is missing, or
             what to set.
     """
-    notice = _Notice(place) if place.one_host and not config.rendezvous else None
-    issued = issue(place, config)
-    coordinator = issued[1] if issued else None
+    notice = Notice(place) if place.one_host and not config.rendezvous else None
+    coordinator: Coordinator | None = None
+    ticket: Ticket | Callable[[], Ticket]
+    if notice is not None and place.rank != 0:
+        ticket = notice.ticket
+    elif config.rendezvous or place.rank != 0:
+        ticket = known_ticket(place, config)
+    else:
+        ticket, coordinator = issue(place, config, notice)
     opened: dict[Ticket, dict[str, Any]] = {}
-
-    def find() -> Ticket:
-        if issued is not None:
-            return issued[0]
-        return known_ticket(place, config) if notice is None else notice.ticket()
 
     def greeting(ticket: Ticket) -> dict[str, Any]:
         if ticket not in opened:
@@ -150,7 +151,7 @@ def attend(
 
     try:
         client = join(
-            find,
+            ticket,
             place.rank if config.worker is None else config.worker,
             greeting,
             config.start_timeout,
@@ -170,8 +171,8 @@ def attend(
             # An error of `join` must not be replaced by one of removing the file.
             with contextlib.suppress(OSError, StartupError):
                 notice.remove()
-    [ticket] = opened
-    return Meeting(client, ticket.secret, ticket.job, coordinator)
+    [found] = opened
+    return Meeting(client, found.secret, found.job, coordinator)
 
 
 def _given_secret(place: Place, config: Config) -> bytes:
@@ -221,7 +222,7 @@ def _ports(place: Place) -> list[int]:
     return list(range(first, min(first + _ATTEMPTS, 65536)))
 
 
-class _Notice:
+class Notice:
     """The file by which rank 0 tells the other ranks of this host where it listens."""
 
     def __init__(self, place: Place) -> None:

@@ -104,15 +104,16 @@ class World(EpochSequence):
 
     def _begin(self, place: launch_environment.Place) -> None:
         """Joins the job, and its first epoch unless this rank comes later."""
-        config, rank, size = self.config, place.rank, place.size
-        self.standing = Standing.provisional(rank, size, config)
+        config, size = self.config, place.size
         if self.elastic:
             _check(config)
         else:
             self.group.check(size)
-        own = rank if config.worker is None else config.worker
+        own = place.rank if config.worker is None else config.worker
+        described = hello(place.rank, size, config) | self.group.offer(own)
+        self.standing = Standing.provisional(place.rank, size, config)
         if size > 1 or self.elastic:
-            self._meet(place, self.group.offer(own))
+            self._meet(place, described)
             self._whereabouts = Whereabouts(self.log)
         job = "" if self._meeting is None else self._meeting.job
         self.begin_recording(f"{'worker' if self.elastic else 'rank'} {own}", job)
@@ -125,7 +126,7 @@ class World(EpochSequence):
             *(self._whereabouts, self.log, self.recorder),
         )
         if self.client is None:
-            alone = (Member(0, "here", hello(rank, size, config), 0),)
+            alone = (Member(0, "here", described, 0),)
             first: Any = Members(0, "start", alone, 0, (-1,), {}, {}, 1, {})
         else:
             first = self.client.first
@@ -252,7 +253,6 @@ class World(EpochSequence):
             )
             return self._reception.described()
 
-        described = hello(place.rank, place.size, config) | described
         say = partial(self.log, "warning")
         self._meeting = attend(place, config, described, open_doors, say)
         self.secret = self._meeting.secret

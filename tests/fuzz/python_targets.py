@@ -148,7 +148,7 @@ def _cost_seed() -> bytes:
 
 
 def _notice(data: bytes) -> None:
-    notice = object.__new__(rendezvous_lookup._Notice)
+    notice = object.__new__(rendezvous_lookup.Notice)
     notice.path = _written(data, "notice")
     found = notice.read()
     assert found is None or isinstance(found, rendezvous_lookup.Ticket)

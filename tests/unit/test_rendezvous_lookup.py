@@ -71,9 +71,9 @@ USUAL = Config(start_timeout=LONG)
 def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
     (late,) = start([here(1)], USUAL)
     time.sleep(0.1)  # it looks for the notice before there is one
-    issued = rendezvous_lookup.issue(here(0), USUAL)
-    assert issued is not None
-    ticket, coordinator = issued
+    place = here(0)
+    found = rendezvous_lookup.issue(place, USUAL, rendezvous_lookup.Notice(place))
+    ticket, coordinator = found
     (notice,) = folder.iterdir()
     assert stat.S_IMODE(notice.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -104,7 +104,7 @@ def test_the_notice_is_gone_when_all_have_met(folder: Path) -> None:
 def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
     with addresses.listen("127.0.0.1") as dead:
         port = dead.getsockname()[1]
-    notice = Path(rendezvous_lookup._Notice(here(0)).path)
+    notice = Path(rendezvous_lookup.Notice(here(0)).path)
     notice.write_text(text % (port, SECRET) if "%d" in text else text)
     notice.chmod(0o600)
     (late,) = start([here(1)], USUAL)
@@ -114,7 +114,7 @@ def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
 
 def test_a_notice_that_others_could_write_is_not_believed(folder: Path) -> None:
     ticket = rendezvous_lookup.Ticket("127.0.0.1:1", bytes(32), "0123456789abcdef")
-    notice = rendezvous_lookup._Notice(here(0))
+    notice = rendezvous_lookup.Notice(here(0))
     notice.write(ticket)
     assert notice.read() == ticket
     os.chmod(notice.path, 0o622)
@@ -128,11 +128,11 @@ def test_a_notice_that_others_could_write_is_not_believed(folder: Path) -> None:
 def test_a_folder_that_others_can_use_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        rendezvous_lookup.issue(here(0), USUAL)
+        rendezvous_lookup.Notice(here(0))
     folder.rmdir()
     folder.symlink_to(folder.parent)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        rendezvous_lookup.issue(here(0), USUAL)
+        rendezvous_lookup.Notice(here(0))
 
 
 def test_rank_0_never_appears(folder: Path) -> None:
