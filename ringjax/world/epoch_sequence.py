@@ -26,7 +26,7 @@ from ringjax.world.carried_calls import Calls
 from ringjax.world.coordinates import Standing
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
-from ringjax.world.generation import Generation, Step, numbers, reason, steps
+from ringjax.world.generation import Generation, Step, carried, numbers, reason
 from ringjax.world.lanes import LANE, Lanes
 from ringjax.world.registry import Registry
 
@@ -266,14 +266,13 @@ class EpochSequence:
     def install(self, epoch: Epoch, heard: Sequence[Members]) -> None:
         """Puts it in force; `heard` are all memberships since the present one."""
         members, before = heard[-1], self._epoch
-        wanted = {number for number, _, _ in numbers(members)}
         again = any(m.kind == "restart" for m in heard)
         with self.changed:
             waits = self.waits or (again and self.generation is not None)
             self.contributors = self.last_contributors(heard[0])
-            known = set() if waits else wanted & self.calls.resilient_comms.keys()
             sets = {**self.sets, groups.REPLICAS: self.group.replicas}
-            verdicts = {number: steps(number, sets, heard) for number in known}
+            known = set() if waits else self.calls.resilient_comms.keys()
+            verdicts, why = carried(heard, sets, known), reason(members)
             ended = self.calls.keep(verdicts)
             self._remember(epoch, members)
             # A loss may follow before the program wakes up, which has paused then.
@@ -283,14 +282,14 @@ class EpochSequence:
                 self._joined = epoch.number
                 self.calls.open(epoch, verdicts)
             self.changed.notify_all()
-        self.calls.end(ended, reason(members), lanes_too=not waits)
+        self.calls.end(ended, why, lanes_too=not waits)
         if before is not None:
             before.leave()
             before.close()
         self._retire(epoch.number)
         if members.lost and members.rank == 0:
             size = epoch.standing.size
-            self.log("info", f"going on with {size} ranks: {reason(members)}")
+            self.log("info", f"going on with {size} ranks: {why}")
 
     def _retire(self, number: int) -> None:
         """Nobody calls for an epoch before this one any more."""

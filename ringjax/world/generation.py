@@ -5,7 +5,7 @@ Computed from what the coordinator says; nothing here touches a link.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ringjax.membership.orders import Members
@@ -91,6 +91,20 @@ def numbers(members: Members) -> Iterator[Wanted]:
             yield number | LANE, ranks, name
     if members.group > 1:
         yield REPLICAS, _ranks_in(members, REPLICAS), "replica set"
+
+
+def carried(
+    heard: Sequence[Members], before: Mapping[int, Sequence[int]], known: Set[int]
+) -> dict[int, list[Step]]:
+    """The communicators that go on, by number, and what becomes of their calls.
+
+    Args:
+        heard: the memberships since the epoch in force, the oldest first.
+        before: the process sets of that epoch, the world as number 0.
+        known: the communicators that this rank has.
+    """
+    wanted = {number for number, _, _ in numbers(heard[-1])}
+    return {number: steps(number, before, heard) for number in wanted & known}
 
 
 def steps(
