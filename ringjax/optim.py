@@ -17,6 +17,7 @@ from ringjax import runtime, stderr
 from ringjax.collectives import allreduce, arguments
 from ringjax.collectives.arguments import is_float0
 from ringjax.compression import Compression, WireDtype
+from ringjax.config import Config
 from ringjax.ops import ReduceOp
 from ringjax.tuning import trials
 from ringjax.xla import alike, buckets, chained, jax_private, weights
@@ -135,7 +136,8 @@ def allreduce_grads(
         weight: Any = None,
         **extra: Any,
     ) -> tuple[Any, AllreduceState]:
-        chosen, communicator = _sharers(process_set)
+        chosen, communicator, deciding = _sharers(process_set)
+        config = runtime.config()
         if communicator.size > 1:
             _refuse_functions_of_one_rank(params, extra)
         sent = arguments.flatten(_WHAT, updates, elementwise=True)
@@ -151,9 +153,11 @@ def allreduce_grads(
             # The sum of the weights travels with the gradients, and is there first.
             arrays, names = weights.weighed(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
-        seq = _check_alike(updates, params, extra, state.seq, chosen, name)
+        seq = _check_alike(
+            *(updates, params, extra, state.seq, chosen, communicator, config, name)
+        )
         # Of 0 bytes: no two gradients travel together.
-        setting = trials.tried() or runtime.config()
+        setting = trials.tried() or config
         limit = bucket_bytes or setting.bucket_bytes or 1
         out, seq = chained.bucketed_allreduce(
             arrays,
@@ -162,16 +166,17 @@ def allreduce_grads(
             wire=wire,
             prescale=prescale,
             postscale=postscale,
-            process_set=chosen,
+            comm=communicator.id,
+            timeout=chosen.limit(),
             cuts=buckets.plan([(x.shape, x.dtype) for x in arrays], limit, order),
-            overlapped=overlaps(overlap, _deciding(communicator)),
-            overlapped_on_device=overlaps(overlap, None),
+            overlapped=overlaps(overlap, deciding, config),
+            overlapped_on_device=overlaps(overlap, None, config),
             memory=setting.overlap_memory,
+            elastic_memory=config.elastic_overlap_memory if config.elastic else None,
             name=name if weight is None else f"{name} with weights",
             names=names,
         )
-        if weight is not None:
-            out = weights.divided(out)
+        out = out if weight is None else weights.divided(out)
         return sent.rebuild(out), AllreduceState(seq)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -262,6 +267,8 @@ def _check_alike(
     extra: Mapping[str, Any],
     seq: Any,
     process_set: runtime.ProcessSet,
+    communicator: Any,
+    config: Config,
     name: str,
 ) -> Any:
     """Returns `seq`, behind a look at what is to be alike on all ranks.
@@ -269,8 +276,6 @@ def _check_alike(
     That is the parameters whose gradients are sent, and what optimizers behind this one
     get beside the gradients: they would decide by the loss of their rank.
     """
-    every = runtime.config().check_parameters
-    communicator = runtime.communicator(process_set, _WHAT)
     compared: dict[str, Any] = {}
     own: list[str] = []
     treedef: Any
@@ -288,14 +293,14 @@ def _check_alike(
                 compared[f"{title} ({remedy})"] = jnp.asarray(leaf)
                 if communicator.size > 1 and jax_private.is_own(leaf):
                     own.append(f"{title} ({remedy})")
-    if not every or not compared:
+    if not config.check_parameters or not compared:
         return seq
     return alike.check(
         seq,
         list(compared.values()),
         list(compared),
         comm=communicator.id,
-        every=every,
+        every=config.check_parameters,
         name=f"the check of the parameters of {name}",
         timeout=process_set.limit(),
         own=own,
@@ -353,18 +358,20 @@ def _check_travel(overlap: Any, bucket_bytes: int | None) -> None:
         )
 
 
-def _sharers(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any]:
-    """Those with the same shards, if it means all ranks, and their communicator."""
+def _sharers(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any, Any]:
+    """Those with the same shards, if it means all ranks, and their communicator.
+
+    And that of whose hosts it is to be asked: the programs of a group must be the same.
+    """
     chosen = runtime.between_groups(process_set)
-    return chosen, runtime.communicator(chosen, _WHAT)
+    communicator = runtime.communicator(chosen, _WHAT)
+    grouped = runtime.group_size() > 1
+    return chosen, communicator, runtime.communicator() if grouped else communicator
 
 
-def _deciding(communicator: Any) -> Any:
-    """Of whose hosts it is to be asked: the programs of one group must be the same."""
-    return runtime.communicator() if runtime.group_size() > 1 else communicator
-
-
-def overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
+def overlaps(
+    overlap: bool | Literal["auto"], communicator: Any, config: Config
+) -> bool:
     """Whether the buckets of a program travel beside its backward pass.
 
     On one host there is no wire to hide, the memory bus is the limit. In an elastic job
@@ -372,8 +379,9 @@ def overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
 
     Args:
       communicator: of the ranks that take part, for CPUs; None: on CUDA devices.
+      config: the settings in force.
     """
-    if runtime.elastic() and runtime.group_size() > 1:
+    if config.elastic and config.group_size > 1:
         if overlap is True:
             raise ValueError(
                 f"ringjax.{_WHAT}: `overlap` is True, but in an elastic job of groups "
@@ -387,6 +395,6 @@ def overlaps(overlap: bool | Literal["auto"], communicator: Any) -> bool:
         return setting.overlap
     if communicator is None:
         return True
-    if runtime.elastic():
-        return runtime.config().spread
+    if config.elastic:
+        return config.spread
     return len(set(communicator.hosts)) > 1

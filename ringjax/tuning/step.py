@@ -92,10 +92,11 @@ class _Autotuned:
         if not runtime.is_initialized():
             return self._program(None)(*args, **kwargs)
         if self._tuning is None:
+            world, config = runtime.communicator(op="autotune"), runtime.config()
             self._tuning = Tuning(
                 getattr(self._fun, "__qualname__", "step"),
                 [jax.__version__, *map(str, _shapes((args, kwargs)))],
-                optim.overlaps("auto", runtime.communicator(op="autotune")),
+                optim.overlaps("auto", world, config),
             )
         tuning = self._tuning
         began = time.perf_counter()

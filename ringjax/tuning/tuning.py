@@ -44,12 +44,12 @@ class Tuning:
         overlapped: bool | None,
         process_set: runtime.ProcessSet = runtime.global_process_set,
     ) -> None:
-        config = runtime.config()
+        config = self._config = runtime.config()
         self._name, self._set = name, process_set
         self.setting = Setting(config.bucket_bytes, config.overlap_memory)
         self._trials: Trials | None = None
         # Alone there is nothing to send; and who joins later has tried nothing.
-        if process_set.size() == 1 or runtime.elastic():
+        if process_set.size() == 1 or config.elastic:
             return
         communicator = runtime.communicator(process_set, "autotune")
         settings = trials.around(self.setting, overlapped)
@@ -89,8 +89,7 @@ class Tuning:
         """What the first rank knows; caches of several hosts may differ."""
         found = None
         if self._set.rank() == 0:
-            folder = runtime.config().cache_folder()
-            found = remembered.read(folder, _KIND, self._what)
+            found = remembered.read(self._config.cache_folder(), _KIND, self._what)
         root = self._set.ranks[0]
         name = f"autotune.{self._name}"
         value = eager.broadcast_object(found, root, name, self._set)
@@ -105,17 +104,16 @@ class Tuning:
         return times
 
     def _tell(self, tried: Trials, times: Times) -> None:
-        config = runtime.config()
-        value = trials.as_value(self.setting)
-        remembered.write(config.cache_folder(), _KIND, self._what, value)
+        value, log = trials.as_value(self.setting), self._config.autotune_log
+        remembered.write(self._config.cache_folder(), _KIND, self._what, value)
         seconds = trials.medians(times)
         chosen = tried.settings.index(self.setting)
         said = f"{self.setting}: {seconds[chosen] * 1e3:.3g} ms a step"
         said += f", {seconds[0] * 1e3:.3g} before" if chosen else ", as before"
         sys.stderr.write(f"ringjax autotune: {self._name}: {said}\n")
         self._report(said)
-        if config.autotune_log:
-            _log(config.autotune_log, self._name, tried, seconds, chosen)
+        if log:
+            _log(log, self._name, tried, seconds, chosen)
 
     def _report(self, said: str) -> None:
         """For who watches the job, and for its summary."""

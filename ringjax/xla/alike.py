@@ -69,20 +69,21 @@ def check(
 
 def _lower(
     ctx: Any,
-    platform: str,
+    program: Any,
     *operands: Any,
     **params: Any,
 ) -> list[Any]:
-    if platform == "cuda":
+    if program.platform == "cuda":
         _warn(**params)
         return [operands[0]]
     return jax_private.emit(
         ctx,
+        program,
         "ringjax_check",
         operands,
         ctx.avals_in,
         ctx.avals_out,
-        aliases={0: 0},
+        aliases={},
         attributes=_attributes(**params),
     )
 

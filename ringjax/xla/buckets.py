@@ -171,30 +171,40 @@ def pieces(count: int, most: int = MOST) -> Cuts:
 
 
 def timetable(
-    sizes: Sequence[int], cuts: Cuts, memory: float, *, overlapped: bool, whole: bool
-) -> tuple[Cuts, list[tuple[str, int]], int]:
-    """The buckets, the calls in order, and the most bytes between START and DONE.
+    sizes: Sequence[int],
+    cuts: Cuts,
+    memory: float,
+    elastic_memory: int | None,
+    overlapped: bool,
+) -> tuple[Cuts, list[tuple[str, int]], int, bool]:
+    """The buckets, the calls in order, the most bytes between START and DONE.
+
+    And whether they are overlapped.
 
     Args:
       sizes: the bytes of each leaf.
       cuts: the indices of the leaves of each bucket, in the order of readiness.
       memory: the most bytes on their way; infinity for a device.
+      elastic_memory: of an elastic job, where all leaves are reduced over the same
+        ranks: all STARTs come before all DONEs, if this is enough for each bucket as it
+        is and as a sum, so that all can run again. Else, and in place, there is one
+        call. None: the job is not elastic.
       overlapped: False: calls that work in place, one after the other.
-      whole: of a job that is elastic, where all leaves are reduced over the same ranks:
-        all STARTs come before all DONEs, and in place there is one call.
 
     Example:
-      >>> timetable([8, 8], ((1,), (0,)), 1024, overlapped=False, whole=False)
-      (((0, 1),), [('run', 0)], 0)
+      >>> timetable([8, 8], ((1,), (0,)), 1024, None, overlapped=False)
+      (((0, 1),), [('run', 0)], 0, False)
     """
     on_device = memory == math.inf
-    most = len(sizes) or 1
+    if elastic_memory is not None and not on_device:
+        overlapped = overlapped and 2 * packed(sizes) <= elastic_memory
+    whole = on_device or elastic_memory is not None
     if not overlapped:
-        runs = pieces(len(sizes), most if whole or on_device else MOST)
-        return runs, [("run", i) for i in range(len(runs))], 0
+        runs = pieces(len(sizes), (len(sizes) or 1) if whole else MOST)
+        return runs, [("run", i) for i in range(len(runs))], 0, False
     if not on_device:
         cuts = tuple(tuple(cut[i] for i in p) for cut in cuts for p in pieces(len(cut)))
         # So that several are on their way at once.
         cuts = refine(cuts, sizes, int(memory) // 8)
     needs = [packed([sizes[i] for i in cut]) for cut in cuts]
-    return (cuts, *window(needs, math.inf if whole else memory))
+    return (cuts, *window(needs, math.inf if whole else memory), True)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ringjax import runtime
 from ringjax.ops import ReduceOp
 from ringjax.xla import buckets, jax_private, lowering, primitive, several, ties
 from ringjax.xla.backward import Backward
@@ -29,11 +28,13 @@ def bucketed_allreduce(
     wire: int,
     prescale: float,
     postscale: float,
-    process_set: runtime.ProcessSet,
+    comm: int,
+    timeout: float,
     cuts: tuple[tuple[int, ...], ...],
     overlapped: bool,
     overlapped_on_device: bool | None = None,
-    memory: int | None = None,
+    memory: int,
+    elastic_memory: int | None,
     name: str,
     names: tuple[str, ...],
 ) -> tuple[list[Any], Any]:
@@ -48,17 +49,19 @@ def bucketed_allreduce(
       wire: the number of the dtype on the wire, -1 for none.
       prescale: multiplies each rank's leaves.
       postscale: multiplies the results.
-      process_set: who takes part.
+      comm: who takes part.
+      timeout: of waiting for other ranks.
       cuts: the indices of the leaves of each bucket, in the order of readiness.
       overlapped: False: one call that works in place. True: one START per bucket as
         soon as its leaves exist, and its DONE as late as possible: after the last
-        START, or, on CPUs, when the gradients on their way are RINGJAX_OVERLAP_MEMORY
-        bytes. CPUs also cut buckets for that; ranks with other settings get an error
-        that says which of them sent what. In an elastic job all of them are on their
-        way, and there is one call if RINGJAX_ELASTIC_OVERLAP_MEMORY is not enough.
+        START, or, on CPUs, when the gradients on their way are `memory` bytes. CPUs
+        also cut buckets for that; ranks with other settings get an error that says
+        which of them sent what. In an elastic job all of them are on their way, and
+        there is one call if `elastic_memory` is not enough.
       overlapped_on_device: the same where the program is compiled for a CUDA device,
         which is known only later. None: as `overlapped`.
-      memory: instead of RINGJAX_OVERLAP_MEMORY.
+      memory: as RINGJAX_OVERLAP_MEMORY.
+      elastic_memory: as RINGJAX_ELASTIC_OVERLAP_MEMORY; None: the job is not elastic.
       name: stands for the call in error messages.
       names: one for each leaf, for error messages, or none.
 
@@ -82,9 +85,11 @@ def bucketed_allreduce(
         **primitive.DEFAULTS,
         "overlapped": bool(overlapped),
         "overlapped_on_device": bool(on_device),
-        "memory": runtime.config().overlap_memory if memory is None else memory,
-        "comm": runtime.communicator(process_set, "allreduce_grads").id,
-        "timeout": process_set.limit(),
+        "memory": memory,
+        "elastic_memory": elastic_memory,
+        "elastic": elastic_memory is not None,
+        "comm": comm,
+        "timeout": timeout,
         "reduce_op": int(op),
         "wire": int(wire),
         "prescale": float(prescale),
@@ -92,7 +97,7 @@ def bucketed_allreduce(
         "name": name,
         "names": tuple(names),
     }
-    if overlapped or len(primitive.programs([*leaves, seq])) == 1:
+    if overlapped or len(primitive.programs([*leaves, seq], params["elastic"])) == 1:
         *out, seq = _chained_p.bind(*leaves, seq, cuts=cuts, **params)
         return list(out), seq
     out, before = [], seq
@@ -106,38 +111,27 @@ def bucketed_allreduce(
     return out, seq
 
 
-def _timetable(
-    sizes: Sequence[int], cuts: buckets.Cuts, memory: float, overlapped: bool
-) -> tuple[buckets.Cuts, list[tuple[str, int]], int, bool]:
-    """`buckets.timetable`, and whether it is overlapped."""
-    # On CPUs all buckets of a step can run again if a rank is lost, so all are on their
-    # way at once, each as it is and as a sum; or there is one call.
-    whole = runtime.elastic() and memory != math.inf
-    if whole:
-        twice = 2 * buckets.packed(sizes)
-        overlapped &= twice <= runtime.config().elastic_overlap_memory
-    plan = buckets.timetable(sizes, cuts, memory, overlapped=overlapped, whole=whole)
-    return (*plan, overlapped)
-
-
 def _chained_lower(
     ctx: Any,
-    platform: str,
+    program: Any,
     *operands: Any,
     cuts: Any,
     overlapped: bool,
     overlapped_on_device: bool,
     memory: float,
+    elastic_memory: int | None,
     **params: Any,
 ) -> list[Any]:
     *leaves, seq = operands
     *avals, seq_aval = ctx.avals_in
     sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
-    if on_device := platform == "cuda":
+    if on_device := program.platform == "cuda":
         primitive.check_nccl("allreduce_grads", avals, params)
         overlapped = overlapped_on_device
         memory = math.inf
-    cuts, calls, in_flight, overlapped = _timetable(sizes, cuts, memory, overlapped)
+    cuts, calls, in_flight, overlapped = buckets.timetable(
+        sizes, cuts, memory, elastic_memory, overlapped
+    )
     chain = ties.chain_number(ctx) if overlapped else 0
 
     def call(kind: str, site: int, seq: Any) -> Any:
@@ -146,6 +140,7 @@ def _chained_lower(
         begins = kind != "done" and site == 0
         *out, seq = jax_private.emit(
             ctx,
+            program,
             f"ringjax_{kind}",
             [*(leaves[i] for i in cut), seq],
             types,
@@ -189,6 +184,7 @@ def _chained_several(
     overlapped: bool,
     overlapped_on_device: bool,
     memory: float,
+    elastic_memory: int | None,
     **params: Any,
 ) -> list[Any]:
     """Of several devices: on CPUs they meet in each call."""
@@ -206,7 +202,9 @@ def _chained_several(
         + buckets.ALIGN * devices
         for aval in ctx.avals_in[:-1]
     ]
-    cuts, order, in_flight, overlapped = _timetable(sizes, cuts, memory, overlapped)
+    cuts, order, in_flight, overlapped = buckets.timetable(
+        sizes, cuts, memory, elastic_memory, overlapped
+    )
     chain = ties.chain_number(ctx) if overlapped else 0
     calls = [
         (

@@ -11,28 +11,29 @@ from typing import Any
 
 import jax
 
-from ringjax import runtime
 from ringjax.errors import StartupError
 from ringjax.world import groups
+from ringjax.world.world import World
 
 # Variables of gRPC: those that it asks for a proxy, and for what needs none.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY, _NO_PROXY_OF_ALL = "no_grpc_proxy", "no_proxy"
 
 
-def join(started: bool) -> None:
+def join(world: World, place: int, *, started: bool) -> None:
     """Calls ``jax.distributed.initialize``, if there are groups; at every init.
 
     Args:
+        world: has the processes of the group.
+        place: this one's among them.
         started: whether JAX's backends have been started already.
 
     Raises:
         StartupError: it is too late, or the group did not come together.
     """
-    world = runtime.current("init")
-    size, place = runtime.group_size(), runtime.group_rank()
     if not world.group.mates:
         return
+    size = world.group.size
     if jax.distributed.is_initialized():
         _check(size, place)
         return

@@ -234,6 +234,7 @@ def in_mesh() -> bool:
 
 def emit(
     ctx: Any,
+    program: Any,
     target: str,
     operands: Sequence[Any],
     avals_in: Sequence[Any],
@@ -251,12 +252,13 @@ def emit(
     becomes an extra operand that the handler ignores.
 
     Of `aliases`, operand to result, those stay out that would cost a copy, and in an
-    elastic job all: a call that the loss of a rank breaks off is repeated.
+    elastic job all: a call that the loss of a rank breaks off is repeated. `program` is
+    a `lowering.Program`.
 
     `inside`: it is lowered for a program that has been lowered already, on a thread of
     XLA's, which must remember nothing; aliases and ties are the caller's.
     """
-    kept = () if inside else kept_of(operands)
+    kept = () if inside else kept_of(program, operands)
     operands, avals_in = list(operands), list(avals_in)
     if tie and not inside:
         for value, aval in ties.last_values(ctx):
@@ -275,10 +277,9 @@ def emit(
     return results
 
 
-def kept_of(values: Sequence[Any]) -> tuple[int, ...]:
+def kept_of(program: Any, values: Sequence[Any]) -> tuple[int, ...]:
     """The places of values whose memory a result must not have."""
-    elastic = runtime.elastic()
-    return tuple(i for i, v in enumerate(values) if elastic or _is_kept(v))
+    return tuple(i for i, v in enumerate(values) if program.elastic or _is_kept(v))
 
 
 def _is_kept(value: Any) -> bool:
@@ -306,6 +307,7 @@ def _is_kept(value: Any) -> bool:
 
 def emit_ordered(
     ctx: Any,
+    program: Any,
     target: str,
     operands: Sequence[Any],
     calls: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
@@ -323,6 +325,7 @@ def emit_ordered(
     for cut, attributes in calls:
         *results, token = emit(
             ctx,
+            program,
             target,
             [*(operands[i] for i in cut), token],
             [*(ctx.avals_in[i] for i in cut), tokens.ABSTRACT],
@@ -434,8 +437,17 @@ def _forget_programs() -> None:
 
 
 # First: once JAX has looked for its devices, it is too late.
-runtime.on_init(lambda: group.join(_bridge.backends_are_initialized()))
+runtime.on_init(
+    lambda: group.join(
+        *(runtime.current("init"), runtime.group_rank()),
+        started=_bridge.backends_are_initialized(),
+    )
+)
 runtime.on_init(_forget_programs)
 runtime.on_shutdown(_drain)
 # Last: it may raise.
-runtime.on_init(lambda: placement.open_devices(_bridge.backends_are_initialized()))
+runtime.on_init(
+    lambda: placement.open_devices(
+        runtime.current("init"), started=_bridge.backends_are_initialized()
+    )
+)

@@ -20,18 +20,23 @@ from ringjax.xla import tokens
 
 
 class Program(NamedTuple):
-    """The devices of a program over several of them.
+    """What the rules of a lowering know of the program.
 
     Attributes:
       platform: "cpu" or "cuda".
-      devices: in the order of the program; of other processes, too.
+      devices: in the order of the program; of other processes, too. Empty if it is
+        over one device only.
       mesh: None if the program is still to be cut into what each device does; else what
         is lowered is one device's part already, and the mesh is of all of them.
+      elastic: ranks may be lost, and a call that this breaks off is repeated.
+      joined: the numbers of the CUDA devices that this rank has joined with others.
     """
 
     platform: str
-    devices: tuple[Any, ...]
-    mesh: Any
+    devices: tuple[Any, ...] = ()
+    mesh: Any = None
+    elastic: bool = False
+    joined: tuple[int, ...] = ()
 
     @property
     def here(self) -> list[Any]:
@@ -40,16 +45,15 @@ class Program(NamedTuple):
         return [device for device in self.devices if device.process_index == mine]
 
 
-def _program(ctx: Any, name: str, platform: str) -> Program | None:
-    """None: it is for one device."""
+def _program(ctx: Any, name: str, platform: str) -> Program:
     axes = ctx.module_context.axis_context
     mesh = getattr(axes, "mesh", None)
     if mesh is None:
         if (getattr(axes, "num_devices", 1) or 1) == 1:
-            return None
-        return Program(platform, tuple(axes.device_assignment), None)
+            return Program(platform)
+        return Program(platform, tuple(axes.device_assignment))
     if mesh.size == 1:
-        return None
+        return Program(platform)
     missing = set(mesh.axis_names) - set(axes.manual_axes)
     if missing:
         raise ValueError(
@@ -65,10 +69,10 @@ def _program(ctx: Any, name: str, platform: str) -> Program | None:
 
 
 def register(primitive: Any, rule: Any, several: Any = None) -> None:
-    """Lowers `primitive` by ``rule(ctx, platform, *operands, **params)``.
+    """Lowers `primitive` by ``rule(ctx, program, *operands, **params)``.
 
-    The platform is "cpu" or "cuda"; the others are refused. ``several(ctx, program,
-    *operands, **params)`` is for programs over several devices.
+    Or by `several`, a rule for programs over several devices. Platforms other than CPU
+    and CUDA are refused. The parameter `elastic`, if there is one, is in the program.
 
     ``cacheable=False`` is essential: by default JAX lowers every equation into a
     function of its own, no two calls would share a block, and the tie would silently
@@ -77,16 +81,20 @@ def register(primitive: Any, rule: Any, several: Any = None) -> None:
     name = primitive.name.removeprefix("ringjax.")
 
     def on(platform: str) -> Any:
-        def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-            program = _program(ctx, name, platform)
+        def lower(
+            ctx: Any, *operands: Any, elastic: bool = False, **params: Any
+        ) -> Any:
+            program = _program(ctx, name, platform)._replace(elastic=elastic)
             # A part of one device is of a call that has been looked at as a whole.
-            if platform == "cuda" and "comm" in params and not _lowering.only:
-                _check_communicator(name, params["comm"], program)
+            if platform == "cuda" and "comm" in params:
+                devices = runtime.current(name).devices
+                program = program._replace(joined=devices.numbers)
+                if not _lowering.only:
+                    _check_joined(name, devices.problem(params["comm"]), program)
             _register_handlers(platform)
             _check_spread(program, name, params)
-            if program is None:
-                return rule(ctx, platform, *operands, **params)
-            return several(ctx, program, *operands, **params)
+            chosen = several if program.devices else rule
+            return chosen(ctx, program, *operands, **params)
 
         return lower
 
@@ -103,11 +111,9 @@ def register(primitive: Any, rule: Any, several: Any = None) -> None:
     mlir.register_lowering(primitive, elsewhere, cacheable=False)
 
 
-def _check_spread(
-    program: Program | None, name: str, params: Mapping[str, Any]
-) -> None:
+def _check_spread(program: Program, name: str, params: Mapping[str, Any]) -> None:
     """Of a program over several processes, each one averages its own shards."""
-    if program is None or params.get("comm", REPLICAS) == REPLICAS:
+    if params.get("comm", REPLICAS) == REPLICAS:
         return
     count = len({device.process_index for device in program.devices})
     if count > 1:
@@ -118,15 +124,13 @@ def _check_spread(
         )
 
 
-def _check_communicator(name: str, number: int, program: Program | None) -> None:
-    devices = runtime.current(name).devices
-    problem = devices.problem(number)
-    wanted = [device.local_hardware_id for device in program.here] if program else []
-    if not problem and not set(wanted) <= set(devices.numbers):
+def _check_joined(name: str, problem: str, program: Program) -> None:
+    wanted = [device.local_hardware_id for device in program.here]
+    if not problem and not set(wanted) <= set(program.joined):
         raise ValueError(
             f"ringjax.{name}: this program runs on the CUDA devices "
             f"{', '.join(map(str, wanted))} of this process, which has joined only "
-            f"{', '.join(map(str, devices.numbers))} with the other ranks: start it by "
+            f"{', '.join(map(str, program.joined))} with the other ranks: start it by "
             "ringrun --devices-per-rank all (RINGJAX_DEVICES_PER_RANK=all), or keep "
             "`tensor` on one device"
         )

@@ -13,21 +13,21 @@ from typing import Any
 
 import jax
 
-from ringjax import runtime
+from ringjax.world.world import World
 
 _VISIBLE = "jax_cuda_visible_devices"
 
 
-def open_devices(started: bool) -> None:
+def open_devices(world: World, *, started: bool) -> None:
     """Builds the device communicators if any rank can have one; at every init.
 
     Asking JAX for its device starts its backends, so where no rank has a CUDA driver it
     is not asked. NCCL is opened afterwards: then JAX has mapped its copy.
 
     Args:
+        world: knows which ranks have devices.
         started: whether JAX's backends have been started already.
     """
-    world = runtime.current("init")
     if not world.devices.possible:
         if world.config.devices_per_rank != 1 and world.rank == 0:
             text = f"RINGJAX_DEVICES_PER_RANK: {world.devices.problem(0)}"

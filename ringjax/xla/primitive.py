@@ -71,12 +71,13 @@ def collective(
         transpose=transpose and _sparse_transpose(transpose),
     )
 
-    def lower(ctx: Any, platform: str, *operands: Any, **params: Any) -> list[Any]:
-        if platform == "cuda" and name in ("allreduce", "reducescatter"):
+    def lower(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+        if program.platform == "cuda" and name in ("allreduce", "reducescatter"):
             check_nccl(name, ctx.avals_in, params)
-        pieces = cuts(len(operands), whole=platform == "cuda")
+        pieces = cuts(len(operands), program)
         return jax_private.emit_ordered(
             ctx,
+            program,
             "ringjax_run",
             operands,
             [(cut, attributes(name, select(params, cut))) for cut in pieces],
@@ -85,12 +86,11 @@ def collective(
 
     def over_all(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
         refuse_adasum(name, params["reduce_op"], NO_SHARDS)
-        on_device = program.platform == "cuda"
-        if on_device and name in ("allreduce", "reducescatter"):
+        if program.platform == "cuda" and name in ("allreduce", "reducescatter"):
             check_nccl(name, ctx.avals_in, params)
         calls = [
             (cut, attributes(name, select(params, cut)), "run")
-            for cut in cuts(len(operands), whole=on_device)
+            for cut in cuts(len(operands), program)
         ]
         if program.mesh is None and operands and not in_place:
             raise ValueError(
@@ -105,9 +105,9 @@ def collective(
     return primitive
 
 
-def cuts(count: int, *, whole: bool = False) -> buckets.Cuts:
+def cuts(count: int, program: lowering.Program) -> buckets.Cuts:
     """The operands of each native call."""
-    whole = whole or runtime.elastic()
+    whole = program.elastic or program.platform == "cuda"
     return buckets.pieces(count, count or 1 if whole else buckets.MOST)
 
 
@@ -116,8 +116,10 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
 
     By name, because the derivatives of collectives lead to each other in circles.
     """
-    primitive, params = _primitives[collective], {**DEFAULTS, **params}
-    cuts = programs(operands)
+    elastic = runtime.elastic()
+    primitive = _primitives[collective]
+    params = {**DEFAULTS, **params, "elastic": elastic}
+    cuts = programs(operands, elastic)
     try:
         if len(cuts) == 1:
             return list(primitive.bind(*operands, **params))
@@ -160,14 +162,14 @@ def confirm() -> None:
         raise jax.errors.JaxRuntimeError(f"{code}: {error}") from None
 
 
-def programs(operands: Sequence[Any]) -> buckets.Cuts:
+def programs(operands: Sequence[Any], elastic: bool) -> buckets.Cuts:
     """What is compiled together: outside of jit, what would be one native call in it.
 
     Time to compile grows faster than a program. In an elastic job the loss of a rank
     must not come between the parts of an operation.
     """
     count = len(operands)
-    many = count > buckets.MOST and not runtime.elastic()
+    many = count > buckets.MOST and not elastic
     cut = many and jax_private.is_eager(operands)
     return buckets.pieces(count, buckets.MOST if cut else count or 1)
 

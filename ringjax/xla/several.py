@@ -58,7 +58,7 @@ def lower_check(
     calls = [(tuple(range(len(avals) - 1)), whole, "check")]
     if program.mesh is not None:
         own = _cut(program, shards.of_mesh(program, shares.varying(avals[:-1])), calls)
-        return _emit(ctx, operands, avals, own, kept=(), reads=True)[-1]
+        return _emit(ctx, program, operands, avals, own, kept=(), reads=True)[-1]
     last = ties.last_values(ctx)
     (order,) = _split(ctx, program, operands, avals, calls, last, reads=True)
     ties.note_value(ctx, order, avals[-1])
@@ -107,7 +107,8 @@ def _emit_inside(
     inside = shares.Inside(ctx, program, avals)
     own = _cut(program, shards.of_mesh(program, inside.varying), calls)
     sent = inside.take(operands[:-1])
-    *out, last = _emit(ctx, [*sent, operands[-1]], [*inside.avals, order], own, kept=())
+    operands, avals = [*sent, operands[-1]], [*inside.avals, order]
+    *out, last = _emit(ctx, program, operands, avals, own, kept=())
     return [*inside.put_together(out), last]
 
 
@@ -126,16 +127,19 @@ def _emit_ordered_inside(
     plain = [(cut, attributes) for cut, attributes, _ in own]
     target = _target(program, "run")
     if not in_place:
-        return jax_private.emit_ordered(ctx, target, operands, plain, in_place=False)
+        return jax_private.emit_ordered(
+            ctx, program, target, operands, plain, in_place=False
+        )
     local = ctx.replace(avals_in=inside.avals, avals_out=inside.avals)
     sent = inside.take(operands)
-    out = jax_private.emit_ordered(local, target, sent, plain, in_place=True)
+    out = jax_private.emit_ordered(local, program, target, sent, plain, in_place=True)
     ctx.set_tokens_out(local.tokens_out)
     return inside.put_together(out)
 
 
 def _emit(
     ctx: Any,
+    program: lowering.Program,
     operands: Sequence[Any],
     avals: Sequence[Any],
     calls: Calls,
@@ -156,6 +160,7 @@ def _emit(
         changed = () if reads else cut
         *out, order = jax_private.emit(
             ctx,
+            program,
             target,
             [*(values[i] for i in cut), order, *more],
             [*types, *avals[len(avals) - len(more) :]],
@@ -189,7 +194,7 @@ def _split(
     """
     count = len(operands) - 1  # of tensors
     first = count if reads else 0  # of the values that are results
-    kept = jax_private.kept_of(operands[:-1])
+    kept = jax_private.kept_of(program, operands[:-1])
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
     nowhere = NamedSharding(mesh, PartitionSpec())
 
@@ -274,10 +279,10 @@ _part_p = jax_private.new_primitive("part")
 def _lower_part(
     ctx: Any, program: Any, *operands: Any, calls: Any, kept: Any, reads: bool
 ) -> list[Any]:
-    del program
     count = 1 + _count(calls)
     out = _emit(
         ctx,
+        program,
         operands[:count],
         ctx.avals_in,
         [(cut, dict(attributes), target) for cut, attributes, target in calls],

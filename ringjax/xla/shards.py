@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ringjax import runtime
 from ringjax.xla import lowering, shares
 
 
@@ -87,9 +86,8 @@ def _numbers(program: lowering.Program) -> tuple[tuple[int, ...], str]:
     local = [device.local_hardware_id for device in program.here]
     ids = tuple(int(device.id) for device in program.here)
     if program.platform == "cuda":
-        joined = list(runtime.current("lowering").devices.numbers)
-        if set(local) <= set(joined):  # not where it is only looked at
-            ids = tuple(map(joined.index, local))
+        if set(local) <= set(program.joined):  # not where it is only looked at
+            ids = tuple(map(program.joined.index, local))
         local = list(ids)
     text = ", ".join(map(str, sorted(local)))
     return ids, f"{len(local)} devices ({text})"

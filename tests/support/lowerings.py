@@ -18,14 +18,18 @@ from ringjax.xla import chained as gradients
 
 
 def chained(leaves: list[Any], seq: Any, cuts: Any = None, **options: Any) -> Any:
+    everyone, config = runtime.global_process_set, runtime.config()
     arguments: dict[str, Any] = {
         "op": ringjax.Average,
         "wire": -1,
         "prescale": 1.0,
         "postscale": 1.0,
-        "process_set": runtime.global_process_set,
+        "comm": runtime.communicator(everyone, "allreduce_grads").id,
+        "timeout": everyone.limit(),
         "cuts": cuts or (tuple(range(len(leaves))),),
         "overlapped": cuts is not None,
+        "memory": config.overlap_memory,
+        "elastic_memory": config.elastic_overlap_memory if config.elastic else None,
         "name": "grads",
         "names": tuple(f"leaf{i}" for i in range(len(leaves))),
     }

@@ -183,12 +183,10 @@ def test_pieces_are_even_few_and_in_order(count: int, most: int) -> None:
 
 @given(st.integers(1, 1500), st.booleans(), st.booleans())
 def test_calls_are_bounded_but_not_those_of_an_elastic_step(count, overlapped, whole):
-    cuts, calls, _ = buckets.timetable(
-        [4] * count,
-        (tuple(range(count)),),
-        1 << 30,
+    cuts, calls, _, _ = buckets.timetable(
+        *([4] * count, (tuple(range(count)),), 1 << 30),
+        elastic_memory=1 << 30 if whole else None,
         overlapped=overlapped,
-        whole=whole,
     )
     assert sorted(i for cut in cuts for i in cut) == list(range(count))
     if whole and not overlapped:

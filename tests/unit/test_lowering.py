@@ -97,6 +97,8 @@ def test_many_gradients_are_few_calls_of_one_step(overlap: bool, count: int) -> 
 def test_in_an_elastic_job_many_tensors_are_reduced_over_the_same_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    config = dataclasses.replace(runtime.config(), elastic=True)
+    monkeypatch.setattr(runtime, "config", lambda: config)
     monkeypatch.setattr(runtime, "elastic", lambda: True)
     leaves = many(1031)  # of which no other test has a program
     tx = ringjax.allreduce_grads(overlap=False)
@@ -110,9 +112,9 @@ def test_outside_of_jit_no_program_has_thousands_of_tensors(
     arguments: list[int] = []
     emit = jax_private.emit
 
-    def counted(ctx: Any, target: str, operands: Any, *args: Any, **more: Any) -> Any:
+    def counted(ctx: Any, *args: Any, **more: Any) -> Any:
         arguments.append(len(ctx.avals_in))
-        return emit(ctx, target, operands, *args, **more)
+        return emit(ctx, *args, **more)
 
     monkeypatch.setattr(jax_private, "emit", counted)
     leaves = many(1026, size=7)
@@ -231,10 +233,12 @@ def test_in_an_elastic_job_a_step_is_on_its_way_as_a_whole(
     monkeypatch, memory, kinds
 ) -> None:
     config = dataclasses.replace(
-        runtime.config(), overlap_memory=64, elastic_overlap_memory=memory
+        runtime.config(),
+        elastic=True,
+        overlap_memory=64,
+        elastic_overlap_memory=memory,
     )
     monkeypatch.setattr(runtime, "config", lambda: config)
-    monkeypatch.setattr(runtime, "elastic", lambda: True)
 
     def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
         return chained([a, b, c], seq, cuts=((0,), (1,), (2,)))

@@ -38,9 +38,12 @@ def chained(leaf: Any, seq: Any, overlapped: bool, name: str) -> tuple[Any, Any]
         wire=-1,
         prescale=1.0,
         postscale=1.0,
-        process_set=runtime.global_process_set,
+        comm=runtime.communicator().id,
+        timeout=runtime.global_process_set.limit(),
         cuts=((0,),),
         overlapped=overlapped,
+        memory=runtime.config().overlap_memory,
+        elastic_memory=None,
         name=name,
         names=("x",),
     )
