@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import _native, runtime
+from ringjax import _native
 from ringjax.compression import WireDtype
 from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
+from ringjax.world.process_set import ProcessSet
 from ringjax.xla import jax_private
 
 
@@ -317,7 +318,7 @@ def reduction(
     }
 
 
-def root(what: str, root_rank: Any, process_set: runtime.ProcessSet) -> int:
+def root(what: str, root_rank: Any, process_set: ProcessSet) -> int:
     """The place of world rank `root_rank` among the members of the process set."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
         raise TypeError(

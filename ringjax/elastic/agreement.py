@@ -115,7 +115,7 @@ def absent_from_last_call() -> frozenset[int]:
 
     Their ranks were lost before it was finished; the others have repeated it.
     """
-    if _latest is None or not runtime.elastic():
+    if _latest is None:
         return frozenset()
     present = set(runtime.last_contributors())
     if not present:  # there was no call yet

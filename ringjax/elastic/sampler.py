@@ -113,7 +113,7 @@ class ElasticSampler:
             batch_idx: not looked at; Horovod has it.
             batch_size: the same on all ranks.
         """
-        if self.wait is not None and runtime.elastic():
+        if self.wait is not None and agreement.latest() is not None:
             self.wait()
         start, stop = self._taken, self._taken + batch_size
         self._taken = stop

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import _native, runtime, stderr
+from ringjax import _native, stderr
 from ringjax.eager import alike
 from ringjax.errors import NotInitialized, PeerLost, RingjaxError
 from ringjax.tensorflow import c_api, failures, nodes, tensors, xla_calls
@@ -50,7 +50,9 @@ class _Look:
         return Call("check", self.title, self.process_set_id).members()
 
 
-def check(title: str, variables: Sequence[Any], process_set: ProcessSet) -> list[Any]:
+def check(
+    title: str, variables: Sequence[Any], process_set: ProcessSet, every: int
+) -> list[Any]:
     """To be called where the variables' gradients are reduced, by all ranks.
 
     Args:
@@ -58,6 +60,7 @@ def check(title: str, variables: Sequence[Any], process_set: ProcessSet) -> list
         variables: of TensorFlow or of Keras; whatever else is left out, and so are the
             old variables of TensorFlow 1.
         process_set: the ranks that take part; this rank is one of them.
+        every: as RINGJAX_CHECK_PARAMETERS.
 
     Returns:
         What the reduction is to wait for, in a graph.
@@ -65,7 +68,7 @@ def check(title: str, variables: Sequence[Any], process_set: ProcessSet) -> list
     Raises: as collectives, in eager mode; in graphs the reduction itself fails then.
     """
     named = _named(variables)
-    if not runtime.config().check_parameters or not named:
+    if not every or not named:
         return []
     held = [variable for _, variable in named]
     whose = alike.identity(held)
@@ -84,7 +87,7 @@ def check(title: str, variables: Sequence[Any], process_set: ProcessSet) -> list
     if nodes.is_compiled(tf.compat.v1.get_default_graph()):
         call = Call("check", f"the check of the parameters of {title}", number)
         values = [variable.read_value() for variable in held]
-        xla_calls.check(call, values, written, alike.AFTER_THE_FIRST)
+        xla_calls.check(call, values, written, every, alike.AFTER_THE_FIRST)
         return []
     return _add(_Look(names(f"{title}.check")(), whose, number, written), held)
 

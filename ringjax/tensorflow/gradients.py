@@ -164,7 +164,7 @@ class Reduction:
         for i, gradient in zip(shared, reduced, strict=True):
             gradients[i] = gradient
         if local and self.settings.scale_local_gradients:
-            size = _size(self.settings.process_set)
+            size = size_op(number_of(self.settings.process_set, "size"))
             for i in local:
                 gradients[i] = divided(gradients[i], size)
         return gradients
@@ -227,20 +227,22 @@ def reduce_gradients(
             "Adasum does not reduce tf.IndexedSlices; pass sparse_as_dense=True"
         )
     present = [i for i, gradient in enumerate(made) if gradient is not None]
-    process_set = settings.process_set
-    if not present or _alone(process_set):
+    process_set, config = settings.process_set, runtime.config()
+    if not present or (not config.elastic and _alone(process_set)):
         return made
 
     def reduce() -> list[Any]:
         own = [variables[i] for i in present] if variables else []
-        with tf.control_dependencies(alike.check(settings.name, own, process_set)):
-            reduced = _reduced(made, units(made, groups), settings)
+        looks = alike.check(settings.name, own, process_set, config.check_parameters)
+        with tf.control_dependencies(looks):
+            cut = units(made, groups, config.bucket_bytes)
+            reduced = _reduced(made, cut, settings)
         return [reduced[i] for i in present]
 
     def keep() -> list[Any]:
         return [_copy(made[i]) for i in present]
 
-    if process_set is global_process_set or not runtime.elastic():
+    if process_set is global_process_set or not config.elastic:
         found = reduce()
     else:  # a graph outlives changes of the ranks
         included = process_set_included_op(number_of(process_set, "allreduce"))
@@ -252,9 +254,7 @@ def reduce_gradients(
 
 
 def _alone(process_set: ProcessSet) -> bool:
-    """Whether there is nobody to reduce with, and there never will be."""
-    if runtime.elastic():
-        return False
+    """Whether there is nobody to reduce with now."""
     return not process_set.included() or process_set.size() == 1
 
 
@@ -284,12 +284,15 @@ def _reduced(
     return reduced
 
 
-def units(gradients: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+def units(
+    gradients: Sequence[Any], groups: Sequence[Sequence[int]], bucket_bytes: int
+) -> list[list[int]]:
     """Which gradients are reduced in one operation.
 
     Args:
         gradients: tensors, `tf.IndexedSlices` and None.
         groups: what the program wants together, as indices.
+        bucket_bytes: what of the rest is together at most.
 
     Returns:
         Lists of indices of all that are not None. In one list all have the same dtype,
@@ -298,7 +301,7 @@ def units(gradients: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[lis
     Example:
         >>> import tensorflow as tf
         >>> three = [tf.zeros(3), tf.zeros(4), tf.zeros(3, tf.int32)]
-        >>> units(three, [[0, 1, 2]])
+        >>> units(three, [[0, 1, 2]], 1 << 20)
         [[0, 1], [2]]
     """
     found = [unit for group in groups for unit in _alike(gradients, group)]
@@ -307,7 +310,7 @@ def units(gradients: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[lis
     sparse = [i for i in free if isinstance(gradients[i], tf.IndexedSlices)]
     dense = [i for i in free if tf.is_tensor(gradients[i]) and i not in set(sparse)]
     avals = [shape_and_dtype(gradients[i]) for i in dense]
-    cuts = buckets.plan(avals, runtime.config().bucket_bytes) if avals else ()
+    cuts = buckets.plan(avals, bucket_bytes) if avals else ()
     found += [[dense[i] for i in cut] for cut in cuts]
     return found + _alike(gradients, sparse)
 
@@ -346,13 +349,6 @@ def indices_of(
     if len(set(flat)) < len(flat):
         raise ValueError("a variable is in groups more than once")
     return found
-
-
-def _size(process_set: ProcessSet) -> Any:
-    """How many ranks there are, now or when the graph runs."""
-    if runtime.elastic():
-        return size_op(number_of(process_set, "size"))
-    return process_set.size()
 
 
 def divided(gradient: Any, divisor: Any) -> Any:

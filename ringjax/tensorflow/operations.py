@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from ringjax.eager import lane
 from ringjax.ops import Sum
-from ringjax.runtime import ProcessSet
 from ringjax.tensorflow import eager_calls, graph_calls, nodes, world, xla_calls
 from ringjax.tensorflow.calls import Call, number_of
 from ringjax.tensorflow.failures import as_tensorflow
+from ringjax.world.process_set import ProcessSet
 
 Tensors = Sequence[Any]
 # From the gradients of the results, and the rows that came from each rank, to the

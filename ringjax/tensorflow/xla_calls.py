@@ -73,13 +73,16 @@ def run(
     return results, [each[: native.size] for each in rows if call.op in _RAGGED]
 
 
-def check(call: Call, tensors: Sequence[Any], names: Sequence[str], first: int) -> None:
+def check(
+    call: Call, tensors: Sequence[Any], names: Sequence[str], every: int, first: int
+) -> None:
     """Adds a look whether all ranks have the same parameters; see `ffi/check.cc`.
 
     Args:
         call: has the name, and who takes part.
         tensors: the parameters.
         names: theirs.
+        every: at how manieth calls they are compared.
         first: the first call that looks.
     """
     graph: Any = tf.compat.v1.get_default_graph()
@@ -91,7 +94,7 @@ def check(call: Call, tensors: Sequence[Any], names: Sequence[str], first: int) 
     members = call.members()
     attributes = {
         "comm": runtime.communicator(members, call.op).id,
-        "every": runtime.config().check_parameters,
+        "every": every,
         "first": first,
         "count": len(tensors),
         "name": call.name,

@@ -16,10 +16,10 @@ from torch import Tensor
 from ringjax.eager import lane
 from ringjax.eager.lane import Handle
 from ringjax.ops import Average, Sum
-from ringjax.runtime import ProcessSet
 from ringjax.torch.autograd import Rule, Run, differentiable, tracked
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.tensors import follow, given, rows_of
+from ringjax.world.process_set import ProcessSet
 
 
 def first(results: Sequence[Tensor]) -> Tensor:

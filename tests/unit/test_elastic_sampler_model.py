@@ -36,7 +36,6 @@ class Job:
         self.patch = patch
         self.count = count
         self.contributors: tuple[int, ...] = ()
-        patch.setattr(runtime, "elastic", lambda: True, raising=False)
         patch.setattr(
             runtime, "last_contributors", lambda: self.contributors, raising=False
         )
@@ -184,6 +183,6 @@ def test_the_sampler_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None
     job.ranks[0].sampler.wait = lambda: waited.append(1)
     job.step(2, 9, True)
     assert waited == [1]
-    monkeypatch.setattr(runtime, "elastic", lambda: False)
+    agreement.forget()
     job.ranks[0].sampler.record_batch(1, 2)
     assert waited == [1]

@@ -31,16 +31,14 @@ def slices(tf: Any) -> Any:
     return tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([3, 2]))
 
 
-def test_buckets_have_one_dtype_and_a_size(tf: Any, slices: Any, monkeypatch) -> None:
+def test_buckets_have_one_dtype_and_a_size(tf: Any, slices: Any) -> None:
     from ringjax.tensorflow.gradients import units
 
-    config = ringjax.runtime.config()
-    monkeypatch.setattr(ringjax.runtime, "config", lambda: _Sized(config, 4000))
     gradients = [
         *(tf.zeros(500), slices, None, tf.zeros(500, tf.float64), tf.zeros(600)),
         *(tf.zeros(400), tf.zeros(2000), slices, tf.zeros(3)),
     ]
-    found = units(gradients, [])
+    found = units(gradients, [], 4000)
     assert sorted(i for unit in found for i in unit) == [0, 1, 3, 4, 5, 6, 7, 8]
     for unit in found:
         kinds = {(type(gradients[i]), gradients[i].dtype) for i in unit}
@@ -49,18 +47,10 @@ def test_buckets_have_one_dtype_and_a_size(tf: Any, slices: Any, monkeypatch) ->
             size = sum(int(np.prod(gradients[i].shape)) * 4 for i in unit)
             assert len(unit) == 1 or size <= 4000
     assert [1, 7] in found and [6] in found and [5, 4] in found
-    together = units(gradients, [[0, 1, 3, 6], [8, 2]])
+    together = units(gradients, [[0, 1, 3, 6], [8, 2]], 4000)
     assert together[:4] == [[0, 6], [1], [3], [8]]
     assert sorted(i for unit in together for i in unit) == [0, 1, 3, 4, 5, 6, 7, 8]
-    assert units([None, None], []) == []
-
-
-class _Sized:
-    def __init__(self, config: Any, size: int) -> None:
-        self._config, self.bucket_bytes = config, size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+    assert units([None, None], [], 4000) == []
 
 
 def test_buckets_of_unknown_shapes(tf: Any) -> None:
@@ -70,7 +60,7 @@ def test_buckets_of_unknown_shapes(tf: Any) -> None:
 
     @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec([None, 2])])
     def look(one: Any, two: Any) -> None:
-        found.append(units([one, two], []))
+        found.append(units([one, two], [], 4000))
 
     look.get_concrete_function()
     assert found == [[[1, 0]]]

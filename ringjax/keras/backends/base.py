@@ -18,7 +18,7 @@ import numpy as np
 from ringjax import eager
 from ringjax.compression import Compression, WireDtype
 from ringjax.ops import Average, ReduceOp
-from ringjax.runtime import ProcessSet, global_process_set
+from ringjax.world.process_set import ProcessSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,19 +182,13 @@ class Backend(abc.ABC):
             "give gradients to `apply`"
         )
 
-    def broadcast_variables(
-        self,
-        variables: Sequence[Any],
-        root_rank: int,
-        process_set: ProcessSet = global_process_set,
-    ) -> None:
+    def broadcast_variables(self, variables: Sequence[Any], root_rank: int) -> None:
         """Sets variables to the root's values."""
         handles = [
             eager.broadcast_async(
                 keras.ops.convert_to_numpy(getattr(variable, "value", variable)),
                 root_rank,
                 name=f"broadcast_variables.{i}",
-                process_set=process_set,
             )
             for i, variable in enumerate(variables)
         ]

@@ -20,7 +20,7 @@ from ringjax.eager.alike import AFTER_THE_FIRST
 from ringjax.keras.backends.base import Backend, Reduction, wire_of
 from ringjax.ops import Average, Min
 from ringjax.optim import AllreduceState, allreduce_grads
-from ringjax.runtime import ProcessSet
+from ringjax.world.process_set import ProcessSet
 from ringjax.xla import alike
 
 

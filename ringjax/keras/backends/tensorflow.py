@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax import runtime
 from ringjax.compression import WireDtype
 from ringjax.keras.backends.base import Backend, Reduction
 from ringjax.ops import Min, ReduceOp
@@ -59,9 +58,7 @@ class TensorFlowBackend(Backend):
 
     def size(self, process_set: ProcessSet) -> Any:
         """See the base class; a graph outlives changes of the ranks."""
-        if runtime.elastic():
-            return size_op(process_set.process_set_id or 0)
-        return super().size(process_set)
+        return size_op(process_set.process_set_id or 0)
 
     def is_sparse(self, gradient: Any) -> bool:
         """See the base class."""

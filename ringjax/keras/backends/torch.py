@@ -13,7 +13,7 @@ from ringjax import runtime
 from ringjax.compression import WireDtype
 from ringjax.eager import alike
 from ringjax.keras.backends.base import Backend, Reduction
-from ringjax.runtime import ProcessSet
+from ringjax.world.process_set import ProcessSet
 from ringjax.xla import buckets
 
 
