@@ -67,24 +67,19 @@ def check(
     return seq
 
 
-def _lower(
-    ctx: Any,
-    program: Any,
-    *operands: Any,
-    **params: Any,
-) -> list[Any]:
+def _lower(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+    seq, *leaves = operands
     if program.platform == "cuda":
         _warn(**params)
-        return [operands[0]]
+        return [seq]
+    whole = _attributes(**params)
+    if program.devices:
+        # Each shard is compared by itself, with that of its place on the other ranks.
+        return [several.lower_check(ctx, program, [*leaves, seq], whole)]
     return jax_private.emit(
-        ctx,
-        program,
-        "ringjax_check",
-        operands,
-        ctx.avals_in,
-        ctx.avals_out,
+        *(ctx, program, "ringjax_check", operands, ctx.avals_in, ctx.avals_out),
         aliases={},
-        attributes=_attributes(**params),
+        attributes=whole,
     )
 
 
@@ -109,16 +104,6 @@ def _attributes(
     }
 
 
-def _lower_several(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
-    """Each shard is compared by itself, with that of its place on the other ranks."""
-    seq, *leaves = operands
-    if program.platform == "cuda":
-        _warn(**params)
-        return [seq]
-    whole = _attributes(**params)
-    return [several.lower_check(ctx, program, [*leaves, seq], whole)]
-
-
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     """An ensemble: the parameters of all members at once, and one seq for all."""
     seq, *leaves = args
@@ -134,4 +119,4 @@ def _jvp(args: Any, ts: Any, **params: Any) -> Any:
 
 jax_private.set_shape_rule(_check_p, lambda seq, *_, **__: [seq], ordered=False)
 jax_private.set_rules(_check_p, batch=_batch, jvp=_jvp, transpose=None)
-lowering.register(_check_p, _lower, _lower_several)
+lowering.register(_check_p, _lower)

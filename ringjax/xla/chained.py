@@ -122,89 +122,23 @@ def _chained_lower(
     elastic_memory: int | None,
     **params: Any,
 ) -> list[Any]:
-    *leaves, seq = operands
     *avals, seq_aval = ctx.avals_in
-    sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
+    what, devices = "allreduce_grads", len(program.devices)
+    if devices:
+        primitive.refuse_adasum(what, params["reduce_op"], primitive.NO_SHARDS)
     if on_device := program.platform == "cuda":
-        primitive.check_nccl("allreduce_grads", avals, params)
-        overlapped = overlapped_on_device
-        memory = math.inf
-    cuts, calls, in_flight, overlapped = buckets.timetable(
-        sizes, cuts, memory, elastic_memory, overlapped
-    )
-    chain = ties.chain_number(ctx) if overlapped else 0
-
-    def call(kind: str, site: int, seq: Any) -> Any:
-        cut = cuts[site]
-        types = [*(avals[i] for i in cut), seq_aval]
-        begins = kind != "done" and site == 0
-        *out, seq = jax_private.emit(
-            ctx,
-            program,
-            f"ringjax_{kind}",
-            [*(leaves[i] for i in cut), seq],
-            types,
-            types,
-            aliases={i: i for i in range(len(types))},
-            attributes=primitive.attributes(
-                "allreduce",
-                primitive.select(params, cut),
-                site=site | chain << 16 if overlapped else 0,
-                first=int(begins and overlapped),
-                last=int((kind, site) == calls[-1]),
-                in_flight=in_flight,
-            ),
-            # The others hang on the first one by seq.
-            tie=begins,
-        )
-        for i, value in zip(cut, out, strict=True):
-            leaves[i] = value
-        return seq
-
-    before = [seq, *(value for value, _ in ties.last_values(ctx))]
-    backward = Backward(leaves, before) if on_device and overlapped else None
-    for kind, site in calls:
-        if kind == "start" and backward:
-            with backward.behind([leaves[i] for i in cuts[site]]):
-                seq = call(kind, site, seq)
-                if site + 1 < len(cuts):
-                    seq = backward.hold(seq, [leaves[i] for i in cuts[site + 1]])
-        else:
-            seq = call(kind, site, seq)
-    # The handlers of a device cannot read seq: there it only orders, and is counted up
-    # by the program.
-    return [*leaves, jax_private.plus_one(seq, seq_aval) if on_device else seq]
-
-
-def _chained_several(
-    ctx: Any,
-    program: Any,
-    *operands: Any,
-    cuts: Any,
-    overlapped: bool,
-    overlapped_on_device: bool,
-    memory: float,
-    elastic_memory: int | None,
-    **params: Any,
-) -> list[Any]:
-    """Of several devices: on CPUs they meet in each call."""
-    del overlapped_on_device
-    primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_SHARDS)
-    if on_device := program.platform == "cuda":
-        primitive.check_nccl("allreduce_grads", ctx.avals_in[:-1], params)
-        # XLA has sums over the devices at the end of the backward pass, and would start
-        # nothing before.
-        overlapped, memory = False, math.inf
-    devices = len(program.devices)
+        primitive.check_nccl(what, avals, params)
+        # XLA has sums over several devices at the end of the backward pass, and would
+        # start nothing before.
+        overlapped, memory = overlapped_on_device and not devices, math.inf
     # Inside of a shard_map a leaf is what one device has. Shards are rounded up, too.
     sizes = [
         math.prod(aval.shape) * aval.dtype.itemsize * (devices if program.mesh else 1)
         + buckets.ALIGN * devices
-        for aval in ctx.avals_in[:-1]
+        for aval in avals
     ]
-    cuts, order, in_flight, overlapped = buckets.timetable(
-        sizes, cuts, memory, elastic_memory, overlapped
-    )
+    plan = buckets.timetable(sizes, cuts, memory, elastic_memory, overlapped)
+    cuts, order, in_flight, overlapped = plan
     chain = ties.chain_number(ctx) if overlapped else 0
     calls = [
         (
@@ -221,9 +155,48 @@ def _chained_several(
         )
         for number, (kind, site) in enumerate(order)
     ]
-    *out, seq = several.lower_chain(ctx, program, operands, calls)
-    seq_aval = ctx.avals_in[-1]
+    emit = several.lower_chain if devices else _emit_chain
+    *out, seq = emit(ctx, program, operands, calls)
+    # The handlers of a device cannot read seq: there it only orders, and is counted up
+    # by the program.
     return [*out, jax_private.plus_one(seq, seq_aval) if on_device else seq]
+
+
+def _emit_chain(
+    ctx: Any, program: Any, operands: Sequence[Any], calls: several.Calls
+) -> list[Any]:
+    """As `several.lower_chain`, for one device."""
+    *leaves, seq = operands
+    *avals, seq_aval = ctx.avals_in
+
+    def call(number: int, seq: Any) -> Any:
+        cut, attributes, kind = calls[number]
+        types = [*(avals[i] for i in cut), seq_aval]
+        *out, seq = jax_private.emit(
+            *(ctx, program, f"ringjax_{kind}"),
+            *([*(leaves[i] for i in cut), seq], types, types),
+            aliases={i: i for i in range(len(types))},
+            attributes=attributes,
+            # The others hang on the first one by seq.
+            tie=number == 0,
+        )
+        for i, value in zip(cut, out, strict=True):
+            leaves[i] = value
+        return seq
+
+    before = [seq, *(value for value, _ in ties.last_values(ctx))]
+    starts = calls[0][2] == "start" and program.platform == "cuda"
+    backward = Backward(leaves, before) if starts else None
+    for number, (cut, _, kind) in enumerate(calls):
+        if kind == "start" and backward:
+            with backward.behind([leaves[i] for i in cut]):
+                seq = call(number, seq)
+                after, _, following = calls[number + 1]
+                if following == "start":
+                    seq = backward.hold(seq, [leaves[i] for i in after])
+        else:
+            seq = call(number, seq)
+    return [*leaves, seq]
 
 
 def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -267,4 +240,4 @@ jax_private.set_shape_rule(
 jax_private.set_rules(
     _chained_p, batch=_chained_batch, jvp=_chained_jvp, transpose=None
 )
-lowering.register(_chained_p, _chained_lower, _chained_several)
+lowering.register(_chained_p, _chained_lower)

@@ -20,13 +20,13 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY, _NO_PROXY_OF_ALL = "no_grpc_proxy", "no_proxy"
 
 
-def join(world: World, place: int, *, started: bool) -> None:
+def join(world: World, started: bool, *, place: int) -> None:
     """Calls ``jax.distributed.initialize``, if there are groups; at every init.
 
     Args:
         world: has the processes of the group.
-        place: this one's among them.
         started: whether JAX's backends have been started already.
+        place: of this process in it.
 
     Raises:
         StartupError: it is too late, or the group did not come together.

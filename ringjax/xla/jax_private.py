@@ -29,6 +29,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
 from ringjax import runtime
+from ringjax.world.world import World
 from ringjax.xla import group, placement, ties, tokens
 
 Zero = ad.Zero
@@ -436,18 +437,14 @@ def _forget_programs() -> None:
     _place = place
 
 
+def _at_init() -> tuple[World, bool]:
+    """The world, and whether JAX's backends have been started already."""
+    return runtime.current("init"), _bridge.backends_are_initialized()
+
+
 # First: once JAX has looked for its devices, it is too late.
-runtime.on_init(
-    lambda: group.join(
-        *(runtime.current("init"), runtime.group_rank()),
-        started=_bridge.backends_are_initialized(),
-    )
-)
+runtime.on_init(lambda: group.join(*_at_init(), place=runtime.group_rank()))
 runtime.on_init(_forget_programs)
 runtime.on_shutdown(_drain)
 # Last: it may raise.
-runtime.on_init(
-    lambda: placement.open_devices(
-        runtime.current("init"), started=_bridge.backends_are_initialized()
-    )
-)
+runtime.on_init(lambda: placement.open_devices(*_at_init()))

@@ -68,11 +68,11 @@ def _program(ctx: Any, name: str, platform: str) -> Program:
     return Program(platform, tuple(mesh.devices.flat), mesh)
 
 
-def register(primitive: Any, rule: Any, several: Any = None) -> None:
+def register(primitive: Any, rule: Any) -> None:
     """Lowers `primitive` by ``rule(ctx, program, *operands, **params)``.
 
-    Or by `several`, a rule for programs over several devices. Platforms other than CPU
-    and CUDA are refused. The parameter `elastic`, if there is one, is in the program.
+    Platforms other than CPU and CUDA are refused. The parameter `elastic`, if there is
+    one, is in the program.
 
     ``cacheable=False`` is essential: by default JAX lowers every equation into a
     function of its own, no two calls would share a block, and the tie would silently
@@ -93,8 +93,7 @@ def register(primitive: Any, rule: Any, several: Any = None) -> None:
                     _check_joined(name, devices.problem(params["comm"]), program)
             _register_handlers(platform)
             _check_spread(program, name, params)
-            chosen = several if program.devices else rule
-            return chosen(ctx, program, *operands, **params)
+            return rule(ctx, program, *operands, **params)
 
         return lower
 

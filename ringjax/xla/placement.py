@@ -18,7 +18,7 @@ from ringjax.world.world import World
 _VISIBLE = "jax_cuda_visible_devices"
 
 
-def open_devices(world: World, *, started: bool) -> None:
+def open_devices(world: World, started: bool) -> None:
     """Builds the device communicators if any rank can have one; at every init.
 
     Asking JAX for its device starts its backends, so where no rank has a CUDA driver it

@@ -72,26 +72,18 @@ def collective(
     )
 
     def lower(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+        if program.devices:
+            refuse_adasum(name, params["reduce_op"], NO_SHARDS)
         if program.platform == "cuda" and name in ("allreduce", "reducescatter"):
             check_nccl(name, ctx.avals_in, params)
-        pieces = cuts(len(operands), program)
-        return jax_private.emit_ordered(
-            ctx,
-            program,
-            "ringjax_run",
-            operands,
-            [(cut, attributes(name, select(params, cut))) for cut in pieces],
-            in_place=in_place,
-        )
-
-    def over_all(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
-        refuse_adasum(name, params["reduce_op"], NO_SHARDS)
-        if program.platform == "cuda" and name in ("allreduce", "reducescatter"):
-            check_nccl(name, ctx.avals_in, params)
-        calls = [
-            (cut, attributes(name, select(params, cut)), "run")
-            for cut in cuts(len(operands), program)
-        ]
+        whole = program.elastic or program.platform == "cuda"
+        count = len(operands)
+        pieces = buckets.pieces(count, count or 1 if whole else buckets.MOST)
+        calls = [(cut, attributes(name, select(params, cut))) for cut in pieces]
+        if not program.devices:
+            return jax_private.emit_ordered(
+                ctx, program, "ringjax_run", operands, calls, in_place=in_place
+            )
         if program.mesh is None and operands and not in_place:
             raise ValueError(
                 f"ringjax.{name}: `tensor` is in a program over {len(program.devices)} "
@@ -100,15 +92,9 @@ def collective(
             )
         return several.lower_ordered(ctx, program, operands, calls, in_place=in_place)
 
-    lowering.register(primitive, lower, over_all)
+    lowering.register(primitive, lower)
     _primitives[name] = primitive
     return primitive
-
-
-def cuts(count: int, program: lowering.Program) -> buckets.Cuts:
-    """The operands of each native call."""
-    whole = program.elastic or program.platform == "cuda"
-    return buckets.pieces(count, count or 1 if whole else buckets.MOST)
 
 
 def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any]:

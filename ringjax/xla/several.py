@@ -66,9 +66,15 @@ def lower_check(
 
 
 def lower_ordered(
-    ctx: Any, program: Any, operands: Sequence[Any], calls: Calls, *, in_place: bool
+    ctx: Any,
+    program: Any,
+    operands: Sequence[Any],
+    wholes: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
+    *,
+    in_place: bool,
 ) -> list[Any]:
     """Lowers calls that JAX's token of the ordered effect goes through."""
+    calls = [(cut, whole, "run") for cut, whole in wholes]
     if program.mesh is not None:
         return _emit_ordered_inside(ctx, program, operands, calls, in_place=in_place)
     # What XLA cuts has no tokens, so a number has to stand for it meanwhile.
@@ -302,4 +308,4 @@ def _part_shapes(*avals: Any, calls: Any, kept: Any, reads: bool) -> list[Any]:
 
 
 jax_private.set_shape_rule(_part_p, _part_shapes, ordered=False)
-lowering.register(_part_p, None, _lower_part)
+lowering.register(_part_p, _lower_part)

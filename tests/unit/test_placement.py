@@ -104,12 +104,12 @@ def test_jax_is_not_asked_where_no_rank_has_a_device(
     try:
         world = runtime.current("test")
         world.devices.counts = [0]
-        placement.open_devices(world, started=True)
+        placement.open_devices(world, True)
         monkeypatch.setattr(
             placement, "cuda_devices", lambda each: ([], "as the test says")
         )
         world.devices.counts = [1]
-        placement.open_devices(world, started=True)
+        placement.open_devices(world, True)
         expected = "rank 0 has no CUDA device: as the test says"
         assert world.devices.problem(0) == expected
     finally:
