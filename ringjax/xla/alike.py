@@ -78,7 +78,7 @@ def _lower(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
         return [several.lower_check(ctx, program, [*leaves, seq], whole)]
     return jax_private.emit(
         *(ctx, program, "ringjax_check", operands, ctx.avals_in, ctx.avals_out),
-        aliases={},
+        aliases={},  # a call that is repeated needs its `seq` still, which is small
         attributes=whole,
     )
 
