@@ -284,9 +284,8 @@ TEST(NoCallSucceedsInAForkedProcess) {
   ResilientComm resilient(0);
   const pid_t child = fork();
   if (child == 0) {
-    ResilientComm::Change change;
-    const bool fails =
-        !resilient.Judge(0, 1).ok() && !resilient.Follow(0, &change).ok();
+    std::shared_ptr<Communicator> next;
+    const bool fails = !resilient.Judge(0, 1).ok() && !resilient.Follow(0, &next).ok();
     _exit(fails ? 0 : 1);
   }
   int status = -1;

@@ -191,14 +191,22 @@ LinkEnds ReadLink(const nb::tuple& link) {
 // A shared segment as Python describes it: memfd, bytes of a tile, doorbells by rank.
 using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
 
-// Lets the communicator report, when another rank probes it, which devices of this
-// process have not made their calls yet.
-void TellWhatIsMissing(const std::shared_ptr<Communicator>& c,
-                       const std::shared_ptr<DeviceRendezvous>& meeting) {
-  c->log().set_missing_locally([weak = std::weak_ptr(meeting)] {
+// Registers the communicator in place of `now`, the entry of its id.
+void Admit(const std::shared_ptr<Communicator>& c, Registered now) {
+  // A training step that is under way goes on with the Overlap that began it.
+  if (now.communicator && now.communicator->resilient() == c->resilient())
+    now.overlap->Follow(c);
+  else
+    now.overlap = std::make_shared<Overlap>(c),
+    now.meeting = std::make_shared<DeviceRendezvous>();
+  // Lets the communicator report, when another rank probes it, which devices of this
+  // process have not made their calls yet.
+  c->log().set_missing_locally([weak = std::weak_ptr(now.meeting)] {
     const auto alive = weak.lock();
     return alive ? alive->Missing() : "";
   });
+  now.communicator = c;
+  Register(c->id(), std::move(now));
 }
 
 std::shared_ptr<Communicator> MakeCommunicator(
@@ -219,7 +227,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
     fds.push_back(std::get<0>(*segment));
     of_segment = Descriptors(std::move(fds));
   }
-  if (ending && (!resilient || ending->resilient()))
+  if (ending && (!resilient || ending->resilient()->repairs()))
     throw nb::value_error(
         "ringjax: only a resilient communicator ends with one that is not");
   CommunicatorOptions o = MakeOptions(id, name, rank, hosts, members, options);
@@ -253,12 +261,8 @@ std::shared_ptr<Communicator> MakeCommunicator(
   }
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(shared), resilient);
-  // The communicator of an epoch of a ResilientComm is registered later, by Install.
-  if (!resilient) {
-    const auto meeting = std::make_shared<DeviceRendezvous>();
-    TellWhatIsMissing(c, meeting);
-    Register(id, {c, std::make_shared<Overlap>(c), {}, meeting});
-  }
+  // A communicator of an elastic job is registered later, by Install.
+  if (!resilient) Admit(c, {});
   return c;
 }
 
@@ -279,15 +283,7 @@ void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
       if (std::any_of(now.devices.begin(), now.devices.end(),
                       [](const auto& one) { return !one->epoch().Check().ok(); }))
         now.devices.clear();
-      // A training step that is under way goes on with the Overlap that began it.
-      if (now.communicator && now.communicator->resilient() == next->resilient())
-        now.overlap->Follow(next);
-      else
-        now.overlap = std::make_shared<Overlap>(next),
-        now.meeting = std::make_shared<DeviceRendezvous>();
-      now.communicator = next;
-      TellWhatIsMissing(next, now.meeting);
-      Register(next->id(), std::move(now));
+      Admit(next, std::move(now));
     }
   }
   Raise(status);

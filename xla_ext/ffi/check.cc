@@ -14,6 +14,7 @@
 
 #include "engine/call/alike.h"
 #include "engine/call/hash.h"
+#include "engine/communicator/resilient_comm.h"
 #include "ffi/handlers.h"
 #include "ffi/invocation.h"
 
@@ -55,7 +56,7 @@ struct Check {
   // `first`, and never in an elastic job. There the counts of the ranks differ: a
   // newcomer has missed invocations, and some invocations run again.
   bool IsDue() {
-    const bool elastic = communicator->resilient() != nullptr, counts = terms.counts();
+    const bool elastic = communicator->resilient()->repairs(), counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;
     const auto every = static_cast<uint64_t>(terms.every);
     if (!counts) return ComparesAt(step, every) || (!elastic && !counter->load());

@@ -28,7 +28,7 @@ bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
   if (!inputs.algorithm.empty() && inputs.algorithm != kShared) return false;
   // If an epoch ends during an alltoall, a rank cannot see whether the data of all
   // ranks were in the slots, so no rank could complete the call from the slots.
-  if (problem.op == Collective::kAlltoall && inputs.resilient) return false;
+  if (problem.op == Collective::kAlltoall && inputs.repairs) return false;
   const uint64_t most = problem.op == Collective::kAllreduce
                             ? std::min(kMostInlineAllreduce, inputs.inline_bytes)
                             : inputs.inline_bytes;

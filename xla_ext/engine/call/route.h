@@ -49,7 +49,7 @@ struct RouteInputs {
   const CostModel& cost;
   std::string_view algorithm = {};  // name of the forced algorithm; empty: the cheapest
   uint64_t inline_bytes = 0;        // size of an inline slot; 0: without inline data
-  bool resilient = false;           // whether this is part of a resilient communicator
+  bool repairs = false;  // whether another epoch may follow (resilient_comm.h)
 };
 
 // Whether the route is kInline. Cheap, because it computes no costs of algorithms.

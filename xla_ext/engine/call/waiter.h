@@ -26,6 +26,11 @@ using Clock = std::chrono::steady_clock;
 using InterruptCheck = bool (*)();
 // The check of this process; null: no check.
 inline std::atomic<InterruptCheck> interrupt_check{nullptr};
+// Runs the check. May run Python's signal handlers, so no lock may be held.
+inline bool Interrupted() {
+  const InterruptCheck check = interrupt_check.load();
+  return check != nullptr && check();
+}
 
 // While an InterruptsAfter exists, waits of its thread can be interrupted only after
 // `seconds` without progress. An earlier interrupt stays pending for the caller, which

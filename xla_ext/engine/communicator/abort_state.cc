@@ -4,29 +4,22 @@
 #include <algorithm>
 #include <thread>
 
+#include "engine/communicator/resilient_comm.h"
+
 namespace ringjax {
 
 bool AbortState::Abort(const Status& status) {
-  bool first = false;
-  {
-    std::lock_guard lock(mutex_);
-    first = status_.ok();
-    if (first) status_ = status;
-  }
+  const bool first = own_->End(status);
   // The flag is set after the reason, because a thread that sees the flag reads the
   // reason. seq_cst: a call marks itself as active (Progress::Begin) and then loads the
   // flag (CallRunner::Guarded); Progress::Settled loads the mark after this store. So
   // either the call sees the abort, or the progress report waits for the call.
   aborted_.store(true, std::memory_order_seq_cst);
   doorbell_->Ring();
-  ticket_lock_->WakeAll();
   return first;
 }
 
-Status AbortState::status() const {
-  std::lock_guard lock(mutex_);
-  return status_;
-}
+Status AbortState::status() const { return own_->end_status(); }
 
 void AbortState::Await(std::chrono::milliseconds limit) const {
   const auto end = std::chrono::steady_clock::now() + limit;

@@ -10,20 +10,21 @@
 #include <vector>
 
 #include "base/status.h"
-#include "engine/call/ticket_lock.h"
 #include "transport/link.h"
 
 namespace ringjax {
+
+class ResilientComm;
 
 // Thread-safe. An abort is final: the first reason stays. The arguments of the
 // constructor must outlive the object.
 class AbortState {
  public:
-  // Abort rings `doorbell` and wakes the waiters of `ticket_lock`, so that no call
-  // sleeps through it.
+  // Abort ends `own` (CommState), which keeps the reason, and rings `doorbell`, so that
+  // no call sleeps through it.
   AbortState(const std::vector<int>& world_ranks, Doorbell* doorbell,
-             TicketLock* ticket_lock)
-      : world_ranks_(world_ranks), doorbell_(doorbell), ticket_lock_(ticket_lock) {}
+             ResilientComm* own)
+      : world_ranks_(world_ranks), doorbell_(doorbell), own_(own) {}
   AbortState(const AbortState&) = delete;
   AbortState& operator=(const AbortState&) = delete;
 
@@ -47,11 +48,10 @@ class AbortState {
  private:
   const std::vector<int>& world_ranks_;  // by rank
   Doorbell* const doorbell_;
-  TicketLock* const ticket_lock_;
+  ResilientComm* const own_;
   std::atomic<bool> aborted_{false};
   std::atomic<bool> any_shut_down_{false};
-  mutable std::mutex mutex_;  // guards all below
-  Status status_;
+  mutable std::mutex mutex_;           // guards all below
   std::map<int, uint64_t> shut_down_;  // by world rank: number of finished calls
 };
 

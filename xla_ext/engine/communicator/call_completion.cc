@@ -16,7 +16,9 @@ Status CallCompletion::Close(const Call& call, const Status& outcome, Barrier ba
                              const Frame& frame, Waiter* waiter, CallAttempt* attempt) {
   attempt->outcome = outcome;
   attempt->locally_complete = true;
-  if (state_.progress) {
+  // In a static job a rank may return before other ranks have their results: they
+  // cannot lose this rank and go on without it.
+  if (state_.repairs) {
     state_.progress->Done(state_.sequence());
     if (Status s = AtFailpoint(Failpoint::kComplete); !s.ok())
       return failures_.Fail(call, s);
@@ -80,9 +82,8 @@ void CallCompletion::Seal(CallAttempt* attempt) {
 
 int CallCompletion::Sealed(const CallAttempt& attempt) const {
   const bool barrier = attempt.agreed == 0 && attempt.reduced == 0;
-  return barrier || !state_.progress || !state_.endpoints.segment
-             ? -1
-             : state_.endpoints.segment->Stopped();
+  return barrier || !state_.endpoints.segment ? -1
+                                              : state_.endpoints.segment->Stopped();
 }
 
 bool CallCompletion::Shown(const CallAttempt& attempt) const {

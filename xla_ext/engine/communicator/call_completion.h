@@ -36,9 +36,9 @@ struct CallAttempt {
   uint64_t reduced = 0;  // kReduced, for kTileResults; 0: no such proof
 };
 
-// Ends the calls of one communicator. Under a ResilientComm, a call returns only when
-// every rank has its results or can complete the call alone. Only the thread that
-// serves a call uses it. The arguments of the constructor must outlive the object.
+// Ends the calls of one communicator. In an elastic job, a call returns only when every
+// rank has its results or can complete the call alone. Only the thread that serves a
+// call uses it. The arguments of the constructor must outlive the object.
 //
 // A call that every rank can complete from the shared segment has no barrier at its
 // end. All ranks must still treat the call alike: a rank that was frozen, for example,
@@ -59,8 +59,8 @@ class CallCompletion {
   // finished the tiles. kFrames: by one more exchange, without data.
   enum class Barrier { kNone, kFinished, kFrames };
   // Ends a call whose results are complete on this rank and whose outcome is the same
-  // on all ranks. Under a ResilientComm, first waits until all ranks have their
-  // results, or can complete the call alone.
+  // on all ranks. In an elastic job, first waits until all ranks have their results, or
+  // can complete the call alone.
   Status Close(const Call& call, const Status& outcome, Barrier barrier,
                const Frame& frame, Waiter* waiter, CallAttempt* attempt);
   // Ends a call that has failed on this rank.

@@ -10,20 +10,22 @@
 #include "engine/call/agreement.h"
 #include "engine/call/inline_data.h"
 #include "engine/call/tiles.h"
+#include "engine/communicator/resilient_comm.h"
 #include "transport/cma.h"
 
 namespace ringjax {
 namespace {
 
 // Marks, while the object lives, that a call may change the progress report, so that
-// Communicator::Quiesce waits for the call. Does nothing without a ResilientComm.
+// Communicator::Quiesce waits for the call. In a static job nobody does: there the two
+// stores, which are seq_cst, are left out.
 class Active {
  public:
   explicit Active(const CommState& state) : state_(state) {
-    if (state_.progress) state_.progress->Begin();
+    if (state_.repairs) state_.progress->Begin();
   }
   ~Active() {
-    if (state_.progress)
+    if (state_.repairs)
       state_.progress->End([this] { return state_.abort.flag().load(); });
   }
   Active(const Active&) = delete;
@@ -35,20 +37,9 @@ class Active {
 
 }  // namespace
 
-Status CallRunner::InTurn(uint64_t ticket, const Call& call,
-                          const std::function<Status()>& body) {
-  bool interrupted = false;
-  const Status turn = state_.ticket_lock.Wait(ticket, [&] {
-    if (state_.abort.aborted()) return state_.abort.status();
-    const InterruptCheck check = interrupt_check.load();
-    interrupted = check != nullptr && check();
-    if (!interrupted) return OkStatus();
-    return Status(Code::kCancelled, "interrupted while waiting for its turn");
-  });
-  if (!turn.ok())
-    return interrupted ? failures_.Fail(call, turn) : failures_.Aborted(call);
-  const TicketLockGuard here(&state_.ticket_lock);
-  return Guarded(call, body);
+Status CallRunner::InTurn(const Call& call, const std::function<Status()>& body) {
+  return state_.own->InTurn(failures_, state_.own->TakeTicket(), call,
+                            [&] { return Guarded(call, body); });
 }
 
 Status CallRunner::Guarded(const Call& call, const std::function<Status()>& body) {
@@ -82,8 +73,7 @@ Status CallRunner::Begin(const Call& call, Frame* frame) {
     return failures_.Fail(call, left);
   // A call that is not valid on this rank is counted, too, so that the sequence numbers
   // of all ranks stay equal.
-  state_.entered.fetch_add(1, std::memory_order_relaxed);
-  if (state_.progress) state_.progress->Begun(state_.sequence());
+  state_.progress->BeginNext();
   stalls_.BeginCall();
   state_.endpoints.timeout =
       call.timeout >= 0 ? call.timeout : state_.options.collective_timeout;
@@ -124,7 +114,7 @@ Status CallRunner::Enter(const Call& call, const Status& fits, Frame* frame,
 Status CallRunner::Run(const Call& call, CallAttempt* attempt, const Status* fits,
                        bool decided) {
   const Status status = Perform(call, attempt, fits, decided);
-  if (state_.progress && !attempt->locally_complete) completion_.Seal(attempt);
+  if (!attempt->locally_complete) completion_.Seal(attempt);
   return status;
 }
 
@@ -166,7 +156,8 @@ Status CallRunner::Perform(const Call& call, CallAttempt* attempt, const Status*
     return completion_.Close(call, agreement.outcome, CallCompletion::Barrier::kFrames,
                              frame, &waiter, attempt);
   }
-  if (state_.progress && !requests.empty()) {
+  // In a static job no epoch follows in which the call could be completed.
+  if (state_.repairs && !requests.empty()) {
     state_.progress->set_repeatable(fits || call.KeepsInputs());
     if (requests.size() == 1 && !state_.options.end_barrier)
       attempt->reduced = planner_.SumsStay(requests[0]);

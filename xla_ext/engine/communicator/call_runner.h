@@ -34,8 +34,8 @@ class CallRunner {
         planner_(*planner),
         completion_(*completion) {}
 
-  // Runs `body` when the ticket lock of this epoch serves the ticket.
-  Status InTurn(uint64_t ticket, const Call& call, const std::function<Status()>& body);
+  // Runs `body` as a call of this epoch only (CommState::own), by Guarded.
+  Status InTurn(const Call& call, const std::function<Status()>& body);
   // Runs `body` unless the communicator was aborted. An exception is a failure. The
   // caller makes sure that no other call runs.
   Status Guarded(const Call& call, const std::function<Status()>& body);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "engine/communicator/resilient_comm.h"
+
 namespace ringjax {
 
 CommState::CommState(CommunicatorOptions given,
@@ -13,9 +15,11 @@ CommState::CommState(CommunicatorOptions given,
                      std::shared_ptr<ResilientComm> resilient_comm)
     : options(std::move(given)),
       doorbell(std::move(bell)),
-      resilient(std::move(resilient_comm)),
-      progress(resilient ? std::make_shared<Progress>() : nullptr),
-      abort(options.world_ranks, doorbell.get(), &ticket_lock) {
+      own(std::make_shared<ResilientComm>(ResilientComm::OneEpoch())),
+      resilient(resilient_comm ? std::move(resilient_comm) : own),
+      repairs(resilient->repairs()),
+      progress(std::make_shared<Progress>()),
+      abort(options.world_ranks, doorbell.get(), own.get()) {
   options.topology.segment = segment != nullptr;
   endpoints.links = std::move(links);
   endpoints.segment = std::move(segment);

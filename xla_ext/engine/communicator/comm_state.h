@@ -11,7 +11,6 @@
 #include "base/status.h"
 #include "collective/table.h"
 #include "engine/call/executor.h"
-#include "engine/call/ticket_lock.h"
 #include "engine/communicator/abort_state.h"
 #include "engine/communicator/progress.h"
 #include "engine/recorder/recorder.h"
@@ -51,14 +50,15 @@ struct CommunicatorOptions {
   // For a replica set of a resilient job: the communicator of all replica sets, which
   // make the same calls. Every call ends with a barrier on it, so that a call that
   // fails in one set fails in all of them. Therefore the data in the shared segment of
-  // one set are never enough to complete a call. The communicator of all sets has no
-  // ResilientComm and serves no other calls.
+  // one set are never enough to complete a call. The communicator of all sets is static
+  // and serves no other calls.
   std::shared_ptr<Communicator> end_barrier;
 };
 
 // The parts of a communicator use this state directly. Only the thread that serves a
 // call uses `endpoints`; the other members are constant, or thread-safe themselves.
 struct CommState {
+  // With a null `resilient`, the communicator is static.
   CommState(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
             std::unique_ptr<Doorbell> doorbell, std::unique_ptr<SharedSegment> segment,
             std::shared_ptr<ResilientComm> resilient);
@@ -71,7 +71,7 @@ struct CommState {
   std::string Prefix() const;
   // Sequence number of the call that was begun last. Relaxed: another thread may read
   // an earlier number.
-  uint64_t sequence() const { return entered.load(std::memory_order_relaxed); }
+  uint64_t sequence() const { return progress->sequence(); }
   // A waiter for one call of this communicator.
   Waiter NewWaiter() const {
     return Waiter(doorbell.get(), &abort.flag(), options.spin_seconds, oversubscribed);
@@ -81,18 +81,18 @@ struct CommState {
   // the ticket lock.
   CommunicatorOptions options;
   const std::unique_ptr<Doorbell> doorbell;
+  // The order of the calls that run in this epoch only: those of an eager lane, those
+  // of a device, and all calls before the installation. It has this one epoch, and ends
+  // with the abort of the communicator.
+  const std::shared_ptr<ResilientComm> own;
+  // The ResilientComm whose epoch this communicator is; `own` in a static job.
   const std::shared_ptr<ResilientComm> resilient;
-  const std::shared_ptr<Progress> progress;  // null without a ResilientComm
+  const bool repairs;  // see ResilientComm::repairs
+  const std::shared_ptr<Progress> progress;
   Endpoints endpoints;
   bool oversubscribed = false;  // this host has more ranks than CPUs
-  // Once the communicator is installed in a ResilientComm, its functions TakeTicket,
-  // RunInTurn, RunLastOfChain and SetCostModel use the ticket lock of the
-  // ResilientComm. All other functions always use this lock.
-  TicketLock ticket_lock;
   AbortState abort;
-  // Sequence numbers of the call that was begun last, and of the call that was finished
-  // last.
-  std::atomic<uint64_t> entered{0}, finished{0};
+  std::atomic<uint64_t> finished{0};  // sequence number of the call finished last
 };
 
 }  // namespace ringjax

@@ -19,38 +19,26 @@ Communicator::~Communicator() {
 
 // -- calls ---------------------------------------------------------------------------
 
-Status Communicator::RunLastOfChain(uint64_t ticket, std::vector<ChainedCall>* chain) {
-  if (Continues()) return state_.resilient->RunLastOfChain(*this, ticket, chain);
-  return RunInTurn(ticket, *chain->back().call, &chain->back().epoch);
+ResilientComm& Communicator::order() const {
+  return epoch_index() > 0 ? *state_.resilient : *state_.own;
 }
 
-uint64_t Communicator::TakeTicket() {
-  return Continues() ? state_.resilient->TakeTicket() : state_.ticket_lock.Take();
+Status Communicator::RunLastOfChain(uint64_t ticket, std::vector<ChainedCall>* chain) {
+  return order().RunLastOfChain(*this, ticket, chain);
 }
+
+uint64_t Communicator::TakeTicket() { return order().TakeTicket(); }
 
 Status Communicator::Run(const Call& call, uint32_t* epoch) {
   return RunInTurn(TakeTicket(), call, epoch);
 }
 
 Status Communicator::RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch) {
-  if (Continues()) return state_.resilient->Run(*this, ticket, call, epoch);
-  if (epoch) *epoch = state_.options.epoch;
-  return runner_.InTurn(ticket, call, [&] {
-    CallAttempt attempt;
-    return runner_.Run(call, &attempt);
-  });
-}
-
-Status Communicator::RunNegotiated(const Call& call) {
-  return runner_.InTurn(state_.ticket_lock.Take(), call, [&] {
-    CallAttempt attempt;
-    return runner_.Run(call, &attempt, nullptr, true);
-  });
+  return order().Run(*this, ticket, call, epoch);
 }
 
 Status Communicator::Compare(const Call& call, const Status& fits, bool* refused) {
-  return runner_.InTurn(state_.ticket_lock.Take(), call,
-                        [&] { return runner_.Compare(call, fits, refused); });
+  return runner_.InTurn(call, [&] { return runner_.Compare(call, fits, refused); });
 }
 
 // -- as an epoch of a ResilientComm --------------------------------------------------
@@ -62,35 +50,25 @@ void Communicator::OnInstalled(uint64_t epoch_index) {
 
 Status Communicator::Attempt(const Call& call, CallAttempt* attempt) {
   attempt->sequence = state_.progress->begun() + 1;
-  return runner_.Guarded(call, [&] { return runner_.Run(call, attempt); });
+  const auto run = [&] { return runner_.Run(call, attempt); };
+  return runner_.Guarded(call, std::ref(run));  // a copy would need memory
 }
 
-Status Communicator::RunInThisEpoch(const Call& call, const Status& fits) {
+Status Communicator::RunInThisEpoch(const Call& call, const Status& fits,
+                                    bool negotiated) {
   CallAttempt attempt;
-  if (!Continues())
-    return runner_.InTurn(state_.ticket_lock.Take(), call,
-                          [&] { return runner_.Run(call, &attempt, &fits); });
-  const Status status = runner_.InTurn(state_.ticket_lock.Take(), call, [&] {
-    attempt.sequence = state_.progress->begun() + 1;
-    return runner_.Run(call, &attempt, &fits);
-  });
+  attempt.sequence = state_.progress->begun() + 1;  // one thread makes all these calls
+  const auto run = [&] { return runner_.Run(call, &attempt, &fits, negotiated); };
+  const Status status = runner_.InTurn(call, std::ref(run));
   if (attempt.globally_complete) return status;
-  // Sequence 0: the call did not begin. Its number would have been the next one.
-  if (attempt.sequence == 0) attempt.sequence = state_.progress->begun() + 1;
-  const Status decision = state_.resilient->Judge(epoch_index(), attempt.sequence);
+  const Status decision = order().Judge(epoch_index(), attempt.sequence);
   return decision.ok() ? completion_.CompleteCommitted(call, attempt)
                        : WithContext(call, decision);
-}
-
-Status Communicator::CompleteCommitted(const Call& call, const CallAttempt& attempt) {
-  return completion_.CompleteCommitted(call, attempt);
 }
 
 Status Communicator::Quiesce(double seconds, ProgressReport* standing) {
   if (!aborted())
     return Status(Code::kFailedPrecondition, Prefix() + "quiesce comes after abort");
-  if (!state_.progress)
-    return Status(Code::kFailedPrecondition, Prefix() + "it is not resilient");
   if (!state_.progress->Settled(seconds))
     return Status(Code::kDeadlineExceeded, Prefix() + "a call has not stopped within " +
                                                std::to_string(seconds) +
@@ -103,18 +81,12 @@ Status Communicator::Quiesce(double seconds, ProgressReport* standing) {
 
 void Communicator::SetCostModel(const CostModel& cost, const std::string& algorithm,
                                 bool trial) {
-  const auto set = [&] {
+  order().Between([&] {
     state_.options.cost = cost;
     state_.options.algorithm = algorithm;
     planner_.Clear();
     log_.Restart(trial);
-  };
-  if (Continues()) return state_.resilient->Between(set);
-  const auto stop = [this] { return aborted() ? abort_status() : OkStatus(); };
-  if (!state_.ticket_lock.Wait(state_.ticket_lock.Take(), stop).ok())
-    return;  // aborted: no call follows that could use the cost model
-  const TicketLockGuard here(&state_.ticket_lock);
-  set();
+  });
 }
 
 std::map<std::string, int> Communicator::transports() const {

@@ -17,8 +17,9 @@
 //              interrupted. The pending call and all later ones fail with the first
 //              reason.
 //
-// In an elastic job a communicator is one epoch of a ResilientComm (resilient_comm.h).
-// The class composes parts with one duty each; xla_ext/README.md has a table of them.
+// A communicator is an epoch of a ResilientComm (resilient_comm.h), and in a static job
+// the only one. The class composes parts with one duty each; xla_ext/README.md has a
+// table of them.
 #pragma once
 
 #include <atomic>
@@ -57,7 +58,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // links[r] leads to rank r and is null for this rank. `segment` requires that all
   // ranks are on one host; either every rank has one, or no rank. With `resilient`,
   // this communicator becomes an epoch of that object when it is installed there. Calls
-  // before that moment run here and are never repeated.
+  // before that moment run here and are never repeated. Without, it is static: the only
+  // epoch of a ResilientComm of its own.
   Communicator(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
                std::unique_ptr<Doorbell> doorbell,
                std::unique_ptr<SharedSegment> segment = nullptr,
@@ -73,10 +75,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // -- calls -------------------------------------------------------------------------
 
-  // Runs one call on this thread and returns when its results are in place. Under a
-  // ResilientComm the call runs in the current epoch, whichever epoch `this` is, and
-  // runs again if that epoch ends before the call is committed. `*epoch` receives the
-  // epoch in which it completed.
+  // Runs one call on this thread and returns when its results are in place. The call
+  // runs in the current epoch, whichever epoch `this` is, and runs again in the next
+  // one if the epoch ends before the call is committed. `*epoch` receives the epoch in
+  // which it completed.
   Status Run(const Call& call, uint32_t* epoch = nullptr);
 
   // Run in two halves: TakeTicket fixes the position of the call in the order of calls,
@@ -100,12 +102,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // the ranks have decided about the call, and returns kUnavailable if the call is not
   // committed. The caller then repeats it, and must have kept its inputs. `local_check`
   // is the caller's own check of the call: an error makes the call fail on all ranks.
-  Status RunInThisEpoch(const Call& call, const Status& local_check = OkStatus());
-
-  // Runs a call in a static job after the negotiation of the eager lane has established
-  // that every rank makes the call and can make it. Skips the agreement, except if the
-  // data are inline, because inline data travel with the agreement.
-  Status RunNegotiated(const Call& call);
+  // `negotiated`, only where rounds are final: the eager lane has established that
+  // every rank makes the call and can make it. Then there is no agreement, except if
+  // the data are inline, because inline data travel with the agreement.
+  Status RunInThisEpoch(const Call& call, const Status& local_check = OkStatus(),
+                        bool negotiated = false);
 
   // Agrees about a call and moves no data, for a backend that moves the data itself
   // (NCCL). `local_check` is the backend's own check of the call. If the result is not
@@ -127,13 +128,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   const std::shared_ptr<ResilientComm>& resilient() const { return state_.resilient; }
   // Position of this communicator among the epochs of its ResilientComm, from 1; 0
-  // until it is installed. Not to be confused with epoch(), the number of the
-  // membership, which other communicators share.
+  // until it is installed, and always in a static job. Not to be confused with epoch(),
+  // the number of the membership, which other communicators share.
   uint64_t epoch_index() const { return epoch_index_.load(std::memory_order_acquire); }
   // Called by the ResilientComm. From now on progress reports count only later calls.
   void OnInstalled(uint64_t epoch_index);
   // The progress of the calls in this epoch, which this rank reports after an abort.
-  // Null without a ResilientComm. The object may outlive the communicator.
+  // The object may outlive the communicator.
   const std::shared_ptr<Progress>& progress() const { return state_.progress; }
 
   // Runs the call once in this epoch. The ResilientComm calls this function while its
@@ -143,10 +144,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Completes a call that the ranks have committed although its epoch ended under the
   // call. Reads results that are not in place yet from the shared segment. Waits for no
   // peer.
-  Status CompleteCommitted(const Call& call, const CallAttempt& attempt);
+  Status CompleteCommitted(const Call& call, const CallAttempt& attempt) const {
+    return completion_.CompleteCommitted(call, attempt);
+  }
   // Waits, after an abort, until no call can change the report any more, and reads it.
   // kDeadlineExceeded if a call does not stop in time, kFailedPrecondition if the
-  // communicator was not aborted or has no ResilientComm.
+  // communicator was not aborted.
   Status Quiesce(double seconds, ProgressReport* report);
 
   // -- failure ------------------------------------------------------------------------
@@ -155,6 +158,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // rank. If there are several aborts, the first one gives the status.
   void Abort(const Status& status) { state_.abort.Abort(status); }
   const AbortState& abort_state() const { return state_.abort; }
+  const FailureReport& failures() const { return failures_; }
   Status abort_status() const { return state_.abort.status(); }
   bool aborted() const { return state_.abort.aborted(); }
   // Aborts, notifies the peers and names a culprit: a world rank, or -1 for this rank,
@@ -191,8 +195,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::map<std::string, int> transports() const;  // links, by Link::transport()
 
  private:
-  // Whether this communicator is, or was, installed in a ResilientComm.
-  bool Continues() const { return epoch_index() > 0; }
+  // The ResilientComm that has the order of the calls: CommState::own until this
+  // communicator is installed in another one.
+  ResilientComm& order() const;
 
   CommState state_;
   std::atomic<uint64_t> epoch_index_{0};

@@ -7,6 +7,16 @@
 #include "engine/communicator/resilient_comm.h"
 
 namespace ringjax {
+namespace {
+
+// "rank 3 was interrupted", with the code and the rank of `blame`.
+Status Sentence(const Status& blame) {
+  return Status(blame.code(),
+                "rank " + std::to_string(blame.rank()) + " " + blame.message(),
+                blame.rank());
+}
+
+}  // namespace
 
 // Waits until the peer that has ended its call, or the coordinator, reports the reason.
 // A peer that has ended its call is alive and can take part in the next epoch. An error
@@ -23,51 +33,48 @@ Status FailureReport::Fail(const Call& call, const Status& cause) const {
   const bool explained =
       cause.code() == Code::kUnavailable && !left.ok() && left.rank() == cause.rank();
   const Status blame = Blame(call, explained ? left : cause);
-  const bool first = !state_.abort.aborted() && End(blame);
-  if (!first && state_.resilient && cause.code() == Code::kCancelled) {
-    // This rank was interrupted: it takes part in no later epoch, whatever else failed.
-    state_.resilient->End(Status(
-        blame.code(), "rank " + std::to_string(blame.rank()) + " " + blame.message(),
-        blame.rank()));
-    return WithContext(call, state_.resilient->end_status());
-  }
-  return Aborted(call);
+  if (End(blame) || cause.code() != Code::kCancelled) return Aborted(call);
+  // This rank was interrupted: it takes part in no later epoch, whatever else failed.
+  state_.resilient->End(Sentence(blame));
+  return Ended(call, state_.resilient->end_status());
 }
 
-// Returns the error of a call on an aborted communicator.
 Status FailureReport::Aborted(const Call& call) const {
-  const Status reason = state_.abort.status();
-  // An eager lane calls Dump itself, after it has recorded its pending operations.
-  const bool ends_job =
-      !state_.resilient && !state_.options.eager && reason.rank() >= 0;
-  if (ends_job && state_.options.recorder)
-    state_.options.recorder->Dump(reason.message());
+  return Ended(call, state_.abort.status());
+}
+
+// In a static job, the error of a call ends the job, so the record is written. In an
+// elastic job the ResilientComm does that. An eager lane calls Dump itself, after it
+// has recorded its pending operations.
+Status FailureReport::Ended(const Call& call, const Status& reason) const {
+  if (!state_.repairs && !state_.options.eager) Dump(reason);
   return WithContext(call, reason);
 }
 
+void FailureReport::Dump(const Status& reason) const {
+  const auto& recorder = state_.options.recorder;
+  if (recorder && reason.rank() >= 0) recorder->Dump(reason.message());
+}
+
 bool FailureReport::End(const Status& blame) const {
+  if (state_.abort.aborted()) return false;
   Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
   const bool own = blame.rank() == state_.world_rank();
   // An elastic job continues without the culprit: with kUnavailable, callers wait for
   // the next epoch.
-  if (state_.resilient && !own) code = Code::kUnavailable;
-  const Status status(code,
-                      "rank " + std::to_string(blame.rank()) + " " + blame.message(),
-                      blame.rank());
+  if (state_.repairs && !own) code = Code::kUnavailable;
+  const Status status = Sentence({code, blame.message(), blame.rank()});
   if (!state_.abort.Abort(status)) return false;
   heartbeat_.NotifyPeers(blame);
-  if (state_.resilient && own) state_.resilient->End(status);
+  if (own) state_.resilient->End(status);
   return true;
 }
 
 void FailureReport::AbortAndNotifyPeers(Code code, const std::string& what,
                                         int culprit) const {
-  const int world = culprit < 0 ? state_.world_rank() : culprit;
-  if (!state_.abort.aborted() && End(Status(code, what, world))) return;
+  const Status blame(code, what, culprit < 0 ? state_.world_rank() : culprit);
   // The other ranks may continue in the next epoch; this rank must not.
-  if (state_.resilient && culprit < 0)
-    state_.resilient->End(
-        Status(code, "rank " + std::to_string(world) + " " + what, world));
+  if (!End(blame) && culprit < 0) state_.resilient->End(Sentence(blame));
 }
 
 Status FailureReport::WithContext(const Call& call, const Status& status) const {

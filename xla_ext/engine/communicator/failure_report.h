@@ -29,12 +29,16 @@ class FailureReport {
   // Implements Communicator::AbortAndNotifyPeers.
   void AbortAndNotifyPeers(Code code, const std::string& what, int culprit) const;
 
+  // Writes the recorder's file because of an error that names a culprit.
+  void Dump(const Status& reason) const;
   // Adds to an error what every error text contains: the prefix and the operation.
   Status WithContext(const Call& call, const Status& status) const;
   // "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string Where(const Call& call) const;
 
  private:
+  // Returns the error of a call that fails for `reason`.
+  Status Ended(const Call& call, const Status& reason) const;
   // Returns the culprit, as a world rank, and a predicate: what the culprit did.
   Status Blame(const Call& call, const Status& cause) const;
   // Aborts and notifies the peers. Returns false, and does nothing, if another thread

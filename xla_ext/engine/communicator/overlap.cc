@@ -67,7 +67,7 @@ void Overlap::Follow(std::shared_ptr<Communicator> next) {
 void Overlap::Begin(int64_t site) {
   std::unique_lock lock(mutex_);
   const auto old = [site](int64_t other) { return ChainOf(other) == ChainOf(site); };
-  if (elastic() && failed_.erase(ChainOf(site)) > 0) Settle(old, &lock);
+  if (failed_.erase(ChainOf(site)) > 0) Settle(old, &lock);
   GiveUpIf(old, &lock);
 }
 
@@ -79,8 +79,7 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   std::unique_ptr<Job>& slot = jobs_[site];
   if (!slot) slot = std::make_unique<Job>();
   Job* job = slot.get();
-  Describe(call, in_flight, job);
-  job->chain = ChainOf(site);
+  Describe(call, site, in_flight, job);
   job->epoch = 0;
   if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
   job->copied = true;
@@ -100,10 +99,13 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   return OkStatus();
 }
 
-void Overlap::Describe(const Call& call, uint64_t in_flight, Job* job) {
+void Overlap::Describe(const Call& call, int64_t site, uint64_t in_flight, Job* job) {
   uint64_t bytes = 0;
   for (const Tensor& t : call.tensors) bytes += RoundUp(t.bytes());
-  const uint64_t copies = elastic() ? 2 : 1;  // elastic: inputs are kept, too
+  // If a later epoch may follow, all buckets of a chain may have to run again there.
+  const bool again = communicator_->resilient()->repairs();
+  const uint64_t copies = again ? 2 : 1;  // inputs are kept, too
+  job->unit = again ? ChainOf(site) : ~site;
   job->name = call.name;
   job->names = call.names;
   job->partition = call.partition;
@@ -170,10 +172,9 @@ Status Overlap::Done(const Call& call, int64_t site) {
 }
 
 bool Overlap::Ready(const Job& job) const {
-  if (!elastic()) return job.finished;
   return std::all_of(jobs_.begin(), jobs_.end(), [&job](const auto& entry) {
     const Job& other = *entry.second;
-    return other.chain != job.chain || !other.pending || other.finished;
+    return other.unit != job.unit || !other.pending || other.finished;
   });
 }
 
@@ -183,18 +184,17 @@ Status Overlap::Wait(Job* job, std::unique_lock<std::mutex>* lock) {
   const auto start = Clock::now();
   while (!Ready(*job)) {
     changed_.wait_for(*lock, std::chrono::milliseconds(100));
-    InterruptCheck check = interrupt_check.load();
-    if (!Ready(*job) && check != nullptr) {
+    if (!Ready(*job)) {
       const auto communicator = communicator_;
       lock->unlock();
-      if (check())
+      if (Interrupted())
         communicator->AbortAndNotifyPeers(Code::kCancelled,
                                           "was interrupted between START and DONE");
       lock->lock();
     }
   }
   exposed_ += std::chrono::duration<double>(Clock::now() - start).count();
-  if (!job->status.ok()) failed_.insert(job->chain);
+  if (!job->status.ok()) failed_.insert(job->unit);
   return job->status;
 }
 
@@ -213,20 +213,18 @@ void Overlap::Work() {
   }
 }
 
-// Runs the oldest queued bucket. In an elastic job, RunLastOfChain also runs the
-// finished buckets of its chain again if this bucket completes in a later epoch; if a
-// run fails, all these buckets fail.
+// Runs the oldest queued bucket. RunLastOfChain also runs the finished buckets of its
+// unit again if this bucket completes in a later epoch; if a run fails, all these
+// buckets fail.
 void Overlap::RunNext(std::unique_lock<std::mutex>* lock) {
   Job* const job = queue_.front();
   queue_.pop_front();
   const auto communicator = communicator_;
-  std::vector<Job*> step;  // finished jobs of the chain, then `job`
+  std::vector<Job*> step;  // finished jobs of the unit, then `job`
   std::vector<Communicator::ChainedCall> pieces;
-  if (elastic()) {
-    for (const auto& [site, other] : jobs_)
-      if (other->chain == job->chain && other->pending && other->finished)
-        step.push_back(other.get());
-  }
+  for (const auto& [site, other] : jobs_)
+    if (other->unit == job->unit && other->pending && other->finished)
+      step.push_back(other.get());
   step.push_back(job);
   for (const Job* each : step) pieces.push_back({&each->call, each->epoch});
   lock->unlock();

@@ -69,7 +69,9 @@ class Overlap {
     std::string name, names, partition;   // the texts of `call`
     std::byte* block = nullptr;           // memory in the arena, or null
     std::unique_ptr<std::byte[]> beyond;  // memory if the arena had no room, or null
-    int64_t chain = 0;
+    // Equal for jobs that must complete in one epoch: in an elastic job the chain. In a
+    // static job each bucket is a unit, and its number is negative.
+    int64_t unit = 0;
     uint64_t ticket = 0;
     uint32_t epoch = 0;  // the epoch in which the call completed
     // Guarded by mutex_. pending: started and not collected; finished: served by the
@@ -80,9 +82,8 @@ class Overlap {
 
   void Work();
   void RunNext(std::unique_lock<std::mutex>* lock);
-  bool elastic() const { return communicator_->resilient() != nullptr; }
-  // Whether the results of `job` are final: it has finished and, in an elastic job, so
-  // have all started buckets of its chain.
+  // Whether the results of `job` are final: all started buckets of its unit have
+  // finished.
   bool Ready(const Job& job) const;
   Status Wait(Job* job, std::unique_lock<std::mutex>* lock);
   // Aborts the communicator and drops all jobs if `stale` selects a job under way.
@@ -92,14 +93,14 @@ class Overlap {
   template <typename Old>
   void Settle(Old&& old, std::unique_lock<std::mutex>* lock);
   // Makes `job` from `call`: the same call, with tensors in memory of the engine.
-  void Describe(const Call& call, uint64_t in_flight, Job* job);
+  void Describe(const Call& call, int64_t site, uint64_t in_flight, Job* job);
   void Release(Job* job);
   Status Unfit(const Call& call, int64_t site) const;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::shared_ptr<Communicator> communicator_;
-  std::set<int64_t> failed_;  // chains of which a bucket has failed on all ranks
+  std::set<int64_t> failed_;  // units of which a bucket has failed on all ranks
   double exposed_ = 0;
   Arena arena_;
   std::map<int64_t, std::unique_ptr<Job>> jobs_;  // by site

@@ -10,7 +10,7 @@ namespace ringjax {
 RouteInputs Planner::InputsFor(Collective op) const {
   const SharedSegment* segment = state_.endpoints.segment.get();
   return {state_.options.topology, state_.options.cost, Forced(op),
-          segment ? segment->inline_bytes() : 0, state_.progress != nullptr};
+          segment ? segment->inline_bytes() : 0, state_.repairs};
 }
 
 bool Planner::IsInline(const std::vector<Request>& requests) const {

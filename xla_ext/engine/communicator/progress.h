@@ -37,10 +37,11 @@ class Progress {
     stopped_.notify_all();
   }
 
-  // Called by the thread that serves a call. `sequence` is the communicator's own
-  // number of the call. A communicator may serve calls before it is installed as an
-  // epoch; reports leave those calls out.
-  void Begun(uint64_t sequence) { begun_.store(sequence, std::memory_order_relaxed); }
+  // Called by the thread that serves a call. BeginNext gives the call its sequence
+  // number. A communicator may serve calls before it is installed as an epoch; reports
+  // leave those calls out.
+  void BeginNext() { begun_.store(sequence() + 1, std::memory_order_relaxed); }
+  uint64_t sequence() const { return begun_.load(std::memory_order_relaxed); }
   void Done(uint64_t sequence) { done_.store(sequence, std::memory_order_relaxed); }
   void Returned(uint64_t sequence) {
     returned_.store(sequence, std::memory_order_relaxed);

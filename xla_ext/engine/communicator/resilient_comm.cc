@@ -17,11 +17,6 @@ Status GivenUp(const CommitDecision& decision) {
                 decision.culprit);
 }
 
-bool Interrupted() {
-  const InterruptCheck check = interrupt_check.load();
-  return check != nullptr && check();
-}
-
 }  // namespace
 
 // -- epochs ---------------------------------------------------------------------
@@ -64,13 +59,16 @@ Status ResilientComm::Install(std::shared_ptr<Communicator> next,
                 "the resilient communicator has ended: " + end.message(), end.rank());
 }
 
-void ResilientComm::End(const Status& status) {
+bool ResilientComm::End(const Status& status) {
+  bool first = false;
   {
     std::lock_guard lock(mutex_);
-    if (end_.ok()) end_ = status;
+    first = end_.ok();
+    if (first) end_ = status;
   }
   changed_.notify_all();
   ticket_lock_.WakeAll();
+  return first;
 }
 
 void ResilientComm::Resume() {
@@ -88,24 +86,20 @@ Status ResilientComm::end_status() const {
   return end_;
 }
 
-std::vector<int> ResilientComm::Compose(uint64_t from, uint64_t to) const {
-  std::vector<int> ranks;  // empty: unchanged
-  for (uint64_t g = from; g < to; ++g) {
-    if (g == 0 || decisions_[g - 1].ranks.empty()) continue;
-    const std::vector<int>& step = decisions_[g - 1].ranks;
-    if (ranks.empty()) {
-      ranks = step;
-      continue;
-    }
-    for (int& r : ranks)
-      r = r >= 0 && static_cast<size_t>(r) < step.size() ? step[r] : -1;
-  }
-  return ranks;
-}
-
-std::vector<int> ResilientComm::Ranks(uint64_t from, uint64_t to) const {
+ResilientComm::Change ResilientComm::Changes(uint64_t from, uint64_t to) const {
   std::lock_guard lock(mutex_);
-  return Compose(from, std::min(to, epoch_index_.load()));
+  Change all;
+  if (to > 1) all.reason = decisions_[to - 2].reason;
+  for (uint64_t g = std::max<uint64_t>(from, 1); g < to; ++g) {
+    const CommitDecision& step = decisions_[g - 1];
+    const bool first = all.ranks.empty();
+    all.repeats &= step.repeats;
+    if (first) all.ranks = step.ranks;
+    if (first || step.ranks.empty()) continue;
+    for (int& r : all.ranks)
+      r = r >= 0 && static_cast<size_t>(r) < step.ranks.size() ? step.ranks[r] : -1;
+  }
+  return all;
 }
 
 // -- calls ---------------------------------------------------------------------------
@@ -117,51 +111,50 @@ Status ResilientComm::Stop() const {
   return OkStatus();
 }
 
-Status ResilientComm::AwaitTurn(const Communicator& caller, uint64_t ticket,
+Status ResilientComm::AwaitTurn(const FailureReport& caller, uint64_t ticket,
                                 const Call& call) {
   const Status turn = ticket_lock_.Wait(ticket, [this] { return Stop(); });
   if (turn.ok()) return turn;
-  if (turn.code() == Code::kCancelled) Interrupt(caller, turn.message());
+  if (end_status().ok()) Interrupt(caller, turn.message());
   const Status end = end_status();
-  if (end.rank() >= 0 && caller.options().recorder)
-    caller.options().recorder->Dump(end.message());
+  caller.Dump(end);
   return caller.WithContext(call, end);
 }
 
-Status ResilientComm::Run(const Communicator& caller, uint64_t ticket, const Call& call,
+Status ResilientComm::Run(Communicator& caller, uint64_t ticket, const Call& call,
                           uint32_t* epoch) {
   const uint64_t called_in = epoch_index();
-  RJ_TRY(AwaitTurn(caller, ticket, call));
-  const TicketLockGuard here(&ticket_lock_);
-  return Loop(caller, call, called_in, epoch);
+  return InTurn(caller.failures(), ticket, call,
+                [&] { return Loop(caller, call, called_in, epoch); });
 }
 
 // Runs the last call of the chain. Then, as long as the calls have not all completed in
 // one epoch, runs the first call again that did not complete in the newest epoch. A
 // call completes in the same epoch on all ranks, so all ranks run the same calls in the
 // same order here.
-Status ResilientComm::RunLastOfChain(const Communicator& caller, uint64_t ticket,
+Status ResilientComm::RunLastOfChain(Communicator& caller, uint64_t ticket,
                                      std::vector<Communicator::ChainedCall>* pieces) {
   const uint64_t called_in = epoch_index();
-  RJ_TRY(AwaitTurn(caller, ticket, *pieces->back().call));
-  const TicketLockGuard here(&ticket_lock_);
-  auto next = pieces->end() - 1;
-  uint32_t newest = 0;
-  while (next != pieces->end()) {
-    RJ_TRY(Loop(caller, *next->call, called_in, &next->epoch));
-    newest = std::max(newest, next->epoch);
-    next = std::find_if(pieces->begin(), pieces->end(),
-                        [&](const auto& piece) { return piece.epoch != newest; });
-  }
-  return OkStatus();
+  return InTurn(caller.failures(), ticket, *pieces->back().call, [&] {
+    auto next = pieces->end() - 1;
+    uint32_t newest = 0;
+    while (next != pieces->end()) {
+      RJ_TRY(Loop(caller, *next->call, called_in, &next->epoch));
+      newest = std::max(newest, next->epoch);
+      next = std::find_if(pieces->begin(), pieces->end(),
+                          [&](const auto& piece) { return piece.epoch != newest; });
+    }
+    return OkStatus();
+  });
 }
 
-// Aborts this epoch and ends this ResilientComm after an interrupt. No call can follow:
-// an unused ticket, or a call that is not completed, blocks all calls behind it.
-void ResilientComm::Interrupt(const Communicator& caller, const std::string& how) {
-  if (const auto c = current()) c->AbortAndNotifyPeers(Code::kCancelled, "was " + how);
-  const int rank = caller.options().world_ranks[caller.rank()];
-  End(Status(Code::kCancelled, "rank " + std::to_string(rank) + " was " + how, rank));
+// Aborts the present epoch and ends this ResilientComm after an interrupt. No call can
+// follow: an unused ticket, or a call that is not completed, blocks all calls behind
+// it.
+void ResilientComm::Interrupt(const FailureReport& caller, const std::string& how) {
+  const auto present = current();
+  const FailureReport& failures = present ? present->failures() : caller;
+  failures.AbortAndNotifyPeers(Code::kCancelled, "was " + how, -1);
 }
 
 ResilientComm::Present ResilientComm::Look() {
@@ -174,8 +167,15 @@ ResilientComm::Present ResilientComm::Look() {
   return now;
 }
 
-Status ResilientComm::Loop(const Communicator& caller, const Call& call,
-                           uint64_t called_in, uint32_t* epoch) {
+Status ResilientComm::Loop(Communicator& caller, const Call& call, uint64_t called_in,
+                           uint32_t* epoch) {
+  // Without repairs the caller is the only epoch, so there is nothing to look up, and
+  // its error is final. Look would take a mutex and a reference for each call.
+  if (!repairs_) {
+    CallAttempt attempt;
+    if (epoch) *epoch = caller.epoch();
+    return caller.Attempt(call, &attempt);
+  }
   while (true) {
     const Present now = Look();
     const Communicator& named = now.communicator ? *now.communicator : caller;
@@ -196,10 +196,8 @@ Status ResilientComm::Loop(const Communicator& caller, const Call& call,
       if (attempt.globally_complete || !end_status().ok()) return status;
     }
     CommitDecision decision;
-    if (const Status parked = Park(now.number, &decision); !parked.ok()) {
-      if (parked.code() == Code::kCancelled) Interrupt(named, parked.message());
-      return named.WithContext(call, EndOr(parked));
-    }
+    if (Status s = Park(now.number, &decision, &named.failures()); !s.ok())
+      return named.WithContext(call, s);
     if (attempt.sequence <= decision.finished)
       return now.communicator ? now.communicator->CompleteCommitted(call, attempt)
                               : named.WithContext(call, GivenUp(decision));
@@ -218,7 +216,7 @@ void ResilientComm::FailedOne() {
 }
 
 Status ResilientComm::MapRoot(uint64_t from, uint64_t to, Call* call) const {
-  const std::vector<int> ranks = Ranks(from, to);
+  const std::vector<int> ranks = Changes(from, to).ranks;
   if (call->root < 0 || static_cast<size_t>(call->root) >= ranks.size())
     return OkStatus();
   const int root = ranks[static_cast<size_t>(call->root)];
@@ -229,7 +227,8 @@ Status ResilientComm::MapRoot(uint64_t from, uint64_t to, Call* call) const {
   return OkStatus();
 }
 
-Status ResilientComm::Park(uint64_t number, CommitDecision* decision) {
+Status ResilientComm::Park(uint64_t number, CommitDecision* decision,
+                           const FailureReport* caller) {
   const auto start = Clock::now();
   std::shared_ptr<Communicator> last;
   std::unique_lock lock(mutex_);
@@ -248,20 +247,15 @@ Status ResilientComm::Park(uint64_t number, CommitDecision* decision) {
       return end_;
     }
     changed_.wait_for(lock, std::chrono::milliseconds(100));
-    lock.unlock();  // Interrupted runs Python's signal handlers
+    lock.unlock();
     const bool interrupted = Interrupted();
+    if (interrupted && caller) Interrupt(*caller, "interrupted");
+    if (interrupted) End(Status(Code::kCancelled, "this rank was interrupted"));
     lock.lock();
-    if (interrupted) return Status(Code::kCancelled, "interrupted");
+    if (interrupted) return end_;
   }
   if (number > 0) *decision = decisions_[number - 1];
   return OkStatus();
-}
-
-// Returns the reason why no epoch follows. If this ResilientComm has not ended, returns
-// `parked`: why the call did not wait, which is an interrupt or a forked child.
-Status ResilientComm::EndOr(const Status& parked) const {
-  const Status end = end_status();
-  return end.ok() ? parked : end;
 }
 
 void ResilientComm::Between(const std::function<void()>& body) {
@@ -275,32 +269,18 @@ void ResilientComm::Between(const std::function<void()>& body) {
 
 Status ResilientComm::Judge(uint64_t number, uint64_t sequence) {
   CommitDecision decision;
-  const Status parked = Park(number, &decision);
-  if (parked.code() == Code::kCancelled)
-    End(Status(Code::kCancelled, "this rank was " + parked.message()));
-  if (!parked.ok()) return EndOr(parked);
+  RJ_TRY(Park(number, &decision));
   if (sequence <= decision.finished) return OkStatus();
   return Status(Code::kUnavailable, "revoked: " + decision.reason);
 }
 
-Status ResilientComm::Follow(uint64_t since, Change* change) {
+Status ResilientComm::Follow(uint64_t since, std::shared_ptr<Communicator>* next) {
   CommitDecision decision;
   for (uint64_t number = since;; number = epoch_index()) {
-    const Status parked = Park(number, &decision);
-    if (parked.code() == Code::kCancelled)
-      End(Status(Code::kCancelled, "this rank was " + parked.message()));
-    if (!parked.ok()) return EndOr(parked);
+    RJ_TRY(Park(number, &decision));
     std::lock_guard lock(mutex_);
-    change->communicator = current_.lock();
-    if (!change->communicator) continue;  // this rank takes no part in that epoch
-    change->epoch_index = epoch_index_.load();
-    change->ranks = Compose(since, change->epoch_index);
-    change->repeats = true;
-    for (uint64_t g = since; g > 0 && g < change->epoch_index; ++g) {
-      change->repeats &= decisions_[g - 1].repeats;
-      change->reason = decisions_[g - 1].reason;
-    }
-    return OkStatus();
+    *next = current_.lock();
+    if (*next) return OkStatus();  // otherwise this rank takes no part in that epoch
   }
 }
 

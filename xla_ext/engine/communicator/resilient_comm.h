@@ -1,5 +1,5 @@
 // ResilientComm: a communicator that survives the loss of ranks, as a sequence of
-// epochs.
+// epochs. In a static job, whose ranks never change, the sequence has one epoch.
 //
 // An epoch is a Communicator. It ends when a member is lost, and the next epoch, with
 // other members, is installed for the same id. Callers do not notice: a call runs in
@@ -52,7 +52,15 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
  public:
   // `epoch_timeout` is the time in seconds that a parked call waits for the next epoch;
   // 0 means for ever.
-  explicit ResilientComm(double epoch_timeout) : epoch_timeout_(epoch_timeout) {}
+  explicit ResilientComm(double epoch_timeout)
+      : repairs_(true), epoch_timeout_(epoch_timeout) {}
+  // Of one epoch, which is never repaired and never installed: the communicator that
+  // makes this object and passes itself to Run. The object ends when that communicator
+  // is aborted, so no call parks, keeps its inputs or waits for a commit decision.
+  struct OneEpoch {};
+  explicit ResilientComm(OneEpoch) : repairs_(false), epoch_timeout_(0) {}
+  // Whether another epoch may follow an epoch that has ended.
+  bool repairs() const { return repairs_; }
 
   // -- for the recovery, which forms epochs -------------------------------------------
 
@@ -65,8 +73,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // that has not made this call yet, the next call fails, unless Resume comes first.
   Status Install(std::shared_ptr<Communicator> next, CommitDecision decision = {});
   // Declares that no epoch follows. Parked and later calls fail with `status`. Only the
-  // first End counts.
-  void End(const Status& status);
+  // first End counts: it returns true.
+  bool End(const Status& status);
   // Cancels the failures that Install has scheduled for later calls. For a rank that
   // has learned in another way that training starts again on all ranks.
   void Resume();
@@ -77,10 +85,18 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Runs the call in the current epoch, and again in the next one if the epoch ends and
   // the call is not committed. `caller` is the epoch that the caller holds. `*epoch`
   // receives the epoch in which the call completed.
-  Status Run(const Communicator& caller, uint64_t ticket, const Call& call,
+  Status Run(Communicator& caller, uint64_t ticket, const Call& call,
              uint32_t* epoch = nullptr);
+  // Runs `body`, and nothing else, when the ticket is served.
+  template <typename Body>
+  Status InTurn(const FailureReport& caller, uint64_t ticket, const Call& call,
+                Body&& body) {
+    RJ_TRY(AwaitTurn(caller, ticket, call));
+    const TicketLockGuard here(&ticket_lock_);
+    return body();
+  }
   // Implements Communicator::RunLastOfChain.
-  Status RunLastOfChain(const Communicator& caller, uint64_t ticket,
+  Status RunLastOfChain(Communicator& caller, uint64_t ticket,
                         std::vector<Communicator::ChainedCall>* chain);
   // Runs `body` between two calls; does nothing after the end.
   void Between(const std::function<void()>& body);
@@ -89,35 +105,28 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   //
   // The lane holds one epoch and uses its Rounds, Compare and RunInThisEpoch. If one of
   // these fails with kUnavailable and the epoch was aborted, the lane moves to the next
-  // epoch and starts a new negotiation there:
-  //
-  //   ResilientComm::Change change;
-  //   RJ_TRY(resilient->Follow(epoch_index, &change));  // parks
-  //   communicator_ = change.communicator; epoch_index = change.epoch_index;
+  // epoch (Follow) and starts a new negotiation there.
   //
   // A round has no commit decision: one rank may have received its messages and another
   // rank not. So a result that follows from a round alone (a barrier, a mismatch, a
   // join) may be returned to the program only after RunInThisEpoch of a kBarrier call,
   // which has a commit decision.
 
-  struct Change {
-    std::shared_ptr<Communicator> communicator;  // never null if ok
-    uint64_t epoch_index = 0;                    // the index of that communicator
-    std::vector<int> ranks;  // by rank in `since`: rank now, -1: lost; empty: unchanged
-    bool repeats = true;     // false: calls that were running fail on all ranks
-    std::string reason;      // why the last of the ended epochs ended
-  };
   // Parks until there is an epoch with an index above `since` in which this rank takes
-  // part, and describes the changes since epoch `since` (0: since the first epoch).
-  // Fails if no epoch follows: after End, an interrupt, or `epoch_timeout` seconds.
-  Status Follow(uint64_t since, Change* change);
+  // part, and returns it in `*next`. Fails if no epoch follows: after End, an
+  // interrupt, or `epoch_timeout` seconds.
+  Status Follow(uint64_t since, std::shared_ptr<Communicator>* next);
+  // What has changed from epoch `from` (0: the first) to epoch `to`.
+  struct Change {
+    std::vector<int> ranks;  // by old rank: new rank, -1 if lost; empty: unchanged
+    bool repeats = true;     // false: calls that were running fail on all ranks
+    std::string reason;      // why the last epoch before `to` ended
+  };
+  Change Changes(uint64_t from, uint64_t to) const;
   // Parks until the commit decision about epoch `index` is there. ok: call `sequence`
   // of that epoch is committed. kUnavailable: it is not ("revoked: <reason>").
   // Otherwise fails as Follow does.
   Status Judge(uint64_t index, uint64_t sequence);
-  // The changes of ranks from epoch `from` to epoch `to`: by rank in `from`, the rank
-  // in `to`, or -1 if the rank was lost. Empty: unchanged.
-  std::vector<int> Ranks(uint64_t from, uint64_t to) const;
 
   // The current epoch; null before the first one, after End, or if this rank does not
   // take part.
@@ -139,25 +148,25 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // decrements failing_.
   Present Look();
   // Waits until the ticket is served. An error is the result of the call.
-  Status AwaitTurn(const Communicator& caller, uint64_t ticket, const Call& call);
+  Status AwaitTurn(const FailureReport& caller, uint64_t ticket, const Call& call);
   // Runs a call, whose ticket is served, until it completes in some epoch or fails.
   // `called_in` is the index of the epoch in which the call was made.
-  Status Loop(const Communicator& caller, const Call& call, uint64_t called_in,
+  Status Loop(Communicator& caller, const Call& call, uint64_t called_in,
               uint32_t* epoch);
   void FailedOne();
   // Translates the root of a call that was made in epoch `from` and runs in `to`.
   Status MapRoot(uint64_t from, uint64_t to, Call* call) const;
   // Waits until there are more than `index` epochs, and copies the commit decision
-  // about epoch `index`. Ends this ResilientComm after `epoch_timeout` seconds.
-  // kCancelled after an interrupt, kFailedPrecondition in a forked child, else the end
-  // status.
-  Status Park(uint64_t index, CommitDecision* decision);
-  Status EndOr(const Status& parked) const;
-  void Interrupt(const Communicator& caller, const std::string& how);
+  // about epoch `index`. Ends this ResilientComm after an interrupt, in the name of
+  // `caller` if there is one, or after `epoch_timeout` seconds. Fails with the end
+  // status, or with kFailedPrecondition in a forked child.
+  Status Park(uint64_t index, CommitDecision* decision,
+              const FailureReport* caller = nullptr);
+  void Interrupt(const FailureReport& caller, const std::string& how);
   Status Stop() const;  // not ok after End or an interrupt
-  std::vector<int> Compose(uint64_t from, uint64_t to) const;  // Ranks with mutex_ held
 
   const Owner owner_;
+  const bool repairs_;
   const double epoch_timeout_;
   TicketLock ticket_lock_;
   std::atomic<uint64_t> epoch_index_{0};  // written under mutex_

@@ -24,7 +24,7 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
                         Piggyback* piggyback) {
   Piggyback nothing;
   if (piggyback == nullptr) piggyback = &nothing;
-  return runner_.InTurn(state_.ticket_lock.Take(), Round(), [&] {
+  return runner_.InTurn(Round(), [&] {
     Frame frame;
     log_.Enter();
     RJ_TRY(runner_.Begin(Round(), &frame));
@@ -41,10 +41,8 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
     if (!status.ok()) return failures_.Fail(Round(), status);
     // A progress report counts a round like a call, although no rank can complete a
     // round after an abort.
-    if (state_.progress) {
-      state_.progress->Done(state_.sequence());
-      state_.progress->Returned(state_.sequence());
-    }
+    state_.progress->Done(state_.sequence());
+    state_.progress->Returned(state_.sequence());
     stalls_.EndRound();
     return OkStatus();
   });

@@ -42,11 +42,13 @@ class Rounds {
   Status Exchange(const std::string& own, std::vector<std::string>* all,
                   Piggyback* piggyback = nullptr);
 
-  // Whether the data of an operation may be piggybacked on a round. That requires a
-  // shared segment, no forced algorithm, and no ResilientComm: under a ResilientComm a
-  // finished round is not as final as a finished call.
+  // Whether a finished round is as final as a finished call, because no epoch can
+  // follow. Otherwise some ranks may go on without having received its messages.
+  bool final() const { return !state_.repairs; }
+  // Whether the data of an operation may be piggybacked on a round. That requires final
+  // rounds, a shared segment and no forced algorithm.
   bool CanPiggyback(Collective op) const {
-    return state_.endpoints.segment && !state_.progress && planner_.Forced(op).empty();
+    return final() && state_.endpoints.segment && planner_.Forced(op).empty();
   }
   // Completes a call from the data that all ranks have piggybacked on the last round.
   // values[r] is the whole input of rank r; in a broadcast only the root has one. The

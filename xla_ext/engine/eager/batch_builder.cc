@@ -178,8 +178,9 @@ Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const 
   if (const TaskPtr task = Mine(ready, communicator_->rank())) {
     t.in = task->ins[i];
     t.out = task->outs[i];
-    if (state_.resilient && s.op == Collective::kAllreduce && t.in == t.out &&
-        communicator_->size() > 1)
+    // A call that may run again needs its inputs unchanged (DecisionRunner::MoveAside).
+    if (state_.resilient->repairs() && s.op == Collective::kAllreduce &&
+        t.in == t.out && communicator_->size() > 1)
       batch->aside.emplace_back(batch->call.tensors.size() - 1, t.out);
     return OkStatus();
   }

@@ -1,10 +1,11 @@
-// Runs the call of a decision. See decision_runner.h. Only results in place under a
-// ResilientComm are copied (MoveAside).
+// Runs the call of a decision. See decision_runner.h. Only results in place in an
+// elastic job are copied (MoveAside).
 //
-// Under a ResilientComm, an operation that has ended stays ended, with the same outcome
-// on all ranks that are left. A call has a commit decision, but a round has none. So a
-// result that follows from a round alone (a barrier, a mismatch, a join) is reported
-// only after a barrier call, which has a commit decision (Seal).
+// An operation that has ended stays ended, with the same outcome on all ranks that are
+// left. A call has a commit decision, but a round has none: it is final only if no
+// epoch can follow (Rounds::final). Otherwise a result that follows from a round alone
+// (a barrier, a mismatch, a join) is reported only after a barrier call, which has a
+// commit decision (Seal).
 #include "engine/eager/decision_runner.h"
 
 #include <cstdlib>
@@ -25,7 +26,7 @@ DecisionRunner::DecisionRunner(LaneState& state, TaskQueue& tasks,
 
 Status DecisionRunner::CarryAll(const std::vector<Decision>& decisions,
                                 const Piggyback* values) {
-  sealed_ = false;
+  sealed_ = communicator_->rounds().final();
   for (const Decision& decision : decisions) RJ_TRY(Carry(decision, values));
   return OkStatus();
 }
@@ -49,10 +50,9 @@ Status DecisionRunner::Carry(const Decision& decision, const Piggyback* values) 
 }
 
 // Returns ok once all ranks are known to have received this round. A barrier call shows
-// that, unless an earlier call of the round has shown it. Does nothing without a
-// ResilientComm.
+// that, unless an earlier call of the round has shown it.
 Status DecisionRunner::Seal() {
-  if (!state_.resilient || sealed_) return OkStatus();
+  if (sealed_) return OkStatus();
   Call call;
   call.op = Collective::kBarrier;
   call.name = "end of a round of eager operations";
@@ -61,7 +61,7 @@ Status DecisionRunner::Seal() {
   return OkStatus();
 }
 
-// Under a ResilientComm, a call that the loss of a rank interrupts runs again, and its
+// In an elastic job, a call that the loss of a rank interrupts runs again, and its
 // inputs must be unchanged then. So an allreduce in place is reduced into memory of the
 // lane and copied when all ranks have the result. That costs a pass over the result,
 // and memory as large as the largest batch so far. The lane keeps this memory, because
@@ -98,19 +98,14 @@ Status DecisionRunner::OpenDevice(const Submission& first) {
   return state_.Named(first.Title(), status);
 }
 
-// Whether a call has no outcome because this epoch has ended. If the call has an
-// outcome, all ranks have the same, even if the epoch was aborted after the call.
+// Whether a call has no outcome because this epoch has ended: its error is that of the
+// abort, or the wait for the commit decision has failed. If the call has an outcome,
+// all ranks have the same, even if the epoch was aborted after the call.
 bool DecisionRunner::IsLost(const Status& status) const {
-  if (status.ok() || !communicator_->aborted()) return false;
-  return !state_.resilient || status.code() == Code::kUnavailable ||
-         status.code() == Code::kCancelled;
-}
-
-// Records a call that has no outcome, and returns `status`. The tasks of the call stay
-// pending: they are submitted again in the next epoch, or fail with all other tasks.
-Status DecisionRunner::Lost(const Decision& decision, const Status& status) const {
-  if (state_.resilient) record_.RecordEnd(decision, status);
-  return status;
+  const Code code = status.code();
+  return communicator_->aborted() &&
+         (code == communicator_->abort_status().code() || code == Code::kUnavailable ||
+          code == Code::kCancelled);
 }
 
 // Builds the call and runs it, or completes it from data piggybacked on the round.
@@ -122,25 +117,19 @@ Status DecisionRunner::Perform(const Decision& decision, const Piggyback* values
   if (values != nullptr)  // piggybacked: no other rank waits for this rank
     return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all)
                       : communicator_->WithContext(batch->call, built);
-  const bool decided = !first.cuda && !state_.resilient && decision.IsPlaced();
-  if (decided) {
-    if (built.ok()) return communicator_->RunNegotiated(batch->call);
-    // This rank could not build the call, most likely for lack of memory. The other
-    // ranks run the call without an agreement, so this rank must abort the
-    // communicator.
-    communicator_->AbortAndNotifyPeers(built.code(),
-                                       batch->name + " failed: " + built.message());
-    return communicator_->WithContext(batch->call, built);
-  }
-  bool refused = false;
-  if (first.cuda || (!state_.resilient && !built.ok())) {
-    // Compare makes the call fail on all ranks if one rank cannot make it. Host tensors
-    // come here only with an error in `built`, so Compare fails.
+  if (first.cuda) {
+    bool refused = false;
     RJ_TRY(communicator_->Compare(batch->call, built, &refused));
     return state_.cuda->Run(batch->call, batch->marks, &batch->end);
   }
-  if (!state_.resilient) return communicator_->Run(batch->call);
-  return communicator_->RunInThisEpoch(batch->call, built);
+  const bool negotiated = communicator_->rounds().final() && decision.IsPlaced();
+  if (!negotiated || built.ok())
+    return communicator_->RunInThisEpoch(batch->call, built, negotiated);
+  // This rank could not build the call, most likely for lack of memory. The other ranks
+  // run the call without an agreement, so this rank must abort the communicator.
+  communicator_->AbortAndNotifyPeers(built.code(),
+                                     batch->name + " failed: " + built.message());
+  return communicator_->WithContext(batch->call, communicator_->abort_status());
 }
 
 Status DecisionRunner::Run(const Decision& decision, const Piggyback* values) {
@@ -153,7 +142,7 @@ Status DecisionRunner::Run(const Decision& decision, const Piggyback* values) {
   }
   batch.outputs.resize(batch.tasks.size());
   const Submission& first = *decision.fused[0].any;
-  Status status;
+  Status status, lost;
   const auto agreed = Clock::now();
   record_.RecordRun(decision);
   // A barrier has ended when all ranks are ready: there is no call to run.
@@ -161,12 +150,18 @@ Status DecisionRunner::Run(const Decision& decision, const Piggyback* values) {
   if (runs && first.cuda) status = OpenDevice(first);
   if (runs && status.ok()) {
     status = Perform(decision, values, &batch);
-    if (IsLost(status)) return Lost(decision, status);
     // A call with an outcome shows that all ranks have received this round. Calls on a
     // device have no commit decision and need none: if a rank is lost, they all fail.
+    if (IsLost(status)) lost = status;
     sealed_ = true;
   }
-  if (Status sealed = Seal(); !sealed.ok()) return Lost(decision, sealed);
+  if (lost.ok()) lost = Seal();
+  if (!lost.ok()) {
+    // The tasks stay pending: they are submitted again in the next epoch, or fail with
+    // all other tasks.
+    record_.RecordEnd(decision, lost);
+    return lost;
+  }
   for (const auto& [i, out] : batch.aside)
     if (status.ok())
       std::memcpy(out, batch.call.tensors[i].out, batch.call.tensors[i].room);

@@ -42,7 +42,6 @@ class DecisionRunner {
   Status OpenDevice(const Submission& first);
   Status MoveAside(Batch* batch);
   bool IsLost(const Status& status) const;
-  Status Lost(const Decision& decision, const Status& status) const;
   Status Seal();
 
   LaneState& state_;

@@ -55,7 +55,7 @@ void EagerLane::Abort(const Status& status) {
   // opposite order: it writes the communicator with the mutex held and then reads
   // end_status(). So a communicator that is new at this moment is aborted either here
   // or there.
-  if (state_.resilient) state_.resilient->End(status);
+  state_.resilient->End(status);
   std::shared_ptr<Communicator> here;
   {
     std::lock_guard lock(state_.mutex);
@@ -87,16 +87,15 @@ std::shared_ptr<EagerBackend> EagerLane::cuda() const {
 }
 
 std::shared_ptr<Communicator> EagerLane::communicator() const {
-  if (!state_.resilient) return communicator_;
+  if (!state_.resilient->repairs()) return communicator_;  // needs no lock
   if (auto present = state_.resilient->current()) return present;
   std::lock_guard lock(state_.mutex);  // the ResilientComm has no epoch now
   return communicator_;
 }
 
 bool EagerLane::aborted() const {
-  if (!state_.resilient) return communicator_->aborted();
   std::lock_guard lock(state_.mutex);
-  return !tasks_.failure().ok();
+  return !tasks_.failure().ok() || !state_.resilient->end_status().ok();
 }
 
 EagerStats EagerLane::stats() const {
@@ -111,12 +110,10 @@ void EagerLane::ThreadMain() {
   Status end;
   do {
     Guarded([&] { Loop(&progress); });
-    // Loop ends only after an abort, whose reason is the one that all ranks report.
-    Insist([&] {
-      end = communicator_->abort_status();
-      if (state_.cuda) state_.cuda->Abort(end);
+    Insist([&] {  // Loop ends only after an abort
+      if (state_.cuda) state_.cuda->Abort(communicator_->abort_status());
     });
-    if (engine_.MayContinue()) end = engine_.Renew();
+    end = engine_.Renew();
   } while (end.ok());
   Insist([&] { engine_.FailAll(end); });
 }

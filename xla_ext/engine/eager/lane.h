@@ -5,10 +5,10 @@
 // an operation or a peer begins a round. It then exchanges negotiation messages with
 // all ranks (engine/communicator/rounds.h), lets the negotiation decide (negotiation.h)
 // and runs the decisions. There is no cycle and no coordinator. A caller that waits for
-// its operation does this work itself (Drive). A failure of the communicator fails all
-// pending and later operations, unless the communicator is resilient: then the lane
-// starts again in the next epoch, with all pending operations
-// (progress_engine_epoch.cc).
+// its operation does this work itself (Drive). After a failure of the communicator, the
+// lane starts again in the next epoch, with all pending operations
+// (progress_engine_epoch.cc). If no epoch follows, all pending and later operations
+// fail.
 //
 // The class itself has the functions that callers use, and the thread. Its parts:
 // LaneState, which the parts share; TaskQueue, between the callers and the holder of
@@ -40,8 +40,8 @@ namespace ringjax {
 // Any thread may call any public function.
 class EagerLane {
  public:
-  // No other code may use `communicator`. If it belongs to a ResilientComm, it has been
-  // installed there, and the lane follows the ResilientComm from epoch to epoch. An
+  // No other code may use `communicator`. In an elastic job it has been installed in
+  // its ResilientComm, and the lane follows the ResilientComm from epoch to epoch. An
   // operation that the loss of a rank interrupts runs again on the ranks that are left,
   // as if it had just been submitted. It fails with kUnavailable if that is impossible:
   // a broadcast whose root is lost, alltoall with splits, reducescatter, operations on

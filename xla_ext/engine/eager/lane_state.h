@@ -53,7 +53,7 @@ struct LaneState {
     return Shown(communicator->Prefix(), what, cause);
   }
 
-  const std::shared_ptr<ResilientComm> resilient;  // null: there is only one epoch
+  const std::shared_ptr<ResilientComm> resilient;  // that of all epochs of the lane
   const EagerOptions options;
 
   // Guards the rest of this struct, and those members of the parts whose comments say

@@ -26,7 +26,7 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   task->mark = std::move(mark.value());
   task->timeout = request.timeout;
   task->waits = request.waits;
-  task->epoch_index = state_.resilient ? present->epoch_index() : 0;
+  task->epoch_index = present->epoch_index();
   // This thread keeps a reference of its own: as soon as the task is in the queue, the
   // lane may end the task and drop task->work.
   const auto work = std::make_shared<Work>(tasks_.gate(), request.stream);

@@ -2,8 +2,8 @@
 // (MPI's progress engine). It takes in submissions, begins rounds, takes part in the
 // rounds of other ranks, and carries out what the negotiation decides.
 //
-// If the communicator is resilient, the engine moves from epoch to epoch, with all
-// pending operations (progress_engine_epoch.cc).
+// The engine moves from epoch to epoch of the communicator, with all pending operations
+// (progress_engine_epoch.cc).
 #pragma once
 
 #include <cstdint>
@@ -33,10 +33,10 @@ class ProgressEngine {
   // means that the communicator is aborted.
   Status Turn(Clock::time_point until, bool takes_in);
 
-  // For the lane's own thread, after the communicator was aborted. MayContinue: whether
-  // another epoch may follow. Renew waits for that epoch and continues there; it fails
-  // if no epoch follows. FailAll fails all pending and later operations.
-  bool MayContinue() const;
+  // For the lane's own thread, after the communicator was aborted. Renew waits for the
+  // next epoch and continues there. If no epoch follows, as in a static job, it fails
+  // with the reason that all ranks report. FailAll fails all pending and later
+  // operations.
   Status Renew();
   void FailAll(const Status& cause);
 
@@ -50,8 +50,7 @@ class ProgressEngine {
   Piggyback Offer() const;
 
   // Epochs (progress_engine_epoch.cc).
-  Status Inherit(uint64_t since, Inheritance* all);
-  void BeginAnew(const Inheritance& all);
+  void BeginAnew(const Inheritance& all, int culprit);
 
   LaneState& state_;
   const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch

@@ -18,11 +18,10 @@ namespace ringjax {
 namespace {
 
 // Whether the ranks are unchanged: none is lost, renumbered or new.
-bool Same(const ResilientComm::Change& change) {
-  const auto size = static_cast<size_t>(change.communicator->size());
-  if (change.ranks.size() != size) return false;
-  for (size_t r = 0; r < size; ++r)
-    if (change.ranks[r] != static_cast<int>(r)) return false;
+bool Same(const std::vector<int>& ranks, int size) {
+  if (ranks.size() != static_cast<size_t>(size)) return false;
+  for (int r = 0; r < size; ++r)
+    if (ranks[static_cast<size_t>(r)] != r) return false;
   return true;
 }
 
@@ -32,20 +31,19 @@ std::string Again(const std::string& reason) {
 
 // Translates a task to the ranks of `present`, the communicator of the new epoch.
 // Returns an error if the task cannot run there.
-Status Adapt(Task* task, const ResilientComm::Change& change,
-             const Communicator& present) {
+Status Adapt(Task* task, const Communicator& present) {
+  const uint64_t index = present.epoch_index();
+  const auto change = present.resilient()->Changes(task->epoch_index, index);
   const auto lost = [&](const std::string& what) {
     const std::string why = change.reason.empty() ? "" : " (" + change.reason + ")";
     return Status(Code::kUnavailable, what + why);
   };
   const std::string ranks = std::to_string(present.size()) + " ranks";
-  const bool past = task->epoch_index < present.epoch_index();
-  if (past && !change.repeats) return Status(Code::kUnavailable, Again(change.reason));
+  if (!change.repeats) return Status(Code::kUnavailable, Again(change.reason));
   if (task->cuda)
     return lost("NCCL has ended with the ranks that it joined; submit it again");
-  if (!past) return OkStatus();
-  task->epoch_index = present.epoch_index();
-  if (Same(change)) return OkStatus();
+  if (std::exchange(task->epoch_index, index) == index) return OkStatus();
+  if (Same(change.ranks, present.size())) return OkStatus();
   if (task->op == Collective::kBroadcast) {
     const auto root = static_cast<size_t>(task->root);
     const int now = root < change.ranks.size() ? change.ranks[root] : -1;
@@ -72,18 +70,29 @@ Status Adapt(Task* task, const ResilientComm::Change& change,
 
 }  // namespace
 
-bool ProgressEngine::MayContinue() const {
-  return state_.resilient && communicator_->aborted() &&
-         communicator_->abort_status().code() == Code::kUnavailable;
-}
-
 Status ProgressEngine::Renew() {
   try {
+    const Status cause = communicator_->abort_status();
+    // No epoch follows an interrupt of this rank, for example.
+    if (cause.code() != Code::kUnavailable) return cause;
+    std::shared_ptr<Communicator>
+        next;  // then the last one, released without the mutex
+    RJ_TRY(state_.resilient->Follow(communicator_->epoch_index(), &next));
+    std::shared_ptr<EagerBackend> before;  // kept, to be closed without the mutex
     Inheritance all;
-    all.cause = communicator_->abort_status();
-    RJ_TRY(Inherit(communicator_->epoch_index(), &all));
-    BeginAnew(all);
-    return OkStatus();
+    {
+      std::lock_guard lock(state_.mutex);
+      state_.communicator.swap(next);
+      before = state_.cuda;
+      if (state_.cuda) state_.cuda = state_.make_cuda(communicator_);
+      all = tasks_.Inherit(communicator_->epoch_index());
+    }
+    if (before) before->Close();
+    // EagerLane::Abort may have aborted only the last communicator.
+    const Status end = state_.resilient->end_status();
+    if (!end.ok()) communicator_->Abort(end);
+    if (end.ok()) BeginAnew(all, cause.rank());
+    return end;
   } catch (const std::exception& e) {  // out of memory, most likely
     const std::string what = std::string("failed: ") + e.what();
     communicator_->AbortAndNotifyPeers(Code::kInternal, what);
@@ -91,71 +100,29 @@ Status ProgressEngine::Renew() {
   }
 }
 
-// Moves to the current epoch and collects the tasks of this rank that have not ended.
-// Repeats this as long as another epoch begins meanwhile.
-Status ProgressEngine::Inherit(uint64_t since, Inheritance* all) {
-  bool settled = false;
-  while (!settled) {
-    ResilientComm::Change change;
-    RJ_TRY(state_.resilient->Follow(since, &change));
-    std::vector<uint64_t> numbers = {since};
-    std::shared_ptr<EagerBackend> before;  // kept, to be closed without the mutex
-    std::shared_ptr<Communicator> last;    // kept, to be released without the mutex
-    {
-      std::lock_guard lock(state_.mutex);
-      last = std::exchange(state_.communicator, change.communicator);
-      before = state_.cuda;
-      if (state_.cuda) state_.cuda = state_.make_cuda(communicator_);
-      tasks_.Inherit(change.epoch_index, all, &numbers);
-    }
-    if (before) before->Close();
-    if (const Status end = state_.resilient->end_status(); !end.ok()) {
-      communicator_->Abort(end);  // EagerLane::Abort may have aborted only `last`
-      return end;
-    }
-    settled = true;
-    all->since.clear();
-    for (const uint64_t number : numbers) {
-      if (all->since.contains(number)) continue;
-      ResilientComm::Change& own = all->since[number];
-      if (number == since || number == change.epoch_index) {
-        own = change;
-        continue;
-      }
-      // A task was submitted in an epoch that began and ended while this thread waited.
-      RJ_TRY(state_.resilient->Follow(number, &own));
-      settled = settled && own.epoch_index == change.epoch_index;
-    }
-  }
-  std::sort(all->tasks.begin(), all->tasks.end(),
-            [](const TaskPtr& a, const TaskPtr& b) { return a->order < b->order; });
-  return OkStatus();
-}
-
-void ProgressEngine::BeginAnew(const Inheritance& all) {
+// Submits to a new negotiation what has not ended. `culprit`: whom the last epoch lost.
+void ProgressEngine::BeginAnew(const Inheritance& all, int culprit) {
   hits_before_ += negotiation_->hits();
   negotiation_ = std::make_unique<Negotiation>(ForNegotiation());
   stalls_.Clear();
   taken_.clear();
   for (const TaskPtr& task : all.tasks) {
-    Status status = Adapt(task.get(), all.since.at(task->epoch_index), *communicator_);
+    Status status = Adapt(task.get(), *communicator_);
     if (status.ok()) {
       negotiation_->Submit(task);
       continue;
     }
     status = state_.Named(task->Describe(),
-                          Status(status.code(), status.message(), all.cause.rank()));
+                          Status(status.code(), status.message(), culprit));
     record_.Failed(*task, status.message());
     tasks_.Finish({task}, status, nullptr);
   }
   if (!all.joins) return;
-  const ResilientComm::Change& change = all.since.at(all.join_epoch_index);
-  const uint64_t now = communicator_->epoch_index();
-  if (!change.repeats && all.join_epoch_index < now)
-    return tasks_.FinishJoin(
-        state_.Named(kJoinTitle, {Code::kUnavailable, Again(change.reason)}), -1);
-  negotiation_->Join();
-  tasks_.MoveJoin(now);
+  const auto change =
+      state_.resilient->Changes(all.join_epoch_index, communicator_->epoch_index());
+  if (change.repeats) return negotiation_->Join();
+  tasks_.FinishJoin(
+      state_.Named(kJoinTitle, {Code::kUnavailable, Again(change.reason)}), -1);
 }
 
 }  // namespace ringjax

@@ -27,7 +27,7 @@ Status TaskQueue::Enlist(const TaskPtr& task,
                          const std::shared_ptr<EagerBackend>& backend) {
   const Communicator& here = *communicator_;
   if (!failure_.ok()) return Shown(here.Prefix(), task->Describe(), failure_);
-  if (state_.resilient && here.epoch_index() > task->epoch_index) {
+  if (here.epoch_index() > task->epoch_index) {
     // The epoch has changed since CheckTask: check again for the new ranks.
     task->epoch_index = here.epoch_index();
     if (Status s = CheckTask(*task, task->ins, task->outs, task->rooms, here); !s.ok())
@@ -60,8 +60,7 @@ Status TaskQueue::EnlistJoin(const std::shared_ptr<Work>& work,
                          "others"});
   joined_ = work;
   joins_ = true;
-  if (state_.resilient)
-    join_epoch_index_ = std::max(present.epoch_index(), communicator_->epoch_index());
+  join_epoch_index_ = std::max(present.epoch_index(), communicator_->epoch_index());
   return OkStatus();
 }
 
@@ -69,23 +68,16 @@ bool TaskQueue::Take(std::vector<TaskPtr>* taken) {
   std::lock_guard lock(state_.mutex);
   taken->swap(incoming_);
   bool joins = std::exchange(joins_, false);
-  if (state_.resilient) HoldBack(taken, &joins);
-  return joins;
-}
-
-// Puts tasks and a join that belong to a later epoch than the lane's present one back
-// into incoming_ and joins_. The lane moves to that epoch soon, because the present one
-// has been aborted. LaneState::mutex is held.
-void TaskQueue::HoldBack(std::vector<TaskPtr>* taken, bool* joins) {
+  // Tasks and a join that belong to a later epoch than the lane's present one stay. The
+  // lane moves to that epoch soon, because the present one has been aborted.
   const uint64_t now = communicator_->epoch_index();
-  if (*joins && join_epoch_index_ > now) {
-    *joins = false;
-    joins_ = true;
-  }
+  if (state_.resilient->epoch_index() == now) return joins;
+  joins_ = joins && join_epoch_index_ > now;
   const auto known = [now](const TaskPtr& task) { return task->epoch_index <= now; };
   const auto later = std::stable_partition(taken->begin(), taken->end(), known);
   incoming_.assign(later, taken->end());
   taken->erase(later, taken->end());
+  return joins && !joins_;
 }
 
 void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
@@ -145,29 +137,23 @@ std::vector<TaskPtr> TaskQueue::Fail(const Status& cause) {
   return tasks;
 }
 
-void TaskQueue::Inherit(uint64_t epoch_index, Inheritance* all,
-                        std::vector<uint64_t>* numbers) {
-  all->tasks.clear();
+Inheritance TaskQueue::Inherit(uint64_t epoch_index) {
   // Tasks of a later epoch stay in incoming_. So do those that are submitted from
   // now on: Enlist gives them the index of this epoch or of a later one.
-  for (const auto& [key, task] : active_) {
-    if (task->epoch_index > epoch_index) continue;
-    all->tasks.push_back(task);
-    numbers->push_back(task->epoch_index);
-  }
-  std::erase_if(incoming_,
-                [&](const TaskPtr& task) { return task->epoch_index <= epoch_index; });
-  all->joins = joined_ && join_epoch_index_ <= epoch_index;
-  all->join_epoch_index = join_epoch_index_;
-  if (all->joins) {
-    numbers->push_back(join_epoch_index_);
-    joins_ = false;
-  }
-}
-
-void TaskQueue::MoveJoin(uint64_t epoch_index) {
-  std::lock_guard lock(state_.mutex);
-  join_epoch_index_ = epoch_index;
+  const auto ends = [&](const TaskPtr& task) {
+    return task->epoch_index <= epoch_index;
+  };
+  Inheritance all;
+  for (const auto& [key, task] : active_)
+    if (ends(task)) all.tasks.push_back(task);
+  std::sort(all.tasks.begin(), all.tasks.end(),
+            [](const TaskPtr& a, const TaskPtr& b) { return a->order < b->order; });
+  std::erase_if(incoming_, ends);
+  all.joins = joined_ && join_epoch_index_ <= epoch_index;
+  if (!all.joins) return all;
+  all.join_epoch_index = std::exchange(join_epoch_index_, epoch_index);
+  joins_ = false;
+  return all;
 }
 
 }  // namespace ringjax

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -22,11 +21,9 @@ namespace ringjax {
 
 // All that the lane takes into its next epoch (progress_engine_epoch.cc).
 struct Inheritance {
-  Status cause;                                     // why the last epoch ended
-  std::vector<TaskPtr> tasks;                       // sorted by Task::order
-  std::map<uint64_t, ResilientComm::Change> since;  // by the epoch of submission
+  std::vector<TaskPtr> tasks;  // sorted by Task::order
   bool joins = false;
-  uint64_t join_epoch_index = 0;
+  uint64_t join_epoch_index = 0;  // the epoch of the Join
 };
 
 // Owned by EagerLane. Any thread may call the first group of functions; only the holder
@@ -61,16 +58,11 @@ class TaskQueue {
   // Refuses all later tasks, and returns those that have not ended.
   std::vector<TaskPtr> Fail(const Status& cause);
 
-  // For the lane's own thread, in a new epoch. Inherit, with LaneState::mutex held,
-  // collects the tasks that were submitted up to that epoch, and appends the index of
-  // the epoch of each task to `*numbers`.
-  void Inherit(uint64_t epoch_index, Inheritance* all, std::vector<uint64_t>* numbers);
-  // The pending join belongs to that epoch from now on.
-  void MoveJoin(uint64_t epoch_index);
+  // For the lane's own thread, with LaneState::mutex held: collects the tasks and the
+  // join that were submitted up to that epoch, which begins.
+  Inheritance Inherit(uint64_t epoch_index);
 
  private:
-  void HoldBack(std::vector<TaskPtr>* taken, bool* joins);
-
   LaneState& state_;                                   // its mutex guards all below
   const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
   EndedTasks& ended_tasks_;

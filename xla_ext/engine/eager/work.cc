@@ -24,8 +24,7 @@ Status Work::Wait() {
       gate_->ended.wait_for(lock, kSlice, [this] { return done(); });
     }
     if (done()) break;
-    if (InterruptCheck check = interrupt_check.load(); check != nullptr && check())
-      return Status(Code::kCancelled, "interrupted while waiting");
+    if (Interrupted()) return Status(Code::kCancelled, "interrupted while waiting");
   }
   return status_;
 }
