@@ -355,6 +355,50 @@ TEST(CallsBeforeTheInstallationCountForNothing) {
   CHECK(standing.repeatable);
 }
 
+// In a static job no call waits for what cannot come, whatever the reason of the abort.
+TEST(AStaticCommunicatorEndsWithItsOnlyEpoch) {
+  World world({0, 0});
+  Communicator& c = *world.ranks[0];
+  ResilientComm& resilient = *c.resilient();
+  CHECK(!resilient.repairs());
+  CHECK(resilient.end_status().ok());
+  c.Abort(Status(Code::kDeadlineExceeded, "is late", 1));
+  c.Abort(Status(Code::kUnavailable, "is gone", 0));
+  CHECK_EQ(c.abort_status().message(), "is late");
+  CHECK_EQ(resilient.end_status().message(), "is late");
+  std::vector<float> data(4, 1);
+  const Call call = AllreduceOf(&data);
+  for (const Status& status : {c.Run(call), c.RunInThisEpoch(call)}) {
+    CHECK(status.code() == Code::kDeadlineExceeded);
+    CHECK_EQ(status.rank(), 1);
+    CHECK(Contains(status.message(), "allreduce 'x' (f32[4], SUM, seq 0): is late"));
+  }
+  std::shared_ptr<Communicator> next;
+  CHECK(resilient.Follow(c.epoch_index(), &next).code() == Code::kDeadlineExceeded);
+  ProgressReport report;
+  CHECK(c.Quiesce(20, &report).ok());
+  CHECK_EQ(report.done, 0u);
+}
+
+TEST(ChangesAreThoseOfAllEpochsBetweenTwo) {
+  ResilientComm resilient(0);
+  CHECK(resilient.Install(nullptr).ok());
+  CHECK(resilient.Install(nullptr, {0, false, {0, -1, 1}, "one"}).ok());
+  CHECK(resilient.Install(nullptr, {0, true, {1, 0}, "two"}).ok());
+  const auto is = [&](uint64_t from, uint64_t to, const std::vector<int>& ranks,
+                      bool repeats, const std::string& reason) {
+    const ResilientComm::Change change = resilient.Changes(from, to);
+    return change.ranks == ranks && change.repeats == repeats &&
+           change.reason == reason;
+  };
+  CHECK(is(1, 2, {0, -1, 1}, false, "one"));
+  CHECK(is(2, 3, {1, 0}, true, "two"));
+  CHECK(is(1, 3, {1, -1, 0}, false, "two"));
+  CHECK(is(0, 3, {1, -1, 0}, false, "two"));
+  CHECK(is(3, 3, {}, true, "two"));
+  CHECK(is(1, 1, {}, true, ""));
+}
+
 TEST(EpochsMayGoInAnyOrder) {
   std::shared_ptr<Communicator> first;
   {

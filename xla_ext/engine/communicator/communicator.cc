@@ -30,7 +30,8 @@ Status Communicator::RunLastOfChain(uint64_t ticket, std::vector<ChainedCall>* c
 uint64_t Communicator::TakeTicket() { return order().TakeTicket(); }
 
 Status Communicator::Run(const Call& call, uint32_t* epoch) {
-  return RunInTurn(TakeTicket(), call, epoch);
+  ResilientComm& present = order();
+  return present.Run(*this, present.TakeTicket(), call, epoch);
 }
 
 Status Communicator::RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch) {

@@ -104,21 +104,18 @@ ResilientComm::Change ResilientComm::Changes(uint64_t from, uint64_t to) const {
 
 // -- calls ---------------------------------------------------------------------------
 
-Status ResilientComm::Stop() const {
-  if (Status end = end_status(); !end.ok()) return end;
-  if (Interrupted())
-    return Status(Code::kCancelled, "interrupted while waiting for its turn");
-  return OkStatus();
-}
-
 Status ResilientComm::AwaitTurn(const FailureReport& caller, uint64_t ticket,
                                 const Call& call) {
-  const Status turn = ticket_lock_.Wait(ticket, [this] { return Stop(); });
-  if (turn.ok()) return turn;
-  if (end_status().ok()) Interrupt(caller, turn.message());
-  const Status end = end_status();
-  caller.Dump(end);
-  return caller.WithContext(call, end);
+  Status turn = ticket_lock_.Wait(ticket, [&] {
+    if (end_status().ok() && Interrupted())
+      Interrupt(caller, "interrupted while waiting for its turn");
+    return end_status();
+  });
+  if (!turn.ok()) {
+    caller.Dump(turn);
+    turn = caller.WithContext(call, turn);
+  }
+  return turn;
 }
 
 Status ResilientComm::Run(Communicator& caller, uint64_t ticket, const Call& call,

@@ -54,9 +54,9 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // 0 means for ever.
   explicit ResilientComm(double epoch_timeout)
       : repairs_(true), epoch_timeout_(epoch_timeout) {}
-  // Of one epoch, which is never repaired and never installed: the communicator that
-  // makes this object and passes itself to Run. The object ends when that communicator
-  // is aborted, so no call parks, keeps its inputs or waits for a commit decision.
+  // Makes a ResilientComm of one epoch, which is not installed: the communicator that
+  // makes this object and passes itself to Run. The abort of that communicator ends
+  // this object. No call parks, keeps its inputs or waits for a commit decision.
   struct OneEpoch {};
   explicit ResilientComm(OneEpoch) : repairs_(false), epoch_timeout_(0) {}
   // Whether another epoch may follow an epoch that has ended.
@@ -116,7 +116,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // part, and returns it in `*next`. Fails if no epoch follows: after End, an
   // interrupt, or `epoch_timeout` seconds.
   Status Follow(uint64_t since, std::shared_ptr<Communicator>* next);
-  // What has changed from epoch `from` (0: the first) to epoch `to`.
+  // The changes of the ranks and of running calls from epoch `from` (0: the first) to
+  // epoch `to`.
   struct Change {
     std::vector<int> ranks;  // by old rank: new rank, -1 if lost; empty: unchanged
     bool repeats = true;     // false: calls that were running fail on all ranks
@@ -163,7 +164,6 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   Status Park(uint64_t index, CommitDecision* decision,
               const FailureReport* caller = nullptr);
   void Interrupt(const FailureReport& caller, const std::string& how);
-  Status Stop() const;  // not ok after End or an interrupt
 
   const Owner owner_;
   const bool repairs_;
