@@ -75,8 +75,8 @@ Status ProgressEngine::Renew() {
     const Status cause = communicator_->abort_status();
     // No epoch follows an interrupt of this rank, for example.
     if (cause.code() != Code::kUnavailable) return cause;
-    std::shared_ptr<Communicator>
-        next;  // then the last one, released without the mutex
+    // The next communicator, then the last one, which is released without the mutex.
+    std::shared_ptr<Communicator> next;
     RJ_TRY(state_.resilient->Follow(communicator_->epoch_index(), &next));
     std::shared_ptr<EagerBackend> before;  // kept, to be closed without the mutex
     Inheritance all;
