@@ -204,7 +204,7 @@ class ElasticJob:
                 actors.settle(job, actor.number, actor.pending)
                 self._ended(actor, job)
             elif actor.limit and now > actor.limit:
-                why = job.workers[actor.number].fenced
+                why = job.workers[actor.number].why
                 job.lost(actor.number, f"declared lost: {why}")
                 self._ended(actor, job)
         if self.reset_limit is not None and job.resets > self.reset_limit:
@@ -217,10 +217,15 @@ class ElasticJob:
 
     def _ended(self, actor: _Actor, job: EngineJob) -> None:
         worker = job.workers[actor.number]
-        failed = worker.state == "failed"
+        failed = bool(worker.exit_code) and not worker.dismissed
         if failed and not job.over:
             who = "no rank" if worker.rank is None else f"rank {worker.rank}"
-            log.warning("worker %d (%s): %s", actor.number, who, worker.words)
+            log.warning(
+                "worker %d (%s): %s",
+                actor.number,
+                who,
+                worker.report or worker.exit_text,
+            )
         member_for = worker.ended - worker.joined if worker.rank is not None else 0.0
         self._drop(actor, soon=failed and member_for < _SOON)
 

@@ -2,7 +2,7 @@
 
 The package itself can be called, so that `ringjax.run(...)` means the function whether
 or not a module below was imported first; horovod.py takes the arguments that only
-Horovod has. Imports no jax; see static_job.py for the work.
+Horovod has. Imports no jax; see job.py for the work.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ def run(
         text = task.error_text(outcome.results.get(outcome.rank, b""))
         message = outcome.reason + (f"\n\n{text}" if text else "")
         raise LaunchError(message, outcome.rank, outcome.exit_code)
-    count = job.size or len(outcome.results)
-    return [_result(outcome.results.get(rank, b""), rank) for rank in range(count)]
+    return [_result(blob, rank) for rank, blob in outcome.results.items()]
 
 
 def _seconds(value: float | None) -> str | None:

@@ -1,6 +1,6 @@
 """`ringrun`: start the ranks of a job, show their output, end with their exit code.
 
-Turns a command line into a job and signals into its end; the work is in static_job.py.
+Turns a command line into a job and signals into its end; the work is in job.py.
 Imports no jax, so that it starts in a moment.
 """
 
@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ringjax import stderr, stdout
 from ringjax.config import Config
@@ -22,12 +22,9 @@ from ringjax.errors import RingjaxError
 from ringjax.run import environ, options, profile_folder
 from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.host_command import Listening, Spec, check_agent_command
+from ringjax.run.job import Job
 from ringjax.run.start import job_of
-from ringjax.run.static_job import Job
 from ringjax.settings import version as package
-
-if TYPE_CHECKING:
-    from ringjax.run.elastic.job import ElasticJob
 
 _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
 
@@ -38,7 +35,7 @@ class _Signals:
     A job whose hosts have come by themselves may go on without us after SIGTERM.
     """
 
-    def __init__(self, job: Job | ElasticJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._first: int | None = None
         self._late = False

@@ -1,15 +1,17 @@
-"""How a job is brought to its end: a signal, some patience, a harder signal.
+"""How a job is brought to its end, and the words for how it has ended.
 
-Only the timetable; who sends the signals to whom is in static_job.py and
-elastic/job.py.
+The timetable: a signal, some patience, a harder signal; job.py sends them. Whom to
+blame is decided in workers.py; one line says why.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 # (seconds to wait before, signal): None gives up on whoever is left.
 Plan = tuple[tuple[float, int | None], ...]
@@ -28,6 +30,34 @@ AFTER_SIGTERM: Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None)
 # Time to leave at a commit. Kubernetes and Slurm give 30 s, unless told otherwise.
 TO_LEAVE: Plan = ((0.0, signal.SIGTERM), (25.0, signal.SIGKILL), (0.3, None))
 AT_ONCE: Plan = ((0.0, signal.SIGKILL), (0.2, None))
+
+# Errors that say "another rank failed". They blame somebody else.
+_CONSEQUENCE = re.compile(
+    r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
+    # What JAX says in a process of the same group.
+    r"|\bGloo \w+ failed\b|\bcoordination service\b"
+)
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        rank: the one to blame, -1 if there is none.
+        reason: one line why, if there was no success.
+        results: what ranks have returned.
+        left: nobody is to blame: the ranks left because their places are wanted for
+            something else.
+    """
+
+    exit_code: int
+    rank: int = -1
+    reason: str = ""
+    results: Mapping[int, bytes] = field(default_factory=dict)
+    left: bool = False
 
 
 class Ending:
@@ -93,3 +123,69 @@ class Ending:
                 return
             self.stopping = True
             yield int(number)
+
+
+def fate(
+    code: int,
+    *,
+    text: str = "",
+    report: str = "",
+    last_words: str = "",
+    how: str = "",
+) -> str:
+    """What became of a rank, to be put behind its name.
+
+    Args:
+        code: its exit code, not 0.
+        text: what the agent says of it.
+        report: what it said itself before it went down.
+        last_words: what it wrote last.
+        how: how it ended, if the exit code does not say.
+
+    Example:
+        >>> "rank 2" + fate(137)
+        'rank 2 was killed by signal 9 (SIGKILL)'
+        >>> "rank 2" + fate(1, report="ValueError: boom")
+        'rank 2 failed: ValueError: boom (exit code 1)'
+    """
+    if text:
+        return f": {text}"
+    words = report or last_words
+    how = how or f"exit code {code}"
+    name = _signal_name(code - 128) if code > 128 else ""
+    if name:
+        how = f"killed by {name}"
+        if code - 128 in _FROM_OUTSIDE and not report:
+            words = ""  # what it wrote before has nothing to do with it
+    if not words:
+        return f" was {how}" if name else f" failed with {how}"
+    return f" failed: {one_line(words)} ({how})"
+
+
+def blames_others(words: str) -> bool:
+    """Whether an error says that another rank failed.
+
+    Example:
+        >>> blames_others("PeerLost: rank 1 failed: ValueError: boom")
+        True
+    """
+    return bool(_CONSEQUENCE.search(words))
+
+
+def one_line(text: str) -> str:
+    """The first line of a report, cut to what a terminal can show."""
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= 500 else line[:497] + "..."
+
+
+def last_line(text: str) -> str:
+    """Of a traceback, what it ends with."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return ""

@@ -8,56 +8,19 @@ and ends no process.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import queue
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ringjax.config import Config
 from ringjax.errors import LaunchError
 from ringjax.membership.coordinator import Coordinator
 from ringjax.run import environ
+from ringjax.run.ending import last_line, one_line
 from ringjax.run.hosts.slots import ANY, Host, assign, own_addresses
-from ringjax.run.verdict import blames_others, one_line
-
-RUNS, FINISHED, FAILED, LEFT = "runs", "finished", "failed", "left"
-
-
-@dataclass(slots=True)
-class Worker:
-    """What is known of one worker.
-
-    Attributes:
-        node: where it runs, in the engine's words.
-        rank: in the latest epoch that it belonged to, None: in none.
-        joined, ended: when, on `time.monotonic`'s clock.
-        state: it runs, has finished, has failed, or has left as it was asked to.
-        error: why it failed.
-        report: what it told the others before it went down.
-        fenced: the others go on without it.
-        ready: it could be a member.
-        result: what its function returned.
-    """
-
-    node: str = ""
-    rank: int | None = None
-    joined: float = 0.0
-    ended: float = 0.0
-    state: str = RUNS
-    error: str = ""
-    report: str = ""
-    fenced: str = ""
-    ready: bool = False
-    result: Any = None
-
-    @property
-    def words(self) -> str:
-        """Why it failed, as well as it is known."""
-        return self.report or self.error or self.fenced or "failed"
+from ringjax.run.workers import Seat, Worker, WorkerTable, news
 
 
 class EngineJob:
@@ -78,10 +41,6 @@ class EngineJob:
         secret, job: of a job that had begun under another driver, which is gone; its
             members come back if it listened at the same place.
         note: takes sentences for people.
-
-    Attributes:
-        workers: all that ever were, by number.
-        members: number -> rank in the latest epoch of an elastic job.
 
     Raises:
         StartupError: it cannot listen there.
@@ -140,12 +99,33 @@ class EngineJob:
             **where,
         )
         self._coordinator.start()
-        self.workers: dict[int, Worker] = {}
-        self.members: dict[int, int] = {}
-        self.resets = 0
+        self._table = self._new_table()
+        self._results: dict[int, Any] = {}
         self._spread = False
         self._stop = ""
         self._fenced: list[int] = []  # whose processes are to be ended
+
+    def _new_table(self) -> WorkerTable:
+        def last_words(number: int) -> str:
+            return self.workers[number].why or "failed"
+
+        least = self.min_size or self.size
+        return WorkerTable(least, last_words, elastic=self.elastic)
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        """All workers that ever were, by number."""
+        return self._table.workers
+
+    @property
+    def members(self) -> Mapping[int, int]:
+        """Number -> rank in the latest epoch."""
+        return self._table.members
+
+    @property
+    def resets(self) -> int:
+        """How often the members have changed."""
+        return self._table.resets
 
     def __enter__(self) -> EngineJob:
         return self
@@ -174,16 +154,19 @@ class EngineJob:
         if self.elastic:
             found = [self.ticket(n, node) for n, node in enumerate(nodes)]
             return [{**t, **p} for t, p in zip(found, places(nodes), strict=True)]
-        for number, node in enumerate(nodes):
-            self.workers[number] = Worker(node, number)
+        self._begin(nodes)
         return [{**self.common_ticket(), **place} for place in places(nodes)]
 
     def again(self) -> None:
         """The workers of a static job run another function, with the same tickets."""
         self.poll()
         self._stop = ""
-        for number, worker in self.workers.items():
-            self.workers[number] = Worker(worker.node, worker.rank)
+        self._begin([worker.seat.host for worker in self.workers.values()])
+
+    def _begin(self, nodes: Sequence[str]) -> None:
+        self._table, self._results = self._new_table(), {}
+        for number, node in enumerate(nodes):
+            self._table.adopt(number, Seat(node, number, number, number))
 
     def ticket(self, worker: int, node: str = "") -> dict[str, str]:
         """The variables of one worker of an elastic job; `tickets` says more.
@@ -197,9 +180,9 @@ class EngineJob:
             raise ValueError("a job of fixed size gives all its tickets at once")
         if worker in self.workers:
             raise ValueError(f"worker {worker} is not new")
-        self.workers[worker] = Worker(node)
+        self._table.adopt(worker, Seat(node, worker, worker, worker))
         self._coordinator.expected(worker)
-        place = places([self.workers[n].node for n in self.running()])[-1]
+        place = places([self.workers[n].seat.host for n in self.running()])[-1]
         return {**place, **self.common_ticket(), "RINGJAX_WORKER": str(worker)}
 
     def common_ticket(self) -> dict[str, str]:
@@ -224,17 +207,13 @@ class EngineJob:
 
     def runs_on(self, worker: int, node: str) -> None:
         """Where a worker is that got no ticket of its own."""
-        self._of(worker).node = node
+        self._table.known(worker).seat.host = node
 
     def finished(self, worker: int, result: Any = None) -> None:
         """The worker's function has returned `result`."""
         self._hear()  # one that was sent away returns, and that is not the job's end
-        known = self._of(worker)
-        if known.state == RUNS:
-            known.state, known.result = FINISHED, result
-            known.ended = time.monotonic()
-            if self.elastic:
-                self._coordinator.lost(worker, "it has ended without an error")
+        if self._ended(worker, 0, "it has ended without an error"):
+            self._results[worker] = result
 
     def lost(self, worker: int, why: str, *, certain: bool = True) -> None:
         """The worker's process, or its node, is gone, or its function has raised.
@@ -244,14 +223,19 @@ class EngineJob:
             certain: the process has ended, it is not only out of reach. Only then a
                 newcomer may begin afresh when all others are gone.
         """
-        known = self._of(worker)
-        if known.state != RUNS:
-            return
-        known.state, known.error = FAILED, why
-        known.ended = time.monotonic()
+        self._ended(worker, 255, why, certain)
+
+    def _ended(self, number: int, code: int, why: str, certain: bool = True) -> bool:
+        """Whether that is news; it is not of a worker that was sent away before."""
+        worker = self._table.known(number)
+        if worker.settled:
+            return False
+        worker.settled, worker.certain = True, certain
+        self._table.ended(worker, code, why if code else "", time.monotonic())
         if self.elastic:
-            heirs = certain and not known.report
-            self._coordinator.lost(worker, one_line(last_line(why)), heirs)
+            heirs = not code or worker.may_have_heirs
+            self._coordinator.lost(number, one_line(last_line(why)), heirs)
+        return True
 
     def poll(self) -> list[int]:
         """Takes note of what the workers have said; call it some times a second.
@@ -262,84 +246,52 @@ class EngineJob:
         """
         self._hear()
         fenced, self._fenced = self._fenced, []
-        return [number for number in fenced if self.workers[number].state == RUNS]
+        return [number for number in fenced if not self.workers[number].settled]
 
     def _hear(self) -> None:
         """Takes what the coordinator has decided."""
-        self._coordinator.clear()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._decided(*self._coordinator.events.get_nowait())
-
-    def _of(self, worker: int) -> Worker:
-        rank = None if self.elastic else worker
-        return self.workers.setdefault(worker, Worker(rank=rank))
+        for event in news(self._coordinator):
+            self._decided(*event)
 
     def _decided(self, event: str, *details: Any) -> None:
         match event, *details:
             case ["members", _, _, members]:
-                self._entered(members)
-            case ["ready", number]:
-                self._of(number).ready = True
-            case ["fenced", number, why]:
-                self._of(number).fenced = self._of(number).fenced or why
-                self._fenced.append(number)
-            case ["failure", number, text]:
-                self._of(number).report = self._of(number).report or text
-            case ["dismissed", number, _]:
-                self._of(number).state = LEFT
+                again = bool(self.members)
+                new = self._table.enter(members, time.monotonic())
+                for worker in new if again else ():
+                    self._note(self._table.joined(worker, place=True))
             case ["waiting", text]:
                 self._note(text)
             case ["stop", text]:
                 start = "" if self.elastic else "the job did not start: "
                 self._stop = start + text
-
-    def _entered(self, members: Mapping[int, int]) -> None:
-        if self.members and self.members.keys() != members.keys():
-            self.resets += 1
-        for number in members.keys() - self.members.keys():
-            self._of(number).joined = time.monotonic()
-        if self.members:
-            count = "1 rank" if len(members) == 1 else f"{len(members)} ranks"
-            for number, rank in members.items():
-                if number not in self.members:
-                    where = f" on {self._of(number).node}" * bool(self._of(number).node)
-                    text = f"worker {number}{where} joined as rank {rank}; {count}"
-                    self._note(text)
-        self.members = dict(members)
-        for number, rank in members.items():
-            self._of(number).rank = rank
+            case [_, int(number), *text]:
+                why = "".join(text)
+                worker = self._table.heard(event, number, why, time.monotonic())
+                worker.settled |= worker.dismissed
+                if event == "fenced":
+                    worker.why = worker.why or why
+                    self._fenced.append(number)
 
     # How it ends.
 
     def running(self) -> list[int]:
         """The workers that were started and have not ended."""
-        return [n for n, worker in self.workers.items() if worker.state == RUNS]
+        return [n for n, worker in self.workers.items() if not worker.settled]
 
     @property
     def closing(self) -> bool:
         """Whether a worker has finished, so that no other is to be started."""
-        return any(worker.state == FINISHED for worker in self.workers.values())
+        ended = [w for w in self.workers.values() if w.exit_code == 0]
+        return not all(worker.dismissed for worker in ended)
 
     @property
     def over(self) -> bool:
         """Whether nothing more can come of it: all have ended, or one too many."""
-        states = [worker.state for worker in self.workers.values()]
-        if self._stop:
+        if self._stop or (self._table.failed() and not self.elastic):
             return True
-        if not self.elastic:
-            return FAILED in states or states.count(FINISHED) == self.size
-        last = [self.workers[n] for n in self.members]
-        if last:
-            return all(w.state != RUNS for w in last) and not self._heirs(last)
-        return len(states) >= self.size and RUNS not in states
-
-    def _heirs(self, last: list[Worker]) -> bool:
-        """Whether newcomers may begin afresh: the members were all killed."""
-        if any(w.state != FAILED or w.report for w in last):
-            return False
-        ready = [w for w in self.workers.values() if w.ready and w.state == RUNS]
-        return len(ready) >= (self.min_size or 1)
+        begun = self.members or len(self.workers) >= self.size
+        return bool(begun) and self._table.over()
 
     @property
     def stopped(self) -> str:
@@ -358,41 +310,28 @@ class EngineJob:
                 to blame.
         """
         self.poll()
-        done = [w for w in self.workers.values() if w.state == FINISHED]
-        if not self._stop:
-            if not self.elastic and len(done) == self.size:
-                return [self.workers[rank].result for rank in range(self.size)]
-            last = [self.workers[n] for n in self.members]
-            stayed = [worker for worker in last if worker.state != LEFT]
-            if stayed and all(worker.state == FINISHED for worker in stayed):
-                return [w.result for w in sorted(stayed, key=lambda w: w.rank or 0)]
+        known = self.members or not self.elastic
+        if known and not self._stop and self._table.success():
+            return [self._results[w.number] for w in self._table.succeeded()]
         raise self.failure()
 
     def failure(self) -> LaunchError:
         """The error that says who failed first, and why."""
-        failed = [n for n, w in self.workers.items() if w.state == FAILED]
+        table = self._table
         # Or who has said so itself, if the engine has put others into their places.
-        failed = failed or [n for n, w in self.workers.items() if w.report]
-        last = [n for n in failed if n in self.members]
-        order = [
-            (blames_others(self.workers[n].words), self.workers[n].ended, n)
-            for n in last or failed
-        ]
-        if not order:
-            return LaunchError(
-                self._stop or "the workers ended without having finished"
-            )
-        number = min(order)[2]
-        worker = self.workers[number]
-        about = [f"worker {number}"] if self.elastic else []
-        about += [f"on {worker.node}"] if worker.node else []
-        who = f"worker {number}" if worker.rank is None else f"rank {worker.rank}"
-        who += f" ({', '.join(about)})" if about else ""
-        text = f"{who}: {one_line(worker.report or last_line(worker.words))}"
+        reported = [worker for worker in self.workers.values() if worker.report]
+        worker = table.culprit() or table.first(reported)
+        if worker is None:
+            ended = "the workers ended without having finished"
+            return LaunchError(self._stop or ended)
+        who = table.who(worker, place=True)
+        if not self.elastic and worker.seat.host:
+            who = f"rank {worker.number} (on {worker.seat.host})"
+        text = f"{who}: {one_line(worker.report or last_line(table.words(worker)))}"
         if self._stop and worker.rank is None:
             text = f"{self._stop}; {text}"
-        if "\n" in worker.error.strip():
-            text += f"\n\n{worker.error.strip()}"
+        if "\n" in worker.exit_text.strip():
+            text += f"\n\n{worker.exit_text.strip()}"
         return LaunchError(text, -1 if worker.rank is None else worker.rank)
 
 
@@ -420,9 +359,3 @@ def _most(size: int, least: int | None, most: int | None) -> int:
         limits = "" if least is None else f" between min_size={least} and {found}"
         raise ValueError(f"size={size}: expected a number from 1 on{limits}")
     return found
-
-
-def last_line(text: str) -> str:
-    """Of a traceback, what it ends with."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else ""

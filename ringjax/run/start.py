@@ -1,28 +1,24 @@
 """A job from what somebody asked for, on the command line or in Python.
 
-Which hosts, how many ranks, elastic or not: decided here, run by static_job.py and
-elastic/job.py.
+Which hosts, how many ranks, elastic or not: decided here, run by job.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringjax.config import Config
 from ringjax.run.elastic import bounds
 from ringjax.run.hosts import allocations
 from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.host_command import Spec
+from ringjax.run.job import Job
 from ringjax.run.monitor.wanted import wanted
 from ringjax.run.output import Console
-from ringjax.run.static_job import Job
-
-if TYPE_CHECKING:
-    from ringjax.run.elastic.job import ElasticJob
 
 # A program of ours in which rank 0 prints what all ranks have measured.
 _ONE_TABLE = ("-m", "ringjax.bench")
@@ -112,7 +108,7 @@ def job_of(
     variables: Mapping[str, str] | None = None,
     names: Mapping[str, str] = _NAMES,
     **elastic: Any,
-) -> Job | ElasticJob:
+) -> Job:
     """The job, not started yet.
 
     Args:
@@ -149,11 +145,16 @@ def job_of(
         if not listens:
             slots = find_hosts(np, hosts, hostfile, variables or {})
             bounds.check_groups(len(slots), config.group_size, names["np"])
-            return _static(spec, slots, partial(console, python=python))
+            if spec.stdin and not places.is_local(slots[0].host):
+                where = slots[0].host
+                raise ValueError(f"--stdin 0: rank 0 is on another host, {where}")
+            plain = _ONE_TABLE in itertools.pairwise(spec.command)
+            spec = dataclasses.replace(spec, slots=slots)
+            return Job(spec, console(len(slots), python=python, plain=plain))
         if np is None:
             raise ValueError("--listen: say how many processes to start: -np")
         bounds.check_groups(np, config.group_size, names["np"])
-        return Job(spec, console(np), np)
+        return Job(spec, console(np), np, elastic_timeout=config.elastic_timeout)
     given = None
     named = script is None or hosts is not None or hostfile is not None
     if named and not listens:
@@ -169,29 +170,10 @@ def job_of(
         names=names,
         **elastic,
     )
-    return _elastic(spec, config, change, partial(console, python=python))
-
-
-def _static(
-    spec: Spec, slots: Sequence[places.Slot], console: Callable[..., Console]
-) -> Job:
-    if spec.stdin and not places.is_local(slots[0].host):
-        raise ValueError(f"--stdin 0: rank 0 is on another host, {slots[0].host}")
-    plain = _ONE_TABLE in itertools.pairwise(spec.command)
     return Job(
-        dataclasses.replace(spec, slots=list(slots)), console(len(slots), plain=plain)
-    )
-
-
-def _elastic(
-    spec: Spec, config: Config, change: bounds.Elastic, console: Callable[..., Console]
-) -> ElasticJob:
-    from ringjax.run.elastic.job import ElasticJob  # costs others nothing
-
-    return ElasticJob(
         spec,
-        change,
-        console(change.np or change.min_np),
+        console(change.np or change.min_np, python=python),
+        elastic=change,
         elastic_timeout=config.elastic_timeout,
         failure_timeout=config.failure_timeout,
     )

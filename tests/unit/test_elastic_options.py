@@ -15,14 +15,13 @@ from support.launch import environment
 from ringjax.config import Config
 from ringjax.run import options, run
 from ringjax.run.elastic.bounds import UNBOUNDED, Elastic
-from ringjax.run.elastic.job import ElasticJob
 from ringjax.run.hosts.host_command import Spec
 from ringjax.run.hosts.slots import Host
+from ringjax.run.job import Job
 from ringjax.run.start import job_of
-from ringjax.run.static_job import Job
 
 
-def parsed(*words: str) -> Job | ElasticJob:
+def parsed(*words: str) -> Job:
     """The job of a command line."""
     args = options.parse([*words, "true"], "")
     config = Config.from_env(options.environment(args))
@@ -34,9 +33,9 @@ def parsed(*words: str) -> Job | ElasticJob:
 
 
 def elastic(*words: str) -> Elastic:
-    job = parsed(*words)
-    assert isinstance(job, ElasticJob)
-    return job._elastic
+    found = parsed(*words)._elastic
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_what_does_not_fit_together_is_said(words: str, message: str) -> None:
 
 
 def test_a_job_with_none_of_them_is_not_elastic() -> None:
-    assert isinstance(parsed("-np", "3"), Job)
+    assert parsed("-np", "3")._elastic is None
 
 
 def test_an_empty_script_is_none() -> None:

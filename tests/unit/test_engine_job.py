@@ -123,6 +123,31 @@ def test_a_worker_that_was_sent_away_returns_before_the_job_has_heard_of_it() ->
         assert job.running() == [1] and not job.closing  # another one may come
 
 
+@pytest.mark.parametrize("certain", [True, False])
+def test_newcomers_begin_afresh_if_the_last_member_has_ended(certain: bool) -> None:
+    with EngineJob(1, min_size=1, max_size=2, hosts=["127.0.0.1"]) as job:
+        job.tickets(["one"])
+        job.ticket(1, "two")
+        for event in (("members", 0, "start", {0: 0}), ("ready", 1)):
+            job._coordinator.events.put(event)
+        job.poll()
+        job.lost(0, "killed", certain=certain)
+        assert job.over == (not certain)  # it may go on where it is out of reach
+
+
+def test_a_worker_that_never_became_a_member_is_named() -> None:
+    with EngineJob(2, min_size=1, hosts=["127.0.0.1"]) as job:
+        job.tickets(["one", "two"])
+        job.lost(1, "Traceback\nValueError: boom")
+        assert not job.over
+        job.lost(0, "it is gone")
+        assert job.over
+        with pytest.raises(
+            LaunchError, match=r"^worker 1 \(on two\): ValueError: boom"
+        ):
+            job.results()
+
+
 def test_an_elastic_job(engine: Processes) -> None:
     notes: list[str] = []
     with EngineJob(

@@ -29,7 +29,7 @@ from ringjax.control import temporary
 from ringjax.errors import LaunchError, StartupError
 from ringjax.membership import rendezvous_lookup
 from ringjax.membership.client import Ticket, join
-from ringjax.run import run, static_job
+from ringjax.run import job, run
 from ringjax.world import record
 
 WITH_SIGNALS = "import os, signal, sys; {}; os.execv(sys.argv[1], sys.argv[1:])"
@@ -171,7 +171,7 @@ def test_a_client_that_is_not_there(tmp_path: Path) -> None:
 def test_a_rank_that_has_failed_and_stays(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(static_job, "_TO_END", 0.2)
+    monkeypatch.setattr(job, "_TO_END", 0.2)
 
     def task() -> None:
         import ringjax

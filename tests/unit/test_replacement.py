@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from ringjax.run.elastic.bounds import Elastic
 from ringjax.run.elastic.replacement import Keeper
-from ringjax.run.elastic.seats import Seating
-from ringjax.run.elastic.workers import Roster, Worker
 from ringjax.run.hosts.slots import Host
+from ringjax.run.workers import Worker, WorkerTable
 
 KILLED = "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on"
 LOST = "rank 1 (worker 1) was declared lost: it is silent; 2 ranks go on"
@@ -36,26 +36,36 @@ class Coordinator:
     def lost(self, worker: int, text: str, heirs: bool = True) -> None:
         pass
 
+    def tick(self, now: float) -> None:
+        pass
+
+
+class Said(list[str]):
+    """What is shown."""
+
+    note = list.append
+
+    def remove(self, worker: int) -> None:
+        pass
+
 
 class Story:
     """Three members of a job, and what is said."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
-        self.seating = seating = Seating(
-            [Host("localhost", 4)], first=3, most=3, least=1, blacklist=None
-        )
-        self.roster = Roster(1, lambda number: "")
-        for seat in seating.vacant(0, 0.0):
-            self.roster.add(seat)
-        self.roster.enter({0: 0, 1: 1, 2: 2}, 0.0)
-        self.keeper = Keeper(
-            self.roster, seating, None, Nobody(), self.said.append, lambda number: None
-        )
+        self.said = Said()
+        self.table = WorkerTable(1, lambda number: "", elastic=True)
+        elastic = Elastic(np=3, min_np=1, max_np=3)
+        self.keeper = Keeper(elastic, self.table, Nobody(), self.said)  # type: ignore[arg-type]
+        self.seating = self.keeper.seating
+        self.seating.update([Host("localhost", 4)])
+        for seat in self.seating.vacant(0, 0.0):
+            self.table.add(seat)
+        self.table.enter({0: 0, 1: 1, 2: 2}, 0.0)
 
     @property
     def worker(self) -> Worker:
-        return self.roster.workers[1]
+        return self.table.workers[1]
 
     def fenced(self, now: float) -> None:
         self.keeper.fence(self.worker, "it is silent", now)
@@ -127,23 +137,22 @@ def test_a_worker_that_ends_with_its_group_however_it_ends(
 )
 def test_a_worker_that_we_end_is_not_out_of_memory(report: str, text: str) -> None:
     story = Story()
-    story.roster.enter({1: 0}, 0.5)
+    story.table.enter({1: 0}, 0.5)
     story.worker.report = report
     story.fenced(1.0)
     story.keeper.tick(1.0 + 5.1)
     story.killed(6.2)
-    blame = story.roster.blame(place=False)
-    assert blame is not None and blame.exit_code == 1
-    assert blame.reason.startswith(f"rank 0 (worker 1) {text} ringrun killed it")
+    outcome = story.table.outcome({})
+    assert outcome.exit_code == 1
+    assert outcome.reason.startswith(f"rank 0 (worker 1) {text} ringrun killed it")
 
 
 def test_a_worker_that_the_system_kills_keeps_its_code() -> None:
     story = Story()
-    story.roster.enter({1: 0}, 0.5)
+    story.table.enter({1: 0}, 0.5)
     story.fenced(1.0)
     story.killed(1.01)
-    blame = story.roster.blame(place=False)
-    assert blame is not None and blame.exit_code == 137
+    assert story.table.outcome({}).exit_code == 137
 
 
 @pytest.mark.parametrize("dismissed", [True, False])

@@ -121,7 +121,7 @@ def test_from_a_thread() -> None:
 
 
 def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringjax.run.static_job import Job
+    from ringjax.run.job import Job
 
     signals = [KeyboardInterrupt]
 

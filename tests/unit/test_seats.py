@@ -7,9 +7,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.elastic.seats import LONGEST_PAUSE, Seat, Seating
+from ringjax.run.elastic.seats import LONGEST_PAUSE, Seating
 from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import Host, assign
+from ringjax.run.workers import Seat
 
 HOSTS = [Host("a", 2), Host("b", 3)]
 
@@ -61,8 +62,7 @@ def test_groups_are_started_whole_and_on_as_few_hosts_as_can_be() -> None:
 def test_the_first_seats_are_those_of_a_job_of_fixed_size() -> None:
     job = seating(first=4)
     seats = fill(job)
-    slots = [job.slot(seat, lambda other: other.worker is not None) for seat in seats]
-    assert slots == assign(HOSTS, 4)
+    assert [job.slot(seat) for seat in seats] == assign(HOSTS, 4)
 
 
 def test_a_seat_is_taken_again_at_once_and_then_ever_later() -> None:

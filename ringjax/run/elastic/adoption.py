@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
-from ringjax.run.elastic.coordinator_process import CoordinatorProcess
-from ringjax.run.elastic.seats import Seat, Seating
-from ringjax.run.elastic.workers import Roster, Worker
+from ringjax.run.elastic.seats import Seating
 from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.fleet import Fleet
 from ringjax.run.output import Console
+from ringjax.run.workers import Seat, Worker, WorkerTable
 
 _OWN = ""  # a host that does not come by itself
 _GONE = "ended with the ringrun or the agent that had started it"
@@ -31,23 +31,28 @@ class Adoption:
     """
 
     def __init__(
-        self, roster: Roster, seating: Seating, fleet: Fleet, console: Console
+        self,
+        table: WorkerTable,
+        seating: Seating,
+        fleet: Fleet,
+        console: Console,
+        tell: Callable[[Worker], None],
     ) -> None:
-        self._roster, self._seating = roster, seating
+        self._table, self._seating = table, seating
         self._fleet, self._console = fleet, console
-        self._coordinator: CoordinatorProcess | None = None
+        self._tell = tell
         self.job = ""
         self._places: dict[int, str] = {}  # of workers before this ringrun -> hosts
 
     @property
     def resumes(self) -> bool:
         """Whether ranks of a job that had begun run."""
-        return bool(self._roster.running())
+        return bool(self._table.running())
 
     @property
     def done(self) -> bool:
         """Whether all ranks that came have ended, and one of them without an error."""
-        codes = [worker.exit_code for worker in self._roster.workers.values()]
+        codes = [worker.exit_code for worker in self._table.workers.values()]
         return 0 in codes and None not in codes
 
     def job_for(self, memory: Message) -> str:
@@ -58,18 +63,18 @@ class Adoption:
     def take(self, host: str, hello: Message) -> None:
         """A host has come; its seats are there."""
         memory = hello["memory"] or {"next": 0, "places": []}
-        self._roster.reserve(memory["next"])
+        self._table.reserve(memory["next"])
         self._places |= dict(memory["places"])
         unwanted = []
         for rank in hello["ranks"]:
-            worker = self._roster.workers.get(rank["id"])
+            worker = self._table.workers.get(rank["id"])
             if worker is None or not worker.seat.host:
                 self._adopt(host, rank)
             elif not worker.runs and "code" not in rank:
                 unwanted.append(worker.number)  # the others went on without it
         for number, place in self._places.items():
             here = place == _OWN or self._fleet.has_come(place)
-            worker = self._roster.workers.get(number)
+            worker = self._table.workers.get(number)
             if here and (worker is None or not worker.seat.host):
                 seat = Seat(place or "localhost", 0, 0)
                 self._ended(number, seat, 128 + signal.SIGKILL, _GONE)
@@ -82,37 +87,22 @@ class Adoption:
             self._ended(number, Seat(host, index, 0), rank["code"], "")
             return
         seat = self._seating.occupy(host, index, number)
-        worker = self._roster.adopt(number, seat)
+        worker = self._table.adopt(number, seat)
         worker.pid = rank["pid"]
         self._console.add(number, seat.number)
         self._tell(worker)
 
     def _ended(self, number: int, seat: Seat, code: int, text: str) -> None:
-        worker = self._roster.adopt(number, seat)
-        worker.exit_code, worker.exit_text, worker.ended = code, text, time.monotonic()
+        worker = self._table.adopt(number, seat)
+        self._table.ended(worker, code, text, time.monotonic())
         worker.settled = True
         self._tell(worker)
-
-    def introduce(self, coordinator: CoordinatorProcess) -> None:
-        """From now on there is somebody who has to know."""
-        self._coordinator = coordinator
-        for worker in self._roster.workers.values():
-            self._tell(worker)
-
-    def _tell(self, worker: Worker) -> None:
-        if self._coordinator is None:
-            return
-        if worker.runs:
-            self._coordinator.expected(worker.number)
-            return
-        why = worker.exit_text or f"ended with exit code {worker.exit_code}"
-        self._coordinator.lost(worker.number, why, worker.may_have_heirs)
 
     def memory(self) -> Message:
         """What agents are to remember."""
         places = [
             (worker.number, host if self._fleet.has_come(host) else _OWN)
-            for worker in self._roster.running()
+            for worker in self._table.running()
             if (host := worker.seat.host)
         ]
-        return {"job": self.job, "next": self._roster.next, "places": places}
+        return {"job": self.job, "next": self._table.next, "places": places}

@@ -28,6 +28,7 @@ from ringjax.control.tls import offer
 from ringjax.run import environ
 from ringjax.run.elastic.liveness import Pulse
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
+from ringjax.run.workers import news
 
 _RESTARTS = 5  # so many within _WITHIN seconds are too many
 _WITHIN = 10.0
@@ -275,11 +276,8 @@ class _Served:
 
     def _forward(self) -> None:
         assert self._coordinator is not None
-        self._coordinator.clear()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                event = self._coordinator.events.get_nowait()
-                self._channel.send({"event": list(event)})
+        for event in news(self._coordinator):
+            self._channel.send({"event": list(event)})
 
 
 def main() -> None:

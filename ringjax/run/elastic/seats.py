@@ -7,41 +7,14 @@ the blacklist. Pure bookkeeping: starts nothing, and the clock is the caller's.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import Host, Slot
+from ringjax.run.workers import Seat
 
 SOON = 3.0  # a member for less than these seconds has failed soon
 LONGEST_PAUSE = 30.0
-
-
-@dataclass(slots=True)
-class Seat:
-    """A place for one worker.
-
-    Attributes:
-        host, index: where; the index is the worker's local rank.
-        number: its rank as long as no epoch has given it one.
-        worker: who sits there.
-        since: when the seat may be taken again.
-        failures: in a row, each soon after the worker started.
-        released: its worker was asked to leave by somebody else, who may want the
-            place for something else.
-        gone: its host is; it is there as long as its worker is.
-    """
-
-    host: str
-    index: int
-    number: int
-    worker: int | None = None
-    since: float = -math.inf
-    failures: int = 0
-    failed: bool = False
-    released: bool = False
-    gone: bool = False
 
 
 class Seating:
@@ -180,9 +153,9 @@ class Seating:
         used = [seat for seat in self.seats if seat.failed or seat.worker is not None]
         return bool(used) and all(seat.failed for seat in used)
 
-    def slot(self, seat: Seat, counts: Callable[[Seat], bool]) -> Slot:
-        """The seat in the terms of a job of fixed size, where `counts` are taken."""
-        taken = [other for other in self.seats if other is seat or counts(other)]
+    def slot(self, seat: Seat) -> Slot:
+        """A seat that is taken, in the terms of a static job."""
+        taken = [s for s in self.seats if s is seat or s.worker is not None]
         local = [other for other in taken if other.host == seat.host]
         same = [other.host for other in taken if other.index == seat.index]
         return Slot(

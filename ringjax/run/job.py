@@ -1,0 +1,469 @@
+"""One job: its hosts, its coordinator, its ranks, its end.
+
+A single loop reads what the agents and the coordinator report. What a loss means is
+asked in a few places: in a static job the first one ends the job, the other ranks are
+given a second to fail with a clear error of their own, then SIGTERM, then SIGKILL; in
+an elastic job the other ranks go on, and a `Keeper` says which workers are started.
+Starts no rank itself: that is hosts/agent.py, one on each host.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ringjax.run.ending import AFTER_FAILURE, TO_LEAVE, Ending, Outcome
+from ringjax.run.hosts.channel import Message
+from ringjax.run.hosts.fleet import Fleet
+from ringjax.run.hosts.host_command import Spec
+from ringjax.run.hosts.slots import ANY, Host, assign, in_order
+from ringjax.run.monitor.hub import Hub
+from ringjax.run.output import Console
+from ringjax.run.workers import Seat, Worker, WorkerTable, news
+
+if TYPE_CHECKING:
+    from ringjax.membership.coordinator import Coordinator
+    from ringjax.run.elastic.bounds import Elastic
+    from ringjax.run.elastic.coordinator_process import CoordinatorProcess
+    from ringjax.run.elastic.replacement import Keeper
+    from ringjax.run.hosts.arrivals import Arrivals
+    from ringjax.run.hosts.discovery import Discovery
+
+_SOON = 10.0  # seconds until it is said what is waited for
+_TICK = 0.1  # seconds between two looks at the clock
+_TO_END = 10.0  # seconds for a rank that has told that it fails
+_GATHERING = 2.0  # seconds for agents with ranks of a job that had begun
+
+
+class Job:
+    """A running job. `run` starts it, returns when nothing of it is left.
+
+    Args:
+        spec: what to run; it has the slots of a static job.
+        console: shows the output.
+        size: number of the ranks of a static job whose hosts come by themselves.
+        elastic: where and how many; None: the job is static.
+        elastic_timeout: seconds to wait for hosts, or for workers if they are too few.
+        failure_timeout: seconds of silence until a member is lost.
+
+    Attributes:
+        console: shows the output.
+        hub: knows how the ranks are.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        console: Console,
+        size: int = 0,
+        elastic: Elastic | None = None,
+        *,
+        elastic_timeout: float = 600.0,
+        failure_timeout: float = 5.0,
+    ) -> None:
+        self._spec, self._elastic, self.console = spec, elastic, console
+        self._size = size or len(spec.slots)
+        self._timeout, self._failure_timeout = elastic_timeout, failure_timeout
+        self._fleet = Fleet(spec, console, self)
+        self.hub = Hub(self._fleet, console, spec, elastic=elastic is not None)
+        self._coordinator: Coordinator | CoordinatorProcess | None = None
+        self._discovery: Discovery | Arrivals | None = None
+        self._hosts: Sequence[Host] = ()
+        self._keeper: Keeper | None = None
+        self._shared: dict[str, str] = {}
+        self._results: dict[int, bytearray] = {}
+        self._handed_on: list[int] = []
+        self._stop = self._leave = ""
+        self._handing = False
+        least, group = (elastic.min_np, elastic.group) if elastic else (self._size, 1)
+        self._table = WorkerTable(
+            least, console.last_error, group, elastic=elastic is not None
+        )
+        self._ending = Ending() if elastic is None else Ending(TO_LEAVE)
+        if elastic is not None:
+            from ringjax.run.elastic.replacement import Keeper  # costs others nothing
+
+            self._keeper = Keeper(elastic, self._table, self._fleet, console)
+
+    def run(self) -> Outcome:
+        """Start everything, wait for the end, leave nothing behind."""
+        self.hub.begin()
+        try:
+            self._fleet.start()
+            self._find_hosts()
+            self._wait_for_hosts()
+            if not self._ending.begun:
+                self._start()
+            while not (self._is_over() or self._ending.given_up):
+                self._turn()
+        finally:
+            self._end()
+        return self._outcome()
+
+    def interrupt(self, number: int) -> None:
+        """End the job because ringrun got a signal; a second one ends it at once."""
+        self._ending.interrupt(number)
+
+    def hand_on(self, number: int) -> None:
+        """Soon the ranks get a signal that ringrun got; in an elastic job all leave.
+
+        To workers of an elastic job the signal would be the end.
+        """
+        self._handed_on.append(number)
+
+    def patience(self) -> float | None:
+        """See `Ending.patience`."""
+        return self._ending.patience
+
+    def hand_over(self) -> bool:
+        """SIGTERM: whether the job goes on without this ringrun, on hosts that came.
+
+        Its own workers leave at their next commit. Asked again, by a second signal, it
+        is not so, and the job ends. A static job never goes on.
+        """
+        started = self._keeper is not None and self._coordinator is not None
+        if not started or self._ending.begun or self._handing:
+            return False
+        self._handing = len(self._own()) < len(self._table.running())
+        return self._handing
+
+    def _own(self) -> list[Worker]:
+        """Those that run on hosts that have not come by themselves."""
+        workers = self._table.running()
+        return [w for w in workers if not self._fleet.has_come(w.seat.host)]
+
+    def _is_over(self) -> bool:
+        if self._keeper is None or self._ending.begun:
+            return not self._table.running()
+        return not self._own() if self._handing else self._keeper.over()
+
+    # Starting.
+
+    def _find_hosts(self) -> None:
+        """Takes note of the hosts, or begins to look for them."""
+        spec, elastic, keeper = self._spec, self._elastic, self._keeper
+        if spec.listening is not None:
+            from ringjax.run.hosts.arrivals import Arrivals  # costs others nothing
+
+            hooks = (self._came, keeper.adoption.job_for) if keeper else ()
+            self._discovery = Arrivals(spec, self._fleet, self.console.note, *hooks)
+        elif elastic is not None and elastic.script:
+            from ringjax.run.hosts.discovery import Discovery
+
+            self._discovery = Discovery(
+                elastic.script, elastic.slots, self._fleet, self.console.note
+            )
+        if elastic is not None and keeper is not None:
+            self._hosts = elastic.hosts or ()
+            keeper.seating.update(self._hosts)
+
+    def _wait_for_hosts(self) -> None:
+        """Until there is room for enough workers, or ranks of the job have come."""
+        begun, noted, elastic = time.monotonic(), False, self._elastic
+        listens = self._spec.listening is not None
+        least = "" if elastic is None else "at least "
+        while self._discovery is not None and not self._ending.begun:
+            if self._keeper is not None and self._keeper.adoption.resumes:
+                return
+            waited = time.monotonic() - begun
+            needed, settled = self._size, True
+            if elastic is not None:
+                whole = listens and waited < self._spec.start_timeout
+                needed = (elastic.np if whole else None) or elastic.min_np
+                settled = not listens or waited > _GATHERING
+            count = sum(host.slots for host in self._discovery.hosts or ())
+            name, why = self._discovery.name, self._discovery.trouble
+            found = f"{name} found {count} of {least}{needed} slots in"
+            if elastic is not None and self._discovery.hopeless:
+                self._give_up(f"{name} {elastic.script}: {why}")
+            elif count >= needed and settled:
+                return
+            elif waited > self._timeout:
+                self._give_up(f"{found} {self._timeout:g} s" + f", {why}" * bool(why))
+            elif waited > _SOON and not noted:
+                noted = True
+                self.console.note(f"{found} {_SOON:g} s; waits for more")
+            else:
+                self._turn()
+
+    def _start(self) -> None:
+        """Starts the coordinator; then the ranks of a static job."""
+        elastic, keeper = self._elastic, self._keeper
+        if keeper is None and self._discovery is not None:
+            found = sorted(self._discovery.hosts or (), key=in_order)
+            self._spec = replace(self._spec, slots=assign(found, self._size))
+        spec = self._spec
+        named = [slot.host for slot in spec.slots] + [host.name for host in self._hosts]
+        hosts = list(dict.fromkeys(named))
+        remote = self._fleet.remote(hosts) if self._discovery is None else [ANY]
+        secret, where = spec.rendezvous(remote)
+        job, ranks = secrets.token_hex(8), f"{self._size} ranks"
+        given = {**where, "start_timeout": spec.start_timeout, "tls": spec.tls}
+        if keeper is None or elastic is None:
+            from ringjax.membership.coordinator import Coordinator  # slow
+
+            self._coordinator = Coordinator(
+                secret, job, np=self._size, on_loss="stop", **given
+            )
+            self._coordinator.start()
+        else:
+            job = keeper.adoption.job_for({"job": job})
+            count = elastic.whole(len(keeper.seating.seats))
+            ranks = f"{count} ranks ({elastic.min_np} to {elastic.max_np})"
+            given |= {**elastic.rules, "np": count, "elastic_timeout": self._timeout}
+            given["failure_timeout"] = self._failure_timeout
+            self._coordinator = keeper.coordinate(secret, job, **given)
+            spread = len(hosts) > 1 or spec.listening is not None
+            self._shared = {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
+        self._fleet.selector.register(
+            self._coordinator.wakeup, selectors.EVENT_READ, lambda: None
+        )
+        where_to = ",".join(self._coordinator.addresses)
+        self._shared |= {
+            "RINGJAX_RENDEZVOUS": where_to,
+            "RINGJAX_SECRET": secret.hex(),
+            "RINGJAX_JOB": job,
+        }
+        if spec.verbose:
+            self.console.note(f"job {job}: {ranks}, rendezvous at {where_to}")
+        if keeper is None:
+            seats = [Seat(slot.host, slot.local_rank, slot.rank) for slot in spec.slots]
+            self._spawn([self._table.add(seat) for seat in seats])
+
+    def _spawn(self, workers: Sequence[Worker]) -> None:
+        """Has agents start workers."""
+        for host in dict.fromkeys(worker.seat.host for worker in workers):
+            orders = [self._order(w) for w in workers if w.seat.host == host]
+            if self._spec.stdin and orders[0]["id"] == 0:
+                self._fleet.give_input()
+                orders[0]["descriptors"] = 1
+            self._fleet.spawn(host, orders, self._spec.env, self._spec.payload)
+
+    def _order(self, worker: Worker) -> Message:
+        number, keeper = worker.number, self._keeper
+        if keeper is None:
+            slot = self._spec.slots[number]
+        else:
+            slot = keeper.seating.slot(worker.seat)
+        env = {**slot.environment(), **self._shared}
+        order: Message = {"id": number, "argv": [*self._spec.command], "env": env}
+        if keeper is not None:
+            env["RINGJAX_WORKER"], order["takes_group"] = str(number), True
+        return order
+
+    # While it runs.
+
+    def _turn(self) -> None:
+        """One round of the loop: events, the coordinator, the clock, the plan."""
+        if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_coordinator):
+            self.console.idle()
+        now = time.monotonic()
+        self.hub.tick(now)
+        if self._discovery is not None and not self._ending.begun:
+            self._discovery.tick(now)
+        if self._keeper is None:
+            self._stop_at_a_loss(now)
+        else:
+            self._replace_losses(self._keeper, now)
+        for number in self._ending.due():
+            self._table.stopping = True
+            self._signal(number)
+
+    def _stop_at_a_loss(self, now: float) -> None:
+        """The first rank that fails ends a static job."""
+        if not self._ending.begun:
+            hung = self._table.hung(now - _TO_END)
+            if hung is not None:
+                self.console.note(
+                    f"rank {hung.number} has failed, and its process has not ended in "
+                    f"{_TO_END:g} s: a thread or an exit handler of it goes on"
+                )
+            if hung is not None or self._table.failed():
+                self._end_after_failure()
+        while self._handed_on:
+            self._signal(self._handed_on.pop(0), alone=True)
+
+    def _replace_losses(self, keeper: Keeper, now: float) -> None:
+        """An elastic job goes on, and others take the places of workers that end."""
+        keeper.silent = self._ending.begun
+        keeper.tick(now)
+        if not self._ending.begun:
+            self._follow_hosts(keeper, now)
+            if not self._handing:
+                self._spawn(keeper.vacancies(now))
+            if why := keeper.shortage(now, self._timeout):
+                self._give_up(why)
+        handed_on = signal.Signals(self._handed_on[0]).name if self._handed_on else ""
+        self._leave = self._leave or handed_on or self._fleet.asked_back
+        if self._leave and not (keeper.seating.closed or self._ending.begun):
+            keeper.seating.closed = True  # nobody joins any more
+            self.console.note(f"{self._leave}: all ranks leave at their next commit")
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int, *, alone: bool = False) -> None:
+        """Signals the ranks with all that they have started, or them alone.
+
+        What a rank of an elastic job has started may have to help it to its next commit
+        when it is asked to leave; and may not know what to do with a signal that is
+        handed on.
+        """
+        if self._keeper is not None and number == signal.SIGTERM:
+            alone = bool(self._leave) or self._ending.signalled == signal.SIGTERM
+        running = [worker.number for worker in self._table.running()]
+        self._fleet.signal(number, running, alone=alone)
+
+    def _follow_hosts(self, keeper: Keeper, now: float) -> None:
+        """A worker whose host or seat is gone is asked to leave."""
+        if self._discovery is None:
+            return
+        if self._handing:
+            self._discovery.without_own()
+        hosts = self._discovery.hosts
+        if hosts is None or hosts == self._hosts:
+            return
+        self._hosts = hosts
+        for number in keeper.seating.update(hosts):
+            if self._table.workers[number].runs:
+                keeper.dismiss(number, now)
+
+    def _came(self, host: str, hello: Message) -> None:
+        """The agent of a host has come by itself, perhaps with ranks."""
+        keeper = self._keeper
+        assert keeper is not None
+        self._follow_hosts(keeper, time.monotonic())
+        keeper.adoption.take(host, hello)
+        self._fleet.remember(keeper.adoption.memory())
+
+    def _give_up(self, why: str) -> None:
+        """The job cannot go on."""
+        if not self._ending.begun:
+            goes_on = self._keeper is not None and self._table.members
+            self._stop = why if goes_on else f"the job did not start: {why}"
+            self._end_after_failure()
+
+    def _end_after_failure(self) -> None:
+        # Ranks that never met have no clear error of their own to wait for.
+        self._ending.begin(AFTER_FAILURE, None if self._table.members else 0.0)
+
+    def _ask_coordinator(self) -> None:
+        """Takes what it decided, before who ended."""
+        if self._coordinator is None:
+            return
+        for event in news(self._coordinator):
+            self._decided(*event)
+
+    def _decided(self, event: str, *details: Any) -> None:
+        match event, *details:
+            case ["members", _, kind, members]:
+                self._entered(kind, members)
+            case ["waiting", text]:
+                if self._table.present():
+                    self.console.note(text)
+            case ["stop", text]:
+                # A rank of a static job that has told of an error says more.
+                if self._keeper is not None or not self._table.told():
+                    self._give_up(text)
+            case [_, int(number), *text]:
+                now, why = time.monotonic(), "".join(text)
+                worker = self._table.heard(event, number, why, now)
+                if self._keeper is not None:
+                    self._keeper.heard(event, worker, why, now)
+
+    def _entered(self, kind: str, members: dict[int, int]) -> None:
+        """An epoch has begun."""
+        table, keeper = self._table, self._keeper
+        gone = table.members.keys() - members.keys()
+        again = bool(table.members)
+        if again and kind == "start" and keeper is not None:
+            self.console.note(
+                "the last rank is lost: newcomers begin afresh, or from a checkpoint "
+                "if the program keeps one"
+            )
+        new = table.enter(members, time.monotonic())
+        lost = sum(not table.workers[number].dismissed for number in gone)
+        self.hub.changed(len(new) if again else 0, lost)
+        self.console.ranks.update(members)
+        for worker in new if again else ():
+            self.console.note(table.joined(worker, place=table.several_hosts()))
+        if self._elastic is None or keeper is None:
+            return
+        keeper.seating.grow()
+        limit = self._elastic.reset_limit
+        if limit is not None and table.resets > limit:
+            changed = f"the members have changed {table.resets} times"
+            self._give_up(f"{changed}; the reset limit is {limit}")
+
+    # What the fleet reports.
+
+    def started(self, name: int, pid: int) -> None:
+        """Notes the process."""
+        worker = self._table.workers[name]
+        worker.pid = pid
+        if self._spec.verbose:
+            kind = "rank" if self._keeper is None else "worker"
+            where = worker.seat.host
+            self.console.note(f"{kind} {name}: process {pid} on {where}")
+
+    def wrote(self, name: int, stream: str, data: bytes) -> None:
+        """Shows it, or keeps it if it is a result."""
+        if stream == "result":
+            self._results.setdefault(name, bytearray()).extend(data)
+            return
+        if not data and name >= 0:  # else it is an agent's client
+            self._table.workers[name].streams.discard(stream)
+        self.console.write(name, stream, data)
+
+    def exited(self, name: int, code: int, text: str) -> None:
+        """Notes that a rank has ended; the coordinator hears of it at once."""
+        worker, now = self._table.workers[name], time.monotonic()
+        self.hub.ended(name)
+        if not worker.runs:
+            return
+        if self._keeper is not None:
+            self._keeper.ended(worker, code, text, now)
+            return
+        self._table.ended(worker, code, text, now)
+        if not code and self._coordinator is not None:
+            # Nobody has to wait for the timeout if others wait for this rank.
+            self._coordinator.lost(name, "ended without an error")
+
+    def host_lost(self, names: Sequence[int], text: str) -> None:
+        """Notes that the ranks of a host are lost."""
+        for name in names:
+            self._table.workers[name].certain = False
+            self.exited(name, 255, text)
+
+    # The end.
+
+    def _end(self) -> None:
+        """Have every agent kill what is left, read the last output, close."""
+        limit = 2.0 if self._ending.signalled is None else 0.3
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._handing and not self._ending.begun:
+            self._fleet.let_go()
+        self._table.stopping = True  # ringrun ends what still runs
+        self._fleet.end(limit)
+        self._ask_coordinator()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self.hub.close()
+        self._fleet.close(limit, self._outcome().exit_code)
+        self.console.close()
+
+    def _outcome(self) -> Outcome:
+        if (number := self._ending.signalled) is not None:
+            name = signal.Signals(number).name
+            # As if SIGPIPE had ended ringrun: nobody wants to know any more.
+            why = "" if name == "SIGPIPE" else f"ended by {name}"
+            return Outcome(128 + number, reason=why)
+        if self._handing:
+            why = "ended by SIGTERM; the job goes on, and waits for another ringrun"
+            return Outcome(128 + signal.SIGTERM, reason=why)
+        blobs = {number: bytes(data) for number, data in self._results.items()}
+        return self._table.outcome(blobs, self._stop, bool(self._leave))

@@ -1,0 +1,134 @@
+"""Which worker is blamed when several fail within a moment; how a job has ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringjax.run.ending import Outcome
+from ringjax.run.workers import Seat, WorkerTable
+
+
+class Ranks:
+    """The table of a static job; `words` are what ranks wrote last."""
+
+    def __init__(self, *hosts: str, words: dict[int, str] | None = None) -> None:
+        self.table = WorkerTable(
+            len(hosts), lambda rank: (words or {}).get(rank, ""), elastic=False
+        )
+        for rank, host in enumerate(hosts):
+            self.table.add(Seat(host, 0, rank))
+
+    def exited(self, rank: int, code: int, now: float, text: str = "") -> None:
+        self.table.ended(self.table.workers[rank], code, text, now)
+
+    def reported(self, rank: int, text: str, now: float) -> None:
+        self.table.heard("failure", rank, text, now)
+
+    def outcome(self) -> Outcome:
+        return self.table.outcome({})
+
+
+def ranks(size: int = 3, words: dict[int, str] | None = None) -> Ranks:
+    return Ranks(*["localhost"] * size, words=words)
+
+
+def blamed(rank: int, code: int, why: str) -> Outcome:
+    return Outcome(code, rank, why, {rank: b""})
+
+
+def test_nobody_to_blame() -> None:
+    found = ranks(2)
+    found.exited(0, 0, 1.0)
+    assert found.table.running() and not found.table.success()
+    found.exited(1, 0, 2.0)
+    assert not found.table.running() and not found.table.failed()
+    assert found.outcome() == Outcome(0, results={0: b"", 1: b""})
+
+
+def test_the_first_to_exit() -> None:
+    found = ranks()
+    found.exited(2, 7, 1.0)
+    found.exited(0, 3, 1.1)
+    assert found.outcome() == blamed(2, 7, "rank 2 failed with exit code 7")
+
+
+def test_last_words_explain_an_exit_code() -> None:
+    found = ranks(words={1: "ValueError: boom"})
+    found.exited(1, 1, 1.0)
+    expected = "rank 1 failed: ValueError: boom (exit code 1)"
+    assert found.outcome() == blamed(1, 1, expected)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_report_counts_from_when_it_came(elastic: bool) -> None:
+    # Rank 1 raised; rank 0 heard of it and was quicker to leave.
+    found = ranks()
+    found.table._elastic = elastic
+    found.reported(1, "ValueError: boom", 1.0)
+    found.exited(0, 1, 1.1)
+    found.exited(1, 1, 1.5)
+    outcome = found.outcome()
+    assert (outcome.rank, outcome.exit_code) == (1, 1)
+    assert "ValueError: boom" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "PeerLost: rank 1 (host) closed its connection",
+        "ringjax.errors.PeerLost: rank 1 failed",
+        "jax.errors.JaxRuntimeError: UNAVAILABLE: RINGJAX[world, epoch 0]: rank 1 …",
+    ],
+)
+def test_losing_a_peer_is_a_consequence(text: str) -> None:
+    # The news of the survivor overtook the exit of the one that was killed.
+    found = ranks(words={0: text})
+    found.exited(0, 1, 1.0)
+    found.exited(1, 137, 1.2)
+    expected = "rank 1 was killed by signal 9 (SIGKILL)"
+    assert found.outcome() == blamed(1, 137, expected)
+
+
+@pytest.mark.parametrize(("elastic", "rank"), [(False, 1), (True, 0)])
+def test_a_crash_after_a_loss(elastic: bool, rank: int) -> None:
+    # A rank of a static job dies of the loss; in an elastic one it had gone on.
+    found = ranks(words={0: "PeerLost: rank 1 closed its connection"})
+    found.table._elastic = elastic
+    found.exited(0, 134, 1.0)
+    found.exited(1, 1, 1.2)
+    assert found.outcome().rank == rank
+
+
+def test_what_we_kill_is_not_to_blame() -> None:
+    found = ranks()
+    found.exited(2, 5, 1.0)
+    found.table.stopping = True
+    found.exited(0, 143, 0.5)
+    found.exited(1, 137, 0.6)
+    assert found.outcome().rank == 2
+
+
+def test_a_rank_that_reported_and_then_hung() -> None:
+    found = ranks()
+    found.reported(1, "ValueError: boom\nmore", 0.5)
+    found.exited(0, 1, 1.0)
+    found.table.stopping = True
+    found.exited(1, 137, 3.0)
+    assert found.outcome() == blamed(1, 1, "rank 1 failed: ValueError: boom")
+
+
+def test_a_crash_keeps_its_last_words() -> None:
+    found = ranks(words={0: "Fatal Python error: Segmentation fault"})
+    found.exited(0, 139, 1.0)
+    expected = (
+        "rank 0 failed: Fatal Python error: Segmentation fault "
+        "(killed by signal 11 (SIGSEGV))"
+    )
+    assert found.outcome() == blamed(0, 139, expected)
+
+
+def test_hosts_are_named_if_there_are_several() -> None:
+    found = Ranks("a", "b")
+    found.exited(1, 255, 1.0, "lost its host, ssh ended (255)")
+    expected = "rank 1 (b): lost its host, ssh ended (255)"
+    assert found.outcome() == blamed(1, 255, expected)
