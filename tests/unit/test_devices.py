@@ -399,7 +399,7 @@ def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> N
         ringjax.init()
         try:
             expected = {0, lanes.LANE, controls.CONTROL}
-            assert set(runtime.current("test").communicators) == expected
+            assert set(runtime.current("test").epoch.communicators) == expected
             two = ringjax.add_process_set([0])  # equal to the world: nothing new
             assert two.process_set_id == 0
         finally:
