@@ -220,7 +220,7 @@ class CoordinatorClient:
         self.epoch, self.rank, self.size = -1, -1, 0
         self._line, self._hello = connection, hello
         self._changed = threading.Condition()
-        self._reading = threading.Lock()  # of the connection, if it has no thread
+        self._reading = threading.Lock()  # held while a caller reads the connection
         self._greeted = False  # the coordinator has answered on this connection
         self._closing = False
         self._farewell = False  # the coordinator knows that this worker has finished
@@ -234,7 +234,7 @@ class CoordinatorClient:
         self._finished: dict[str, Any] = {}  # ranks that left -> their last lines
         self._exchanging, self._exchanges = threading.Lock(), 0
         self._replies: dict[int, dict[str, Any]] = {}
-        self._missing: str | None = None  # who has not come, once that was asked
+        self._missing: str | None = None  # ranks that have not come
         self._bell = -1  # readable while there are orders; in an elastic job
 
     def enter(self, deadline: float, patience: Patience) -> None:

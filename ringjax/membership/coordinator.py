@@ -87,7 +87,7 @@ class Coordinator(Service):
     """
 
     name = "coordinator"
-    most_from_peer = MOST_BYTES  # who comes back sends what it was sent
+    most_from_peer = MOST_BYTES  # a worker that comes back sends the membership
 
     def __init__(
         self,
@@ -117,14 +117,14 @@ class Coordinator(Service):
             on_loss=on_loss,
         )
         self._membership = Membership(self._rules, resume)
-        self._present: dict[int, Seat] = {}  # who has said hello, by worker
+        self._present: dict[int, Seat] = {}  # workers that have said hello
         self._exchanges = Exchanges(0)
         self._asked: deque[Callable[[float], None]] = deque()  # by other threads
         self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
         open_files.require(np, "the coordinator")
-        # Of members, and of others that come while their places are still taken; and a
-        # door gives a fourth of all to callers that have not proved themselves. How
-        # many members there will ever be is often not limited at all.
+        # Members need one each, and so do newcomers whose places are still taken; and
+        # a door gives a fourth of all to callers that have not proved themselves. The
+        # number of members is often not limited at all.
         open_files.allow(4 * min(most, 4096))
         super().__init__(
             secret,
@@ -136,7 +136,7 @@ class Coordinator(Service):
             tls=tls,
         )
         self._bell: int | None = None  # nobody has asked for it
-        self._lock = threading.Lock()  # of the bell
+        self._lock = threading.Lock()  # guards the bell
 
     # --- the launcher's side ---
 
@@ -155,12 +155,14 @@ class Coordinator(Service):
             if self._bell is not None and self._bell >= 0:
                 os.eventfd_read(self._bell)
 
-    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
+    def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
         """A worker's process has ended. It is no loss if the worker had finished.
 
         `heirs`: if it was the last one, newcomers may begin the job afresh.
         """
-        self._ask(lambda now: self._membership.lost(worker, text, now, heirs=heirs))
+        self._ask(
+            lambda now: self._membership.process_ended(worker, text, now, heirs=heirs)
+        )
 
     def finished(self, worker: int) -> None:
         """For a coordinator that was started anew: an earlier one heard so."""
@@ -345,7 +347,7 @@ class Coordinator(Service):
         elif event[0] in ("gone", "dismissed") and event[1] in epoch.order:
             rank = epoch.order.index(event[1])
             if rank in epoch.lost:
-                self._reply(self._exchanges.gone(rank, epoch.lost[rank]))
+                self._reply(self._exchanges.remove(rank, epoch.lost[rank]))
 
     def _send(self, worker: int, message: Message, last: bool) -> None:
         seat = self._present.get(worker)

@@ -45,15 +45,15 @@ class Epochs:
         self.epoch = EpochState()
         self._term = 0  # how often a coordinator was started anew
         self._people: dict[int, Person] = {}  # the members
-        self._newcomers: dict[int, Person] = {}  # who is here and no member
+        self._newcomers: dict[int, Person] = {}  # workers that are here and no members
         self._left: set[int] = set()  # finished members
         self._blank: set[int] = set()  # members that joined after others had finished
         self._outbox = Outbox()
         self._next_kind = "restart"  # after "waiting"
-        self._ended: set[int] = set()  # workers that may have heirs, see `lost`
+        self._ended: set[int] = set()  # workers that may have heirs
         self._failed: set[int] = set()  # workers that told of an error
-        self._number = 0  # of announced changes
-        self._deadline: float | None = None  # of the phase
+        self._number = 0  # how many changes were announced
+        self._deadline: float | None = None  # when the phase ends
         self._end = ""  # why it was stopped
 
     def rank_of(self, worker: int) -> int:
@@ -63,7 +63,7 @@ class Epochs:
 
     # --- losses ---
 
-    def _gone(self, worker: int, why: str, now: float) -> None:
+    def _lose_member(self, worker: int, why: str, now: float) -> None:
         """If it was a member, it is lost."""
         if worker in self.epoch.alive and self.phase != "stopped":
             self._lose({worker: why}, now)
@@ -214,7 +214,7 @@ class Epochs:
             self._outbox.dismiss(worker, "it leaves, as it was asked to")
         if epoch.alive or self._left:
             return False
-        # Whoever has all of them leave wants no others in their place.
+        # A user who has all of them leave wants no others in their place.
         self._stop("every rank has left, as it was asked to")
         return True
 

@@ -53,7 +53,7 @@ class Exchanges:
             return [(list(values), reply)]
         return self._break_off(number) if self._gone else []
 
-    def gone(self, rank: int, why: str) -> Replies:
+    def remove(self, rank: int, why: str) -> Replies:
         """A rank will take part in none any more."""
         self._gone[rank] = why
         numbers = [n for n, values in self._values.items() if rank not in values]

@@ -52,7 +52,7 @@ class Membership(Epochs):
 
     def __init__(self, rules: Rules, resume: bool = False) -> None:
         super().__init__(rules)
-        self._here: set[int] = set()  # who is connected
+        self._here: set[int] = set()  # workers that are connected
         self._asked = False  # somebody was told who is missing
         self._ending: dict[int, tuple[str, float]] = {}  # process ended: why, limit
         self._assembly = Assembly(rules, resume)
@@ -154,7 +154,7 @@ class Membership(Epochs):
             self._outbox.report("failure", worker, text)
             self._failed.add(worker)
             self._newcomers.pop(worker, None)
-            self._gone(worker, f"failed: {text}", now)
+            self._lose_member(worker, f"failed: {text}", now)
             self._dissolve(worker, f"failed: {text}", now)
         elif kind == "missing" and self.phase == "assembly":
             # One rank tells people; of the others nobody has to.
@@ -222,7 +222,7 @@ class Membership(Epochs):
             self._assembly.leave(worker)
             self._people.pop(worker, None)
         if self._newcomers.pop(worker, None) is None:
-            self._gone(worker, why, now)
+            self._lose_member(worker, why, now)
         if ended:
             self._dissolve(worker, why, now)
 
@@ -232,7 +232,7 @@ class Membership(Epochs):
             return
         if self.phase != "assembly":
             self._end_group(worker, why)
-        elif self._assembly.resuming:  # who finished is not known yet, see `_resume`
+        elif self._assembly.resuming:  # it is not known yet which workers have finished
             self._assembly.never(worker, why)
             self._assemble(now)
         else:
@@ -241,7 +241,9 @@ class Membership(Epochs):
                 self._assembly.never(mate, why)
             self._assemble(now)
 
-    def lost(self, worker: int, text: str, now: float, *, heirs: bool = True) -> None:
+    def process_ended(
+        self, worker: int, text: str, now: float, *, heirs: bool = True
+    ) -> None:
         """A worker's process has ended; its number is not used again.
 
         What it sent before may still be on its way: that it has finished, for example.
@@ -258,7 +260,7 @@ class Membership(Epochs):
             self._ending.setdefault(worker, (text, now + self._rules.moment))
         elif worker not in self._left and worker not in self._outbox.dismissed:
             self._outbox.out.setdefault(worker, text)
-            self._gone(worker, text, now)
+            self._lose_member(worker, text, now)
             self._dissolve(worker, text, now)
         if self.phase == "waiting":
             self._admit(now)

@@ -26,7 +26,7 @@ from ringjax.membership.client import CoordinatorClient, Patience, Ticket, join
 from ringjax.membership.coordinator import Coordinator
 
 _FIRST_PORT, _PORTS = 61000, 4500  # above what Linux gives away by itself
-# What needs none.
+# Launchers whose batch script needs no secret.
 _NO_SECRET = {"Slurm": "; or run ringrun in the batch script, which needs none"}
 # Takes the secret and the job's id, returns what others must know about this rank.
 OpenDoors = Callable[[bytes, str], dict[str, Any]]

@@ -181,7 +181,7 @@ class Picture:
             self._sets.append(number)
         return key
 
-    def gone(self, worker: int) -> None:
+    def remove(self, worker: int) -> None:
         """A worker has ended; what it did stays in the sums."""
         self.seen.pop(worker, None)
 

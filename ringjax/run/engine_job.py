@@ -234,7 +234,7 @@ class EngineJob:
         self._table.ended(worker, code, why if code else "", time.monotonic())
         if self.elastic:
             heirs = not code or worker.may_have_heirs
-            self._coordinator.lost(number, one_line(last_line(why)), heirs)
+            self._coordinator.process_ended(number, one_line(last_line(why)), heirs)
         return True
 
     def poll(self) -> list[int]:

@@ -430,7 +430,7 @@ class Job:
         self._table.ended(worker, code, text, now)
         if not code and self._coordinator is not None:
             # Nobody has to wait for the timeout if others wait for this rank.
-            self._coordinator.lost(name, "ended without an error")
+            self._coordinator.process_ended(name, "ended without an error")
 
     def host_lost(self, names: Sequence[int], text: str) -> None:
         """Notes that the ranks of a host are lost."""

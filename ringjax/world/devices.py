@@ -24,7 +24,7 @@ from ringjax.world.device_agreement import version_text
 from ringjax.world.groups import REPLICAS
 
 _ORDERS_LAUNCHES = 12030  # the driver from which on kernels in order may overlap
-_NO_CODE = "none"  # what the core says of its device code if it was built without
+_NO_CODE = "none"  # the core says so of its device code if it was built without
 
 
 # -- what is here ----------------------------------------------------------------------

@@ -230,7 +230,7 @@ class EpochSequence:
             if self.generation is None:
                 return {}, 0, False
             sets = {n: r for n, r in self.sets.items() if n and n not in self._removed}
-            # What NCCL had in hand is void, perhaps on some ranks only.
+            # The calls that NCCL had begun are void, perhaps on some ranks only.
             lanes = list(self.lanes.lanes.values())
             restart = bool(self.devices.communicators) or any(x.joined for x in lanes)
             return dict(sets), self._registry.next_id, restart

@@ -111,7 +111,7 @@ class Reporter:
         if self._picture is not None:
             present = {self._worker(rank) for rank in range(epoch.standing.size)}
             for worker in self._picture.seen.keys() - present:
-                self._picture.gone(worker)
+                self._picture.remove(worker)
 
     def _worker(self, rank: int) -> int:
         """Who that rank is: a number that no other process has, in all epochs."""

@@ -334,7 +334,7 @@ def _members(data: bytes) -> None:
             report = {"type": "report", "epoch": epoch, "lines": _LINES}
             job.said(chance.choice((0, 2)), report, now)
         elif what == 2:
-            job.lost(chance.choice((0, 2, 7)), "killed", now)
+            job.process_ended(chance.choice((0, 2, 7)), "killed", now)
         elif what == 3:
             job.tick(now)
         else:

@@ -313,7 +313,7 @@ class Simulation:
             self.deliver()
 
     def hub_told(self, number: int) -> None:
-        self.membership.lost(number, "its process ended", self.now)
+        self.membership.process_ended(number, "its process ended", self.now)
         self.deliver()
 
     def hub_tick(self, hub: int) -> None:

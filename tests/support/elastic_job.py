@@ -110,7 +110,7 @@ class ElasticJob:
 
     def _watch(self, worker: int, process: warm.Program) -> None:
         code = process.wait()
-        self.coordinator.lost(worker, f"its process ended with {code}")
+        self.coordinator.process_ended(worker, f"its process ended with {code}")
 
     def kill(self, worker: int, sig: signal.Signals = signal.SIGKILL) -> float:
         """Sends a signal; returns when, on time.time()'s clock."""

@@ -103,7 +103,7 @@ def test_a_loss(town: MakeTown) -> None:
 def test_the_launcher_tells_why_a_process_ended(town: MakeTown) -> None:
     here = town(2)
     zero, one = here.gather(0, 1)
-    here.coordinator.lost(1, "was killed by signal 9")
+    here.coordinator.process_ended(1, "was killed by signal 9")
     until(lambda: 1 in here.coordinator._membership._ending)
     one.close()
     assert hear(zero, Revoke).lost == {1: "was killed by signal 9"}
@@ -186,7 +186,7 @@ def test_a_member_that_finishes(town: MakeTown) -> None:
     assert one.gone() == {0: "has finished and left the job"}
     late = here.join(5)
     assert isinstance(late.first, Dismissed)
-    here.coordinator.lost(0, "exit code 0")
+    here.coordinator.process_ended(0, "exit code 0")
     one.leave()
     one.close()
     assert here.event("finished") == ("finished", 0)

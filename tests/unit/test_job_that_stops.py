@@ -88,7 +88,7 @@ def test_time_runs_only_when_somebody_waits(town: MakeTown) -> None:
 def test_a_rank_that_ends_is_not_waited_for(town: MakeTown) -> None:
     here = town(2, **stopping, start_timeout=2 * LONG)
     (first,) = come(here, 0)
-    here.coordinator.lost(1, "ended without an error")
+    here.coordinator.process_ended(1, "ended without an error")
     text = "rank 1 ended without an error while others wait for it in ringjax.init()"
     with pytest.raises(StartupError) as error:
         first.result(LONG)
@@ -101,7 +101,7 @@ def test_a_rank_may_end_when_nobody_waits(town: MakeTown) -> None:
     zero, one = here.gather(0, 1)
     one.leave()
     one.close()
-    here.coordinator.lost(1, "ended without an error")
+    here.coordinator.process_ended(1, "ended without an error")
     until(lambda: not here.coordinator._membership._ending)
     zero.leave()
     assert [event[0] for event in here.events if event[0] == "stop"] == []

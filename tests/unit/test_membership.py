@@ -169,7 +169,7 @@ def test_newcomers_and_leavers_change_at_a_pause() -> None:
     assert (members["kind"], members["previous"]) == ("resize", [0, 2, -1])
     assert (members["sets"], members["next_set"]) == ({"1": [0], "2": [1]}, 3)
     assert job.order() == [0, 2, 5]
-    job.membership.lost(1, "it ended", job.now)
+    job.membership.process_ended(1, "it ended", job.now)
     job.take()
     assert job.last(0)["type"] == "members"
 
@@ -243,7 +243,7 @@ def test_when_all_are_lost_newcomers_start_anew() -> None:
     job = started(2, 2).hello(4, 5)
     for worker in (0, 1):
         job.lose(worker)
-        job.membership.lost(worker, "it ended", job.now)
+        job.membership.process_ended(worker, "it ended", job.now)
     job.say(4, "ready")
     job.say(5, "ready")
     assert [n for n in job.news if n[0] == "ready"] == [("ready", 4), ("ready", 5)]
@@ -254,14 +254,14 @@ def test_not_while_those_who_are_lost_may_go_on_elsewhere() -> None:
     job = started(2, 1).hello(4)
     job.say(4, "ready")
     job.lose(0)
-    job.membership.lost(0, "it ended", job.now)
+    job.membership.process_ended(0, "it ended", job.now)
     job.report(1)
     assert (job.order(), job.epoch) == ([1], 1)
     job.lose(1)
-    job.membership.lost(1, "lost its host", job.now, heirs=False)
+    job.membership.process_ended(1, "lost its host", job.now, heirs=False)
     job.take()
     assert (job.membership.phase, job.epoch) == ("waiting", 1)
-    job.membership.lost(1, "it ended", job.now)  # its host is back and says so
+    job.membership.process_ended(1, "it ended", job.now)  # its host is back and says so
     job.take()
     assert (job.order(), job.last(4)["kind"]) == ([4], "start")
 
@@ -313,11 +313,11 @@ def test_a_rank_that_waits_for_one_that_has_finished() -> None:
 
 def test_the_last_words_of_a_process_are_heard() -> None:
     job = started(2)
-    job.membership.lost(0, "exit code 0", job.now)
+    job.membership.process_ended(0, "exit code 0", job.now)
     job.say(0, "leave")
     job.lose(0)
     assert ("fenced", 0) not in {n[:2] for n in job.news}
-    job.membership.lost(1, "was killed", job.now)
+    job.membership.process_ended(1, "was killed", job.now)
     job.wait(0.2)
     assert job.membership.phase == "run"
     job.wait(0.1)

@@ -22,7 +22,7 @@ def started(np: int = 4, min_np: int = 2, max_np: int = 0) -> Job:
 
 def end(job: Job, worker: int, why: str = "was killed") -> None:
     """Its process ends, and so does its connection."""
-    job.membership.lost(worker, why, job.now)
+    job.membership.process_ended(worker, why, job.now)
     job.membership.closed(worker, "EOF", job.now)
     job.take()
 
@@ -141,7 +141,7 @@ def test_a_new_coordinator_ends_the_group_of_who_does_not_come_back(
     memory = {"term": 0, "epoch": 0, "members": members, "finished": {}}
     for worker in order:
         job.hello(worker, rejoin=memory)
-    job.membership.lost(2, "was killed", job.now)
+    job.membership.process_ended(2, "was killed", job.now)
     job.take()
     assert set(fenced(job)) == {2, 3}
     job.report(0, 1)

@@ -104,7 +104,7 @@ def test_sums_never_fall() -> None:
     picture.hear(0, of(0, 2, 10), 1.0)
     picture.hear(1, of(1, 2, 10), 1.0)
     picture.hear(1, of(1, 2, 15), 2.0)
-    picture.gone(0)
+    picture.remove(0)
     picture.hear(1, of(0, 1, 20, epoch=1), 3.0)
     assert picture.sums["allreduce", True, 0].calls == 30
     assert picture.ranks[0].share.calls == 15 and picture.ranks[1].share.calls == 15

@@ -33,7 +33,7 @@ class Coordinator:
     def ended(self, worker: int) -> None:
         self.asked.append(worker)
 
-    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
+    def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
         pass
 
     def tick(self, now: float) -> None:

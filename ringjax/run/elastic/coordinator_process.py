@@ -192,7 +192,7 @@ class CoordinatorProcess:
         self._asked.add(worker)
         self._tell({"do": "ended", "worker": worker})
 
-    def lost(self, worker: int, text: str, heirs: bool = True) -> None:
+    def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
         """A worker's process has ended."""
         self._expected.discard(worker)
         lost: Message = {"do": "lost", "worker": worker, "text": text}
@@ -254,7 +254,9 @@ class _Served:
             case "pulse" if coordinator is not None:
                 coordinator.pulse()
             case "lost" if coordinator is not None:
-                coordinator.lost(message["worker"], message["text"], message["heirs"])
+                coordinator.process_ended(
+                    message["worker"], message["text"], message["heirs"]
+                )
 
     def _serve(self, message: Message) -> None:
         if not message["resume"]:  # else one after the other would die there

@@ -142,7 +142,7 @@ class Keeper:
             return
         why = self._table.fate(worker).lstrip(": ") if worker.exit_code else ""
         why = why or "ended without an error"
-        self.coordinator.lost(worker.number, why, worker.may_have_heirs)
+        self.coordinator.process_ended(worker.number, why, worker.may_have_heirs)
 
     def fence(self, worker: Worker, why: str, now: float) -> None:
         """It was declared lost."""

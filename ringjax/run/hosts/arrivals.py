@@ -228,7 +228,7 @@ class Arrivals:
         host = guest.agent.host
         del self._guests[host]
         self._slots.pop(host, None)
-        self._fleet.lost(guest.agent, "lost its host, whose agent is gone")
+        self._fleet.lose(guest.agent, "lost its host, whose agent is gone")
 
 
 def _check_ranks(message: Message) -> None:

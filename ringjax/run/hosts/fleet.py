@@ -315,7 +315,7 @@ class Fleet:
             if silence >= limit:
                 order = {"do": "signal", "signal": int(signal.SIGKILL)}
                 self._tell(self._local, {**order, "ids": [agent.number]})
-                self.lost(agent, f"{why} {limit:g} s; {_SHELL}")
+                self.lose(agent, f"{why} {limit:g} s; {_SHELL}")
             elif silence >= _SOON and not agent.noted:
                 agent.noted = True
                 self._console.note(f"{agent.host}: {why} {_SOON:g} s; {_SHELL}")
@@ -354,9 +354,9 @@ class Fleet:
         elif not self._clients[name].ended:
             client = self._clients[name]
             why = f": {text}" if text else ""
-            self.lost(client, f"lost its host, {client.client} ended ({code}){why}")
+            self.lose(client, f"lost its host, {client.client} ended ({code}){why}")
 
-    def lost(self, agent: Agent, text: str) -> None:
+    def lose(self, agent: Agent, text: str) -> None:
         """The connection of an agent without a client of ours has ended."""
         agent.ended = True
         self._lost_names(agent, text)
@@ -368,7 +368,7 @@ class Fleet:
             agent.ended = True
             self._guardian_died()
         elif agent.orphan is not None:
-            self.lost(agent, "lost its host")
+            self.lose(agent, "lost its host")
         # Else the exit of its client follows, and says more.
 
     def _guardian_died(self) -> None:
@@ -377,7 +377,7 @@ class Fleet:
             if not client.ended:
                 client.orphan = pids.pop(client.number, 0)
                 if client.done:
-                    self.lost(client, "lost its host")
+                    self.lose(client, "lost its host")
         text = "its agent on this host died"
         self._lost_names(self._local, text)
         for pid in pids.values():  # its children got SIGKILL, theirs may live

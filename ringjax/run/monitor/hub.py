@@ -146,7 +146,7 @@ class Hub:
         with self._lock:
             self._picture.hear(name, sample, now)
             if name in self._ended:  # its last words
-                self._picture.gone(name)
+                self._picture.remove(name)
         self._step = sample.step or self._step
 
     @_harmless
@@ -159,7 +159,7 @@ class Hub:
         """A rank's process has ended."""
         with self._lock:
             self._ended.add(name)
-            self._picture.gone(name)
+            self._picture.remove(name)
 
     @_harmless
     def changed(self, joined: int, lost: int) -> None:
