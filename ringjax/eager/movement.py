@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ringjax import runtime
 from ringjax.eager import lane
 from ringjax.eager.arrays import operand
 from ringjax.eager.lane import Handle
@@ -19,15 +18,16 @@ from ringjax.eager.operations import (
     single,
     submit,
 )
+from ringjax.world.process_set import ProcessSet, global_process_set
 
-_global = runtime.global_process_set
+_global = global_process_set
 
 
 def allgather_async(
     tensor: Any,
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Handle:
     """`allgather` that returns a handle at once."""
@@ -38,7 +38,7 @@ def allgather(
     tensor: Any,
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Any:
     """Returns the rows of all ranks' tensors, in the order of the ranks.
@@ -70,7 +70,7 @@ def grouped_allgather_async(
     tensors: Sequence[Any],
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Sequence[Any] | None = None,
 ) -> Handle:
     """`grouped_allgather` that returns a handle at once."""
@@ -81,7 +81,7 @@ def grouped_allgather(
     tensors: Sequence[Any],
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """`allgather` of several tensors as one operation; returns a list.
@@ -100,7 +100,7 @@ def grouped_allgather(
 def _gather(
     tensors: Sequence[Any],
     name: str | None,
-    process_set: runtime.ProcessSet,
+    process_set: ProcessSet,
     outs: Sequence[Any] | None,
     result: Callable[[list[Any]], Any],
     waits: bool = False,
@@ -118,7 +118,7 @@ def broadcast_async(
     root_rank: int,
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Handle:
     """`broadcast` that returns a handle at once."""
@@ -131,7 +131,7 @@ def broadcast(
     root_rank: int,
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Any:
     """Returns the root's `tensor` on every rank.
@@ -163,7 +163,7 @@ def _cast(
     tensor: Any,
     root: int,
     name: str | None,
-    process_set: runtime.ProcessSet,
+    process_set: ProcessSet,
     out: Any,
     waits: bool = False,
 ) -> Handle:
@@ -181,7 +181,7 @@ def alltoall_async(
     splits: Any = None,
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Handle:
     """`alltoall` that returns a handle at once."""
@@ -192,7 +192,7 @@ def _exchange(
     tensor: Any,
     splits: Any,
     name: str | None,
-    process_set: runtime.ProcessSet,
+    process_set: ProcessSet,
     out: Any,
     waits: bool = False,
 ) -> Handle:
@@ -212,7 +212,7 @@ def alltoall(
     splits: Any = None,
     *,
     name: str | None = None,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Any:
     """Sends a part of the rows to each rank, and returns the rows for this one.
@@ -244,9 +244,7 @@ def alltoall(
     return _exchange(tensor, splits, name, process_set, out, waits=True).wait()
 
 
-def barrier(
-    *, name: str | None = None, process_set: runtime.ProcessSet = _global
-) -> None:
+def barrier(*, name: str | None = None, process_set: ProcessSet = _global) -> None:
     """Waits until all ranks of the process set have come here.
 
     Raises: NotInitialized, Stalled, PeerLost.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringjax import runtime
 from ringjax.eager.lane import Handle
 from ringjax.eager.operations import first, reduce, reduce_now, single
 from ringjax.ops import ReduceOp
+from ringjax.world.process_set import ProcessSet, global_process_set
 
-_global = runtime.global_process_set
+_global = global_process_set
 
 
 def allreduce_async(
@@ -20,7 +20,7 @@ def allreduce_async(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Handle:
     """`allreduce` that returns a handle at once.
@@ -45,7 +45,7 @@ def allreduce(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Any:
     """Reduces `tensor` over all ranks that submit an allreduce of this name.
@@ -95,7 +95,7 @@ def grouped_allreduce_async(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Sequence[Any] | None = None,
 ) -> Handle:
     """`grouped_allreduce` that returns a handle at once."""
@@ -112,7 +112,7 @@ def grouped_allreduce(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """`allreduce` of several tensors as one operation; returns a list.
@@ -140,7 +140,7 @@ def reducescatter_async(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Handle:
     """`reducescatter` that returns a handle at once."""
@@ -157,7 +157,7 @@ def reducescatter(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Any = None,
 ) -> Any:
     """Reduces `tensor` as `allreduce`, but each rank gets only its share of the rows.
@@ -187,7 +187,7 @@ def grouped_reducescatter_async(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Sequence[Any] | None = None,
 ) -> Handle:
     """`grouped_reducescatter` that returns a handle at once."""
@@ -204,7 +204,7 @@ def grouped_reducescatter(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: runtime.ProcessSet = _global,
+    process_set: ProcessSet = _global,
     out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """`reducescatter` of several tensors as one operation; returns a list."""

@@ -17,8 +17,7 @@ from ringjax.keras import adjustments
 from ringjax.keras.backends import backend
 from ringjax.keras.distribution import Distribution, Groups, Settings, checked
 from ringjax.ops import Average
-from ringjax.runtime import global_process_set
-from ringjax.world.process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 class Counted:

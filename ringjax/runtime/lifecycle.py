@@ -23,7 +23,7 @@ from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.settings import init_hooks
 from ringjax.world.groups import REPLICAS
-from ringjax.world.process_set import ProcessSet, this_process
+from ringjax.world.process_set import ProcessSet, global_process_set, this_process
 from ringjax.world.registry import Registry
 from ringjax.world.world import World
 
@@ -54,9 +54,6 @@ __all__ = [
     "shutdown",
     "size",
 ]
-
-global_process_set = ProcessSet(())
-global_process_set.process_set_id = 0
 
 _lock = threading.RLock()
 _world: World | None = None

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from ringjax import runtime
 from ringjax.eager import lane
 from ringjax.ops import Sum
-from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.world import timeouts
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 _sets: dict[int, ProcessSet] = {}
 

@@ -13,11 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from ringjax.eager import objects
-from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.movement import broadcast_together
 from ringjax.tensorflow.variables import listed
-from ringjax.world.process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 @as_written

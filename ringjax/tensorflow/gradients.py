@@ -17,7 +17,6 @@ import tensorflow as tf
 from ringjax import runtime
 from ringjax.horovod.functions import split_list
 from ringjax.ops import Adasum, Average, Sum
-from ringjax.runtime import global_process_set
 from ringjax.tensorflow import alike
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.calls import number_of
@@ -26,7 +25,7 @@ from ringjax.tensorflow.gradient_names import names
 from ringjax.tensorflow.movement import process_set_included_op, size_op
 from ringjax.tensorflow.reductions import grouped_allreduce
 from ringjax.tensorflow.variables import key, shape_and_dtype
-from ringjax.world.process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet, global_process_set
 from ringjax.xla import buckets
 
 _GROUPS = "groups should be a non-negative integer or a list of list of tf.Variable."

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from ringjax.eager import lane
-from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.tensorflow import nodes
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.operations import (
@@ -26,6 +25,7 @@ from ringjax.tensorflow.operations import (
     run,
 )
 from ringjax.tensorflow.variables import listed
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 @as_written

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from ringjax.ops import Adasum, Average
-from ringjax.runtime import global_process_set
 from ringjax.tensorflow import legacy_optimizer
 from ringjax.tensorflow.compression import Compression
 from ringjax.tensorflow.gradients import Settings
-from ringjax.world.process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

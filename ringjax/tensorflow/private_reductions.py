@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringjax.ops import ReduceOp, Sum
-from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.operations import reduced, reduction, scattered
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 @as_written

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from ringjax.eager import lane
 from ringjax.ops import Adasum, Average, Sum
-from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.compression import Compression
 from ringjax.tensorflow.operations import (
@@ -24,6 +23,7 @@ from ringjax.tensorflow.operations import (
     reduction,
     scattered,
 )
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 @as_written

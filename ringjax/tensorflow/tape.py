@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from ringjax.horovod.functions import local_variables
 from ringjax.ops import Average
-from ringjax.runtime import global_process_set
 from ringjax.tensorflow.as_written import as_written
 from ringjax.tensorflow.compression import Compression
 from ringjax.tensorflow.gradients import Reduction, Settings
-from ringjax.world.process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 _NAME = "DistributedGradientTape"
 # Variables and what is the gradient of each.

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from ringjax import runtime
 from ringjax.eager import objects
-from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.torch.movement import broadcast_async_
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

@@ -15,7 +15,6 @@ from ringjax import runtime
 from ringjax.eager import lane
 from ringjax.eager.lane import Handle
 from ringjax.ops import Average
-from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.torch.autograd import Rule, differentiable
 from ringjax.torch.compression import Compression
 from ringjax.torch.operations import (
@@ -27,6 +26,7 @@ from ringjax.torch.operations import (
     reduced,
     reduction,
 )
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 def allgather_async(

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
-from ringjax.runtime import global_process_set
 from ringjax.torch import mpi_ops
 from ringjax.torch.compression import Compression
 from ringjax.torch.flights import Settings
 from ringjax.torch.gradients import Gradients
 from ringjax.torch.parameters import Unit
-from ringjax.world.process_set import ProcessSet
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 _PASSES = "backward_passes_per_step must be > 0"
 _ZEROED = (

@@ -14,7 +14,6 @@ from torch import Tensor
 from ringjax.eager import lane
 from ringjax.eager.lane import Handle
 from ringjax.ops import Average, Sum
-from ringjax.runtime import ProcessSet, global_process_set
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.operations import (
     elementwise,
@@ -25,6 +24,7 @@ from ringjax.torch.operations import (
     reduction,
     scattered,
 )
+from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 def allreduce_async(

@@ -118,3 +118,7 @@ def _checked(ranks: Iterable[int]) -> list[int]:
     if len(set(found)) != len(found):
         raise ValueError(f"ranks must be given once each: {found}")
     return sorted(found)
+
+
+global_process_set = ProcessSet(())  # all ranks, after `init`
+global_process_set.process_set_id = 0

@@ -89,6 +89,7 @@ class World(EpochSequence):
         self._share: tuple[int, ...] | None = None
         place = launch_environment.find(config)
         self._prefix = f"ringjax {place.rank}/{place.size}"
+        self.standing = Standing.provisional(place.rank, place.size, config)
         if place.rank == 0:
             for note in horovod_variables.notes(horovod_names()):
                 self.log("info", note)
@@ -111,7 +112,6 @@ class World(EpochSequence):
             self.group.check(size)
         own = place.rank if config.worker is None else config.worker
         described = hello(place.rank, size, config) | self.group.offer(own)
-        self.standing = Standing.provisional(place.rank, size, config)
         if size > 1 or self.elastic:
             self._meet(place, described)
             self._whereabouts = Whereabouts(self.log)
