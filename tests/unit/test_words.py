@@ -23,7 +23,7 @@ HOROVODS = {
 # Names that mean another thing in each of several packages, until they are renamed.
 SEVERAL_TODAY = {
     *("Call", "Fenced", "Host", "Job", "Listener", "Membership", "Node"),
-    *("Program", "Rank", "Reduction", "Report", "Row", "Seat", "Settings", "Share"),
+    *("Rank", "Reduction", "Report", "Row", "Seat", "Settings", "Share"),
     "Status",
 }
 # Files whose largest class shares no word with the name of the file.
@@ -56,7 +56,6 @@ OTHER_TODAY = {
             dialling.py files.py host_command.py names.py processes.py reached.py
         """,
         "ringjax/run/monitor": "endpoint.py",
-        "ringjax/runtime": "elastic_requests.py",
         "ringjax/spark": "jobs.py task.py",
         "ringjax/spark/common": "loop.py prepared.py saving.py",
         "ringjax/spark/learners": "keras.py",
