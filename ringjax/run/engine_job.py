@@ -319,8 +319,7 @@ class EngineJob:
         """The error that says who failed first, and why."""
         table = self._table
         # Or who has said so itself, if the engine has put others into their places.
-        reported = [worker for worker in self.workers.values() if worker.report]
-        worker = table.culprit() or table.first(reported)
+        worker = table.culprit() or table.first(table.reported())
         if worker is None:
             ended = "the workers ended without having finished"
             return LaunchError(self._stop or ended)

@@ -193,47 +193,49 @@ class Job:
 
     def _start(self) -> None:
         """Starts the coordinator; then the ranks of a static job."""
-        elastic, keeper = self._elastic, self._keeper
-        if keeper is None and self._discovery is not None:
+        if self._keeper is None and self._discovery is not None:
             found = sorted(self._discovery.hosts or (), key=in_order)
             self._spec = replace(self._spec, slots=assign(found, self._size))
-        spec = self._spec
+        coordinator, ranks = self._make_coordinator()
+        self._coordinator = coordinator
+        coordinator.start()
+        self._fleet.selector.register(
+            coordinator.wakeup, selectors.EVENT_READ, lambda: None
+        )
+        where = ",".join(coordinator.addresses)
+        self._shared["RINGJAX_RENDEZVOUS"] = where
+        if self._spec.verbose:
+            job = self._shared["RINGJAX_JOB"]
+            self.console.note(f"job {job}: {ranks}, rendezvous at {where}")
+        if self._keeper is None:
+            slots = self._spec.slots
+            seats = [Seat(slot.host, slot.local_rank, slot.rank) for slot in slots]
+            self._spawn([self._table.add(seat) for seat in seats])
+
+    def _make_coordinator(self) -> tuple[Coordinator | CoordinatorProcess, str]:
+        """The coordinator; and how many ranks it waits for, in words."""
+        spec, elastic, keeper = self._spec, self._elastic, self._keeper
         named = [slot.host for slot in spec.slots] + [host.name for host in self._hosts]
         hosts = list(dict.fromkeys(named))
         remote = self._fleet.remote(hosts) if self._discovery is None else [ANY]
         secret, where = spec.rendezvous(remote)
-        job, ranks = secrets.token_hex(8), f"{self._size} ranks"
+        job = secrets.token_hex(8)
         given = {**where, "start_timeout": spec.start_timeout, "tls": spec.tls}
+        self._shared["RINGJAX_SECRET"] = secret.hex()
         if keeper is None or elastic is None:
             from ringjax.membership.coordinator import Coordinator  # slow
 
-            self._coordinator = Coordinator(
-                secret, job, np=self._size, on_loss="stop", **given
-            )
-            self._coordinator.start()
-        else:
-            job = keeper.adoption.job_for({"job": job})
-            count = elastic.whole(len(keeper.seating.seats))
-            ranks = f"{count} ranks ({elastic.min_np} to {elastic.max_np})"
-            given |= {**elastic.rules, "np": count, "elastic_timeout": self._timeout}
-            given["failure_timeout"] = self._failure_timeout
-            self._coordinator = keeper.coordinate(secret, job, **given)
-            spread = len(hosts) > 1 or spec.listening is not None
-            self._shared = {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
-        self._fleet.selector.register(
-            self._coordinator.wakeup, selectors.EVENT_READ, lambda: None
-        )
-        where_to = ",".join(self._coordinator.addresses)
-        self._shared |= {
-            "RINGJAX_RENDEZVOUS": where_to,
-            "RINGJAX_SECRET": secret.hex(),
-            "RINGJAX_JOB": job,
-        }
-        if spec.verbose:
-            self.console.note(f"job {job}: {ranks}, rendezvous at {where_to}")
-        if keeper is None:
-            seats = [Seat(slot.host, slot.local_rank, slot.rank) for slot in spec.slots]
-            self._spawn([self._table.add(seat) for seat in seats])
+            self._shared["RINGJAX_JOB"], given["np"] = job, self._size
+            coordinator = Coordinator(secret, job, on_loss="stop", **given)
+            return coordinator, f"{self._size} ranks"
+        job = self._shared["RINGJAX_JOB"] = keeper.adoption.job_for({"job": job})
+        count = elastic.whole(len(keeper.seating.seats))
+        spread = len(hosts) > 1 or spec.listening is not None
+        self._shared |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
+        given |= {**elastic.rules, "np": count, "elastic_timeout": self._timeout}
+        given["failure_timeout"] = self._failure_timeout
+        ranks = f"{count} ranks ({elastic.min_np} to {elastic.max_np})"
+        return keeper.coordinate(secret, job, **given), ranks
 
     def _spawn(self, workers: Sequence[Worker]) -> None:
         """Has agents start workers."""
@@ -273,6 +275,8 @@ class Job:
         for number in self._ending.due():
             self._table.stopping = True
             self._signal(number)
+        while self._keeper is None and self._handed_on:
+            self._signal(self._handed_on.pop(0), alone=True)
 
     def _stop_at_a_loss(self, now: float) -> None:
         """The first rank that fails ends a static job."""
@@ -285,8 +289,6 @@ class Job:
                 )
             if hung is not None or self._table.failed():
                 self._end_after_failure()
-        while self._handed_on:
-            self._signal(self._handed_on.pop(0), alone=True)
 
     def _replace_losses(self, keeper: Keeper, now: float) -> None:
         """An elastic job goes on, and others take the places of workers that end."""
@@ -366,7 +368,7 @@ class Job:
                     self.console.note(text)
             case ["stop", text]:
                 # A rank of a static job that has told of an error says more.
-                if self._keeper is not None or not self._table.told():
+                if self._keeper is not None or not self._table.reported():
                     self._give_up(text)
             case [_, int(number), *text]:
                 now, why = time.monotonic(), "".join(text)

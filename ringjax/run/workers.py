@@ -298,8 +298,8 @@ class WorkerTable:
         if worker.with_group:
             return False
         # Its last words may be about an earlier loss, after which it went on.
-        told = worker.report or worker.exit_text
-        by_signal = self._elastic and (worker.exit_code or 0) > 128 and not told
+        known = worker.report or worker.exit_text
+        by_signal = self._elastic and (worker.exit_code or 0) > 128 and not known
         return by_signal or not blames_others(self.words(worker))
 
     def first(self, failed: Iterable[Worker]) -> Worker | None:
@@ -316,17 +316,17 @@ class WorkerTable:
         ended = (worker for worker in self.workers.values() if worker.exit_code)
         return [worker for worker in ended if worker.report or not worker.ours]
 
+    def reported(self) -> list[Worker]:
+        """Those that have said that they fail."""
+        return [worker for worker in self.workers.values() if worker.report]
+
     def hung(self, since: float) -> Worker | None:
-        """A worker that has told before that time that it fails, and has not ended.
+        """A worker that has said before that time that it fails, and has not ended.
 
         A thread that is no daemon, or an exit handler, keeps its process.
         """
-        told = (worker for worker in self.running() if worker.report)
-        return next((worker for worker in told if worker.reported < since), None)
-
-    def told(self) -> bool:
-        """Whether a worker has told that it fails."""
-        return any(worker.report for worker in self.workers.values())
+        hung = (w for w in self.reported() if w.runs and w.reported < since)
+        return next(hung, None)
 
     def culprit(self) -> Worker | None:
         """The worker that failed first: of the last members, or of all."""

@@ -38,6 +38,7 @@ class Keeper:
     Attributes:
         seating: the seats of the job.
         adoption: ranks that an earlier ringrun has started.
+        coordinator: once there is one.
         silent: the job is ending, which says enough.
     """
 
@@ -66,10 +67,9 @@ class Keeper:
     # Starting.
 
     def coordinate(self, secret: bytes, job: str, **given: Any) -> CoordinatorProcess:
-        """Starts the job's coordinator; `given`: see `Coordinator`."""
+        """The job's coordinator, not started yet; `given`: see `Coordinator`."""
         given |= {"note": self._console.note, "resume": self.adoption.resumes}
         self.coordinator = CoordinatorProcess(secret, job, **given)
-        self.coordinator.start()
         for worker in self._table.workers.values():
             self._tell(worker)
         self.seating.closed = self.adoption.done
