@@ -104,7 +104,7 @@ class Profile:
         until = time.monotonic() + PATIENCE
         run = self._recording.run
         while not parts.complete(self._directory, run) and time.monotonic() < until:
-            epoch = self._world.present_epoch
+            epoch = self._world.present
             if self._world.failed or (epoch is not None and epoch.lost()):
                 break  # what is missing will not come
             time.sleep(0.05)  # files of other processes: nobody tells when they end

@@ -106,14 +106,12 @@ class EpochSequence:
         return self._epoch
 
     @property
-    def present_epoch(self) -> Epoch | None:
-        """That of the newest membership here; None: there is none, or none yet."""
-        return self._epoch
-
-    @property
     def present(self) -> Epoch | None:
-        """The epoch that is in force, or waits for the program to start again."""
-        return None if self.generation is None else self._epoch
+        """The epoch that is in force, or waits for the program to start again.
+
+        None: there is none, as this rank is a newcomer, or has left.
+        """
+        return self._epoch
 
     @property
     def number(self) -> int:

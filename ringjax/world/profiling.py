@@ -36,7 +36,7 @@ class Home(Protocol):
     recorder: _native.Recorder
 
     @property
-    def present_epoch(self) -> Epoch | None:
+    def present(self) -> Epoch | None:
         """The one in force; None: there is none, or none yet."""
 
     @property
@@ -170,7 +170,7 @@ class Recording:
     # Who this is now, and what its clock shows.
 
     def _follow(self) -> None:
-        epoch = self._home.present_epoch
+        epoch = self._home.present
         communicator = self._home.communicators.get(0)
         if epoch is None or communicator is None or communicator.epoch == self._epoch:
             return

@@ -29,7 +29,7 @@ class Home(Protocol):
     tuned: str
 
     @property
-    def present_epoch(self) -> Epoch | None:
+    def present(self) -> Epoch | None:
         """The one in force; None: there is none, or none yet."""
 
 
@@ -83,7 +83,7 @@ class Reporter:
 
     def _look(self) -> None:
         self._places.look()
-        epoch = self._home.present_epoch
+        epoch = self._home.present
         heartbeat = None if epoch is None else epoch.heartbeat
         if epoch is None or heartbeat is None:
             return

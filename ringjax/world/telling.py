@@ -39,7 +39,7 @@ class Home(Protocol):
     tuned: str
 
     @property
-    def present_epoch(self) -> Epoch | None:
+    def present(self) -> Epoch | None:
         """The one in force; None: there is none, or none yet."""
 
 
@@ -126,7 +126,7 @@ class Teller:
             self._socket.sendall(told.text().encode() + b"\n")
 
     def _sample(self) -> Sample | None:
-        epoch, recorder = self._home.present_epoch, self._home.recorder
+        epoch, recorder = self._home.present, self._home.recorder
         if epoch is None:
             return None
         if epoch is not self._epoch:  # numbers of calls begin anew
