@@ -269,25 +269,24 @@ def test_sigterm_has_a_host_leave(site: Site) -> None:
     assert agents[0].wait() == 0
 
 
-def test_sigterm_in_a_static_job_is_a_failure(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "why"),
+    [
+        (signal.SIGTERM, 143, " was killed by signal 15 (SIGTERM)"),
+        (signal.SIGKILL, 255, ": lost its host, whose agent is gone"),
+    ],
+)
+def test_an_agent_of_a_static_job_is_ended(
+    site: Site, number: int, code: int, why: str
+) -> None:
     agents = [site.join("a"), site.join("b")]
     job = site.listen("-np", "2", "sleep", "60")
     until(lambda: _texts(site).count("sleep 60") == 2)
-    agents[1].kill(signal.SIGTERM)
-    assert job.wait() == 143
-    assert job.lines(r"rank 1 (b) was killed by signal 15 (SIGTERM)"), job.output
-    assert agents[0].wait() == agents[1].wait() == 143
-
-
-def test_a_killed_agent_of_a_static_job(site: Site) -> None:
-    agents = [site.join("a"), site.join("b")]
-    job = site.listen("-np", "2", "sleep", "60")
-    until(lambda: _texts(site).count("sleep 60") == 2)
-    agents[1].kill()
-    assert job.wait() == 255
-    assert job.lines("rank 1 (b): lost its host, whose agent is gone"), job.output
-    assert agents[0].wait() == 255
-    agents[1].wait()
+    agents[1].kill(number)
+    assert job.wait() == code
+    assert job.lines(f"rank 1 (b){why}"), job.output
+    assert agents[0].wait() == code
+    assert agents[1].wait() == (code if number == signal.SIGTERM else -number)
 
 
 def test_a_killed_launcher_of_a_static_job_takes_its_ranks_along(site: Site) -> None:

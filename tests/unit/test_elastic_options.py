@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import environment
+from support.ringrun import ringrun
 
 from ringjax.config import Config
 from ringjax.run import options, run
@@ -157,20 +155,15 @@ def test_run_of_an_elastic_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["cat hosts", "./find hosts"])
-def test_a_script_and_its_hosts(tmp_path: Path, script: str) -> None:
+def test_a_script_and_its_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
     (tmp_path / "hosts").write_text("localhost\n")
     (tmp_path / "find").write_text('#!/bin/sh\ncat "$1"\n')
     (tmp_path / "find").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
     words = ["--slots", "2", "--host-discovery-script", script, "--min-np", "2"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "ringjax.run", *words, "echo", "hello"],
-        env=environment("options", {}),
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    done = ringrun(*words, "echo", "hello")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
         "[0]<stdout>:hello",

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from support.launch import environment
+from support.waiting import until
 
 from ringjax.errors import LaunchError
 from ringjax.run.engine_job import EngineJob, places
@@ -180,13 +180,8 @@ def test_an_elastic_job(engine: Processes) -> None:
     assert any("on three joined as rank 1" in note for note in notes)
 
 
-def _until(job: EngineJob, condition: object, seconds: float = 40) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, job.members
-        job.poll()
-        time.sleep(0.02)
+def _until(job: EngineJob, condition: Callable[[], object]) -> None:
+    until(lambda: (job.poll(), condition())[1])
 
 
 def test_who_never_comes_is_named(engine: Processes) -> None:

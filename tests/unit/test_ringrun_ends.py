@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -20,21 +21,16 @@ from pathlib import Path
 import pytest
 from support import leaks
 from support.launch import environment
+from support.ringrun import SSH, ringrun, sh
 from support.waiting import LONG, until
 
 from ringjax.run.ending import Ending
 
+both = pytest.mark.parametrize(
+    "elastic", [[], ["--min-np", "1"]], ids=["static", "elastic"]
+)
 # Says when it runs, then resists SIGINT and SIGTERM, and so does its own child.
 STUBBORN = "trap '' INT TERM; sleep 1000 & echo ready; sleep 1000 & wait; wait"
-# As OpenSSH: options, a host, then the words of a command for the login shell.
-SSH = """#!/bin/sh
-echo "$@" >> "$SSH_LOG"
-while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
-case "$1" in *unreachable*) echo "ssh: no route to $1" >&2; exit 255;; esac
-shift
-echo "Welcome to this machine"
-cd / && exec env -u RINGJAX_SECRET sh -c "$*"
-"""
 
 
 class Running:
@@ -125,20 +121,9 @@ def start() -> Iterator[Start]:
     assert not left, "\n".join(left)
 
 
-@pytest.fixture
-def ssh(tmp_path: Path) -> dict[str, str]:
-    """An environment whose ssh is the stand-in; it logs its arguments."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text(SSH)
-    (folder / "ssh").chmod(0o755)
-    log = tmp_path / "ssh.log"
-    log.touch()
-    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SSH_LOG": str(log)}
-
-
-def test_control_c_on_a_terminal(start: Start) -> None:
-    job = start("-np", "2", "sh", "-c", STUBBORN, terminal=True)
+@both
+def test_control_c_on_a_terminal(start: Start, elastic: list[str]) -> None:
+    job = start("-np", "2", *elastic, "sh", "-c", STUBBORN, terminal=True)
     text = job.read_until("ready", 2)
     assert "\x1b[" in text
     assert "<stdout>" not in text
@@ -219,16 +204,18 @@ def _writes(pid: int) -> bool:
     return "pipe_write" in name or name == "0"
 
 
-def test_kill_9_of_ringrun_leaves_nothing(start: Start) -> None:
-    job = start("-np", "2", "sh", "-c", STUBBORN)
+@both
+def test_kill_9_of_ringrun_leaves_nothing(start: Start, elastic: list[str]) -> None:
+    job = start("-np", "2", *elastic, "sh", "-c", STUBBORN)
     job.read_until("ready", 2)
     assert len(job.processes()) >= 6
     job.process.kill()
     until(lambda: not job.processes())
 
 
-def test_kill_9_of_the_agent_leaves_nothing(start: Start) -> None:
-    job = start("-np", "2", "sh", "-c", STUBBORN)
+@both
+def test_kill_9_of_the_agent_leaves_nothing(start: Start, elastic: list[str]) -> None:
+    job = start("-np", "2", *elastic, "sh", "-c", STUBBORN)
     job.read_until("ready", 2)
     [agent] = [
         pid
@@ -238,7 +225,8 @@ def test_kill_9_of_the_agent_leaves_nothing(start: Start) -> None:
     os.kill(agent, signal.SIGKILL)
     code, text = job.end()
     assert code == 255
-    assert text.rstrip().endswith("ringrun: rank 0: its agent on this host died")
+    who = r"worker 0 \(pid \d+\)" if elastic else "rank 0"
+    assert re.search(rf"ringrun: {who}: its agent on this host died\s*$", text), text
 
 
 def test_daemons_do_not_outlive_the_job(start: Start) -> None:
@@ -266,15 +254,14 @@ def test_a_closed_output_pipe_costs_the_output_only(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize("elastic", [False, True])
+@both
 @pytest.mark.parametrize("closed", [">/dev/full", "2>/dev/full", ">&-", "2>&-"])
 def test_output_that_cannot_be_written(
-    tmp_path: Path, closed: str, elastic: bool
+    tmp_path: Path, closed: str, elastic: list[str]
 ) -> None:
     rank = f"echo out; echo err >&2; sleep 0.3; echo out; touch {tmp_path}/done"
     words = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", "sh", "-c", rank]
-    if elastic:
-        words[4:4] = ["--min-np", "1"]
+    words[4:4] = elastic
     done = subprocess.run(
         ["bash", "-c", f'"$@" {closed}', "bash", *words],
         env=environment("ringrun", {}),
@@ -293,15 +280,8 @@ def test_a_full_disk_behind_the_copies(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "rank.0"
     folder.mkdir(parents=True)
     (folder / "stdout").symlink_to("/dev/full")
-    words = ["-np", "2", "--output-filename", str(tmp_path / "logs")]
     rank = "for i in 1 2 3; do echo $RINGJAX_RANK; echo e >&2; sleep 0.1; done"
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "ringjax.run", *words, "sh", "-c", rank],
-        env=environment("ringrun", {}),
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    done = ringrun("-np", "2", "--output-filename", tmp_path / "logs", *sh(rank))
     assert done.returncode == 0, done
     assert done.stdout.count("[0]<stdout>:0\n") == 3
     why = "No space left on device; the job goes on"
@@ -355,13 +335,6 @@ def test_kill_9_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
     until(lambda: not job.processes())
 
 
-def test_control_c_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
-    job = start("-H", "n1:1,n2:2", "sh", "-c", STUBBORN, env=ssh)
-    job.read_until("ready", 3)
-    job.process.send_signal(signal.SIGINT)
-    assert job.end()[0] == 130
-
-
 def test_control_c_is_sigint_on_other_hosts_too(
     start: Start, ssh: dict[str, str], tmp_path: Path
 ) -> None:
@@ -382,9 +355,12 @@ def test_control_c_is_sigint_on_other_hosts_too(
     assert log.read_text() == "SIGINT\n" * 3
 
 
-def test_the_secret_is_in_no_command_line(start: Start, ssh: dict[str, str]) -> None:
+@both
+def test_the_secret_is_in_no_command_line(
+    start: Start, ssh: dict[str, str], elastic: list[str]
+) -> None:
     script = "echo secret $RINGJAX_SECRET; sleep 1000"
-    job = start("-H", "localhost:1,n1:1", "sh", "-c", script, env=ssh)
+    job = start("-H", "localhost:1,n1:1", *elastic, "sh", "-c", script, env=ssh)
     text = job.read_until("secret ", 2)
     text = job.read_until("\n", text.count("\n") + 1) if text[-1] != "\n" else text
     secrets = {line.split()[1] for line in text.splitlines() if "secret " in line}

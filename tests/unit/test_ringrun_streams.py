@@ -113,17 +113,8 @@ def test_timestamps() -> None:
 
 
 def test_rank_0_reads_what_ringrun_is_given() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "ringjax.run", "-np", "2", "--stdin", "0"),
-            *sh("read line && echo got $line; cat"),
-        ],
-        env=environment("ringrun", {}),
-        input="typed\nmore\n",
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    script = sh("read line && echo got $line; cat")
+    done = ringrun("-np", "2", "--stdin", "0", *script, given="typed\nmore\n")
     assert done.stdout == "[0]<stdout>:got typed\n[0]<stdout>:more\n", done
 
 
