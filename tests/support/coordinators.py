@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import select
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from ringjax.control import addresses
+from ringjax.control.connecting import SERVER_RANK
+from ringjax.control.handshake import Introduction, Purpose, introduce
+from ringjax.control.sealing import Sealer
 from ringjax.membership.client import CoordinatorClient, Ticket, join
 from ringjax.membership.coordinator import Coordinator
 from support.waiting import LONG
@@ -77,6 +82,13 @@ class Town:
             worker.close()
             worker.close()
         self.pool.shutdown()
+
+
+def raw(here: Town, worker: int) -> tuple[socket.socket, Sealer]:
+    """A worker that knows the secret and nothing else."""
+    sock = socket.create_connection(addresses.parse(here.where)[0], timeout=LONG)
+    hello = Introduction(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
+    return sock, introduce(sock, SECRET, hello).sealer()
 
 
 MakeTown = Callable[..., Town]

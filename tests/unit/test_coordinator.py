@@ -15,14 +15,11 @@ import weakref
 from typing import Any
 
 import pytest
-from support.coordinators import JOB, SECRET, MakeTown, Town, stopping
+from support.coordinators import JOB, SECRET, MakeTown, raw, stopping
 from support.waiting import LONG, until
 
 from ringjax import errors
 from ringjax.control import addresses
-from ringjax.control.connecting import SERVER_RANK
-from ringjax.control.handshake import Introduction, Purpose, introduce
-from ringjax.control.sealing import Sealer
 from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
 from ringjax.membership.client import CoordinatorClient, Ticket, join
 from ringjax.membership.coordinator import Coordinator
@@ -75,13 +72,6 @@ def test_everybody_learns_about_everybody(
     assert here.event("members") == ("members", 0, "start", ranks)
 
 
-def test_ranks_are_in_the_order_of_the_workers(town: MakeTown) -> None:
-    here = town(3)
-    workers = sorted(here.gather(5, 2, 9), key=lambda worker: worker.rank)
-    assert [worker.worker for worker in workers] == [2, 5, 9]
-    assert here.event("members") == ("members", 0, "start", {2: 0, 5: 1, 9: 2})
-
-
 def test_a_loss(town: MakeTown) -> None:
     here = town(3, failure_timeout=3600.0, elastic_timeout=3600.0)  # none is waited for
     zero, one, two = here.gather(0, 1, 2)
@@ -98,15 +88,6 @@ def test_a_loss(town: MakeTown) -> None:
     assert hear(zero, Members).rank == 0
     assert two.gone() == {}
     assert here.event("fenced")[1] == 1
-
-
-def test_the_launcher_tells_why_a_process_ended(town: MakeTown) -> None:
-    here = town(2)
-    zero, one = here.gather(0, 1)
-    here.coordinator.process_ended(1, "was killed by signal 9")
-    until(lambda: 1 in here.coordinator._membership._ending)
-    one.close()
-    assert hear(zero, Revoke).lost == {1: "was killed by signal 9"}
 
 
 def test_resize(town: MakeTown) -> None:
@@ -193,38 +174,11 @@ def test_a_member_that_finishes(town: MakeTown) -> None:
     assert "fenced" not in {event[0] for event in here.events}
 
 
-def test_a_failure(town: MakeTown) -> None:
-    here = town(2)
-    _, one = here.gather(0, 1)
-    one.report_failure("ValueError: x")
-    assert here.event("failure") == ("failure", 1, "ValueError: x")
-    assert hear(one, Fenced).text == "failed: ValueError: x"
-    with pytest.raises(errors.Fenced, match="worker 1 was declared lost: failed: Val"):
-        here.join(1)
-
-
 def test_too_few(town: MakeTown) -> None:
     here = town(3, 2, start_timeout=0.3)
     with pytest.raises(StartupError, match=r"1 of at least 2 ranks came within 0\.3 s"):
         here.join(0)
     assert here.event("stop")[1].startswith("1 of at least 2 ranks")
-
-
-def test_waiting_ends(town: MakeTown) -> None:
-    here = town(2, 2, elastic_timeout=0.3)
-    zero, one = here.gather(0, 1)
-    one.close()
-    hear(zero, Revoke)
-    zero.report(0, {})
-    assert "1 of at least 2 ranks" in hear(zero, Stopped).text
-    assert here.event("waiting")[1].startswith("1 of at least 2 ranks: waiting")
-
-
-def test_a_newcomer_that_does_not_fit(town: MakeTown) -> None:
-    here = town(1)
-    here.join(0, version="1.0")
-    with pytest.raises(StartupError, match="its version is '1.1'"):
-        here.join(1, version="1.1")
 
 
 @both
@@ -294,13 +248,6 @@ def test_strangers_do_not_disturb(town: MakeTown, options: dict[str, Any]) -> No
         zero, one = here.gather(0, 1)
         votes = here.pool.map(lambda w: w.exchange(w.rank, LONG, "vote"), (zero, one))
         assert list(votes) == [[0, 1]] * 2
-
-
-def raw(here: Town, worker: int) -> tuple[socket.socket, Sealer]:
-    """A worker that knows the secret and nothing else."""
-    sock = socket.create_connection(addresses.parse(here.where)[0], timeout=LONG)
-    hello = Introduction(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
-    return sock, introduce(sock, SECRET, hello).sealer()
 
 
 @both

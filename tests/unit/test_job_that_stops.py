@@ -13,12 +13,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from support.coordinators import JOB, SECRET, MakeTown, Town, stopping
+from support.coordinators import JOB, SECRET, MakeTown, Town, raw, stopping
 from support.waiting import LONG, until
 
 from ringjax.control import addresses
-from ringjax.control.connecting import SERVER_RANK
-from ringjax.control.handshake import Introduction, Purpose, introduce
 from ringjax.control.member import ranks_text
 from ringjax.errors import PeerLost, Stalled, StartupError
 from ringjax.membership.client import CoordinatorClient, Patience, Ticket, join
@@ -201,9 +199,7 @@ class Light:
     """A rank without a thread, which reads nothing; many fit into one test."""
 
     def __init__(self, town: Town, rank: int) -> None:
-        self.sock = socket.create_connection(addresses.parse(town.where)[0], LONG)
-        hello = Introduction(JOB, Purpose.RENDEZVOUS, rank, SERVER_RANK)
-        self.sealer = introduce(self.sock, SECRET, hello).sealer()
+        self.sock, self.sealer = raw(town, rank)
         self.say({"type": "hello", "hello": {"size": town.options["np"]}})
 
     def say(self, message: dict[str, Any]) -> None:
@@ -259,16 +255,6 @@ def test_a_rank_has_no_thread_and_no_other_descriptor(town: MakeTown) -> None:
     assert client.fileno() == -1
     here.pool.shutdown()
     assert threading.active_count() <= before
-
-
-def test_ranks_leave_and_join_again(town: MakeTown) -> None:
-    here = town(3, **stopping)
-    for epoch in range(5):
-        clients = here.gather(0, 1, 2)
-        assert {client.epoch for client in clients} == {epoch}
-        for client in clients:
-            client.leave()
-            client.close()
 
 
 def test_a_quick_rank_may_join_again_before_a_slow_one_has_left(
