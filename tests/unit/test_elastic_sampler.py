@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from ringjax import runtime
 from ringjax.torch.elastic.sampler import ElasticSampler
@@ -71,41 +69,3 @@ def test_horovods_bookkeeping(as_rank) -> None:
     assert sampler.processed_indices == set(range(24)) - set(sampler.remaining_indices)
     sampler.set_epoch(1)
     assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 8)
-
-
-@given(
-    count=st.integers(0, 60),
-    batch=st.integers(1, 5),
-    phases=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=4),
-    last=st.integers(1, 5),
-    seed=st.integers(0, 3),
-)
-def test_no_sample_is_lost_or_repeated_whatever_the_ranks_do(
-    count: int, batch: int, phases: list[tuple[int, int]], last: int, seed: int
-) -> None:
-    """A phase is a number of ranks, and how many batches they commit."""
-    with pytest.MonkeyPatch.context() as patch:
-
-        def become(rank: int, size: int) -> None:
-            patch.setattr(runtime, "rank", lambda: rank)
-            patch.setattr(runtime, "size", lambda: size)
-
-        state = {"epoch": 2, "processed_num": 0}
-        done: Counter[int] = Counter()
-        for size, batches in [*phases, (last, count)]:
-            everyone = samplers(become, size, count, seed=seed)
-            for rank, sampler in enumerate(everyone):
-                become(rank, size)
-                sampler.load_state_dict(state)
-            parts = [list(sampler) for sampler in everyone]
-            for step in range(min(batches, -(-len(parts[0]) // batch))):
-                for part, sampler in zip(parts, everyone, strict=True):
-                    done.update(part[step * batch : (step + 1) * batch])
-                    sampler.record_batch(step, batch)
-            states = [sampler.state_dict() for sampler in everyone]
-            assert all(other == states[0] for other in states)
-            state = states[0]
-        assert done.keys() == set(range(count))
-        # Only what fills the last step of the epoch comes twice, or more often if there
-        # are more ranks than samples.
-        assert sum(done.values()) - count < max([last, *(size for size, _ in phases)])

@@ -238,28 +238,23 @@ def test_the_end_comes_in_three_kinds(stage: Stage) -> None:
     assert stopped == (RingjaxError, "the job was stopped: few")
 
 
-def test_one_that_may_not_have_enough_descriptors_does_not_try_again(
-    stage: Stage,
-) -> None:
-    def failing(watch: Any) -> None:
-        raise errors.OutOfDescriptors("world: 9 descriptors are needed")
-
-    stage.world.linking = failing
-    stage.line.hear(members(1))
-    why = "OutOfDescriptors: world: 9 descriptors are needed"
-    why = f"the recovery of this rank failed: {why}"
-    until(lambda: ("broken", why) in stage.world.story)
-    assert not [said for said in stage.line.said if said[0] == "report"]
-
-
-def test_leaving_and_what_goes_wrong_are_told(stage: Stage) -> None:
+def test_a_wish_to_leave_is_told(stage: Stage) -> None:
     stage.recovery.leave()
     until(lambda: ("leaving",) in stage.line.said)
 
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a mistake"), errors.OutOfDescriptors("world: 9 descriptors needed")],
+)
+def test_what_would_be_the_same_again_is_told_and_not_tried(
+    stage: Stage, error: Exception
+) -> None:
     def failing(watch: Any) -> None:
-        raise ValueError("a mistake")
+        raise error
 
     stage.world.linking = failing
     stage.line.hear(members(1))
-    why = "the recovery of this rank failed: ValueError: a mistake"
+    why = f"the recovery of this rank failed: {type(error).__name__}: {error}"
     until(lambda: ("broken", why) in stage.world.story)
+    assert not [said for said in stage.line.said if said[0] == "report"]
