@@ -154,46 +154,6 @@ def test_users_may_handle_their_own_kinds(world) -> None:
         hvd.elastic.set_handler_registry(registry)
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("failure", ["raised", "mismatch", "one leaves"])
-def test_training_goes_on_after_a_failure(world, failure: str) -> None:
-    trained, resets = Trained(world, other=0), []
-    trained.state.register_reset_callbacks([lambda: resets.append(hvd.size())])
-
-    @hvd.elastic.run
-    def train(state, steps: int) -> int:
-        while state.step < steps:
-            trained.one_step()
-            if state.step % 2 == 0:
-                state.commit()
-            elif state.step == 5 and len(resets) < 2:
-                fail()
-        return state.step
-
-    def fail() -> None:
-        with torch.no_grad():  # what a step in the middle may have left behind
-            trained.model[0].weight.mul_(2.0 + world.rank)
-        if failure == "raised" or world.size == 1:
-            raise hvd.HorovodInternalError("made up")
-        if failure == "mismatch":
-            hvd.allreduce(torch.ones(1 + world.rank), name="mismatch")
-        if world.rank == 0:
-            raise hvd.HorovodInternalError("made up")
-        hvd.allreduce(torch.ones(3), name="without rank 0")
-
-    assert train(trained.state, 8) == 8
-    assert resets == [world.size] * 2
-    # No step is lost, none is counted twice.
-    assert trained.state.log == list(range(8))
-    assert same_everywhere(*trained.model.parameters())
-    reference = Trained(world)
-    reference.state.sync()
-    while reference.state.step < 8:
-        reference.one_step()
-    pairs = zip(trained.model.parameters(), reference.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
 @RANKS
 def test_a_failure_in_backward_leaves_the_optimizer_usable(world) -> None:
     trained = Trained(world)
@@ -211,40 +171,6 @@ def test_a_failure_in_backward_leaves_the_optimizer_usable(world) -> None:
     train(trained.state)
     assert attempts == [0, 0]
     assert same_everywhere(*trained.model.parameters())
-
-
-@RANKS
-@pytest.mark.parametrize("kind", ["added", "removed"])
-def test_other_hosts_start_training_again_without_a_rollback(world, kind: str) -> None:
-    trained, starts = Trained(world), []
-
-    @hvd.elastic.run
-    def train(state) -> None:
-        starts.append((state.step, len(state.log)))
-        while state.step < 4:
-            trained.one_step()
-            if len(starts) == 1 and world.rank == 0:
-                result = elastic.HostUpdateResult[kind]
-                elastic.notification_manager.handle_hosts_updated(1.0, result)
-            state.check_host_updates()
-
-    train(trained.state)
-    assert starts == [(0, 0), (1, 1)]
-    assert same_everywhere(*trained.model.parameters())
-
-
-@RANKS
-def test_the_users_mistakes_are_not_tried_again(world) -> None:
-    attempts = []
-
-    @hvd.elastic.run
-    def train(state) -> None:
-        attempts.append(1)
-        hvd.allreduce(torch.ones(2), op=99)
-
-    with pytest.raises(ValueError, match="op"):
-        train(hvd.elastic.TorchState(step=0))
-    assert attempts == [1]
 
 
 @RANKS
