@@ -6,7 +6,6 @@ the culprit's exit code, its reason last, and nothing left behind.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 import zlib
@@ -293,14 +292,6 @@ def test_a_rank_that_waits_in_a_program_of_xla_can_be_interrupted(
     when, text = _caught(job, 1)
     assert watch.runs(when)
     assert "KeyboardInterrupt" in text
-
-
-def test_ranks_end_with_a_launcher_that_is_killed(start_job: StartJob) -> None:
-    job = start_job(2, HEAD + WAIT, env=PATIENT)
-    _all_print(job, "ready")
-    os.kill(job.pid, signal.SIGKILL)
-    job.wait(20)
-    assert leaks.settle(lambda: list(leaks.processes(job.id).values()), 20) == []
 
 
 # what the error must show, and what rank 1 calls with; the others: f32[4], Sum

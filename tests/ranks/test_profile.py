@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.doctor import needs_root
-from support.elastic_job import ElasticJob, jobs
+from support.elastic_job import ElasticJob
 from support.launch import ROOT, StartJob
 from support.rank_worker import World
 
@@ -354,11 +353,6 @@ while not os.path.exists(sys.argv[0] + ".stop"):
     i += 1
     time.sleep(0.01)
 """
-
-
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
 def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ the errors of the others, for compiled programs and for named operations.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 
 import pytest
-from support.elastic_job import ElasticJob, jobs
+from support.elastic_job import Start
 from support.elastic_steps import LOOP, begin, check_steps, progress, stop
 from support.launch import Job, StartJob
 
@@ -160,8 +159,6 @@ def test_the_nearest_limit_counts(start_job: StartJob) -> None:
         assert re.search(PLACE, text), (text, job.logs())
 
 
-Start = Callable[..., ElasticJob]
-
 ELASTIC = (
     LOOP
     + """
@@ -180,11 +177,6 @@ def step(state):
 train(step, None)
 """
 )
-
-
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
 def test_an_elastic_job_loses_a_rank_that_does_not_call_within_the_limit(

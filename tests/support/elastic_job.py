@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ringjax.membership.coordinator import Coordinator
 from ringjax.run.environ import rank_defaults
 from support import leaks, warm
@@ -201,14 +203,20 @@ class ElasticJob:
         return leaks.settle(lambda: list(leaks.processes(self.id).values()))
 
 
-def jobs(folder_of: Callable[[], Path]) -> Iterator[Callable[..., ElasticJob]]:
-    """For a fixture: starts jobs, and ends them after the test."""
+Start = Callable[..., ElasticJob]
+"""The fixture `start`: ElasticJob's arguments but the folder."""
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts elastic jobs, and ends them after the test."""
     started: list[ElasticJob] = []
 
-    def start(np: int, script: str, **more: Any) -> ElasticJob:
-        started.append(ElasticJob(folder_of(), np, script, **more))
+    def begin(np: int, script: str, **more: Any) -> ElasticJob:
+        folder = tmp_path_factory.mktemp("job")
+        started.append(ElasticJob(folder, np, script, **more))
         return started[-1]
 
-    yield start
+    yield begin
     left = [text for job in started for text in job.close()]
     assert not left, "\n".join(left)

@@ -31,6 +31,23 @@ def train(step, state, steps=10**9):
         i += 1
 """
 
+# Named operations, some of them at the same time.
+EAGER = (
+    LOOP
+    + """
+from ringjax import eager
+from support import numpy_only
+
+mine = {f"g{n}": np.full(n, 2.0**WORKER, np.float32) for n in (1, 77, 50_021)}
+
+def step(state):
+    handles = {name: eager.allreduce_async(x, name=name) for name, x in mine.items()}
+    return {name: eager.synchronize(h) for name, h in handles.items()}, state
+
+train(step, None)
+"""
+)
+
 
 def stop(job: ElasticJob) -> None:
     """Lets the loops end; one may see it a step before the others."""

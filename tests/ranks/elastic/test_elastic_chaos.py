@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from chaos.deeds import PROGRAM, Chaos, lines
 from support import leaks
+from support.handshakes import needs_tls
 from support.launch import StartJob
 
 from ringjax.elastic import Checkpointer
@@ -43,26 +44,13 @@ def test_a_killed_worker_costs_no_step(start_job: StartJob, tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(150)
-def test_two_die_at_once(start_job: StartJob, tmp_path: Path) -> None:
-    begin = time.monotonic()
-    chaos, chance = Chaos(start_job, tmp_path, np=4), random.Random(SEED)
-    training = chaos.wait_for(4)
-    start = time.monotonic() - begin
-    for worker in sorted(training)[1:3]:
-        chaos.do("kill", worker, training[worker], chance)
-    chaos.wait_for_steps(50)
-    verdict = chaos.end()
-    assert len(verdict.recoveries) == 4
-    # 0.1 s on an idle machine, on which a job needs less than a second to start.
-    assert max(verdict.recoveries) < 2 + 2 * start
-
-
-@pytest.mark.timeout(150)
 def test_all_but_one_die_and_rank_0_is_the_first(
     start_job: StartJob, tmp_path: Path
 ) -> None:
+    begin = time.monotonic()
     chaos = Chaos(start_job, tmp_path, np=3, seats=100)
     training, chance = chaos.wait_for(3), random.Random(SEED)
+    start = time.monotonic() - begin
     chaos.do("kill", min(training), training[min(training)], chance)
     chaos.wait_for_steps(3)
     last = max(training)
@@ -73,7 +61,10 @@ def test_all_but_one_die_and_rank_0_is_the_first(
                 chaos.do("kill", worker, pid, chance)
         chaos.wait_for_steps(3)
     chaos.wait_for(3)
-    assert chaos.end().smallest == 1
+    verdict = chaos.end()
+    assert verdict.smallest == 1
+    # 0.1 s on an idle machine, on which a job needs less than a second to start.
+    assert max(verdict.recoveries) < 2 + 2 * start
 
 
 @pytest.mark.timeout(150)
@@ -131,11 +122,12 @@ def test_a_worker_that_is_asked_to_leave_costs_nothing(
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.parametrize("tls", ["auto", pytest.param("required", marks=needs_tls)])
 def test_a_worker_without_memory_is_lost_and_replaced(
-    start_job: StartJob, tmp_path: Path
+    start_job: StartJob, tmp_path: Path, tls: str
 ) -> None:
     # And there is no shared memory for anybody, so that all of it goes over TCP.
-    env = {"RINGJAX_FAILPOINTS": "memory.make=enospc"}
+    env = {"RINGJAX_FAILPOINTS": "memory.make=enospc", "RINGJAX_TLS": tls}
     chaos = Chaos(start_job, tmp_path, np=3, env=env)
     training, chance = chaos.wait_for(3), random.Random(SEED)
     chaos.do("memory", 1, training[1], chance)

@@ -7,32 +7,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
-from support.elastic_job import ElasticJob, jobs
-from support.elastic_steps import LOOP, begin, stop
-from support.handshakes import needs_tls
+from support.elastic_job import Start
+from support.elastic_steps import EAGER, begin, stop
 from support.launch import StartJob
-
-Start = Callable[..., ElasticJob]
-
-EAGER = (
-    LOOP
-    + """
-from ringjax import eager
-from support import numpy_only
-
-mine = np.full(77, 2.0**WORKER, np.float32)
-train(lambda state: ({"x": eager.allreduce(mine, name="x")}, state), None)
-"""
-)
-
-
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
-
 
 # A loop as ringjax.elastic.run has one: the state is a number that only grows.
 ELASTIC = """
@@ -285,39 +264,3 @@ def test_every_size_without_a_loss(start_job: StartJob, np: int, shm: str) -> No
     assert job.wait() == 0, job.logs()
     for rank in range(np):
         assert f"all sizes {np}" in job.output(rank)
-
-
-ENCRYPTED = """
-import os, signal
-import numpy as np
-import ringjax
-from ringjax import runtime
-from support.numpy_only import allreduce
-
-ringjax.init()
-state = ringjax.elastic.State(step=0)
-
-@ringjax.elastic.run
-def train(state):
-    while state.step < 12:
-        x = np.full(300_001, state.step + 1.0, np.float32)
-        y = allreduce(x)
-        assert (y == (state.step + 1) * ringjax.size()).all()
-        state.step += 1
-        state.commit()
-        if state.step == 5 and os.environ["RINGJAX_WORKER"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-    return runtime.communicator().stats()["transports"]
-
-print("done", ringjax.size(), sorted(train(state)), flush=True)
-"""
-
-
-@needs_tls
-@pytest.mark.parametrize("np", [2, 3])
-def test_encrypted_links_survive_a_killed_rank(start_job: StartJob, np: int) -> None:
-    env = {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required"}
-    job = start_job(np, ENCRYPTED, env, ["--min-np", "2"])
-    assert job.wait() == 0, job.logs()
-    assert "done" in job.output(0), job.logs()
-    assert "['tcp']" in job.output(0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from chaos.deeds import Chaos, Deed, lines, recoveries
+from support.doctor import needs_root
 from support.handshakes import needs_tls
 from support.launch import ROOT, StartJob
 
@@ -41,23 +41,7 @@ def _ip(words: str) -> None:
     subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=20)
 
 
-def _possible() -> str:
-    """Why there are no network namespaces here, or nothing."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "there is no `ip` (package iproute2)"
-    name = f"rjprobe{os.getpid() % 1000}"
-    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return f"network namespaces: {done.stderr.strip()}" if done.returncode else ""
-
-
-_WHY_NOT = _possible()
-pytestmark = [
-    pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "possible"),
-    pytest.mark.timeout(150),
-]
+pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
 
 
 class Hosts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from support import local_devices
-from support.elastic_job import ElasticJob, jobs
+from support.elastic_job import Start
 from support.elastic_steps import LOOP, check_steps, progress, stop
 from support.launch import StartJob
 from support.rank_worker import World
 
 import ringjax
-
-Start = Callable[..., ElasticJob]
 
 MESH = """
 import jax
@@ -88,11 +85,6 @@ except Exception as error:
     print("failed", str(error).replace("\\n", " "), flush=True)
 """
 )
-
-
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

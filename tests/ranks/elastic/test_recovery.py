@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
-from support.elastic_job import ElasticJob, jobs
-from support.elastic_steps import LOOP, begin, check_steps, progress, stop
-
-Start = Callable[..., ElasticJob]
+from support.elastic_job import Start
+from support.elastic_steps import EAGER, LOOP, begin, check_steps, progress, stop
 
 JIT = (
     LOOP
@@ -48,27 +44,6 @@ train(lambda state: next(turns)(state),""",
 ).replace("step._cache_size()", "step._cache_size(), weighted._cache_size()")
 # Parameters that differ: every second step has three calls more, and may lose a rank.
 CHECKED = JIT.replace("update(grads, state)", "update(grads, state, grads)")
-
-EAGER = (
-    LOOP
-    + """
-from ringjax import eager
-from support import numpy_only
-
-mine = {f"g{n}": np.full(n, 2.0**WORKER, np.float32) for n in (1, 77, 50_021)}
-
-def step(state):
-    handles = {name: eager.allreduce_async(x, name=name) for name, x in mine.items()}
-    return {name: eager.synchronize(h) for name, h in handles.items()}, state
-
-train(step, None)
-"""
-)
-
-
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
 
 
 @pytest.mark.parametrize(
@@ -116,21 +91,6 @@ def test_one_is_killed_then_two_at_once_then_one_during_the_recovery(
         assert job.lines(2, "compiled") == [["1"]]
 
 
-def test_the_worker_that_raises_is_lost_alone(start: Start) -> None:
-    script = EAGER.replace(
-        "i += 1",
-        "i += 1\n        if i == 30 and WORKER == 1: raise ValueError('no data')",
-    )
-    job = start(3, script)
-    assert job.wait(1) == 1, job.story()
-    progress(job, {0, 2}, 30)
-    stop(job)
-    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
-    check_steps(job, {0, 2}, whole=False)
-    failures = [e for e in job.taken() if e[0] == "failure"]
-    assert [(e[1], "ValueError: no data" in e[2]) for e in failures] == [(1, True)]
-
-
 UNEVEN = """
 import jax, jax.numpy as jnp, signal
 
@@ -159,29 +119,6 @@ def test_no_steps_are_made_for_the_batches_of_a_rank_that_is_lost(start: Start) 
         steps = [[str(i), *["1.0"] * 3] for i in range(9)]
         assert job.lines(worker, "step") == steps, job.story()
         assert job.lines(worker, "compiled") == [["1"]]
-
-
-TIMES = {"RINGJAX_FAILURE_TIMEOUT": "3", "RINGJAX_HEARTBEAT": "0.1"}
-
-
-def test_a_frozen_rank_survives_a_while_and_then_is_fenced(start: Start) -> None:
-    job = start(3, EAGER, env=TIMES, failure_timeout=3.0)
-    begin(job)
-    job.kill(1, signal.SIGSTOP)
-    time.sleep(0.5)
-    job.kill(1, signal.SIGCONT)
-    progress(job, {0, 1, 2}, 30)
-    job.kill(1, signal.SIGSTOP)
-    frozen = time.monotonic()
-    progress(job, {0, 2}, 30)
-    assert time.monotonic() - frozen > 1.5
-    job.kill(1, signal.SIGCONT)
-    assert job.wait(1) != 0
-    assert "was declared lost and must not go on" in job.errors(1), job.story()
-    progress(job, {0, 2}, 10)
-    stop(job)
-    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
-    check_steps(job, {0, 2}, whole=False)
 
 
 SETS = """
@@ -238,36 +175,3 @@ def test_process_sets_follow_the_ranks(start: Start) -> None:
     job.wait_for_line(0, "last")
     assert " ".join(job.lines(0, "last")[0]) == "[0] [0] None 1 1"
     assert job.wait(0) == 0, job.story()
-
-
-TORCH = (
-    LOOP
-    + """
-import torch
-import ringjax.torch as hvd
-
-sizes = {"a": (3, 5), "b": (10_007,)}
-
-def step(state):
-    mine = {name: torch.full(size, 2.0**WORKER) for name, size in sizes.items()}
-    handles = [hvd.allreduce_async_(x, name=name) for name, x in mine.items()]
-    for handle in handles:
-        hvd.synchronize(handle)
-    return {name: x.numpy() for name, x in mine.items()}, state
-
-train(step, None)
-"""
-)
-
-
-def test_operations_of_pytorch_in_place_survive(start: Start) -> None:
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    job = start(3, TORCH)
-    begin(job)
-    job.kill(0)
-    progress(job, {1, 2}, 50)
-    job.kill(2)
-    progress(job, {1}, 50)
-    stop(job)
-    assert job.wait(1) == 0, job.story()
-    check_steps(job, {1}, whole=False)

@@ -1,15 +1,13 @@
 """A job of Keras, written as Horovod's example is: a rank is lost in fit, one joins.
 
-On TensorFlow that is in test_tensorflow_elastic.py; resets without a loss are in
-tests/support/keras_callback_checks.py.
+A loss in a step of TensorFlow is in test_tensorflow_elastic.py; resets without a loss
+are in tests/support/keras_callback_checks.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
-from support.elastic_job import ElasticJob, jobs
+from support.elastic_job import Start
 
 # `fit` before `run` makes the optimizer's variables, and the callback does the same, so
 # that ranks that join and ranks that are there make the same calls.
@@ -39,6 +37,7 @@ state.register_reset_callbacks([one_step])
 class Report(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         say_step()
+        say("batch", batch, state.epoch)
 
     def on_epoch_end(self, epoch, logs=None):
         told = float(os.path.exists(sys.argv[0] + ".stop"))
@@ -66,14 +65,9 @@ say("end", state.epoch, *(np.asarray(one).tobytes().hex() for one in everything)
 """
 
 
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
-    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
-
-
 @pytest.mark.timeout(300)
 def test_a_worker_dies_in_fit_and_another_joins_in_fit(
-    start: Callable[..., ElasticJob],
+    start: Start,
 ) -> None:
     dies = "call.complete=kill@1#60"  # in the middle of a batch
     job = start(
@@ -93,6 +87,9 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
     assert steps == list(range(1, len(steps) + 1)), "steps are neither lost nor undone"
     epochs = [int(epoch) for epoch, _ in job.lines(0, "epoch")]
     assert epochs == list(range(len(epochs)))
+    for epoch in epochs:
+        batches = [int(b) for b, of in job.lines(0, "batch") if int(of) == epoch]
+        assert batches[-6:] == list(range(6)), "an epoch that is counted is complete"
     [[_, size, *began]] = job.lines(2, "begin")
     assert size == "2" and began == job.lines(0, "begin")[-1][2:]
     # One step of its own, one with the others before it got the state, and then theirs.

@@ -5,31 +5,15 @@ The loop itself, with made-up errors, is in tests/unit/test_elastic.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.elastic_job import ElasticJob, jobs
+from support.elastic_job import Start
 
 RANKS = pytest.mark.ranks(3)  # two do nothing that three do not
 pytestmark = pytest.mark.launch("tensorflow")
-
-
-@pytest.fixture(scope="module")
-def tf() -> Any:
-    """Imported in ranks only."""
-    import tensorflow
-
-    return tensorflow
-
-
-@pytest.fixture(scope="module")
-def hvd() -> Any:
-    """Imported in ranks only."""
-    import ringjax.tensorflow
-
-    return ringjax.tensorflow
 
 
 class Trained:
@@ -198,7 +182,6 @@ def test_mistakes_are_not_tried_again(world, tf, hvd) -> None:
 
 
 # A worker dies in a step of a compiled function, another one comes; nobody starts over.
-# Then that one dies in Keras' fit.
 DYING = """
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
@@ -233,44 +216,11 @@ def train(state):
     say("end", state.step, *model.get_weights()[0].ravel())
 
 train(state)
-
-import ringjax.tensorflow.keras as hvk
-
-model.compile(hvk.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-state = hvk.elastic.KerasState(model, batch=0, epoch=0)
-
-class Report(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        say("fit", int(model.optimizer.iterations), hvk.size(), batch, state.epoch)
-        self.model.stop_training = os.path.exists(sys.argv[0] + ".stop_fit")
-        time.sleep(0.01)  # so that it dies between two batches, mostly
-
-@hvk.elastic.run
-def fit(state):
-    say("begin_fit", hvk.rank(), hvk.size(), state.epoch, state.batch)
-    made = hvk.elastic
-    callbacks = [
-        Report(),
-        made.CommitStateCallback(state),
-        made.UpdateBatchStateCallback(state),
-        made.UpdateEpochStateCallback(state),
-    ]
-    rows = tf.data.Dataset.from_tensors((tf.ones((3, 2)), tf.ones((3, 1)))).repeat()
-    epochs = 10**6 - state.epoch
-    model.fit(rows, steps_per_epoch=5, epochs=epochs, callbacks=callbacks, verbose=0)
-
-fit(state)
-say("fitted", state.epoch, int(model.optimizer.iterations))
 """
 
 
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
-    yield from jobs(lambda: tmp_path_factory.mktemp("job"))
-
-
 @pytest.mark.timeout(300)
-def test_a_worker_dies_and_another_comes(start: Callable[..., ElasticJob]) -> None:
+def test_a_worker_dies_and_another_comes(start: Start) -> None:
     job = start(
         *(2, DYING),
         env={"RINGJAX_FAILURE_TIMEOUT": "5", "RINGJAX_CHECK_PARAMETERS": "1"},
@@ -282,25 +232,11 @@ def test_a_worker_dies_and_another_comes(start: Callable[..., ElasticJob]) -> No
     job.add()
     job.wait_for(lambda: len(job.lines(2, "step")) > 3, "steps of the new one", 150)
     job.tell("stop")
-    for worker in (0, 2):
-        job.wait_for_line(worker, "fit", 8)
-    job.kill(2)
-    alone = lambda: job.lines(0, "fit")[-1][1] == "1"  # noqa: E731
-    job.wait_for(alone, "batches of one")
-    before = len(job.lines(0, "fit"))
-    job.wait_for_line(0, "fit", before + 6)
-    job.tell("stop_fit")
-    assert job.wait(0) == 0
+    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
     steps = [int(step) for step, _, _ in job.lines(0, "step")]
     assert steps == list(range(1, len(steps) + 1)), "steps are neither lost nor undone"
     assert all(step == done for step, _, done in job.lines(0, "step"))
     assert job.lines(2, "begin")[0][2] == job.lines(2, "begin")[0][3] != "0"
     assert job.lines(0, "end") == job.lines(2, "end")
-    fitted = [list(map(int, words)) for words in job.lines(0, "fit")]
-    assert [words[0] for words in fitted] == list(range(1, len(fitted) + 1))
-    for epoch in range(fitted[-1][3]):
-        batches = [batch for *_, batch, of in fitted if of == epoch]
-        assert batches[-5:] == list(range(5)), "an epoch that is counted is complete"
-    assert len(job.lines(0, "begin_fit")) == 2
     assert "warning: the ranks' parameters" not in job.story()
     assert "warning: parameters" not in job.story()

@@ -12,22 +12,6 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")
 RANKS = pytest.mark.ranks(3)
 
 
-@pytest.fixture(scope="module")
-def tf() -> Any:
-    """Imported in ranks only."""
-    import tensorflow
-
-    return tensorflow
-
-
-@pytest.fixture(scope="module")
-def hvd() -> Any:
-    """Imported in ranks only."""
-    import ringjax.tensorflow
-
-    return ringjax.tensorflow
-
-
 DTYPES = [
     *("float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"),
     *("uint32", "uint64", "bool", "complex64"),

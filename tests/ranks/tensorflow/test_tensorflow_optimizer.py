@@ -18,22 +18,6 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")
 RANKS = pytest.mark.ranks(3)
 
 
-@pytest.fixture(scope="module")
-def tf() -> Any:
-    """Imported in ranks only."""
-    import tensorflow
-
-    return tensorflow
-
-
-@pytest.fixture(scope="module")
-def hvd() -> Any:
-    """Imported in ranks only."""
-    import ringjax.tensorflow
-
-    return ringjax.tensorflow
-
-
 def legacy(tf: Any, kind: str) -> Any:
     train = tf.compat.v1.train
     return {

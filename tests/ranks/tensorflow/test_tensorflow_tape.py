@@ -24,22 +24,6 @@ RANKS = pytest.mark.ranks(3)
 MODES = pytest.mark.parametrize("mode", ["eager", "function"])
 
 
-@pytest.fixture(scope="module")
-def tf() -> Any:
-    """Imported in ranks only."""
-    import tensorflow
-
-    return tensorflow
-
-
-@pytest.fixture(scope="module")
-def hvd() -> Any:
-    """Imported in ranks only."""
-    import ringjax.tensorflow
-
-    return ringjax.tensorflow
-
-
 @pytest.mark.ranks(2)
 @MODES
 def test_a_tape_gives_everybodys_gradients(world, tf, hvd, mode: str) -> None:
