@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import ringjax
@@ -32,10 +31,6 @@ OPS = ("Sum", "Average", "Min", "Max", "Product")
 
 _SHORT = {"bool": "bool", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
 _LETTER = {"i": "i", "u": "u", "f": "f"}
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def number_of(dtype: np.dtype[Any]) -> int:
@@ -216,29 +211,6 @@ def reopen(**settings: str) -> Device:
     os.environ.update(settings)
     ringjax.init()
     return Device()
-
-
-def draw(
-    size: int, shape: Any, dtype: str = "float32", seed: int = 0
-) -> list[np.ndarray]:
-    """One array for each rank, whose few sums and products are exact in any type.
-
-    `shape` may be a function of the rank.
-    """
-    out = []
-    for rank in range(size):
-        rng = np.random.default_rng((seed, rank))
-        dims = shape(rank) if callable(shape) else shape
-        if dtype == "bool":
-            values = rng.integers(0, 2, dims)
-        elif dtype[-2:] in ("t8", "16", "32", "64") and "int" in dtype:
-            values = rng.integers(0 if dtype[0] == "u" else -4, 5, dims)
-        else:
-            values = rng.integers(-4, 5, dims) / 2
-            if dtype in COMPLEX:
-                values = values + 1j * rng.integers(-4, 5, dims) / 2
-        out.append(np.asarray(values).astype(dtype_of(dtype)))
-    return out
 
 
 def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from ringjax import _native, runtime
-from support.device_calls import dtype_of, empty_like, given
+from support.device_calls import empty_like, given
+from support.draws import dtype_of
 
 
 def without_jax() -> None:

@@ -17,6 +17,8 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ringjax
+
 
 @functools.cache  # launches with the same one are shared
 def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
@@ -112,3 +114,34 @@ def expected(size: int, steps: int = 5, rows: int = 8) -> Any:
         return np.concatenate([data(rank, step, rows) for rank in range(size)])
 
     return train(optax.identity(), parameters(), everything, steps)[0]
+
+
+def train_as_one(world: Any, transform: Any, params: Any, on: Any, **jit: Any) -> None:
+    """Each rank's data on the mesh `on`: as on one device with the data of all."""
+
+    def batch(step: int) -> Any:
+        return jax.device_put(data(world.rank, step), NamedSharding(on, P("d")))
+
+    with jax.set_mesh(on):
+        got, state = train(transform, params, batch, **jit)
+    for key, value in expected(world.size).items():
+        rtol = 2e-2 if value.dtype == jnp.bfloat16 else 1e-12
+        np.testing.assert_allclose(
+            *(np.asarray(v, np.float64) for v in (got[key], value)), rtol, rtol
+        )
+        if AxisType.Explicit in on.axis_types:  # elsewhere XLA chooses
+            where = params[key].sharding
+            assert got[key].sharding.is_equivalent_to(where, value.ndim)
+    same_bits_everywhere(got)
+    assert state[0].seq.tolist() == [5]
+
+
+def same_bits_everywhere(tree: Any) -> None:
+    """On all ranks, and on all devices that have the same."""
+    for leaf in jax.tree.leaves(tree):
+        seen: dict[str, bytes] = {}
+        for shard in leaf.addressable_shards:
+            piece = np.asarray(shard.data).tobytes()
+            assert seen.setdefault(str(shard.index), piece) == piece
+    flat = [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+    assert all(other == flat for other in ringjax.allgather_object(flat))

@@ -12,41 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from support.draws import draw
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
-
-
-def draw(
-    size: int,
-    shape: tuple[int, ...] | Callable[[int], tuple[int, ...]],
-    dtype: str = "float32",
-    seed: int = 0,
-) -> list[np.ndarray]:
-    """One array for each rank; `shape` may depend on the rank.
-
-    The values are small integers or their halves, so that sums and products of a few of
-    them are exact in every dtype.
-    """
-    out = []
-    for rank in range(size):
-        rng = np.random.default_rng((seed, rank))
-        dims = shape(rank) if callable(shape) else shape
-        if dtype == "bool":
-            values = rng.integers(0, 2, dims)
-        elif dtype in INTEGERS:
-            values = rng.integers(0 if dtype[0] == "u" else -4, 5, dims)
-        else:
-            values = rng.integers(-4, 5, dims) / 2
-            if dtype in COMPLEX:
-                values = values + 1j * rng.integers(-4, 5, dims) / 2
-        out.append(np.asarray(values).astype(jnp.dtype(dtype)))
-    return out
 
 
 def draw_all(

@@ -24,12 +24,12 @@ from support.device_calls import (
     OPS,
     DefaultStream,
     NcclLog,
-    draw,
     empty_like,
     equal,
     reduced,
 )
 from support.device_code import HAS_KERNELS, needs_kernels
+from support.draws import draw
 from support.lane_calls import End, Foreign, alive, without_jax
 from support.rank_worker import VARIABLE, World
 from support.stubs import stub_environment

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_calls import Device, dtype_of, open_at_init, reopen, wire
+from support.device_calls import Device, open_at_init, reopen, wire
 from support.device_code import needs_kernels
+from support.draws import dtype_of
 from support.rank_worker import VARIABLE, World
 from support.stubs import stub_environment
 

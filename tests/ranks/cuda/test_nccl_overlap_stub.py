@@ -17,7 +17,6 @@ import pytest
 from support.device_calls import (
     DefaultStream,
     Device,
-    draw,
     empty_like,
     equal,
     open_at_init,
@@ -25,6 +24,7 @@ from support.device_calls import (
     reopen,
 )
 from support.device_code import needs_kernels
+from support.draws import draw
 from support.rank_worker import VARIABLE, World
 from support.stubs import stub_environment
 from support.waiting import until

@@ -21,7 +21,6 @@ from support.device_calls import (
     REDUCIBLE,
     Device,
     NcclLog,
-    draw,
     empty_like,
     equal,
     open_at_init,
@@ -30,6 +29,7 @@ from support.device_calls import (
     wire,
 )
 from support.device_code import HAS_KERNELS, needs_kernels
+from support.draws import draw
 from support.rank_worker import VARIABLE, World
 from support.stubs import stub_environment
 

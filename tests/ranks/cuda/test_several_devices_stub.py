@@ -18,12 +18,12 @@ from support.device_calls import (
     DefaultStream,
     Device,
     NcclLog,
-    draw,
     equal,
     open_at_init,
     reduced,
     reopen,
 )
+from support.draws import draw
 from support.rank_worker import VARIABLE, World
 from support.several_devices import Devices
 from support.stubs import stub_environment

@@ -21,17 +21,12 @@ import ringjax
 from ringjax import Adasum, allreduce
 
 pytestmark = [
+    pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(2),
     pytest.mark.launch("collectives"),
 ]
 
 TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-13}
-
-
-@pytest.fixture(autouse=True)
-def _x64(world: Any) -> Any:
-    with jax.enable_x64(True):
-        yield
 
 
 def adasum(xs: Sequence[np.ndarray]) -> np.ndarray:

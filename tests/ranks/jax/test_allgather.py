@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.stacked import check_derivatives, draw, draw_all, equal, raises
+from support.draws import draw
+from support.stacked import check_derivatives, draw_all, equal, raises
 
 import ringjax
 from ringjax import allgather
 
 # Other numbers of ranks do nothing that three do not; some tests prove it on them.
 pytestmark = [
+    pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _x64(world: Any) -> Any:
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -10,33 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import sparse
-from support.stacked import (
-    COMPLEX,
-    DTYPES,
-    check_derivatives,
-    draw,
-    draw_all,
-    equal,
-    raises,
-)
+from support.draws import draw
+from support.stacked import COMPLEX, DTYPES, check_derivatives, draw_all, equal, raises
 
 import ringjax
 from ringjax import Average, Compression, Max, Min, Product, Sum, allreduce
 
 # Other numbers of ranks do nothing that three do not; some tests prove it on them.
 pytestmark = [
+    pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
 ]
 
 REDUCE = {Min: np.minimum, Max: np.maximum, Product: np.multiply, Sum: np.add}
 BOOL = {Sum: np.logical_or, Max: np.logical_or, Min: np.logical_and}
-
-
-@pytest.fixture(autouse=True)
-def _x64(world: Any) -> Any:
-    with jax.enable_x64(True):
-        yield
 
 
 def oracle(op: int, xs: list[np.ndarray]) -> np.ndarray:

@@ -36,11 +36,6 @@ def rows(count: int = 8) -> np.ndarray:
     return np.arange(4.0 * count).reshape(count, 4)
 
 
-def same_bits_everywhere(tree) -> None:
-    flat = [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-    assert all(other == flat for other in ringjax.allgather_object(flat))
-
-
 def summed(x, size: int):
     """The sum over ranks of ``x * (rank + 1)``."""
     return x * (size * (size + 1) / 2)
@@ -59,23 +54,7 @@ def test_training_is_that_of_one_device_with_all_data(world, name, kind) -> None
     shape, specs = MESHES[name]
     mesh = devices.mesh(shape, kind, jax.devices()[: int(np.prod(shape))])
     params = devices.place(devices.parameters(), specs, mesh)
-
-    def batch(step):
-        mine = devices.data(world.rank, step)
-        return jax.device_put(mine, NamedSharding(mesh, P("d")))
-
-    with jax.set_mesh(mesh):
-        got, state = devices.train(ringjax.allreduce_grads(), params, batch)
-    want = devices.expected(world.size)
-    for key, value in want.items():
-        rtol = 2e-2 if value.dtype == jnp.bfloat16 else 1e-12
-        np.testing.assert_allclose(
-            *(np.asarray(v, np.float64) for v in (got[key], value)), rtol, rtol
-        )
-        if kind is AxisType.Explicit:  # elsewhere XLA chooses
-            assert got[key].sharding.is_equivalent_to(params[key].sharding, value.ndim)
-    same_bits_everywhere(got)
-    assert state[0].seq.tolist() == [5]
+    devices.train_as_one(world, ringjax.allreduce_grads(), params, mesh)
 
 
 def test_donated_and_in_a_scan(world) -> None:
@@ -179,7 +158,7 @@ def test_dtypes_shapes_and_the_wire(world) -> None:
     updates, _ = jax.jit(tx.update)(grads, tx.init(None))
     mean = np.linspace(1, 2, 64) + (n - 1) / 2
     np.testing.assert_allclose(updates["w"], mean, 2e-2)
-    same_bits_everywhere(updates)
+    devices.same_bits_everywhere(updates)
 
 
 def test_uneven_cuts(world) -> None:

@@ -32,22 +32,8 @@ grads_mean = functools.partial(ringjax.allreduce_grads, overlap=True, bucket_byt
 def test_training_is_that_of_one_device_with_all_data(world, kind, donate) -> None:
     mesh = devices.mesh((2, 2), kind)
     params = devices.place(devices.parameters(), devices.TENSOR, mesh)
-
-    def batch(step):
-        mine = devices.data(world.rank, step)
-        return jax.device_put(mine, NamedSharding(mesh, P("d")))
-
     options = {"donate_argnums": (0, 1)} if donate else {}
-    with jax.set_mesh(mesh):
-        got, state = devices.train(grads_mean(), params, batch, **options)
-    for key, value in devices.expected(world.size).items():
-        rtol = 2e-2 if value.dtype == jnp.bfloat16 else 1e-12
-        np.testing.assert_allclose(
-            *(np.asarray(v, np.float64) for v in (got[key], value)), rtol, rtol
-        )
-    flat = [np.asarray(x).tobytes() for x in jax.tree.leaves(got)]
-    assert all(other == flat for other in ringjax.allgather_object(flat))
-    assert state[0].seq.tolist() == [5]
+    devices.train_as_one(world, grads_mean(), params, mesh, **options)
 
 
 def test_every_bucket_starts_and_ends_in_the_program(world) -> None:

@@ -46,17 +46,6 @@ def shared(request, monkeypatch):
     jax.clear_caches()
 
 
-def same_bits_everywhere(tree) -> None:
-    """On all ranks, and on all devices that have the same."""
-    for leaf in jax.tree.leaves(tree):
-        seen: dict[str, bytes] = {}
-        for shard in leaf.addressable_shards:
-            data = np.asarray(shard.data).tobytes()
-            assert seen.setdefault(str(shard.index), data) == data
-    flat = [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-    assert all(other == flat for other in ringjax.allgather_object(flat))
-
-
 def sent() -> int:
     return runtime.communicator().stats().get("allreduce", {"bytes": 0})["bytes"]
 
@@ -67,22 +56,7 @@ def test_training_is_that_of_one_device_with_all_data(world, name, kind) -> None
     shape, specs = MESHES[name]
     mesh = devices.mesh(shape, kind)
     params = devices.place(devices.parameters(), specs, mesh)
-
-    def batch(step):
-        mine = devices.data(world.rank, step)
-        return jax.device_put(mine, NamedSharding(mesh, P("d")))
-
-    with jax.set_mesh(mesh):
-        got, state = devices.train(ringjax.allreduce_grads(), params, batch)
-    for key, value in devices.expected(world.size).items():
-        rtol = 2e-2 if value.dtype == jnp.bfloat16 else 1e-12
-        np.testing.assert_allclose(
-            *(np.asarray(v, np.float64) for v in (got[key], value)), rtol, rtol
-        )
-        if kind is AxisType.Explicit:
-            assert got[key].sharding.is_equivalent_to(params[key].sharding, value.ndim)
-    same_bits_everywhere(got)
-    assert state[0].seq.tolist() == [5]
+    devices.train_as_one(world, ringjax.allreduce_grads(), params, mesh)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
@@ -116,7 +90,7 @@ def test_every_cut_of_every_shape_and_type(world, kind) -> None:
             np.testing.assert_array_equal(np.asarray(out[key]), want)
             kept = out[key].sharding.is_equivalent_to(x[key].sharding, np.ndim(value))
             assert kept or np.size(value) == 0
-        same_bits_everywhere(out)
+        devices.same_bits_everywhere(out)
 
 
 def test_a_mesh_that_is_set_does_not_cut_one_devices_part(world) -> None:
@@ -127,7 +101,7 @@ def test_a_mesh_that_is_set_does_not_cut_one_devices_part(world) -> None:
         mine = jax.device_put(x, NamedSharding(mesh, P()))
         got = jax.jit(lambda v: ringjax.allreduce(v, op=ringjax.Sum))(mine)
     np.testing.assert_array_equal(got, x * world.size)
-    same_bits_everywhere(got)
+    devices.same_bits_everywhere(got)
 
 
 def test_broadcast_and_a_mesh_of_some_devices(world) -> None:
@@ -136,7 +110,7 @@ def test_broadcast_and_a_mesh_of_some_devices(world) -> None:
     mine = jax.device_put(x * (world.rank + 1), NamedSharding(mesh, P()))
     got = jax.jit(lambda v: ringjax.broadcast(v, root_rank=1))(mine)
     np.testing.assert_array_equal(got, x * 2)
-    same_bits_everywhere(got)
+    devices.same_bits_everywhere(got)
 
 
 def test_in_a_scan_and_beside_other_calls(world) -> None:
@@ -156,7 +130,7 @@ def test_in_a_scan_and_beside_other_calls(world) -> None:
     np.testing.assert_allclose(params, np.full((8, 2), factor**4), 1e-12)
     want = [16 * world.size * factor**i for i in range(4)]
     np.testing.assert_allclose(totals, want, 1e-12)
-    same_bits_everywhere(params)
+    devices.same_bits_everywhere(params)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -192,7 +166,7 @@ def test_inside_of_shard_map(world, check_vma) -> None:
     assert state.seq.tolist() == [1]
     if check_vma:
         assert bytes_sent <= 8 * (28 + 56 + 1 + 56 + 4 * 4)
-        same_bits_everywhere((updates, most))
+        devices.same_bits_everywhere((updates, most))
 
 
 def test_the_calls_of_cuda_devices(world) -> None:
@@ -247,7 +221,7 @@ def test_gradients_that_are_all_alike_inside_of_shard_map(world, check_vma) -> N
     assert sent() - before == 8 * 24 * (1 if check_vma else 4)
     np.testing.assert_allclose(updates, np.full((8, 3), 2.0 + 2 * world.size), 1e-12)
     if check_vma:
-        same_bits_everywhere(updates)
+        devices.same_bits_everywhere(updates)
 
 
 def test_devices_that_have_not_been_joined(world, monkeypatch) -> None:
