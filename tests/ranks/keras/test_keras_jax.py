@@ -9,19 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-pytest.register_assert_rewrite(
-    "support.keras_alike_checks",
-    "support.keras_checks",
-    "support.keras_callback_checks",
-    "support.keras_fit_checks",
-)
-
-from support.keras_alike_checks import *  # noqa: E402, F403
-from support.keras_callback_checks import *  # noqa: E402, F403
-from support.keras_checks import *  # noqa: E402, F403
-from support.keras_checks import build  # noqa: E402
-from support.keras_fit_checks import *  # noqa: E402, F403
+from support.keras_alike_checks import *  # noqa: F403
+from support.keras_callback_checks import *  # noqa: F403
+from support.keras_checks import *  # noqa: F403
+from support.keras_checks import build
+from support.keras_fit_checks import *  # noqa: F403
 
 pytestmark = [
     pytest.mark.usefixtures("world"),

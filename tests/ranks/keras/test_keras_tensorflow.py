@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-pytest.register_assert_rewrite(
-    "support.keras_alike_checks",
-    "support.keras_checks",
-    "support.keras_callback_checks",
-    "support.keras_fit_checks",
-)
-
-from support.keras_checks import (  # noqa: E402
+from support.keras_checks import (
     build,
     check_names_and_arguments,
     fit,
@@ -20,7 +12,7 @@ from support.keras_checks import (  # noqa: E402
     same_everywhere,
     share,
 )
-from support.keras_smoke import *  # noqa: E402, F403
+from support.keras_smoke import *  # noqa: F403
 
 pytestmark = [
     pytest.mark.usefixtures("world"),

@@ -6,16 +6,8 @@ Where the adapter is cheapest to test, on three: a process set of two is not all
 from __future__ import annotations
 
 import pytest
-
-pytest.register_assert_rewrite(
-    "support.keras_alike_checks",
-    "support.keras_checks",
-    "support.keras_callback_checks",
-    "support.keras_fit_checks",
-)
-
-from support.keras_alike_checks import *  # noqa: E402, F403
-from support.keras_smoke import *  # noqa: E402, F403
+from support.keras_alike_checks import *  # noqa: F403
+from support.keras_smoke import *  # noqa: F403
 
 pytestmark = [
     pytest.mark.usefixtures("world"),

@@ -1,0 +1,10 @@
+"""The checks that several files of this folder import are tests, too."""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "support.keras_alike_checks",
+    "support.keras_checks",
+    "support.keras_callback_checks",
+    "support.keras_fit_checks",
+)
