@@ -12,8 +12,8 @@ sys.path.append(str(ROOT))
 from benchmarks.hosts import many_ranks
 
 
-def test_clients_of_the_rendezvous(capfd: pytest.CaptureFixture[str]) -> None:
-    row = many_ranks.rendezvous(5)
+def test_clients_of_the_coordinator(capfd: pytest.CaptureFixture[str]) -> None:
+    row = many_ranks.gather(5)
     assert row["clients"] == 5
     assert row["peak MiB"] >= 0
     assert {"gather s", "exchange s", "end s", "cpu s"} < row.keys()
