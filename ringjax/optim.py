@@ -359,7 +359,7 @@ def _check_travel(overlap: Any, bucket_bytes: int | None) -> None:
 
 
 def _sharers(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any, Any]:
-    """Those with the same shards, if it means all ranks, and their communicator.
+    """The ranks with the same shards, where all ranks are meant; their communicator.
 
     And that of whose hosts it is to be asked: the programs of a group must be the same.
     """

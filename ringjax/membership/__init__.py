@@ -1,4 +1,4 @@
-"""Who belongs to a job, and what becomes of the calls that a loss breaks off.
+"""The members of a job, and the outcome of the calls that a loss breaks off.
 
 The rules, without I/O and clocks, so that a simulation can drive them:
     membership   what every message and every moment changes

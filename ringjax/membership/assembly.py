@@ -214,7 +214,7 @@ class Assembly:
         self.leave(worker)
 
     def missing(self) -> str:
-        """Who has not come, for a sentence."""
+        """Names the workers that have not come, for a sentence."""
         if self._rules.stops:
             size = self._rules.np
             absent = [rank for rank in range(size) if rank not in self._new]

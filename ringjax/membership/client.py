@@ -105,7 +105,7 @@ SILENT = Patience(lambda text: None, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a rank must know to join; the addresses are "host:port,..."."""
+    """How a rank reaches its coordinator; the addresses are "host:port,..."."""
 
     addresses: str
     secret: bytes = field(repr=False)
@@ -188,12 +188,16 @@ def join(
                 why += "; set MASTER_ADDR to a name or address that this host knows"
             if time.monotonic() + pause >= deadline:
                 kind = AuthenticationError if stranger else StartupError
-                name = f"{'worker' if elastic_timeout else 'rank'} {worker}"
-                limit = f"within {timeout:g} s"
-                raise kind(f"{name} could not join its job {limit}: {why}") from error
+                name, limit = _name(worker, elastic_timeout > 0), f"{timeout:g} s"
+                text = f"{name} could not join its job within {limit}: {why}"
+                raise kind(text) from error
             patience.nobody(why)
-        time.sleep(pause)
+        time.sleep(pause)  # the coordinator cannot tell a rank when it will listen
         pause = min(1.5 * pause, PAUSE)
+
+
+def _name(worker: int, elastic: bool) -> str:
+    return f"{'worker' if elastic else 'rank'} {worker}"
 
 
 class CoordinatorClient:
@@ -213,8 +217,7 @@ class CoordinatorClient:
         self, worker: int, connection: Connection, hello: dict[str, Any]
     ) -> None:
         self.worker = worker
-        kind = "worker" if connection.comes_back else "rank"
-        self.name = f"{kind} {worker}"
+        self.name = _name(worker, connection.comes_back)
         self._first: Members | Welcome | Dismissed | None = None
         self.members: tuple[Member, ...] = ()
         self.epoch, self.rank, self.size = -1, -1, 0

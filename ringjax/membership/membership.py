@@ -1,4 +1,4 @@
-"""Who belongs to a job: the rules, as a state machine without clock or I/O.
+"""The rules that decide the members of a job: a state machine, no clock, no I/O.
 
 Events come in as calls with the time of day; what is to be sent and told comes out of
 `take`. One authority decides, so members can only go on through it, and a worker that

@@ -258,7 +258,7 @@ class Notice:
             raise StartupError(f"cannot write {self.path}: {error.strerror}") from error
 
     def ticket(self) -> Ticket:
-        """As `read`; raises OSError if there is none."""
+        """The ticket that `read` finds; raises OSError if rank 0 has left none."""
         ticket = self.read()  # perhaps what a dead job left behind
         if ticket is None:
             raise OSError(self._absent)

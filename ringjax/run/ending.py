@@ -34,7 +34,7 @@ AT_ONCE: Plan = ((0.0, signal.SIGKILL), (0.2, None))
 # Errors that say "another rank failed". They blame somebody else.
 _CONSEQUENCE = re.compile(
     r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
-    # What JAX says in a process of the same group.
+    # JAX says this in another process of the group that the failed rank is in.
     r"|\bGloo \w+ failed\b|\bcoordination service\b"
 )
 
@@ -133,7 +133,7 @@ def fate(
     last_words: str = "",
     how: str = "",
 ) -> str:
-    """What became of a rank, to be put behind its name.
+    """Says how a rank has failed, for a sentence that begins with its name.
 
     Args:
         code: its exit code, not 0.
@@ -179,7 +179,7 @@ def one_line(text: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """Of a traceback, what it ends with."""
+    """The last line of a traceback, which names the error."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return lines[-1] if lines else ""
 

@@ -133,7 +133,7 @@ class Job:
         return self._handing
 
     def _own(self) -> list[Worker]:
-        """Those that run on hosts that have not come by themselves."""
+        """The workers on hosts that ringrun itself has reached (not --listen)."""
         workers = self._table.running()
         return [w for w in workers if not self._fleet.has_come(w.seat.host)]
 
@@ -400,7 +400,7 @@ class Job:
             changed = f"the members have changed {table.resets} times"
             self._give_up(f"{changed}; the reset limit is {limit}")
 
-    # What the fleet reports.
+    # Called by the fleet.
 
     def started(self, name: int, pid: int) -> None:
         """Notes the process."""
@@ -461,7 +461,7 @@ class Job:
     def _outcome(self) -> Outcome:
         if (number := self._ending.signalled) is not None:
             name = signal.Signals(number).name
-            # As if SIGPIPE had ended ringrun: nobody wants to know any more.
+            # The reader of ringrun's output has gone: there is nobody to tell.
             why = "" if name == "SIGPIPE" else f"ended by {name}"
             return Outcome(128 + number, reason=why)
         if self._handing:

@@ -70,8 +70,7 @@ class Seat:
 
     def gone(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
-        client = self._world.client
-        return {} if client is None else client.gone()
+        return self._world.gone()
 
 
 class Alone(Seat):

@@ -15,6 +15,7 @@ from typing import Any
 
 from ringjax import _native, stderr
 from ringjax.config import LOG_LEVELS, Config
+from ringjax.control.listener import Reception
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost, RingjaxError
 from ringjax.links.mesh import Fabric
@@ -76,6 +77,7 @@ class EpochSequence:
         self.device: tuple[Sequence[int], str] | None = None
         self._registry = registry
         self._meeting: Meeting | None = None
+        self._reception: Reception | None = None
         self._former: forming.Former | None = None
         self._epoch: Epoch | None = None
         self._end: tuple[type[RingjaxError], str] | None = None
@@ -122,6 +124,10 @@ class EpochSequence:
         """One line on standard error, if the level is wanted."""
         if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
             stderr.line(f"[{self._prefix}] {level}: {text}")
+
+    def gone(self) -> dict[int, str]:
+        """The ranks that are known to have gone, and why."""
+        return {} if self.client is None else self.client.gone()
 
     # -- waiting -----------------------------------------------------------------------
 
@@ -284,13 +290,11 @@ class EpochSequence:
         if before is not None:
             before.leave()
             before.close()
-        self._retire(epoch.number)
+        if self._reception is not None:
+            self._reception.retire(epoch.number)
         if members.lost and members.rank == 0:
             size = epoch.standing.size
             self.log("info", f"going on with {size} ranks: {why}")
-
-    def _retire(self, number: int) -> None:
-        """Nobody calls for an epoch before this one any more."""
 
     def complete(self, members: Members) -> None:
         """Connects what `link` has left; raises as it does."""
@@ -366,5 +370,4 @@ class _Watch:
 
     def gone(self) -> dict[int, str]:
         self._world.check_epoch(self._epoch)
-        client = self._world.client
-        return {} if client is None else client.gone()
+        return self._world.gone()

@@ -80,9 +80,8 @@ class World(EpochSequence):
         self.calls = Calls(self.lanes)
         self.rehearsal = Rehearsal(self)
         self.recovery: Recovery | None = None
-        self.privates: dict[tuple[int, ...], int] = {}  # see Program
+        self.privates: dict[tuple[int, ...], int] = {}  # see elastic_requests
         self.tuned, self.secret = "", b""
-        self._reception: Reception | None = None
         self._whereabouts: Whereabouts | None = None
         self._telling: Reporter | Teller | None = None
         self._recording: Recording | None = None
@@ -410,10 +409,6 @@ class World(EpochSequence):
         if self.generation is None and not self.calls.serving:
             self.rehearsal.begin(what)
 
-    def gone(self) -> dict[int, str]:
-        """The ranks that are known to have gone, and why."""
-        return {} if self.client is None else self.client.gone()
-
     def agree(self, what: str, ranks: Sequence[int]) -> None:
         """All ranks say the same; raises Mismatch if one does not."""
         text = str(list(ranks[:32])) + ("..." if len(ranks) > 32 else "")
@@ -431,10 +426,6 @@ class World(EpochSequence):
         self.end_telling()
         super().stop()
         self.end_profile()
-
-    def _retire(self, number: int) -> None:
-        if self._reception is not None:
-            self._reception.retire(number)
 
     def close(self) -> None:
         """Leaves the job. Bounded in time; may be called on half of a world."""
