@@ -107,3 +107,12 @@ def test_expected():
         "   3 no device here (test_it.py::test_some[0])",
         "   1 no root (test_it.py::test_another)",
     ]
+
+
+def test_the_choice_of_ci_names_tests_that_exist() -> None:
+    choice = "source <(sed -n '/^CHOSEN=(/,/^)/p' .ci/run); printf '%s\n' ${CHOSEN[@]}"
+    names = subprocess.check_output(["bash", "-c", choice], cwd=ROOT, text=True)
+    assert len(names.split()) > 10
+    for name in names.split():
+        file, _, test = name.partition("::")
+        assert (f"def {test}" if test else "") in (ROOT / file).read_text(), name
