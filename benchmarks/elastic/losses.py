@@ -149,7 +149,7 @@ class Ringjax(Job):
         super().__init__(*job)
         self.processes, self.devices = processes, devices
 
-    def begin(self) -> None:  # noqa: D102
+    def begin(self) -> None:
         words: list[object] = [sys.executable, "-m", "ringjax.run", "-np"]
         words += [self.replicas * self.processes, "--min-np", self.processes]
         words += ["--group-size", self.processes, sys.executable, PROGRAM, "ringjax"]
@@ -165,7 +165,7 @@ class Jax(Job):
         super().__init__(*job)
         self._heartbeat, self._started = heartbeat, 0
 
-    def begin(self) -> None:  # noqa: D102
+    def begin(self) -> None:
         port, self._started = _free_port(), self._started + 1
         for rank in range(self.replicas):
             self.spawn(
@@ -177,7 +177,7 @@ class Jax(Job):
                 LOSSES_HEARTBEAT=self._heartbeat,
             )
 
-    def killed(self, victim: str) -> float | None:  # noqa: D102
+    def killed(self, victim: str) -> float | None:
         deadline = time.monotonic() + PATIENCE
         for process in self.children.values():
             try:
@@ -200,7 +200,7 @@ class Torchft(Job):
         super().__init__(*job)
         self._lighthouse, self._port = lighthouse, _free_port()
 
-    def begin(self) -> None:  # noqa: D102
+    def begin(self) -> None:
         server = Path(self.python).with_name("torchft_lighthouse")
         words = ["--min_replicas", 1, "--bind", f"[::]:{self._port}"]
         self.spawn("lighthouse", [server, *words, *self._lighthouse.split()])
@@ -213,7 +213,7 @@ class Torchft(Job):
         words = [self.python, PROGRAM, "torchft"]
         self.spawn(name, words, LOSSES_RANK=rank, TORCHFT_LIGHTHOUSE=where)
 
-    def killed(self, victim: str) -> None:  # noqa: D102
+    def killed(self, victim: str) -> None:
         self.children.pop(victim).wait()
         times, rank = victim.split("-")
         self._spawn(f"{int(times) + 1}-{rank}")

@@ -276,8 +276,8 @@ def test_ctrl_c_ends_a_waiting_job_within_two_seconds(
     assert job.wait(40) == 128 + signal.SIGINT, job.logs()
     assert watch.runs()
     assert leaks.settle(lambda: list(leaks.processes(job.id).values())) == []
-    # None had to be killed. A rank that hears of a lost one first may be interrupted while
-    # it tells of that: then the traceback shows the line, with these words.
+    # No rank had to be killed. SIGINT may interrupt a rank that already reports a lost
+    # peer: then the words are in the source line of its traceback.
     outputs = [job.output(rank) for rank in range(3)]
     assert all("caught at " in output for output in outputs), job.logs()
     assert any("KeyboardInterrupt" in output for output in outputs), job.logs()
