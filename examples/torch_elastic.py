@@ -6,7 +6,7 @@
 As `jax_elastic.py`, with Horovod's names: a program for Horovod's elastic mode looks
 the same, with another import. Needs ``pip install "ringjax[torch,examples]"``.
 
-To go further: docs/from-horovod.md tells what is different from Horovod.
+To go further: docs/migrate/from-horovod.md tells what is different from Horovod.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def check_recipe(recipe: Path) -> None:
 
 def start_program() -> str:
     """The first program of the documentation."""
-    page = (wheels.ROOT / "docs" / "start.md").read_text()
+    page = (wheels.ROOT / "docs" / "start" / "first-program.md").read_text()
     found = re.search(r"(?ms)^```python\n(.*?)^```", page)
     assert found
     return found[1]

@@ -299,7 +299,7 @@ def tables(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def markdown(outcomes: Sequence[Outcome], title: str) -> str:
-    """What is pasted into docs/gpu-results.md."""
+    """What is pasted into docs/developers/gpu-results.md."""
     every = tables(outcomes)
     parts = [f"## {title}", "", markdown_table(every[-1])]
     parts += [markdown_table(table) for table in every[:-1]]

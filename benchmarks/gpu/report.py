@@ -121,7 +121,7 @@ def text_table(table: dict[str, Any]) -> str:
 
 
 def markdown_table(table: dict[str, Any]) -> str:
-    """A table for docs/gpu-results.md."""
+    """A table for docs/developers/gpu-results.md."""
     lines = [f"### {table['title']}", ""]
     width = max(map(len, [table["head"], *table["rows"]]))
     for number, row in enumerate([table["head"], *table["rows"]]):

@@ -1,8 +1,8 @@
 """What becomes of every HOROVOD_* variable: which setting it is, or why it is none.
 
-One table for the log, the tests and docs/from-horovod.md, which holds what `python -m
-ringjax.settings.horovod_variables` prints. Reads nothing: config.py does, and its
-fields say which variables they listen to.
+One table for the log, the tests and docs/reference/horovod.md, where the output of
+`python -m ringjax.settings.horovod_variables` stands. This module reads no variable:
+config.py does, and its fields say which variables they listen to.
 """
 
 from __future__ import annotations

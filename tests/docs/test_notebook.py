@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.launch import ROOT, environment
 
-NOTEBOOK = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
+NOTEBOOK = json.loads((ROOT / "docs" / "start" / "notebook.ipynb").read_text())
 # As an interactive session has it: what an expression is worth is printed.
 SCRIPT = """
 import ast, sys
@@ -56,4 +56,4 @@ def test_its_links_lead_somewhere() -> None:
     targets = [part.partition(")")[0] for part in text.split("](")[1:]]
     assert targets
     for target in targets:
-        assert (ROOT / "docs" / target.partition("#")[0]).is_file(), target
+        assert (ROOT / "docs" / "start" / target.partition("#")[0]).is_file(), target

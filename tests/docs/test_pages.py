@@ -20,25 +20,25 @@ PAGES = {
     )
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
-del PAGES["docs/recipes.md"], PAGES["docs/engines.md"]
+del PAGES["docs/train/recipes.md"], PAGES["docs/run/launchers.md"]
 PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
 
 # What ends the process, as the page says.
-NOT_RUN = {("docs/from-horovod.md", 0)}
+NOT_RUN = {("docs/migrate/from-horovod.md", 0)}
 BEFORE = {
-    ("docs/from-horovod.md", 1): """
+    ("docs/migrate/from-horovod.md", 1): """
         import numpy as np
 
         gradients = {"w": np.full(3, 1.0, "f4"), "b": np.full(2, 2.0, "f4")}
     """,
-    ("docs/api/tensorflow.md", 1): """
+    ("docs/reference/api/tensorflow.md", 1): """
         import threading
         from ringjax.tensorflow.data.compute_worker import main
 
         job = threading.Thread(target=main, args=(1, "compute", "compute.json", 30))
         job.start()
     """,
-    ("docs/sharp-bits.md", 0): """
+    ("docs/operate/sharp-bits.md", 0): """
         import jax.numpy as jnp
         import ringjax
 
@@ -52,23 +52,23 @@ BEFORE = {
 }
 AFTER = {
     (
-        "docs/start.md",
+        "docs/start/first-program.md",
         0,
     ): "assert loss < 1e-2 and np.allclose(params, np.arange(8), atol=0.1)",
-    ("docs/api/jax.md", 1): """
+    ("docs/reference/api/jax.md", 1): """
         assert (float(least[0]), float(product[0])) == (1, 2)
         assert np.allclose(combined, 1.5)
         assert np.allclose([first[0], second[0]], [2, 20])
         assert np.allclose(part, 3) and sorted(map(float, swapped)) == [1, 1, 2, 2]
     """,
-    ("docs/api/torch.md", 0): """
+    ("docs/reference/api/torch.md", 0): """
         assert all(r is not None for r in results) and x[0] == 1.5 and len(parts) == 2
     """,
-    ("docs/api/tensorflow.md", 0): """
+    ("docs/reference/api/tensorflow.md", 0): """
         assert [int(n) for n in who()] == [hvd.rank(), 2, hvd.local_rank(), 2, 1]
         assert variable.numpy() == 0 and parts[0].numpy().tolist() == [2, 2]
     """,
-    ("docs/api/tensorflow.md", 1): """
+    ("docs/reference/api/tensorflow.md", 1): """
         assert seen == 128
         hvd.broadcast_object(0)
         if hvd.rank() == 0:
@@ -76,23 +76,23 @@ AFTER = {
         job.join(30)
         assert not job.is_alive()
     """,
-    ("docs/jit.md", 0): "assert float(loss) > 0",
-    ("docs/jit.md", 1): "assert float(params.sum()) < 8",
-    ("docs/jit.md", 2): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
-    ("docs/elastic.md", 0): "assert state.step == 12",
-    ("docs/profiling.md", 0): """
+    ("docs/train/jax.md", 0): "assert float(loss) > 0",
+    ("docs/train/jax.md", 1): "assert float(params.sum()) < 8",
+    ("docs/train/jax.md", 2): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
+    ("docs/operate/elastic.md", 0): "assert state.step == 12",
+    ("docs/operate/profiling.md", 0): """
         import os
 
         assert ringjax.rank() > 0 or os.path.exists(folder + "/profile.tar")
     """,
-    ("docs/profiling.md", 1): """
+    ("docs/operate/profiling.md", 1): """
         import json, pathlib
 
         if ringjax.rank() == 0:
             assert json.loads(pathlib.Path("timeline.json").read_text())
     """,
-    ("docs/sharp-bits.md", 0): "assert float(loss) == 3",
-    ("docs/shards.md", 0): """
+    ("docs/operate/sharp-bits.md", 0): "assert float(loss) == 3",
+    ("docs/train/several-devices.md", 0): """
         assert len(params["w"].sharding.device_set) == 4
         assert np.allclose(ringjax.allreduce(params["w"]), params["w"])
     """,

@@ -1,4 +1,4 @@
-"""Every program of docs/recipes.md runs as it stands there, and does what it says.
+"""Every program of docs/train/recipes.md runs unchanged and does what the page says.
 
 Each gets a few lines more, which look at what it has left behind. In processes of their
 own, as one of them loads TensorFlow.
@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 from support.launch import ROOT, StartJob
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs" / "train" / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"(?ms)^## ([^\n]*)\n.*?^```python\n(.*?)^```", PAGE))
 
 # All ranks have the same numbers in a tree.

@@ -315,7 +315,7 @@ def test_bad_arguments(world) -> None:
 
 
 def test_any_framework_that_speaks_dlpack(world) -> None:
-    """As MXNet's arrays do; docs/from-horovod.md."""
+    """As MXNet's arrays do; docs/migrate/from-horovod.md."""
 
     class Foreign:
         """An array of a framework that ringjax has never heard of."""

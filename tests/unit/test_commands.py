@@ -196,7 +196,7 @@ make dcos  # !! dcos
 def test_what_is_broken_is_named(tmp_path: Path) -> None:
     files = {
         "README.md": BROKEN,
-        "docs/hosts.md": """```sh
+        "docs/run/hosts.md": """```sh
 if # !! unexpected
 ```
 ```dockerfile

@@ -1,6 +1,7 @@
 """The layers of the house: who may import or include whom, and how files are named.
 
-What each package is: docs/architecture.md. A new package needs a place in `FLOORS`.
+docs/developers/architecture.md says what each package is. A new package needs a place
+in `FLOORS`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_numbers_are_read_as_they_were(value: float) -> None:
 
 
 def test_the_documentation_lists_all_of_them() -> None:
-    page = (ROOT / "docs/monitoring.md").read_text()
+    page = (ROOT / "docs/operate/monitoring.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `ringjax_")]
     listed: dict[str, str] = {}
     for row in rows:

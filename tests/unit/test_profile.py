@@ -442,6 +442,6 @@ def test_show_says_what_is_wrong(
 
 
 def test_the_documented_example_is_like_what_is_printed() -> None:
-    page = (ROOT / "docs" / "profiling.md").read_text()
+    page = (ROOT / "docs" / "operate" / "profiling.md").read_text()
     for word in ("exposed comm", "waiting", "last in", "late by", "<- slowest"):
         assert word in page

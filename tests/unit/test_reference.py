@@ -15,6 +15,7 @@ from pathlib import Path
 
 from support.tree import Tree, expect_offences, report
 
+NOTEBOOK = "docs/start/notebook.ipynb"
 NAMES = r"```\{ringjax-names\} (\S+)\n(?::names: (.*)\n)?"
 # Nobody writes them: what `profile` returns, what a command runs, what never comes.
 WITHOUT = {"Profile", "compute_worker_fn", "HorovodVersionMismatchError"}
@@ -29,7 +30,7 @@ def _examples(tree: Tree) -> Iterator[str]:
                     yield example.source
     for page in ["README.md", *tree.files("docs", ".md")]:
         yield from re.findall(r"(?ms)^```python\n(.*?)^```", tree.text(page))
-    for cell in json.loads(tree.text("docs/notebook.ipynb"))["cells"]:
+    for cell in json.loads(tree.text(NOTEBOOK))["cells"]:
         if cell["cell_type"] == "code":
             yield "".join(cell["source"])
 
@@ -52,7 +53,7 @@ def _public(tree: Tree, module: str) -> list[str]:
 
 def names_have_an_example(tree: Tree) -> Iterator[str]:
     used = {word for text in _examples(tree) for word in re.findall(r"\w+", text)}
-    pages = tree.files("docs/api", ".md")
+    pages = tree.files("docs/reference/api", ".md")
     blocks = [block for page in pages for block in tree.matches(NAMES, page)]
     assert blocks, "no page has a block of names"
     for place, block in blocks:
@@ -71,8 +72,8 @@ def test_a_name_has_an_example_that_runs() -> None:
 def test_a_name_without_an_example_is_named(tmp_path: Path) -> None:
     files = {
         "README.md": "```python\none()\n```\n",
-        "docs/notebook.ipynb": '{"cells": [{"cell_type": "code", "source": ["two"]}]}',
-        "docs/api/a.md": """
+        NOTEBOOK: '{"cells": [{"cell_type": "code", "source": ["two"]}]}',
+        "docs/reference/api/a.md": """
 ```{ringjax-names} ringjax.a
 ```{ringjax-names} ringjax.a
 :names: one gone
@@ -85,7 +86,7 @@ def test_a_name_without_an_example_is_named(tmp_path: Path) -> None:
         "ringjax/c.py": "def f():\n  '>>> three()\\n>>> skipped() # doctest: +SKIP'",
         "ringjax/d.py": "_private = 1",
     }
-    page = "docs/api/a.md"
+    page = "docs/reference/api/a.md"
     expected = [f"{page}:2: no example uses skipped of ringjax.a"]
     expected += [f"{page}:3: no example uses gone of ringjax.a"]
     expected += [

@@ -49,7 +49,7 @@ def _toctree(page: str) -> set[str]:
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
-    api = {f"api/{page}" for page in _toctree("api/index")}
+    api = {f"reference/api/{page}" for page in _toctree("reference/api/index")}
     assert _toctree("index") | api | {"index"} == PAGES
 
 
@@ -93,7 +93,9 @@ def test_ten_questions_are_one_click_from_their_answers() -> None:
 
 
 def test_every_public_name_has_its_place_in_the_reference() -> None:
-    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    text = "".join(
+        page.read_text() for page in (DOCS / "reference" / "api").glob("*.md")
+    )
     listed = {n for names in re.findall(r":names: (.*)", text) for n in names.split()}
     modules = set(re.findall(r"\{ringjax-names\} ringjax\.(\w+)", text))
     missing = set(ringjax.__all__) - listed - modules

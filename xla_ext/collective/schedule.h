@@ -3,7 +3,7 @@
 // A schedule is pure data: no threads, no sockets, no clock. It means that its steps
 // run one after the other; the executor overlaps steps that do not conflict, message by
 // message and segment by segment (engine/call/plan.h). The words *chunk*, *segment* and
-// *step* are explained in docs/glossary.md.
+// *step* are explained in docs/developers/glossary.md.
 #pragma once
 
 #include <algorithm>

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.launch("collectives")
 STEPS = 15
 ONE_WORKER = {"NPROC": "1"}
 WORKERS = {"NPROC": "4"}
-# As the program was called (docs/sharp-bits.md).
+# As the program was called (docs/operate/sharp-bits.md).
 ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 DISAGREE = r"(?s)RINGJAX\[.*(ranks disagree|has not called)"
 
