@@ -23,7 +23,7 @@ T = TypeVar("T")
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?![\d.])")
 
 
-def _patient(question: Callable[[], Any]) -> Callable[..., Any]:
+def _with_verbose(question: Callable[[], Any]) -> Callable[..., Any]:
     """A question of `runtime.build` with Horovod's `verbose`, which is ignored."""
 
     def ask(verbose: bool = False) -> Any:
@@ -33,14 +33,14 @@ def _patient(question: Callable[[], Any]) -> Callable[..., Any]:
     return ask
 
 
-mpi_built = _patient(build.mpi_built)
-gloo_built = _patient(build.gloo_built)
-nccl_built = _patient(build.nccl_built)
-ddl_built = _patient(build.ddl_built)
-ccl_built = _patient(build.ccl_built)
-cuda_built = _patient(build.cuda_built)
-rocm_built = _patient(build.rocm_built)
-sycl_built = _patient(build.sycl_built)
+mpi_built = _with_verbose(build.mpi_built)
+gloo_built = _with_verbose(build.gloo_built)
+nccl_built = _with_verbose(build.nccl_built)
+ddl_built = _with_verbose(build.ddl_built)
+ccl_built = _with_verbose(build.ccl_built)
+cuda_built = _with_verbose(build.cuda_built)
+rocm_built = _with_verbose(build.rocm_built)
+sycl_built = _with_verbose(build.sycl_built)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -13,18 +13,18 @@ from ringjax.errors import HorovodInternalError as HorovodInternalError
 from ringjax.keras import callbacks as callbacks
 from ringjax.keras import elastic as elastic
 from ringjax.keras.backends import backend
+from ringjax.keras.operations import allgather as allgather
+from ringjax.keras.operations import allreduce as allreduce
+from ringjax.keras.operations import broadcast as broadcast
+from ringjax.keras.operations import (
+    broadcast_global_variables as broadcast_global_variables,
+)
+from ringjax.keras.operations import reducescatter as reducescatter
 from ringjax.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringjax.keras.optimizer import (
     PartialDistributedOptimizer as PartialDistributedOptimizer,
 )
 from ringjax.keras.saving import load_model as load_model
-from ringjax.keras.values import allgather as allgather
-from ringjax.keras.values import allreduce as allreduce
-from ringjax.keras.values import broadcast as broadcast
-from ringjax.keras.values import (
-    broadcast_global_variables as broadcast_global_variables,
-)
-from ringjax.keras.values import reducescatter as reducescatter
 from ringjax.ops import Adasum as Adasum
 from ringjax.ops import Average as Average
 from ringjax.ops import Max as Max

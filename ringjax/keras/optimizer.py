@@ -2,7 +2,7 @@
 
 Behaviour, names and errors are Horovod's. The result's class is a subclass of the
 optimizer's own and has its name, so that models which are saved with it can be loaded
-with and without ringjax. Which gradients travel, and how, is in distribution.py.
+with and without ringjax. Which gradients travel, and how, is in reducer.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from typing import Any
 import keras
 
 from ringjax.horovod.functions import local_variables
-from ringjax.keras import adjustments
+from ringjax.keras import keras_patches
 from ringjax.keras.backends import backend
-from ringjax.keras.distribution import Distribution, Groups, Settings, checked
+from ringjax.keras.reducer import (
+    GradientReducer,
+    Groups,
+    OptimizerOptions,
+    check_options,
+)
 from ringjax.ops import Average
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
-class Counted:
+class AggregationCounter:
     """What Horovod's tests and programs look at: how many passes have been made.
 
     Attributes:
@@ -37,28 +42,28 @@ _Plain: Any = object  # in an optimizer, the class of Keras that follows
 class _DistributedOptimizer(_Plain):
     """What comes before an optimizer's own class; see `DistributedOptimizer`."""
 
-    _ringjax_settings: Settings  # of the class
-    _distribution: Distribution
+    _ringjax_options: OptimizerOptions  # of the class
+    _reducer: GradientReducer
     built: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._distribution = Distribution(self._ringjax_settings, self._var_key)
+        self._reducer = GradientReducer(self._ringjax_options, self._var_key)
 
     def register_local_var(self, var: Any) -> None:
         """Leaves the gradient of a variable to this rank.
 
         It is divided by the number of ranks, unless `scale_local_gradients` is False.
         """
-        self._distribution.register_local_var(var)
+        self._reducer.register_local_var(var)
 
     # -- Keras' steps ------------------------------------------------------------------
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Reduces the gradients, then makes the optimizer's step with them."""
-        mine = self._distribution
+        mine = self._reducer
         plain: Any = super()
-        if mine.passing or len(grads) == 0:
+        if mine.bypassed or len(grads) == 0:
             plain.apply(grads, trainable_variables)
             return
         given = trainable_variables
@@ -68,8 +73,8 @@ class _DistributedOptimizer(_Plain):
                 self.build(variables)
             self.built = True
         grads = list(grads)
-        with mine.plain():
-            if mine.are_reduced(grads):
+        with mine.bypass():
+            if mine.take_reduced(grads):
                 plain.apply(grads, given)
             elif mine.counter is not None:
                 self._pass(grads, variables)
@@ -93,22 +98,22 @@ class _DistributedOptimizer(_Plain):
             "experimental_aggregate_gradients", True
         )
         kwargs.pop("name", None)
-        if not as_they_are or self._distribution.settings.passes > 1:
+        if not as_they_are or self._reducer.options.passes > 1:
             return super().apply_gradients(pairs, **kwargs)
-        with self._distribution.plain():
+        with self._reducer.bypass():
             return super().apply_gradients(pairs, **kwargs)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        if self._distribution.deferred is not None:  # of those that have a gradient
-            self._distribution.deferred = list(trainable_variables)
+        if self._reducer.deferred is not None:  # of those that have a gradient
+            self._reducer.deferred = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Any) -> Any:
         """Where Keras has accumulated gradients: they travel once for each update."""
-        mine = self._distribution
-        if (variables := mine.deferred) is not None and not mine.alone():
+        mine = self._reducer
+        if (variables := mine.deferred) is not None and not mine.is_alone():
             due = (self._iterations + 1) % self.gradient_accumulation_steps == 0
-            grads = backend().at_update(
+            grads = backend().change_on_update(
                 due, lambda summed: mine.reduce(summed, variables), list(grads)
             )
         return super()._clip_gradients(grads)
@@ -121,8 +126,8 @@ class _DistributedOptimizer(_Plain):
         self._add_accumulators(variables)
 
     def _add_accumulators(self, variables: Sequence[Any]) -> None:
-        mine = self._distribution
-        if mine.settings.passes == 1 or mine.counter is not None:
+        mine = self._reducer
+        if mine.options.passes == 1 or mine.counter is not None:
             return
         mine.accumulators = [
             self.add_variable_from_reference(variable, name="aggregated")
@@ -133,16 +138,16 @@ class _DistributedOptimizer(_Plain):
         )
 
     @property
-    def _agg_helper(self) -> Counted | None:
-        counter = self._distribution.counter
-        return None if counter is None else Counted(counter)
+    def _agg_helper(self) -> AggregationCounter | None:
+        counter = self._reducer.counter
+        return None if counter is None else AggregationCounter(counter)
 
     def _pass(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Adds gradients up; makes a step with the sums when it is time."""
-        mine = self._distribution
+        mine = self._reducer
         plain: Any = super()
-        passes = mine.settings.passes
-        dense = mine.check_dense(grads)
+        passes = mine.options.passes
+        dense = mine.to_dense(grads)
         used = [i for i, gradient in enumerate(dense) if gradient is not None]
         if not used:
             raise ValueError("No gradients provided for any variable.")
@@ -153,7 +158,7 @@ class _DistributedOptimizer(_Plain):
         mine.counter.assign_add(1)
 
         def step() -> None:
-            factor = 1.0 / passes if mine.settings.average_passes else 1.0
+            factor = 1.0 / passes if mine.options.average_passes else 1.0
             totals = [
                 keras.ops.convert_to_tensor(total) * keras.ops.cast(factor, total.dtype)
                 for total in sums
@@ -167,11 +172,11 @@ class _DistributedOptimizer(_Plain):
             self._iterations.assign_add(1)
 
         touched = [*self.variables, *self._trainable_variables]
-        backend().choose(keras.ops.equal(mine.counter, passes), step, wait, touched)
+        backend().cond(keras.ops.equal(mine.counter, passes), step, wait, touched)
 
     def save_own_variables(self, store: Any) -> None:
         """As Keras' own: a file has what the plain optimizer would have."""
-        if self._distribution.counter is None:
+        if self._reducer.counter is None:
             super().save_own_variables(store)
             return
         for i, variable in enumerate(self._lasting_variables()):
@@ -180,16 +185,16 @@ class _DistributedOptimizer(_Plain):
     def load_own_variables(self, store: Any) -> None:
         """As Keras' own."""
         lasting = self._lasting_variables()
-        if self._distribution.counter is None or len(store.keys()) != len(lasting):
+        if self._reducer.counter is None or len(store.keys()) != len(lasting):
             super().load_own_variables(store)
             return
         for i, variable in enumerate(lasting):
             variable.assign(store[str(i)])
 
     def _lasting_variables(self) -> list[Any]:
-        mine = self._distribution
-        passing = {id(v) for v in (*mine.accumulators, mine.counter)}
-        return [v for v in self.variables if id(v) not in passing]
+        mine = self._reducer
+        bypassed = {id(v) for v in (*mine.accumulators, mine.counter)}
+        return [v for v in self.variables if id(v) not in bypassed]
 
     # -- Keras 2's steps, which Horovod's users know -----------------------------------
 
@@ -199,16 +204,16 @@ class _DistributedOptimizer(_Plain):
 
     def _allreduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduced gradients, which `apply_gradients` then takes as they are."""
-        if self._distribution.settings.passes > 1:
+        if self._reducer.options.passes > 1:
             return list(grads)  # they are added up, and travel, when they are applied
-        return self._distribution.reduced_for(list(grads), list(variables))
+        return self._reducer.reduce_for_apply(list(grads), list(variables))
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
         """Pairs of reduced gradients and variables."""
         variables = keras.tree.flatten(var_list)
-        grads = backend().gradients(loss, variables, grad_loss, tape)
+        grads = backend().compute_gradients(loss, variables, grad_loss, tape)
         return list(zip(self._allreduce(grads, variables), variables, strict=True))
 
     compute_gradients = _compute_gradients
@@ -218,7 +223,7 @@ class _DistributedLossScaleOptimizer(_Plain):
     """A LossScaleOptimizer around a distributed optimizer.
 
     The check whether gradients are finite is the same on all ranks, as for those that
-    Keras puts around an optimizer itself; see adjustments.py.
+    Keras puts around an optimizer itself; see keras_patches.py.
     """
 
     def register_local_var(self, var: Any) -> None:
@@ -226,8 +231,8 @@ class _DistributedLossScaleOptimizer(_Plain):
         self.inner_optimizer.register_local_var(var)
 
     @property
-    def _distribution(self) -> Distribution:
-        found: Distribution = self.inner_optimizer._distribution
+    def _reducer(self) -> GradientReducer:
+        found: GradientReducer = self.inner_optimizer._reducer
         return found
 
 
@@ -291,9 +296,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             f"optimizer is a {type(optimizer).__name__}, expected one of Keras"
         )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if getattr(inner, "_distribution", None) is not None:
+    if getattr(inner, "_reducer", None) is not None:
         raise TypeError("optimizer is a DistributedOptimizer already")
-    settings = checked(
+    options = check_options(
         name or f"Distributed{type(optimizer).__name__}",
         backend().compression.none if compression is None else compression,
         sparse_as_dense,
@@ -306,8 +311,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         process_set,
         scale_local_gradients,
     )
-    adjustments.make()
-    return _distributed(optimizer, settings)
+    keras_patches.apply_patches()
+    return _distributed(optimizer, options)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -353,7 +358,7 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     return result
 
 
-def _distributed(optimizer: Any, settings: Settings) -> Any:
+def _distributed(optimizer: Any, options: OptimizerOptions) -> Any:
     """An object with the state of `optimizer`, of a subclass of its class."""
     base = type(optimizer)
     scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -361,15 +366,15 @@ def _distributed(optimizer: Any, settings: Settings) -> Any:
     about = {
         "__module__": _public_module(base),
         "__doc__": base.__doc__,
-        "_ringjax_settings": settings,
+        "_ringjax_options": options,
     }
     made: Any = type(base.__name__, (kind, base), about)
     result = made.__new__(made)
     vars(result).update(vars(optimizer))
     if scaling:
-        result.inner_optimizer = _distributed(optimizer.inner_optimizer, settings)
+        result.inner_optimizer = _distributed(optimizer.inner_optimizer, options)
         return result
-    result._distribution = Distribution(settings, result._var_key)
+    result._reducer = GradientReducer(options, result._var_key)
     if result.built:
         result._add_accumulators(result._trainable_variables)
     return result

@@ -66,7 +66,7 @@ def load_model(
         _set_optimizer(model, optimizer)
     # Keras has put a LossScaleOptimizer around one that was made by the program.
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if getattr(inner, "_distribution", None) is None:
+    if getattr(inner, "_reducer", None) is None:
         optimizer = DistributedOptimizer(optimizer, compression=compression)
         _set_optimizer(model, optimizer)
     return model

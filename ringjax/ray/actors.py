@@ -21,16 +21,17 @@ from ray.util.placement_group import (
 from ringjax.ray.worker import BaseHorovodWorker
 from ringjax.run.engine_job import EngineJob
 
-LOOK = 0.1  # seconds between two looks at what is heard by other ways than Ray's
+# Seconds between two polls of the ringjax job, whose news do not come through Ray.
+POLL_INTERVAL = 0.1
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _Worker = ray.remote(BaseHorovodWorker)
 
 
-def nothing() -> None:
+def no_callback() -> None:
     """What is done between two looks, if nobody wants anything."""
 
 
-def start(resources: Mapping[str, float], strategy: Any = "DEFAULT") -> Any:
+def start_actor(resources: Mapping[str, float], strategy: Any = "DEFAULT") -> Any:
     """A new actor, which Ray starts as soon as there is room.
 
     Args:
@@ -47,14 +48,14 @@ def start(resources: Mapping[str, float], strategy: Any = "DEFAULT") -> Any:
     ).remote()
 
 
-def end(handles: Sequence[Any]) -> None:
+def kill_actors(handles: Sequence[Any]) -> None:
     """Kills actors; it is no matter whether they live."""
     for handle in handles:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(handle, no_restart=True)
 
 
-def group_of(
+def create_group(
     bundle: Mapping[str, float], count: int, strategy: str, timeout: float
 ) -> PlacementGroup:
     """A placement group of `count` equal bundles, with room for all of them.
@@ -65,18 +66,20 @@ def group_of(
     group = placement_group([dict(bundle)] * count, strategy=strategy)
     if not group.wait(timeout):
         remove_placement_group(group)
-        what = f"the placement group {strategy} of {count} x {shown(bundle)}"
-        raise TimeoutError(f"no room for {what} {shortage(bundle, count, timeout)}")
+        what = f"the placement group {strategy} of {count} x {format_resources(bundle)}"
+        raise TimeoutError(
+            f"no room for {what} {describe_shortage(bundle, count, timeout)}"
+        )
     return group
 
 
-def room(needs: Mapping[str, float]) -> int:
+def count_free_slots(needs: Mapping[str, float]) -> int:
     """For how many of these resources there is room in the cluster, at most."""
     free = ray.available_resources()
     return int(min((free.get(k, 0) // v for k, v in needs.items() if v), default=1))
 
 
-def shortage(needs: Mapping[str, float], count: int, seconds: float) -> str:
+def describe_shortage(needs: Mapping[str, float], count: int, seconds: float) -> str:
     """Why `count` times these resources were not to be had; ends a sentence."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     able = sum(all(has.get(k, 0) >= v for k, v in needs.items()) for has in nodes)
@@ -85,32 +88,39 @@ def shortage(needs: Mapping[str, float], count: int, seconds: float) -> str:
         for found in (ray.cluster_resources(), ray.available_resources())
     )
     missing = [
-        shown({k: v * count - has[k] for k, v in needs.items() if v * count > has[k]})
+        format_resources(
+            {k: v * count - has[k] for k, v in needs.items() if v * count > has[k]}
+        )
         for has in (total, free)
     ]
     return (
         f"within {seconds:.3g} s; missing: {missing[0] or missing[1] or 'nothing'}; "
-        f"the cluster has {shown(total)}, of which are free {shown(free)}; {able} of "
-        f"its {len(nodes)} nodes are large enough for one"
+        f"the cluster has {format_resources(total)}, of which are free "
+        f"{format_resources(free)}; {able} of its {len(nodes)} nodes "
+        "are large enough for one"
     )
 
 
-def shown(resources: Mapping[str, float]) -> str:
+def format_resources(resources: Mapping[str, float]) -> str:
     """Resources in words."""
     return ", ".join(f"{k}: {v:g}" for k, v in sorted(resources.items()))
 
 
-def settle(job: EngineJob, number: int, ref: Any) -> None:
+def settle_call(job: EngineJob, number: int, ref: Any) -> None:
     """Tells the job what became of a worker's call."""
     try:
         job.finished(number, ray.get(ref))
     except RayTaskError as error:  # its function has raised
         job.lost(number, _COLOURS.sub("", str(error)))
     except RayError as error:  # the actor or its node is gone
-        job.lost(number, gone(error), certain=type(error).__name__ == "ActorDiedError")
+        job.lost(
+            number,
+            describe_loss(error),
+            certain=type(error).__name__ == "ActorDiedError",
+        )
 
 
-def gone(error: RayError) -> str:
+def describe_loss(error: RayError) -> str:
     """What Ray knows of a lost actor, in a line; it says much that is general."""
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
     about = text.rpartition("Worker exit detail: ")[2] or text

@@ -14,16 +14,16 @@ _DEFAULTS = {
 }
 
 
-def setting(settings: Any, name: str) -> Any:
+def get_setting(settings: Any, name: str) -> Any:
     """One of the settings, which may be of a class that does not know all."""
     return getattr(settings, name, _DEFAULTS[name])
 
 
-def variables(settings: Any) -> dict[str, str]:
+def settings_environment(settings: Any) -> dict[str, str]:
     """Settings as variables of ringjax."""
-    found = {"RINGJAX_START_TIMEOUT": f"{setting(settings, 'timeout_s'):g}"}
-    if setting(settings, "nics"):
-        nics = ",".join(sorted(setting(settings, "nics")))
+    found = {"RINGJAX_START_TIMEOUT": f"{get_setting(settings, 'timeout_s'):g}"}
+    if get_setting(settings, "nics"):
+        nics = ",".join(sorted(get_setting(settings, "nics")))
         found["RINGJAX_NETWORK_INTERFACES"] = nics
     return found
 

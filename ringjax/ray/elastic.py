@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringjax.ray.adapter import setting
+from ringjax.ray.adapter import get_setting
 from ringjax.ray.discovery import RayHostDiscovery, TestDiscovery
 from ringjax.ray.runner import MiniSettings, RayExecutor
 
@@ -89,7 +89,7 @@ class ElasticRayExecutor:
             use_gpu=use_gpu,
             gpus_per_worker=gpus_per_slot,
             reset_limit=settings.reset_limit,
-            cooldown_range=setting(settings, "cooldown_range"),
+            cooldown_range=get_setting(settings, "cooldown_range"),
             elastic_timeout=settings.elastic_timeout,
             override_discovery=override_discovery,
         )

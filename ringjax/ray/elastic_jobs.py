@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from ringjax.ray import actors, discovery
-from ringjax.ray.actors import LOOK, nothing
+from ringjax.ray.actors import POLL_INTERVAL, no_callback
 from ringjax.run.engine_job import EngineJob
 
 log = logging.getLogger("ringjax.ray")
@@ -72,7 +72,7 @@ class ElasticJob:
     cooldown: Sequence[float] | None = None
     hosts: discovery.HostDiscovery | None = None
     queue: Any = None
-    each: Callable[[], None] = nothing
+    each: Callable[[], None] = no_callback
 
     def __post_init__(self) -> None:
         self._task = ray.put(self.fn)
@@ -98,12 +98,12 @@ class ElasticJob:
                     self._turn(job)
                 return job.results()
         finally:
-            actors.end([actor.handle for actor in self._actors])
+            actors.kill_actors([actor.handle for actor in self._actors])
 
     def _begin(self) -> EngineJob:
         """The job of those that can be started now; the rest stays asked for."""
         begin, enough = time.monotonic(), 0.0
-        room = actors.room(self.needs)
+        room = actors.count_free_slots(self.needs)
         while True:
             self._ask()
             for actor in self._heard_of():
@@ -119,8 +119,10 @@ class ElasticJob:
             elif now > begin + self.start_timeout:
                 raise TimeoutError(
                     f"{len(there)} of at least {self._least} workers of "
-                    f"{actors.shown(self.needs)} have started "
-                    + actors.shortage(self.needs, self._least - len(there), now - begin)
+                    f"{actors.format_resources(self.needs)} have started "
+                    + actors.describe_shortage(
+                        self.needs, self._least - len(there), now - begin
+                    )
                     + f"; {self._last_words}" * bool(self._last_words)
                 )
         nodes = [actor.node for actor in there]
@@ -161,15 +163,17 @@ class ElasticJob:
             needs = dict(self.needs) | ({f"node:{host}": 0.001} if host else {})
             room = min(slots - there[host], self._most - len(self._actors))
             for _ in range(room):
-                handle = actors.start(needs, self.strategy)
-                self._actors.append(_Actor(handle, handle.place.remote(), host))
+                handle = actors.start_actor(needs, self.strategy)
+                self._actors.append(_Actor(handle, handle.host_and_gpus.remote(), host))
 
     def _heard_of(self) -> list[_Actor]:
         by_ref = {actor.pending: actor for actor in self._actors if actor.pending}
         if not by_ref:
-            time.sleep(LOOK)  # nothing of Ray's to wait on; the job is looked at next
+            time.sleep(
+                POLL_INTERVAL
+            )  # no reference to wait for; the job is polled next
             return []
-        done, _ = ray.wait(list(by_ref), timeout=LOOK)
+        done, _ = ray.wait(list(by_ref), timeout=POLL_INTERVAL)
         self.each()
         return [by_ref[ref] for ref in done]
 
@@ -177,7 +181,7 @@ class ElasticJob:
         try:
             (actor.node, _), actor.pending = ray.get(actor.pending), None
         except RayError as error:
-            self._last_words = f"a worker did not start: {actors.gone(error)}"
+            self._last_words = f"a worker did not start: {actors.describe_loss(error)}"
             log.warning("%s", self._last_words)
             self._drop(actor, soon=True)
 
@@ -201,7 +205,7 @@ class ElasticJob:
                 if actor.node:
                     self._call(actor, job.ticket(self._numbers, actor.node))
             elif actor in heard:
-                actors.settle(job, actor.number, actor.pending)
+                actors.settle_call(job, actor.number, actor.pending)
                 self._ended(actor, job)
             elif actor.limit and now > actor.limit:
                 why = job.workers[actor.number].why
@@ -231,7 +235,7 @@ class ElasticJob:
 
     def _drop(self, actor: _Actor, *, soon: bool) -> None:
         """Another one at once the first time, then after more and more seconds."""
-        actors.end([actor.handle])
+        actors.kill_actors([actor.handle])
         self._actors.remove(actor)
         self._failures = self._failures + 1 if soon else 0
         if self._failures > 1:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringjax.ray import discovery
-from ringjax.ray.actors import nothing
-from ringjax.ray.adapter import Adapter, BaseParams, setting
+from ringjax.ray.actors import no_callback
+from ringjax.ray.adapter import Adapter, BaseParams, get_setting
 from ringjax.ray.elastic_jobs import ElasticJob
 
 _UNBOUNDED = 1 << 20
@@ -78,7 +78,7 @@ class ElasticAdapter(Adapter):
         self,
         fn: Callable[[Any], Any],
         queue: Any = None,
-        each: Callable[[], None] = nothing,
+        each: Callable[[], None] = no_callback,
     ) -> list[Any]:
         """Calls `fn(executable)` on all workers; results of those at the end."""
         params, settings = self.params, self.settings
@@ -87,7 +87,7 @@ class ElasticAdapter(Adapter):
         def task(_: Any) -> Any:
             return fn(cls(*args, **kwargs) if cls is not None else None)
 
-        found = setting(settings, "discovery")
+        found = get_setting(settings, "discovery")
         if params.override_discovery:
             ask = params.use_gpu, params.cpus_per_worker, params.gpus_per_worker
             found = RayHostDiscovery(*ask) if params.max_workers is None else None

@@ -7,9 +7,9 @@ from typing import Any
 
 import ray
 
-from ringjax.ray.actors import nothing
+from ringjax.ray.actors import no_callback
 from ringjax.ray.elastic_jobs import ElasticJob
-from ringjax.ray.ray_logger import Callbacks
+from ringjax.ray.ray_logger import DriverLogger
 from ringjax.ray.static_jobs import StaticJob
 from ringjax.ray.strategy import BaseStrategy
 from ringjax.run.environ import own_settings
@@ -86,18 +86,18 @@ def run(
     else:
         options["size"] = least
     named = dict(kwargs or {})
-    with Callbacks(callbacks) as notices:
-        options["queue"] = notices.queue
+    with DriverLogger(callbacks) as logger:
+        options["queue"] = logger.queue
 
         def task(_: Any) -> Any:
             return fn(*args, **named)
 
         if not is_client():
-            return _run(task, needs, options, notices.serve)
+            return _run(task, needs, options, logger.dispatch)
         remote = ray.remote(num_cpus=0, max_retries=0)(_run)
         ref = remote.remote(task, needs, options)
         try:
-            return list(notices.fetch(ref))
+            return list(logger.wait_for(ref))
         except KeyboardInterrupt:
             ray.cancel(ref, force=True)  # and with it end the actors, which it owns
             raise
@@ -107,7 +107,7 @@ def _run(
     task: Callable[[Any], Any],
     needs: Mapping[str, float],
     options: dict[str, Any],
-    each: Callable[[], None] = nothing,
+    each: Callable[[], None] = no_callback,
 ) -> list[Any]:
     if "sizes" in options:
         spread = options["strategy"] in ("SPREAD", "STRICT_SPREAD")

@@ -39,22 +39,22 @@ def log(info_dict: Any, chief_only: bool = False) -> None:
         _queue.put(dict(info_dict))
 
 
-class Callbacks:
+class DriverLogger:
     """The driver's end: hands what comes to functions, whenever it is asked to."""
 
     def __init__(self, callbacks: Sequence[Callable[[Any], None]] | None) -> None:
         self._callbacks = list(callbacks or ())
         self.queue = Queue(actor_options={"num_cpus": 0}) if self._callbacks else None
 
-    def __enter__(self) -> Callbacks:
+    def __enter__(self) -> DriverLogger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.serve()
+        self.dispatch()
         if self.queue is not None:
             self.queue.shutdown()
 
-    def serve(self) -> None:
+    def dispatch(self) -> None:
         """Hands on what has come."""
         while self.queue is not None:
             try:
@@ -64,11 +64,11 @@ class Callbacks:
             for callback in self._callbacks:
                 callback(message)
 
-    def fetch(self, ref: Any) -> Any:
+    def wait_for(self, ref: Any) -> Any:
         """Waits for what the cluster does for this client; raises what it raised."""
         try:
             while not ray.wait([ref], timeout=0.1)[0]:
-                self.serve()
+                self.dispatch()
             return ray.get(ref)
         except RayTaskError as error:
             raise error.cause from None

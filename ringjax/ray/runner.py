@@ -10,11 +10,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ringjax.ray.actors import nothing
-from ringjax.ray.adapter import Adapter, BaseParams, variables
+from ringjax.ray.actors import no_callback
+from ringjax.ray.adapter import Adapter, BaseParams, settings_environment
 from ringjax.ray.elastic_v2 import ElasticParams
 from ringjax.ray.jobs import is_client
-from ringjax.ray.ray_logger import Callbacks
+from ringjax.ray.ray_logger import DriverLogger
 from ringjax.ray.static_jobs import StaticJob
 from ringjax.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from ringjax.run.engine_job import EngineJob, places
@@ -87,7 +87,7 @@ class Coordinator:
 
     def establish_rendezvous(self) -> dict[str, str]:
         """Starts the server where they meet; the variables that all of them need."""
-        self._job = EngineJob(self.world_size, env=variables(self.settings))
+        self._job = EngineJob(self.world_size, env=settings_environment(self.settings))
         return self._job.common_ticket()
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class StaticAdapter(Adapter):
         self,
         fn: Callable[[Any], Any],
         queue: Any = None,
-        each: Callable[[], None] = nothing,
+        each: Callable[[], None] = no_callback,
     ) -> list[Any]:
         """Calls `fn(executable)` on all workers; the results, by rank."""
         return self._running().call(fn, queue, each)
@@ -298,7 +298,7 @@ class RayExecutor:
         if self._remote:  # two calls at a time, so that shutdown can break one off
             adapter = ray.remote(num_cpus=0, max_concurrency=2)(adapter).remote
         self.adapter = adapter(self.settings, self.params)
-        env = {**own_settings(), **variables(self.settings)}
+        env = {**own_settings(), **settings_environment(self.settings)}
         env |= {name: str(value) for name, value in (extra_env_vars or {}).items()}
         made = executable_cls, executable_args or (), executable_kwargs or {}
         self._do("start", made, env)
@@ -307,12 +307,12 @@ class RayExecutor:
         if self.adapter is None:
             raise ValueError(f"RayExecutor.{what}: call start() first")
         method = getattr(self.adapter, what)
-        with Callbacks(callbacks) as notices:
+        with DriverLogger(callbacks) as logger:
             if what == "execute":
-                args += (notices.queue,)
+                args += (logger.queue,)
             if self._remote:
-                return notices.fetch(method.remote(*args))
-            return method(*args, *[notices.serve] * (what == "execute"))
+                return logger.wait_for(method.remote(*args))
+            return method(*args, *[logger.dispatch] * (what == "execute"))
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Functions | None = None

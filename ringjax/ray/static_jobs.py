@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from ringjax.ray import actors
-from ringjax.ray.actors import LOOK, nothing
+from ringjax.ray.actors import POLL_INTERVAL, no_callback
 from ringjax.ray.strategy import BaseStrategy
 from ringjax.run.engine_job import EngineJob
 
@@ -45,7 +45,7 @@ class StaticJob:
         self,
         fn: Callable[[Any], Any],
         queue: Any = None,
-        each: Callable[[], None] = nothing,
+        each: Callable[[], None] = no_callback,
         *,
         leave: bool = False,
     ) -> list[Any]:
@@ -60,7 +60,7 @@ class StaticJob:
         return self.gather([w.execute.remote(task, leave) for w in self.workers], each)
 
     def gather(
-        self, calls: Sequence[Any], each: Callable[[], None] = nothing
+        self, calls: Sequence[Any], each: Callable[[], None] = no_callback
     ) -> list[Any]:
         """The results of calls of all workers, in their order; raises as `call`."""
         job = self._job
@@ -69,11 +69,11 @@ class StaticJob:
         waiting = {ref: rank for rank, ref in enumerate(calls)}
         limit = math.inf
         while waiting and time.monotonic() < limit:
-            done, _ = ray.wait(list(waiting), timeout=LOOK)
+            done, _ = ray.wait(list(waiting), timeout=POLL_INTERVAL)
             each()
             job.poll()
             for ref in done:
-                actors.settle(job, waiting.pop(ref), ref)
+                actors.settle_call(job, waiting.pop(ref), ref)
             if job.over and limit == math.inf:
                 limit = time.monotonic() + _AFTER_FAILURE
         return job.results()

@@ -11,7 +11,7 @@ from ray.util.placement_group import get_current_placement_group, remove_placeme
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ringjax.ray import actors
-from ringjax.ray.adapter import BaseParams, setting
+from ringjax.ray.adapter import BaseParams, get_setting
 
 _PROCESSES = 30.0  # seconds for processes to begin where there is room for them
 
@@ -31,7 +31,7 @@ def create_placement_group(
         TimeoutError: there is not enough room; it says what is missing.
     """
     bundle = dict(resources_per_bundle)
-    group = actors.group_of(bundle, num_bundles, pg_strategy, pg_timeout)
+    group = actors.create_group(bundle, num_bundles, pg_strategy, pg_timeout)
     return group, [dict(bundle) for _ in range(num_bundles)]
 
 
@@ -43,7 +43,7 @@ class BaseStrategy:
         num_workers: how many.
         kind: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray.
         timeout: seconds for the cluster to have room, and for workers to start.
-        together: so many workers share a bundle.
+        workers_per_bundle: so many workers share a bundle.
         placement_group: one that is there, which is taken instead.
 
     Attributes:
@@ -58,11 +58,11 @@ class BaseStrategy:
         *,
         kind: str,
         timeout: float,
-        together: int = 1,
+        workers_per_bundle: int = 1,
         placement_group: Any = None,
     ) -> None:
         self._needs, self._kind = dict(needs), kind
-        self._timeout, self._together = timeout, together
+        self._timeout, self._workers_per_bundle = timeout, workers_per_bundle
         self.num_workers, self.placement_group = num_workers, placement_group
         self.workers: list[Any] = []
         self.nodes: list[str] = []
@@ -79,17 +79,19 @@ class BaseStrategy:
         """
         if self.placement_group is None:
             self.placement_group, _ = create_placement_group(
-                {k: v * self._together for k, v in self._needs.items()},
-                self.num_workers // self._together,
+                {k: v * self._workers_per_bundle for k, v in self._needs.items()},
+                self.num_workers // self._workers_per_bundle,
                 self._timeout,
                 self._kind,
             )
             self._created_placement_group = True
         for n in range(self.num_workers):
             # In a group of somebody else's: where there is room.
-            index = n // self._together if self._created_placement_group else -1
+            index = (
+                n // self._workers_per_bundle if self._created_placement_group else -1
+            )
             place = PlacementGroupSchedulingStrategy(self.placement_group, index)
-            self.workers.append(actors.start(self._needs, place))
+            self.workers.append(actors.start_actor(self._needs, place))
         found = self._places()
         nodes = [node for node, _ in found]
         order = sorted(range(len(nodes)), key=lambda i: (nodes.index(nodes[i]), i))
@@ -113,20 +115,21 @@ class BaseStrategy:
 
     def _places(self) -> list[Any]:
         # Though the group is ready: its node may be lost just then.
-        refs = [worker.place.remote() for worker in self.workers]
+        refs = [worker.host_and_gpus.remote() for worker in self.workers]
         limit = self._timeout + _PROCESSES
         try:
             return list(ray.get(refs, timeout=limit))
         except GetTimeoutError:
             late = len(ray.wait(refs, num_returns=len(refs), timeout=0)[1])
             raise TimeoutError(
-                f"{late} of {len(refs)} workers of {actors.shown(self._needs)} have "
-                f"not started {actors.shortage(self._needs, late, limit)}"
+                f"{late} of {len(refs)} workers of "
+                f"{actors.format_resources(self._needs)} have not started "
+                f"{actors.describe_shortage(self._needs, late, limit)}"
             ) from None
 
     def shutdown(self) -> None:
         """Ends the workers, and gives the placement group back if it made it."""
-        actors.end(self.workers)
+        actors.kill_actors(self.workers)
         self.workers, self.nodes = [], []
         if self._created_placement_group:
             remove_placement_group(self.placement_group)
@@ -160,7 +163,7 @@ class PGStrategy(BaseStrategy):
             BaseParams(cpus_per_worker, use_gpu, gpus_per_worker).resources(),
             num_workers,
             kind="PACK",
-            timeout=float(setting(settings, "placement_group_timeout_s")),
+            timeout=float(get_setting(settings, "placement_group_timeout_s")),
             placement_group=None if force_create_placement_group else group,
         )
 
@@ -188,6 +191,6 @@ class ColocatedStrategy(BaseStrategy):
             BaseParams(cpus_per_worker, use_gpu, gpus_per_worker).resources(),
             num_hosts * num_workers_per_host,
             kind="STRICT_SPREAD",
-            timeout=float(setting(settings, "placement_group_timeout_s")),
-            together=num_workers_per_host,
+            timeout=float(get_setting(settings, "placement_group_timeout_s")),
+            workers_per_bundle=num_workers_per_host,
         )

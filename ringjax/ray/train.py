@@ -51,10 +51,10 @@ class RingConfig(BackendConfig):
     @property
     def backend_cls(self) -> type[Backend]:
         """What Ray calls."""
-        return _ElasticBackend if self.elastic else _StaticBackend
+        return _ElasticTrainBackend if self.elastic else _StaticTrainBackend
 
 
-class _StaticBackend(Backend):
+class _StaticTrainBackend(Backend):
     """Lives in Ray Train's controller, one for all of its runs."""
 
     share_cuda_visible_devices = True  # so that the local rank picks a device
@@ -84,7 +84,7 @@ class _StaticBackend(Backend):
             job.close()
 
 
-class _ElasticBackend(_StaticBackend):
+class _ElasticTrainBackend(_StaticTrainBackend):
     has_replica_groups = True
     share_cuda_visible_devices = False  # a replacement would see its own alone
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from ringjax.ray.adapter import setting
+from ringjax.ray.adapter import get_setting
 
 
 def detect_nics(
@@ -16,7 +16,7 @@ def detect_nics(
     node_workers: Sequence[Any] | None = None,
 ) -> list[str]:
     """The settings' network interfaces; none: ringjax tries the addresses in turn."""
-    return sorted(setting(settings, "nics") or ())
+    return sorted(get_setting(settings, "nics") or ())
 
 
 def nics_to_env_var(nics: Iterable[str]) -> dict[str, str]:

@@ -40,7 +40,7 @@ class BaseHorovodWorker:
         """The GPUs that Ray has assigned to this actor."""
         return list(ray.get_gpu_ids())
 
-    def place(self) -> tuple[str, list[Any]]:
+    def host_and_gpus(self) -> tuple[str, list[Any]]:
         """A name of the node, for people and unlike all others', and the GPUs there.
 
         Two nodes of Ray on one machine are two hosts.

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 # From the gradients of the outputs to those of the inputs.
-Rule = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Backward = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # From the inputs to the outputs and their rule.
-Run = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Rule]]
+Forward = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Backward]]
 
 
-def tracked(tensors: Sequence[Tensor]) -> bool:
+def needs_graph(tensors: Sequence[Tensor]) -> bool:
     """Whether one of them is part of the graph, or a leaf of it."""
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -27,17 +27,17 @@ def tracked(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-def differentiable(run: Run, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def apply_function(run: Forward, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs of `run`, as part of the graph if an input is."""
-    if tracked(tensors):
-        outputs = _Collective.apply(run, *tensors)  # type: ignore[no-untyped-call]
+    if needs_graph(tensors):
+        outputs = _AutogradFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return tuple(outputs)
     return tuple(run(tensors)[0])
 
 
-class _Collective(torch.autograd.Function):
+class _AutogradFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Forward, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, ctx.rule = run(tensors)
         counts = [out for out in outputs if not out.dtype.is_floating_point]
         ctx.mark_non_differentiable(*(out for out in counts if not out.is_complex()))

@@ -15,16 +15,16 @@ from ringjax import runtime
 from ringjax.eager import lane
 from ringjax.eager.lane import Handle
 from ringjax.ops import Average
-from ringjax.torch.autograd import Rule, differentiable
+from ringjax.torch.autograd import Backward, apply_function
 from ringjax.torch.compression import Compression
 from ringjax.torch.operations import (
-    elementwise,
-    finished,
-    first,
-    gathered,
-    ragged,
-    reduced,
-    reduction,
+    differentiable_allgather,
+    differentiable_allreduce,
+    first_result,
+    reduction_arguments,
+    run_elementwise,
+    submit_elementwise,
+    submit_ragged,
 )
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -35,7 +35,7 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allgather` that returns a handle at once; not differentiable."""
-    return ragged("allgather", [tensor], name, process_set, lambda r: r[0][0])
+    return submit_ragged("allgather", [tensor], name, process_set, lambda r: r[0][0])
 
 
 def allgather(
@@ -57,7 +57,7 @@ def allgather(
     Derivatives: this rank's rows of the average of all ranks' gradients, as Horovod has
     it.
     """
-    return gathered([tensor], name, process_set)[0]
+    return differentiable_allgather([tensor], name, process_set)[0]
 
 
 def grouped_allgather_async(
@@ -66,7 +66,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allgather_async` of several tensors as one operation; gives a tuple."""
-    return ragged(
+    return submit_ragged(
         "allgather", tensors, name, process_set, lambda r: tuple(out for out, _ in r)
     )
 
@@ -77,7 +77,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """`allgather` of several tensors as one operation; returns a tuple."""
-    return gathered(tensors, name, process_set)
+    return differentiable_allgather(tensors, name, process_set)
 
 
 def broadcast_async(
@@ -88,7 +88,9 @@ def broadcast_async(
 ) -> Handle:
     """`broadcast` that returns a handle at once; not differentiable."""
     call = _from(root_rank, process_set)
-    return elementwise("broadcast", [tensor], name, process_set, first, call)
+    return submit_elementwise(
+        "broadcast", [tensor], name, process_set, first_result, call
+    )
 
 
 def broadcast_async_(
@@ -99,7 +101,9 @@ def broadcast_async_(
 ) -> Handle:
     """`broadcast_` that returns a handle at once; leave the tensor alone until then."""
     call = _from(root_rank, process_set)
-    return elementwise("broadcast", [tensor], name, process_set, first, call, True)
+    return submit_elementwise(
+        "broadcast", [tensor], name, process_set, first_result, call, True
+    )
 
 
 def broadcast_(
@@ -110,7 +114,7 @@ def broadcast_(
 ) -> Tensor:
     """`broadcast` into `tensor` itself, which is returned; not differentiable."""
     call = _from(root_rank, process_set)
-    return finished("broadcast", [tensor], name, process_set, call, True)[0]
+    return run_elementwise("broadcast", [tensor], name, process_set, call, True)[0]
 
 
 def broadcast(
@@ -134,15 +138,17 @@ def broadcast(
     """
 
     def rule(gradients: Sequence[Tensor]) -> list[Tensor]:
-        call = reduction(None, Average, 1.0, 1.0)
-        (mean,) = reduced(gradients, None, Compression.none, call, process_set)
+        call = reduction_arguments(None, Average, 1.0, 1.0)
+        (mean,) = differentiable_allreduce(
+            gradients, None, Compression.none, call, process_set
+        )
         return [mean if runtime.rank() == root_rank else torch.zeros_like(mean)]
 
-    def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
+    def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
         call = _from(root_rank, process_set)
-        return finished("broadcast", tensors, name, process_set, call), rule
+        return run_elementwise("broadcast", tensors, name, process_set, call), rule
 
-    return differentiable(run, [tensor])[0]
+    return apply_function(run, [tensor])[0]
 
 
 def alltoall_async(
@@ -172,7 +178,7 @@ def _exchange(
         ((out, received),) = results
         return out, torch.tensor(received, dtype=torch.int32, device=where)
 
-    return ragged("alltoall", [tensor], name, process_set, pick, rows, waits)
+    return submit_ragged("alltoall", [tensor], name, process_set, pick, rows, waits)
 
 
 def alltoall(
@@ -205,7 +211,7 @@ def alltoall(
         ([0, 1, 2], [3])
     """
 
-    def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
+    def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
         handle = _exchange(tensors[0], splits, name, process_set, waits=True)
         out, received = handle.wait()
         back = received.tolist()
@@ -213,7 +219,7 @@ def alltoall(
             alltoall(gradients[0], back, process_set=process_set)[0]
         ]
 
-    out, received = differentiable(run, [tensor])
+    out, received = apply_function(run, [tensor])
     return out if splits is None else (out, received)
 
 

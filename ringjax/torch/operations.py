@@ -16,18 +16,18 @@ from torch import Tensor
 from ringjax.eager import lane
 from ringjax.eager.lane import Handle
 from ringjax.ops import Average, Sum
-from ringjax.torch.autograd import Rule, Run, differentiable, tracked
+from ringjax.torch.autograd import Backward, Forward, apply_function, needs_graph
 from ringjax.torch.compression import Compression, Compressor
-from ringjax.torch.tensors import follow, given, rows_of
+from ringjax.torch.tensors import prepare, rows_from_memory, wait_on_stream
 from ringjax.world.process_set import ProcessSet
 
 
-def first(results: Sequence[Tensor]) -> Tensor:
+def first_result(results: Sequence[Tensor]) -> Tensor:
     """The result of an operation on one tensor."""
     return results[0]
 
 
-def reduction(
+def reduction_arguments(
     average: bool | None, op: int | None, prescale: float, postscale: float
 ) -> lane.Call:
     """What a reduction says of itself."""
@@ -39,7 +39,7 @@ def reduction(
     return {"reduce_op": number, "prescale": prescale, "postscale": postscale}
 
 
-def elementwise(
+def submit_elementwise(
     op: str,
     tensors: Sequence[Tensor],
     name: str | None,
@@ -50,15 +50,15 @@ def elementwise(
 ) -> Handle:
     """Submits what writes its results into memory of PyTorch."""
     tensors = list(tensors)
-    pieces, held, where = given(op, name, tensors)
+    pieces, held, where = prepare(op, name, tensors)
     outs = held
     if not in_place:
         pairs = zip(held, pieces, strict=True)
-        outs = [_room(op, name, *pair, process_set) for pair in pairs]
+        outs = [_new_output(op, name, *pair, process_set) for pair in pairs]
 
     def finish(ticket: Any) -> Any:
         if where:
-            follow(ticket, held[0])
+            wait_on_stream(ticket, held[0])
         if not in_place:
             return pick(outs)
         for tensor, memory in zip(tensors, held, strict=True):
@@ -78,7 +78,7 @@ def elementwise(
     )
 
 
-def _room(
+def _new_output(
     op: str,
     name: str | None,
     tensor: Tensor,
@@ -91,7 +91,7 @@ def _room(
     return torch.empty_like(tensor)
 
 
-def finished(
+def run_elementwise(
     op: str,
     tensors: Sequence[Tensor],
     name: str | None,
@@ -99,14 +99,14 @@ def finished(
     call: lane.Call,
     in_place: bool = False,
 ) -> Sequence[Tensor]:
-    """The results of `elementwise`, waited for; one tensor's without a handle."""
+    """Submits an elementwise operation and waits for its results."""
     if len(tensors) == 1:
         tensor = tensors[0]
-        pieces, held, where = given(op, name, tensors)
+        pieces, held, where = prepare(op, name, tensors)
         if not where:
             source = out = held[0]
             if not in_place:
-                out = _room(op, name, source, pieces[0], process_set)
+                out = _new_output(op, name, source, pieces[0], process_set)
             lane.run(
                 *(op, name, pieces[0], out.data_ptr(), process_set, (source, out)),
                 **call,
@@ -117,13 +117,13 @@ def finished(
                 tensor.detach().copy_(source)
             return tensors
     now = call | lane.WAITS
-    results: Sequence[Tensor] = elementwise(
+    results: Sequence[Tensor] = submit_elementwise(
         op, tensors, name, process_set, tuple, now, in_place
     ).wait()
     return results
 
 
-def ragged(
+def submit_ragged(
     op: str,
     tensors: Sequence[Tensor],
     name: str | None,
@@ -133,17 +133,17 @@ def ragged(
     waits: bool = False,
 ) -> Handle:
     """Submits what finds out while it runs how many rows its results have."""
-    pieces, held, where = given(op, name, tensors)
+    pieces, held, where = prepare(op, name, tensors)
     for piece in pieces:
         lane.with_rows(op, name, piece)
 
     def finish(ticket: Any) -> Any:
         if where:
-            follow(ticket, held[0])
+            wait_on_stream(ticket, held[0])
         results = []
         for i, tensor in enumerate(held):
             received = list(ticket.received(i))
-            rows = rows_of(ticket.output(i), sum(received), tensor)
+            rows = rows_from_memory(ticket.output(i), sum(received), tensor)
             results.append((rows, received))
         return pick(results)
 
@@ -160,17 +160,17 @@ def ragged(
 
 
 def _compressed(
-    tensors: Sequence[Tensor], compression: type[Compressor], run: Run
+    tensors: Sequence[Tensor], compression: type[Compressor], run: Forward
 ) -> list[Tensor]:
     packed = [compression.compress(tensor) for tensor in tensors]
-    outs = differentiable(run, [tensor for tensor, _ in packed])
+    outs = apply_function(run, [tensor for tensor, _ in packed])
     return [
         compression.decompress(out, context)
         for out, (_, context) in zip(outs, packed, strict=True)
     ]
 
 
-def reduced(
+def differentiable_allreduce(
     tensors: Sequence[Tensor],
     name: str | None,
     compression: type[Compressor],
@@ -178,19 +178,21 @@ def reduced(
     process_set: ProcessSet,
 ) -> list[Tensor]:
     """A differentiable allreduce of `tensors` as one operation."""
-    if compression is Compression.none and not tracked(tensors):
-        return list(finished("allreduce", tensors, name, process_set, call))
+    if compression is Compression.none and not needs_graph(tensors):
+        return list(run_elementwise("allreduce", tensors, name, process_set, call))
 
     def rule(gradients: Sequence[Tensor]) -> list[Tensor]:
-        return reduced(gradients, None, Compression.none, call, process_set)
+        return differentiable_allreduce(
+            gradients, None, Compression.none, call, process_set
+        )
 
-    def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        return finished("allreduce", packed, name, process_set, call), rule
+    def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+        return run_elementwise("allreduce", packed, name, process_set, call), rule
 
     return _compressed(tensors, compression, run)
 
 
-def scattered(
+def differentiable_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None,
     compression: type[Compressor],
@@ -202,32 +204,36 @@ def scattered(
     def rule(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         scale = call["prescale"] * call["postscale"]
         scale *= process_set.size() if call["reduce_op"] == Sum else 1
-        return gathered([scale * gradient for gradient in gradients], None, process_set)
+        return differentiable_allgather(
+            [scale * gradient for gradient in gradients], None, process_set
+        )
 
-    def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        return finished("reducescatter", packed, name, process_set, call), rule
+    def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+        return run_elementwise("reducescatter", packed, name, process_set, call), rule
 
     return _compressed(tensors, compression, run)
 
 
-def gathered(
+def differentiable_allgather(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, ...]:
     """A differentiable allgather of `tensors` as one operation."""
 
-    def run(given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Rule]:
-        results = ragged(
+    def run(given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+        results = submit_ragged(
             *("allgather", given, name, process_set, list), waits=True
         ).wait()
         me = process_set.rank()
         places = [(sum(rows[:me]), rows[me]) for _, rows in results]
 
         def rule(gradients: Sequence[Tensor]) -> list[Tensor]:
-            call = reduction(None, Average, 1.0, 1.0)
-            means = reduced(gradients, None, Compression.none, call, process_set)
+            call = reduction_arguments(None, Average, 1.0, 1.0)
+            means = differentiable_allreduce(
+                gradients, None, Compression.none, call, process_set
+            )
             pairs = zip(means, places, strict=True)
             return [mean.narrow(0, start, rows) for mean, (start, rows) in pairs]
 
         return [out for out, _ in results], rule
 
-    return differentiable(run, tensors)
+    return apply_function(run, tensors)

@@ -1,6 +1,6 @@
 """DistributedOptimizer: any PyTorch optimizer, on gradients reduced over all ranks.
 
-Behaviour, names and errors are Horovod's. How gradients travel is in gradients.py.
+Behaviour, names and errors are Horovod's. How gradients travel is in reducer.py.
 Adasum as in Maleki et al., "Scaling Distributed Training with Adaptive Summation"
 (2020), applied to how far a local step of each rank moves the parameters.
 """
@@ -20,9 +20,9 @@ from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
 from ringjax.torch import mpi_ops
 from ringjax.torch.compression import Compression
-from ringjax.torch.flights import Settings
-from ringjax.torch.gradients import Gradients
+from ringjax.torch.in_flight import AllreduceOptions
 from ringjax.torch.parameters import Unit
+from ringjax.torch.reducer import Reducer
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 _PASSES = "backward_passes_per_step must be > 0"
@@ -49,7 +49,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     """
 
     plain_class: type[torch.optim.Optimizer]  # the optimizer's own
-    _gradients: Gradients
+    _reducer: Reducer
     _synchronized = False
     _should_synchronize = True
     _is_scaled = False  # GradScaler.step has begun, after gradients were reduced
@@ -59,10 +59,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """The parameters and options, as the optimizer's own.
 
         Raises:
-            RuntimeError: see `Gradients.refuse_scaler`.
+            RuntimeError: see `Reducer.check_scaler`.
         """
-        if (gradients := vars(self).get("_gradients")) is not None:
-            gradients.refuse_scaler()
+        if (reducer := vars(self).get("_reducer")) is not None:
+            reducer.check_scaler()
         groups: list[dict[str, Any]] = vars(self)["param_groups"]
         return groups
 
@@ -82,22 +82,22 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
         # Horovod's: scripts look here for the name of a parameter.
-        return self._gradients.name_of
+        return self._reducer.name_of
 
     @property
     def op(self) -> ReduceOp:
         """How gradients are reduced."""
-        return self._gradients.settings.op
+        return self._reducer.options.op
 
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that take part."""
-        return self._gradients.settings.process_set
+        return self._reducer.options.process_set
 
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes there are before each step."""
-        return self._gradients.settings.backward_passes_per_step
+        return self._reducer.options.backward_passes_per_step
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -116,17 +116,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _collect(self) -> None:
-        if self._gradients.alone():
+        if self._reducer.is_alone():
             return
         failure = None
         try:
-            self._gradients.collect(self.param_groups)
+            self._reducer.synchronize(self.param_groups)
         except RingjaxError:
             raise
         except RuntimeError as error:  # of this rank alone
             failure = error
         # Here and not in `step`, which a rank may leave out: all ranks come here.
-        self._gradients.check_parameters()
+        self._reducer.check_parameters()
         if failure is not None:
             raise failure
 
@@ -159,7 +159,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         optimizer calls it.
         """
         if self._should_synchronize and not self._is_scaled:
-            if self._synchronized and not self._gradients.begun:
+            if self._synchronized and not self._reducer.begun:
                 warnings.warn(_TWICE, stacklevel=2)
             if closure is None:
                 self.synchronize()
@@ -170,22 +170,22 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             loss = super().step(closure)
         finally:
             self._synchronized = False
-        if self._gradients.stepped is not None:
-            self._gradients.stepped = True
+        if self._reducer.stepped is not None:
+            self._reducer.stepped = True
         return loss
 
     # Else unpickling would wrap it, and the user's hooks on steps would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        done = self._gradients.begun
+        done = self._reducer.begun
         if done:  # the closure may begin with zero_grad
             self.synchronize()
 
         def reduced() -> Any:
             nonlocal done
             loss = closure()
-            if self._gradients.begun or not done:
+            if self._reducer.begun or not done:
                 self.synchronize()
                 done = True
             return self._loss_of_all(loss)
@@ -194,11 +194,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _loss_of_all(self, loss: Any) -> Any:
         """LBFGS decides by the loss how often to call the closure: all ranks alike."""
-        if not isinstance(self, torch.optim.LBFGS) or self._gradients.alone():
+        if not isinstance(self, torch.optim.LBFGS) or self._reducer.is_alone():
             return loss
         losses = mpi_ops.allgather(
             torch.as_tensor(loss).detach().reshape(1),
-            name=f"the loss of {self._gradients.title}",
+            name=f"the loss of {self._reducer.title}",
             process_set=self.process_set,
         )
         if bool((losses == losses[0]).all()):  # the closure has reduced it already
@@ -212,9 +212,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             AssertionError: some gradients are on their way, or a backward pass of
                 several is missing.
         """
-        if self._gradients.begun and not self._gradients.settled:
+        if self._reducer.begun and not self._reducer.all_reduced:
             raise AssertionError(_ZEROED)
-        self._gradients.forget()
+        self._reducer.reset()
         self._is_scaled = False
         super().zero_grad(*args, **kwargs)
 
@@ -222,12 +222,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """How many backward passes there are before each step, from now on."""
         if passes <= 0:
             raise ValueError(_PASSES)
-        self._gradients.settings.backward_passes_per_step = passes
-        self._gradients.forget()
+        self._reducer.options.backward_passes_per_step = passes
+        self._reducer.reset()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own. Gradients that are under way are forgotten."""
-        self._gradients.forget()
+        self._reducer.reset()
         self._synchronized, self._should_synchronize = False, True
         self._is_scaled = False
         super().load_state_dict(*args, **kwargs)
@@ -235,15 +235,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own; all ranks add the same."""
         super().add_param_group(param_group)
-        self._gradients.adopt(self.param_groups)
+        self._reducer.add_parameters(self.param_groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
         mine = [p for group in self.param_groups for p in group["params"]]
-        names = [(self._gradients.name_of[p], p) for p in mine]
-        settings, groups = self._gradients.settings, self._gradients.groups()
-        everyone = settings.process_set is global_process_set
+        names = [(self._reducer.name_of[p], p) for p in mine]
+        options, groups = self._reducer.options, self._reducer.groups()
+        everyone = options.process_set is global_process_set
         plain = super().__getstate__()
-        return _rebuild, (self.plain_class, plain, names, groups, settings, everyone)
+        return _rebuild, (self.plain_class, plain, names, groups, options, everyone)
 
 
 class _AdasumOptimizer(_DistributedOptimizer):
@@ -266,27 +266,27 @@ class _AdasumOptimizer(_DistributedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes a local step, and combines all ranks' steps into one."""
         plain_step = super(_DistributedOptimizer, self).step
-        if self._gradients.alone():
+        if self._reducer.is_alone():
             return plain_step(closure)
-        self._gradients.check_parameters()
+        self._reducer.check_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._gradients.adopt(self.param_groups)
-        how = self._gradients.settings
-        starts = {p: p.clone() for p in self._gradients.parameters}
+        self._reducer.add_parameters(self.param_groups)
+        how = self._reducer.options
+        starts = {p: p.clone() for p in self._reducer.parameters}
         plain_step()
         sent = []
         for p, start in starts.items():
             delta, context = how.compression.compress(p - start)
             p.copy_(start)  # where it stays, should a rank be lost
-            name = self._gradients.name_of[p]
+            name = self._reducer.name_of[p]
             handle = mpi_ops.allreduce_async_(
                 delta, name=name, op=Adasum, process_set=how.process_set
             )
             sent.append((p, handle, context))
-        self._gradients.forget()
+        self._reducer.reset()
         deltas = [mpi_ops.synchronize(handle) for _, handle, _ in sent]
         for (p, _, context), delta in zip(sent, deltas, strict=True):
             p.add_(how.compression.decompress(delta, context))
@@ -299,11 +299,11 @@ def _distributed(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None,
     groups: Sequence[Sequence[Tensor]] | int | None,
-    settings: Settings,
+    options: AllreduceOptions,
 ) -> Any:
     """An object with the state of `optimizer`, of a subclass of its class."""
     base = type(optimizer)
-    kind = _AdasumOptimizer if settings.op == Adasum else _DistributedOptimizer
+    kind = _AdasumOptimizer if options.op == Adasum else _DistributedOptimizer
     about = {"__module__": __name__, "__doc__": base.__doc__, "plain_class": base}
     made: Any = type(base.__name__, (kind, base), about)
     result = made.__new__(made)
@@ -312,7 +312,7 @@ def _distributed(
     state = vars(optimizer).items()
     vars(result).update((k, v) for k, v in state if not callable(ours.get(k)))
     groups_of_it = optimizer.param_groups
-    result._gradients = Gradients(groups_of_it, named_parameters, groups, settings)
+    result._reducer = Reducer(groups_of_it, named_parameters, groups, options)
     return result
 
 
@@ -321,15 +321,15 @@ def _rebuild(
     plain: dict[str, Any],
     names: list[tuple[str, Tensor]],
     groups: list[Unit],
-    settings: Settings,
+    options: AllreduceOptions,
     everyone: bool,
 ) -> Any:
     """A pickled or copied optimizer, with hooks on parameters of its own."""
     optimizer = base.__new__(base)
     optimizer.__setstate__(plain)
     if everyone:  # not a copy of this set
-        settings = dataclasses.replace(settings, process_set=global_process_set)
-    return _distributed(optimizer, names, groups, settings)
+        options = dataclasses.replace(options, process_set=global_process_set)
+    return _distributed(optimizer, names, groups, options)
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -396,7 +396,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError(_PASSES)
-    settings = Settings(
+    options = AllreduceOptions(
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,
         op=ReduceOp(op),
@@ -404,4 +404,4 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    return _distributed(optimizer, named_parameters, groups, settings)
+    return _distributed(optimizer, named_parameters, groups, options)

@@ -1,6 +1,6 @@
 """The parameters of a distributed optimizer: their names, and which travel together.
 
-Horovod's checks and texts. Knows no optimizer; how gradients travel is in gradients.py.
+Horovod's checks and texts. Knows no optimizer; how gradients travel is in reducer.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringjax.horovod.functions import split_list
 Unit = tuple[Tensor, ...]
 
 
-def names_of(
+def parameter_names(
     param_groups: list[dict[str, Any]],
     named_parameters: Iterable[tuple[str, Tensor]] | None,
 ) -> dict[Tensor, str]:
@@ -60,7 +60,7 @@ def names_of(
     return found
 
 
-def units_of(
+def parameter_units(
     param_groups: list[dict[str, Any]],
     groups: Sequence[Sequence[Tensor]] | int | None,
     name_of: dict[Tensor, str],

@@ -17,7 +17,7 @@ from ringjax.torch import mpi_ops
 from ringjax.world.process_set import ProcessSet
 
 
-class Answer(NamedTuple):
+class Readiness(NamedTuple):
     """The result of a round, the same on all ranks.
 
     Attributes:
@@ -34,14 +34,14 @@ class Answer(NamedTuple):
     apart: bool
 
 
-def ask(
+def submit_round(
     name: str,
     sent: Sequence[bool],
     present: Sequence[bool],
     final: bool,
     stepped: bool | None,
     process_set: ProcessSet,
-) -> Callable[[], Answer]:
+) -> Callable[[], Readiness]:
     """Submits a round, and returns what waits for its answer.
 
     Args:
@@ -64,9 +64,9 @@ def ask(
         counts, name=name, op=Sum, process_set=process_set
     )
 
-    def answer() -> Answer:
+    def answer() -> Readiness:
         *found, ranks, finals, made, left_out = mpi_ops.synchronize(handle).tolist()
-        return Answer(
+        return Readiness(
             [count == ranks for count in found[: len(sent)]],
             [count > 0 for count in found[len(sent) :]],
             finals == ranks,

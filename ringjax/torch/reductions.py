@@ -16,13 +16,13 @@ from ringjax.eager.lane import Handle
 from ringjax.ops import Average, Sum
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.operations import (
-    elementwise,
-    finished,
-    first,
-    ragged,
-    reduced,
-    reduction,
-    scattered,
+    differentiable_allreduce,
+    differentiable_reducescatter,
+    first_result,
+    reduction_arguments,
+    run_elementwise,
+    submit_elementwise,
+    submit_ragged,
 )
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -37,8 +37,10 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce` that returns a handle at once; not differentiable."""
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return elementwise("allreduce", [tensor], name, process_set, first, call)
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return submit_elementwise(
+        "allreduce", [tensor], name, process_set, first_result, call
+    )
 
 
 def allreduce_async_(
@@ -51,8 +53,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce_` that returns a handle at once; leave the tensor alone until then."""
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return elementwise("allreduce", [tensor], name, process_set, first, call, True)
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return submit_elementwise(
+        "allreduce", [tensor], name, process_set, first_result, call, True
+    )
 
 
 def allreduce_(
@@ -65,8 +69,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce` into `tensor` itself, which is returned; not differentiable."""
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return finished("allreduce", [tensor], name, process_set, call, True)[0]
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return run_elementwise("allreduce", [tensor], name, process_set, call, True)[0]
 
 
 def allreduce(
@@ -105,8 +109,8 @@ def allreduce(
 
     Derivatives: the allreduce of the gradients, with the same op and factors.
     """
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return reduced([tensor], name, compression, call, process_set)[0]
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return differentiable_allreduce([tensor], name, compression, call, process_set)[0]
 
 
 def grouped_allreduce_async(
@@ -119,8 +123,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce_async` of several tensors as one operation; gives a tuple."""
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return elementwise("allreduce", tensors, name, process_set, tuple, call)
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return submit_elementwise("allreduce", tensors, name, process_set, tuple, call)
 
 
 def grouped_allreduce_async_(
@@ -133,8 +137,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce_async_` of several tensors as one operation; gives a tuple."""
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return elementwise("allreduce", tensors, name, process_set, tuple, call, True)
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return submit_elementwise(
+        "allreduce", tensors, name, process_set, tuple, call, True
+    )
 
 
 def grouped_allreduce_(
@@ -147,8 +153,8 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """`allreduce_` of several tensors as one operation; returns them."""
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return tuple(finished("allreduce", tensors, name, process_set, call, True))
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return tuple(run_elementwise("allreduce", tensors, name, process_set, call, True))
 
 
 def grouped_allreduce(
@@ -169,8 +175,8 @@ def grouped_allreduce(
         >>> hvd.grouped_allreduce([torch.ones(2), torch.tensor(3)], op=hvd.Max)
         [tensor([1., 1.]), tensor(3)]
     """
-    call = reduction(average, op, prescale_factor, postscale_factor)
-    return reduced(tensors, name, compression, call, process_set)
+    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
+    return differentiable_allreduce(tensors, name, compression, call, process_set)
 
 
 def sparse_allreduce_async(
@@ -203,7 +209,7 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ValueError(f"{lane.title('sparse_allreduce', name)}: op is {op!r}")
     parts = [tensor._indices().t(), tensor._values()]
-    both = ragged("allgather", parts, f"{name}.sparse", process_set, list)
+    both = submit_ragged("allgather", parts, f"{name}.sparse", process_set, list)
 
     def finish() -> Tensor:
         (indices, _), (values, _) = both.wait()
@@ -224,8 +230,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """`reducescatter` that returns a handle at once; not differentiable."""
-    call = reduction(None, op, prescale_factor, postscale_factor)
-    return elementwise("reducescatter", [tensor], name, process_set, first, call)
+    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
+    return submit_elementwise(
+        "reducescatter", [tensor], name, process_set, first_result, call
+    )
 
 
 def reducescatter(
@@ -252,8 +260,10 @@ def reducescatter(
     Derivatives: the allgather of the gradients, times the factors, for Sum also times
     the ranks.
     """
-    call = reduction(None, op, prescale_factor, postscale_factor)
-    return scattered([tensor], name, compression, call, process_set)[0]
+    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
+    return differentiable_reducescatter([tensor], name, compression, call, process_set)[
+        0
+    ]
 
 
 def grouped_reducescatter_async(
@@ -265,8 +275,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """`reducescatter_async` of several tensors as one operation; gives a tuple."""
-    call = reduction(None, op, prescale_factor, postscale_factor)
-    return elementwise("reducescatter", tensors, name, process_set, tuple, call)
+    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
+    return submit_elementwise("reducescatter", tensors, name, process_set, tuple, call)
 
 
 def grouped_reducescatter(
@@ -279,5 +289,5 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation; returns a list."""
-    call = reduction(None, op, prescale_factor, postscale_factor)
-    return scattered(tensors, name, compression, call, process_set)
+    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
+    return differentiable_reducescatter(tensors, name, compression, call, process_set)

@@ -28,10 +28,10 @@ _strided = torch.strided
 
 # What the lane wants to know of each tensor; the memory that is sent, which is the
 # tensor itself or a contiguous copy; where that is, {} on this host.
-Given = tuple[list[lane.Piece], list[Tensor], lane.Call]
+Prepared = tuple[list[lane.Piece], list[Tensor], lane.Call]
 
 
-def given(op: str, name: str | None, tensors: Sequence[Tensor]) -> Given:
+def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
     """The tensors of one operation, ready to be sent.
 
     Raises:
@@ -48,10 +48,10 @@ def given(op: str, name: str | None, tensors: Sequence[Tensor]) -> Given:
             )
         number = _NUMBERS.get(tensor.dtype)
         if number is None or tensor.layout is not _strided:
-            raise ValueError(_refusal(op, name, tensor))
+            raise ValueError(_unsupported(op, name, tensor))
         if not tensor.is_cpu:
             if not tensor.is_cuda:
-                raise ValueError(_refusal(op, name, tensor))
+                raise ValueError(_unsupported(op, name, tensor))
             on_cuda += 1
         lazy = tensor.is_conj() if number >= _COMPLEX else tensor.is_neg()
         if lazy or not tensor.is_contiguous():
@@ -71,7 +71,7 @@ def given(op: str, name: str | None, tensors: Sequence[Tensor]) -> Given:
     return pieces, held, {"cuda": True, "stream": stream}
 
 
-def follow(ticket: Any, held: Tensor) -> None:
+def wait_on_stream(ticket: Any, held: Tensor) -> None:
     """Lets what PyTorch does from now on, on its current stream, find the results."""
     try:
         ticket.wait(torch.cuda.current_stream(held.device).cuda_stream)
@@ -79,7 +79,7 @@ def follow(ticket: Any, held: Tensor) -> None:
         raise errors.from_status(error) from None
 
 
-def _refusal(op: str, name: str | None, tensor: Tensor) -> str:
+def _unsupported(op: str, name: str | None, tensor: Tensor) -> str:
     shape = list(tensor.shape)
     return (
         f"{lane.title(op, name)}: Tensor type {tensor.dtype} is not supported (layout "
@@ -88,7 +88,7 @@ def _refusal(op: str, name: str | None, tensor: Tensor) -> str:
     )
 
 
-def rows_of(memory: Any, rows: int, like: Tensor) -> Tensor:
+def rows_from_memory(memory: Any, rows: int, like: Tensor) -> Tensor:
     """`rows` rows in memory of the core, which the tensor keeps alive.
 
     On a device they are copied: there, memory must be PyTorch's, or its streams would

@@ -220,15 +220,15 @@ def test_a_node_that_is_lost_between_room_and_start(
     from ringjax.ray import actors, strategy
 
     node = cluster.add_node(num_cpus=1, resources={"rare": 1}, **SMALL)
-    group_of = actors.group_of
+    create_group = actors.create_group
 
     def and_then_lose_it(*args: Any) -> Any:
-        group = group_of(*args)
+        group = create_group(*args)
         cluster.remove_node(node, allow_graceful=False)
         wait_for(lambda: "rare" not in ray.cluster_resources())
         return group
 
-    monkeypatch.setattr(actors, "group_of", and_then_lose_it)
+    monkeypatch.setattr(actors, "create_group", and_then_lose_it)
     monkeypatch.setattr(strategy, "_PROCESSES", 0)
     with pytest.raises(
         TimeoutError, match=r"1 of 1 workers .* have not started .* missing: rare: 1"

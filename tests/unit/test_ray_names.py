@@ -102,15 +102,15 @@ def test_elastic_settings_have_older_names_too() -> None:
 
 
 def test_settings_of_another_class_may_lack_some() -> None:
-    from ringjax.ray.adapter import setting, variables
+    from ringjax.ray.adapter import get_setting, settings_environment
     from ringjax.ray.utils import detect_nics, nics_to_env_var
 
     class Settings:
         timeout_s = 12
         nics = ("eth1", "eth0")
 
-    assert setting(Settings(), "placement_group_timeout_s") == 100
-    assert variables(Settings()) == {
+    assert get_setting(Settings(), "placement_group_timeout_s") == 100
+    assert settings_environment(Settings()) == {
         "RINGJAX_START_TIMEOUT": "12",
         "RINGJAX_NETWORK_INTERFACES": "eth0,eth1",
     }
@@ -206,7 +206,7 @@ def test_a_lost_node_is_not_certain_to_be_dead(stub: Any) -> None:
     stub.get = get
     with EngineJob(1) as job:
         job.tickets(["a"])
-        actors.settle(job, 0, None)
+        actors.settle_call(job, 0, None)
         with pytest.raises(LaunchError, match=r"gone \(ActorUnavailableError: gone.\)"):
             job.results()
 
@@ -216,7 +216,7 @@ def test_pauses_after_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     from ringjax.ray import elastic_jobs
 
     monkeypatch.setattr(sys.modules["ray"], "put", lambda _: None)
-    monkeypatch.setattr(elastic_jobs.actors, "end", lambda _: None)
+    monkeypatch.setattr(elastic_jobs.actors, "kill_actors", lambda _: None)
     monkeypatch.setattr(elastic_jobs.time, "monotonic", lambda: 0.0)
     job = elastic_jobs.ElasticJob(print, {}, (1, 1), {}, 1.0, cooldown=(2, 7))
     pauses = []
@@ -232,6 +232,6 @@ def test_room_in_the_cluster(stub: Any) -> None:
     from ringjax.ray import actors
 
     stub.available_resources = lambda: {"CPU": 5.0, "host": 3.0}
-    assert actors.room({"CPU": 2.0, "GPU": 0.0}) == 2
-    assert actors.room({"CPU": 1.0, "host": 1.0}) == 3
-    assert actors.room({"GPU": 1.0}) == 0
+    assert actors.count_free_slots({"CPU": 2.0, "GPU": 0.0}) == 2
+    assert actors.count_free_slots({"CPU": 1.0, "host": 1.0}) == 3
+    assert actors.count_free_slots({"GPU": 1.0}) == 0

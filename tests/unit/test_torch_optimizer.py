@@ -41,7 +41,7 @@ def assert_equal(first: torch.nn.Module, second: torch.nn.Module) -> None:
 
 
 def names(optimizer) -> list[str]:
-    name_of = optimizer._gradients.name_of
+    name_of = optimizer._reducer.name_of
     return [name_of[p] for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -104,8 +104,8 @@ def groups(model: torch.nn.Module, wanted) -> list[list[str]]:
     optimizer = DistributedOptimizer(
         sgd(model), model.named_parameters(), groups=wanted
     )
-    name_of = optimizer._gradients.name_of
-    return [[name_of[p] for p in unit] for unit in optimizer._gradients.groups()]
+    name_of = optimizer._reducer.name_of
+    return [[name_of[p] for p in unit] for unit in optimizer._reducer.groups()]
 
 
 def test_groups() -> None:
@@ -124,7 +124,7 @@ def test_groups() -> None:
 def test_num_groups_is_the_former_name_of_groups() -> None:
     with pytest.warns(DeprecationWarning, match="num_groups"):
         optimizer = DistributedOptimizer(sgd(build()), num_groups=1)
-    assert len(optimizer._gradients.groups()[0]) == 4
+    assert len(optimizer._reducer.groups()[0]) == 4
     with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="groups"):
         DistributedOptimizer(sgd(build()), num_groups=-1)
 
@@ -155,7 +155,7 @@ def test_a_scheduler_made_before_reaches_it_and_hides_nothing() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.025
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer._gradients.alone = lambda: True
+        optimizer._reducer.is_alone = lambda: True
         optimizer.step()
         after.step()
 
@@ -173,24 +173,24 @@ def test_copies_have_hooks_on_parameters_of_their_own(op, copied) -> None:
         torch.optim.Adam(model.parameters()), groups=[unit], op=op,
         backward_passes_per_step=2,
     )  # fmt: skip
-    optimizer._gradients.alone = lambda: True
+    optimizer._reducer.is_alone = lambda: True
     train(model, optimizer)
     other_model, other = copied((model, optimizer))
     assert isinstance(other, torch.optim.Adam) and type(other) is not type(optimizer)
-    settings = other._gradients.settings
+    settings = other._reducer.options
     assert settings.process_set is global_process_set
     assert (settings.op, settings.backward_passes_per_step) == (op, 2)
     assert names(other) == names(optimizer)
-    assert other._gradients.groups() == [(other_model[0].weight, other_model[1].bias)]
+    assert other._reducer.groups() == [(other_model[0].weight, other_model[1].bias)]
     assert other.param_groups[0]["params"][0] is other_model[0].weight
-    other._gradients.alone = lambda: True
+    other._reducer.is_alone = lambda: True
     other.register_step_post_hook(lambda *_: steps.append(1))
     for pair in ((model, optimizer), (other_model, other)):
         train(*pair)
     assert_equal(model, other_model)
     assert len(steps) == 2  # hooks on steps run once a step
     seen = []
-    other._gradients.on_gradient = seen.append
+    other._reducer.on_gradient_ready = seen.append
     other_model(torch.ones(1, 4)).sum().backward()
     assert len(seen) == 4
     model(torch.ones(1, 4)).sum().backward()
@@ -209,7 +209,7 @@ def test_what_scripts_for_horovod_read() -> None:
 
 def test_a_process_set_is_kept() -> None:
     optimizer = DistributedOptimizer(sgd(build()), process_set=ProcessSet([0, 2]))
-    assert copy.deepcopy(optimizer)._gradients.settings.process_set.ranks == [0, 2]
+    assert copy.deepcopy(optimizer)._reducer.options.process_set.ranks == [0, 2]
 
 
 def test_parameters_outlive_it_without_its_hooks() -> None:

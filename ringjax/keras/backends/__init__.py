@@ -11,9 +11,9 @@ import importlib
 
 import keras
 
-from ringjax.keras.backends.base import Backend, Reduction
+from ringjax.keras.backends.base_backend import Backend, ReductionOptions
 
-__all__ = ["Backend", "Reduction", "backend"]
+__all__ = ["Backend", "ReductionOptions", "backend"]
 
 _KNOWN = ("jax", "tensorflow", "torch")
 
@@ -35,6 +35,6 @@ def backend() -> Backend:
             f"ringjax.keras: Keras uses the backend {name!r}, which does not train; "
             f"set KERAS_BACKEND to one of {', '.join(_KNOWN)}"
         )
-    module = importlib.import_module(f"ringjax.keras.backends.{name}")
+    module = importlib.import_module(f"ringjax.keras.backends.{name}_backend")
     found: Backend = module.BACKEND
     return found

@@ -22,7 +22,7 @@ for _ in range(14):
     optimizer.zero_grad()
     model(x).sum().backward()
     optimizer.step()
-gradients = optimizer._gradients
+gradients = optimizer._reducer
 tuning = gradients._tuning
 print("SUM", sum(float(p.sum()) for p in model.parameters()))
 print("TUNED", tuning and (tuning.settled, str(tuning.setting)))

@@ -26,40 +26,46 @@ from ringjax import runtime
 from ringjax.eager import alike, lane
 from ringjax.errors import Mismatch, RingjaxError
 from ringjax.ops import Adasum
-from ringjax.torch import mpi_ops, refusals
-from ringjax.torch.flights import Flight, Sent, Settings, failed, send
+from ringjax.torch import error_texts, mpi_ops
 from ringjax.torch.functions import broadcast_object
-from ringjax.torch.parameters import Unit, names_of, units_of
-from ringjax.torch.readiness import Answer, ask
+from ringjax.torch.in_flight import (
+    AllreduceOptions,
+    InFlightGradient,
+    InFlightReduction,
+    failed_reduction,
+    submit_gradients,
+)
+from ringjax.torch.parameters import Unit, parameter_names, parameter_units
+from ringjax.torch.readiness import Readiness, submit_round
 from ringjax.tuning.tuning import Tuning
 
 # The first bucket of a step is no larger, so that communication begins early.
 _FIRST_BUCKET = 1 << 20
 
 # The optimizers between a backward pass and their step, and all of them.
-_in_step: weakref.WeakSet[Gradients] = weakref.WeakSet()
-_all: weakref.WeakSet[Gradients] = weakref.WeakSet()
+_in_step: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_all: weakref.WeakSet[Reducer] = weakref.WeakSet()
 runtime.on_init(_in_step.clear)
 
 
-def _begin_anew() -> None:
+def _forget_steps() -> None:
     """Forgets the steps: all ranks go back to a commit, or another rank joins them."""
     for gradients in list(_all):
         gradients.stepped = None
 
 
-runtime.on_init(_begin_anew)
-runtime.on_fresh_start(_begin_anew)
+runtime.on_init(_forget_steps)
+runtime.on_fresh_start(_forget_steps)
 
 
-class Gradients:
+class Reducer:
     """The gradients of an optimizer's parameters.
 
     Attributes:
-        settings: how they travel.
+        options: how they travel.
         name_of: their names.
         begun: whether backward has run since the last `collect` or `forget`.
-        settled: whether all gradients are reduced on all ranks.
+        all_reduced: whether all gradients are reduced on all ranks.
         stepped: whether a step was made since the last `collect`; None: there was none.
 
     Raises:
@@ -71,10 +77,10 @@ class Gradients:
         param_groups: list[dict[str, Any]],
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         groups: Sequence[Sequence[Tensor]] | int | None,
-        settings: Settings,
+        options: AllreduceOptions,
     ) -> None:
-        self.settings = settings
-        self.name_of = names_of(param_groups, named_parameters)
+        self.options = options
+        self.name_of = parameter_names(param_groups, named_parameters)
         self._lock = threading.RLock()  # hooks run in the threads of backward
         self._passes_left: dict[Tensor, int] = {}
         self._sparse_dims: dict[Tensor, int] = {}
@@ -86,10 +92,12 @@ class Gradients:
         self._first_name = ""  # of the parameters, in the order of the alphabet
         self._order: list[Tensor] = []  # of all of them, likewise; when it is needed
         weakref.finalize(self, _remove, self._removers)
-        self.forget()
-        units = units_of(param_groups, groups, self.name_of, self._agreed)
+        self.reset()
+        units = parameter_units(
+            param_groups, groups, self.name_of, self._broadcast_names
+        )
         self._unit_of = {p: unit for unit in units for p in unit}
-        self.adopt(param_groups)
+        self.add_parameters(param_groups)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -105,11 +113,11 @@ class Gradients:
         """The parameters that are submitted as one, if they are several."""
         return [unit for unit in dict.fromkeys(self._unit_of.values()) if unit[1:]]
 
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether this rank has nobody to reduce gradients with."""
-        return mpi_ops.size() == 1 or not self.settings.process_set.included()
+        return mpi_ops.size() == 1 or not self.options.process_set.included()
 
-    def adopt(self, param_groups: list[dict[str, Any]]) -> None:
+    def add_parameters(self, param_groups: list[dict[str, Any]]) -> None:
         """Attends to parameters that are new, or require gradients only now."""
         for i, group in enumerate(param_groups):
             for j, p in enumerate(group["params"]):
@@ -117,33 +125,37 @@ class Gradients:
                     continue
                 self.name_of.setdefault(p, f"allreduce.noname.{i}.{j}")
                 self._unit_of.setdefault(p, (p,))
-                self._passes_left[p] = self.settings.backward_passes_per_step
-                self.settled = False
+                self._passes_left[p] = self.options.backward_passes_per_step
+                self.all_reduced = False
                 self._order = []
                 name = self.name_of[p]
                 self._first_name = min(self._first_name or name, name)
                 hook = _hook(weakref.ref(self))
                 self._removers.append(p.register_post_accumulate_grad_hook(hook))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begins a step. What is under way ends by itself, and nobody waits for it."""
         with self._lock:
-            self._flights: dict[Unit, Flight] = {}
+            self._in_flight: dict[Unit, InFlightReduction] = {}
             self._bucket: list[Unit] = []
             self._bucket_bytes = 0
             self._launched: set[Unit] = set()  # in the bucket, under way or reduced
             self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
-            self._anywhere: set[Tensor] = set()  # some rank has a gradient of it
-            self._held: list[Sent] = []  # not sent, since their groups lack others
+            self._present_anywhere: set[Tensor] = (
+                set()
+            )  # some rank has a gradient of it
+            self._unsent: list[
+                InFlightGradient
+            ] = []  # not sent, since their groups lack others
             self._failure: RingjaxError | None = None
             self._rounds = self._backwards = 0
             self._tasks: set[int] = set()  # backward passes that run
-            self.begun = self.settled = False
-            passes = self.settings.backward_passes_per_step
+            self.begun = self.all_reduced = False
+            passes = self.options.backward_passes_per_step
             self._passes_left = dict.fromkeys(self._passes_left, passes)
             _in_step.discard(self)
 
-    def collect(self, param_groups: list[dict[str, Any]]) -> None:
+    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
         """Waits until all gradients are reduced; submits those that no hook has.
 
         A parameter that has no gradient on any rank keeps none.
@@ -154,44 +166,49 @@ class Gradients:
         """
         with self._lock:
             try:
-                flights = list(self._flights.values())
+                flights = list(self._in_flight.values())
                 sent = [each for flight in flights for each in flight.sent]
-                unreduced = [*sent, *self._held]
+                unreduced = [*sent, *self._unsent]
                 changed = [each.parameter for each in unreduced if each.is_changed()]
-                self.adopt(param_groups)
+                self.add_parameters(param_groups)
                 if self._failure is None:
-                    self._try(self._finish)
-                for flight in self._flights.values():
-                    self._try(partial(flight.receive, self.settings.compression))
+                    self._record_failure(self._finish)
+                for flight in self._in_flight.values():
+                    self._record_failure(
+                        partial(flight.receive, self.options.compression)
+                    )
                 failure = self._failure
                 self.stepped = None if failure else False
             finally:
-                self.forget()
+                self.reset()
         if failure is not None:
             raise failure
         if changed:
-            raise RuntimeError(refusals.TOUCHED.format(name=self.name_of[changed[0]]))
-        if runtime.config().autotune and not self.alone():
+            raise RuntimeError(
+                error_texts.GRADIENT_CHANGED.format(name=self.name_of[changed[0]])
+            )
+        if runtime.config().autotune and not self.is_alone():
             self._tune()
 
     def _finish(self) -> None:
         """Sends what some rank has sent, and this rank has not."""
         answer = None
-        while not self.settled and not (answer and answer.final):
-            order, answer = self._ask(final=True)()
-            self._take(order, answer)
+        while not self.all_reduced and not (answer and answer.final):
+            order, answer = self._submit_round(final=True)()
+            self._finish_common(order, answer)
         if answer is not None:
             pairs = zip(order, answer.anywhere, strict=True)
-            self._anywhere = {p for p, found in pairs if found}
+            self._present_anywhere = {p for p, found in pairs if found}
             units = dict.fromkeys(self._unit_of[p] for p in order)
             self._bucket = [
                 unit
                 for unit in units
-                if unit not in self._launched and not self._anywhere.isdisjoint(unit)
+                if unit not in self._launched
+                and not self._present_anywhere.isdisjoint(unit)
             ]
             self._send_bucket()
 
-    def _try(self, action: Callable[[], Any]) -> Any:
+    def _record_failure(self, action: Callable[[], Any]) -> Any:
         """Returns what `action` does; None after a failure, which `collect` raises."""
         try:
             return action()
@@ -199,27 +216,29 @@ class Gradients:
             self._failure = self._failure or error
             return None
 
-    def _ask(self, final: bool) -> Callable[[], tuple[list[Tensor], Answer]]:
+    def _submit_round(
+        self, final: bool
+    ) -> Callable[[], tuple[list[Tensor], Readiness]]:
         """Sends the bucket, and submits a round of which the answer is returned later.
 
         Every rank submits as many rounds as all others, whose passes may be fewer: a
         rank about to step goes on until all are, or until all gradients are reduced.
         """
         self._rounds += 1
-        order = self._in_order()
+        order = self._ordered_parameters()
         sent = present = [True] * len(order)  # as usual
         if not self._has_launched_all():
             sent = [self._unit_of[p] in self._launched for p in order]
             pairs = zip(sent, order, strict=True)
             present = [has or p.grad is not None for has, p in pairs]
         name = f"gradients of {self.title}, {self._rounds}"
-        with lane.together(self.settings.process_set):
+        with lane.together(self.options.process_set):
             self._send_bucket()
-            ranks = self.settings.process_set
-            answer = ask(name, sent, present, final, self.stepped, ranks)
+            ranks = self.options.process_set
+            answer = submit_round(name, sent, present, final, self.stepped, ranks)
         return lambda: (order, answer())
 
-    def _in_order(self) -> list[Tensor]:
+    def _ordered_parameters(self) -> list[Tensor]:
         """The parameters by name: the ranks may have them in other orders."""
         if not self._order:
             self._order = sorted(self._passes_left, key=self.name_of.__getitem__)
@@ -228,29 +247,31 @@ class Gradients:
     def _has_launched_all(self) -> bool:
         return sum(map(len, self._launched)) == len(self._passes_left)
 
-    def _take(self, order: list[Tensor], answer: Answer) -> None:
+    def _finish_common(self, order: list[Tensor], answer: Readiness) -> None:
         """Waits for the gradients that all ranks have sent."""
         if answer.apart:
-            self._failure = self._failure or Mismatch(refusals.APART)
+            self._failure = self._failure or Mismatch(error_texts.STEPS_DIFFER)
         pairs = zip(order, answer.everywhere, strict=True)
         here = {p for p, all_sent in pairs if all_sent}
-        for unit in [unit for unit in self._flights if here.issuperset(unit)]:
-            flight = self._flights.pop(unit)
-            self._try(partial(flight.receive, self.settings.compression))
+        for unit in [unit for unit in self._in_flight if here.issuperset(unit)]:
+            flight = self._in_flight.pop(unit)
+            self._record_failure(partial(flight.receive, self.options.compression))
             for p in unit:
                 if p.grad is not None:
                     self._reduced[p] = weakref.ref(p.grad)
         # Answers to rounds of several threads may be taken in another order.
-        self.settled = self.settled or len(here) == len(self._passes_left)
+        self.all_reduced = self.all_reduced or len(here) == len(self._passes_left)
 
     def _await_end_of_backward(self) -> None:
         task = torch._C._current_graph_task_id()
         if task >= 0 and task not in self._tasks:
             self._tasks.add(task)
-            _at_end(partial(_call, weakref.ref(self), "_on_end_of_backward", task))
+            _queue_callback(
+                partial(_call, weakref.ref(self), "_on_end_of_backward", task)
+            )
 
     def _on_end_of_backward(self, task: int) -> None:
-        """Submits a round; `_settle` waits for it when other optimizers have, too.
+        """Submits a round; `_finish_round` waits when other optimizers have, too.
 
         Not at the end of a reentrant pass, of a checkpoint, within another pass.
         """
@@ -259,39 +280,45 @@ class Gradients:
             if not self.begun or torch._C._current_autograd_node() is not None:
                 return
             self._backwards += 1
-            passes = self.settings.backward_passes_per_step
+            passes = self.options.backward_passes_per_step
             if self._failure or not (self._launched or self._backwards >= passes):
                 return
             if not self._has_launched_all():
-                self._held = [
-                    Sent(p, p.grad, p.grad._version, None)
+                self._unsent = [
+                    InFlightGradient(p, p.grad, p.grad._version, None)
                     for p, left in self._passes_left.items()
                     if not left and p.grad is not None
                     if self._unit_of[p] not in self._launched
                 ]
-            answer = self._try(partial(self._ask, final=False))
+            answer = self._record_failure(partial(self._submit_round, final=False))
         if answer is not None:
-            _at_end(partial(self._settle, answer))
+            _queue_callback(partial(self._finish_round, answer))
 
-    def _settle(self, answer: Callable[[], tuple[list[Tensor], Answer]]) -> None:
-        found = self._try(answer)  # without the lock: other backward passes may go on
+    def _finish_round(
+        self, answer: Callable[[], tuple[list[Tensor], Readiness]]
+    ) -> None:
+        found = self._record_failure(
+            answer
+        )  # without the lock: other backward passes may go on
         if found is not None:
             with self._lock:
-                self._take(*found)
+                self._finish_common(*found)
 
-    def refuse_scaler(self) -> None:
+    def check_scaler(self) -> None:
         """To be called when somebody looks at the parameters, between two steps.
 
         Raises:
             RuntimeError: it is `GradScaler.unscale_`, which divides gradients without
                 a trace, and some are under way.
         """
-        waiting = [*self._flights, *(each[:1] for each in self._held)]
+        waiting = [*self._in_flight, *(each[:1] for each in self._unsent)]
         if waiting:
             reader = sys._getframe(2).f_globals.get("__name__")
             if reader == torch.amp.GradScaler.__module__:
                 raise RuntimeError(
-                    refusals.TOUCHED.format(name=self.name_of[waiting[0][0]])
+                    error_texts.GRADIENT_CHANGED.format(
+                        name=self.name_of[waiting[0][0]]
+                    )
                 )
 
     def _tune(self) -> None:
@@ -303,7 +330,7 @@ class Gradients:
                 self.title,
                 ["torch", *sorted(bytes_of)],
                 None,
-                self.settings.process_set,
+                self.options.process_set,
             )
         else:
             self._tuning.took(now - self._ended)
@@ -311,59 +338,63 @@ class Gradients:
 
     def check_parameters(self) -> None:
         """In some steps, looks whether all ranks have the same; a warning if not."""
-        if not self._passes_left or not mpi_ops.is_initialized() or self.alone():
+        if not self._passes_left or not mpi_ops.is_initialized() or self.is_alone():
             return
 
         def memory() -> Iterator[tuple[str, int, int]]:
-            for p in self._in_order():
+            for p in self._ordered_parameters():
                 here = p.detach().cpu().contiguous()  # the parameter itself, mostly
                 yield self.name_of[p], here.data_ptr(), here.nbytes
 
-        alike.check(self.title, memory, self.settings.process_set)
+        alike.check(self.title, memory, self.options.process_set)
 
-    def _agreed(self, names: list[str]) -> list[str]:
+    def _broadcast_names(self, names: list[str]) -> list[str]:
         """The order of the names on the first rank that takes part."""
-        if not mpi_ops.is_initialized() or self.alone():
+        if not mpi_ops.is_initialized() or self.is_alone():
             return names
-        ranks = self.settings.process_set
+        ranks = self.options.process_set
         name = "DistributedOptimizer.groups"
         order: list[str] = broadcast_object(names, ranks.ranks[0], name, ranks)
         return order
 
-    def on_gradient(self, p: Tensor) -> None:
+    def on_gradient_ready(self, p: Tensor) -> None:
         """Backward has added to the gradient of `p`.
 
         Raises:
             AssertionError: more often than it was to.
         """
         with self._lock:
-            if not self.begun and (not mpi_ops.is_initialized() or self.alone()):
+            if not self.begun and (not mpi_ops.is_initialized() or self.is_alone()):
                 return
             assert p.grad is not None
             if p.grad.requires_grad:
-                raise RuntimeError(refusals.WITH_GRAPH.format(name=self.name_of[p]))
+                raise RuntimeError(
+                    error_texts.GRADIENT_HAS_GRAPH.format(name=self.name_of[p])
+                )
             if p in self._reduced and self._reduced[p]() is not p.grad:
-                self.forget()  # the module's zero_grad has dropped what was reduced
+                self.reset()  # the module's zero_grad has dropped what was reduced
             left = self._passes_left[p] - 1
             if left < 0:
-                passes = self.settings.backward_passes_per_step
-                text = refusals.TOO_OFTEN.format(name=self.name_of[p], passes=passes)
+                passes = self.options.backward_passes_per_step
+                text = error_texts.TOO_MANY_BACKWARDS.format(
+                    name=self.name_of[p], passes=passes
+                )
                 raise AssertionError(text)
             if not self.begun:
-                self._begin()
+                self._begin_step()
             self._passes_left[p] = left
-            if self.settings.op == Adasum:
+            if self.options.op == Adasum:
                 return
             unit = self._unit_of[p]
             if not any(self._passes_left[member] for member in unit):
                 self._launch(unit)
             self._await_end_of_backward()
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         mine = set(self.name_of.values())
         for other in _in_step:
             if twice := mine.intersection(other.name_of.values()):
-                raise ValueError(refusals.SAME_NAME.format(name=min(twice)))
+                raise ValueError(error_texts.DUPLICATE_NAME.format(name=min(twice)))
         self.begun = True
         _in_step.add(self)
 
@@ -386,18 +417,20 @@ class Gradients:
         if not bucket:
             return
         try:
-            with lane.together(self.settings.process_set):
+            with lane.together(self.options.process_set):
                 for unit in bucket:
-                    self._flights[unit] = self._try_to_send(unit)
+                    self._in_flight[unit] = self._try_to_send(unit)
         except RingjaxError as error:
-            self._flights.update(dict.fromkeys(bucket, failed(error)))
+            self._in_flight.update(dict.fromkeys(bucket, failed_reduction(error)))
 
-    def _try_to_send(self, unit: Unit) -> Flight:
+    def _try_to_send(self, unit: Unit) -> InFlightReduction:
         gradients = [self._gradient(p) for p in unit]
         try:
-            return send(unit, gradients, self.name_of[unit[0]], self.settings)
+            return submit_gradients(
+                unit, gradients, self.name_of[unit[0]], self.options
+            )
         except RingjaxError as error:
-            return failed(error)
+            return failed_reduction(error)
 
     def _gradient(self, p: Tensor) -> Tensor:
         """The gradient; zeros if this rank has none, since other ranks may have one."""
@@ -412,27 +445,27 @@ class Gradients:
             entries = indices, p.new_empty((0, *p.shape[dims:]))
             zeros = torch.sparse_coo_tensor(*entries, p.shape, check_invariants=False)
         # A frozen one, and one without a gradient in a group, take part for the others.
-        if p.requires_grad and p in self._anywhere:
+        if p.requires_grad and p in self._present_anywhere:
             p.grad = zeros
         return zeros
 
 
-def _at_end(action: Callable[[], Any]) -> None:
+def _queue_callback(action: Callable[[], Any]) -> None:
     """Has autograd call it at the end of the backward pass that runs."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
-def _call(owner: weakref.ref[Gradients], method: str, *arguments: Any) -> None:
+def _call(owner: weakref.ref[Reducer], method: str, *arguments: Any) -> None:
     if (gradients := owner()) is not None:
         getattr(gradients, method)(*arguments)
 
 
-def _hook(owner: weakref.ref[Gradients]) -> Callable[[Tensor], None]:
+def _hook(owner: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
     """A hook that does not keep the optimizer alive; parameters may outlive it."""
 
     def hook(p: Tensor) -> None:
         if (gradients := owner()) is not None:
-            gradients.on_gradient(p)
+            gradients.on_gradient_ready(p)
 
     return hook
 

@@ -19,16 +19,16 @@ from ringjax.keras.backends import backend
 
 
 @functools.cache
-def make() -> None:
+def apply_patches() -> None:
     """Adjusts Keras; for models whose optimizer is not distributed nothing changes."""
     _agree_on_finite()
     if keras.backend.backend() == "tensorflow":
         _train_without_xla_in_branches()
 
 
-def _distribution(optimizer: Any) -> Any:
+def _reducer(optimizer: Any) -> Any:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return getattr(inner, "_distribution", None)
+    return getattr(inner, "_reducer", None)
 
 
 def _agree_on_finite() -> None:
@@ -38,8 +38,8 @@ def _agree_on_finite() -> None:
     @functools.wraps(plain)
     def check_finite(self: Any, grads: Any) -> Any:
         finite = plain(self, grads)
-        distribution = _distribution(self)
-        return finite if distribution is None else distribution.everywhere(finite)
+        distribution = _reducer(self)
+        return finite if distribution is None else distribution.all_true(finite)
 
     kind.check_finite = check_finite
 
@@ -49,7 +49,7 @@ def _has_branches(optimizer: Any) -> bool:
     return (
         hasattr(optimizer, "inner_optimizer")
         or bool(optimizer.gradient_accumulation_steps)
-        or _distribution(optimizer).settings.passes > 1
+        or _reducer(optimizer).options.passes > 1
     )
 
 
@@ -59,9 +59,9 @@ def _train_without_xla_in_branches() -> None:
     @functools.wraps(plain)
     def make_train_function(self: Any, force: bool = False) -> Any:
         optimizer = getattr(self, "optimizer", None)
-        distributed = _distribution(optimizer) is not None
+        distributed = _reducer(optimizer) is not None
         if distributed and not self.run_eagerly and self.jit_compile:
-            why = "in a branch" if _has_branches(optimizer) else backend().no_xla
+            why = "in a branch" if _has_branches(optimizer) else backend().xla_obstacle
             if why:
                 warnings.warn(
                     "ringjax.keras: TensorFlow's XLA cannot compile the exchange of "

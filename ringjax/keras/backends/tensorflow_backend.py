@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringjax.compression import WireDtype
-from ringjax.keras.backends.base import Backend, Reduction
+from ringjax.keras.backends.base_backend import Backend, ReductionOptions
 from ringjax.ops import Min, ReduceOp
 from ringjax.tensorflow import global_variables, movement, reductions
 from ringjax.tensorflow.compression import Compression
@@ -33,7 +33,7 @@ class TensorFlowBackend(Backend):
         places: Sequence[int],
         variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
-        how: Reduction,
+        how: ReductionOptions,
     ) -> list[Any]:
         """See the base class."""
         settings = Settings(
@@ -47,11 +47,11 @@ class TensorFlowBackend(Backend):
         return reduce_gradients(gradients, groups, settings, variables)
 
     @property
-    def no_xla(self) -> str:
+    def xla_obstacle(self) -> str:
         """See the base class."""
         return "on a GPU" if tf.config.list_physical_devices("GPU") else ""
 
-    def everywhere(self, flag: Any, process_set: ProcessSet) -> Any:
+    def all_true(self, flag: Any, process_set: ProcessSet) -> Any:
         """See the base class."""
         votes = tf.cast(flag, tf.float32)
         return reductions.allreduce(votes, op=Min, process_set=process_set) > 0
@@ -64,11 +64,11 @@ class TensorFlowBackend(Backend):
         """See the base class."""
         return isinstance(gradient, tf.IndexedSlices)
 
-    def dense(self, gradient: Any) -> Any:
+    def to_dense(self, gradient: Any) -> Any:
         """See the base class."""
         return tf.convert_to_tensor(gradient) if self.is_sparse(gradient) else gradient
 
-    def gradients(
+    def compute_gradients(
         self, loss: Any, variables: Sequence[Any], grad_loss: Any, tape: Any
     ) -> list[Any]:
         """See the base class.

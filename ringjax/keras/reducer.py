@@ -14,15 +14,15 @@ import keras
 
 from ringjax import runtime
 from ringjax.horovod.functions import split_list
-from ringjax.keras.backends import Reduction, backend
+from ringjax.keras.backends import ReductionOptions, backend
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
 from ringjax.world.process_set import ProcessSet
 
 Groups = Sequence[Sequence[Any]] | int | None
 
 
-class Settings(NamedTuple):
-    """The arguments of `DistributedOptimizer`, checked.
+class OptimizerOptions(NamedTuple):
+    """The arguments of `DistributedOptimizer`, check_options.
 
     Attributes:
         how: what happens to gradients on their way.
@@ -32,14 +32,14 @@ class Settings(NamedTuple):
         scale_local: whether gradients of local variables are divided by the size.
     """
 
-    how: Reduction
+    how: ReductionOptions
     groups: Groups
     passes: int
     average_passes: bool
     scale_local: bool
 
 
-def checked(
+def check_options(
     name: str,
     compression: Any,
     sparse_as_dense: bool,
@@ -51,8 +51,8 @@ def checked(
     groups: Groups,
     process_set: ProcessSet,
     scale_local_gradients: bool,
-) -> Settings:
-    """The settings of an optimizer.
+) -> OptimizerOptions:
+    """The options of an optimizer.
 
     Raises:
         ValueError: a bad argument; the text is Horovod's where Horovod has one.
@@ -79,7 +79,7 @@ def checked(
         raise ValueError(
             "groups should be a non-negative integer or a list of list of variables."
         )
-    how = Reduction(
+    how = ReductionOptions(
         name=name,
         op=ReduceOp(op),
         compression=compression,
@@ -88,18 +88,18 @@ def checked(
         sparse_as_dense=sparse_as_dense,
     )
     passes, average = backward_passes_per_step, average_aggregated_gradients
-    return Settings(how, groups, passes, average, scale_local_gradients)
+    return OptimizerOptions(how, groups, passes, average, scale_local_gradients)
 
 
-class Distribution:
+class GradientReducer:
     """The part of one optimizer that is distributed.
 
     Args:
-        settings: what its class was made with.
+        options: what its class was made with.
         key_of: the optimizer's own way to tell variables apart.
 
     Attributes:
-        passing: Keras' own code runs, and calls us back: it is to find the plain
+        bypassed: Keras' own code runs, and calls us back: it is to find the plain
             optimizer.
         deferred: the variables whose gradients are reduced when Keras has accumulated
             them; None: it does not accumulate.
@@ -107,9 +107,9 @@ class Distribution:
             several passes; None until it is built.
     """
 
-    def __init__(self, settings: Settings, key_of: Callable[[Any], Any]) -> None:
-        self.settings = settings
-        self.passing = False
+    def __init__(self, options: OptimizerOptions, key_of: Callable[[Any], Any]) -> None:
+        self.options = options
+        self.bypassed = False
         self.deferred: list[Any] | None = None
         self.counter: Any = None
         self.accumulators: list[Any] = []
@@ -122,17 +122,17 @@ class Distribution:
         self._local.add(self._key_of(variable))
 
     @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
+    def bypass(self) -> Iterator[None]:
         """Within it, the optimizer is as Keras made it."""
-        before, self.passing = self.passing, True
+        before, self.bypassed = self.bypassed, True
         try:
             yield
         finally:
-            self.passing = before
+            self.bypassed = before
 
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether this rank has nobody to share gradients with."""
-        chosen = self.settings.how.process_set
+        chosen = self.options.how.process_set
         if not chosen.included():
             return True
         # Compiled steps outlive changes of the ranks.
@@ -141,19 +141,19 @@ class Distribution:
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients that an optimizer is to use; None stays None."""
         out = list(gradients)
-        if self.alone():
+        if self.is_alone():
             return out
-        tensors, how = backend(), self.settings.how
+        tensors, how = backend(), self.options.how
         present = [i for i, gradient in enumerate(out) if gradient is not None]
         local = [i for i in present if self._key_of(variables[i]) in self._local]
-        if local and self.settings.scale_local:
+        if local and self.options.scale_local:
             factor = tensors.size(how.process_set)
             for i in local:
                 out[i] = out[i] / keras.ops.cast(factor, out[i].dtype)
         sent = [i for i in present if i not in set(local)]
         if how.sparse_as_dense:
             for i in sent:
-                out[i] = tensors.dense(out[i])
+                out[i] = tensors.to_dense(out[i])
         if not sent:
             return out
         groups = self._groups(sent, variables)
@@ -163,28 +163,28 @@ class Distribution:
             out[i] = gradient
         return out
 
-    def reduced_for(
+    def reduce_for_apply(
         self, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> list[Any]:
         """As `reduce`, for a program that calls `apply_gradients` with the result."""
         self._reduced = self.reduce(gradients, variables)
         return list(self._reduced)
 
-    def are_reduced(self, gradients: Sequence[Any]) -> bool:
-        """Whether these are what `reduced_for` has returned; asked once."""
+    def take_reduced(self, gradients: Sequence[Any]) -> bool:
+        """Whether these are what `reduce_for_apply` has returned; asked once."""
         known = {id(gradient) for gradient in self._reduced if gradient is not None}
         given = [gradient for gradient in gradients if gradient is not None]
         found = bool(known) and all(id(gradient) in known for gradient in given)
         self._reduced = []
         return found
 
-    def everywhere(self, flag: Any) -> Any:
+    def all_true(self, flag: Any) -> Any:
         """Whether a flag is set on all ranks that share gradients."""
-        if self.alone():
+        if self.is_alone():
             return flag
-        return backend().everywhere(flag, self.settings.how.process_set)
+        return backend().all_true(flag, self.options.how.process_set)
 
-    def check_dense(self, gradients: Sequence[Any]) -> list[Any]:
+    def to_dense(self, gradients: Sequence[Any]) -> list[Any]:
         """Gradients to be added up over several passes.
 
         Raises:
@@ -194,16 +194,16 @@ class Distribution:
         for gradient in gradients:
             if gradient is None or not tensors.is_sparse(gradient):
                 continue
-            if not self.settings.how.sparse_as_dense:
+            if not self.options.how.sparse_as_dense:
                 raise ValueError(
                     "IndexedSlices are not supported when `backward_passes_per_step` > "
                     "1 and `sparse_as_dense` is False."
                 )
-        return [None if g is None else tensors.dense(g) for g in gradients]
+        return [None if g is None else tensors.to_dense(g) for g in gradients]
 
     def _groups(self, sent: Sequence[int], variables: Sequence[Any]) -> list[list[int]]:
         """Indices into `sent` of what the program wants to travel together."""
-        groups = self.settings.groups
+        groups = self.options.groups
         if groups is None:
             return []
         if isinstance(groups, int):

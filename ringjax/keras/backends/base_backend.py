@@ -22,7 +22,7 @@ from ringjax.world.process_set import ProcessSet
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduction:
+class ReductionOptions:
     """How gradients are reduced.
 
     Attributes:
@@ -61,7 +61,7 @@ class Backend(abc.ABC):
     compression: Any = Compression
 
     @property
-    def no_xla(self) -> str:
+    def xla_obstacle(self) -> str:
         """Where XLA cannot compile the exchange of gradients; empty: it can."""
         return ""
 
@@ -72,7 +72,7 @@ class Backend(abc.ABC):
         places: Sequence[int],
         variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
-        how: Reduction,
+        how: ReductionOptions,
     ) -> list[Any]:
         """The gradients, reduced over the ranks.
 
@@ -86,10 +86,10 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def everywhere(self, flag: Any, process_set: ProcessSet) -> Any:
+    def all_true(self, flag: Any, process_set: ProcessSet) -> Any:
         """Whether a boolean tensor is true on all ranks of a set."""
 
-    def choose(
+    def cond(
         self,
         condition: Any,
         yes: Callable[[], None],
@@ -99,7 +99,7 @@ class Backend(abc.ABC):
         """Calls one of two functions, which read and change no other `variables`."""
         keras.ops.cond(condition, yes, no)
 
-    def at_update(
+    def change_on_update(
         self,
         condition: Any,
         change: Callable[[list[Any]], list[Any]],
@@ -119,7 +119,7 @@ class Backend(abc.ABC):
         """Whether a gradient is no plain tensor."""
         return False
 
-    def dense(self, gradient: Any) -> Any:
+    def to_dense(self, gradient: Any) -> Any:
         """A sparse gradient as a plain tensor."""
         return gradient
 
@@ -135,33 +135,35 @@ class Backend(abc.ABC):
         compression: Any,
     ) -> Any:
         """The reduction of all ranks' values."""
-        array = self.host(value)
+        array = self.to_host(value)
         sent = _narrowed(array, compression)
         out = eager.allreduce(
             sent, op, name=name, prescale_factor=prescale, postscale_factor=postscale
         )
-        return self.tensor(out.astype(array.dtype))
+        return self.to_tensor(out.astype(array.dtype))
 
     def allgather(self, value: Any, name: str | None) -> Any:
         """All ranks' rows, one after the other."""
-        return self.tensor(eager.allgather(self.host(value), name=name))
+        return self.to_tensor(eager.allgather(self.to_host(value), name=name))
 
     def broadcast(self, value: Any, root_rank: int, name: str | None) -> Any:
         """The root's value."""
-        return self.tensor(eager.broadcast(self.host(value), root_rank, name=name))
+        return self.to_tensor(
+            eager.broadcast(self.to_host(value), root_rank, name=name)
+        )
 
     def reducescatter(self, value: Any, name: str | None, op: ReduceOp) -> Any:
         """This rank's rows of the reduction."""
-        return self.tensor(eager.reducescatter(self.host(value), op, name=name))
+        return self.to_tensor(eager.reducescatter(self.to_host(value), op, name=name))
 
-    def host(self, value: Any) -> np.ndarray[Any, Any]:
+    def to_host(self, value: Any) -> np.ndarray[Any, Any]:
         """A value as the backend would hold it, in the memory of this host."""
         found: np.ndarray[Any, Any] = keras.ops.convert_to_numpy(
             keras.ops.convert_to_tensor(value)
         )
         return found
 
-    def tensor(self, array: np.ndarray[Any, Any]) -> Any:
+    def to_tensor(self, array: np.ndarray[Any, Any]) -> Any:
         """An array as a tensor of the backend."""
         return keras.ops.convert_to_tensor(array)
 
@@ -173,7 +175,7 @@ class Backend(abc.ABC):
             f"({root_rank}) into model.fit, or broadcast the variables of your model."
         )
 
-    def gradients(
+    def compute_gradients(
         self, loss: Any, variables: Sequence[Any], grad_loss: Any, tape: Any
     ) -> list[Any]:
         """The gradients of a loss, as Keras 2's optimizers computed them."""
@@ -196,11 +198,11 @@ class Backend(abc.ABC):
             variable.assign(eager.synchronize(handle))
 
 
-def wire_of(compression: Any) -> WireDtype | None:
+def wire_dtype(compression: Any) -> WireDtype | None:
     """The `WireDtype` of a compression, or None if it is a program's own.
 
     Example:
-        >>> wire_of(Compression.bf16)
+        >>> wire_dtype(Compression.bf16)
         Compression.bf16
     """
     if isinstance(compression, WireDtype):
@@ -216,7 +218,7 @@ def wire_of(compression: Any) -> WireDtype | None:
 
 
 def _narrowed(array: np.ndarray[Any, Any], compression: Any) -> Any:
-    wire = wire_of(compression)
+    wire = wire_dtype(compression)
     if wire is None:
         raise TypeError(
             f"ringjax.keras: compression={compression!r}, expected Compression.none, "

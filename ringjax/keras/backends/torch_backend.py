@@ -12,7 +12,7 @@ import ringjax.torch as hvd
 from ringjax import runtime
 from ringjax.compression import WireDtype
 from ringjax.eager import alike
-from ringjax.keras.backends.base import Backend, Reduction
+from ringjax.keras.backends.base_backend import Backend, ReductionOptions
 from ringjax.world.process_set import ProcessSet
 from ringjax.xla import buckets
 
@@ -31,7 +31,7 @@ class TorchBackend(Backend):
         places: Sequence[int],
         variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
-        how: Reduction,
+        how: ReductionOptions,
     ) -> list[Any]:
         """See the base class."""
         alike.check(
@@ -64,12 +64,12 @@ class TorchBackend(Backend):
         return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def everywhere(self, flag: Any, process_set: ProcessSet) -> Any:
+    def all_true(self, flag: Any, process_set: ProcessSet) -> Any:
         """See the base class."""
         votes = flag.float()
         return hvd.allreduce(votes, op=hvd.Min, process_set=process_set) > 0
 
-    def choose(
+    def cond(
         self,
         condition: Any,
         yes: Callable[[], None],

@@ -1,6 +1,6 @@
 """Gradients of one or several parameters under way, as one named operation.
 
-How they are submitted and what becomes of their results; when, is in gradients.py.
+How they are submitted and what becomes of their results; when, is in reducer.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.world.process_set import ProcessSet
 
 
 @dataclass
-class Settings:
+class AllreduceOptions:
     """The arguments of `DistributedOptimizer` that say how gradients travel."""
 
     compression: Any
@@ -30,7 +30,7 @@ class Settings:
     process_set: ProcessSet
 
 
-class Sent(NamedTuple):
+class InFlightGradient(NamedTuple):
     """A gradient that was submitted, as it was then."""
 
     parameter: Tensor
@@ -44,11 +44,11 @@ class Sent(NamedTuple):
         return self.parameter.grad is not gradient or gradient._version != self.version
 
 
-class Flight(NamedTuple):
+class InFlightReduction(NamedTuple):
     """A submission: how to wait for it, and what became of its gradients."""
 
     wait: Callable[[], Any]
-    sent: list[Sent]
+    sent: list[InFlightGradient]
 
     def receive(self, compression: Any) -> None:
         """Waits, and gives the parameters their reduced gradients.
@@ -70,9 +70,12 @@ class Flight(NamedTuple):
                 p.grad = output.to_sparse(gradient.sparse_dim())
 
 
-def send(
-    unit: Sequence[Tensor], gradients: Sequence[Tensor], name: str, how: Settings
-) -> Flight:
+def submit_gradients(
+    unit: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    name: str,
+    how: AllreduceOptions,
+) -> InFlightReduction:
     """Submits the gradients of these parameters as one operation.
 
     Raises:
@@ -82,27 +85,27 @@ def send(
     options["process_set"] = how.process_set
     if gradients[0].is_sparse and len(unit) == 1 and not how.sparse_as_dense:
         handle = mpi_ops.sparse_allreduce_async(gradients[0], **options)
-        alone = Sent(unit[0], gradients[0], gradients[0]._version, None)
-        return Flight(lambda: [handle()], [alone])
+        alone = InFlightGradient(unit[0], gradients[0], gradients[0]._version, None)
+        return InFlightReduction(lambda: [handle()], [alone])
     sent, packed = [], []
     for p, gradient in zip(unit, gradients, strict=True):
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         tensor, context = how.compression.compress(dense)
         packed.append(tensor)
-        sent.append(Sent(p, gradient, gradient._version, context))
+        sent.append(InFlightGradient(p, gradient, gradient._version, context))
     if how.op == Average:  # the core divides by the size after the sum
         options["prescale_factor"] = 1.0 / how.gradient_predivide_factor
         options["postscale_factor"] = how.gradient_predivide_factor
     if len(unit) == 1:
         one = mpi_ops.allreduce_async_(packed[0], **options)
-        return Flight(lambda: [mpi_ops.synchronize(one)], sent)
+        return InFlightReduction(lambda: [mpi_ops.synchronize(one)], sent)
     group = mpi_ops.grouped_allreduce_async_(packed, **options)
-    return Flight(lambda: mpi_ops.synchronize(group), sent)
+    return InFlightReduction(lambda: mpi_ops.synchronize(group), sent)
 
 
-def failed(error: RingjaxError) -> Flight:
+def failed_reduction(error: RingjaxError) -> InFlightReduction:
     """Returns a flight whose `wait` raises `error`."""
-    return Flight(partial(_fail, error), [])
+    return InFlightReduction(partial(_fail, error), [])
 
 
 def _fail(error: RingjaxError) -> Any:

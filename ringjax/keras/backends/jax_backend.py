@@ -17,7 +17,7 @@ import keras
 from ringjax import runtime
 from ringjax.compression import Compression
 from ringjax.eager.alike import AFTER_THE_FIRST
-from ringjax.keras.backends.base import Backend, Reduction, wire_of
+from ringjax.keras.backends.base_backend import Backend, ReductionOptions, wire_dtype
 from ringjax.ops import Average, Min
 from ringjax.optim import AllreduceState, allreduce_grads
 from ringjax.world.process_set import ProcessSet
@@ -35,11 +35,11 @@ class JaxBackend(Backend):
         places: Sequence[int],
         variables: Sequence[Any],
         groups: Sequence[Sequence[int]],
-        how: Reduction,
+        how: ReductionOptions,
     ) -> list[Any]:
         """See the base class. All are one call, or travel in buckets, not in groups."""
         del groups
-        wire = wire_of(how.compression)
+        wire = wire_dtype(how.compression)
         packed, contexts = list(gradients), [None] * len(gradients)
         if wire is None:  # a program's own class
             both = [how.compression.compress(gradient) for gradient in gradients]
@@ -59,13 +59,13 @@ class JaxBackend(Backend):
             out = [how.compression.decompress(g, context) for g, context in pairs]
         return out
 
-    def everywhere(self, flag: Any, process_set: ProcessSet) -> Any:
+    def all_true(self, flag: Any, process_set: ProcessSet) -> Any:
         """See the base class."""
         reduce = allreduce_grads(Min, process_set=process_set, name="finite")
         votes = {"finite": jnp.asarray(flag, jnp.float32)}
         return reduce.update(votes, _first())[0]["finite"] > 0
 
-    def choose(
+    def cond(
         self,
         condition: Any,
         yes: Callable[[], None],
@@ -88,7 +88,7 @@ class JaxBackend(Backend):
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
 
-    def at_update(
+    def change_on_update(
         self,
         condition: Any,
         change: Callable[[list[Any]], list[Any]],
@@ -103,7 +103,7 @@ def _first() -> AllreduceState:
     return AllreduceState(jnp.zeros((1,), jnp.uint32))
 
 
-def _checked(variables: Sequence[Any], how: Reduction) -> AllreduceState:
+def _checked(variables: Sequence[Any], how: ReductionOptions) -> AllreduceState:
     """The state for a reduction, behind a look at the variables; see ringjax.xla.alike.
 
     No step has a number here, so the look counts its calls.
