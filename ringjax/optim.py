@@ -1,7 +1,7 @@
 """The one line that makes an optimizer data-parallel: `allreduce_grads` for optax.
 
 Decides at trace time what travels when (readiness, buckets, in place or overlapped).
-The call itself is `chained.bucketed_allreduce`, the plan of buckets `xla/buckets.py`.
+The call is `xla/gradient_allreduce.py`, the plan of buckets `xla/buckets.py`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from ringjax.compression import Compression, WireDtype
 from ringjax.config import Config
 from ringjax.ops import ReduceOp
 from ringjax.tuning import trials
-from ringjax.xla import alike, buckets, chained, jax_private, weights
+from ringjax.xla import (
+    buckets,
+    gradient_allreduce,
+    jax_private,
+    parameter_check,
+    weights,
+)
 
-_WHAT = "allreduce_grads"
+_FUNCTION = "allreduce_grads"
 # Functions that optimizers call: the name of the argument, the values that optimizers
 # pass behind the parameters, and a function that is right on several ranks.
-_FUNCTIONS: tuple[tuple[str, tuple[int, ...], str], ...] = (
+_CALLBACKS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("value_fn", (), "lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))"),
     ("grad_fn", (0,), "lambda p, _: ringjax.allreduce(jax.grad(loss)(p))"),
 )
-_CROSSED = (
-    f"ringjax.{_WHAT}: `weight` would weigh gradients of a loss that has a collective "
-    "in it (a batch norm over ranks, a contrastive loss): cotangents of all ranks are "
-    "in them already, unweighed. Weigh the loss, and leave out `weight`: "
+_USE_WEIGHTED_LOSS = (
+    f"ringjax.{_FUNCTION}: `weight` would weigh gradients of a loss that has a "
+    "collective in it (a batch norm over ranks, a contrastive loss): cotangents of "
+    "all ranks are in them already, unweighed. Weigh the loss, and leave out `weight`: "
     "jax.grad(lambda p: ringjax.weighted_loss(loss(p), n))"
 )
 _warned = False  # whether this process has printed that gradients may be of such a loss
@@ -120,9 +126,9 @@ def allreduce_grads(
     As the inner factory itself of optax.inject_hyperparams it needs
     ``static_args=("op", "gradient_predivide_factor")``: both are part of the program.
     """
-    prescale, postscale = _scales(op, gradient_predivide_factor)
-    wire = arguments.wire(_WHAT, compression, op)
-    _check_travel(overlap, bucket_bytes)
+    prescale, postscale = _scale_factors(op, gradient_predivide_factor)
+    wire = arguments.wire_dtype(_FUNCTION, compression, op)
+    _check_bucketing(overlap, bucket_bytes)
 
     def init(params: Any) -> AllreduceState:
         del params
@@ -136,30 +142,34 @@ def allreduce_grads(
         weight: Any = None,
         **extra: Any,
     ) -> tuple[Any, AllreduceState]:
-        chosen, communicator, deciding = _sharers(process_set)
+        chosen, communicator, with_hosts = _resolve(process_set)
         config = runtime.config()
         if communicator.size > 1:
-            _refuse_functions_of_one_rank(params, extra)
-        sent = arguments.flatten(_WHAT, updates, elementwise=True)
+            _refuse_local_callbacks(params, extra)
+        sent = arguments.flatten(_FUNCTION, updates, elementwise=True)
         if not sent.arrays:
             return updates, state
-        arguments.reduce_op(_WHAT, op, sent.arrays, adasum_ranks=communicator.size)
-        order = readiness([x for x in jax.tree.leaves(updates) if not is_float0(x)])
+        arguments.reduce_op(_FUNCTION, op, sent.arrays, adasum_ranks=communicator.size)
+        order = readiness_order(
+            [x for x in jax.tree.leaves(updates) if not is_float0(x)]
+        )
         arrays, names = sent.arrays, sent.names
         if weight is not None:
-            own = weights.checked(_WHAT, weight, op, arrays, compressed=wire >= 0)
+            own = weights.check_weight(
+                _FUNCTION, weight, op, arrays, compressed=wire >= 0
+            )
             if communicator.size > 1:
-                _check_crossing(arrays, communicator.rank)
+                _check_weighted_loss(arrays, communicator.rank)
             # The sum of the weights travels with the gradients, and is there first.
-            arrays, names = weights.weighed(arrays, own), (*names, "weight")
+            arrays, names = weights.weight_arrays(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
-        seq = _check_alike(
+        seq = _check_parameters(
             *(updates, params, extra, state.seq, chosen, communicator, config, name)
         )
         # Of 0 bytes: no two gradients travel together.
         setting = trials.tried() or config
         limit = bucket_bytes or setting.bucket_bytes or 1
-        out, seq = chained.bucketed_allreduce(
+        out, seq = gradient_allreduce.bucketed_allreduce(
             arrays,
             seq,
             op=int(op if weight is None else ReduceOp.Sum),
@@ -169,14 +179,14 @@ def allreduce_grads(
             comm=communicator.id,
             timeout=chosen.limit(),
             cuts=buckets.plan([(x.shape, x.dtype) for x in arrays], limit, order),
-            overlapped=overlaps(overlap, deciding, config),
-            overlapped_on_device=overlaps(overlap, None, config),
+            overlapped=should_overlap(overlap, with_hosts, config),
+            overlapped_on_device=should_overlap(overlap, None, config),
             memory=setting.overlap_memory,
             elastic_memory=config.elastic_overlap_memory if config.elastic else None,
             name=name if weight is None else f"{name} with weights",
             names=names,
         )
-        out = out if weight is None else weights.divided(out)
+        out = out if weight is None else weights.divide_by_total(out)
         return sent.rebuild(out), AllreduceState(seq)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -218,7 +228,7 @@ def weighted_loss(
             f"ringjax.weighted_loss: `loss` is {loss.dtype.name}{list(loss.shape)}, "
             "expected one floating-point number"
         )
-    own = weights.checked(
+    own = weights.check_weight(
         "weighted_loss", weight, ReduceOp.Average, [loss], compressed=False
     )
     own = jax.lax.stop_gradient(own)
@@ -228,40 +238,43 @@ def weighted_loss(
     return jnp.where(own > 0, loss * share.astype(loss.dtype), 0)
 
 
-def _refuse_functions_of_one_rank(params: Any, extra: Mapping[str, Any]) -> None:
+def _refuse_local_callbacks(params: Any, extra: Mapping[str, Any]) -> None:
     """Refuses a loss or gradient that an optimizer would call on this rank's data.
 
     A line search or SAM calls it at other parameters, so what it decides is alike on
     all ranks only if the function reduces over the ranks itself.
     """
-    for key, given, remedy in _FUNCTIONS:
+    for key, given, remedy in _CALLBACKS:
         function = extra.get(key)
         known = callable(function) and params is not None
-        if known and jax_private.reduces(function, (params, *given), extra) is False:
+        if (
+            known
+            and jax_private.has_collective(function, (params, *given), extra) is False
+        ):
             raise ValueError(
-                f"ringjax.{_WHAT}: `{key}` computes on the data of this rank alone, so "
-                f"the ranks would part; give {key}={remedy}, and likewise `value` and "
-                "`grad`"
+                f"ringjax.{_FUNCTION}: `{key}` computes on the data of this rank "
+                f"alone, so the ranks would part; give {key}={remedy}, and likewise "
+                "`value` and `grad`"
             )
 
 
-def _check_crossing(arrays: Sequence[Any], rank: int) -> None:
+def _check_weighted_loss(arrays: Sequence[Any], rank: int) -> None:
     """Refuses weights behind a derivative through a collective, or warns of them.
 
     Of gradients that another program has computed, only so much is known: whether this
     process has taken such a derivative at all.
     """
     global _warned
-    if jax_private.has_crossed(arrays):
-        raise ValueError(_CROSSED)
-    if jax_private.may_have_crossed(arrays) and not _warned:
+    if jax_private.has_transposed_collective(arrays):
+        raise ValueError(_USE_WEIGHTED_LOSS)
+    if jax_private.may_have_transposed_collective(arrays) and not _warned:
         _warned = True
         if rank == 0:
             why = "another program has computed these gradients; if its loss has one, "
-            stderr.line(f"[ringjax] warning: {why}{_CROSSED}")
+            stderr.line(f"[ringjax] warning: {why}{_USE_WEIGHTED_LOSS}")
 
 
-def _check_alike(
+def _check_parameters(
     updates: Any,
     params: Any,
     extra: Mapping[str, Any],
@@ -291,11 +304,11 @@ def _check_alike(
                 title = f"{key} {where}".rstrip()
                 remedy = f"give {key}=ringjax.allreduce({key}) to update"
                 compared[f"{title} ({remedy})"] = jnp.asarray(leaf)
-                if communicator.size > 1 and jax_private.is_own(leaf):
+                if communicator.size > 1 and jax_private.is_computed_locally(leaf):
                     own.append(f"{title} ({remedy})")
     if not config.check_parameters or not compared:
         return seq
-    return alike.check(
+    return parameter_check.check(
         seq,
         list(compared.values()),
         list(compared),
@@ -307,7 +320,7 @@ def _check_alike(
     )
 
 
-def readiness(values: Sequence[Any]) -> list[int] | None:
+def readiness_order(values: Sequence[Any]) -> list[int] | None:
     """The indices of traced `values`, first computed first; None if that is not known.
 
     The order of the equations that are being traced is the order of the backward pass.
@@ -323,53 +336,55 @@ def readiness(values: Sequence[Any]) -> list[int] | None:
     return sorted(range(len(values)), key=lambda i: (produced[i], -i))
 
 
-def _scales(op: Any, factor: float) -> tuple[float, float]:
+def _scale_factors(op: Any, factor: float) -> tuple[float, float]:
     """Factors before and after the reduction; the division by the size is native."""
     if isinstance(op, jax.core.Tracer):
         raise TypeError(
-            f"ringjax.{_WHAT}: `op` is traced, but it is part of the program; with "
+            f"ringjax.{_FUNCTION}: `op` is traced, but it is part of the program; with "
             "optax.inject_hyperparams pass "
             'static_args=("op", "gradient_predivide_factor")'
         )
     # Of how many ranks is not known yet: one can do everything.
-    chosen = arguments.reduce_op(_WHAT, op, [], adasum_ranks=1)
-    number = arguments.factor(_WHAT, "gradient_predivide_factor", factor, [])
+    chosen = arguments.reduce_op(_FUNCTION, op, [], adasum_ranks=1)
+    number = arguments.factor(_FUNCTION, "gradient_predivide_factor", factor, [])
     if not 0.0 < number < float("inf"):
         raise ValueError(
-            f"ringjax.{_WHAT}: `gradient_predivide_factor` is {number}, expected a "
+            f"ringjax.{_FUNCTION}: `gradient_predivide_factor` is {number}, expected a "
             "positive finite number"
         )
     if number != 1.0 and chosen is not ReduceOp.Average:
         raise ValueError(
-            f"ringjax.{_WHAT}: `gradient_predivide_factor` is {number}, which needs "
-            f"op=Average, not {chosen.name}"
+            f"ringjax.{_FUNCTION}: `gradient_predivide_factor` is {number}, which "
+            f"needs op=Average, not {chosen.name}"
         )
     return 1.0 / number, number
 
 
-def _check_travel(overlap: Any, bucket_bytes: int | None) -> None:
+def _check_bucketing(overlap: Any, bucket_bytes: int | None) -> None:
     if overlap not in (True, False, "auto"):
         raise ValueError(
-            f"ringjax.{_WHAT}: `overlap` is {overlap!r}, expected True, False or 'auto'"
+            f"ringjax.{_FUNCTION}: `overlap` is {overlap!r}, expected True, False or "
+            "'auto'"
         )
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(
-            f"ringjax.{_WHAT}: `bucket_bytes` is {bucket_bytes}, expected at least 1"
+            f"ringjax.{_FUNCTION}: `bucket_bytes` is {bucket_bytes}, expected at least "
+            "1"
         )
 
 
-def _sharers(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any, Any]:
+def _resolve(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any, Any]:
     """The ranks with the same shards, where all ranks are meant; their communicator.
 
     And that of whose hosts it is to be asked: the programs of a group must be the same.
     """
     chosen = runtime.between_groups(process_set)
-    communicator = runtime.communicator(chosen, _WHAT)
+    communicator = runtime.communicator(chosen, _FUNCTION)
     grouped = runtime.group_size() > 1
     return chosen, communicator, runtime.communicator() if grouped else communicator
 
 
-def overlaps(
+def should_overlap(
     overlap: bool | Literal["auto"], communicator: Any, config: Config
 ) -> bool:
     """Whether the buckets of a program travel beside its backward pass.
@@ -384,8 +399,8 @@ def overlaps(
     if config.elastic and config.group_size > 1:
         if overlap is True:
             raise ValueError(
-                f"ringjax.{_WHAT}: `overlap` is True, but in an elastic job of groups "
-                "the gradients of a step travel in one call"
+                f"ringjax.{_FUNCTION}: `overlap` is True, but in an elastic job of "
+                "groups the gradients of a step travel in one call"
             )
         return False
     if overlap != "auto":

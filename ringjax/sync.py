@@ -81,7 +81,7 @@ def broadcast_parameters(
     what = "broadcast_parameters"
     process_set, root_rank = _between_groups(process_set, root_rank)
     runtime.communicator(process_set, what)
-    arguments.root(what, root_rank, process_set)
+    arguments.root_in_set(what, root_rank, process_set)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
     if len(pairs) == 1 and not pairs[0][0] and not _is_number(tree):
@@ -162,10 +162,10 @@ def broadcast_object(
     """
     what = "broadcast_object"
     communicator = _eager_communicator(what, process_set)
-    root = arguments.root(what, root_rank, process_set)
+    root = arguments.root_in_set(what, root_rank, process_set)
 
     def move(array: Any, _: str) -> Any:
-        return primitive.read(
+        return primitive.read_result(
             broadcast(array, root_rank, process_set=process_set, name=name or what)
         )
 
@@ -201,7 +201,7 @@ def allgather_object(
     _eager_communicator(what, process_set)
 
     def move(array: Any, _: str) -> Any:
-        return primitive.read(
+        return primitive.read_result(
             allgather(array, process_set=process_set, name=name or what)
         )
 
@@ -347,7 +347,7 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
 
 def _pack_traced(array: Any, kind: str) -> _Packed:
     """Types that are not sent travel in one that holds all their values."""
-    sent, restore = arguments.carrier(array) or (array, lambda out: out)
+    sent, restore = arguments.to_sendable(array) or (array, lambda out: out)
     return _Packed(sent, kind, restore)
 
 
@@ -378,7 +378,7 @@ def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) 
         rows = allgather(
             digest[None], process_set=process_set, name=f"{what} (structure)"
         )
-        rows = primitive.read(rows)
+        rows = primitive.read_result(rows)
     if (rows == digest).all():
         return
     everyone = allgather_object(lines, f"{what} (structure)", process_set)

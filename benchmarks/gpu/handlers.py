@@ -2,8 +2,8 @@
 
 The handler counts the seconds that it runs. The benchmark waits for every step; the
 increase of that counter over a step is one sample. On a CPU a call takes at most
-`buckets.MOST` buffers, and a step with more buffers makes several calls: their seconds
-are added up. There is one rank, so NCCL does nearly nothing on the device.
+`buckets.MAX_TENSORS` buffers, and a step with more buffers makes several calls: their
+seconds are added up. There is one rank, so NCCL does nearly nothing on the device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(report: Report, mode: str, name: str, steps: int, scale: int) -> Non
     target = ""
     if on_gpu():
         target = report.verdict(f"handler, {what}", spread.median, TARGETS[name], " µs")
-    expected = 1 if on_gpu() else len(buckets.pieces(len(shapes)))
+    expected = 1 if on_gpu() else len(buckets.split_evenly(len(shapes)))
     if calls != expected:
         report.fail(f"{what}: {calls:g} calls a step instead of {expected}")
     numbers = [f"{n:g}" for n in (calls, launches, ops)]

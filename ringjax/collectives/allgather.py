@@ -76,7 +76,7 @@ def _allgather(
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.flatten(what, tree, moves=True)
-    leaves = arguments.with_rows(what, leaves, scalars=True)
+    leaves = arguments.require_rows(what, leaves, scalars=True)
     if not leaves.arrays:
         return tree
     own = [array.shape[0] for array in leaves.arrays]
@@ -118,7 +118,7 @@ def exchange_rows(
             size=size,
             counts=((1,) * size,),
         )
-        table = primitive.read(gathered).astype(np.int64)
+        table = primitive.read_result(gathered).astype(np.int64)
     rows = (table[..., 0] << 32) + table[..., 1]
     return tuple(tuple(int(n) for n in column) for column in rows.T)
 
@@ -139,7 +139,7 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
     return primitive.bind("reducescatter", cts, **{**params, "rows": rows})
 
 
-primitive.collective(
+primitive.define_collective(
     "allgather",
     shape=_shape,
     in_place=False,

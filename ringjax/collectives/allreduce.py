@@ -1,7 +1,7 @@
 """allreduce: every rank gets the reduction of all ranks' tensors, element by element.
 
-Not the gradient path of an optimizer: that is `chained.bucketed_allreduce`, which has
-the same meaning. The reductions themselves are native.
+Optimizers do not use this module: `gradient_allreduce.bucketed_allreduce` reduces
+gradients. The reductions themselves are native.
 
 The mathematics of the derivatives, here and in the other collectives: P programs run
 ``y_r = f_r(x_1 .. x_P)``; a rank's loss is its own, and the world's loss is the sum of
@@ -191,17 +191,17 @@ def _extreme_tangents(
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
     if (before, after, params["wire"]) != (1.0, 1.0, -1):
-        xs = [_as_sent(primitive.scaled(x, before), params["wire"]) for x in xs]
+        xs = [_as_sent(primitive.scale(x, before), params["wire"]) for x in xs]
         ys = primitive.bind("allreduce", xs, **exact)
     total = {**exact, "reduce_op": int(ReduceOp.Sum)}
     masks = [(x == y).astype(x.dtype) for x, y in zip(xs, ys, strict=True)]
     holders = primitive.bind("allreduce", masks, **total)
     shares = [
-        m / k * primitive.scaled(t, before)
+        m / k * primitive.scale(t, before)
         for m, k, t in zip(masks, holders, ts, strict=True)
     ]
     tangents = primitive.bind("allreduce", shares, **total)
-    return [primitive.scaled(t, after) for t in tangents]
+    return [primitive.scale(t, after) for t in tangents]
 
 
 def _as_sent(x: Any, wire: int) -> Any:
@@ -229,13 +229,13 @@ def _product_tangents(
         "counts": ((1,) * size,) * len(xs),
     }
     fs = primitive.bind(
-        "allgather", [primitive.scaled(x, before)[None] for x in xs], **gather
+        "allgather", [primitive.scale(x, before)[None] for x in xs], **gather
     )
     ds = primitive.bind(
-        "allgather", [primitive.scaled(t, before)[None] for t in ts], **gather
+        "allgather", [primitive.scale(t, before)[None] for t in ts], **gather
     )
     return [
-        primitive.scaled(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
+        primitive.scale(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
         for f, d in zip(fs, ds, strict=True)
     ]
 
@@ -249,7 +249,7 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
     return primitive.bind("allreduce", cts, **params)
 
 
-primitive.collective(
+primitive.define_collective(
     "allreduce",
     shape=primitive.same_shape,
     in_place=True,

@@ -91,7 +91,7 @@ def _alltoall(
     name: str | None,
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
-    leaves = arguments.with_rows(what, arguments.flatten(what, tree, moves=True))
+    leaves = arguments.require_rows(what, arguments.flatten(what, tree, moves=True))
     call = {
         "comm": communicator.id,
         "timeout": process_set.limit(),
@@ -225,7 +225,7 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
     return primitive.bind("alltoall", cts, **{**params, "counts": swapped})
 
 
-primitive.collective(
+primitive.define_collective(
     "alltoall",
     shape=_shape,
     in_place=False,

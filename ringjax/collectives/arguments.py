@@ -25,7 +25,7 @@ from ringjax.world.process_set import ProcessSet
 from ringjax.xla import jax_private
 
 
-class Leaves(NamedTuple):
+class FlatArguments(NamedTuple):
     """A tree as a list of arrays that can be sent, and the way back."""
 
     arrays: list[Any]
@@ -40,7 +40,7 @@ def flatten(
     elementwise: bool = False,
     moves: bool = False,
     whole: bool = False,
-) -> Leaves:
+) -> FlatArguments:
     """The leaves of `tree` as arrays that can be sent: of a known dtype.
 
     Args:
@@ -48,7 +48,7 @@ def flatten(
       elementwise: results have the shapes of the tensors, so that float0 leaves
         (gradients of integers, which have no value) can pass.
       moves: results are values of ranks, so that keys of jax.random and types with
-        which nothing can be computed here can be sent, too: see `carrier`.
+        which nothing can be computed here can be sent, too: see `to_sendable`.
       whole: results are what one rank has, so that sparse arrays can be sent, too.
 
     Raises:
@@ -65,7 +65,7 @@ def flatten(
     restore: dict[int, Callable[[Any], Any]] = {}
     for i in kept if moves else ():
         if getattr(leaves[i], "dtype", None) is not None:
-            found = carrier(leaves[i], rows=not elementwise)
+            found = to_sendable(leaves[i], rows=not elementwise)
             if found is not None:
                 leaves[i], restore[i] = found
     arrays = [_array(what, leaves[i], n) for i, n in zip(kept, names, strict=True)]
@@ -75,10 +75,10 @@ def flatten(
             leaves[i] = restore[i](value) if i in restore else value
         return jax.tree.unflatten(treedef, leaves)
 
-    return Leaves(arrays, names, rebuild)
+    return FlatArguments(arrays, names, rebuild)
 
 
-def carrier(
+def to_sendable(
     array: Any, *, rows: bool = False
 ) -> tuple[Any, Callable[[Any], Any]] | None:
     """Returns an array of a dtype that can be sent, and a function that converts back.
@@ -139,7 +139,7 @@ def _refuse_sparse(what: str, tree: Any) -> None:
 def _array(what: str, leaf: Any, name: str) -> Any:
     label = f"`tensor` {name!r}" if name else "`tensor`"
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu":
-        _check_fits(what, leaf, label)
+        _check_truncation(what, leaf, label)
     try:
         array = jnp.asarray(leaf)
     except (TypeError, ValueError) as e:
@@ -160,7 +160,7 @@ def _array(what: str, leaf: Any, name: str) -> Any:
     return array
 
 
-def _check_fits(what: str, leaf: Any, label: str) -> None:
+def _check_truncation(what: str, leaf: Any, label: str) -> None:
     """Refuses integers that JAX would cut: without 64 bits, it keeps the lower half."""
     narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
     if narrow == leaf.dtype or not leaf.size:
@@ -193,7 +193,9 @@ def outside_mesh(call: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
-def with_rows(what: str, leaves: Leaves, *, scalars: bool = False) -> Leaves:
+def require_rows(
+    what: str, leaves: FlatArguments, *, scalars: bool = False
+) -> FlatArguments:
     """Refuses 0-d arrays, or (`scalars`) makes them arrays of one row."""
     for array, name in zip(leaves.arrays, leaves.names, strict=True):
         if array.ndim == 0 and not scalars:
@@ -278,7 +280,7 @@ def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float
     return number
 
 
-def wire(what: str, compression: WireDtype, op: int) -> int:
+def wire_dtype(what: str, compression: WireDtype, op: int) -> int:
     """The number of the wire dtype, -1 for none."""
     if not isinstance(compression, WireDtype):
         raise TypeError(
@@ -297,7 +299,7 @@ def wire(what: str, compression: WireDtype, op: int) -> int:
 
 def reduction(
     what: str,
-    leaves: Leaves,
+    leaves: FlatArguments,
     op: Any,
     prescale: Any,
     postscale: Any,
@@ -312,13 +314,13 @@ def reduction(
         "reduce_op": int(chosen),
         "prescale": factor(what, "prescale_factor", prescale, leaves.arrays),
         "postscale": factor(what, "postscale_factor", postscale, leaves.arrays),
-        "wire": wire(what, compression, chosen),
+        "wire": wire_dtype(what, compression, chosen),
         "name": name or "",
         "names": leaves.names,
     }
 
 
-def root(what: str, root_rank: Any, process_set: ProcessSet) -> int:
+def root_in_set(what: str, root_rank: Any, process_set: ProcessSet) -> int:
     """The place of world rank `root_rank` among the members of the process set."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
         raise TypeError(

@@ -75,7 +75,7 @@ def _broadcast(
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.flatten(what, tree, elementwise=True, moves=True, whole=True)
-    root = arguments.root(what, root_rank, process_set)
+    root = arguments.root_in_set(what, root_rank, process_set)
     if not leaves.arrays:
         return tree
     return leaves.rebuild(
@@ -118,7 +118,7 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
     return [jnp.where(rank[0] == params["root"], s, jnp.zeros_like(s)) for s in sums]
 
 
-primitive.collective(
+primitive.define_collective(
     "broadcast",
     shape=primitive.same_shape,
     in_place=True,

@@ -111,7 +111,7 @@ def _reducescatter(
     compression: WireDtype,
 ) -> Any:
     communicator = runtime.communicator(process_set, what)
-    leaves = arguments.with_rows(what, arguments.flatten(what, tree))
+    leaves = arguments.require_rows(what, arguments.flatten(what, tree))
     size = communicator.size
     counts = tuple(split_rows(array.shape[0], size) for array in leaves.arrays)
     params = {
@@ -164,18 +164,18 @@ def _extreme_tangents(
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
     if (before, after, params["wire"]) != (1.0, 1.0, -1):
-        xs = [primitive.scaled(x, before) for x in xs]
+        xs = [primitive.scale(x, before) for x in xs]
         ys = primitive.bind("reducescatter", xs, **exact)
     total = {**exact, "reduce_op": int(ReduceOp.Sum)}
     everywhere = primitive.bind("allgather", ys, **_without_rows(total))
     masks = [(x == y).astype(x.dtype) for x, y in zip(xs, everywhere, strict=True)]
     holders = primitive.bind("allreduce", masks, **_without_rows(total, counts=False))
     shares = [
-        m / k * primitive.scaled(t, before)
+        m / k * primitive.scale(t, before)
         for m, k, t in zip(masks, holders, ts, strict=True)
     ]
     tangents = primitive.bind("reducescatter", shares, **total)
-    return [primitive.scaled(t, after) for t in tangents]
+    return [primitive.scale(t, after) for t in tangents]
 
 
 def _product_tangents(
@@ -197,7 +197,7 @@ def _product_tangents(
     }
 
     def together(values: list[Any]) -> list[Any]:
-        scaled = [primitive.scaled(v, before) for v in values]
+        scaled = [primitive.scale(v, before) for v in values]
         return [
             v.reshape(size, own, *v.shape[1:])
             for v, own in zip(
@@ -206,7 +206,7 @@ def _product_tangents(
         ]
 
     return [
-        primitive.scaled(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
+        primitive.scale(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
         for f, d in zip(together(xs), together(ts), strict=True)
     ]
 
@@ -218,7 +218,7 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
     if params["reduce_op"] == ReduceOp.Average:
         factor /= params["size"]
     gathered = primitive.bind("allgather", cts, **_without_rows(params))
-    return [primitive.scaled(ct, factor) for ct in gathered]
+    return [primitive.scale(ct, factor) for ct in gathered]
 
 
 def _without_rows(params: dict[str, Any], *, counts: bool = True) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _without_rows(params: dict[str, Any], *, counts: bool = True) -> dict[str, A
     return {k: params[k] for k in kept}
 
 
-primitive.collective(
+primitive.define_collective(
     "reducescatter",
     shape=_shape,
     in_place=False,

@@ -8,7 +8,8 @@ through `ringjax.torch`, meet if their names do. Imports no framework.
 
 from __future__ import annotations
 
-from ringjax.eager.lane import Handle, join, poll, synchronize
+from ringjax.eager.handle import Handle, poll, synchronize
+from ringjax.eager.lane import join
 from ringjax.eager.movement import (
     allgather,
     allgather_async,

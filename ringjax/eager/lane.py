@@ -11,90 +11,25 @@ import contextlib
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
 from ringjax import _native, errors, runtime
+from ringjax.eager.handle import Finish, Handle
 from ringjax.ops import Average, ReduceOp, Sum
 
-# How a finished operation becomes the caller's result.
-Finish = Callable[[Any], Any]
 # (address, number of the dtype, shape) of a tensor; its memory is C-contiguous.
-Piece = tuple[int, int, tuple[int, ...]]
+TensorRef = tuple[int, int, tuple[int, ...]]
 
 COLLECTIVES = _native.COLLECTIVES
-_SPELLING = {number: name for name, number in _native.DTYPES.items()}
+_DTYPE_NAMES = {number: name for name, number in _native.DTYPES.items()}
 _global = runtime.global_process_set
 _unnamed: dict[tuple[int | None, str], Iterator[int]] = {}
 runtime.on_init(_unnamed.clear)
 runtime.on_fresh_start(_unnamed.clear)  # a newcomer has not numbered any
 
 
-def _finished(_: Any) -> None:
-    """The result, the second time."""
-
-
-class Handle:
-    """An operation under way. Give it to `poll` and `synchronize`.
-
-    The operation goes on, and keeps what it needs, also if its handle is forgotten.
-    """
-
-    __slots__ = ("_finish", "_work")
-
-    def __init__(self, work: Any, finish: Finish) -> None:
-        self._work: Any = work
-        self._finish = finish
-
-    def done(self) -> bool:
-        """Whether `wait` returns at once."""
-        return self._work is None or bool(self._work.done)
-
-    def wait(self) -> Any:
-        """The result. A handle gives it once; after that it is None.
-
-        Raises:
-            Mismatch: the ranks do not agree about the operation. On every rank.
-            Stalled: some ranks have not submitted it in time.
-            PeerLost: a rank is gone.
-        """
-        work = self._work
-        if work is None:
-            return None
-        try:
-            work.wait()
-        except _native.StatusError as error:
-            self._work = None
-            raise errors.from_status(error) from None
-        self._work = None
-        # What finishes it refers to the tensors: whoever keeps the handle does not.
-        finish, self._finish = self._finish, _finished
-        return finish(work)
-
-
-def poll(handle: Handle) -> bool:
-    """Whether the operation has ended, so that `synchronize` returns at once.
-
-    Raises:
-        ValueError: `handle` is not one.
-    """
-    if not isinstance(handle, Handle):
-        raise ValueError(f"poll: {handle!r} is not the handle of an operation")
-    return handle.done()
-
-
-def synchronize(handle: Handle) -> Any:
-    """Waits for the operation and returns its result, as `Handle.wait`.
-
-    Returns:
-        The result; None for a handle that has given it before, and for what is none.
-
-    Raises: as `Handle.wait`.
-    """
-    return handle.wait() if isinstance(handle, Handle) else None
-
-
-class Call(TypedDict, total=False):
+class LaneOptions(TypedDict, total=False):
     """What else an operation may say of itself.
 
     Attributes:
@@ -121,18 +56,18 @@ class Call(TypedDict, total=False):
     rooms: Sequence[int]
 
 
-WAITS: Call = {"waits": True}
+WAITS: LaneOptions = {"waits": True}
 
 
 def submit(
     op: str,
     name: str | None,
-    ins: Sequence[Piece],
+    ins: Sequence[TensorRef],
     outs: Sequence[int],
     finish: Finish,
     process_set: runtime.ProcessSet = _global,
     keep: object = None,
-    **call: Unpack[Call],
+    **call: Unpack[LaneOptions],
 ) -> Handle:
     """Submits an operation; it begins when all ranks of the set have submitted it.
 
@@ -152,7 +87,7 @@ def submit(
         TypeError, ValueError: `name` or `process_set` is wrong.
     """
     lane = runtime.lane(process_set, op)
-    name = name_given(op, name) or next_name(op, process_set)
+    name = check_name(op, name) or next_name(op, process_set)
     try:
         alone = len(ins) > 1 and not runtime.config().group_fusion
         work = lane.submit(
@@ -173,11 +108,11 @@ def submit(
 def run(
     op: str,
     name: str | None,
-    piece: Piece,
+    ref: TensorRef,
     out: int,
     process_set: runtime.ProcessSet,
     keep: object,
-    **call: Unpack[Call],
+    **call: Unpack[LaneOptions],
 ) -> None:
     """`submit` and `wait` for one tensor of this host, in one call of the core.
 
@@ -185,10 +120,10 @@ def run(
     and reducescatter need.
     """
     lane = runtime.lane(process_set, op)
-    name = name_given(op, name) or next_name(op, process_set)
+    name = check_name(op, name) or next_name(op, process_set)
     try:
         lane.run_at(
-            *(COLLECTIVES[op], name, piece, out),
+            *(COLLECTIVES[op], name, ref, out),
             call.get("reduce_op", 1),
             call.get("root", 0),
             call.get("prescale", 1.0),
@@ -201,7 +136,7 @@ def run(
 
 
 @contextlib.contextmanager
-def together(process_set: runtime.ProcessSet = _global) -> Iterator[None]:
+def submission_group(process_set: runtime.ProcessSet = _global) -> Iterator[None]:
     """Within it, what is submitted waits for the rest, and travels with it.
 
     Fewer rounds and larger messages. Whoever waits for an operation in the block, or a
@@ -249,7 +184,7 @@ def join(process_set: runtime.ProcessSet = _global) -> int:
     return process_set.ranks[last]
 
 
-def name_given(op: str, name: Any) -> str | None:
+def check_name(op: str, name: Any) -> str | None:
     """What an operation is to be called, or None."""
     if name and not isinstance(name, str):
         raise TypeError(f"ringjax.{op}: name must be a str, got {name!r}")
@@ -271,10 +206,11 @@ def next_number(what: str, process_set: runtime.ProcessSet) -> int:
 # -- arguments -------------------------------------------------------------------------
 
 
-def title(op: str, name: str | None, pieces: Sequence[Piece] = ()) -> str:
+def title(op: str, name: str | None, refs: Sequence[TensorRef] = ()) -> str:
     """How errors name an operation: ``ringjax.allreduce 'grad' (f32[8,128])``."""
     shapes = [
-        f"{_SPELLING[dtype]}[{','.join(map(str, shape))}]" for _, dtype, shape in pieces
+        f"{_DTYPE_NAMES[dtype]}[{','.join(map(str, shape))}]"
+        for _, dtype, shape in refs
     ]
     label = f" {name!r}" if name else ""
     return f"ringjax.{op}{label}" + (f" ({', '.join(shapes)})" if shapes else "")
@@ -293,32 +229,32 @@ def root_in_set(op: str, root_rank: Any, process_set: runtime.ProcessSet) -> int
     return process_set.ranks.index(rank)
 
 
-def own_rows(
-    op: str, name: str | None, piece: Piece, process_set: runtime.ProcessSet
+def scattered_shape(
+    op: str, name: str | None, ref: TensorRef, process_set: runtime.ProcessSet
 ) -> tuple[int, ...]:
-    """The shape of this rank's part in a reducescatter of `piece`."""
-    return own_shape(op, with_rows(op, name, piece)[2], process_set)
+    """The shape of this rank's part in a reducescatter of `ref`."""
+    return own_shape(op, require_rows(op, name, ref)[2], process_set)
 
 
 def own_shape(
     op: str, shape: tuple[int, ...], process_set: runtime.ProcessSet
 ) -> tuple[int, ...]:
-    """As `own_rows`, for a tensor of this shape, which has rows."""
+    """As `scattered_shape`, for a tensor of this shape, which has rows."""
     native = runtime.lane(process_set, op)
     rows, more = divmod(shape[0], native.size)
     return (rows + (native.rank < more), *shape[1:])
 
 
-def with_rows(op: str, name: str | None, piece: Piece) -> Piece:
+def require_rows(op: str, name: str | None, ref: TensorRef) -> TensorRef:
     """Refuses a tensor without dimensions."""
-    if not piece[2]:
+    if not ref[2]:
         raise ValueError(
-            f"{title(op, name, [piece])}: a tensor without dimensions has no rows"
+            f"{title(op, name, [ref])}: a tensor without dimensions has no rows"
         )
-    return piece
+    return ref
 
 
-def splits_of(op: str, name: str | None, splits: Any) -> list[int]:
+def parse_splits(op: str, name: str | None, splits: Any) -> list[int]:
     """Rows for each rank, from a list, a tuple, an array or a tensor of integers."""
     given = splits.tolist() if hasattr(splits, "tolist") else splits
     if not isinstance(given, list | tuple) or not all(type(n) is int for n in given):

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from ringjax.eager import lane
-from ringjax.eager.arrays import operand
-from ringjax.eager.lane import Handle
+from ringjax.eager.handle import Handle
+from ringjax.eager.operands import to_operand
 from ringjax.eager.operations import (
-    at_once,
+    as_list,
     first,
-    move,
     operands,
-    single,
     submit,
+    submit_rows,
+    try_blocking,
 )
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -31,7 +31,7 @@ def allgather_async(
     out: Any = None,
 ) -> Handle:
     """`allgather` that returns a handle at once."""
-    return _gather([tensor], name, process_set, single(out), first)
+    return _gather([tensor], name, process_set, as_list(out), first)
 
 
 def allgather(
@@ -60,10 +60,10 @@ def allgather(
         [7]
     """
     if out is not None:
-        result = at_once("allgather", tensor, out, name, process_set)
+        result = try_blocking("allgather", tensor, out, name, process_set)
         if result is not None:
             return result
-    return _gather([tensor], name, process_set, single(out), first, waits=True).wait()
+    return _gather([tensor], name, process_set, as_list(out), first, waits=True).wait()
 
 
 def grouped_allgather_async(
@@ -106,7 +106,7 @@ def _gather(
     waits: bool = False,
 ) -> Handle:
     given = operands("allgather", name, tensors)
-    return move(
+    return submit_rows(
         *("allgather", name, given, outs, process_set),
         lambda made, _: result(made),
         waits=waits,
@@ -153,7 +153,7 @@ def broadcast(
         [0, 1, 2]
     """
     root = lane.root_in_set("broadcast", root_rank, process_set)
-    result = at_once("broadcast", tensor, out, name, process_set, root=root)
+    result = try_blocking("broadcast", tensor, out, name, process_set, root=root)
     if result is not None:
         return result
     return _cast(tensor, root, name, process_set, out, waits=True).wait()
@@ -167,10 +167,10 @@ def _cast(
     out: Any,
     waits: bool = False,
 ) -> Handle:
-    given = [operand("broadcast", name, tensor)]
+    given = [to_operand("broadcast", name, tensor)]
     return submit(
         *("broadcast", name, given, [given[0].array.shape]),
-        *(single(out), process_set, first),
+        *(as_list(out), process_set, first),
         root=root,
         waits=waits,
     )
@@ -199,10 +199,10 @@ def _exchange(
     def result(made: list[Any], received: list[list[int]]) -> Any:
         return made[0] if splits is None else (made[0], np.array(received[0], np.int32))
 
-    return move(
+    return submit_rows(
         *("alltoall", name, operands("alltoall", name, [tensor])),
-        *(single(out), process_set, result),
-        splits=[] if splits is None else lane.splits_of("alltoall", name, splits),
+        *(as_list(out), process_set, result),
+        splits=[] if splits is None else lane.parse_splits("alltoall", name, splits),
         waits=waits,
     )
 
@@ -238,7 +238,7 @@ def alltoall(
         [0, 1, 2]
     """
     if out is not None and splits is None:
-        result = at_once("alltoall", tensor, out, name, process_set)
+        result = try_blocking("alltoall", tensor, out, name, process_set)
         if result is not None:
             return result
     return _exchange(tensor, splits, name, process_set, out, waits=True).wait()

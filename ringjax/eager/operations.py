@@ -15,8 +15,8 @@ import numpy as np
 
 from ringjax import _native, errors, runtime
 from ringjax.eager import lane
-from ringjax.eager.arrays import Array, Operand, operand, place
-from ringjax.eager.lane import Handle
+from ringjax.eager.handle import Handle
+from ringjax.eager.operands import Array, Operand, output_array, to_operand
 
 Outs = Sequence[Any] | None
 
@@ -26,7 +26,7 @@ def first(results: list[Any]) -> Any:
     return results[0]
 
 
-def single(out: Any) -> Outs:
+def as_list(out: Any) -> Outs:
     """Where the result of an operation on one array goes; None: into new memory."""
     return None if out is None else [out]
 
@@ -37,10 +37,10 @@ def operands(op: str, name: str | None, tensors: Sequence[Any]) -> list[Operand]
         raise ValueError(
             f"{lane.title(op, name)}: expected a list or tuple of tensors, not empty"
         )
-    return [operand(op, name, tensor) for tensor in tensors]
+    return [to_operand(op, name, tensor) for tensor in tensors]
 
 
-def at_once(
+def try_blocking(
     op: str,
     tensor: Any,
     out: Any,
@@ -66,7 +66,7 @@ def at_once(
     if type(tensor) is not np.ndarray:
         return None
     native = runtime.lane(process_set, op)
-    called = lane.name_given(op, name) or partial(lane.next_name, op, process_set)
+    called = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
     if out is None:
         out = np.empty(tensor.shape if shape is None else shape, tensor.dtype)
     try:
@@ -86,7 +86,7 @@ def at_once(
     return out if taken else None
 
 
-def reduce_now(
+def reduce_blocking(
     op: str,
     tensor: Any,
     name: str | None,
@@ -105,14 +105,14 @@ def reduce_now(
     new = out is None and type(tensor) is np.ndarray
     if new and op == "reducescatter" and tensor.ndim:
         shape = lane.own_shape(op, tensor.shape, process_set)
-    result = at_once(
+    result = try_blocking(
         op, tensor, out, name, process_set, shape, kind, prescale, postscale
     )
     if result is not None:
         return result
     return reduce(
         *(op, [tensor], name, kind, prescale, postscale, process_set, first),
-        outs=single(out),
+        outs=as_list(out),
         waits=True,
     ).wait()
 
@@ -134,7 +134,7 @@ def reduce(
     runtime.lane(process_set, op)  # not initialised, or not a member
     given = operands(op, name, tensors)
     shapes = [
-        lane.own_rows(op, name, g.piece, process_set)
+        lane.scattered_shape(op, name, g.ref, process_set)
         if op == "reducescatter"
         else g.array.shape
         for g in given
@@ -159,9 +159,9 @@ def submit(
     **call: Any,
 ) -> Handle:
     """Submits what has results of known shapes, into `outs` or new memory."""
-    places = _places(op, name, given, shapes, outs)
+    places = _output_arrays(op, name, given, shapes, outs)
     if places is None:
-        places = [g.like(shape) for g, shape in zip(given, shapes, strict=True)]
+        places = [g.new_array(shape) for g, shape in zip(given, shapes, strict=True)]
 
     def finish(_: Any) -> Any:
         if outs is not None:
@@ -171,7 +171,7 @@ def submit(
     return lane.submit(
         op,
         name,
-        [g.piece for g in given],
+        [g.ref for g in given],
         [p.ctypes.data for p in places],
         finish=finish,
         process_set=process_set,
@@ -180,7 +180,7 @@ def submit(
     )
 
 
-def move(
+def submit_rows(
     op: str,
     name: str | None,
     given: list[Operand],
@@ -195,27 +195,28 @@ def move(
         result: makes the caller's result from the arrays, and the rows that came from
             each rank for each of them.
     """
-    pieces = [lane.with_rows(op, name, g.piece) for g in given]
+    refs = [lane.require_rows(op, name, g.ref) for g in given]
     shapes = [(None, *g.array.shape[1:]) for g in given]
-    places = _places(op, name, given, shapes, outs)
+    places = _output_arrays(op, name, given, shapes, outs)
 
     def finish(work: Any) -> Any:
         received = [list(work.received(i)) for i in range(len(given))]
         if outs is None:
             made = [
-                g.adopt(work.output(i), sum(received[i])) for i, g in enumerate(given)
+                g.from_core_memory(work.output(i), sum(received[i]))
+                for i, g in enumerate(given)
             ]
             return result(made, received)
         for out, rows in zip(outs, received, strict=True):
             if len(out) != sum(rows):
                 raise ValueError(
-                    f"{lane.title(op, name, pieces)}: out has {len(out)} rows, and the "
+                    f"{lane.title(op, name, refs)}: out has {len(out)} rows, and the "
                     f"result {sum(rows)}"
                 )
         return result(list(outs), received)
 
     return lane.submit(
-        *(op, name, pieces, [p.ctypes.data for p in places or []]),
+        *(op, name, refs, [p.ctypes.data for p in places or []]),
         finish=finish,
         process_set=process_set,
         keep=([g.array for g in given], places),
@@ -224,7 +225,7 @@ def move(
     )
 
 
-def _places(
+def _output_arrays(
     op: str,
     name: str | None,
     given: list[Operand],
@@ -239,6 +240,6 @@ def _places(
             "for each tensor"
         )
     return [
-        place(op, name, out, g, shape)
+        output_array(op, name, out, g, shape)
         for out, g, shape in zip(outs, given, shapes, strict=True)
     ]

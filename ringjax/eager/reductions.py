@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringjax.eager.lane import Handle
-from ringjax.eager.operations import first, reduce, reduce_now, single
+from ringjax.eager.handle import Handle
+from ringjax.eager.operations import as_list, first, reduce, reduce_blocking
 from ringjax.ops import ReduceOp
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -34,7 +34,7 @@ def allreduce_async(
     """
     return reduce(
         *("allreduce", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first, single(out)),
+        *(process_set, first, as_list(out)),
     )
 
 
@@ -82,7 +82,7 @@ def allreduce(
         >>> ringjax.eager.allreduce(np.arange(3.0), name="loss").tolist()
         [0.0, 1.0, 2.0]
     """
-    return reduce_now(
+    return reduce_blocking(
         *("allreduce", tensor, name, op, prescale_factor, postscale_factor),
         *(process_set, out),
     )
@@ -146,7 +146,7 @@ def reducescatter_async(
     """`reducescatter` that returns a handle at once."""
     return reduce(
         *("reducescatter", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first, single(out)),
+        *(process_set, first, as_list(out)),
     )
 
 
@@ -174,7 +174,7 @@ def reducescatter(
         >>> ringjax.eager.reducescatter(np.ones((4, 2))).shape == (4, 2)
         True
     """
-    return reduce_now(
+    return reduce_blocking(
         *("reducescatter", tensor, name, op, prescale_factor, postscale_factor),
         *(process_set, out),
     )

@@ -114,4 +114,4 @@ def wait(values: Iterable[Any]) -> None:
         JaxRuntimeError: the program that makes one of them has failed.
     """
     jax.block_until_ready([value for value in values if not value.is_deleted()])
-    tokens.wait()
+    tokens.wait_for_programs()

@@ -17,7 +17,7 @@ import numpy as np
 
 from ringjax import _native, errors, failpoints, runtime
 from ringjax.control import objects
-from ringjax.eager import dtypes, lane
+from ringjax.eager import dtypes, handle, lane
 from ringjax.elastic import leaves
 from ringjax.elastic.description import Described, restored
 from ringjax.elastic.leaves import Array
@@ -188,7 +188,7 @@ class _OverLane:
     def __init__(self, source: int) -> None:
         self._source = source
         self._count = 0
-        self._handles: list[lane.Handle] = []
+        self._handles: list[handle.Handle] = []
 
     def move(self, pieces: Sequence[Array]) -> None:
         """Returns before the last few have arrived."""

@@ -1,8 +1,9 @@
 """Now and then, a look whether all ranks have the same variables, in either mode.
 
-What is said is in `ringjax.eager.alike`. A graph counts, and reads its variables only
-when a look is due; their hashes are compared by a thread of ours, so that none of
-TensorFlow's waits for other ranks. What XLA compiles makes the call that JAX makes.
+The warning is in `ringjax.eager.parameter_check`. A graph counts, and reads its
+variables only when a look is due; their hashes are compared by a thread of ours, so
+that none of TensorFlow's waits for other ranks. What XLA compiles makes the call that
+JAX makes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringjax import _native, stderr
-from ringjax.eager import alike
+from ringjax.eager import parameter_check
 from ringjax.errors import NotInitialized, PeerLost, RingjaxError
 from ringjax.tensorflow import c_api, failures, nodes, tensors, xla_calls
 from ringjax.tensorflow.calls import Call, number_of
@@ -71,13 +72,13 @@ def check(
     if not every or not named:
         return []
     held = [variable for _, variable in named]
-    whose = alike.identity(held)
+    whose = parameter_check.identity_key(held)
     if nodes.executing_eagerly():
         try:
-            alike.check(
+            parameter_check.check(
                 *(title, lambda: _memory(named), process_set),
                 whose=whose,
-                first=alike.AFTER_THE_FIRST,
+                first=parameter_check.AFTER_FIRST_STEP,
             )
         except (RingjaxError, ValueError, TypeError) as error:
             raise failures.as_tensorflow(error) from None
@@ -87,7 +88,7 @@ def check(
     if nodes.is_compiled(tf.compat.v1.get_default_graph()):
         call = Call("check", f"the check of the parameters of {title}", number)
         values = [variable.read_value() for variable in held]
-        xla_calls.check(call, values, written, every, alike.AFTER_THE_FIRST)
+        xla_calls.check(call, values, written, every, parameter_check.AFTER_FIRST_STEP)
         return []
     return _add(_Look(names(f"{title}.check")(), whose, number, written), held)
 
@@ -129,7 +130,9 @@ def _add(look: _Look, variables: Sequence[Any]) -> list[Any]:
 
 
 def _count(look: _Look, context: int) -> None:
-    step = alike.due(look.whose, look.members(), alike.AFTER_THE_FIRST)
+    step = parameter_check.due_step(
+        look.whose, look.members(), parameter_check.AFTER_FIRST_STEP
+    )
     c_api.put_number(context, 0, c_api.INT64, step)
 
 
@@ -158,7 +161,9 @@ def _exchange(
         before.join()
     try:
         members = look.members()
-        alike.compare(look.title, step, look.names, hashes, members, look.whose)
+        parameter_check.compare(
+            look.title, step, look.names, hashes, members, look.whose
+        )
     except (PeerLost, NotInitialized):
         pass  # the gradients' own operations say so
     except Exception as error:

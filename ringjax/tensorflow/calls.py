@@ -70,7 +70,7 @@ class Call:
             f"{lane.title(self.op, self.name)}: there is no process set {number}"
         )
 
-    def details(self, process_set: ProcessSet) -> lane.Call:
+    def details(self, process_set: ProcessSet) -> lane.LaneOptions:
         """What the lane wants to know besides the tensors."""
         if self.op == "broadcast":
             return {"root": lane.root_in_set("broadcast", self.root, process_set)}

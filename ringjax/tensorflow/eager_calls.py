@@ -40,13 +40,15 @@ def _run(call: Call, tensors: Sequence[Any], splits: Sequence[int]) -> Results:
         outs = [memory.empty(array.shape, array.dtype) for array in arrays]
     elif op == "reducescatter":
         outs = [
-            memory.empty(lane.own_rows(op, name, piece, process_set), array.dtype)
+            memory.empty(
+                lane.scattered_shape(op, name, piece, process_set), array.dtype
+            )
             for piece, array in zip(pieces, arrays, strict=True)
         ]
     else:
         details["splits"] = splits
         for piece in pieces:
-            lane.with_rows(op, name, piece)
+            lane.require_rows(op, name, piece)
     ticket = lane.submit(
         op,
         name,

@@ -142,7 +142,7 @@ def _filled(gradients: Tensors, outs: Tensors) -> list[Any]:
 def _rows(call: Call, splits: Any) -> list[int]:
     given = splits.numpy() if isinstance(splits, nodes.EagerTensor) else splits
     try:
-        return lane.splits_of(call.op, call.name, given)
+        return lane.parse_splits(call.op, call.name, given)
     except ValueError as error:
         raise as_tensorflow(error) from None
 

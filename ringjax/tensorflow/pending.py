@@ -72,7 +72,7 @@ class PendingOperation:
             self._outs.tensors = c_api.tensors.allocate_like(tensors)
         elif call.op == "reducescatter":
             for piece, dtype in zip(self._pieces, self._types, strict=True):
-                shape = lane.own_rows(call.op, name, piece, process_set)
+                shape = lane.scattered_shape(call.op, name, piece, process_set)
                 self._outs.tensors.append(c_api.allocate(dtype, shape))
         made = c_api.tensors.describe(self._outs.tensors)
         addresses = [address for address, _, _ in made]
@@ -139,7 +139,7 @@ def _itself(ticket: Any) -> Any:
 
 def _piece(
     call: Call, name: str, address: int, dtype: int, shape: tuple[int, ...]
-) -> lane.Piece:
+) -> lane.TensorRef:
     number = c_api.CORE_DTYPES.get(dtype)
     if number is None:
         raise TypeError(
@@ -148,7 +148,7 @@ def _piece(
         )
     piece = (address, number, shape)
     if call.op in ("allgather", "alltoall"):
-        lane.with_rows(call.op, name, piece)
+        lane.require_rows(call.op, name, piece)
     return piece
 
 

@@ -25,13 +25,13 @@ Array = np.ndarray[Any, Any]
 
 def given(
     op: str, name: str | None, tensors: Sequence[Any]
-) -> tuple[list[lane.Piece], list[Array]]:
+) -> tuple[list[lane.TensorRef], list[Array]]:
     """What the lane wants to know of tensors, and their memory, to be kept.
 
     Raises:
         TypeError: a dtype cannot be sent.
     """
-    pieces: list[lane.Piece] = []
+    pieces: list[lane.TensorRef] = []
     arrays: list[Array] = []
     for tensor in tensors:
         number = CORE_DTYPES.get(tensor._datatype_enum())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringjax import runtime
 from ringjax.eager import lane
-from ringjax.eager.lane import Handle
+from ringjax.eager.handle import Handle
 from ringjax.ops import Average
 from ringjax.torch.autograd import Backward, apply_function
 from ringjax.torch.compression import Compression
@@ -171,7 +171,7 @@ def _exchange(
     process_set: ProcessSet,
     waits: bool = False,
 ) -> Handle:
-    rows = [] if splits is None else lane.splits_of("alltoall", name, splits)
+    rows = [] if splits is None else lane.parse_splits("alltoall", name, splits)
     where = splits.device if isinstance(splits, Tensor) else "cpu"
 
     def pick(results: list[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
@@ -261,5 +261,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     ).wait()
 
 
-def _from(root_rank: int, process_set: ProcessSet) -> lane.Call:
+def _from(root_rank: int, process_set: ProcessSet) -> lane.LaneOptions:
     return {"root": lane.root_in_set("broadcast", root_rank, process_set)}

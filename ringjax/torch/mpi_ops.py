@@ -5,8 +5,8 @@ The operations are in reductions.py and movement.py, the rest is ringjax's own.
 
 from __future__ import annotations
 
-from ringjax.eager.lane import poll as poll
-from ringjax.eager.lane import synchronize as synchronize
+from ringjax.eager.handle import poll as poll
+from ringjax.eager.handle import synchronize as synchronize
 from ringjax.errors import HorovodInternalError as HorovodInternalError
 from ringjax.ops import Adasum as Adasum
 from ringjax.ops import Average as Average

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringjax.eager import lane
-from ringjax.eager.lane import Handle
+from ringjax.eager.handle import Handle
 from ringjax.ops import Average, Sum
 from ringjax.torch.autograd import Backward, Forward, apply_function, needs_graph
 from ringjax.torch.compression import Compression, Compressor
@@ -29,7 +29,7 @@ def first_result(results: Sequence[Tensor]) -> Tensor:
 
 def reduction_arguments(
     average: bool | None, op: int | None, prescale: float, postscale: float
-) -> lane.Call:
+) -> lane.LaneOptions:
     """What a reduction says of itself."""
     op = lane.op_or_average(average, op, stacklevel=3)
     if type(prescale) is not float or type(postscale) is not float:
@@ -45,7 +45,7 @@ def submit_elementwise(
     name: str | None,
     process_set: ProcessSet,
     pick: Callable[[Sequence[Tensor]], Any],
-    call: lane.Call,
+    call: lane.LaneOptions,
     in_place: bool = False,
 ) -> Handle:
     """Submits what writes its results into memory of PyTorch."""
@@ -82,12 +82,12 @@ def _new_output(
     op: str,
     name: str | None,
     tensor: Tensor,
-    piece: lane.Piece,
+    piece: lane.TensorRef,
     process_set: ProcessSet,
 ) -> Tensor:
     """Memory for the result of one tensor."""
     if op == "reducescatter":
-        return tensor.new_empty(lane.own_rows(op, name, piece, process_set))
+        return tensor.new_empty(lane.scattered_shape(op, name, piece, process_set))
     return torch.empty_like(tensor)
 
 
@@ -96,7 +96,7 @@ def run_elementwise(
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    call: lane.Call,
+    call: lane.LaneOptions,
     in_place: bool = False,
 ) -> Sequence[Tensor]:
     """Submits an elementwise operation and waits for its results."""
@@ -135,7 +135,7 @@ def submit_ragged(
     """Submits what finds out while it runs how many rows its results have."""
     pieces, held, where = prepare(op, name, tensors)
     for piece in pieces:
-        lane.with_rows(op, name, piece)
+        lane.require_rows(op, name, piece)
 
     def finish(ticket: Any) -> Any:
         if where:
@@ -174,7 +174,7 @@ def differentiable_allreduce(
     tensors: Sequence[Tensor],
     name: str | None,
     compression: type[Compressor],
-    call: lane.Call,
+    call: lane.LaneOptions,
     process_set: ProcessSet,
 ) -> list[Tensor]:
     """A differentiable allreduce of `tensors` as one operation."""
@@ -196,7 +196,7 @@ def differentiable_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None,
     compression: type[Compressor],
-    call: lane.Call,
+    call: lane.LaneOptions,
     process_set: ProcessSet,
 ) -> list[Tensor]:
     """A differentiable reducescatter of `tensors` as one operation."""

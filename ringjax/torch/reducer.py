@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ringjax import runtime
-from ringjax.eager import alike, lane
+from ringjax.eager import lane, parameter_check
 from ringjax.errors import Mismatch, RingjaxError
 from ringjax.ops import Adasum
 from ringjax.torch import error_texts, mpi_ops
@@ -232,7 +232,7 @@ class Reducer:
             pairs = zip(sent, order, strict=True)
             present = [has or p.grad is not None for has, p in pairs]
         name = f"gradients of {self.title}, {self._rounds}"
-        with lane.together(self.options.process_set):
+        with lane.submission_group(self.options.process_set):
             self._send_bucket()
             ranks = self.options.process_set
             answer = submit_round(name, sent, present, final, self.stepped, ranks)
@@ -346,7 +346,7 @@ class Reducer:
                 here = p.detach().cpu().contiguous()  # the parameter itself, mostly
                 yield self.name_of[p], here.data_ptr(), here.nbytes
 
-        alike.check(self.title, memory, self.options.process_set)
+        parameter_check.check(self.title, memory, self.options.process_set)
 
     def _broadcast_names(self, names: list[str]) -> list[str]:
         """The order of the names on the first rank that takes part."""
@@ -417,7 +417,7 @@ class Reducer:
         if not bucket:
             return
         try:
-            with lane.together(self.options.process_set):
+            with lane.submission_group(self.options.process_set):
                 for unit in bucket:
                     self._in_flight[unit] = self._try_to_send(unit)
         except RingjaxError as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringjax.eager import lane
-from ringjax.eager.lane import Handle
+from ringjax.eager.handle import Handle
 from ringjax.ops import Average, Sum
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.operations import (

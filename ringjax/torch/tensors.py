@@ -28,7 +28,7 @@ _strided = torch.strided
 
 # What the lane wants to know of each tensor; the memory that is sent, which is the
 # tensor itself or a contiguous copy; where that is, {} on this host.
-Prepared = tuple[list[lane.Piece], list[Tensor], lane.Call]
+Prepared = tuple[list[lane.TensorRef], list[Tensor], lane.LaneOptions]
 
 
 def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
@@ -37,7 +37,7 @@ def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
     Raises:
         TypeError, ValueError: this cannot be sent.
     """
-    pieces: list[lane.Piece] = []
+    pieces: list[lane.TensorRef] = []
     held: list[Tensor] = []
     on_cuda = 0
     for tensor in tensors:

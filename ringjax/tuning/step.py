@@ -96,7 +96,7 @@ class _Autotuned:
             self._tuning = Tuning(
                 getattr(self._fun, "__qualname__", "step"),
                 [jax.__version__, *map(str, _shapes((args, kwargs)))],
-                optim.overlaps("auto", world, config),
+                optim.should_overlap("auto", world, config),
             )
         tuning = self._tuning
         began = time.perf_counter()

@@ -3,7 +3,7 @@
 Worker w belongs to group w // k and has place w % k in it; in a job whose ranks stay,
 workers are ranks. One process of every group, at the same place, is a replica set: all
 of them have one number, so that the programs of a group are the same. What JAX does
-about it is in `xla/group.py`, who is lost with whom in `membership/`.
+about it is in `xla/jax_distributed.py`, who is lost with whom in `membership/`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 ir = mlir.ir
 
 
-class Backward:
+class BackwardPass:
     """The operations of the block that is being lowered, before any more are added."""
 
     def __init__(self, leaves: Sequence[Any], after: Sequence[Any]) -> None:
@@ -38,7 +38,7 @@ class Backward:
         return self._places.get(value.owner.operation, -1)
 
     @contextlib.contextmanager
-    def behind(self, leaves: Sequence[Any]) -> Iterator[None]:
+    def insert_after(self, leaves: Sequence[Any]) -> Iterator[None]:
         """Emits right behind `leaves` and whatever was emitted here before."""
         self._last = max([self._last, *(self._leaves[leaf] for leaf in leaves)])
         if self._last + 1 < len(self._operations):
@@ -47,12 +47,12 @@ class Backward:
         else:
             yield
 
-    def hold(self, order: Any, waiting: Sequence[Any]) -> Any:
+    def delay(self, order: Any, waiting: Sequence[Any]) -> Any:
         """Holds back what `waiting` is computed from until `order` exists.
 
-        To be called inside `behind`; returns what has the place of `order`.
+        To be called inside `insert_after`; returns what has the place of `order`.
         """
-        gate = self._gate(waiting)
+        gate = self._newest_input(waiting)
         if gate is None:
             return order
         uses = [(use.owner.operation, use.operand_number) for use in gate.uses]
@@ -65,7 +65,7 @@ class Backward:
                 self._places[operation] = place  # its hash covers its operands
         return order
 
-    def _gate(self, waiting: Sequence[Any]) -> Any:
+    def _newest_input(self, waiting: Sequence[Any]) -> Any:
         """The newest value that the rest of the way to `waiting` needs: a cotangent."""
         todo = [x.owner for x in waiting if self._leaves[x] > self._last]
         seen, found = set(), {}

@@ -16,11 +16,11 @@ import numpy as np
 
 Cuts = tuple[tuple[int, ...], ...]
 
-ALIGN = 64  # of every leaf in the memory of a bucket; the native core has the same
-SMALL = 1 << 18  # bytes of a bucket that are not worth cutting
+ALIGNMENT = 64  # of every leaf in the memory of a bucket; the native core has the same
+MIN_CUT_BYTES = 1 << 18  # bytes of a bucket that are not worth cutting
 # Tensors of one call: XLA's compile time grows with their square, in each call by
 # itself. Some hundred, which most models have, are nothing beside the rest.
-MOST = 512
+MAX_TENSORS = 512
 
 
 def plan(
@@ -105,7 +105,7 @@ def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
         members: list[int] = []
         filled = 0
         for index in cut:
-            limit = min(most, max(SMALL, (left + filled) // 4))
+            limit = min(most, max(MIN_CUT_BYTES, (left + filled) // 4))
             if members and filled + sizes[index] > limit:
                 out.append(tuple(members))
                 members, filled = [], 0
@@ -116,9 +116,9 @@ def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
     return tuple(out)
 
 
-def packed(sizes: Sequence[int]) -> int:
+def packed_bytes(sizes: Sequence[int]) -> int:
     """The memory that leaves of these many bytes need between START and DONE."""
-    return sum(-(-size // ALIGN) * ALIGN for size in sizes)
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], int]:
@@ -158,11 +158,11 @@ def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], 
     return [*calls, *(("done", bucket) for bucket in started)], most
 
 
-def pieces(count: int, most: int = MOST) -> Cuts:
+def split_evenly(count: int, most: int = MAX_TENSORS) -> Cuts:
     """The indices below `count`, in order, as few as even pieces of at most `most`.
 
     Example:
-      >>> pieces(5, most=2), pieces(0)
+      >>> split_evenly(5, most=2), split_evenly(0)
       (((0,), (1, 2), (3, 4)), ((),))
     """
     number = max(1, -(-count // most))
@@ -170,7 +170,7 @@ def pieces(count: int, most: int = MOST) -> Cuts:
     return tuple(tuple(range(*pair)) for pair in itertools.pairwise(ends))
 
 
-def timetable(
+def plan_calls(
     sizes: Sequence[int],
     cuts: Cuts,
     memory: float,
@@ -192,19 +192,21 @@ def timetable(
       overlapped: False: calls that work in place, one after the other.
 
     Example:
-      >>> timetable([8, 8], ((1,), (0,)), 1024, None, overlapped=False)
+      >>> plan_calls([8, 8], ((1,), (0,)), 1024, None, overlapped=False)
       (((0, 1),), [('run', 0)], 0, False)
     """
     on_device = memory == math.inf
     if elastic_memory is not None and not on_device:
-        overlapped = overlapped and 2 * packed(sizes) <= elastic_memory
+        overlapped = overlapped and 2 * packed_bytes(sizes) <= elastic_memory
     whole = on_device or elastic_memory is not None
     if not overlapped:
-        runs = pieces(len(sizes), (len(sizes) or 1) if whole else MOST)
+        runs = split_evenly(len(sizes), (len(sizes) or 1) if whole else MAX_TENSORS)
         return runs, [("run", i) for i in range(len(runs))], 0, False
     if not on_device:
-        cuts = tuple(tuple(cut[i] for i in p) for cut in cuts for p in pieces(len(cut)))
+        cuts = tuple(
+            tuple(cut[i] for i in p) for cut in cuts for p in split_evenly(len(cut))
+        )
         # So that several are on their way at once.
         cuts = refine(cuts, sizes, int(memory) // 8)
-    needs = [packed([sizes[i] for i in cut]) for cut in cuts]
+    needs = [packed_bytes([sizes[i] for i in cut]) for cut in cuts]
     return (cuts, *window(needs, math.inf if whole else memory), True)

@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ringjax import runtime
 from ringjax.world.world import World
-from ringjax.xla import group, placement, ties, tokens
+from ringjax.xla import call_order, jax_distributed, placement, tokens
 
 Zero = ad.Zero
 Primitive = jax.extend.core.Primitive
@@ -81,7 +81,7 @@ def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
     """Installs ``rule(*avals, **params) -> avals``; `ordered` adds the effects."""
     if ordered:
         primitive.def_effectful_abstract_eval(
-            lambda *avals, **params: (rule(*avals, **params), {tokens.RING})
+            lambda *avals, **params: (rule(*avals, **params), {tokens.EFFECT})
         )
     else:
         primitive.def_abstract_eval(rule)
@@ -94,15 +94,15 @@ def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
-        ad.primitive_transposes[primitive] = partial(_transposed, transpose)
+        ad.primitive_transposes[primitive] = partial(_apply_transpose, transpose)
 
 
-_crossed = False  # this process has taken a derivative through a collective
+_transposed_any = False  # this process has taken a derivative through a collective
 
 
-def _transposed(rule: Any, *values: Any, **params: Any) -> Any:
-    global _crossed
-    _crossed = True
+def _apply_transpose(rule: Any, *values: Any, **params: Any) -> Any:
+    global _transposed_any
+    _transposed_any = True
     return rule(*values, **params)
 
 
@@ -155,7 +155,7 @@ def producers(values: Sequence[Any]) -> list[int]:
     return [places.get(id(v.parent), -1) for v in values]
 
 
-def reduces(
+def has_collective(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any]
 ) -> bool | None:
     """Whether `function` has a collective; None if it cannot be traced.
@@ -174,30 +174,30 @@ def reduces(
         )
     except Exception:  # whatever it raises, it will raise where it is called
         return None
-    return tokens.RING in jaxpr.effects
+    return tokens.EFFECT in jaxpr.effects
 
 
-def has_crossed(values: Sequence[Any]) -> bool:
+def has_transposed_collective(values: Sequence[Any]) -> bool:
     """Whether traced gradients come from a derivative through a collective.
 
     Then cotangents of all ranks are in them already. Not seen are gradients that come
-    from another program: see `may_have_crossed`.
+    from another program: see `may_have_transposed_collective`.
     """
     return any(map(_is_transposed, _upstream(values)))
 
 
-def may_have_crossed(values: Sequence[Any]) -> bool:
+def may_have_transposed_collective(values: Sequence[Any]) -> bool:
     """Whether gradients that another program has computed may be such ones."""
-    return _crossed and any(next(_upstream([v]), None) is None for v in values)
+    return _transposed_any and any(next(_upstream([v]), None) is None for v in values)
 
 
-def is_own(value: Any) -> bool:
+def is_computed_locally(value: Any) -> bool:
     """Whether the program that is traced computes the value without a collective.
 
     False for an input of the program, and for a value that is not traced.
     """
     equations = list(_upstream([value]))
-    return bool(equations) and all(tokens.RING not in e.effects for e in equations)
+    return bool(equations) and all(tokens.EFFECT not in e.effects for e in equations)
 
 
 def _upstream(values: Sequence[Any]) -> Iterator[Any]:
@@ -215,7 +215,7 @@ def _upstream(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_transposed(equation: Any, within: bool = False) -> bool:
-    if tokens.RING not in equation.effects:
+    if tokens.EFFECT not in equation.effects:
         return False
     # The operations in a jax.checkpoint that is transposed do not say that they are.
     within = within or "transpose(" in str(equation.source_info.name_stack)
@@ -254,15 +254,15 @@ def emit(
 
     Of `aliases`, operand to result, those stay out that would cost a copy, and in an
     elastic job all: a call that the loss of a rank breaks off is repeated. `program` is
-    a `lowering.Program`.
+    a `Program`.
 
     `inside`: it is lowered for a program that has been lowered already, on a thread of
     XLA's, which must remember nothing; aliases and ties are the caller's.
     """
-    kept = () if inside else kept_of(program, operands)
+    kept = () if inside else unaliasable(program, operands)
     operands, avals_in = list(operands), list(avals_in)
     if tie and not inside:
-        for value, aval in ties.last_values(ctx):
+        for value, aval in call_order.previous_value(ctx):
             operands.append(value)
             avals_in.append(aval)
     rule = jax.ffi.ffi_lowering(
@@ -274,16 +274,18 @@ def emit(
     local = ctx.replace(avals_in=avals_in, avals_out=list(avals_out))
     results: list[Any] = list(rule(local, *operands))
     if not inside:
-        ties.note_value(ctx, results[-1], avals_out[-1])
+        call_order.set_previous_value(ctx, results[-1], avals_out[-1])
     return results
 
 
-def kept_of(program: Any, values: Sequence[Any]) -> tuple[int, ...]:
+def unaliasable(program: Any, values: Sequence[Any]) -> tuple[int, ...]:
     """The places of values whose memory a result must not have."""
-    return tuple(i for i, v in enumerate(values) if program.elastic or _is_kept(v))
+    return tuple(
+        i for i, v in enumerate(values) if program.elastic or _is_undonated_argument(v)
+    )
 
 
-def _is_kept(value: Any) -> bool:
+def _is_undonated_argument(value: Any) -> bool:
     """True for an argument of the whole program that its caller keeps.
 
     XLA must not write to one that is not donated: a result that aliased it would first
@@ -315,14 +317,14 @@ def emit_ordered(
     *,
     in_place: bool,
 ) -> list[Any]:
-    """`emit` with JAX's token of the `Ring` effect as the order value.
+    """`emit` with JAX's token of the `CollectiveTokenEffect` as the order value.
 
     Args:
       calls: for each native call the places of its operands and its attributes; all
         operands in order.
       in_place: results may be in the memory of the operands.
     """
-    out, token = [], ctx.tokens_in.get(tokens.RING)
+    out, token = [], ctx.tokens_in.get(tokens.EFFECT)
     for cut, attributes in calls:
         *results, token = emit(
             ctx,
@@ -335,7 +337,7 @@ def emit_ordered(
             attributes=attributes,
         )
         out += results
-    ties.set_token(ctx, token)
+    call_order.set_token(ctx, token)
     return out
 
 
@@ -358,13 +360,13 @@ def lower_function(
 
 
 @contextlib.contextmanager
-def axes_of(mesh: Any) -> Iterator[None]:
+def named_axes(mesh: Any) -> Iterator[None]:
     """What `lower_function` traces inside may name the axes of `mesh`."""
     with _core.extend_axis_env_nd(mesh.shape.items()):
         yield
 
 
-def tiling(devices: Sequence[Any], assignment: np.ndarray) -> Any:
+def tiled_sharding(devices: Sequence[Any], assignment: np.ndarray) -> Any:
     """A sharding that cuts a tensor into tiles, one for each device.
 
     Args:
@@ -376,12 +378,12 @@ def tiling(devices: Sequence[Any], assignment: np.ndarray) -> Any:
     return _shardings.GSPMDSharding(tuple(devices), hlo)
 
 
-def plain(aval: Any) -> Any:
+def without_mesh(aval: Any) -> Any:
     """`aval` without what JAX knows about a mesh."""
     return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
-def varying(aval: Any) -> frozenset[str] | None:
+def varying_axes(aval: Any) -> frozenset[str] | None:
     """The axes of the mesh over which a value in shard_map differs, if known."""
     kind = getattr(aval, "mat", aval)
     return getattr(kind, "varying", getattr(kind, "vma", None))
@@ -395,7 +397,7 @@ def checks_varying() -> bool:
     return bool(_config._check_vma.value)
 
 
-def plus_one(value: Any, aval: Any) -> Any:
+def increment(value: Any, aval: Any) -> Any:
     """Emits the addition of 1 to an integer array that is being lowered."""
     return stablehlo.add(value, mlir.ir_constant(np.ones(aval.shape, aval.dtype)))
 
@@ -413,38 +415,45 @@ def _attribute(value: Any) -> Any:
 # -- failure and exit ------------------------------------------------------------------
 
 
-def _drain() -> None:
+def _wait_for_programs() -> None:
     """Lets dispatched programs finish before the links under them are closed."""
-    ties.forget()
+    call_order.release_module()
     if not _bridge.backends_are_initialized():
         return  # nothing ever ran, or JAX's own exit came first
-    waits = [tokens.wait, *(a.block_until_ready for a in jax.live_arrays())]
+    waits = [
+        tokens.wait_for_programs,
+        *(a.block_until_ready for a in jax.live_arrays()),
+    ]
     for wait in waits:
         # A failure is reported where the result is used, if anywhere.
         with contextlib.suppress(Exception):
             wait()
 
 
-_place: tuple[int, int] | None = None
+_rank_and_size: tuple[int, int] | None = None
 
 
-def _forget_programs() -> None:
+def _clear_stale_programs() -> None:
     """After a restart in another place: shapes that hold rank or size are stale."""
-    global _place
+    global _rank_and_size
     place = (runtime.rank(), runtime.size())
-    if _place not in (None, place):
+    if _rank_and_size not in (None, place):
         jax.clear_caches()
-    _place = place
+    _rank_and_size = place
 
 
-def _at_init() -> tuple[World, bool]:
+def _init_arguments() -> tuple[World, bool]:
     """The world, and whether JAX's backends have been started already."""
     return runtime.current("init"), _bridge.backends_are_initialized()
 
 
 # First: once JAX has looked for its devices, it is too late.
-runtime.on_init(lambda: group.join(*_at_init(), place=runtime.group_rank()))
-runtime.on_init(_forget_programs)
-runtime.on_shutdown(_drain)
+runtime.on_init(
+    lambda: jax_distributed.initialize_group(
+        *_init_arguments(), place=runtime.group_rank()
+    )
+)
+runtime.on_init(_clear_stale_programs)
+runtime.on_shutdown(_wait_for_programs)
 # Last: it may raise.
-runtime.on_init(lambda: placement.open_devices(*_at_init()))
+runtime.on_init(lambda: placement.open_devices(*_init_arguments()))

@@ -37,12 +37,14 @@ def open_devices(world: World, started: bool) -> None:
     numbers: Sequence[int] = ()
     if not why_not:
         if world.device_share is not None:
-            pin(world.device_share, started, world.log)
+            restrict_visible_devices(world.device_share, started, world.log)
         numbers, why_not = cuda_devices(world.config.devices_per_rank)
     world.open_devices(numbers, why_not)
 
 
-def pin(numbers: Sequence[int], started: bool, log: Callable[[str, str], None]) -> None:
+def restrict_visible_devices(
+    numbers: Sequence[int], started: bool, log: Callable[[str, str], None]
+) -> None:
     """Lets JAX see this rank's devices only, unless somebody has chosen already."""
     settings: Any = jax.config
     if settings.values.get(_VISIBLE, "all") not in ("", "all"):

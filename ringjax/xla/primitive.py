@@ -16,7 +16,7 @@ import numpy as np
 
 from ringjax import _native, errors, runtime
 from ringjax.ops import ReduceOp as ReduceOp
-from ringjax.xla import buckets, jax_private, lowering, several
+from ringjax.xla import buckets, jax_private, lowering, multi_device
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
 
@@ -42,7 +42,7 @@ TransposeRule = Callable[[list[Any], list[Any], dict[str, Any]], Sequence[Any]]
 _primitives: dict[str, Any] = {}
 
 
-def collective(
+def define_collective(
     name: str,
     *,
     shape: ShapeRule,
@@ -78,8 +78,12 @@ def collective(
             check_nccl(name, ctx.avals_in, params)
         whole = program.elastic or program.platform == "cuda"
         count = len(operands)
-        pieces = buckets.pieces(count, count or 1 if whole else buckets.MOST)
-        calls = [(cut, attributes(name, select(params, cut))) for cut in pieces]
+        pieces = buckets.split_evenly(
+            count, count or 1 if whole else buckets.MAX_TENSORS
+        )
+        calls = [
+            (cut, call_attributes(name, select_operands(params, cut))) for cut in pieces
+        ]
         if not program.devices:
             return jax_private.emit_ordered(
                 ctx, program, "ringjax_run", operands, calls, in_place=in_place
@@ -90,7 +94,9 @@ def collective(
                 "devices, and its shape changes: call it inside of jax.shard_map, "
                 "where each device does it with its own part"
             )
-        return several.lower_ordered(ctx, program, operands, calls, in_place=in_place)
+        return multi_device.lower_ordered(
+            ctx, program, operands, calls, in_place=in_place
+        )
 
     lowering.register(primitive, lower)
     _primitives[name] = primitive
@@ -105,14 +111,16 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
     elastic = runtime.elastic()
     primitive = _primitives[collective]
     params = {**DEFAULTS, **params, "elastic": elastic}
-    cuts = programs(operands, elastic)
+    cuts = split_programs(operands, elastic)
     try:
         if len(cuts) == 1:
             return list(primitive.bind(*operands, **params))
         return [
             y
             for cut in cuts
-            for y in primitive.bind(*(operands[i] for i in cut), **select(params, cut))
+            for y in primitive.bind(
+                *(operands[i] for i in cut), **select_operands(params, cut)
+            )
         ]
     except ValueError as error:
         # What JAX's C++ makes of a failure while it calls a program, here one of ours.
@@ -121,7 +129,7 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
         raise
 
 
-def read(result: Any) -> np.ndarray[Any, Any]:
+def read_result(result: Any) -> np.ndarray[Any, Any]:
     """The result of a collective outside of jit, for the host to act on.
 
     On a CUDA device a call is enqueued before it is known whether all ranks made the
@@ -148,19 +156,19 @@ def confirm() -> None:
         raise jax.errors.JaxRuntimeError(f"{code}: {error}") from None
 
 
-def programs(operands: Sequence[Any], elastic: bool) -> buckets.Cuts:
+def split_programs(operands: Sequence[Any], elastic: bool) -> buckets.Cuts:
     """What is compiled together: outside of jit, what would be one native call in it.
 
     Time to compile grows faster than a program. In an elastic job the loss of a rank
     must not come between the parts of an operation.
     """
     count = len(operands)
-    many = count > buckets.MOST and not elastic
+    many = count > buckets.MAX_TENSORS and not elastic
     cut = many and jax_private.is_eager(operands)
-    return buckets.pieces(count, buckets.MOST if cut else count or 1)
+    return buckets.split_evenly(count, buckets.MAX_TENSORS if cut else count or 1)
 
 
-def attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
+def call_attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
     """The attributes of a native call: no rank and no size unless a shape needs it.
 
     Always the same ones, but for the timeout, which is there only if the call has one
@@ -197,7 +205,7 @@ def check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
             )
 
 
-def select(params: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+def select_operands(params: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
     """The parameters of the same call with only the operands `kept`."""
     per_operand = ("counts", "names")
     chosen = {k: tuple(params[k][i] for i in kept) for k in per_operand if params[k]}
@@ -212,7 +220,7 @@ def same_shape(avals: Sequence[Any], **params: Any) -> list[Any]:
     return [a.update(weak_type=False) for a in avals]
 
 
-def scaled(x: Any, factor: float) -> Any:
+def scale(x: Any, factor: float) -> Any:
     """``factor * x`` in the dtype of x, and no operation for 1."""
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
@@ -261,7 +269,7 @@ def sparse_jvp(p: Any, xs: Any, ts: Any, params: Any, tangents: Any) -> Any:
     live = [i for i, t in enumerate(ts) if type(t) is not jax_private.Zero]
     if live:
         chosen = ([values[i] for i in live] for values in (xs, ts, ys))
-        values = tangents(*chosen, select(params, live))
+        values = tangents(*chosen, select_operands(params, live))
         for i, value in zip(live, values, strict=True):
             out[i] = value
     return ys, out
@@ -280,7 +288,9 @@ def _sparse_transpose(rule: TransposeRule) -> Any:
         ]
         if live:
             values = rule(
-                [cts[i] for i in live], [xs[i].aval for i in live], select(params, live)
+                [cts[i] for i in live],
+                [xs[i].aval for i in live],
+                select_operands(params, live),
             )
             for i, value in zip(live, values, strict=True):
                 out[i] = value

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ringjax.xla import lowering, shares
+from ringjax.xla import shares
+from ringjax.xla.program import Program
 
 
 class Shards(NamedTuple):
@@ -40,7 +41,7 @@ class Shards(NamedTuple):
             of=tuple(self.of[i] for i in kept), parts=tuple(self.parts[i] for i in kept)
         )
 
-    def attributes(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+    def merged_attributes(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes of the devices' calls; `whole` are those of undivided tensors.
 
         What there is for each tensor becomes one for each shard.
@@ -67,7 +68,7 @@ class Shards(NamedTuple):
             "partition": f"{self.names}\n{digest}",
         }
 
-    def own_attributes(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+    def attributes_per_device(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes where each device's call is one by itself.
 
         With that of its place on the other ranks, which must have the same shards.
@@ -81,7 +82,7 @@ class Shards(NamedTuple):
         return {**whole, "partition": f"{self.names}\n{digest}"}
 
 
-def _numbers(program: lowering.Program) -> tuple[tuple[int, ...], str]:
+def _numbers(program: Program) -> tuple[tuple[int, ...], str]:
     """The local devices of a program as `Shards` has them, and their name."""
     local = [device.local_hardware_id for device in program.here]
     ids = tuple(int(device.id) for device in program.here)
@@ -94,10 +95,10 @@ def _numbers(program: lowering.Program) -> tuple[tuple[int, ...], str]:
 
 
 def of_shardings(
-    program: lowering.Program,
+    program: Program,
     shapes: Sequence[Any],
     shardings: Sequence[Any],
-    cut: Sequence[shares.Copies | None] | None = None,
+    cut: Sequence[shares.Replicas | None] | None = None,
 ) -> Shards:
     """The shards of tensors of these shapes, numbered by their places in the tensor.
 
@@ -135,9 +136,7 @@ def of_shardings(
     return Shards(*_numbers(program), tuple(of), tuple(parts))
 
 
-def of_mesh(
-    program: lowering.Program, varying: Sequence[frozenset[str] | None]
-) -> Shards:
+def of_mesh(program: Program, varying: Sequence[frozenset[str] | None]) -> Shards:
     """The shards of values inside of a shard_map over all of a mesh.
 
     Args:

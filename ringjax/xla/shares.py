@@ -20,17 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.xla import jax_private, lowering
+from ringjax.xla import jax_private
+from ringjax.xla.program import Program
 
-LARGE = 1 << 16  # bytes of a shard from which XLA is asked to cut it
+MIN_SHARDED_BYTES = 1 << 16  # bytes of a shard from which XLA is asked to cut it
 
 
-def shares_copies(platform: str) -> bool:
+def splits_replicas(platform: str) -> bool:
     """Whether devices that have the same each move a share of it."""
     return platform == "cuda"
 
 
-class Copies(NamedTuple):
+class Replicas(NamedTuple):
     """The devices that have the same shard of a tensor, for each of its shards.
 
     Attributes:
@@ -57,7 +58,9 @@ class Copies(NamedTuple):
         return tuple(out)
 
 
-def copies(devices: Sequence[Any], shape: Sequence[int], sharding: Any) -> Copies:
+def replicas_of(
+    devices: Sequence[Any], shape: Sequence[int], sharding: Any
+) -> Replicas:
     """Of a tensor that is cut evenly.
 
     Args:
@@ -72,11 +75,11 @@ def copies(devices: Sequence[Any], shape: Sequence[int], sharding: Any) -> Copie
         tile = tuple(start // max(1, m) for start, m in zip(starts, part, strict=True))
         groups.setdefault(tile, []).append(place)
     order = sorted(groups)
-    return Copies(tuple(tuple(groups[t]) for t in order), tuple(order), grid)
+    return Replicas(tuple(tuple(groups[t]) for t in order), tuple(order), grid)
 
 
-def finer(
-    devices: Sequence[Any], shape: Sequence[int], width: int, same: Copies
+def finer_sharding(
+    devices: Sequence[Any], shape: Sequence[int], width: int, same: Replicas
 ) -> Any | None:
     """A sharding that gives each device another share of what it has alike.
 
@@ -87,7 +90,7 @@ def finer(
       None for small tensors, and where no dimension can be divided.
     """
     part = [n // m for n, m in zip(shape, same.grid, strict=True)]
-    if math.prod(part) * width < LARGE:
+    if math.prod(part) * width < MIN_SHARDED_BYTES:
         return None
     axis = next((d for d, n in enumerate(part) if n % same.times == 0), None)
     if axis is None:
@@ -100,69 +103,69 @@ def finer(
             at = list(tile)
             at[axis] = at[axis] * same.times + number
             assignment[tuple(at)] = place
-    return jax_private.tiling(devices, assignment)
+    return jax_private.tiled_sharding(devices, assignment)
 
 
-def share_out(
+def assign_shares(
     devices: Sequence[Any], avals: Sequence[Any], shardings: Sequence[Any]
-) -> tuple[list[Any], list[Copies | None]]:
+) -> tuple[list[Any], list[Replicas | None]]:
     """Has each device of a program take a share of what it has alike with others.
 
     Returns:
       For each tensor a sharding, finer where that will do, and else what is to be cut.
     """
     chosen: list[Any] = []
-    cut: list[Copies | None] = []
+    cut: list[Replicas | None] = []
     for aval, sharding in zip(avals, shardings, strict=True):
-        same, finer_one = copies(devices, aval.shape, sharding), None
+        same, finer_one = replicas_of(devices, aval.shape, sharding), None
         if same.times > 1 and aval.size > 0:
-            finer_one = finer(devices, aval.shape, aval.dtype.itemsize, same)
+            finer_one = finer_sharding(devices, aval.shape, aval.dtype.itemsize, same)
         whole = same.times == 1 or aval.size == 0 or finer_one is not None
         chosen.append(sharding if finer_one is None else finer_one)
         cut.append(None if whole else same)
     return chosen, cut
 
 
-def take_all(
-    values: Sequence[Any], cut: Sequence[Copies | None], place: Any
+def slice_all(
+    values: Sequence[Any], cut: Sequence[Replicas | None], place: Any
 ) -> list[Any]:
     """The values, and the shares of those that are `cut`, of the device at a place."""
     out = list(values)
     for i, same in enumerate(cut):
         if same:
             number = jnp.asarray(same.numbers, jnp.int32)[place]
-            out[i] = take(values[i], number, same.times)
+            out[i] = slice_share(values[i], number, same.times)
     return out
 
 
-def put_all_together(
+def gather_all(
     shares: Sequence[Any],
     values: Sequence[Any],
-    cut: Sequence[Copies | None],
+    cut: Sequence[Replicas | None],
     axis: str,
 ) -> list[Any]:
-    """What `take_all` was given, with the shares of all devices along a named axis."""
+    """What `slice_all` was given, with the shares of all devices along a named axis."""
     out = list(shares)
     for i, same in enumerate(cut):
         if same:
-            out[i] = put_together(shares[i], values[i].shape, axis, same.groups)
+            out[i] = gather_share(shares[i], values[i].shape, axis, same.groups)
     return out
 
 
-def share_of(aval: Any, count: int) -> Any:
-    """What `take` makes of a value."""
+def share_aval(aval: Any, count: int) -> Any:
+    """What `slice_share` makes of a value."""
     return jax.core.ShapedArray((-(-aval.size // count),), aval.dtype)
 
 
-def take(x: Any, number: Any, count: int) -> Any:
+def slice_share(x: Any, number: Any, count: int) -> Any:
     """The share `number` of `count` of all elements, filled up to equal ones."""
     each = -(-x.size // count)
     flat = jnp.pad(x.reshape(-1), (0, each * count - x.size))
     return jax.lax.dynamic_slice(flat, (number * each,), (each,))
 
 
-def put_together(share: Any, shape: Sequence[int], axis: Any, groups: Any) -> Any:
-    """What `take` has cut, from the shares of all devices along a named axis.
+def gather_share(share: Any, shape: Sequence[int], axis: Any, groups: Any) -> Any:
+    """What `slice_share` has cut, from the shares of all devices along a named axis.
 
     Args:
       groups: the places on it of those who have shares of one tensor; None: all.
@@ -174,13 +177,13 @@ def put_together(share: Any, shape: Sequence[int], axis: Any, groups: Any) -> An
 # -- inside of shard_map ---------------------------------------------------------------
 
 
-def varying(avals: Sequence[Any]) -> list[frozenset[str] | None]:
+def varying_axes(avals: Sequence[Any]) -> list[frozenset[str] | None]:
     """Over which axes values differ, where JAX knows it; else it may be all of them."""
     known = jax_private.checks_varying()
-    return [jax_private.varying(aval) if known else None for aval in avals]
+    return [jax_private.varying_axes(aval) if known else None for aval in avals]
 
 
-class Inside:
+class ManualShares:
     """What is sent of values inside of a shard_map: shares, where devices have alike.
 
     Attributes:
@@ -188,46 +191,46 @@ class Inside:
       varying: for each the axes over which it differs; None: perhaps over all.
     """
 
-    def __init__(
-        self, ctx: Any, program: lowering.Program, avals: Sequence[Any]
-    ) -> None:
+    def __init__(self, ctx: Any, program: Program, avals: Sequence[Any]) -> None:
         self._ctx, self._mesh = ctx, program.mesh
-        self._whole = [jax_private.plain(aval) for aval in avals]
-        self.varying = varying(avals)
-        self._alike: list[tuple[str, ...]] = [()] * len(avals)
-        if shares_copies(program.platform):
-            self._alike = [
+        self._whole = [jax_private.without_mesh(aval) for aval in avals]
+        self.varying = varying_axes(avals)
+        self._replicated: list[tuple[str, ...]] = [()] * len(avals)
+        if splits_replicas(program.platform):
+            self._replicated = [
                 tuple(a for a in self._mesh.axis_names if v is not None and a not in v)
                 for v in self.varying
             ]
         self.avals = [
-            share_of(aval, self._count(axes)) if axes else aval
-            for aval, axes in zip(self._whole, self._alike, strict=True)
+            share_aval(aval, self._device_count(axes)) if axes else aval
+            for aval, axes in zip(self._whole, self._replicated, strict=True)
         ]
-        known = zip(self.varying, self._alike, strict=True)
+        known = zip(self.varying, self._replicated, strict=True)
         self.varying = [None if axes else v for v, axes in known]
 
-    def _count(self, axes: Sequence[str]) -> int:
+    def _device_count(self, axes: Sequence[str]) -> int:
         return math.prod(self._mesh.shape[axis] for axis in axes)
 
-    def take(self, values: Sequence[Any]) -> list[Any]:
+    def slice_values(self, values: Sequence[Any]) -> list[Any]:
         """What is sent."""
 
         def cut(*xs: Any) -> list[Any]:
             return [
-                take(x, jax.lax.axis_index(axes), self._count(axes)) if axes else x
-                for x, axes in zip(xs, self._alike, strict=True)
+                slice_share(x, jax.lax.axis_index(axes), self._device_count(axes))
+                if axes
+                else x
+                for x, axes in zip(xs, self._replicated, strict=True)
             ]
 
         return self._lower(cut, values, self._whole, self.avals)
 
-    def put_together(self, sent: Sequence[Any]) -> list[Any]:
-        """The values, from what `take` gave or what has become of it."""
+    def gather_values(self, sent: Sequence[Any]) -> list[Any]:
+        """The values, from what `slice_share` gave or what has become of it."""
 
         def put(*xs: Any) -> list[Any]:
             return [
-                put_together(x, aval.shape, axes, None) if axes else x
-                for x, aval, axes in zip(xs, self._whole, self._alike, strict=True)
+                gather_share(x, aval.shape, axes, None) if axes else x
+                for x, aval, axes in zip(xs, self._whole, self._replicated, strict=True)
             ]
 
         return self._lower(put, sent, self.avals, self._whole)
@@ -235,9 +238,9 @@ class Inside:
     def _lower(
         self, function: Any, values: Sequence[Any], before: Any, after: Any
     ) -> list[Any]:
-        if not any(self._alike):
+        if not any(self._replicated):
             return list(values)
-        with jax_private.axes_of(self._mesh):
+        with jax_private.named_axes(self._mesh):
             return jax_private.lower_function(
                 self._ctx, function, values, before, after
             )

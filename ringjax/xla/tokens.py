@@ -29,7 +29,7 @@ from jax._src.lax.control_flow import loops as _loops
 ABSTRACT = _core.abstract_token
 
 
-class Ring(_effects.Effect):
+class CollectiveTokenEffect(_effects.Effect):
     """Ordered: JAX threads a token through all calls that carry it.
 
     Equal and hashed by type: the one below ends up in JAX's cache keys.
@@ -45,7 +45,7 @@ class Ring(_effects.Effect):
         return type(self).__name__
 
 
-RING = Ring()
+EFFECT = CollectiveTokenEffect()
 
 for _allowed in (
     _effects.lowerable_effects,
@@ -54,12 +54,12 @@ for _allowed in (
     _effects.remat_allowed_effects,
     _effects.ordered_effects,
 ):
-    _allowed.add_type(Ring)
+    _allowed.add_type(CollectiveTokenEffect)
 # Or JAX refuses a program over several devices before _check_devices can say why.
-_effects.shardable_ordered_effects.add_type(Ring)
+_effects.shardable_ordered_effects.add_type(CollectiveTokenEffect)
 
 
-def _leave_tokens_in_place() -> None:
+def _skip_token_placement() -> None:
     """Takes the longest piece off the dispatch of a program with an ordered call.
 
     JAX places the token of the program before on the devices of the next one, also if
@@ -73,7 +73,7 @@ def _leave_tokens_in_place() -> None:
 
     def get_token_input(tokens: Any, effect: Any, devices: Any) -> Any:
         token = tokens.current_tokens.get(effect)
-        if effect == RING and isinstance(token, _core.Token) and len(devices) == 1:
+        if effect == EFFECT and isinstance(token, _core.Token) and len(devices) == 1:
             # A failed token too is for JAX to handle.
             with contextlib.suppress(Exception):
                 token.block_until_ready()
@@ -85,10 +85,10 @@ def _leave_tokens_in_place() -> None:
     store.get_token_input = get_token_input
 
 
-_leave_tokens_in_place()
+_skip_token_placement()
 
 
-def _stop_lanes_that_are_finished() -> None:
+def _freeze_finished_vmap_lanes() -> None:
     """Lets `vmap` of a loop whose condition has a collective keep finished lanes.
 
     A lane of a vmapped loop goes on until all lanes are finished, and JAX then selects
@@ -100,7 +100,7 @@ def _stop_lanes_that_are_finished() -> None:
 
     def rule(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
         condition, step = params["cond_jaxpr"], params["body_jaxpr"]
-        if RING not in condition.effects:
+        if EFFECT not in condition.effects:
             return plain_rule(axis, args, dims, **params)
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
@@ -130,20 +130,20 @@ def _stop_lanes_that_are_finished() -> None:
     rules[_loops.while_p] = rule
 
 
-_stop_lanes_that_are_finished()
+_freeze_finished_vmap_lanes()
 
 
-class _Entry(threading.local):
+class _TokenlessProgram(threading.local):
     """The program being lowered, until its first token is made."""
 
     jaxpr: Any = None
 
 
-_entry = _Entry()
-_without_token = threading.Event()  # this process has such programs
+_tokenless_program = _TokenlessProgram()
+_has_tokenless_programs = threading.Event()  # this process has such programs
 
 
-def _begin_order_within_the_program() -> None:
+def _create_first_token_in_program() -> None:
     """Lets a program on the one CPU device make its first token itself.
 
     JAX hands a token into and out of every program with an ordered call, and therefore
@@ -158,23 +158,25 @@ def _begin_order_within_the_program() -> None:
 
     def lower_jaxpr_to_module(name: Any, jaxpr: Any, **options: Any) -> Any:
         effects = options["ordered_effects"]
-        before = _entry.jaxpr
-        if RING in effects and _is_ordered_by_xla(jaxpr, options):
-            effects.remove(RING)  # the caller's list, by which it will call the program
-            _entry.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-            _without_token.set()
+        before = _tokenless_program.jaxpr
+        if EFFECT in effects and _is_ordered_by_xla(jaxpr, options):
+            effects.remove(
+                EFFECT
+            )  # the caller's list, by which it will call the program
+            _tokenless_program.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+            _has_tokenless_programs.set()
         try:
             return lower_module(name, jaxpr, **options)
         finally:
-            _entry.jaxpr = before
+            _tokenless_program.jaxpr = before
 
     def jaxpr_subcomp(
         ctx: Any, jaxpr: Any, stack: Any, tokens: Any, *rest: Any, **options: Any
     ) -> Any:
-        if jaxpr is _entry.jaxpr:
-            _entry.jaxpr = None
+        if jaxpr is _tokenless_program.jaxpr:
+            _tokenless_program.jaxpr = None
             first = lowering.create_token()
-            tokens = lowering.TokenSet({**dict(tokens.items()), RING: first})
+            tokens = lowering.TokenSet({**dict(tokens.items()), EFFECT: first})
         return lower_body(ctx, jaxpr, stack, tokens, *rest, **options)
 
     lowering.lower_jaxpr_to_module = lower_jaxpr_to_module
@@ -192,25 +194,25 @@ def _is_ordered_by_xla(jaxpr: Any, options: Any) -> bool:
     )
 
 
-_begin_order_within_the_program()
+_create_first_token_in_program()
 
 
-def wait() -> None:
+def wait_for_programs() -> None:
     """Returns when all that this thread has called is finished, also if dropped since.
 
     Raises:
       JaxRuntimeError: a program that takes a token has failed.
     """
-    if _without_token.is_set():
+    if _has_tokenless_programs.is_set():
         device = jax.local_devices(backend="cpu")[0]
-        _behind(jax.device_put(np.uint32(0), device)).block_until_ready()
+        _add_one(jax.device_put(np.uint32(0), device)).block_until_ready()
     jax.effects_barrier()
 
 
-_behind = jax.jit(lambda x: x + 1)
+_add_one = jax.jit(lambda x: x + 1)
 
 
-def _call_with_tokens_ahead_of_time() -> None:
+def _disable_fast_call_with_tokens() -> None:
     """Keeps programs that take a token off the fast way of `lower().compile()`.
 
     JAX forgets there that it hands over none.
@@ -226,10 +228,10 @@ def _call_with_tokens_ahead_of_time() -> None:
     executable.create_cpp_call = create_cpp_call
 
 
-_call_with_tokens_ahead_of_time()
+_disable_fast_call_with_tokens()
 
 
-def _cache_no_tokens_of_several_devices() -> None:
+def _keep_multi_device_tokens_out_of_cache() -> None:
     """Leaves programs out of JAX's persistent cache that jaxlib cannot write there.
 
     It saves the layouts of arguments, and a token has none: where a program is for
@@ -250,10 +252,10 @@ def _cache_no_tokens_of_several_devices() -> None:
     cache.put_executable_and_time = put_executable_and_time
 
 
-_cache_no_tokens_of_several_devices()
+_keep_multi_device_tokens_out_of_cache()
 
 
-def forget_failed() -> None:
+def drop_failed_tokens() -> None:
     """Drops the tokens of a failed program, or every later program fails with them.
 
     Runs on the main thread as soon as a handler failed. A small program runs inside its
@@ -265,11 +267,11 @@ def forget_failed() -> None:
     for store in stores:
         store.clear()
     threading.Thread(
-        target=_sweep, args=(stores,), name="ringjax-sweep", daemon=True
+        target=_drop_failed_later, args=(stores,), name="ringjax-sweep", daemon=True
     ).start()
 
 
-def _sweep(stores: Sequence[dict[Any, Any]]) -> None:
+def _drop_failed_later(stores: Sequence[dict[Any, Any]]) -> None:
     for pause in (0.01, 0.1):
         time.sleep(pause)
         _drop_failed(stores)
@@ -287,7 +289,7 @@ def _drop_failed(stores: Sequence[dict[Any, Any]], mark: str = "") -> None:
 
 
 @atexit.register
-def _end() -> None:
+def _drop_failed_at_exit() -> None:
     """Or JAX, which waits for tokens at exit, raises what the program was told before.
 
     Runs behind ringjax.shutdown(), which ends whatever still waits, and before JAX.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ringjax.ops import ReduceOp
 
 
-def checked(
+def check_weight(
     what: str, weight: Any, op: int, arrays: Sequence[Any], *, compressed: bool
 ) -> Any:
     """The weight of this rank as it travels, 0-d, in the widest type of the gradients.
@@ -36,12 +36,12 @@ def checked(
     try:
         own = jnp.asarray(weight)
     except (TypeError, ValueError):
-        raise _bad(what, weight) from None
+        raise _bad_weight(what, weight) from None
     real = jnp.issubdtype(own.dtype, jnp.floating)
     if own.ndim or not (real or jnp.issubdtype(own.dtype, jnp.integer)):
-        raise _bad(what, weight)
+        raise _bad_weight(what, weight)
     if not isinstance(own, jax.core.Tracer) and not 0 <= float(own) < float("inf"):
-        raise _bad(what, weight)
+        raise _bad_weight(what, weight)
     # Not by promotion, which may be strict.
     is_double = any(jnp.finfo(array.dtype).bits == 64 for array in arrays)
     kind = jnp.float64 if is_double else jnp.float32
@@ -50,7 +50,7 @@ def checked(
     return own.astype(kind)
 
 
-def _bad(what: str, weight: Any) -> ValueError:
+def _bad_weight(what: str, weight: Any) -> ValueError:
     shown = getattr(weight, "aval", weight)
     return ValueError(
         f"ringjax.{what}: `weight` is {shown!r}, expected one real number from 0: how "
@@ -58,13 +58,13 @@ def _bad(what: str, weight: Any) -> ValueError:
     )
 
 
-def weighed(arrays: Sequence[Any], weight: Any) -> list[Any]:
+def weight_arrays(arrays: Sequence[Any], weight: Any) -> list[Any]:
     """What is summed: ``w·g`` of each, and w. Where w is 0, g may be NaN."""
     return [*(_scaled(x, operator.mul, weight.real) for x in arrays), weight]
 
 
-def divided(sums: Sequence[Any]) -> list[Any]:
-    """The averages, from the sums of `weighed`; zeros if nobody has a weight."""
+def divide_by_total(sums: Sequence[Any]) -> list[Any]:
+    """The averages, from the sums of `weight_arrays`; zeros if nobody has a weight."""
     *sums, total = sums
     return [_scaled(x, operator.truediv, total.real) for x in sums]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import ringjax
 from ringjax import runtime
-from ringjax.xla import chained as gradients
+from ringjax.xla import gradient_allreduce as gradients
 
 
 def chained(leaves: list[Any], seq: Any, cuts: Any = None, **options: Any) -> Any:

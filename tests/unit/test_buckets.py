@@ -124,7 +124,9 @@ def test_refined_buckets_are_pieces_in_the_same_order(problem, most) -> None:
     for p in pieces:
         filled = sum(sizes[i] for i in p)
         assert filled <= most or len([i for i in p if sizes[i]]) <= 1
-        assert filled <= max(buckets.SMALL, left / 4) or len(p) == 1 or not filled
+        assert (
+            filled <= max(buckets.MIN_CUT_BYTES, left / 4) or len(p) == 1 or not filled
+        )
         left -= filled
 
 
@@ -169,12 +171,12 @@ def test_without_a_limit_all_starts_come_first(needs) -> None:
 
 
 def test_memory_is_counted_as_the_native_core_lays_it_out() -> None:
-    assert buckets.packed([0, 1, 64, 65]) == 0 + 64 + 64 + 128
+    assert buckets.packed_bytes([0, 1, 64, 65]) == 0 + 64 + 64 + 128
 
 
 @given(st.integers(0, 3000), st.integers(1, 700))
 def test_pieces_are_even_few_and_in_order(count: int, most: int) -> None:
-    found = buckets.pieces(count, most)
+    found = buckets.split_evenly(count, most)
     assert [i for piece in found for i in piece] == list(range(count))
     assert len(found) == max(1, -(-count // most))
     lengths = [len(piece) for piece in found]
@@ -183,7 +185,7 @@ def test_pieces_are_even_few_and_in_order(count: int, most: int) -> None:
 
 @given(st.integers(1, 1500), st.booleans(), st.booleans())
 def test_calls_are_bounded_but_not_those_of_an_elastic_step(count, overlapped, whole):
-    cuts, calls, _, _ = buckets.timetable(
+    cuts, calls, _, _ = buckets.plan_calls(
         *([4] * count, (tuple(range(count)),), 1 << 30),
         elastic_memory=1 << 30 if whole else None,
         overlapped=overlapped,
@@ -192,4 +194,4 @@ def test_calls_are_bounded_but_not_those_of_an_elastic_step(count, overlapped, w
     if whole and not overlapped:
         assert calls == [("run", 0)]
     else:
-        assert max(map(len, cuts)) <= buckets.MOST
+        assert max(map(len, cuts)) <= buckets.MAX_TENSORS

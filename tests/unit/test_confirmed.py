@@ -42,7 +42,7 @@ def disagreed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "call",
     [
         ringjax.barrier,
-        lambda: primitive.read(np.ones(2)),
+        lambda: primitive.read_result(np.ones(2)),
         lambda: ringjax.broadcast_object(1),
         lambda: ringjax.allgather_object(1),
         lambda: ringjax.broadcast_parameters({"w": np.ones(2)}),

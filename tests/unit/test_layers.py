@@ -61,7 +61,7 @@ ENVIRONMENT_READERS = {
     *("config.py", "settings/misspelt.py", "run/environ.py", "world/devices.py"),
     *("control/launch_environment.py", "membership/rendezvous_lookup.py"),
     "spark/learners/keras.py",  # says which backend a task's Keras has
-    "xla/group.py",  # gRPC's variables, for the group's own coordinator
+    "xla/jax_distributed.py",  # gRPC's variables, for the group's own coordinator
     "horovod/functions.py",  # changes it for a while, if a program asks for that
     "runtime/visit.py",  # holds a job's variables in it as long as a call
 }

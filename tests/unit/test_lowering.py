@@ -25,7 +25,7 @@ from support.stacked import raises
 
 import ringjax
 from ringjax import runtime
-from ringjax.xla import jax_private, ties
+from ringjax.xla import call_order, jax_private
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,7 +167,7 @@ def test_without_the_tie_the_control_has_none() -> None:
         return ringjax.allreduce(x), chained([x + 1], SEQ)
 
     assert [len(call.operands) for call in calls(program, jnp.ones(3))] == [2, 3]
-    with ties.untied():
+    with call_order.unordered():
         assert [len(call.operands) for call in calls(program, jnp.ones(4))] == [2, 2]
 
 
@@ -251,7 +251,7 @@ def test_the_chain_has_no_effect_and_keeps_fast_dispatch() -> None:
     jaxpr = jax.make_jaxpr(lambda x, s: chained([x], s))(jnp.ones(3), SEQ)
     assert not jaxpr.effects
     effects = jax.make_jaxpr(ringjax.allreduce)(jnp.ones(3)).effects
-    assert list(map(repr, effects)) == ["Ring"]
+    assert list(map(repr, effects)) == ["CollectiveTokenEffect"]
 
 
 def test_unused_results_stay_in_order() -> None:

@@ -266,17 +266,21 @@ while not open({str(pid)!r}).read().endswith("\\n"):
 def test_a_group_does_not_ask_a_proxy_for_its_neighbour(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ringjax.xla import group
+    from ringjax.xla import jax_distributed
 
-    for name in (*group._PROXIES, group._NO_PROXY, group._NO_PROXY_OF_ALL):
+    for name in (
+        *jax_distributed._PROXY_VARIABLES,
+        jax_distributed._NO_PROXY,
+        jax_distributed._NO_PROXY_OF_ALL,
+    ):
         monkeypatch.delenv(name, raising=False)
-    group._keep_from_proxy("10.0.0.1")
-    assert group._NO_PROXY not in os.environ
+    jax_distributed._bypass_proxy("10.0.0.1")
+    assert jax_distributed._NO_PROXY not in os.environ
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.setenv(group._NO_PROXY_OF_ALL, "localhost")
-    monkeypatch.setenv(group._NO_PROXY, "")
-    group._keep_from_proxy("10.0.0.1")
-    assert os.environ[group._NO_PROXY] == "localhost,10.0.0.1"
+    monkeypatch.setenv(jax_distributed._NO_PROXY_OF_ALL, "localhost")
+    monkeypatch.setenv(jax_distributed._NO_PROXY, "")
+    jax_distributed._bypass_proxy("10.0.0.1")
+    assert os.environ[jax_distributed._NO_PROXY] == "localhost,10.0.0.1"
 
 
 def test_an_interrupt_while_the_launcher_is_imported_is_no_traceback() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import ringjax
 from ringjax import runtime
-from ringjax.optim import AllreduceState, readiness
+from ringjax.optim import AllreduceState, readiness_order
 
 GRADS = {"b": jnp.arange(3.0), "w": {"k": jnp.ones((2, 2), jnp.bfloat16)}}
 
@@ -297,7 +297,7 @@ def traced_order(params, loss) -> list[str] | None:
     @jax.jit
     def step(params):
         grads = jax.grad(loss)(params)
-        found.append(readiness(jax.tree.leaves(grads)))
+        found.append(readiness_order(jax.tree.leaves(grads)))
         return grads
 
     step.lower(params)
@@ -320,10 +320,10 @@ def test_the_last_layer_is_ready_first() -> None:
 
 
 def test_what_is_not_known_is_left_to_the_planner() -> None:
-    assert readiness([jnp.ones(1), jnp.ones(2)]) is None
-    assert readiness([]) is None
+    assert readiness_order([jnp.ones(1), jnp.ones(2)]) is None
+    assert readiness_order([]) is None
     found = []
-    jax.jit(lambda a, b: found.append(readiness([a, b]))).lower(1.0, 2.0)
+    jax.jit(lambda a, b: found.append(readiness_order([a, b]))).lower(1.0, 2.0)
     assert found == [None]
 
 

@@ -52,16 +52,16 @@ def test_pinning(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def log(level: str, text: str) -> None:
         lines.append(f"{level}: {text}")
 
-    placement.pin([2], False, log)
+    placement.restrict_visible_devices([2], False, log)
     assert visible() == "2"
-    placement.pin([3], False, log)  # somebody has chosen
+    placement.restrict_visible_devices([3], False, log)  # somebody has chosen
     assert visible() == "2"
     jax.config.update("jax_cuda_visible_devices", "all")
-    placement.pin([3], True, log)  # too late, but JAX uses no GPU
+    placement.restrict_visible_devices([3], True, log)  # too late, but JAX uses no GPU
     assert (visible(), lines) == ("all", [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    placement.pin([3], True, log)
+    placement.restrict_visible_devices([3], True, log)
     assert visible() == "all"
     assert lines[0].startswith("warning: JAX was used before ringjax.init()")
     assert "CUDA_VISIBLE_DEVICES=3" in lines[0]

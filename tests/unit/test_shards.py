@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax.xla import lowering, shards
+from ringjax.xla import shards
+from ringjax.xla.program import Program
 
 
 class Device(NamedTuple):
@@ -34,7 +35,7 @@ LOW, HIGH = slice(0, 3), slice(3, 6)
 def test_shards_are_numbered_by_their_place_in_the_tensor() -> None:
     rows = sharding((HIGH, ALL), (LOW, ALL), (HIGH, ALL), (LOW, ALL))
     whole = sharding(*[(ALL, ALL)] * 4)
-    program = lowering.Program("cpu", tuple(DEVICES), None)
+    program = Program("cpu", tuple(DEVICES), None)
     found = shards.of_shardings(program, [(6, 2), (6, 2)], [rows, whole])
     assert found.devices == (10, 8, 9, 11)
     assert found.names == "4 devices (0, 1, 2, 3)"
@@ -58,7 +59,7 @@ def test_inside_of_shard_map_the_place_in_the_mesh_counts(
     devices = np.empty(4, object)
     devices[:] = DEVICES
     mesh: Any = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("a", "b"))
-    program = lowering.Program("cpu", tuple(DEVICES), mesh)
+    program = Program("cpu", tuple(DEVICES), mesh)
     found = shards.of_mesh(program, [varying])
     assert (found.of, found.parts) == ((of,), (parts,))
 
@@ -68,7 +69,7 @@ def test_what_there_is_for_each_tensor_becomes_one_for_each_shard() -> None:
         (8, 9), "2 devices (0, 1)", ((0, 1), (0, 0)), (("@a=0", "@a=1"), ("",))
     )
     whole = {"names": "x\ny", "counts": (1, 2, 3, 4), "op": 0}
-    cut = found.attributes(whole)
+    cut = found.merged_attributes(whole)
     assert cut["names"] == "x@a=0\nx@a=1\ny"
     assert cut["counts"] == (1, 2, 1, 2, 3, 4)
     assert cut["devices"] == (8, 9) and cut["shards"] == (0, 1, 0, 0)

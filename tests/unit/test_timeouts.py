@@ -60,8 +60,10 @@ def test_infinity_is_no_limit() -> None:
 
 
 def test_only_a_limit_of_its_own_is_an_attribute_of_a_call() -> None:
-    usual = primitive.attributes("allreduce", primitive.DEFAULTS)
-    limited = primitive.attributes("allreduce", {**primitive.DEFAULTS, "timeout": 2.0})
+    usual = primitive.call_attributes("allreduce", primitive.DEFAULTS)
+    limited = primitive.call_attributes(
+        "allreduce", {**primitive.DEFAULTS, "timeout": 2.0}
+    )
     # The core looks for a timeout where there are more attributes than that.
     assert len(usual) == 15
     assert "timeout" not in usual

@@ -52,7 +52,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def token() -> Any:
-    return JAX._dispatch.runtime_tokens.current_tokens.get(tokens.RING)
+    return JAX._dispatch.runtime_tokens.current_tokens.get(tokens.EFFECT)
 
 
 def reduce(x: Any) -> Any:
@@ -132,7 +132,7 @@ def test_waits_for_what_nobody_kept() -> None:
         return reduce(jax.pure_callback(slow, x, x))
 
     program(jnp.ones(3))
-    tokens.wait()
+    tokens.wait_for_programs()
     assert seen == [1]
 
 
@@ -187,21 +187,21 @@ class _Array:
 
 def test_a_program_waits_for_the_one_before(reduced: Any) -> None:
     array = _Array(set())
-    JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = JAX._core.Token(array)
+    JAX._dispatch.runtime_tokens.current_tokens[tokens.EFFECT] = JAX._core.Token(array)
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert array.waits
 
 
 def test_a_token_elsewhere_is_placed(placed: list[Any], reduced: Any) -> None:
     elsewhere = JAX._core.Token(_Array({"another device"}))
-    JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = elsewhere
+    JAX._dispatch.runtime_tokens.current_tokens[tokens.EFFECT] = elsewhere
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert elsewhere in placed
 
 
 def test_the_error_of_the_program_before_is_raised(reduced: Any) -> None:
     failed = _Array(set(jax.devices()), ValueError("of the program before"))
-    JAX._dispatch.runtime_tokens.current_tokens[tokens.RING] = JAX._core.Token(failed)
+    JAX._dispatch.runtime_tokens.current_tokens[tokens.EFFECT] = JAX._core.Token(failed)
     with pytest.raises(ValueError, match="of the program before"):
         reduced(jnp.ones(3))
     JAX._dispatch.runtime_tokens.clear()

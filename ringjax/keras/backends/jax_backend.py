@@ -16,12 +16,12 @@ import keras
 
 from ringjax import runtime
 from ringjax.compression import Compression
-from ringjax.eager.alike import AFTER_THE_FIRST
+from ringjax.eager.parameter_check import AFTER_FIRST_STEP
 from ringjax.keras.backends.base_backend import Backend, ReductionOptions, wire_dtype
 from ringjax.ops import Average, Min
 from ringjax.optim import AllreduceState, allreduce_grads
 from ringjax.world.process_set import ProcessSet
-from ringjax.xla import alike
+from ringjax.xla import parameter_check
 
 
 class JaxBackend(Backend):
@@ -104,7 +104,7 @@ def _first() -> AllreduceState:
 
 
 def _checked(variables: Sequence[Any], how: ReductionOptions) -> AllreduceState:
-    """The state for a reduction, behind a look at the variables; see ringjax.xla.alike.
+    """The state for a reduction, behind a check of the variables.
 
     No step has a number here, so the look counts its calls.
     """
@@ -112,13 +112,13 @@ def _checked(variables: Sequence[Any], how: ReductionOptions) -> AllreduceState:
     kept = [variable for variable in variables if isinstance(variable, keras.Variable)]
     if not every or not kept:
         return state
-    seq = alike.check(
+    seq = parameter_check.check(
         state.seq,
         [variable.value for variable in kept],
         [variable.path for variable in kept],
         comm=runtime.communicator(how.process_set, "allreduce_grads").id,
         every=every,
-        first=AFTER_THE_FIRST,
+        first=AFTER_FIRST_STEP,
         name=f"the check of the parameters of {how.name}",
         timeout=how.process_set.limit(),
     )

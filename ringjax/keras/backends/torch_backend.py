@@ -11,7 +11,7 @@ import torch
 import ringjax.torch as hvd
 from ringjax import runtime
 from ringjax.compression import WireDtype
-from ringjax.eager import alike
+from ringjax.eager import parameter_check
 from ringjax.keras.backends.base_backend import Backend, ReductionOptions
 from ringjax.world.process_set import ProcessSet
 from ringjax.xla import buckets
@@ -34,12 +34,12 @@ class TorchBackend(Backend):
         how: ReductionOptions,
     ) -> list[Any]:
         """See the base class."""
-        alike.check(
+        parameter_check.check(
             how.name,
             lambda: _memory(variables),
             how.process_set,
-            whose=alike.identity(variables),
-            first=alike.AFTER_THE_FIRST,
+            whose=parameter_check.identity_key(variables),
+            first=parameter_check.AFTER_FIRST_STEP,
         )
         compression = how.compression
         if isinstance(compression, WireDtype):

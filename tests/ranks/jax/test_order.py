@@ -20,8 +20,8 @@ from support.stacked import equal, raises
 
 import ringjax
 from ringjax import runtime
-from ringjax.xla import chained as gradients
-from ringjax.xla import ties
+from ringjax.xla import call_order
+from ringjax.xla import gradient_allreduce as gradients
 
 pytestmark = pytest.mark.launch("collectives")
 TOWERS = 8
@@ -123,7 +123,7 @@ def test_control_without_the_tie_disagrees(world) -> None:
     time limit ends that.
     """
     text = r"(?s)RINGJAX\[.*(ranks disagree|has not called)"
-    with ties.untied(), pytest.raises(jax.errors.JaxRuntimeError, match=text):
+    with call_order.unordered(), pytest.raises(jax.errors.JaxRuntimeError, match=text):
         run(world, overlapped=False)
 
 

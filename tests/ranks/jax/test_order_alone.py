@@ -20,7 +20,7 @@ import pytest
 from support.stacked import equal
 
 import ringjax
-from ringjax.xla import ties, tokens
+from ringjax.xla import call_order, tokens
 
 JAX: Any = tokens  # with the private names of jax, which only that file imports
 
@@ -112,7 +112,7 @@ def run(rank: int) -> list[Any]:
 @contextlib.contextmanager
 def without_order() -> Iterator[None]:
     """Lowers every call with a token of its own, as if it had a mere side effect."""
-    with pytest.MonkeyPatch.context() as patch, ties.untied():
+    with pytest.MonkeyPatch.context() as patch, call_order.unordered():
         token_set = JAX._mlir.TokenSet
         patch.setattr(token_set, "get", lambda *_: JAX._mlir.create_token())
         yield
@@ -182,7 +182,7 @@ def test_programs_run_in_the_order_of_their_calls(world) -> None:
     for _ in range(300):  # not waited for, and most results dropped at once
         kept = programs.calls[order.integers(len(programs.calls))]()
     jax.block_until_ready(kept)
-    tokens.wait()
+    tokens.wait_for_programs()
     equal(ringjax.allreduce(jnp.float32(world.rank), ringjax.Sum), np.float32(1))
 
 

@@ -22,7 +22,7 @@ from support import local_devices as devices
 
 import ringjax
 from ringjax import runtime
-from ringjax.xla import several
+from ringjax.xla import multi_device
 
 pytestmark = [
     pytest.mark.ranks(3, env=devices.environment(4)),
@@ -258,7 +258,7 @@ def test_in_the_order_in_which_devices_come_the_sums_would_be_wrong(
     world, monkeypatch
 ) -> None:
     """The control of all of the above: so it was before devices met."""
-    monkeypatch.setitem(several._TARGETS, "run", "ringjax_run")
+    monkeypatch.setitem(multi_device._TARGETS, "run", "ringjax_run")
     mesh = devices.mesh((2,), devices=jax.devices()[:2])
     late = 0 if world.rank else 1
 

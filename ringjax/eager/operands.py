@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringjax.eager.dtypes import NUMBERS
-from ringjax.eager.lane import Piece, title
+from ringjax.eager.lane import TensorRef, title
 
 Array = np.ndarray[Any, Any]
 
@@ -33,23 +33,23 @@ class Operand(NamedTuple):
     restore: Callable[[Array], Any]
 
     @property
-    def piece(self) -> Piece:
+    def ref(self) -> TensorRef:
         """What the lane wants to know."""
         return self.array.ctypes.data, self.dtype, self.array.shape
 
-    def like(self, shape: tuple[int, ...]) -> Array:
+    def new_array(self, shape: tuple[int, ...]) -> Array:
         """New memory for a result."""
         return np.empty(shape, self.array.dtype)
 
-    def adopt(self, memory: Any, rows: int) -> Any:
+    def from_core_memory(self, memory: Any, rows: int) -> Any:
         """The caller's kind of `rows` rows in memory of the core."""
         shape = (rows, *self.array.shape[1:])
         if not math.prod(shape):
-            return self.restore(self.like(shape))
+            return self.restore(self.new_array(shape))
         return self.restore(np.frombuffer(memory, self.array.dtype).reshape(shape))
 
 
-def operand(op: str, name: str | None, value: Any) -> Operand:
+def to_operand(op: str, name: str | None, value: Any) -> Operand:
     """Any array on this side.
 
     Raises:
@@ -80,7 +80,7 @@ def operand(op: str, name: str | None, value: Any) -> Operand:
     return _from_numpy(op, name, array, lambda out: out)
 
 
-def place(
+def output_array(
     op: str, name: str | None, out: Any, given: Operand, shape: tuple[int | None, ...]
 ) -> Array:
     """The memory of `out`, where a result like `given` is to go.
@@ -109,7 +109,7 @@ def place(
     if array.dtype != given.array.dtype or not _fits(array.shape, shape):
         expected = ",".join("*" if n is None else str(n) for n in shape)
         raise ValueError(
-            f"{title(op, name, [given.piece])}: out is {array.dtype.name}"
+            f"{title(op, name, [given.ref])}: out is {array.dtype.name}"
             f"[{','.join(map(str, array.shape))}], expected "
             f"{given.array.dtype.name}[{expected}]"
         )
@@ -118,7 +118,7 @@ def place(
             f"{title(op, name)}: out must be contiguous and writeable, "
             f"got strides {array.strides} and writeable={array.flags.writeable}"
         )
-    same = op in ("allreduce", "broadcast") and array.ctypes.data == given.piece[0]
+    same = op in ("allreduce", "broadcast") and array.ctypes.data == given.ref[0]
     if not same and np.may_share_memory(array, given.array):
         raise ValueError(f"{title(op, name)}: out shares memory with the tensor")
     return array
@@ -130,7 +130,7 @@ def _fits(have: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
     )
 
 
-def _number(op: str, name: str | None, dtype: str) -> int:
+def _dtype_number(op: str, name: str | None, dtype: str) -> int:
     if dtype not in NUMBERS:
         raise TypeError(
             f"{title(op, name)}: dtype {dtype}, expected one of {', '.join(NUMBERS)}"
@@ -141,7 +141,7 @@ def _number(op: str, name: str | None, dtype: str) -> int:
 def _from_numpy(
     op: str, name: str | None, array: Array, restore: Callable[[Array], Any]
 ) -> Operand:
-    number = _number(op, name, array.dtype.name)
+    number = _dtype_number(op, name, array.dtype.name)
     native = array.dtype.newbyteorder("=")
     # Not ascontiguousarray, which makes 0-d arrays 1-d.
     return Operand(np.asarray(array, native, order="C"), number, restore)
@@ -164,7 +164,7 @@ def _from_jax(op: str, name: str | None, value: Any, jax: Any) -> Operand:
 
 
 def _from_torch(op: str, name: str | None, value: Any, torch: Any) -> Operand:
-    number = _number(op, name, str(value.dtype).removeprefix("torch."))
+    number = _dtype_number(op, name, str(value.dtype).removeprefix("torch."))
     device = value.device
     tensor = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if value.dtype != torch.bfloat16:

@@ -14,8 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.ops import ReduceOp
-from ringjax.xla import buckets, jax_private, lowering, primitive, several, ties
-from ringjax.xla.backward import Backward
+from ringjax.xla import (
+    buckets,
+    call_order,
+    jax_private,
+    lowering,
+    multi_device,
+    primitive,
+)
+from ringjax.xla.backward import BackwardPass
 
 _chained_p = jax_private.new_primitive("allreduce")
 
@@ -97,12 +104,18 @@ def bucketed_allreduce(
         "name": name,
         "names": tuple(names),
     }
-    if overlapped or len(primitive.programs([*leaves, seq], params["elastic"])) == 1:
+    if (
+        overlapped
+        or len(primitive.split_programs([*leaves, seq], params["elastic"])) == 1
+    ):
         *out, seq = _chained_p.bind(*leaves, seq, cuts=cuts, **params)
         return list(out), seq
     out, before = [], seq
-    for cut in buckets.pieces(len(leaves)):
-        alone = {**primitive.select(params, cut), "cuts": (tuple(range(len(cut))),)}
+    for cut in buckets.split_evenly(len(leaves)):
+        alone = {
+            **primitive.select_operands(params, cut),
+            "cuts": (tuple(range(len(cut))),),
+        }
         *ys, seq = _chained_p.bind(*(leaves[i] for i in cut), before, **alone)
         out, before = (
             [*out, *ys],
@@ -134,18 +147,18 @@ def _chained_lower(
     # Inside of a shard_map a leaf is what one device has. Shards are rounded up, too.
     sizes = [
         math.prod(aval.shape) * aval.dtype.itemsize * (devices if program.mesh else 1)
-        + buckets.ALIGN * devices
+        + buckets.ALIGNMENT * devices
         for aval in avals
     ]
-    plan = buckets.timetable(sizes, cuts, memory, elastic_memory, overlapped)
+    plan = buckets.plan_calls(sizes, cuts, memory, elastic_memory, overlapped)
     cuts, order, in_flight, overlapped = plan
-    chain = ties.chain_number(ctx) if overlapped else 0
+    chain = call_order.chain_number(ctx) if overlapped else 0
     calls = [
         (
             cuts[site],
-            primitive.attributes(
+            primitive.call_attributes(
                 "allreduce",
-                primitive.select(params, cuts[site]),
+                primitive.select_operands(params, cuts[site]),
                 site=site | chain << 16 if overlapped else 0,
                 first=int(number == 0 and overlapped),
                 last=int(number == len(order) - 1),
@@ -155,17 +168,17 @@ def _chained_lower(
         )
         for number, (kind, site) in enumerate(order)
     ]
-    emit = several.lower_chain if devices else _emit_chain
+    emit = multi_device.lower_chain if devices else _emit_chain
     *out, seq = emit(ctx, program, operands, calls)
     # The handlers of a device cannot read seq: there it only orders, and is counted up
     # by the program.
-    return [*out, jax_private.plus_one(seq, seq_aval) if on_device else seq]
+    return [*out, jax_private.increment(seq, seq_aval) if on_device else seq]
 
 
 def _emit_chain(
-    ctx: Any, program: Any, operands: Sequence[Any], calls: several.Calls
+    ctx: Any, program: Any, operands: Sequence[Any], calls: multi_device.Calls
 ) -> list[Any]:
-    """As `several.lower_chain`, for one device."""
+    """As `multi_device.lower_chain`, for one device."""
     *leaves, seq = operands
     *avals, seq_aval = ctx.avals_in
 
@@ -184,16 +197,16 @@ def _emit_chain(
             leaves[i] = value
         return seq
 
-    before = [seq, *(value for value, _ in ties.last_values(ctx))]
+    before = [seq, *(value for value, _ in call_order.previous_value(ctx))]
     starts = calls[0][2] == "start" and program.platform == "cuda"
-    backward = Backward(leaves, before) if starts else None
+    backward = BackwardPass(leaves, before) if starts else None
     for number, (cut, _, kind) in enumerate(calls):
         if kind == "start" and backward:
-            with backward.behind([leaves[i] for i in cut]):
+            with backward.insert_after([leaves[i] for i in cut]):
                 seq = call(number, seq)
                 after, _, following = calls[number + 1]
                 if following == "start":
-                    seq = backward.hold(seq, [leaves[i] for i in after])
+                    seq = backward.delay(seq, [leaves[i] for i in after])
         else:
             seq = call(number, seq)
     return [*leaves, seq]

@@ -16,11 +16,11 @@ from ringjax.world import groups
 from ringjax.world.world import World
 
 # Variables of gRPC: those that it asks for a proxy, and for what needs none.
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY, _NO_PROXY_OF_ALL = "no_grpc_proxy", "no_proxy"
 
 
-def join(world: World, started: bool, *, place: int) -> None:
+def initialize_group(world: World, started: bool, *, place: int) -> None:
     """Calls ``jax.distributed.initialize``, if there are groups; at every init.
 
     Args:
@@ -35,7 +35,7 @@ def join(world: World, started: bool, *, place: int) -> None:
         return
     size = world.group.size
     if jax.distributed.is_initialized():
-        _check(size, place)
+        _check_initialized(size, place)
         return
     if started:
         raise StartupError(
@@ -43,9 +43,9 @@ def join(world: World, started: bool, *, place: int) -> None:
             "process can join its group only before JAX knows its devices; call "
             "ringjax.init() first"
         )
-    _prepare()
+    _configure_jax()
     where = groups.coordinator(world.group.mates)
-    _keep_from_proxy(where.rpartition(":")[0].strip("[]"))
+    _bypass_proxy(where.rpartition(":")[0].strip("[]"))
     try:
         jax.distributed.initialize(
             where,
@@ -64,15 +64,15 @@ def join(world: World, started: bool, *, place: int) -> None:
     world.group.close()
 
 
-def _keep_from_proxy(host: str) -> None:
+def _bypass_proxy(host: str) -> None:
     """JAX's coordinator is a neighbour; gRPC would go there through http_proxy."""
-    if not any(os.environ.get(name) for name in _PROXIES):
+    if not any(os.environ.get(name) for name in _PROXY_VARIABLES):
         return
     without = os.environ.get(_NO_PROXY) or os.environ.get(_NO_PROXY_OF_ALL, "")
     os.environ[_NO_PROXY] = f"{without},{host}".lstrip(",")
 
 
-def _prepare() -> None:
+def _configure_jax() -> None:
     settings: Any = jax.config
     # SIGTERM is ringjax's and the program's matter, not JAX's.
     if "jax_enable_preemption_service" in settings.values:
@@ -81,7 +81,7 @@ def _prepare() -> None:
         settings.update("jax_cpu_collectives_implementation", "gloo")
 
 
-def _check(size: int, place: int) -> None:
+def _check_initialized(size: int, place: int) -> None:
     """Somebody has called it already; what for must be the same."""
     found = jax.process_count(), jax.process_index()
     if found != (size, place):

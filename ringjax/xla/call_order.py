@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from ringjax.xla import tokens
 
 
-class _LastCalls(threading.local):
+class _CallOrder(threading.local):
     """The last ringjax value of every block of the module being lowered."""
 
     module: Any = None
@@ -35,51 +35,51 @@ class _LastCalls(threading.local):
         return self.values
 
 
-_last_calls = _LastCalls()
+_order = _CallOrder()
 
 
-def forget() -> None:
+def release_module() -> None:
     """Lets go of the module of this thread."""
-    _last_calls.module = None
+    _order.module = None
 
 
 def chain_number(ctx: Any) -> int:
     """A number for a chain of overlapped calls: another one for each in a module."""
-    _last_calls.of(ctx.module_context.module)
-    number, _last_calls.chains = _last_calls.chains, _last_calls.chains + 1
+    _order.of(ctx.module_context.module)
+    number, _order.chains = _order.chains, _order.chains + 1
     return number
 
 
-def last_values(ctx: Any) -> list[tuple[Any, Any]]:
+def previous_value(ctx: Any) -> list[tuple[Any, Any]]:
     """The order value that the next call of this block is tied to, if any; its aval."""
-    last = _last_calls.of(ctx.module_context.module)
+    last = _order.of(ctx.module_context.module)
     block = mlir.ir.InsertionPoint.current.block
-    return [last[block]] if _last_calls.enabled and block in last else []
+    return [last[block]] if _order.enabled and block in last else []
 
 
-def note_value(ctx: Any, value: Any, aval: Any) -> None:
+def set_previous_value(ctx: Any, value: Any, aval: Any) -> None:
     """The next call of this block is tied to `value`."""
-    last = _last_calls.of(ctx.module_context.module)
+    last = _order.of(ctx.module_context.module)
     last[mlir.ir.InsertionPoint.current.block] = (value, aval)
 
 
 @contextlib.contextmanager
-def untied() -> Iterator[None]:
+def unordered() -> Iterator[None]:
     """Lowers without the tie. For the control experiment of the order tests only."""
-    _last_calls.enabled = False
+    _order.enabled = False
     try:
         yield
     finally:
-        _last_calls.enabled = True
+        _order.enabled = True
 
 
 ORDER = jax.core.ShapedArray((1,), np.dtype(np.uint32))
 
 
 def order_of_token(ctx: Any) -> tuple[Any, Any]:
-    """A number behind JAX's token of the `Ring` effect, and its aval."""
-    token = ctx.tokens_in.get(tokens.RING)
-    last = [x for x in last_values(ctx) if x[1] is not tokens.ABSTRACT]
+    """A number behind JAX's token of the `CollectiveTokenEffect`, and its aval."""
+    token = ctx.tokens_in.get(tokens.EFFECT)
+    last = [x for x in previous_value(ctx) if x[1] is not tokens.ABSTRACT]
     rule = jax.ffi.ffi_lowering("ringjax_order")
     values, avals = (
         [token, *(v for v, _ in last)],
@@ -95,10 +95,10 @@ def token_of_order(ctx: Any, order: Any, aval: Any) -> None:
     local = ctx.replace(avals_in=[aval], avals_out=[tokens.ABSTRACT])
     (token,) = rule(local, order)
     set_token(ctx, token)
-    note_value(ctx, order, aval)
+    set_previous_value(ctx, order, aval)
 
 
 def set_token(ctx: Any, token: Any) -> None:
-    """JAX's token of the `Ring` effect from here on; those of others stay."""
-    after = mlir.TokenSet({tokens.RING: token})
+    """JAX's token of the `CollectiveTokenEffect` from here on; those of others stay."""
+    after = mlir.TokenSet({tokens.EFFECT: token})
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(after))

@@ -13,10 +13,10 @@ import hashlib, os, threading, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import ringjax
-from ringjax.xla import several
+from ringjax.xla import multi_device
 
 ringjax.init()
-several._TARGETS["run"] = os.environ.get("HANDLER", several._TARGETS["run"])
+multi_device._TARGETS["run"] = os.environ.get("HANDLER", multi_device._TARGETS["run"])
 steps, towers, size = int(os.environ["STEPS"]), 8, 48
 mesh = jax.make_mesh((4,), ("d",))
 tx = [ringjax.allreduce_grads(name=f"tower {i}") for i in range(towers)]

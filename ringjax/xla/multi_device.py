@@ -19,7 +19,8 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from ringjax.xla import jax_private, lowering, shards, shares, ties
+from ringjax.xla import call_order, jax_private, lowering, shards, shares
+from ringjax.xla.program import Program
 
 _AXIS = "devices"  # of the mesh of a program that is cut
 _NO_MESH = AbstractMesh((), ())
@@ -42,10 +43,10 @@ def lower_chain(
 ) -> list[Any]:
     """Lowers calls in one chain; the last operand and result is its order value."""
     if program.mesh is not None:
-        return _emit_inside(ctx, program, operands, calls)
-    last = ties.last_values(ctx)
-    out = _split(ctx, program, operands, ctx.avals_in, calls, last)
-    ties.note_value(ctx, out[-1], ctx.avals_in[-1])
+        return _emit_manual(ctx, program, operands, calls)
+    last = call_order.previous_value(ctx)
+    out = _lower_partitioned(ctx, program, operands, ctx.avals_in, calls, last)
+    call_order.set_previous_value(ctx, out[-1], ctx.avals_in[-1])
     return out
 
 
@@ -57,11 +58,15 @@ def lower_check(
     avals = [*ctx.avals_in[1:], ctx.avals_in[0]]
     calls = [(tuple(range(len(avals) - 1)), whole, "check")]
     if program.mesh is not None:
-        own = _cut(program, shards.of_mesh(program, shares.varying(avals[:-1])), calls)
+        own = _shard_calls(
+            program, shards.of_mesh(program, shares.varying_axes(avals[:-1])), calls
+        )
         return _emit(ctx, program, operands, avals, own, kept=(), reads=True)[-1]
-    last = ties.last_values(ctx)
-    (order,) = _split(ctx, program, operands, avals, calls, last, reads=True)
-    ties.note_value(ctx, order, avals[-1])
+    last = call_order.previous_value(ctx)
+    (order,) = _lower_partitioned(
+        ctx, program, operands, avals, calls, last, reads=True
+    )
+    call_order.set_previous_value(ctx, order, avals[-1])
     return order
 
 
@@ -76,60 +81,62 @@ def lower_ordered(
     """Lowers calls that JAX's token of the ordered effect goes through."""
     calls = [(cut, whole, "run") for cut, whole in wholes]
     if program.mesh is not None:
-        return _emit_ordered_inside(ctx, program, operands, calls, in_place=in_place)
+        return _emit_ordered_manual(ctx, program, operands, calls, in_place=in_place)
     # What XLA cuts has no tokens, so a number has to stand for it meanwhile.
-    order, aval = ties.order_of_token(ctx)
+    order, aval = call_order.order_of_token(ctx)
     avals = [*ctx.avals_in, aval]
-    *out, order = _split(ctx, program, [*operands, order], avals, calls, [])
-    ties.token_of_order(ctx, order, aval)
+    *out, order = _lower_partitioned(ctx, program, [*operands, order], avals, calls, [])
+    call_order.token_of_order(ctx, order, aval)
     return out
 
 
-def _target(program: lowering.Program, kind: str) -> str:
+def _target(program: Program, kind: str) -> str:
     return f"ringjax_{kind}" if program.platform == "cuda" else _TARGETS[kind]
 
 
-def _cut(program: lowering.Program, which: shards.Shards, calls: Calls) -> Calls:
+def _shard_calls(program: Program, which: shards.Shards, calls: Calls) -> Calls:
     """With the attributes and the handlers of the devices' calls."""
     out = []
     for cut, whole, kind in calls:
         own = which.select(cut)
         apart = program.platform == "cuda"
-        attributes = own.own_attributes(whole) if apart else own.attributes(whole)
+        attributes = (
+            own.attributes_per_device(whole) if apart else own.merged_attributes(whole)
+        )
         out.append((cut, attributes, _target(program, kind)))
     return out
 
 
-def _count(calls: Calls) -> int:
+def _tensor_count(calls: Calls) -> int:
     """The number of tensors of calls."""
     return len({i for cut, _, _ in calls for i in cut})
 
 
-def _emit_inside(
-    ctx: Any, program: lowering.Program, operands: Sequence[Any], calls: Calls
+def _emit_manual(
+    ctx: Any, program: Program, operands: Sequence[Any], calls: Calls
 ) -> list[Any]:
     """A chain inside of a shard_map."""
     *avals, order = ctx.avals_in
-    inside = shares.Inside(ctx, program, avals)
-    own = _cut(program, shards.of_mesh(program, inside.varying), calls)
-    sent = inside.take(operands[:-1])
+    inside = shares.ManualShares(ctx, program, avals)
+    own = _shard_calls(program, shards.of_mesh(program, inside.varying), calls)
+    sent = inside.slice_values(operands[:-1])
     operands, avals = [*sent, operands[-1]], [*inside.avals, order]
     *out, last = _emit(ctx, program, operands, avals, own, kept=())
-    return [*inside.put_together(out), last]
+    return [*inside.gather_values(out), last]
 
 
-def _emit_ordered_inside(
+def _emit_ordered_manual(
     ctx: Any,
-    program: lowering.Program,
+    program: Program,
     operands: Sequence[Any],
     calls: Calls,
     *,
     in_place: bool,
 ) -> list[Any]:
     """The same with JAX's token; what changes shapes goes as it is."""
-    inside = shares.Inside(ctx, program, ctx.avals_in if in_place else [])
-    varying = inside.varying if in_place else shares.varying(ctx.avals_in)
-    own = _cut(program, shards.of_mesh(program, varying), calls)
+    inside = shares.ManualShares(ctx, program, ctx.avals_in if in_place else [])
+    varying = inside.varying if in_place else shares.varying_axes(ctx.avals_in)
+    own = _shard_calls(program, shards.of_mesh(program, varying), calls)
     plain = [(cut, attributes) for cut, attributes, _ in own]
     target = _target(program, "run")
     if not in_place:
@@ -137,15 +144,15 @@ def _emit_ordered_inside(
             ctx, program, target, operands, plain, in_place=False
         )
     local = ctx.replace(avals_in=inside.avals, avals_out=inside.avals)
-    sent = inside.take(operands)
+    sent = inside.slice_values(operands)
     out = jax_private.emit_ordered(local, program, target, sent, plain, in_place=True)
     ctx.set_tokens_out(local.tokens_out)
-    return inside.put_together(out)
+    return inside.gather_values(out)
 
 
 def _emit(
     ctx: Any,
-    program: lowering.Program,
+    program: Program,
     operands: Sequence[Any],
     avals: Sequence[Any],
     calls: Calls,
@@ -181,7 +188,7 @@ def _emit(
     return [*values, order]
 
 
-def _split(
+def _lower_partitioned(
     ctx: Any,
     program: Any,
     operands: Sequence[Any],
@@ -200,7 +207,7 @@ def _split(
     """
     count = len(operands) - 1  # of tensors
     first = count if reads else 0  # of the values that are results
-    kept = jax_private.kept_of(program, operands[:-1])
+    kept = jax_private.unaliasable(program, operands[:-1])
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
     nowhere = NamedSharding(mesh, PartitionSpec())
 
@@ -212,14 +219,16 @@ def _split(
             r.sharding if _is_even(r.sharding, shape) else nowhere
             for r, shape in zip(args if reads else results, shapes, strict=False)
         ]
-        cut: list[shares.Copies | None] = [None] * count
-        if shares.shares_copies(program.platform) and not reads:
-            chosen, cut = shares.share_out(program.devices, avals[:count], chosen)
-        own = _cut(program, shards.of_shardings(program, shapes, chosen, cut), calls)
+        cut: list[shares.Replicas | None] = [None] * count
+        if shares.splits_replicas(program.platform) and not reads:
+            chosen, cut = shares.assign_shares(program.devices, avals[:count], chosen)
+        own = _shard_calls(
+            program, shards.of_shardings(program, shapes, chosen, cut), calls
+        )
         frozen = tuple((i, tuple(named.items()), target) for i, named, target in own)
 
         def lower(*values: Any) -> Any:
-            return _part(values[:-1], cut, calls=frozen, kept=kept, reads=reads)
+            return _device_part(values[:-1], cut, calls=frozen, kept=kept, reads=reads)
 
         placed = (*chosen, nowhere)
         return (
@@ -251,8 +260,8 @@ def _split(
     )
 
 
-def _part(
-    values: Sequence[Any], cut: Sequence[shares.Copies | None], **parameters: Any
+def _device_part(
+    values: Sequence[Any], cut: Sequence[shares.Replicas | None], **parameters: Any
 ) -> tuple[Any, ...]:
     """One device's part, with its shares of the tensors that are `cut`.
 
@@ -263,8 +272,8 @@ def _part(
     """
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         place = jax.lax.axis_index(_AXIS)
-        out = _part_p.bind(*shares.take_all(values, cut, place), **parameters)
-        return tuple(shares.put_all_together(out, values, cut, _AXIS))
+        out = _part_p.bind(*shares.slice_all(values, cut, place), **parameters)
+        return tuple(shares.gather_all(out, values, cut, _AXIS))
 
 
 def _is_even(sharding: Any, shape: Sequence[int]) -> bool:
@@ -285,7 +294,7 @@ _part_p = jax_private.new_primitive("part")
 def _lower_part(
     ctx: Any, program: Any, *operands: Any, calls: Any, kept: Any, reads: bool
 ) -> list[Any]:
-    count = 1 + _count(calls)
+    count = 1 + _tensor_count(calls)
     out = _emit(
         ctx,
         program,
@@ -302,7 +311,7 @@ def _lower_part(
 
 def _part_shapes(*avals: Any, calls: Any, kept: Any, reads: bool) -> list[Any]:
     del kept
-    count = 1 + _count(calls)
+    count = 1 + _tensor_count(calls)
     out = [aval.update(weak_type=False) for aval in avals[:count]]
     return out[-1:] if reads else out
 

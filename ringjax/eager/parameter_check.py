@@ -1,7 +1,7 @@
 """Now and then, a look whether all ranks have the same parameters; if not, a warning.
 
 For optimizers that run line by line, and for graphs of TensorFlow; of steps that XLA
-compiles it is `ringjax.xla.alike`. What is compared and said is the same, and native.
+compiles it is `ringjax.xla.parameter_check`. The native core compares in both cases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringjax import _native, runtime, stderr
 from ringjax.eager import lane, reductions
 from ringjax.ops import ReduceOp
 
-AFTER_THE_FIRST = 1
+AFTER_FIRST_STEP = 1
 """The first step to look at where Horovod's programs broadcast after step 0."""
 
 _warned: set[tuple[int | None, str]] = set()
@@ -41,15 +41,15 @@ def check(
         memory: gives name, address and bytes of each, in an order that all ranks have;
             each lives until the next one is asked for.
         process_set: the ranks that take part; this rank must be one of them.
-        whose: what steps are counted by, of this rank alone, see `identity`; else it is
-            the title.
+        whose: what steps are counted by, of this rank alone, see `identity_key`; else
+            it is the title.
         first: the first step to look at.
 
     Raises:
         PeerLost, Stalled: as everywhere. Not if the parameters differ.
     """
     whose = whose or title
-    step = due(whose, process_set, first)
+    step = due_step(whose, process_set, first)
     if step < 0:
         return
     names, hashes = [], []
@@ -59,7 +59,7 @@ def check(
     compare(title, step, names, hashes, process_set, whose)
 
 
-def due(whose: str, process_set: runtime.ProcessSet, first: int) -> int:
+def due_step(whose: str, process_set: runtime.ProcessSet, first: int) -> int:
     """Counts a step, and returns its number if it is one to look at, else -1.
 
     Args: as `check`.
@@ -113,7 +113,7 @@ def compare(
     (_warned.add if found else _warned.discard)(key)
 
 
-def identity(objects: Iterable[Any]) -> str:
+def identity_key(objects: Iterable[Any]) -> str:
     """A text for these very objects, in this order; it does not keep them alive.
 
     For programs that make their tapes anew in every step, and for optimizers and models
@@ -121,8 +121,10 @@ def identity(objects: Iterable[Any]) -> str:
 
     Example:
         >>> one, other = {1}, {1}
-        >>> identity([one]) == identity([one]), identity([one]) == identity([other])
-        (True, False)
+        >>> identity_key([one]) == identity_key([one])
+        True
+        >>> identity_key([one]) == identity_key([other])
+        False
     """
     numbers = []
     for each in objects:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ringjax import stderr
 from ringjax.eager import dtypes
-from ringjax.xla import buckets, jax_private, lowering, several
+from ringjax.xla import buckets, jax_private, lowering, multi_device
 
 _check_p = jax_private.new_primitive("check_alike")
 
@@ -52,7 +52,7 @@ def check(
         for x, n in zip(params, names, strict=True)
         if getattr(getattr(x, "dtype", None), "name", None) in dtypes.NUMBERS
     ]
-    for cut in buckets.pieces(len(chosen)) if chosen else ():
+    for cut in buckets.split_evenly(len(chosen)) if chosen else ():
         (seq,) = _check_p.bind(
             jnp.asarray(seq),
             *(chosen[i][0] for i in cut),
@@ -75,7 +75,7 @@ def _lower(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
     whole = _attributes(**params)
     if program.devices:
         # Each shard is compared by itself, with that of its place on the other ranks.
-        return [several.lower_check(ctx, program, [*leaves, seq], whole)]
+        return [multi_device.lower_check(ctx, program, [*leaves, seq], whole)]
     return jax_private.emit(
         *(ctx, program, "ringjax_check", operands, ctx.avals_in, ctx.avals_out),
         aliases={},  # a call that is repeated needs its `seq` still, which is small
