@@ -74,6 +74,6 @@ def test_what_there_is_for_each_tensor_becomes_one_for_each_shard() -> None:
     assert cut["counts"] == (1, 2, 1, 2, 3, 4)
     assert cut["devices"] == (8, 9) and cut["shards"] == (0, 1, 0, 0)
     assert cut["partition"].startswith("2 devices (0, 1)\n")
-    other = found._replace(parts=(("@b=0", "@b=1"), ("",))).attributes(whole)
+    other = found._replace(parts=(("@b=0", "@b=1"), ("",))).merged_attributes(whole)
     assert other["partition"] != cut["partition"]
-    assert found.select([]).attributes({"names": "", "counts": ()})["counts"] == ()
+    assert found.select([]).merged_attributes({"names": "", "counts": ()})["counts"] == ()
