@@ -76,4 +76,6 @@ def test_what_there_is_for_each_tensor_becomes_one_for_each_shard() -> None:
     assert cut["partition"].startswith("2 devices (0, 1)\n")
     other = found._replace(parts=(("@b=0", "@b=1"), ("",))).merged_attributes(whole)
     assert other["partition"] != cut["partition"]
-    assert found.select([]).merged_attributes({"names": "", "counts": ()})["counts"] == ()
+    assert (
+        found.select([]).merged_attributes({"names": "", "counts": ()})["counts"] == ()
+    )
