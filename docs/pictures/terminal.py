@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 
-from ringjax.top.attached import status
+from ringjax.top.job_connection import status
 from ringjax.top.screen import picture
 
 HERE = Path(__file__).resolve().parent

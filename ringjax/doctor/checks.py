@@ -1,10 +1,14 @@
-"""The table of all checks, those first that are the reason most often.
+"""The table of all checks. The most frequent causes of trouble come first.
 
-To add one: write a function, put it into a row. It takes a `Host`, runs on each host
-with the environment of the ranks there and yields findings; or it takes the `Job`, runs
-once where `ringjax doctor` does, and yields pairs of a host's name, "" for all, and a
-finding. What yields nothing is not shown. tests/unit/test_doctor.py has a planted fault
-for each.
+To add a check, write a function and put it into a row. There are two kinds:
+
+* A host check takes a `HostContext`, runs on each host in the environment of the ranks
+  there, and yields findings.
+* A job check takes the `JobContext`, runs once, in the process of `ringjax doctor`, and
+  yields pairs of a host's name ("" means all hosts) and a finding.
+
+A check that yields nothing is not shown. tests/unit/test_doctor.py plants a fault for
+each check.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ringjax.doctor import gpus, limits, names, network, sharing, software
-from ringjax.doctor.finding import Finding, Host, Job, warn
+from ringjax.doctor.findings import Finding, HostContext, JobContext, warn
 
-OfHost = Callable[[Host], Iterator[Finding]]
-OfJob = Callable[[Job], Iterator[tuple[str, Finding]]]
+OfHost = Callable[[HostContext], Iterator[Finding]]
+OfJob = Callable[[JobContext], Iterator[tuple[str, Finding]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ CHECKS = (
 )
 
 
-def on_host(host: Host) -> dict[str, list[Finding]]:
+def on_host(host: HostContext) -> dict[str, list[Finding]]:
     """Runs the checks of one host, on it."""
     found = {}
     for check in CHECKS:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from ringjax import stderr, stdout
 from ringjax.doctor import report
 from ringjax.doctor.checks import CHECKS
-from ringjax.doctor.finding import FAIL, Job
+from ringjax.doctor.findings import FAIL, JobContext
 from ringjax.doctor.report import Row
-from ringjax.doctor.survey import Survey, spec_of
+from ringjax.doctor.survey import HostSurvey, spec_of
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, rank_options
 from ringjax.run.hosts import allocations, slots
-from ringjax.run.hosts.host_command import check_agent_command
-from ringjax.run.start import named_hosts
+from ringjax.run.hosts.job_spec import check_agent_command
+from ringjax.run.job_setup import named_hosts
 
 _EPILOG = """
 Looks at every host in the way in which ringrun would start ranks there, and tells what
@@ -50,21 +50,23 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def _places(args: argparse.Namespace) -> list[slots.Host]:
+def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
     """The hosts, with as many ranks as they would have."""
     variables = environ.inherited()
     found = named_hosts(args.hosts, args.hostfile, variables, args.np)
     if found is None:
         # As many as a first job would have.
         usual = max(1, min(2, len(os.sched_getaffinity(0))))
-        return [slots.Host("localhost", args.np or usual)]
+        return [slots.HostSlots("localhost", args.np or usual)]
     if args.np is None:
         return found
     ranks = [slot.host for slot in slots.assign(found, args.np)]
-    return [slots.Host(h.name, ranks.count(h.name)) for h in found if h.name in ranks]
+    return [
+        slots.HostSlots(h.name, ranks.count(h.name)) for h in found if h.name in ranks
+    ]
 
 
-def _words(args: argparse.Namespace, places: Sequence[slots.Host]) -> list[str]:
+def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[str]:
     """How ringrun is told the same."""
     words = ["-np", str(sum(host.slots for host in places))]
     if args.hosts or args.hostfile:
@@ -84,7 +86,7 @@ def _words(args: argparse.Namespace, places: Sequence[slots.Host]) -> list[str]:
     return words
 
 
-def examine(args: argparse.Namespace) -> tuple[list[Row], Job]:
+def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
     """Asks all hosts, runs all checks and, if nothing has failed, the job."""
     variables, places = environ.inherited(), _places(args)
     changes = {}
@@ -100,10 +102,10 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], Job]:
         allocation=allocations.reachable(variables),
         agent_command=args.agent_command and check_agent_command(args.agent_command),
     )
-    survey = Survey(places, spec)
+    survey = HostSurvey(places, spec)
     words = _words(args, places)
     local = survey.is_local()
-    job = Job(reports=survey.run(), is_local=local)
+    job = JobContext(reports=survey.run(), is_local=local)
     rows: list[Row] = []
     for check in CHECKS:
         for found in job.reports.values():

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringjax.config import Config
 from ringjax.control import addresses
-from ringjax.doctor.finding import Finding, Host, count, fail, ok, warn
+from ringjax.doctor.findings import Finding, HostContext, count, fail, ok, warn
 from ringjax.run.check_build import library
 
 _OFF = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_P2P_LEVEL")
@@ -28,7 +28,7 @@ def _has_gpu() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def _each(host: Host) -> int:
+def _each(host: HostContext) -> int:
     """How many a rank is to have; 0: all, and if that cannot be read, one."""
     try:
         return Config.from_env(host.environ).devices_per_rank
@@ -36,7 +36,7 @@ def _each(host: Host) -> int:
         return 1
 
 
-def devices(host: Host) -> Iterator[Finding]:
+def devices(host: HostContext) -> Iterator[Finding]:
     """The driver shows them, there is one for each rank, and code and NCCL for them."""
     about = _information()
     found = about.get("devices", [])
@@ -71,7 +71,7 @@ def devices(host: Host) -> Iterator[Finding]:
         yield fail(text, "pip install nvidia-nccl-cu12", "startuperror")
 
 
-def nccl_variables(host: Host) -> Iterator[Finding]:
+def nccl_variables(host: HostContext) -> Iterator[Finding]:
     """Nothing was left that slows NCCL down; interfaces that are named exist."""
     for name in _OFF:
         value = host.environ.get(name, "").strip()
@@ -82,7 +82,7 @@ def nccl_variables(host: Host) -> Iterator[Finding]:
         yield from _interfaces(host, name)
 
 
-def _interfaces(host: Host, name: str) -> Iterator[Finding]:
+def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
     """Of a variable that names interfaces."""
     value = host.environ.get(name, "").strip()
     known = addresses.by_interface()

@@ -15,13 +15,13 @@ from typing import Any
 
 from ringjax.config import Config
 from ringjax.doctor import calling, checks, facts
-from ringjax.doctor.finding import Host, as_json
+from ringjax.doctor.findings import HostContext, as_json
 from ringjax.run import environ
 
 
 def _look(order: dict[str, Any]) -> dict[str, Any]:
     variables = environ.inherited()
-    host = Host(**order["host"], environ=variables)
+    host = HostContext(**order["host"], environ=variables)
     try:
         interfaces = Config.from_env(variables).network_interfaces
         places = calling.Listener(order["token"], interfaces).places

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ringjax.control import open_files
-from ringjax.doctor.finding import Finding, Host, count, fail, ok, warn
+from ringjax.doctor.findings import Finding, HostContext, count, fail, ok, warn
 from ringjax.errors import StartupError
 from ringjax.links import memory as machine_memory
 from ringjax.membership import rendezvous_lookup
@@ -26,7 +26,7 @@ _THREADS = 64  # that a rank starts at least
 _DESCRIPTORS = 10  # for each other rank
 
 
-def descriptors(host: Host) -> Iterator[Finding]:
+def descriptors(host: HostContext) -> Iterator[Finding]:
     """Those that a rank needs for the others, and some for the program."""
     needed = 256 + _DESCRIPTORS * (host.size - 1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -39,7 +39,7 @@ def descriptors(host: Host) -> Iterator[Finding]:
         yield ok(f"{needed} needed")
 
 
-def address_space(host: Host) -> Iterator[Finding]:
+def address_space(host: HostContext) -> Iterator[Finding]:
     """It is not limited: XLA and CUDA map far more than they use."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < _ADDRESSES:
@@ -47,7 +47,7 @@ def address_space(host: Host) -> Iterator[Finding]:
         yield warn(text, "ulimit -v unlimited")
 
 
-def processes(host: Host) -> Iterator[Finding]:
+def processes(host: HostContext) -> Iterator[Finding]:
     """Ranks may start the threads that they have: this user, and this control group."""
     needed = _THREADS * host.ranks
     user = os.geteuid()
@@ -96,7 +96,7 @@ def _threads_of(user: int) -> int:
     return count
 
 
-def cpus(host: Host) -> Iterator[Finding]:
+def cpus(host: HostContext) -> Iterator[Finding]:
     """Each rank has one: by affinity, and by the quota of the control group."""
     here = len(os.sched_getaffinity(0))
     share, group = quota()
@@ -143,7 +143,7 @@ def quota(root: Path = Path("/")) -> tuple[float, Path]:
     return least, where
 
 
-def memory(host: Host) -> Iterator[Finding]:
+def memory(host: HostContext) -> Iterator[Finding]:
     """As much as the ranks take before they have a model."""
     left = machine_memory.available()
     text = f"{left >> 20} MiB for {count(host.ranks, 'rank')}"
@@ -161,7 +161,7 @@ def memory(host: Host) -> Iterator[Finding]:
 _PLACES = ("/dev/shm", "$HOME")  # for temporary files, if the usual ones are not there
 
 
-def temporary_files(host: Host) -> Iterator[Finding]:
+def temporary_files(host: HostContext) -> Iterator[Finding]:
     """There is a place for them, with room: XLA, Triton and many programs want one."""
     try:
         with tempfile.NamedTemporaryFile() as file:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from ringjax.control import addresses
-from ringjax.doctor.finding import Finding, Host, Job, fail, ok, warn
+from ringjax.doctor.findings import Finding, HostContext, JobContext, fail, ok, warn
 
 _SLOW = 1.0  # seconds of a look-up
 
@@ -58,7 +58,7 @@ def is_ours(address: str) -> bool:
     return True
 
 
-def own_name(host: Host) -> Iterator[Finding]:
+def own_name(host: HostContext) -> Iterator[Finding]:
     """Its name has an address, and with other hosts one that they can reach."""
     name = socket.gethostname()
     start = time.monotonic()
@@ -86,7 +86,7 @@ def own_name(host: Host) -> Iterator[Finding]:
         yield warn(text, _hosts_line(name))
 
 
-def other_names(job: Job) -> Iterator[tuple[str, Finding]]:
+def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """No other host is taken for this machine, and no two are the same one."""
     machines: dict[str, str] = {}
     for report in job.reports.values():

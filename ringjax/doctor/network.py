@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ringjax.control import addresses
-from ringjax.doctor.finding import Finding, Host, Job, Report, fail, ok, warn
+from ringjax.doctor.findings import (
+    Finding,
+    HostContext,
+    HostReport,
+    JobContext,
+    fail,
+    ok,
+    warn,
+)
 
 _CLOCK = 0.5  # seconds between two clocks
 _PORTS = 8  # of a rank for each other one, at most
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def loopback(host: Host) -> Iterator[Finding]:
+def loopback(host: HostContext) -> Iterator[Finding]:
     """ringrun and the ranks of one host meet there."""
     here = addresses.loopback()
     try:
@@ -30,7 +38,7 @@ def loopback(host: Host) -> Iterator[Finding]:
         yield ok(here)
 
 
-def port_range(host: Host) -> Iterator[Finding]:
+def port_range(host: HostContext) -> Iterator[Finding]:
     """The system has enough ports to give away: one or two for each pair of ranks."""
     needed = _PORTS * max(1, host.ranks) * (1 if host.alone else host.size)
     try:
@@ -43,7 +51,7 @@ def port_range(host: Host) -> Iterator[Finding]:
         yield warn(text, mend, "unreachable")
 
 
-def chosen_interfaces(host: Host) -> Iterator[Finding]:
+def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
     """What is to be used exists, and there is something beside loopback to use."""
     asked = host.environ.get("RINGJAX_NETWORK_INTERFACES", "")
     asked = asked or host.environ.get("HOROVOD_GLOO_IFACE", "")
@@ -61,7 +69,7 @@ def chosen_interfaces(host: Host) -> Iterator[Finding]:
         yield fail(text, "ip addr; sudo dhclient", "unreachable")
 
 
-def _interface_of(report: Report, address: str) -> str:
+def _interface_of(report: HostReport, address: str) -> str:
     """The interface that has an address, "" if none has."""
     for name, about in report.facts["interfaces"].items():
         if address in about["addresses"]:
@@ -69,7 +77,7 @@ def _interface_of(report: Report, address: str) -> str:
     return ""
 
 
-def _used(job: Job) -> dict[str, dict[str, str]]:
+def _used(job: JobContext) -> dict[str, dict[str, str]]:
     """By host and other host: the interface from which it reaches it."""
     return {
         report.name: {
@@ -81,14 +89,14 @@ def _used(job: Job) -> dict[str, dict[str, str]]:
     }
 
 
-def _best(job: Job) -> str:
+def _best(job: JobContext) -> str:
     """The interfaces by which hosts reach each other, for --network-interfaces."""
     names = (name for used in _used(job).values() for name in used.values())
     found = dict.fromkeys(n for n in names if n and not n.startswith(("docker", "br-")))
     return ",".join(found) or "eth0"
 
 
-def interfaces(job: Job) -> Iterator[tuple[str, Finding]]:
+def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """No address is on two hosts, no tunnel and no odd packet size on the way."""
     owners: dict[tuple[str, str], list[str]] = {}
     for report in job.reached:
@@ -106,14 +114,14 @@ def interfaces(job: Job) -> Iterator[tuple[str, Finding]]:
     yield from _ways(job)
 
 
-def _in_use(report: Report) -> set[str]:
+def _in_use(report: HostReport) -> set[str]:
     """The interfaces whose addresses ranks there would give away."""
     given = {address for address, _ in report.facts.get("places", ())}
     about: dict[str, Any] = report.facts["interfaces"]
     return {n for n, found in about.items() if given & set(found["addresses"])}
 
 
-def _ways(job: Job) -> Iterator[tuple[str, Finding]]:
+def _ways(job: JobContext) -> Iterator[tuple[str, Finding]]:
     sizes: dict[int, str] = {}
     for host, used in _used(job).items():
         for name in dict.fromkeys(filter(None, used.values())):
@@ -133,7 +141,7 @@ def _ways(job: Job) -> Iterator[tuple[str, Finding]]:
         yield "", warn(f"packets differ: mtu {each}", mend, "unreachable")
 
 
-def ports(job: Job) -> Iterator[tuple[str, Finding]]:
+def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """Every host reaches every other one on a port that the system has chosen."""
     pairs = 0
     for report in job.reached:
@@ -153,7 +161,7 @@ def ports(job: Job) -> Iterator[tuple[str, Finding]]:
         yield "", ok(f"{pairs} of {pairs} ways open")
 
 
-def _opened(report: Report, other: str, calls: Sequence[Mapping[str, Any]]) -> str:
+def _opened(report: HostReport, other: str, calls: Sequence[Mapping[str, Any]]) -> str:
     """The command that opens the way from a host to another one."""
     if not any(call["error"] in ("timed out", "Connection refused") for call in calls):
         return f"on {report.name}: ip route get {calls[0]['address']}"
@@ -167,7 +175,7 @@ def _opened(report: Report, other: str, calls: Sequence[Mapping[str, Any]]) -> s
     return f"on {other}: sudo ufw allow from {source}; ip route get {source}"
 
 
-def large_messages(job: Job) -> Iterator[tuple[str, Finding]]:
+def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """What passes in small packets passes in full ones."""
     for report in job.reached:
         for other, calls in report.calls.items():
@@ -182,7 +190,7 @@ def large_messages(job: Job) -> Iterator[tuple[str, Finding]]:
                     yield report.name, fail(text, mend, "unreachable")
 
 
-def clocks(job: Job) -> Iterator[tuple[str, Finding]]:
+def clocks(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """They agree, as far as the first host can tell."""
     if len(job.reached) < 2:
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ringjax.doctor import software
-from ringjax.doctor.finding import OK, WORST, Finding, Job, as_json
+from ringjax.doctor.findings import OK, WORST, Finding, JobContext, as_json
 
 Row = tuple[str, str, Finding]  # check, host or "", finding
 _COLOURS = {"ok": 32, "warn": 33, "FAIL": 31}
@@ -31,7 +31,7 @@ def _merged(rows: Iterable[Row], hosts: int) -> list[tuple[str, str, Finding]]:
     return merged
 
 
-def table(rows: list[Row], job: Job, *, colour: bool) -> str:
+def table(rows: list[Row], job: JobContext, *, colour: bool) -> str:
     """A line for each finding, below it what mends it; and the hosts' versions."""
     merged = _merged(rows, len(job.reports))
     width = max((len(check) for check, *_ in merged), default=0)
@@ -51,7 +51,7 @@ def table(rows: list[Row], job: Job, *, colour: bool) -> str:
     return "\n".join([*lines, *([""] if versions else []), *versions, "", _sum(rows)])
 
 
-def _versions(job: Job) -> list[str]:
+def _versions(job: JobContext) -> list[str]:
     """A row for each host; what is not the first one's is marked."""
     hosts = job.reached
     if len(hosts) < 2:
@@ -83,7 +83,7 @@ def _sum(rows: Iterable[Row]) -> str:
     return f"{' and '.join(parts)}; each line above says what mends it."
 
 
-def as_dict(rows: list[Row], job: Job) -> Mapping[str, Any]:
+def as_dict(rows: list[Row], job: JobContext) -> Mapping[str, Any]:
     """For --json: `status`, `checks` and by host `versions`."""
     return {
         "status": worst(rows),

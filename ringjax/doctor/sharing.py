@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ringjax.doctor.finding import Finding, Host, ok, warn
+from ringjax.doctor.findings import Finding, HostContext, ok, warn
 from ringjax.links import shared_memory
 
 _SHM = Path("/dev/shm")
@@ -33,7 +33,7 @@ if libc.process_vm_readv(int(sys.argv[1]), *arguments) != 8:
 """
 
 
-def dev_shm(host: Host) -> Iterator[Finding]:
+def dev_shm(host: HostContext) -> Iterator[Finding]:
     """There is room: ringjax takes memfds, but NCCL and PyTorch's loaders need it."""
     try:
         found = os.statvfs(_SHM)
@@ -55,7 +55,7 @@ def dev_shm(host: Host) -> Iterator[Finding]:
         yield ok(f"{free >> 20} MiB free")
 
 
-def memfd(host: Host) -> Iterator[Finding]:
+def memfd(host: HostContext) -> Iterator[Finding]:
     """Ranks of a host can share memory; they would use TCP otherwise."""
     try:
         os.close(shared_memory.make(_PAIR))
@@ -70,7 +70,7 @@ def memfd(host: Host) -> Iterator[Finding]:
         yield ok("ranks of this host share memory")
 
 
-def reading(host: Host) -> Iterator[Finding]:
+def reading(host: HostContext) -> Iterator[Finding]:
     """Ranks may read each other's memory, which they do for long messages."""
     number = ctypes.create_string_buffer(b"ringjax")
     # As ranks do for their parent and its descendants; only Yama knows of it.

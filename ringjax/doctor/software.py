@@ -10,7 +10,15 @@ from importlib import metadata
 
 from ringjax import config
 from ringjax.doctor.facts import DISTRIBUTIONS
-from ringjax.doctor.finding import Finding, Host, Job, Report, fail, ok, warn
+from ringjax.doctor.findings import (
+    Finding,
+    HostContext,
+    HostReport,
+    JobContext,
+    fail,
+    ok,
+    warn,
+)
 from ringjax.settings.misspelt import misspelt
 
 # What ssh, a shell or Python says -> what is the case, and a command.
@@ -59,7 +67,7 @@ _REASONS = (
 )
 
 
-def reached(job: Job) -> Iterator[tuple[str, Finding]]:
+def reached(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """ringrun gets to each host, and finds Python and ringjax there."""
     others = [r for r in job.reports.values() if not job.is_local.get(r.name)]
     for report in others:
@@ -76,7 +84,7 @@ def reached(job: Job) -> Iterator[tuple[str, Finding]]:
             )
 
 
-def _unreached(report: Report) -> Finding:
+def _unreached(report: HostReport) -> Finding:
     named = {
         "host": shlex.quote(report.name),
         "name": report.name.rpartition("@")[2],
@@ -97,7 +105,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def core(host: Host) -> Iterator[Finding]:
+def core(host: HostContext) -> Iterator[Finding]:
     """The native part loads: it fits this Python, processor and C library."""
     try:
         from ringjax import _native
@@ -115,7 +123,7 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def fitting(host: Host) -> Iterator[Finding]:
+def fitting(host: HostContext) -> Iterator[Finding]:
     """jax is one that ringjax takes, and jaxlib is jax's."""
     jax, jaxlib = _installed("jax"), _installed("jaxlib")
     if jax is None or jaxlib is None:
@@ -142,7 +150,7 @@ def _wanted() -> str:
     return next((need for need in needs if re.match(r"jax[<>=]", need)), "jax")
 
 
-def alike(job: Job) -> Iterator[tuple[str, Finding]]:
+def alike(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """All hosts have the same; the table below shows those that differ."""
     hosts = job.reached
     if len(hosts) < 2:
@@ -164,14 +172,14 @@ def alike(job: Job) -> Iterator[tuple[str, Finding]]:
         yield "", ok("alike")
 
 
-def differences(hosts: list[Report]) -> list[str]:
+def differences(hosts: list[HostReport]) -> list[str]:
     """The titles of what not all have in the same version."""
     versions = [report.facts["versions"] for report in hosts]
     titles = dict.fromkeys(title for found in versions for title in found)
     return [t for t in titles if len({found.get(t) for found in versions}) > 1]
 
 
-def settings(host: Host) -> Iterator[Finding]:
+def settings(host: HostContext) -> Iterator[Finding]:
     """Variables of ringjax can be read, and are spelt as they are."""
     try:
         config.Config.from_env(host.environ)

@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.control import addresses
-from ringjax.doctor.finding import Finding, Report
+from ringjax.doctor.findings import Finding, HostReport
 from ringjax.run import environ
-from ringjax.run.hosts.fleet import Fleet
-from ringjax.run.hosts.host_command import Spec
-from ringjax.run.hosts.slots import Host
-from ringjax.run.output import Console
+from ringjax.run.console import Console
+from ringjax.run.hosts.agent_pool import AgentPool
+from ringjax.run.hosts.job_spec import JobSpec
+from ringjax.run.hosts.slots import HostSlots
 
 _LOOK = 30.0  # seconds beyond those that ssh may take to connect
 _AFTER = 0.3  # for what ssh has still to say when it has ended
 _MOST = 2000  # characters of it
 
 
-class Survey:
+class HostSurvey:
     """One survey of some hosts; `run` makes it and leaves nothing behind.
 
     Args:
@@ -35,18 +35,18 @@ class Survey:
         spec: how they are reached, and the environment of the ranks.
     """
 
-    def __init__(self, places: Sequence[Host], spec: Spec) -> None:
+    def __init__(self, places: Sequence[HostSlots], spec: JobSpec) -> None:
         self._places = places
         self._spec = spec
         self._token = secrets.token_hex(32)
         self._console = Console(0)
-        self._fleet = Fleet(spec, self._console, self)
+        self._fleet = AgentPool(spec, self._console, self)
         self._said: dict[int, bytearray] = {}  # by the number of a process
         self._errors: dict[str, str] = {}  # by host
         self._gone: set[int] = set()
-        self.reports = {h.name: Report(name=h.name, ranks=h.slots) for h in places}
+        self.reports = {h.name: HostReport(name=h.name, ranks=h.slots) for h in places}
 
-    def run(self) -> Mapping[str, Report]:
+    def run(self) -> Mapping[str, HostReport]:
         """Ask, and wait for the answers or for the time that they may take."""
         patience = self._spec.start_timeout + _LOOK
         try:
@@ -69,7 +69,7 @@ class Survey:
 
     # What is asked.
 
-    def _look(self, host: Host) -> dict[str, Any]:
+    def _look(self, host: HostSlots) -> dict[str, Any]:
         about = {
             "name": host.name,
             "ranks": host.slots,
@@ -143,11 +143,11 @@ class Survey:
             if self._said[name].endswith(b"\n"):
                 self._answered(self._report(name), json.loads(self._said.pop(name)))
 
-    def _report(self, name: int) -> Report:
+    def _report(self, name: int) -> HostReport:
         return list(self.reports.values())[name % len(self._places)]
 
     @staticmethod
-    def _answered(report: Report, answer: Mapping[str, Any]) -> None:
+    def _answered(report: HostReport, answer: Mapping[str, Any]) -> None:
         if "calls" in answer:
             report.calls = answer["calls"]
             return
@@ -185,8 +185,8 @@ def _without_loopback(
 
 def spec_of(
     variables: Mapping[str, str], changes: Mapping[str, str], **given: Any
-) -> Spec:
-    """How hosts are reached, as ringrun does it; `given` are fields of `Spec`."""
+) -> JobSpec:
+    """How hosts are reached, as ringrun does it; `given` are fields of `JobSpec`."""
     env = environ.for_ranks(variables, changes)
-    spec = Spec(command=(), env=env, start_timeout=10.0)
+    spec = JobSpec(command=(), env=env, start_timeout=10.0)
     return dataclasses.replace(spec, **given)

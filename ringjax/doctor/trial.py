@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ringjax import _native, eager, runtime
-from ringjax.doctor.finding import Finding, fail, ok, warn
+from ringjax.doctor.findings import Finding, fail, ok, warn
 from ringjax.links import calibration, cost_file
 from ringjax.ops import ReduceOp
 from ringjax.run import environ

@@ -88,8 +88,8 @@ def run(
     from ringjax.errors import LaunchError
     from ringjax.run import environ, task
     from ringjax.run.hosts import allocations
-    from ringjax.run.hosts.host_command import Spec
-    from ringjax.run.start import job_of
+    from ringjax.run.hosts.job_spec import JobSpec
+    from ringjax.run.job_setup import job_of
 
     if np is not None and num_proc is not None and np != num_proc:
         raise ValueError(f"np={np} and num_proc={num_proc}: give only one of them")
@@ -107,7 +107,7 @@ def run(
     interfaces = config.network_interfaces.split(",")
     python = executable or sys.executable
     path = environ.task_path(base, alike=python == sys.executable)
-    spec = Spec(
+    spec = JobSpec(
         command=[python, "-m", "ringjax.run.task"],
         env=environ.for_ranks(base, {**changes, "PYTHONPATH": path}),
         start_timeout=config.start_timeout,
@@ -157,7 +157,7 @@ def _result(blob: bytes, rank: int) -> Any:
         raise LaunchError(f"rank {rank}: no result: {error}", rank, 1) from error
 
 
-class _Callable(types.ModuleType):
+class _RunModule(types.ModuleType):
     """A module that is called like the function of its name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -175,4 +175,4 @@ class _Callable(types.ModuleType):
         return horovod_arguments.run(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _RunModule

@@ -21,9 +21,9 @@ from ringjax.control import addresses
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, options, profile_folder
 from ringjax.run.hosts import allocations, slots
-from ringjax.run.hosts.host_command import Listening, Spec, check_agent_command
+from ringjax.run.hosts.job_spec import JobSpec, ListenOptions, check_agent_command
 from ringjax.run.job import Job
-from ringjax.run.start import job_of
+from ringjax.run.job_setup import job_of
 from ringjax.settings import version as package
 
 _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
@@ -88,7 +88,7 @@ def launch(args: argparse.Namespace) -> int:
     config = Config.from_env({**base, **changes})
     if config.profile:
         changes["RINGJAX_PROFILE"] = profile_folder.prepare(config.profile)
-    spec = Spec(
+    spec = JobSpec(
         command=args.command,
         env=environ.for_ranks(base, changes),
         start_timeout=config.start_timeout,
@@ -158,7 +158,7 @@ def _secret(config: Config, option: str) -> bytes:
     return secret
 
 
-def _listening(where: str, config: Config) -> Listening:
+def _listening(where: str, config: Config) -> ListenOptions:
     """What --listen asks for.
 
     Raises:
@@ -169,7 +169,7 @@ def _listening(where: str, config: Config) -> Listening:
     if not 0 < number < 65535 or (colon and not host):
         raise ValueError(f"--listen {where!r}: expected PORT or ADDRESS:PORT")
     found = [host.removeprefix("[").removesuffix("]")]
-    return Listening(
+    return ListenOptions(
         addresses=found if host else addresses.of_interfaces(config.network_interfaces),
         port=number,
         secret=_secret(config, "--listen"),
@@ -185,15 +185,15 @@ def join(args: argparse.Namespace) -> NoReturn:
     Raises:
         ValueError: what is given does not go together.
     """
-    from ringjax.run.hosts import dialling  # costs others nothing
+    from ringjax.run.hosts import joining_agent  # costs others nothing
 
     if args.command or args.listen:
         raise ValueError("--join: the command is given to ringrun --listen")
     config = Config.from_env({**environ.inherited(), **options.environment(args)})
     if len(addresses.parse(args.join)) != 1:
         raise ValueError(f"--join {args.join!r}: expected HOST:PORT")
-    dialling.join(
-        dialling.Calling(
+    joining_agent.join(
+        joining_agent.JoinOptions(
             address=args.join,
             secret=_secret(config, "--join"),
             job=config.job or _JOB,

@@ -18,9 +18,9 @@ from ringjax.config import Config
 from ringjax.errors import LaunchError
 from ringjax.membership.coordinator import Coordinator
 from ringjax.run import environ
-from ringjax.run.ending import last_line, one_line
-from ringjax.run.hosts.slots import ANY, Host, assign, own_addresses
-from ringjax.run.workers import Seat, Worker, WorkerTable, news
+from ringjax.run.hosts.slots import ANY, HostSlots, assign, own_addresses
+from ringjax.run.shutdown import last_line, one_line
+from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, news
 
 
 class EngineJob:
@@ -166,7 +166,7 @@ class EngineJob:
     def _begin(self, nodes: Sequence[str]) -> None:
         self._table, self._results = self._new_table(), {}
         for number, node in enumerate(nodes):
-            self._table.adopt(number, Seat(node, number, number, number))
+            self._table.adopt(number, WorkerSlot(node, number, number, number))
 
     def ticket(self, worker: int, node: str = "") -> dict[str, str]:
         """The variables of one worker of an elastic job; `tickets` says more.
@@ -180,7 +180,7 @@ class EngineJob:
             raise ValueError("a job of fixed size gives all its tickets at once")
         if worker in self.workers:
             raise ValueError(f"worker {worker} is not new")
-        self._table.adopt(worker, Seat(node, worker, worker, worker))
+        self._table.adopt(worker, WorkerSlot(node, worker, worker, worker))
         self._coordinator.expected(worker)
         place = places([self.workers[n].seat.host for n in self.running()])[-1]
         return {**place, **self.common_ticket(), "RINGJAX_WORKER": str(worker)}
@@ -341,7 +341,7 @@ def places(nodes: Sequence[str]) -> list[dict[str, str]]:
         >>> [place["RINGJAX_LOCAL_RANK"] for place in places(["a", "b", "a"])]
         ['0', '0', '1']
     """
-    hosts = [Host(node, nodes.count(node)) for node in dict.fromkeys(nodes)]
+    hosts = [HostSlots(node, nodes.count(node)) for node in dict.fromkeys(nodes)]
     slots = assign(hosts, len(nodes))
     free = {node: iter([s for s in slots if s.host == node]) for node in nodes}
     return [

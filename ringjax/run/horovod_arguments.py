@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ringjax.run import run as start
+from ringjax.run import run as ringjax_run
 from ringjax.run.hosts.slots import ANY, own_addresses
 
 __all__ = ["get_driver_ip", "run"]
@@ -83,7 +83,7 @@ def run(
     least, most = _one("min", min_np, min_num_proc), _one("max", max_np, max_num_proc)
     if network_interfaces is not None and not isinstance(network_interfaces, str):
         network_interfaces = ",".join(network_interfaces)
-    return start(
+    return ringjax_run(
         func,
         args,
         kwargs,

@@ -1,10 +1,11 @@
-"""One job: its hosts, its coordinator, its ranks, its end.
+"""One job of ringrun: finds hosts, starts coordinator and ranks, handles losses, ends.
 
-A single loop reads what the agents and the coordinator report. What a loss means is
-asked in a few places: in a static job the first one ends the job, the other ranks are
-given a second to fail with a clear error of their own, then SIGTERM, then SIGKILL; in
-an elastic job the other ranks go on, and a `Keeper` says which workers are started.
-Starts no rank itself: that is hosts/agent.py, one on each host.
+A single loop handles the reports of the agents and of the coordinator. Static and
+elastic jobs differ in what follows a loss. In a static job the first failed rank ends
+the job: the other ranks get one second to fail with a clear error of their own, then
+SIGTERM, then SIGKILL. In an elastic job the other ranks go on, and a
+`ReplacementPolicy` decides which workers are started. The ranks themselves are started
+by hosts/agent.py.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ringjax.run.ending import AFTER_FAILURE, TO_LEAVE, Ending, Outcome
+from ringjax.run.console import Console
+from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Message
-from ringjax.run.hosts.fleet import Fleet
-from ringjax.run.hosts.host_command import Spec
-from ringjax.run.hosts.slots import ANY, Host, assign, in_order
-from ringjax.run.monitor.hub import Hub
-from ringjax.run.output import Console
-from ringjax.run.workers import Seat, Worker, WorkerTable, news
+from ringjax.run.hosts.job_spec import JobSpec
+from ringjax.run.hosts.slots import ANY, HostSlots, assign, in_order
+from ringjax.run.monitor.job_monitor import JobMonitor
+from ringjax.run.shutdown import AFTER_FAILURE, TO_LEAVE, JobOutcome, Shutdown
+from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, news
 
 if TYPE_CHECKING:
     from ringjax.membership.coordinator import Coordinator
-    from ringjax.run.elastic.bounds import Elastic
     from ringjax.run.elastic.coordinator_process import CoordinatorProcess
-    from ringjax.run.elastic.replacement import Keeper
-    from ringjax.run.hosts.arrivals import Arrivals
-    from ringjax.run.hosts.discovery import Discovery
+    from ringjax.run.elastic.elastic_settings import ElasticSettings
+    from ringjax.run.elastic.replacement_policy import ReplacementPolicy
+    from ringjax.run.hosts.agent_listener import AgentListener
+    from ringjax.run.hosts.discovery import HostDiscovery
 
 _SOON = 10.0  # seconds until it is said what is waited for
 _TICK = 0.1  # seconds between two looks at the clock
@@ -58,10 +59,10 @@ class Job:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: JobSpec,
         console: Console,
         size: int = 0,
-        elastic: Elastic | None = None,
+        elastic: ElasticSettings | None = None,
         *,
         elastic_timeout: float = 600.0,
         failure_timeout: float = 5.0,
@@ -69,12 +70,12 @@ class Job:
         self._spec, self._elastic, self.console = spec, elastic, console
         self._size = size or len(spec.slots)
         self._timeout, self._failure_timeout = elastic_timeout, failure_timeout
-        self._fleet = Fleet(spec, console, self)
-        self.hub = Hub(self._fleet, console, spec, elastic=elastic is not None)
+        self._fleet = AgentPool(spec, console, self)
+        self.hub = JobMonitor(self._fleet, console, spec, elastic=elastic is not None)
         self._coordinator: Coordinator | CoordinatorProcess | None = None
-        self._discovery: Discovery | Arrivals | None = None
-        self._hosts: Sequence[Host] = ()
-        self._keeper: Keeper | None = None
+        self._discovery: HostDiscovery | AgentListener | None = None
+        self._hosts: Sequence[HostSlots] = ()
+        self._keeper: ReplacementPolicy | None = None
         self._shared: dict[str, str] = {}
         self._results: dict[int, bytearray] = {}
         self._handed_on: list[int] = []
@@ -84,13 +85,15 @@ class Job:
         self._table = WorkerTable(
             least, console.last_error, group, elastic=elastic is not None
         )
-        self._ending = Ending() if elastic is None else Ending(TO_LEAVE)
+        self._ending = Shutdown() if elastic is None else Shutdown(TO_LEAVE)
         if elastic is not None:
-            from ringjax.run.elastic.replacement import Keeper  # costs others nothing
+            from ringjax.run.elastic.replacement_policy import (
+                ReplacementPolicy,  # costs others nothing
+            )
 
-            self._keeper = Keeper(elastic, self._table, self._fleet, console)
+            self._keeper = ReplacementPolicy(elastic, self._table, self._fleet, console)
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Start everything, wait for the end, leave nothing behind."""
         self.hub.begin()
         try:
@@ -117,7 +120,7 @@ class Job:
         self._handed_on.append(number)
 
     def patience(self) -> float | None:
-        """See `Ending.patience`."""
+        """See `Shutdown.patience`."""
         return self._ending.patience
 
     def hand_over(self) -> bool:
@@ -148,14 +151,18 @@ class Job:
         """Takes note of the hosts, or begins to look for them."""
         spec, elastic, keeper = self._spec, self._elastic, self._keeper
         if spec.listening is not None:
-            from ringjax.run.hosts.arrivals import Arrivals  # costs others nothing
+            from ringjax.run.hosts.agent_listener import (
+                AgentListener,  # costs others nothing
+            )
 
             hooks = (self._came, keeper.adoption.job_for) if keeper else ()
-            self._discovery = Arrivals(spec, self._fleet, self.console.note, *hooks)
+            self._discovery = AgentListener(
+                spec, self._fleet, self.console.note, *hooks
+            )
         elif elastic is not None and elastic.script:
-            from ringjax.run.hosts.discovery import Discovery
+            from ringjax.run.hosts.discovery import HostDiscovery
 
-            self._discovery = Discovery(
+            self._discovery = HostDiscovery(
                 elastic.script, elastic.slots, self._fleet, self.console.note
             )
         if elastic is not None and keeper is not None:
@@ -209,7 +216,9 @@ class Job:
             self.console.note(f"job {job}: {ranks}, rendezvous at {where}")
         if self._keeper is None:
             slots = self._spec.slots
-            seats = [Seat(slot.host, slot.local_rank, slot.rank) for slot in slots]
+            seats = [
+                WorkerSlot(slot.host, slot.local_rank, slot.rank) for slot in slots
+            ]
             self._spawn([self._table.add(seat) for seat in seats])
 
     def _make_coordinator(self) -> tuple[Coordinator | CoordinatorProcess, str]:
@@ -290,7 +299,7 @@ class Job:
             if hung is not None or self._table.failed():
                 self._end_after_failure()
 
-    def _replace_losses(self, keeper: Keeper, now: float) -> None:
+    def _replace_losses(self, keeper: ReplacementPolicy, now: float) -> None:
         """An elastic job goes on, and others take the places of workers that end."""
         keeper.silent = self._ending.begun
         keeper.tick(now)
@@ -319,7 +328,7 @@ class Job:
         running = [worker.number for worker in self._table.running()]
         self._fleet.signal(number, running, alone=alone)
 
-    def _follow_hosts(self, keeper: Keeper, now: float) -> None:
+    def _follow_hosts(self, keeper: ReplacementPolicy, now: float) -> None:
         """A worker whose host or seat is gone is asked to leave."""
         if self._discovery is None:
             return
@@ -458,14 +467,14 @@ class Job:
         self._fleet.close(limit, self._outcome().exit_code)
         self.console.close()
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> JobOutcome:
         if (number := self._ending.signalled) is not None:
             name = signal.Signals(number).name
             # The reader of ringrun's output has gone: there is nobody to tell.
             why = "" if name == "SIGPIPE" else f"ended by {name}"
-            return Outcome(128 + number, reason=why)
+            return JobOutcome(128 + number, reason=why)
         if self._handing:
             why = "ended by SIGTERM; the job goes on, and waits for another ringrun"
-            return Outcome(128 + signal.SIGTERM, reason=why)
+            return JobOutcome(128 + signal.SIGTERM, reason=why)
         blobs = {number: bytes(data) for number, data in self._results.items()}
         return self._table.outcome(blobs, self._stop, bool(self._leave))

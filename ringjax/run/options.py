@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ringjax.config import LOG_LEVELS
 from ringjax.run import option_file, rank_options
 from ringjax.run.monitor import options as watching
-from ringjax.run.numbers import number as _number
+from ringjax.run.option_types import number as _number
 
 # Accepted, without effect: (flags, takes a value).
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
@@ -51,7 +51,7 @@ NAMES = {
 }
 
 
-class _Ignore(argparse.Action):
+class _IgnoredOption(argparse.Action):
     """Remembers that an option without effect was given."""
 
     def __call__(
@@ -87,7 +87,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     group = parser.add_argument_group("accepted for Horovod's sake, without effect")
     for flags, value in _WITHOUT_EFFECT:
         group.add_argument(
-            *flags, action=_Ignore, nargs=None if value else 0, metavar="VALUE"
+            *flags, action=_IgnoredOption, nargs=None if value else 0, metavar="VALUE"
         )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="the command, with its arguments"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ringjax.config import Config
-from ringjax.run.numbers import number
+from ringjax.run.option_types import number
 
 # The variables of ringjax.config that the options stand for.
 VARIABLES = {

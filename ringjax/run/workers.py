@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringjax.run.ending import Outcome, blames_others, fate, one_line
+from ringjax.run.shutdown import JobOutcome, blames_others, fate, one_line
 
 
 @dataclass(slots=True)
-class Seat:
+class WorkerSlot:
     """A place for one worker.
 
     Attributes:
@@ -69,7 +69,7 @@ class Worker:
     """
 
     number: int
-    seat: Seat
+    seat: WorkerSlot
     pid: int = 0
     rank: int | None = None
     joined: float = 0.0
@@ -157,12 +157,12 @@ class WorkerTable:
         self.resets = 0
         self.stopping = False
 
-    def add(self, seat: Seat) -> Worker:
+    def add(self, seat: WorkerSlot) -> Worker:
         """A new worker for a seat."""
         seat.worker = self.next
         return self.adopt(self.next, seat)
 
-    def adopt(self, number: int, seat: Seat) -> Worker:
+    def adopt(self, number: int, seat: WorkerSlot) -> Worker:
         """A worker that somebody else has started, in its seat."""
         rank = None if self._elastic else number
         worker = self.workers.setdefault(number, Worker(number, seat, rank=rank))
@@ -173,7 +173,7 @@ class WorkerTable:
     def known(self, number: int) -> Worker:
         """A worker of which the coordinator speaks, though its host may not be here."""
         if number not in self.workers:
-            self.adopt(number, Seat("", number, number, number))
+            self.adopt(number, WorkerSlot("", number, number, number))
         return self.workers[number]
 
     def reserve(self, number: int) -> None:
@@ -367,7 +367,7 @@ class WorkerTable:
 
     def outcome(
         self, blobs: Mapping[int, bytes], stop: str = "", leave: bool = False
-    ) -> Outcome:
+    ) -> JobOutcome:
         """How the job has ended.
 
         Args:
@@ -378,22 +378,22 @@ class WorkerTable:
         last = self._last
         if all(worker.dismissed for worker in last) and (last or leave):
             why = "every rank has left, as it was asked to"  # or ringrun itself
-            return Outcome(128 + signal.SIGTERM, reason=why, left=leave)
+            return JobOutcome(128 + signal.SIGTERM, reason=why, left=leave)
         if stop:
-            return Outcome(1, reason=stop)
+            return JobOutcome(1, reason=stop)
         if self.success():
             done = [worker.number for worker in self.succeeded()]
             results = {rank: blobs.get(n, b"") for rank, n in enumerate(done)}
-            return Outcome(0, results=results)
+            return JobOutcome(0, results=results)
         worker = self.culprit()
         if worker is None:
-            return Outcome(1, reason="the ranks ended without having finished")
+            return JobOutcome(1, reason="the ranks ended without having finished")
         why = self.who(worker, place=self.several_hosts()) + self.fate(worker)
         # Not 137, which schedulers take for a lack of memory.
         ours = worker.ours or worker.ended_by_us
         code = 1 if ours else worker.exit_code or 1
         results = {_rank(worker): blobs.get(worker.number, b"")}
-        return Outcome(code, _rank(worker), why, results)
+        return JobOutcome(code, _rank(worker), why, results)
 
 
 def news(coordinator: Any) -> Iterator[tuple[Any, ...]]:

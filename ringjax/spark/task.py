@@ -20,9 +20,9 @@ import pyarrow as pa
 from pyspark import BarrierTaskContext, TaskContext
 
 from ringjax.run import environ, task
-from ringjax.run.ending import fate, last_line
 from ringjax.run.engine_job import places
 from ringjax.run.hosts import processes
+from ringjax.run.shutdown import fate, last_line
 
 SCHEMA = (
     "worker long, rank long, node string, code long, error string, result binary, "

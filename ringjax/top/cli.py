@@ -22,12 +22,12 @@ from ringjax import stdout
 from ringjax.control.waiting import readable
 from ringjax.monitor import sockets
 from ringjax.top import table
-from ringjax.top.attached import Attached, Ended, Status
+from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus
 
 _FIRST = 15.0  # seconds for ringrun to tell something
 _CLEAR = "\x1b[H\x1b[J"
 _ALTERNATE, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-Show = Callable[[Status], None]
+Show = Callable[[JobStatus], None]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 if there was a job, 1 if not."""
     options = parser().parse_args(argv)
     try:
-        job = Attached(find(options.pid))
+        job = JobConnection(find(options.pid))
     except sockets.NoJob as error:
         sys.stderr.write(f"ringjax top: {error}\n")
         return 1
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _look(job, options)
     except KeyboardInterrupt:
         pass
-    except Ended:
+    except JobEnded:
         sys.stderr.write("ringjax top: the job is over\n")
     except (OSError, ValueError) as error:
         sys.stderr.write(f"ringjax top: {error}\n")
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _look(job: Attached, options: argparse.Namespace) -> None:
+def _look(job: JobConnection, options: argparse.Namespace) -> None:
     status = _first(job)
     if options.once:
         _print(status)
@@ -105,7 +105,7 @@ def _look(job: Attached, options: argparse.Namespace) -> None:
         _follow(job, status, max(options.interval, 0.1), show, quits)
 
 
-def _first(job: Attached) -> Status:
+def _first(job: JobConnection) -> JobStatus:
     """The first one with ranks in it, or what there is after a while."""
     deadline = time.monotonic() + _FIRST
     found = None
@@ -121,7 +121,11 @@ def _first(job: Attached) -> Status:
 
 
 def _follow(
-    job: Attached, status: Status, every: float, show: Show, quits: Callable[[], bool]
+    job: JobConnection,
+    status: JobStatus,
+    every: float,
+    show: Show,
+    quits: Callable[[], bool],
 ) -> None:
     due = 0.0
     while not quits():
@@ -171,14 +175,14 @@ def _keys() -> Iterator[Callable[[], bool]]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _print(status: Status) -> None:
+def _print(status: JobStatus) -> None:
     for line in table.lines(status):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write("\n")
     sys.stdout.flush()
 
 
-def _redraw(status: Status) -> None:
+def _redraw(status: JobStatus) -> None:
     width, height = shutil.get_terminal_size()
     most = max(1, height - 8 - len(status.events))
     text = list(table.lines(status, width, most))[: height - 1]

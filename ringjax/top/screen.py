@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ringjax.top import table
-from ringjax.top.attached import Status
+from ringjax.top.job_connection import JobStatus
 
 _STYLES = {table.LATE: "bold red", table.SILENT_RANK: "yellow", table.PLAIN: ""}
 _AROUND = 12  # lines of the screen that are neither ranks nor events
 _AGO = 17  # columns beside an event
 
 
-def picture(status: Status, width: int = table.WIDTH, height: int = 24) -> Panel:
+def picture(status: JobStatus, width: int = table.WIDTH, height: int = 24) -> Panel:
     """What there is to see, on a screen of so many columns and lines."""
     events, taken = _events(status, width, max(0, min(height // 3, height - _AROUND)))
     ranks = _ranks(status, max(1, height - _AROUND - taken))
@@ -43,7 +43,7 @@ def _line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def _events(status: Status, width: int, most: int) -> tuple[Table, int]:
+def _events(status: JobStatus, width: int, most: int) -> tuple[Table, int]:
     """The last ones that fit into so many lines, and how many these are."""
     shown: list[tuple[str, str]] = []
     taken = 0
@@ -60,7 +60,7 @@ def _events(status: Status, width: int, most: int) -> tuple[Table, int]:
     return events, taken
 
 
-def _ranks(status: Status, most: int) -> Table:
+def _ranks(status: JobStatus, most: int) -> Table:
     found = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), expand=True, pad_edge=False
     )
@@ -94,7 +94,7 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, status: Status) -> None:
+    def show(self, status: JobStatus) -> None:
         """Draws it anew."""
         width, height = self._console.size
         self._live.update(picture(status, width, height), refresh=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ringjax.monitor.picture import SILENT
 from ringjax.monitor.report import duration
 from ringjax.monitor.view import Row
-from ringjax.top.attached import Status
+from ringjax.top.job_connection import JobStatus
 
 WIDTH = 80
 _UNITS = ("B", "K", "M", "G", "T", "P")
@@ -20,7 +20,7 @@ LATE, SILENT_RANK, PLAIN = "late", "silent", ""
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """One of the table of ranks; the last takes what room there is."""
 
     head: str
@@ -29,15 +29,15 @@ class Column:
 
 
 COLUMNS = (
-    Column("rank", 4),
-    Column("host", 10, left=True),
-    Column("waits", 5),
-    Column("moves", 5),
-    Column("last in", 7),
-    Column("late by", 7),
-    Column("GB/s", 5),
-    Column("mem", 5),
-    Column("at", 20, left=True),
+    TableColumn("rank", 4),
+    TableColumn("host", 10, left=True),
+    TableColumn("waits", 5),
+    TableColumn("moves", 5),
+    TableColumn("last in", 7),
+    TableColumn("late by", 7),
+    TableColumn("GB/s", 5),
+    TableColumn("mem", 5),
+    TableColumn("at", 20, left=True),
 )
 
 
@@ -85,14 +85,14 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def kind(row: Row, status: Status) -> str:
+def kind(row: Row, status: JobStatus) -> str:
     """What is to be said about a rank: that all wait for it, that it is silent."""
     if row.rank == status.view.culprit:
         return LATE
     return SILENT_RANK if row.silent > SILENT else PLAIN
 
 
-def head(status: Status) -> list[str]:
+def head(status: JobStatus) -> list[str]:
     """What holds for the whole job: two lines."""
     view = status.view
     hosts = "1 host" if view.hosts == 1 else f"{view.hosts} hosts"
@@ -113,7 +113,7 @@ def head(status: Status) -> list[str]:
     return ["   ".join(parts), "  ".join(rates)]
 
 
-def chosen(status: Status, most: int) -> list[Row]:
+def chosen(status: JobStatus, most: int) -> list[Row]:
     """So many rows at most: those with something to say first, then by rank."""
     rows = status.view.rows
     if len(rows) <= most:
@@ -122,7 +122,7 @@ def chosen(status: Status, most: int) -> list[Row]:
     return sorted(order[:most], key=lambda row: row.rank)
 
 
-def verdict(status: Status) -> str:
+def verdict(status: JobStatus) -> str:
     """Whom all wait for, in a sentence; empty: nobody."""
     for row in status.view.rows:
         if row.rank == status.view.culprit:
@@ -134,7 +134,7 @@ def verdict(status: Status) -> str:
     return ""
 
 
-def lines(status: Status, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
+def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
     """The whole of it; no line is longer than `width`.
 
     Args:

@@ -25,7 +25,7 @@ from support.waiting import LONG
 from support.watched import ELASTIC, STATIC, Watched
 
 from ringjax.monitor import sockets
-from ringjax.top.attached import Attached, Status
+from ringjax.top.job_connection import JobConnection, JobStatus
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def watched(start_job: StartJob, tmp_path: Path) -> Watched:
 BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 
 
-def _moves(job: Attached, seconds: float = 20.0) -> Iterator[Status]:
+def _moves(job: JobConnection, seconds: float = 20.0) -> Iterator[JobStatus]:
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if (status := job.read(left)) is not None:
             yield status
 
 
-def _until(job: Attached, done: Callable[[Status], bool]) -> Status:
-    last: Status | None = None
+def _until(job: JobConnection, done: Callable[[JobStatus], bool]) -> JobStatus:
+    last: JobStatus | None = None
     for last in _moves(job):
         if done(last):
             return last
@@ -209,7 +209,7 @@ def test_nobody_is_asked_while_nobody_looks(watched: Watched) -> None:
     watched.trains()
     traffic = _Traffic(watched)
     assert not leaks.settle(lambda: ["told"] * (traffic.since(1.5) > 0), 15)
-    with contextlib.closing(Attached(path)) as job:
+    with contextlib.closing(JobConnection(path)) as job:
         _until(job, lambda s: len(s.view.rows) == 2)
         assert traffic.since() > 0
     assert not leaks.settle(lambda: ["told"] * (traffic.since(0.5) > 0), 10)

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from ringjax.monitor import sockets
-from ringjax.top.attached import Attached
+from ringjax.top.job_connection import JobConnection
 from support import leaks
 from support.launch import Job, StartJob
 from support.waiting import LONG
@@ -116,9 +116,9 @@ class Watched:
         assert not leaks.settle(look, LONG), (found[0], self.job.logs())
         return found[0]
 
-    def attach(self) -> Attached:
+    def attach(self) -> JobConnection:
         """As `ringjax top` does."""
-        return Attached(self.path())
+        return JobConnection(self.path())
 
     def path(self) -> Path:
         """ringrun's socket."""

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from ringjax.run.hosts import allocations
-from ringjax.run.hosts.slots import Host
-from ringjax.run.start import find_hosts
+from ringjax.run.hosts.slots import HostSlots
+from ringjax.run.job_setup import find_hosts
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
-def hosts(**environ: str) -> list[Host]:
+def hosts(**environ: str) -> list[HostSlots]:
     found = allocations.find(environ)
     assert found is not None
     return list(found.hosts)
@@ -22,13 +22,21 @@ def hosts(**environ: str) -> list[Host]:
 @pytest.mark.parametrize(
     ("nodelist", "tasks", "expected"),
     [
-        ("n1,n2", "2(x2)", [Host("n1", 2), Host("n2", 2)]),
-        ("n[08-10]", "1(x2),4", [Host("n08", 1), Host("n09", 1), Host("n10", 4)]),
-        ("a[1,3]-ib,b", "2", [Host("a1-ib", 2), Host("a3-ib", 2), Host("b", 2)]),
-        ("lonely", "4", [Host("lonely", 4)]),
+        ("n1,n2", "2(x2)", [HostSlots("n1", 2), HostSlots("n2", 2)]),
+        (
+            "n[08-10]",
+            "1(x2),4",
+            [HostSlots("n08", 1), HostSlots("n09", 1), HostSlots("n10", 4)],
+        ),
+        (
+            "a[1,3]-ib,b",
+            "2",
+            [HostSlots("a1-ib", 2), HostSlots("a3-ib", 2), HostSlots("b", 2)],
+        ),
+        ("lonely", "4", [HostSlots("lonely", 4)]),
     ],
 )
-def test_slurm(nodelist: str, tasks: str, expected: list[Host]) -> None:
+def test_slurm(nodelist: str, tasks: str, expected: list[HostSlots]) -> None:
     nodes = {"SLURM_JOB_NODELIST": nodelist, "SLURM_TASKS_PER_NODE": tasks}
     assert hosts(SLURM_JOB_ID="7", **nodes) == expected
 
@@ -42,8 +50,11 @@ def test_no_allocation(environ: dict[str, str]) -> None:
 
 def test_slurm_with_gpus_and_no_number_of_tasks() -> None:
     environ = {**SLURM, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "4"}
-    assert hosts(**environ) == [Host("n1", 4), Host("n2", 4)]
-    assert hosts(**environ, SLURM_NTASKS="2") == [Host("n1", 1), Host("n2", 1)]
+    assert hosts(**environ) == [HostSlots("n1", 4), HostSlots("n2", 4)]
+    assert hosts(**environ, SLURM_NTASKS="2") == [
+        HostSlots("n1", 1),
+        HostSlots("n2", 1),
+    ]
 
 
 def test_a_step_of_slurm_gets_all_gpus_of_the_node() -> None:
@@ -69,8 +80,8 @@ def test_one_host_may_have_more_ranks_than_slots() -> None:
 
 def test_lsf(tmp_path: Path) -> None:
     assert hosts(LSB_JOBID="7", LSB_MCPU_HOSTS="a 2 b 4") == [
-        Host("a", 2),
-        Host("b", 4),
+        HostSlots("a", 2),
+        HostSlots("b", 4),
     ]
     file = tmp_path / "hosts"
     file.write_text("b\nb\na\n")
@@ -79,14 +90,14 @@ def test_lsf(tmp_path: Path) -> None:
         "LSB_DJOB_HOSTFILE": str(file),
         "LSB_MCPU_HOSTS": "c 1",
     }
-    assert hosts(**environ) == [Host("b", 2), Host("a", 1)]
+    assert hosts(**environ) == [HostSlots("b", 2), HostSlots("a", 1)]
 
 
 def test_grid_engine(tmp_path: Path) -> None:
     file = tmp_path / "pe_hostfile"
     file.write_text("n1 2 all.q@n1 UNDEFINED\nn2 4 all.q@n2 <NULL>\n")
     environ = {"JOB_ID": "7", "PE_HOSTFILE": str(file)}
-    assert hosts(**environ) == [Host("n1", 2), Host("n2", 4)]
+    assert hosts(**environ) == [HostSlots("n1", 2), HostSlots("n2", 4)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.output import Console
+from ringjax.run.console import Console
 
 PIECES = st.lists(st.sampled_from([b"", b"\n", b"a", b"bc\n", b"\n\n", b"d" * 70_000]))
 

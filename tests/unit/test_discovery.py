@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ringjax.run.hosts.discovery import LIMIT, PERIOD, Discovery
-from ringjax.run.hosts.slots import Host, parse_discovered
+from ringjax.run.hosts.discovery import LIMIT, PERIOD, HostDiscovery
+from ringjax.run.hosts.slots import HostSlots, parse_discovered
 
 
 class Shell:
@@ -36,11 +36,11 @@ def shell() -> Shell:
 
 def test_lines() -> None:
     assert parse_discovered(" a:4 \n\n10.0.0.1\nb\na:1\n[::1]:2\n[fe80::2]\n", 3) == [
-        Host("a", 5),
-        Host("10.0.0.1", 3),
-        Host("b", 3),
-        Host("::1", 2),
-        Host("fe80::2", 3),
+        HostSlots("a", 5),
+        HostSlots("10.0.0.1", 3),
+        HostSlots("b", 3),
+        HostSlots("::1", 2),
+        HostSlots("fe80::2", 3),
     ]
     assert parse_discovered("", 3) == []
     for text in ("a:two", "a b", "-oProxyCommand=x", "a:0"):
@@ -49,13 +49,13 @@ def test_lines() -> None:
 
 
 def test_it_is_asked_every_second(shell: Shell) -> None:
-    discovery = Discovery("./find --all", 2, shell, pytest.fail)
+    discovery = HostDiscovery("./find --all", 2, shell, pytest.fail)
     discovery.tick(10.0)
     discovery.tick(15.0)
     assert shell.words == [["sh", "-c", "./find --all"]]
     assert discovery.hosts is None
     shell.done[0](0, "a\nb:1\n", "")
-    assert discovery.hosts == [Host("a", 2), Host("b", 1)]
+    assert discovery.hosts == [HostSlots("a", 2), HostSlots("b", 1)]
     discovery.tick(15.0 + PERIOD - 0.01)
     assert len(shell.words) == 1
     discovery.tick(15.0 + PERIOD)
@@ -67,13 +67,13 @@ def test_it_is_asked_every_second(shell: Shell) -> None:
 def test_a_file_needs_no_shell(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "find hosts"
     file.touch()
-    Discovery(str(file), 1, shell, pytest.fail).tick(0.0)
+    HostDiscovery(str(file), 1, shell, pytest.fail).tick(0.0)
     assert shell.words == [[str(file)]]
 
 
 def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
     said: list[str] = []
-    discovery = Discovery("find", 1, shell, said.append)
+    discovery = HostDiscovery("find", 1, shell, said.append)
     answers = [
         (0, "a:3\n", ""),
         (7, "b:1\n", "warning\nno cluster\n"),
@@ -84,7 +84,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
     for number, answer in enumerate(answers):
         discovery.tick(10.0 * number)
         shell.done[-1](*answer)
-        assert discovery.hosts == [Host("a", 3)]
+        assert discovery.hosts == [HostSlots("a", 3)]
     assert not discovery.hopeless
     first, second = said  # one complaint for each time that it began to fail
     assert first == (
@@ -95,7 +95,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
 
 
 def test_one_that_cannot_be_run_is_hopeless(shell: Shell) -> None:
-    discovery = Discovery("find", 1, shell, pytest.fail)
+    discovery = HostDiscovery("find", 1, shell, pytest.fail)
     discovery.tick(0.0)
     shell.done[0](127, "", "sh: 1: find: not found\n")
     assert discovery.hopeless
@@ -104,7 +104,7 @@ def test_one_that_cannot_be_run_is_hopeless(shell: Shell) -> None:
 
 def test_one_that_hangs_is_killed(shell: Shell) -> None:
     said: list[str] = []
-    discovery = Discovery("find", 1, shell, said.append)
+    discovery = HostDiscovery("find", 1, shell, said.append)
     discovery.tick(0.0)
     discovery.tick(LIMIT)
     discovery.tick(LIMIT + 0.5)
@@ -117,4 +117,4 @@ def test_one_that_hangs_is_killed(shell: Shell) -> None:
     shell.done[0](0, "late:1\n", "")
     assert discovery.hosts is None
     shell.done[1](0, "a\n", "")
-    assert discovery.hosts == [Host("a", 1)]
+    assert discovery.hosts == [HostSlots("a", 1)]

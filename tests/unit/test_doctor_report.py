@@ -14,7 +14,14 @@ from support.doctor import DOCTOR, Visit, visit
 from support.launch import ROOT, environment
 
 from ringjax.doctor import checks, limits, network, report, software
-from ringjax.doctor.finding import Finding, Host, Job, Report, ok, warn
+from ringjax.doctor.findings import (
+    Finding,
+    HostContext,
+    HostReport,
+    JobContext,
+    ok,
+    warn,
+)
 
 # What a machine for tests may rightly be warned about.
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
@@ -39,9 +46,11 @@ def test_as_text() -> None:
     assert re.search(r"\d warn; each line above says what mends it\.", lines[-1])
 
 
-def _job(*hosts: str) -> Job:
+def _job(*hosts: str) -> JobContext:
     facts = {"versions": {"jax": "1"}, "machine": "m"}
-    return Job(reports={h: Report(name=h, ranks=1, facts=dict(facts)) for h in hosts})
+    return JobContext(
+        reports={h: HostReport(name=h, ranks=1, facts=dict(facts)) for h in hosts}
+    )
 
 
 def test_what_many_hosts_say_alike_is_one_line() -> None:
@@ -72,12 +81,12 @@ def test_calls_that_do_not_end() -> None:
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(host: Host) -> list[Finding]:
+    def broken(host: HostContext) -> list[Finding]:
         raise KeyError(host.name)
 
     rows = (checks.Check("broken", of_host=broken),)  # type: ignore[arg-type]
     monkeypatch.setattr(checks, "CHECKS", rows)
-    host = Host(name="one", ranks=1, size=1, hosts=["one"])
+    host = HostContext(name="one", ranks=1, size=1, hosts=["one"])
     [found] = checks.on_host(host)["broken"]
     assert found.status == "warn" and "KeyError: 'one'" in found.text
 

@@ -12,25 +12,25 @@ from support.ringrun import ringrun
 
 from ringjax.config import Config
 from ringjax.run import options, run
-from ringjax.run.elastic.bounds import UNBOUNDED, Elastic
-from ringjax.run.hosts.host_command import Spec
-from ringjax.run.hosts.slots import Host
+from ringjax.run.elastic.elastic_settings import UNBOUNDED, ElasticSettings
+from ringjax.run.hosts.job_spec import JobSpec
+from ringjax.run.hosts.slots import HostSlots
 from ringjax.run.job import Job
-from ringjax.run.start import job_of
+from ringjax.run.job_setup import job_of
 
 
 def parsed(*words: str) -> Job:
     """The job of a command line."""
     args = options.parse([*words, "true"], "")
     config = Config.from_env(options.environment(args))
-    spec = Spec(command=args.command, env={}, start_timeout=1.0)
+    spec = JobSpec(command=args.command, env={}, start_timeout=1.0)
     names = ("np", "hosts", "hostfile", "script", "min_np", "max_np", "slots")
     more = ("elastic_timeout", "reset_limit", "cooldown_range")
     given = {name: getattr(args, name) for name in (*names, *more)}
     return job_of(spec, config, names=options.NAMES, **given)
 
 
-def elastic(*words: str) -> Elastic:
+def elastic(*words: str) -> ElasticSettings:
     found = parsed(*words)._elastic
     assert found is not None
     return found
@@ -39,14 +39,23 @@ def elastic(*words: str) -> Elastic:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("-np 4 --min-np 2", (4, 2, 4, [Host("localhost", 4)])),
-        ("-np 4 --min-num-proc 2 --max-num-proc 6", (4, 2, 6, [Host("localhost", 6)])),
-        ("-np 3 --min-np 1 -H a:2,b:4", (3, 1, 3, [Host("a", 2), Host("b", 4)])),
-        ("--min-np 1 -H a:2,b:4", (6, 1, 6, [Host("a", 2), Host("b", 4)])),
-        ("--min-np 1 -H a:2,b:4 --max-np 3", (3, 1, 3, [Host("a", 2), Host("b", 4)])),
+        ("-np 4 --min-np 2", (4, 2, 4, [HostSlots("localhost", 4)])),
+        (
+            "-np 4 --min-num-proc 2 --max-num-proc 6",
+            (4, 2, 6, [HostSlots("localhost", 6)]),
+        ),
+        (
+            "-np 3 --min-np 1 -H a:2,b:4",
+            (3, 1, 3, [HostSlots("a", 2), HostSlots("b", 4)]),
+        ),
+        ("--min-np 1 -H a:2,b:4", (6, 1, 6, [HostSlots("a", 2), HostSlots("b", 4)])),
+        (
+            "--min-np 1 -H a:2,b:4 --max-np 3",
+            (3, 1, 3, [HostSlots("a", 2), HostSlots("b", 4)]),
+        ),
         (
             "--min-np 2 -H a:2,b:3 --group-size 2",
-            (4, 2, 4, [Host("a", 2), Host("b", 3)]),
+            (4, 2, 4, [HostSlots("a", 2), HostSlots("b", 3)]),
         ),
         ("--host-discovery-script x --group-size 2", (None, 2, UNBOUNDED, None)),
         ("--host-discovery-script x -np 3", (3, 3, UNBOUNDED, None)),

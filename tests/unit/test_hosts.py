@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.hosts.host_command import check_agent_command
+from ringjax.run.hosts.job_spec import check_agent_command
 from ringjax.run.hosts.slots import (
-    Host,
+    HostSlots,
     assign,
     is_local,
     own_addresses,
@@ -19,21 +19,21 @@ from ringjax.run.hosts.slots import (
     parse_hosts,
     without_aliases,
 )
-from ringjax.run.start import find_hosts, named_hosts
+from ringjax.run.job_setup import find_hosts, named_hosts
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a:2,b:4", [Host("a", 2), Host("b", 4)]),
-        (" a:2 , b ", [Host("a", 2), Host("b", 1)]),
-        ("10.0.0.7:1,[fe80::1]:3", [Host("10.0.0.7", 1), Host("fe80::1", 3)]),
-        ("[::1]", [Host("::1", 1)]),
-        ("a:1,b:2,a:3", [Host("a", 4), Host("b", 2)]),
-        ("me@gpu-01.example.org:8", [Host("me@gpu-01.example.org", 8)]),
+        ("a:2,b:4", [HostSlots("a", 2), HostSlots("b", 4)]),
+        (" a:2 , b ", [HostSlots("a", 2), HostSlots("b", 1)]),
+        ("10.0.0.7:1,[fe80::1]:3", [HostSlots("10.0.0.7", 1), HostSlots("fe80::1", 3)]),
+        ("[::1]", [HostSlots("::1", 1)]),
+        ("a:1,b:2,a:3", [HostSlots("a", 4), HostSlots("b", 2)]),
+        ("me@gpu-01.example.org:8", [HostSlots("me@gpu-01.example.org", 8)]),
     ],
 )
-def test_host_list(text: str, expected: list[Host]) -> None:
+def test_host_list(text: str, expected: list[HostSlots]) -> None:
     assert parse_hosts(text) == expected
 
 
@@ -61,7 +61,12 @@ def test_hostfile(tmp_path: Path) -> None:
         "# the cluster\nhost1 slots=2\n\nhost2:4 # fast\nhost3\n"
         "host4 slots=1 max_slots=8\nhost1 slots=1\n"
     )
-    expected = [Host("host1", 3), Host("host2", 4), Host("host3", 1), Host("host4", 1)]
+    expected = [
+        HostSlots("host1", 3),
+        HostSlots("host2", 4),
+        HostSlots("host3", 1),
+        HostSlots("host4", 1),
+    ]
     assert parse_hostfile(file) == expected
 
 
@@ -99,7 +104,7 @@ def test_bad_agent_command(template: str, message: str) -> None:
 
 
 def test_places_are_horovods() -> None:
-    slots = assign([Host("a", 3), Host("b", 1), Host("c", 2)], 6)
+    slots = assign([HostSlots("a", 3), HostSlots("b", 1), HostSlots("c", 2)], 6)
     assert [s.host for s in slots] == list("aaabcc")
     assert [s.rank for s in slots] == [0, 1, 2, 3, 4, 5]
     assert [s.local_rank for s in slots] == [0, 1, 2, 0, 0, 1]
@@ -119,7 +124,7 @@ def test_places_are_horovods() -> None:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
 def test_every_place_is_taken_once(counts: list[int], data: st.DataObject) -> None:
-    hosts = [Host(f"h{i}", count) for i, count in enumerate(counts)]
+    hosts = [HostSlots(f"h{i}", count) for i, count in enumerate(counts)]
     size = data.draw(st.integers(1, sum(counts)))
     slots = assign(hosts, size)
     assert [s.rank for s in slots] == list(range(size))
@@ -134,7 +139,7 @@ def test_every_place_is_taken_once(counts: list[int], data: st.DataObject) -> No
 
 def test_too_few_slots() -> None:
     with pytest.raises(ValueError, match=r"-np 4: .*there are 3 \(a:1, b:2\)"):
-        assign([Host("a", 1), Host("b", 2)], 4)
+        assign([HostSlots("a", 1), HostSlots("b", 2)], 4)
 
 
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:
@@ -158,16 +163,24 @@ def test_where_the_hosts_come_from(tmp_path: Path) -> None:
 
 def test_this_machine_is_one_host_under_all_its_names() -> None:
     own = socket.gethostname()
-    there = [Host("n1.invalid", 2), Host("localhost", 1), Host("127.0.0.1", 2)]
-    found = without_aliases([*there, Host("n2.invalid", 1), Host(own, 3)])
-    wanted = [Host("n1.invalid", 2), Host("localhost", 6), Host("n2.invalid", 1)]
+    there = [
+        HostSlots("n1.invalid", 2),
+        HostSlots("localhost", 1),
+        HostSlots("127.0.0.1", 2),
+    ]
+    found = without_aliases([*there, HostSlots("n2.invalid", 1), HostSlots(own, 3)])
+    wanted = [
+        HostSlots("n1.invalid", 2),
+        HostSlots("localhost", 6),
+        HostSlots("n2.invalid", 1),
+    ]
     assert found == wanted
-    assert without_aliases([Host(own, 3), Host("a@localhost", 1)]) == [
-        Host(own, 3),
-        Host("a@localhost", 1),
+    assert without_aliases([HostSlots(own, 3), HostSlots("a@localhost", 1)]) == [
+        HostSlots(own, 3),
+        HostSlots("a@localhost", 1),
     ]
     hosts = named_hosts("localhost:2,127.0.0.1:2", None, {}, None)
-    assert hosts == [Host("localhost", 4)]
+    assert hosts == [HostSlots("localhost", 4)]
 
 
 def test_local_names() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ringjax.run.elastic.liveness import Pulse
+from ringjax.run.elastic.liveness import LivenessProbe
 
 
-def looks(pulse: Pulse, start: float, seconds: float, pause: float = 0.1) -> float:
+def looks(
+    pulse: LivenessProbe, start: float, seconds: float, pause: float = 0.1
+) -> float:
     """Looks at the clock again and again; returns the time at the end."""
     count = round(seconds / pause)
     for number in range(count):
@@ -13,9 +15,9 @@ def looks(pulse: Pulse, start: float, seconds: float, pause: float = 0.1) -> flo
     return start + count * pause
 
 
-def known() -> Pulse:
+def known() -> LivenessProbe:
     """One that has answered before and was asked again, at 10.0."""
-    pulse = Pulse(5.0)
+    pulse = LivenessProbe(5.0)
     assert pulse.asks(0.0)
     pulse.answered(9.0)
     assert not pulse.asks(9.5)
@@ -52,7 +54,7 @@ def test_time_in_which_we_stood_still_does_not_count() -> None:
 
 
 def test_a_start_takes_its_time() -> None:
-    pulse = Pulse(5.0)
+    pulse = LivenessProbe(5.0)
     assert pulse.asks(0.0)
     now = looks(pulse, 0.0, 59.0)
     assert not pulse.hung

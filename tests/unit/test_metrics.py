@@ -25,8 +25,8 @@ from ringjax.monitor import metrics, view
 from ringjax.monitor.metrics import Family
 from ringjax.monitor.picture import Picture
 from ringjax.monitor.sample import BUCKETS, Sample, Sums
-from ringjax.run.monitor.endpoint import Endpoint, TextFile
-from ringjax.run.monitor.wanted import Wanted, wanted
+from ringjax.run.monitor.prometheus import PrometheusEndpoint, PrometheusTextFile
+from ringjax.run.monitor.wanted import MonitorOptions, wanted
 
 BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 
@@ -210,7 +210,7 @@ def test_a_file_that_nobody_would_read_is_refused() -> None:
         wanted(Config(metrics_file="/tmp/metrics.txt"))
 
 
-Serve = Callable[..., Endpoint]
+Serve = Callable[..., PrometheusEndpoint]
 
 
 @pytest.fixture
@@ -218,8 +218,10 @@ def serve() -> Iterator[Serve]:
     before = leaks.Snapshot.take()
     with contextlib.ExitStack() as stack:
 
-        def begin(token: str = "", host: str = "127.0.0.1") -> Endpoint:
-            endpoint = Endpoint(Wanted(host=host, token=token), lambda: "ringjax_x 1\n")
+        def begin(token: str = "", host: str = "127.0.0.1") -> PrometheusEndpoint:
+            endpoint = PrometheusEndpoint(
+                MonitorOptions(host=host, token=token), lambda: "ringjax_x 1\n"
+            )
             stack.callback(endpoint.close)
             return endpoint
 
@@ -261,10 +263,10 @@ def test_a_port_that_is_taken(serve: Serve) -> None:
     taken = serve()
     port = int(taken.url.rpartition(":")[2].partition("/")[0])
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .* in use"):
-        Endpoint(Wanted(host="127.0.0.1", port=port), str)
+        PrometheusEndpoint(MonitorOptions(host="127.0.0.1", port=port), str)
 
 
-def _address(endpoint: Endpoint) -> tuple[str, int]:
+def _address(endpoint: PrometheusEndpoint) -> tuple[str, int]:
     host, _, port = (
         endpoint.url.removeprefix("http://").partition("/")[0].partition(":")
     )
@@ -321,8 +323,12 @@ def test_who_hangs_keeps_nobody_out(serve: Serve) -> None:
 def test_a_client_that_reads_nothing_does_not_keep_it_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ringjax.run.monitor.endpoint._Handler.timeout", 3600.0)
-    endpoint = Endpoint(Wanted(host="127.0.0.1"), lambda: "x" * (32 << 20))
+    monkeypatch.setattr(
+        "ringjax.run.monitor.prometheus._PrometheusHandler.timeout", 3600.0
+    )
+    endpoint = PrometheusEndpoint(
+        MonitorOptions(host="127.0.0.1"), lambda: "x" * (32 << 20)
+    )
     with (
         contextlib.closing(endpoint),
         socket.create_connection(_address(endpoint), LONG) as sock,
@@ -336,14 +342,14 @@ def test_a_client_that_reads_nothing_does_not_keep_it_from_ending(
 def test_a_file_is_replaced_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.run.monitor.endpoint._EVERY", 0.001)
+    monkeypatch.setattr("ringjax.run.monitor.prometheus._EVERY", 0.001)
     count = iter(range(1_000_000))
 
     def render() -> str:
         return f"ringjax_x {next(count)}\n" * 20_000
 
     path = tmp_path / "job.prom"
-    file = TextFile(str(path), render, print)
+    file = PrometheusTextFile(str(path), render, print)
     try:
         seen = set()
         while len(seen) < 20:
@@ -359,16 +365,16 @@ def test_a_file_is_replaced_as_a_whole(
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="--metrics-file .*job.prom: No such file"):
-        TextFile(str(tmp_path / "missing" / "job.prom"), str, print)
+        PrometheusTextFile(str(tmp_path / "missing" / "job.prom"), str, print)
 
 
 def test_a_folder_that_goes_away_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.run.monitor.endpoint._EVERY", 0.05)
+    monkeypatch.setattr("ringjax.run.monitor.prometheus._EVERY", 0.05)
     folder, said = tmp_path / "folder", list[str]()
     folder.mkdir()
-    file = TextFile(str(folder / "job.prom"), str, said.append)
+    file = PrometheusTextFile(str(folder / "job.prom"), str, said.append)
     try:
         (folder / "job.prom").unlink()
         folder.rmdir()

@@ -15,8 +15,8 @@ from support.waiting import LONG
 
 from ringjax.monitor import sockets
 from ringjax.run.hosts.channel import Message
-from ringjax.run.hosts.tellers import Tellers
-from ringjax.run.monitor.viewers import Viewers
+from ringjax.run.hosts.telemetry_relay import TelemetryRelay
+from ringjax.run.monitor.top_server import TopServer
 
 
 class Loop:
@@ -52,13 +52,13 @@ def told() -> list[Message]:
 
 
 @pytest.fixture
-def tellers(loop: Loop, told: list[Message]) -> Tellers:
-    found = Tellers(loop.selector, {0, 7}, told.append)
+def tellers(loop: Loop, told: list[Message]) -> TelemetryRelay:
+    found = TelemetryRelay(loop.selector, {0, 7}, told.append)
     loop.sweep = found.sweep
     return found
 
 
-def _rank(tellers: Tellers, says: bytes = b"") -> socket.socket:
+def _rank(tellers: TelemetryRelay, says: bytes = b"") -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(f"\0{tellers.open()}")
     sock.sendall(says)
@@ -67,7 +67,7 @@ def _rank(tellers: Tellers, says: bytes = b"") -> socket.socket:
 
 
 def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
-    loop: Loop, tellers: Tellers, told: list[Message]
+    loop: Loop, tellers: TelemetryRelay, told: list[Message]
 ) -> None:
     with _rank(tellers, b'{"id":7}\n') as rank:
         loop.run()
@@ -104,7 +104,7 @@ def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
     ids=["empty", "another", "negative", "endless", "endless line"],
 )
 def test_who_is_no_rank_is_sent_away(
-    loop: Loop, tellers: Tellers, told: list[Message], says: bytes
+    loop: Loop, tellers: TelemetryRelay, told: list[Message], says: bytes
 ) -> None:
     tellers.ask(1)
     sock = socket.socket(socket.AF_UNIX)
@@ -124,9 +124,9 @@ def test_who_is_no_rank_is_sent_away(
 
 
 def test_who_says_nothing_is_not_kept(
-    loop: Loop, tellers: Tellers, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, tellers: TelemetryRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silence = "ringjax.run.hosts.tellers._SILENCE"
+    silence = "ringjax.run.hosts.telemetry_relay._SILENCE"
     monkeypatch.setattr(silence, 3600.0)
     with _rank(tellers) as silent, _rank(tellers, b'{"id":7}\n') as rank:
         loop.run()
@@ -141,7 +141,7 @@ def test_who_says_nothing_is_not_kept(
 
 
 def test_of_too_many_strangers_the_first_has_to_go(
-    loop: Loop, tellers: Tellers
+    loop: Loop, tellers: TelemetryRelay
 ) -> None:
     tellers.ask(1)
     with contextlib.ExitStack() as stack:
@@ -156,9 +156,14 @@ def test_of_too_many_strangers_the_first_has_to_go(
 
 
 def test_another_user_is_sent_away(
-    loop: Loop, tellers: Tellers, told: list[Message], monkeypatch: pytest.MonkeyPatch
+    loop: Loop,
+    tellers: TelemetryRelay,
+    told: list[Message],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ringjax.run.hosts.tellers.peer_uid", lambda sock: 12345)
+    monkeypatch.setattr(
+        "ringjax.run.hosts.telemetry_relay.peer_uid", lambda sock: 12345
+    )
     tellers.ask(1)
     with _rank(tellers, b'{"id":7}\nnonsense\n') as stranger:
         loop.run()
@@ -168,7 +173,7 @@ def test_another_user_is_sent_away(
 
 
 def test_a_rank_that_does_not_read_is_not_waited_for(
-    loop: Loop, tellers: Tellers
+    loop: Loop, tellers: TelemetryRelay
 ) -> None:
     with _rank(tellers, b'{"id":7}\n'):
         loop.run()
@@ -182,23 +187,23 @@ def test_a_rank_that_does_not_read_is_not_waited_for(
 @pytest.fixture
 def viewers(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Viewers]:
+) -> Iterator[TopServer]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = Viewers(loop.selector, lambda: None)
+    found = TopServer(loop.selector, lambda: None)
     loop.sweep = lambda: found.sweep(time.monotonic())
     yield found
     found.close()
     assert not list(tmp_path.rglob("*.sock"))
 
 
-def _viewer(viewers: Viewers, says: bytes = sockets.HELLO) -> socket.socket:
+def _viewer(viewers: TopServer, says: bytes = sockets.HELLO) -> socket.socket:
     sock = sockets.connect(viewers.path)
     sock.sendall(says)
     sock.settimeout(5)
     return sock
 
 
-def test_who_says_hello_gets_messages(loop: Loop, viewers: Viewers) -> None:
+def test_who_says_hello_gets_messages(loop: Loop, viewers: TopServer) -> None:
     with _viewer(viewers, sockets.HELLO[:5]) as slow, _viewer(viewers) as quick:
         loop.run()
         assert len(viewers) == 1
@@ -215,7 +220,7 @@ def test_who_says_hello_gets_messages(loop: Loop, viewers: Viewers) -> None:
 
 @pytest.mark.parametrize("says", [b"GET / HTTP/1.1\r\n", b"\0" * 9, b"ringjax top 2\n"])
 def test_who_says_something_else_is_sent_away(
-    loop: Loop, viewers: Viewers, says: bytes
+    loop: Loop, viewers: TopServer, says: bytes
 ) -> None:
     with _viewer(viewers, says) as stranger:
         loop.run()
@@ -225,9 +230,9 @@ def test_who_says_something_else_is_sent_away(
 
 
 def test_who_says_nothing_does_not_stay(
-    loop: Loop, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, viewers: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silence = "ringjax.run.monitor.viewers._SILENCE"
+    silence = "ringjax.run.monitor.top_server._SILENCE"
     monkeypatch.setattr(silence, 3600.0)
     with _viewer(viewers, b"") as silent:
         loop.run()
@@ -240,9 +245,9 @@ def test_who_says_nothing_does_not_stay(
 
 
 def test_who_does_not_take_messages_is_cut_off(
-    loop: Loop, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, viewers: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = "ringjax.run.monitor.viewers._PATIENCE"
+    patience = "ringjax.run.monitor.top_server._PATIENCE"
     monkeypatch.setattr(patience, 3600.0)
     large = b"x" * (4 << 20) + b"\n"
     with _viewer(viewers), _viewer(viewers) as reading:  # the first one is stuck
@@ -262,7 +267,7 @@ def test_who_does_not_take_messages_is_cut_off(
 
 
 def test_of_too_many_the_one_that_came_first_has_to_go(
-    loop: Loop, viewers: Viewers
+    loop: Loop, viewers: TopServer
 ) -> None:
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(_viewer(viewers)) for _ in range(4)]
@@ -275,9 +280,9 @@ def test_of_too_many_the_one_that_came_first_has_to_go(
 
 
 def test_another_user_does_not_look(
-    loop: Loop, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, viewers: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.run.monitor.viewers.peer_uid", lambda sock: 12345)
+    monkeypatch.setattr("ringjax.run.monitor.top_server.peer_uid", lambda sock: 12345)
     with _viewer(viewers) as stranger:
         loop.run()
         with contextlib.suppress(ConnectionResetError):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ringjax.run import profile_folder
-from ringjax.run.hosts.files import Incoming, outgoing
+from ringjax.run.hosts.profile_files import FileReceiver, outgoing
 
 
 class Agent:
@@ -30,7 +30,7 @@ class Agent:
 
 def fetch(folder: Path, *agents: Agent) -> list[str]:
     """Everything, and what was noted."""
-    incoming, notes = Incoming(str(folder)), list[str]()
+    incoming, notes = FileReceiver(str(folder)), list[str]()
     waiting: list[dict[str, Any]] = []
 
     def turn(seconds: float) -> None:
@@ -86,7 +86,7 @@ def test_nothing_is_written_elsewhere(tmp_path: Path, name: str) -> None:
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path / "out")
     data = base64.b64encode(b"x").decode()
-    incoming = Incoming(str(folder))
+    incoming = FileReceiver(str(folder))
     incoming.take({"is": "file", "name": name, "data": data})
     assert [path.name for path in tmp_path.iterdir()] == ["profile"]
     assert [path.name for path in folder.iterdir()] == ["link"]

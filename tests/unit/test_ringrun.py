@@ -27,7 +27,7 @@ def test_a_job_without_ringjax_just_runs() -> None:
 # ringrun, or its agent, where no wait of ours ends by a clock.
 TIMELESS = """
 import runpy, selectors, sys, time
-from ringjax.run.hosts import fleet
+from ringjax.run.hosts import agent_pool
 
 sleep, select = time.sleep, selectors.EpollSelector.select
 
@@ -38,7 +38,7 @@ def checked(seconds):
 time.sleep = checked
 selectors.EpollSelector.select = lambda self, limit=None: select(self, limit and None)
 code = sys.orig_argv[sys.orig_argv.index("-c") + 1]
-fleet.agent_command = lambda: [sys.executable, "-P", "-c", code]
+agent_pool.agent_command = lambda: [sys.executable, "-P", "-c", code]
 module = "ringjax.run" if sys.argv[1:] else "ringjax.run.hosts.agent"
 runpy.run_module(module, run_name="__main__")
 """

@@ -24,7 +24,7 @@ from support.launch import environment
 from support.ringrun import SSH, ringrun, sh
 from support.waiting import LONG, until
 
-from ringjax.run.ending import Ending
+from ringjax.run.shutdown import Shutdown
 
 both = pytest.mark.parametrize(
     "elastic", [[], ["--min-np", "1"]], ids=["static", "elastic"]
@@ -159,7 +159,7 @@ def test_a_second_control_c_ends_at_once(start: Start) -> None:
 
 
 def test_a_second_control_c_skips_what_the_first_one_would_wait_for() -> None:
-    ending = Ending()
+    ending = Shutdown()
     ending.interrupt(signal.SIGINT)
     assert list(ending.due()) == [signal.SIGINT]
     ending.interrupt(signal.SIGINT)

@@ -12,7 +12,7 @@ import pytest
 from support.launch import environment
 from support.ringrun import ringrun, sh
 
-from ringjax.run import output
+from ringjax.run import console as console_module
 
 
 def test_prefixes_and_places() -> None:
@@ -52,11 +52,13 @@ def test_progress_bars_of_several_ranks(
     monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     shown: list[bytes] = []
-    console = output.Console(2)
+    console = console_module.Console(2)
     console._terminal, console._colour = {1: terminal, 2: terminal}, False
     monkeypatch.setattr(console, "_write", lambda target, data: shown.append(data))
     for second in range(22):
-        monkeypatch.setattr(output.time, "monotonic", lambda now=second: 100.0 + now)
+        monkeypatch.setattr(
+            console_module.time, "monotonic", lambda now=second: 100.0 + now
+        )
         for rank in range(2):
             console.write(rank, "stdout", b"\r" + f"{second} s".encode())
     for rank in range(2):

@@ -26,12 +26,12 @@ from ringjax.control.waiting import readable
 from ringjax.monitor import sockets
 from ringjax.monitor.view import Row, View
 from ringjax.top import cli, screen, table
-from ringjax.top.attached import Attached, Ended, Status, status
+from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus, status
 
 RECORDED = (ROOT / "docs/pictures/top.json").read_bytes()
 
 
-def _large(ranks: int = 500) -> Status:
+def _large(ranks: int = 500) -> JobStatus:
     rows = [
         Row(
             *(rank, rank),
@@ -49,24 +49,26 @@ def _large(ranks: int = 500) -> Status:
     ]
     view = View(5.0, 123, ranks, ranks, 12345.6, 0.0123, 1e9, 400, rows)
     events = [(1e6, "a rank was lost " * 20), (0.0, "x")]
-    return Status(view, 1 << 22, "python " + "long " * 50, True, 1e6, 999, 999, events)
+    return JobStatus(
+        view, 1 << 22, "python " + "long " * 50, True, 1e6, 999, 999, events
+    )
 
 
 @pytest.fixture(params=["recorded", "large", "empty"])
-def seen(request: pytest.FixtureRequest) -> Status:
+def seen(request: pytest.FixtureRequest) -> JobStatus:
     if request.param == "recorded":
         return status(RECORDED)
-    return _large() if request.param == "large" else Status(View(0.0))
+    return _large() if request.param == "large" else JobStatus(View(0.0))
 
 
-def test_text_fits_into_80_columns(seen: Status) -> None:
+def test_text_fits_into_80_columns(seen: JobStatus) -> None:
     lines = list(table.lines(seen))
     assert max(map(len, lines)) <= 80
     assert all(line == line.rstrip() for line in lines)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (132, 50), (80, 14)])
-def test_the_screen_fits(seen: Status, width: int, height: int) -> None:
+def test_the_screen_fits(seen: JobStatus, width: int, height: int) -> None:
     console = Console(width=width, height=height, file=io.StringIO(), record=True)
     console.print(screen.picture(seen, width, height))
     lines = console.export_text().splitlines()
@@ -280,7 +282,7 @@ def test_no_job_is_said(place: Path) -> None:
 def test_the_newest_message_counts(place: Path) -> None:
     older = json.dumps({**json.loads(RECORDED), "job": {"pid": 1}}).encode() + b"\n"
     with Ringrun(older + MESSAGE, hangs=True) as ringrun:
-        job = Attached(ringrun.path)
+        job = JobConnection(ringrun.path)
         with contextlib.closing(job):
             found = job.read(5.0)
             assert found is not None and found.pid != 1
@@ -289,8 +291,8 @@ def test_the_newest_message_counts(place: Path) -> None:
 
 def test_a_connection_that_ends_is_told(place: Path) -> None:
     with Ringrun(b"") as ringrun:
-        job = Attached(ringrun.path)
-        with contextlib.closing(job), pytest.raises(Ended):
+        job = JobConnection(ringrun.path)
+        with contextlib.closing(job), pytest.raises(JobEnded):
             job.read(5.0)
 
 

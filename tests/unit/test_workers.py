@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax.run.ending import Outcome
-from ringjax.run.workers import Seat, WorkerTable
+from ringjax.run.shutdown import JobOutcome
+from ringjax.run.workers import WorkerSlot, WorkerTable
 
 
 class Ranks:
@@ -16,7 +16,7 @@ class Ranks:
             len(hosts), lambda rank: (words or {}).get(rank, ""), elastic=False
         )
         for rank, host in enumerate(hosts):
-            self.table.add(Seat(host, 0, rank))
+            self.table.add(WorkerSlot(host, 0, rank))
 
     def exited(self, rank: int, code: int, now: float, text: str = "") -> None:
         self.table.ended(self.table.workers[rank], code, text, now)
@@ -24,7 +24,7 @@ class Ranks:
     def reported(self, rank: int, text: str, now: float) -> None:
         self.table.heard("failure", rank, text, now)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> JobOutcome:
         return self.table.outcome({})
 
 
@@ -32,8 +32,8 @@ def ranks(size: int = 3, words: dict[int, str] | None = None) -> Ranks:
     return Ranks(*["localhost"] * size, words=words)
 
 
-def blamed(rank: int, code: int, why: str) -> Outcome:
-    return Outcome(code, rank, why, {rank: b""})
+def blamed(rank: int, code: int, why: str) -> JobOutcome:
+    return JobOutcome(code, rank, why, {rank: b""})
 
 
 def test_nobody_to_blame() -> None:
@@ -42,7 +42,7 @@ def test_nobody_to_blame() -> None:
     assert found.table.running() and not found.table.success()
     found.exited(1, 0, 2.0)
     assert not found.table.running() and not found.table.failed()
-    assert found.outcome() == Outcome(0, results={0: b"", 1: b""})
+    assert found.outcome() == JobOutcome(0, results={0: b"", 1: b""})
 
 
 def test_the_first_to_exit() -> None:

@@ -26,7 +26,7 @@ from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.tls import offer
 from ringjax.run import environ
-from ringjax.run.elastic.liveness import Pulse
+from ringjax.run.elastic.liveness import LivenessProbe
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
 from ringjax.run.workers import news
 
@@ -84,7 +84,7 @@ class CoordinatorProcess:
         self._begun = resume
         silence = float(numbers.get("failure_timeout", _PATIENCE))
         self._patience = max(silence, _PATIENCE)
-        self._pulse = Pulse(self._patience)
+        self._pulse = LivenessProbe(self._patience)
         self._starts: list[float] = []
         self._closing = False
         self.addresses = [address.show(*s.getsockname()[:2]) for s in self._listeners]
@@ -95,7 +95,7 @@ class CoordinatorProcess:
         """Starts the process."""
         now = time.monotonic()
         self._starts = [then for then in self._starts if now - then < _WITHIN] + [now]
-        self._pulse = Pulse(self._patience)
+        self._pulse = LivenessProbe(self._patience)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ringjax.run.elastic.coordinator_process"],
             stdin=subprocess.PIPE,
@@ -179,7 +179,7 @@ class CoordinatorProcess:
         elif self._pulse.hung and self._process is not None:
             silence = f"has not answered for {self._patience:g} s"
             self._note(f"the coordinator {silence}; it is ended")
-            self._pulse = Pulse(self._patience)
+            self._pulse = LivenessProbe(self._patience)
             self._process.kill()  # `_ended` follows
 
     def expected(self, worker: int) -> None:
@@ -218,7 +218,7 @@ class CoordinatorProcess:
         self._selector.close()
 
 
-class _Served:
+class _CoordinatorServer:
     """The process: one loop between its pipes and its coordinator's events."""
 
     def __init__(self, reader: int, writer: int) -> None:
@@ -287,7 +287,7 @@ def main() -> None:
     # Its life is ringrun's, whatever a batch system sends to all processes of a job.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    _Served(*standard_streams()).run()
+    _CoordinatorServer(*standard_streams()).run()
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ _STEP = 0.5  # the most seconds that count between two looks at the clock
 _STARTING = 60.0  # seconds for a process to start that has never answered
 
 
-class Pulse:
+class LivenessProbe:
     """The pulse of one process.
 
     Args:
         limit: seconds without an answer until it counts as hung.
 
     Example:
-        >>> pulse = Pulse(5.0)
+        >>> pulse = LivenessProbe(5.0)
         >>> pulse.asks(now=0.0), pulse.asks(now=0.4)
         (True, False)
         >>> pulse.answered(now=0.5)

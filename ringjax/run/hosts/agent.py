@@ -4,7 +4,7 @@ ringrun starts one on its own machine and has one started on every other, over s
 an engine such as Slurm, whose variables the ranks there keep; all of them get
 everything (environment with the secret, command, directory) on standard input and
 forward output and exit codes on standard output, never anything in argv. One that comes
-by itself is in dialling.py. An agent whose
+by itself is in joining_agent.py. An agent whose
 standard input closes, or whose parent is gone, kills every process below it and ends:
 that is why no rank outlives ringrun, however it dies. Knows no collective, no rank.
 """
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, NoReturn
 from ringjax.control import open_files
 from ringjax.control.waiting import readable
 from ringjax.run import environ
-from ringjax.run.hosts import files, processes
+from ringjax.run.hosts import processes, profile_files
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
-from ringjax.run.hosts.tellers import Tellers
+from ringjax.run.hosts.telemetry_relay import TelemetryRelay
 
 if TYPE_CHECKING:
     from ringjax.control.sealing import Keys
@@ -45,8 +45,8 @@ class Agent:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._channel: Channel | None = None
-        self._children: dict[int, processes.Child] = {}
-        self._tellers = Tellers(self._selector, self._children, self._told)
+        self._children: dict[int, processes.ChildProcess] = {}
+        self._tellers = TelemetryRelay(self._selector, self._children, self._told)
         self._ids: dict[int, int] = {}
         self._gifts: socket.socket | None = None
         self._descriptors: deque[int] = deque()  # that ringrun has sent, in its order
@@ -122,7 +122,7 @@ class Agent:
             case "monitor":
                 self._tellers.ask(float(message["every"]))
             case "fetch":
-                for piece in files.outgoing(message, self._began):
+                for piece in profile_files.outgoing(message, self._began):
                     self._say(piece)
                     if self._channel is not None and self._pending > _BACKLOG:
                         self._channel.flush(limit=10.0)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ringjax.control.slurm import hosts_of
-from ringjax.run.hosts.slots import Host, host_of, merged
+from ringjax.run.hosts.slots import HostSlots, host_of, merged
 
 Environ = Mapping[str, str]
 
@@ -38,7 +38,7 @@ class Allocation:
         unset: variables that this command must not see.
     """
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostSlots, ...]
     command: tuple[str, ...]
     unset: Set[str] = frozenset()
 
@@ -56,7 +56,7 @@ def find(environ: Environ) -> Allocation | None:
     Example:
         >>> found = find({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 4"})
         >>> found.hosts
-        (Host(name='a', slots=2), Host(name='b', slots=4))
+        (HostSlots(name='a', slots=2), HostSlots(name='b', slots=4))
         >>> found.command
         ('blaunch', '-z', '{host}')
         >>> find({}) is None

@@ -29,7 +29,7 @@ _CHUNK = 1 << 20
 _PIPE = 1 << 20  # bytes that a pipe between two processes of ours may hold
 
 
-class _Lines:
+class _LineCodec:
     """A message is a line; what is none is left out.
 
     A login shell may greet us on its standard output before the agent speaks.
@@ -79,7 +79,7 @@ class Channel:
         self._writer = writer
         self._on_message = on_message
         self._on_close = on_close
-        lines = _Lines()
+        lines = _LineCodec()
         self._sealer = lines if keys is None else keys.sealer()
         self._opener = lines if keys is None else keys.opener()
         self._outgoing: deque[memoryview] = deque()

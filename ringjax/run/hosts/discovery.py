@@ -12,14 +12,14 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringjax.run.hosts.slots import Host, parse_discovered, without_aliases
+from ringjax.run.hosts.slots import HostSlots, parse_discovered, without_aliases
 
 PERIOD = 1.0  # seconds from the end of one run to the next, as in Horovod
 LIMIT = 30.0  # seconds for one run
 
 
-class Runner(Protocol):
-    """What runs a command on this machine; fleet.py has one."""
+class CommandRunner(Protocol):
+    """What runs a command on this machine; agent_pool.py has one."""
 
     def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:
         """Starts it; `done` gets exit code, output and error output."""
@@ -28,7 +28,7 @@ class Runner(Protocol):
         """Signals commands by the names that `errand` returned."""
 
 
-class Discovery:
+class HostDiscovery:
     """Asks the script every second.
 
     Attributes:
@@ -40,7 +40,11 @@ class Discovery:
     name = "--host-discovery-script"
 
     def __init__(
-        self, script: str, slots: int, runner: Runner, warn: Callable[[str], None]
+        self,
+        script: str,
+        slots: int,
+        runner: CommandRunner,
+        warn: Callable[[str], None],
     ) -> None:
         self._script = script
         self._slots = slots
@@ -50,7 +54,7 @@ class Discovery:
         self._running: int | None = None
         self._runs = 0
         self._killed = False
-        self.hosts: list[Host] | None = None
+        self.hosts: list[HostSlots] | None = None
         self.trouble = ""
         self.hopeless = False
 

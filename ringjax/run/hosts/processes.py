@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)
-class Child:
+class ChildProcess:
     """A running child: its process, and our ends of its pipes by stream name.
 
     Attributes:
@@ -73,7 +73,7 @@ def start(
     stdin: int | None = None,
     stdout: int | None = None,
     outlives: bool = False,
-) -> Child:
+) -> ChildProcess:
     """Start a child in a new process group, bound to the life of this process.
 
     Args:
@@ -134,7 +134,7 @@ def start(
     finally:
         for descriptor in theirs:
             os.close(descriptor)
-    return Child(process, ours)
+    return ChildProcess(process, ours)
 
 
 def kill_group(pid: int) -> None:

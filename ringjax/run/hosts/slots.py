@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ringjax.control import addresses
-from ringjax.run.hosts import names
+from ringjax.run.hosts import name_lookup
 
 # A host is handed to ssh as an argument: it must never look like an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
@@ -24,7 +24,7 @@ _LOOPBACK = ("localhost", "localhost.localdomain", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostSlots:
     """One machine and how many ranks it takes."""
 
     name: str
@@ -32,7 +32,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotInfo:
     """One rank's place in the job, in Horovod's terms."""
 
     host: str
@@ -72,22 +72,22 @@ def check_name(name: str) -> str:
     return name
 
 
-def host_of(name: str, slots: str | None, where: str) -> Host:
+def host_of(name: str, slots: str | None, where: str) -> HostSlots:
     """Check one entry; `where` opens the error text."""
     if name.startswith("[") and name.endswith("]") and _ADDRESS6.fullmatch(name[1:-1]):
         name = name[1:-1]
     elif not _NAME.fullmatch(name):
         raise ValueError(f"{where}: {name!r} is not a host name")
     if slots is None:
-        return Host(name, 1)
+        return HostSlots(name, 1)
     if not slots.isascii() or not slots.isdigit() or int(slots) < 1:
         raise ValueError(
             f"{where}: slots of {name!r} must be a positive whole number, not {slots!r}"
         )
-    return Host(name, int(slots))
+    return HostSlots(name, int(slots))
 
 
-def _split(entry: str, where: str) -> Host:
+def _split(entry: str, where: str) -> HostSlots:
     """Read `host`, `host:slots` or `[v6 address]:slots`."""
     name, colon, slots = entry.rpartition(":")
     if not colon or entry.endswith("]"):
@@ -95,15 +95,15 @@ def _split(entry: str, where: str) -> Host:
     return host_of(name, slots, where)
 
 
-def merged(hosts: Iterable[Host]) -> list[Host]:
+def merged(hosts: Iterable[HostSlots]) -> list[HostSlots]:
     """Hosts in order of first mention; slots of repeated mentions add up."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
-    return [Host(name, count) for name, count in slots.items()]
+    return [HostSlots(name, count) for name, count in slots.items()]
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str) -> list[HostSlots]:
     """Read the value of -H: `host1:2,host2:4`; a host without a number has one slot.
 
     Raises:
@@ -115,7 +115,7 @@ def parse_hosts(text: str) -> list[Host]:
     return merged(_split(entry, "-H") for entry in entries if entry)
 
 
-def parse_hostfile(path: str | os.PathLike[str]) -> list[Host]:
+def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
     """Read a host file: per line `host slots=N`, `host:N` or `host`; `#` comments.
 
     Raises:
@@ -148,7 +148,7 @@ def parse_hostfile(path: str | os.PathLike[str]) -> list[Host]:
     return merged(hosts)
 
 
-def parse_discovered(text: str, slots: int) -> list[Host]:
+def parse_discovered(text: str, slots: int) -> list[HostSlots]:
     r"""Read what a discovery script prints: per line `host` or `host:slots`.
 
     Raises:
@@ -156,17 +156,17 @@ def parse_discovered(text: str, slots: int) -> list[Host]:
 
     Example:
         >>> parse_discovered("a:4\nb\n", slots=2)
-        [Host(name='a', slots=4), Host(name='b', slots=2)]
+        [HostSlots(name='a', slots=4), HostSlots(name='b', slots=2)]
     """
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
         host = _split(line, "--host-discovery-script")
         counted = ":" in line and not line.endswith("]")
-        found.append(host if counted else Host(host.name, slots))
+        found.append(host if counted else HostSlots(host.name, slots))
     return merged(found)
 
 
-def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
+def assign(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
     """Give `size` ranks to the hosts in order, filling one host before the next.
 
     local_rank counts inside a host; cross_rank counts the hosts that have a rank with
@@ -183,19 +183,19 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
         raise ValueError(
             f"-np {size}: more processes than slots; there are {available} ({given})"
         )
-    taken: list[tuple[Host, int]] = []
+    taken: list[tuple[HostSlots, int]] = []
     left = size
     for host in hosts:
         count = min(host.slots, left)
         if count:
             taken.append((host, count))
         left -= count
-    slots: list[Slot] = []
+    slots: list[SlotInfo] = []
     for host, count in taken:
         for local_rank in range(count):
             same = [other.name for other, n in taken if n > local_rank]
             slots.append(
-                Slot(
+                SlotInfo(
                     host=host.name,
                     rank=len(slots),
                     size=size,
@@ -208,11 +208,12 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
     return slots
 
 
-def in_order(host: Host) -> list[tuple[int, str]]:
+def in_order(host: HostSlots) -> list[tuple[int, str]]:
     """A key that sorts hosts by name, with numbers as numbers.
 
     Example:
-        >>> [h.name for h in sorted([Host("n-10", 1), Host("n-9", 1)], key=in_order)]
+        >>> hosts = [HostSlots("n-10", 1), HostSlots("n-9", 1)]
+        >>> [host.name for host in sorted(hosts, key=in_order)]
         ['n-9', 'n-10']
     """
     pieces = re.split(r"([0-9]+)", host.name)
@@ -225,7 +226,7 @@ def is_local(name: str) -> bool:
         return True
     if "@" in name:  # another user, even on this machine, needs ssh
         return False
-    found = names.addresses(name)
+    found = name_lookup.addresses(name)
     return any(_is_ours(family, address) for family, *_, address in found)
 
 
@@ -239,7 +240,7 @@ def _is_ours(family: int, address: tuple[object, ...]) -> bool:
     return True
 
 
-def without_aliases(hosts: Sequence[Host]) -> list[Host]:
+def without_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
     """Hosts under the first of the names they have here: names of the same address.
 
     Two ranks of a machine with the same local_rank would share a GPU. Two users of a
@@ -247,18 +248,18 @@ def without_aliases(hosts: Sequence[Host]) -> list[Host]:
     """
     if len(hosts) < 2:
         return list(hosts)
-    names.ask(host.name.rpartition("@")[2] for host in hosts)
+    name_lookup.ask(host.name.rpartition("@")[2] for host in hosts)
     known: dict[tuple[str, object], str] = {}
 
     def first_name(name: str) -> str:
         user, _, host = name.rpartition("@")
-        found: set[object] = {a[0] for *_, a in names.addresses(host)}
+        found: set[object] = {a[0] for *_, a in name_lookup.addresses(host)}
         keys = [(user, each) for each in ({None} if is_local(name) else found)]
         first = next((known[key] for key in keys if key in known), name)
         known.update(dict.fromkeys(keys, first))
         return first
 
-    return merged(Host(first_name(host.name), host.slots) for host in hosts)
+    return merged(HostSlots(first_name(host.name), host.slots) for host in hosts)
 
 
 def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
@@ -294,7 +295,7 @@ def _every_address() -> list[str]:
 
 def _address_towards(name: str) -> str | None:
     """Our address on the way to `name`; connecting a datagram socket sends nothing."""
-    for family, kind, protocol, _, address in names.addresses(name):
+    for family, kind, protocol, _, address in name_lookup.addresses(name):
         with (
             contextlib.suppress(OSError),
             socket.socket(family, kind, protocol) as probe,

@@ -1,6 +1,6 @@
-"""ringrun's picture of its job, and who may look at it: a report, metrics, a view.
+"""Monitoring in ringrun: collects samples of the ranks for reports, metrics and `top`.
 
-What the ranks tell comes through the agents of their hosts (hosts/tellers.py), only
-while somebody wants to know; what is made of it is in ringjax.monitor. Whatever goes
-wrong here, the job goes on.
+Ranks send samples through the agents of their hosts (hosts/telemetry_relay.py), and
+only while a report, a metrics endpoint or a viewer needs them. ringjax.monitor computes
+the values that are shown. An error in this package never ends the job.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ringjax.run.numbers import number
+from ringjax.run.option_types import number
 
 ABOUT = """
 Ranks are asked how they are only while one of these is given, or while somebody looks

@@ -9,7 +9,7 @@ from ringjax.config import Config
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MonitorOptions:
     """What ringrun is asked for.
 
     Attributes:
@@ -31,10 +31,10 @@ class Wanted:
         return bool(self.report or self.host or self.file)
 
 
-NOTHING = Wanted()
+NOTHING = MonitorOptions()
 
 
-def wanted(config: Config) -> Wanted:
+def wanted(config: Config) -> MonitorOptions:
     """What the settings ask for.
 
     Raises:
@@ -60,7 +60,7 @@ def wanted(config: Config) -> Wanted:
         raise ValueError(
             f"--metrics-file {file}: expected NAME.prom, node_exporter reads no other"
         )
-    return Wanted(config.report, host, port, token, file)
+    return MonitorOptions(config.report, host, port, token, file)
 
 
 def _address(text: str) -> tuple[str, int]:

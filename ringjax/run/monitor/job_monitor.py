@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from ringjax.monitor import metrics, report, view
 from ringjax.monitor.picture import Picture, Window
 from ringjax.monitor.sample import read
-from ringjax.run.hosts.fleet import Fleet
-from ringjax.run.hosts.host_command import Spec
-from ringjax.run.monitor.viewers import Viewers
-from ringjax.run.output import Console
+from ringjax.run.console import Console
+from ringjax.run.hosts.agent_pool import AgentPool
+from ringjax.run.hosts.job_spec import JobSpec
+from ringjax.run.monitor.top_server import TopServer
 from ringjax.settings import version as package
 
 if TYPE_CHECKING:
-    from ringjax.run.monitor.endpoint import Endpoint, TextFile
+    from ringjax.run.monitor.prometheus import PrometheusEndpoint, PrometheusTextFile
 
 EVERY = 1.0  # seconds between two samples of a rank, in a job of some ranks
 _MOST_A_SECOND = 128  # samples of all ranks together
@@ -36,14 +36,14 @@ _LATE = 30.0  # seconds, from where on it is odd that no rank has told anything
 _COMMAND = 200  # characters
 
 _P = ParamSpec("_P")
-_Method = Callable[Concatenate["Hub", _P], None]
+_Method = Callable[Concatenate["JobMonitor", _P], None]
 
 
 def _harmless(method: _Method[_P]) -> _Method[_P]:
     """Whatever is wrong in it, ringrun's loop goes on."""
 
     @functools.wraps(method)
-    def guarded(self: Hub, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def guarded(self: JobMonitor, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if self.broken:
             return
         try:
@@ -54,7 +54,7 @@ def _harmless(method: _Method[_P]) -> _Method[_P]:
     return guarded
 
 
-class Hub:
+class JobMonitor:
     """One for a job; `begin` it before the job starts, `close` it at the end.
 
     Attributes:
@@ -62,7 +62,7 @@ class Hub:
     """
 
     def __init__(
-        self, fleet: Fleet, console: Console, spec: Spec, *, elastic: bool
+        self, fleet: AgentPool, console: Console, spec: JobSpec, *, elastic: bool
     ) -> None:
         self._fleet, self._console = fleet, console
         self._about = {
@@ -81,9 +81,9 @@ class Hub:
         self._opened = time.monotonic()
         self._odd = False  # and that was said
         self._began = 0.0  # when the first rank told something
-        self._viewers: Viewers | None = None
-        self._endpoint: Endpoint | None = None
-        self._file: TextFile | None = None
+        self._viewers: TopServer | None = None
+        self._endpoint: PrometheusEndpoint | None = None
+        self._file: PrometheusTextFile | None = None
         self._text = 0.0, ""
         fleet.on_told = self._told
         console.on_note = self._noted
@@ -96,18 +96,21 @@ class Hub:
         """
         wanted, note = self.wanted, self._console.note
         try:
-            self._viewers = Viewers(self._fleet.selector, self._adjust)
+            self._viewers = TopServer(self._fleet.selector, self._adjust)
         except OSError:
             self._viewers = None  # nowhere to be found: nobody will look
         try:
             if wanted.host or wanted.file:
-                from ringjax.run.monitor.endpoint import Endpoint, TextFile  # slow
+                from ringjax.run.monitor.prometheus import (  # slow
+                    PrometheusEndpoint,
+                    PrometheusTextFile,
+                )
 
                 if wanted.host:
-                    self._endpoint = Endpoint(wanted, self._rendered)
+                    self._endpoint = PrometheusEndpoint(wanted, self._rendered)
                     note(f"metrics: {self._endpoint.url}")
                 if wanted.file:
-                    self._file = TextFile(wanted.file, self._rendered, note)
+                    self._file = PrometheusTextFile(wanted.file, self._rendered, note)
         except BaseException:
             self.close()
             raise

@@ -1,6 +1,6 @@
 """What a check sees, and what it says: the host that it runs on, the job, a finding.
 
-Records only. Everything here but `Host.environ` travels between hosts as JSON.
+Records only. Everything here but `HostContext.environ` travels between hosts as JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def count(number: int, what: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostContext:
     """What a check of one host knows.
 
     Attributes:
@@ -87,7 +87,7 @@ class Host:
 
 
 @dataclass(kw_only=True)
-class Report:
+class HostReport:
     """What a host has said.
 
     Attributes:
@@ -108,18 +108,18 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobContext:
     """What a check of the whole job knows: the hosts, in the order of -H.
 
     Attributes:
         is_local: by host, whether ringrun would take it for this machine.
     """
 
-    reports: Mapping[str, Report]
+    reports: Mapping[str, HostReport]
     is_local: Mapping[str, bool] = field(default_factory=dict)
 
     @property
-    def reached(self) -> list[Report]:
+    def reached(self) -> list[HostReport]:
         """The hosts that have answered."""
         return [report for report in self.reports.values() if report.facts]
 

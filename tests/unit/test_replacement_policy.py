@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ringjax.run.elastic.bounds import Elastic
-from ringjax.run.elastic.replacement import Keeper
-from ringjax.run.hosts.slots import Host
+from ringjax.run.elastic.elastic_settings import ElasticSettings
+from ringjax.run.elastic.replacement_policy import ReplacementPolicy
+from ringjax.run.hosts.slots import HostSlots
 from ringjax.run.workers import Worker, WorkerTable
 
 KILLED = "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on"
@@ -55,10 +55,10 @@ class Story:
     def __init__(self) -> None:
         self.said = Said()
         self.table = WorkerTable(1, lambda number: "", elastic=True)
-        elastic = Elastic(np=3, min_np=1, max_np=3)
-        self.keeper = Keeper(elastic, self.table, Nobody(), self.said)  # type: ignore[arg-type]
+        elastic = ElasticSettings(np=3, min_np=1, max_np=3)
+        self.keeper = ReplacementPolicy(elastic, self.table, Nobody(), self.said)  # type: ignore[arg-type]
         self.seating = self.keeper.seating
-        self.seating.update([Host("localhost", 4)])
+        self.seating.update([HostSlots("localhost", 4)])
         for seat in self.seating.vacant(0, 0.0):
             self.table.add(seat)
         self.table.enter({0: 0, 1: 1, 2: 2}, 0.0)

@@ -12,19 +12,19 @@ from functools import partial
 from typing import Any
 
 from ringjax.config import Config
-from ringjax.run.elastic import bounds
+from ringjax.run.console import Console
+from ringjax.run.elastic import elastic_settings
 from ringjax.run.hosts import allocations
 from ringjax.run.hosts import slots as places
-from ringjax.run.hosts.host_command import Spec
+from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.job import Job
 from ringjax.run.monitor.wanted import wanted
-from ringjax.run.output import Console
 
 # A program of ours in which rank 0 prints what all ranks have measured.
 _ONE_TABLE = ("-m", "ringjax.bench")
 # What the arguments are called in Python.
 _NAMES = {
-    **{key: key for key in ("np", "min_np", "max_np", *bounds.ONLY_ELASTIC)},
+    **{key: key for key in ("np", "min_np", "max_np", *elastic_settings.ONLY_ELASTIC)},
     "script": "host_discovery_script",
 }
 
@@ -34,7 +34,7 @@ def named_hosts(
     hostfile: str | None,
     variables: Mapping[str, str],
     np: int | None,
-) -> list[places.Host] | None:
+) -> list[places.HostSlots] | None:
     """The hosts that were asked for or that we have been given; None: this one.
 
     An allocation of one host may have more processes than slots, if `np` says so.
@@ -51,7 +51,7 @@ def named_hosts(
     found = allocations.find(variables)
     if found is None or len(found.hosts) > 1:
         return None if found is None else list(found.hosts)
-    return [places.Host(found.hosts[0].name, np or found.hosts[0].slots)]
+    return [places.HostSlots(found.hosts[0].name, np or found.hosts[0].slots)]
 
 
 def find_hosts(
@@ -59,7 +59,7 @@ def find_hosts(
     host_list: str | None,
     hostfile: str | None,
     variables: Mapping[str, str],
-) -> list[places.Slot]:
+) -> list[places.SlotInfo]:
     """The slots of a job, from what was asked for or from the allocation.
 
     Raises:
@@ -69,13 +69,13 @@ def find_hosts(
     if found is None:
         if np is None:
             raise ValueError("-np: say how many processes to start")
-        found = [places.Host("localhost", np)]
+        found = [places.HostSlots("localhost", np)]
     return places.assign(found, np or sum(host.slots for host in found))
 
 
 def _with_own(
-    spec: Spec, script: str | None, host_list: str | None, hostfile: str | None
-) -> Spec:
+    spec: JobSpec, script: str | None, host_list: str | None, hostfile: str | None
+) -> JobSpec:
     """Hosts come by themselves; those that are named are there besides.
 
     Raises:
@@ -93,7 +93,7 @@ def _with_own(
 
 
 def job_of(
-    spec: Spec,
+    spec: JobSpec,
     config: Config,
     *,
     np: int | None,
@@ -121,7 +121,7 @@ def job_of(
         directory, timestamps, python: see `Console`.
         variables: the environment that may tell of an allocation.
         names: what the arguments of elastic jobs are called where they were given.
-        elastic: the others of them, see `elasticity.settle`.
+        elastic: the others of them, see `elastic_settings.settle`.
 
     Raises:
         ValueError: saying what does not fit together.
@@ -139,12 +139,12 @@ def job_of(
     console = partial(Console, directory=directory, timestamps=timestamps)
     if min_np is None and script is None:
         refused = {**elastic, "max_np": max_np}
-        bounds.refuse_without(
+        elastic_settings.refuse_without(
             {**refused, "elastic_timeout": None if listens else waits}, names
         )
         if not listens:
             slots = find_hosts(np, hosts, hostfile, variables or {})
-            bounds.check_groups(len(slots), config.group_size, names["np"])
+            elastic_settings.check_groups(len(slots), config.group_size, names["np"])
             if spec.stdin and not places.is_local(slots[0].host):
                 where = slots[0].host
                 raise ValueError(f"--stdin 0: rank 0 is on another host, {where}")
@@ -153,13 +153,13 @@ def job_of(
             return Job(spec, console(len(slots), python=python, plain=plain))
         if np is None:
             raise ValueError("--listen: say how many processes to start: -np")
-        bounds.check_groups(np, config.group_size, names["np"])
+        elastic_settings.check_groups(np, config.group_size, names["np"])
         return Job(spec, console(np), np, elastic_timeout=config.elastic_timeout)
     given = None
     named = script is None or hosts is not None or hostfile is not None
     if named and not listens:
         given = named_hosts(hosts, hostfile, variables or {}, max_np or np)
-    change = bounds.settle(
+    change = elastic_settings.settle(
         np=np,
         min_np=min_np,
         max_np=max_np,

@@ -21,7 +21,7 @@ _PATIENCE = 60.0  # seconds
 
 
 def outgoing(request: Message, since: float) -> Iterator[Message]:
-    """What an agent answers to the request of an `Incoming`.
+    """What an agent answers to the request of an `FileReceiver`.
 
     Args:
         since: seconds since 1970; what is older is of another job.
@@ -51,7 +51,7 @@ class Sender(Protocol):
 AgentT = TypeVar("AgentT", bound=Sender)
 
 
-class Incoming:
+class FileReceiver:
     """What comes into a folder here."""
 
     def __init__(self, folder: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ringjax.control import addresses
 from ringjax.monitor import metrics
-from ringjax.run.monitor.wanted import Wanted
+from ringjax.run.monitor.wanted import MonitorOptions
 
 _MOST = 8  # connections
 _SILENCE = 5.0  # seconds for a client to send or to take something
@@ -27,7 +27,7 @@ _EVERY = 10.0  # seconds between two versions of the file
 Render = Callable[[], str]
 
 
-class Endpoint:
+class PrometheusEndpoint:
     """Serves metrics until `close`.
 
     Args:
@@ -37,8 +37,8 @@ class Endpoint:
         OSError: it is not possible to listen there.
     """
 
-    def __init__(self, wanted: Wanted, render: Render) -> None:
-        self._server = _Server(wanted, render)
+    def __init__(self, wanted: MonitorOptions, render: Render) -> None:
+        self._server = _PrometheusServer(wanted, render)
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="ringrun-metrics", daemon=True
         )
@@ -57,18 +57,18 @@ class Endpoint:
         self._thread.join(1.0)
 
 
-class _Server(ThreadingHTTPServer):
+class _PrometheusServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, wanted: Wanted, render: Render) -> None:
+    def __init__(self, wanted: MonitorOptions, render: Render) -> None:
         self.wanted, self.render = wanted, render
         self._lock = threading.Lock()
         self._open: deque[socket.socket] = deque()
         if ":" in wanted.host:
             self.address_family = socket.AF_INET6
         try:
-            super().__init__((wanted.host, wanted.port), _Handler)
+            super().__init__((wanted.host, wanted.port), _PrometheusHandler)
         except OSError as error:
             where = addresses.show(wanted.host, wanted.port)
             why = f"--metrics: cannot listen on {where}: {error.strerror or error}"
@@ -105,9 +105,9 @@ class _Server(ThreadingHTTPServer):
         """Nothing that a client does is worth a word on the user's terminal."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PrometheusHandler(BaseHTTPRequestHandler):
     timeout = _SILENCE
-    server: _Server
+    server: _PrometheusServer
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The user's terminal is for the job."""
 
 
-class TextFile:
+class PrometheusTextFile:
     """Writes metrics for node_exporter's textfile collector; removed by `close`.
 
     Raises:

@@ -42,7 +42,7 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How a job ended.
 
     Attributes:
@@ -60,7 +60,7 @@ class Outcome:
     left: bool = False
 
 
-class Ending:
+class Shutdown:
     """The plan of a job's end, once there is one.
 
     Args:

@@ -19,12 +19,12 @@ _LONGEST = 1 << 26  # bytes of a message
 _CHUNK = 1 << 16
 
 
-class Ended(Exception):
+class JobEnded(Exception):
     """ringrun has closed the connection: the job is over."""
 
 
 @dataclass(slots=True)
-class Status:
+class JobStatus:
     """What ringrun tells about its job.
 
     Attributes:
@@ -42,7 +42,7 @@ class Status:
     events: list[tuple[float, str]] = field(default_factory=list)
 
 
-def status(text: bytes) -> Status:
+def status(text: bytes) -> JobStatus:
     """From one message.
 
     Raises:
@@ -55,7 +55,7 @@ def status(text: bytes) -> Status:
     try:
         message = json.loads(text)
         job: dict[str, Any] = message.get("job", {})
-        return Status(
+        return JobStatus(
             from_message(message["view"]),
             int(job.get("pid", 0)),
             str(job.get("command", "")),
@@ -69,7 +69,7 @@ def status(text: bytes) -> Status:
         raise ValueError(f"no message of ringrun's: {error!r}") from None
 
 
-class Attached:
+class JobConnection:
     """A job that is looked at.
 
     Args:
@@ -89,11 +89,11 @@ class Attached:
         """Of the socket: there is something to read."""
         return self._sock.fileno()
 
-    def read(self, limit: float = math.inf) -> Status | None:
+    def read(self, limit: float = math.inf) -> JobStatus | None:
         """The newest message; None if there is none within `limit` seconds.
 
         Raises:
-            Ended: there will be none any more.
+            JobEnded: there will be none any more.
             ValueError: it cannot be understood.
         """
         deadline = time.monotonic() + limit
@@ -106,7 +106,7 @@ class Attached:
             except ConnectionResetError:
                 data = b""
             if not data:
-                raise Ended
+                raise JobEnded
             self._input += data
             *lines, self._input = self._input.split(b"\n")
             if len(self._input) > _LONGEST:

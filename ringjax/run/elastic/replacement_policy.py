@@ -11,13 +11,13 @@ import signal
 from typing import Any
 
 from ringjax.membership.epochs import WITH_GROUP
-from ringjax.run.elastic.adoption import Adoption
-from ringjax.run.elastic.bounds import Elastic
+from ringjax.run.console import Console
 from ringjax.run.elastic.coordinator_process import CoordinatorProcess
-from ringjax.run.elastic.seats import Seating
+from ringjax.run.elastic.elastic_settings import ElasticSettings
+from ringjax.run.elastic.takeover import Takeover
+from ringjax.run.elastic.worker_slots import WorkerSlots
+from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.blacklist import Blacklist
-from ringjax.run.hosts.fleet import Fleet
-from ringjax.run.output import Console
 from ringjax.run.workers import Worker, WorkerTable
 
 _LAST_WORDS = 0.3  # seconds to wait for what a process wrote before it ended
@@ -26,7 +26,7 @@ _FENCED = 5.0  # seconds for a worker that was declared lost to end by itself
 _TOLD = 30.0  # seconds for a worker that is asked to leave
 
 
-class Keeper:
+class ReplacementPolicy:
     """Looks after the workers of one elastic job.
 
     Args:
@@ -43,13 +43,17 @@ class Keeper:
     """
 
     def __init__(
-        self, elastic: Elastic, table: WorkerTable, fleet: Fleet, console: Console
+        self,
+        elastic: ElasticSettings,
+        table: WorkerTable,
+        fleet: AgentPool,
+        console: Console,
     ) -> None:
         self._elastic, self._table = elastic, table
         self._fleet, self._console = fleet, console
         blacklist = Blacklist(elastic.cooldown) if elastic.blacklists else None
         self._blacklist = blacklist
-        self.seating = Seating(
+        self.seating = WorkerSlots(
             (),
             first=elastic.np or elastic.max_np,
             most=elastic.max_np,
@@ -57,7 +61,7 @@ class Keeper:
             blacklist=blacklist,
             group=elastic.group,
         )
-        self.adoption = Adoption(table, self.seating, fleet, console, self._tell)
+        self.adoption = Takeover(table, self.seating, fleet, console, self._tell)
         self.coordinator: CoordinatorProcess | None = None
         self.silent = False
         self._gone: list[tuple[float, Worker]] = []  # the coordinator hears soon

@@ -27,7 +27,7 @@ _SILENCE = 5.0  # seconds to say that
 
 
 @dataclass(slots=True, eq=False)
-class _Teller:
+class _RankConnection:
     """A connection; `name` is the rank's number for ringrun, once it has told it."""
 
     sock: socket.socket
@@ -36,7 +36,7 @@ class _Teller:
     input: bytes = b""
 
 
-class Tellers:
+class TelemetryRelay:
     """Takes ranks in and hands on what they tell.
 
     Args:
@@ -52,7 +52,7 @@ class Tellers:
     ) -> None:
         self._selector, self._names, self._hand_on = selector, names, hand_on
         self._listener: socket.socket | None = None
-        self._known: list[_Teller] = []
+        self._known: list[_RankConnection] = []
         self._every = 0.0
         self.address = ""
 
@@ -78,7 +78,7 @@ class Tellers:
         for teller in [each for each in self._known if each.name is not None]:
             self._ask(teller)
 
-    def _ask(self, teller: _Teller) -> None:
+    def _ask(self, teller: _RankConnection) -> None:
         try:
             teller.sock.send(f"{self._every:g}\n".encode())
         except BlockingIOError:  # it does not read, so it does not tell
@@ -96,13 +96,13 @@ class Tellers:
             sock.setblocking(False)
             if len(strangers := self._strangers()) >= _STRANGERS:
                 self._forget(strangers[0])
-            teller = _Teller(sock, time.monotonic())
+            teller = _RankConnection(sock, time.monotonic())
             self._known.append(teller)
             self._selector.register(
                 sock, selectors.EVENT_READ, lambda: self._read(teller)
             )
 
-    def _strangers(self) -> list[_Teller]:
+    def _strangers(self) -> list[_RankConnection]:
         return [teller for teller in self._known if teller.name is None]
 
     def timeout(self) -> float | None:
@@ -116,7 +116,7 @@ class Tellers:
             if time.monotonic() - teller.came >= _SILENCE:
                 self._forget(teller)
 
-    def _read(self, teller: _Teller) -> None:
+    def _read(self, teller: _RankConnection) -> None:
         try:
             data = teller.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -145,7 +145,7 @@ class Tellers:
         name = int(number) if number.isdigit() and len(number) < 11 else -1
         return name if name >= 0 and name in self._names else None
 
-    def _forget(self, teller: _Teller) -> None:
+    def _forget(self, teller: _RankConnection) -> None:
         if teller in self._known:
             self._known.remove(teller)
             self._selector.unregister(teller.sock)

@@ -22,7 +22,7 @@ _SOON = 3.0  # seconds until it is said that the name server does not answer
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 
 
-class _Answer:
+class _Lookup:
     """The addresses of one host, once the resolver has returned them."""
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class _Answer:
         self.found: list[AddressInfo] = []
 
 
-_answers: dict[str, _Answer] = {}
+_answers: dict[str, _Lookup] = {}
 _said: set[str] = set()
 
 
 def ask(names: Iterable[str]) -> None:
     """Begins to look up those that are not known yet, and does not wait."""
     new = deque(name for name in dict.fromkeys(names) if name not in _answers)
-    _answers.update((name, _Answer()) for name in new)
+    _answers.update((name, _Lookup()) for name in new)
     for _ in range(min(len(new), _AT_ONCE)):
         thread = threading.Thread(target=_look_up, args=(new,), daemon=True)
         try:

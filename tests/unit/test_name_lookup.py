@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ringjax.run.hosts import names, slots
+from ringjax.run.hosts import name_lookup, slots
 
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "_answers", {})
-    monkeypatch.setattr(names, "_said", set())
+    monkeypatch.setattr(name_lookup, "_answers", {})
+    monkeypatch.setattr(name_lookup, "_said", set())
 
 
 def test_all_names_are_asked_at_the_same_time(
@@ -33,26 +33,26 @@ def test_all_names_are_asked_at_the_same_time(
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    found = slots.without_aliases([slots.Host(name, 1) for name in hosts])
+    found = slots.without_aliases([slots.HostSlots(name, 1) for name in hosts])
     assert [host.name for host in found] == hosts
-    assert not slots.is_local("d") and names.addresses("d") == []
-    assert names.addresses("a")[0][4] == ("192.0.2.1", 9)
+    assert not slots.is_local("d") and name_lookup.addresses("d") == []
+    assert name_lookup.addresses("a")[0][4] == ("192.0.2.1", 9)
     assert sorted(asked) == hosts
     assert "name server" not in capfd.readouterr().err
 
 
 def test_what_is_waited_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, seen = threading.Event(), []
-    monkeypatch.setattr(names, "_SOON", 0.0)
+    monkeypatch.setattr(name_lookup, "_SOON", 0.0)
 
     def hear(text: str) -> None:
         seen.append(text)
         answer.set()
 
-    monkeypatch.setattr(names.stderr, "line", hear)
+    monkeypatch.setattr(name_lookup.stderr, "line", hear)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait(30) and [])
-    names.ask(["far", "other"])
-    assert names.addresses("far") == names.addresses("other") == []
+    name_lookup.ask(["far", "other"])
+    assert name_lookup.addresses("far") == name_lookup.addresses("other") == []
     assert seen == ["ringrun: waiting for the name server to answer for far, other"]
 
 

@@ -9,7 +9,7 @@ from ringjax.run.hosts.channel import Channel
 
 
 @dataclass(slots=True)
-class Agent:
+class AgentHandle:
     """The agent on a host.
 
     Attributes:

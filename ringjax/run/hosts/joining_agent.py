@@ -1,10 +1,11 @@
-"""An agent that comes by itself: `ringrun --join HOST:PORT`, where `--listen` waits.
+"""`ringrun --join HOST:PORT`: an agent that connects to `ringrun --listen` by itself.
 
-It proves that it knows the job's secret as a rank does (control/handshake.py), says its
-host and slots, and is an agent like any other from then on; what an engine has set on
-its node, its ranks keep. When the ringrun of an elastic job is gone, the ranks go on,
-what they write goes to this process's own output, and ringrun is looked for under the
-same address: one that was started anew takes them back. The other end is arrivals.py.
+The agent proves that it has the job's secret, as a rank does (control/handshake.py),
+and sends the name of its host and its slots. From then on it works like any other
+agent. Its ranks keep the variables that an engine has set on this node. If the ringrun
+of an elastic job is gone, the ranks go on, their output goes to the output of this
+process, and the agent looks for a ringrun at the same address. A new ringrun there
+takes the ranks over (elastic/takeover.py). The other end is agent_listener.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _REMEMBERED = 1024  # ranks that have ended
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calling:
+class JoinOptions:
     """Whom an agent calls, and as whom.
 
     Attributes:
@@ -61,10 +62,10 @@ class Calling:
     tls: str = "auto"
 
 
-class DialledAgent(Agent):
+class JoiningAgent(Agent):
     """An agent on the connection that it has built up."""
 
-    def __init__(self, calling: Calling) -> None:
+    def __init__(self, calling: JoinOptions) -> None:
         hangup = signal.getsignal(signal.SIGHUP)
         super().__init__()
         if hangup == signal.SIG_IGN:  # nohup
@@ -291,10 +292,10 @@ def _note(text: str) -> None:
     stderr.line(f"ringrun --join: {text}")
 
 
-def join(calling: Calling) -> NoReturn:
+def join(calling: JoinOptions) -> NoReturn:
     """Serves as an agent of a job until it is over; ends this process as the job ends.
 
     With 128 + SIGTERM if it was asked to end by that signal, and with 1 if the job was
     not to be found or did not want this host, which is said.
     """
-    DialledAgent(calling).run()
+    JoiningAgent(calling).run()

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringjax.run.hosts.blacklist import Blacklist
-from ringjax.run.hosts.slots import Host, Slot
-from ringjax.run.workers import Seat
+from ringjax.run.hosts.slots import HostSlots, SlotInfo
+from ringjax.run.workers import WorkerSlot
 
 SOON = 3.0  # a member for less than these seconds has failed soon
 LONGEST_PAUSE = 30.0
 
 
-class Seating:
+class WorkerSlots:
     """The seats of a job.
 
     Args:
@@ -31,7 +31,7 @@ class Seating:
 
     def __init__(
         self,
-        hosts: Sequence[Host],
+        hosts: Sequence[HostSlots],
         *,
         first: int,
         most: int,
@@ -43,19 +43,19 @@ class Seating:
         self._target = min(first, most)
         self._least = least
         self._blacklist = blacklist
-        self._seats: dict[tuple[str, int], Seat] = {}
+        self._seats: dict[tuple[str, int], WorkerSlot] = {}
         self._order: list[str] = []
         self._numbers = 0
         self.closed = False  # the job is finishing: nobody is started any more
         self.update(hosts)
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[WorkerSlot]:
         """All seats in the order of the hosts."""
         present = [seat for seat in self._seats.values() if not seat.gone]
         return sorted(present, key=lambda s: (self._order.index(s.host), s.index))
 
-    def update(self, hosts: Sequence[Host]) -> list[int]:
+    def update(self, hosts: Sequence[HostSlots]) -> list[int]:
         """Take note of the hosts that there are; returns workers that lose their seat.
 
         Hosts that were known keep their place in the order.
@@ -80,19 +80,19 @@ class Seating:
     def _offer(self, host: str, index: int) -> None:
         seat = self._seats.get((host, index))
         if seat is None:
-            self._seats[host, index] = Seat(host, index, self._numbers)
+            self._seats[host, index] = WorkerSlot(host, index, self._numbers)
             self._numbers += 1
         elif seat.gone:  # it is back, and free as soon as its worker has left
             seat.gone = seat.released = False
 
-    def occupy(self, host: str, index: int, worker: int) -> Seat:
+    def occupy(self, host: str, index: int, worker: int) -> WorkerSlot:
         """The seat of a worker that was there before."""
         self._offer(host, index)
         seat = self._seats[host, index]
         seat.worker = worker
         return seat
 
-    def _vacate(self, seat: Seat) -> None:
+    def _vacate(self, seat: WorkerSlot) -> None:
         seat.worker = None
         if seat.gone:
             del self._seats[seat.host, seat.index]
@@ -101,7 +101,7 @@ class Seating:
         """The job runs: from now on it may have as many workers as it can get."""
         self._target = self._most
 
-    def vacant(self, running: int, now: float) -> list[Seat]:
+    def vacant(self, running: int, now: float) -> list[WorkerSlot]:
         """Seats in which a worker is to be started now, if so many run already.
 
         Seats of one host come one after the other: a group has as few hosts as can be.
@@ -116,12 +116,12 @@ class Seating:
         count = max(0, min(wanted, max(fresh, released)))
         return free[: count - count % self._group]
 
-    def _is_free(self, seat: Seat, now: float) -> bool:
+    def _is_free(self, seat: WorkerSlot, now: float) -> bool:
         held = self._blacklist is not None and self._blacklist.holds(seat.host, now)
         return seat.worker is None and seat.since <= now and not held
 
     def failed(
-        self, seat: Seat, *, member_for: float | None, own_fault: bool, now: float
+        self, seat: WorkerSlot, *, member_for: float | None, own_fault: bool, now: float
     ) -> float:
         """The worker of a seat has failed; returns seconds until it is taken again.
 
@@ -143,7 +143,7 @@ class Seating:
         seat.since = now + pause
         return pause
 
-    def left(self, seat: Seat, *, asked: bool) -> None:
+    def left(self, seat: WorkerSlot, *, asked: bool) -> None:
         """The worker of a seat has left in good order; `asked`: by ringrun."""
         self._vacate(seat)
         seat.released = not asked
@@ -153,12 +153,12 @@ class Seating:
         used = [seat for seat in self.seats if seat.failed or seat.worker is not None]
         return bool(used) and all(seat.failed for seat in used)
 
-    def slot(self, seat: Seat) -> Slot:
+    def slot(self, seat: WorkerSlot) -> SlotInfo:
         """A seat that is taken, in the terms of a static job."""
         taken = [s for s in self.seats if s is seat or s.worker is not None]
         local = [other for other in taken if other.host == seat.host]
         same = [other.host for other in taken if other.index == seat.index]
-        return Slot(
+        return SlotInfo(
             host=seat.host,
             rank=seat.number,
             size=max(seat.number + 1, len(taken)),

@@ -1,6 +1,6 @@
 """What is ordered from the hosts of a job: the ranks, and the agent that starts them.
 
-A record and command lines; who orders is fleet.py, the other end agent.py.
+A record and command lines; who orders is agent_pool.py, the other end agent.py.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from ringjax.run import environ
 from ringjax.run.hosts.allocations import Allocation
-from ringjax.run.hosts.slots import Host, Slot, own_addresses
-from ringjax.run.monitor.wanted import NOTHING, Wanted
+from ringjax.run.hosts.slots import HostSlots, SlotInfo, own_addresses
+from ringjax.run.monitor.wanted import NOTHING, MonitorOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listening:
+class ListenOptions:
     """Where ringrun waits for agents that come by themselves, and for ranks.
 
     Attributes:
@@ -35,13 +35,13 @@ class Listening:
     port: int
     secret: bytes = field(repr=False)
     job: str
-    own: Sequence[Host] = ()
+    own: Sequence[HostSlots] = ()
     patience: float = 600.0
     silence: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class JobSpec:
     """What to run and where.
 
     Attributes:
@@ -57,7 +57,7 @@ class Spec:
     env: Mapping[str, str]
     start_timeout: float
     tls: str = "auto"
-    slots: Sequence[Slot] = ()
+    slots: Sequence[SlotInfo] = ()
     payload: bytes | None = None
     interfaces: Sequence[str] = ()
     ssh_port: int | None = None
@@ -67,8 +67,8 @@ class Spec:
     stdin: bool = False
     allocation: Allocation | None = None
     agent_command: str = ""
-    listening: Listening | None = None
-    wanted: Wanted = NOTHING
+    listening: ListenOptions | None = None
+    wanted: MonitorOptions = NOTHING
 
     def rendezvous(self, remote: Sequence[str]) -> tuple[bytes, Mapping[str, Any]]:
         """The job's secret, and where a server listens for ranks on `remote` hosts."""
@@ -84,7 +84,7 @@ def agent_command() -> list[str]:
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
-class Client(NamedTuple):
+class ClientCommand(NamedTuple):
     """The command that starts the agent on another host; all else goes over its pipes.
 
     Attributes:
@@ -98,19 +98,19 @@ class Client(NamedTuple):
     by_engine: bool
 
 
-def reach(host: str, spec: Spec) -> Client:
+def client_command(host: str, spec: JobSpec) -> ClientCommand:
     """How the agent on a host is started: by a batch system, another engine, or ssh."""
     env = environ.inherited()
     program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
     if spec.agent_command:
-        return Client(_filled(spec.agent_command, host, program), env, True)
+        return ClientCommand(_filled(spec.agent_command, host, program), env, True)
     found = spec.allocation
     if found is not None and found.reaches(host):
         words = [word.replace("{host}", host) for word in found.command]
         env = {name: env[name] for name in env.keys() - found.unset}
-        return Client([*words, *program], env, True)
+        return ClientCommand([*words, *program], env, True)
     argv = [*_ssh(host, spec), host, "exec " + shlex.join(program)]
-    return Client(argv, env, False)
+    return ClientCommand(argv, env, False)
 
 
 def _filled(template: str, host: str, program: Sequence[str]) -> list[str]:
@@ -129,7 +129,7 @@ def _filled(template: str, host: str, program: Sequence[str]) -> list[str]:
 
 
 def check_agent_command(template: str) -> str:
-    """The template of `reach`, as it stands.
+    """The template of `client_command`, as it stands.
 
     Raises:
         ValueError: it is no command, or has no place for the host.
@@ -146,7 +146,7 @@ def check_agent_command(template: str) -> str:
     return template
 
 
-def _ssh(host: str, spec: Spec) -> list[str]:
+def _ssh(host: str, spec: JobSpec) -> list[str]:
     options = {
         "BatchMode": "yes",  # there is nobody to answer a question
         "StrictHostKeyChecking": "accept-new",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringjax.run.hosts.slots import Host
+from ringjax.run.hosts.slots import HostSlots
 
 UNBOUNDED = 1 << 16  # as many as the hosts have slots
 # What an elastic job alone understands, by the names of Python's arguments.
@@ -17,7 +17,7 @@ ONLY_ELASTIC = ("max_np", "slots", "elastic_timeout", "reset_limit", "cooldown_r
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elastic:
+class ElasticSettings:
     """How an elastic job may change.
 
     Attributes:
@@ -34,7 +34,7 @@ class Elastic:
     np: int | None
     min_np: int
     max_np: int
-    hosts: Sequence[Host] | None = None
+    hosts: Sequence[HostSlots] | None = None
     script: str = ""
     slots: int = 1
     reset_limit: int | None = None
@@ -80,7 +80,7 @@ def settle(
     np: int | None,
     min_np: int | None = None,
     max_np: int | None = None,
-    hosts: Sequence[Host] | None = None,
+    hosts: Sequence[HostSlots] | None = None,
     script: str | None = None,
     listens: bool = False,
     slots: int | None = None,
@@ -88,7 +88,7 @@ def settle(
     cooldown_range: Sequence[float] | None = None,
     group: int = 1,
     names: Mapping[str, str],
-) -> Elastic:
+) -> ElasticSettings:
     """The record of what was asked for; `listens`: hosts come by themselves.
 
     Raises:
@@ -110,7 +110,7 @@ def settle(
     elif script is None and hosts is None:
         if np is None:
             raise ValueError(f"{names['np']}: say how many processes to start")
-        hosts = [Host("localhost", max(np, max_np or np))]
+        hosts = [HostSlots("localhost", max(np, max_np or np))]
     available = None if hosts is None else sum(host.slots for host in hosts)
     for name, asked in (("np", np), ("min_np", min_np), ("max_np", max_np)):
         check_groups(asked, group, names[name])
@@ -128,7 +128,7 @@ def settle(
         if first < group:
             raise ValueError(f"a group of {group}: there are {available} slots")
     _check_numbers(np, least, most, available, names)
-    return Elastic(
+    return ElasticSettings(
         np=first,
         min_np=least,
         max_np=most,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class _Errand:
+class _Command:
     done: Callable[[int, str, str], None]
     code: int | None = None
     text: str = ""
@@ -15,11 +15,11 @@ class _Errand:
     open: set[str] = field(default_factory=lambda: {"stdout", "stderr"})
 
 
-class Errands:
+class LocalCommands:
     """Those under way, by the names of their processes."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, _Errand] = {}
+        self._under_way: dict[int, _Command] = {}
 
     def names(self) -> set[int]:
         """Of their processes."""
@@ -27,7 +27,7 @@ class Errands:
 
     def add(self, name: int, done: Callable[[int, str, str], None]) -> None:
         """One has been ordered; `done` gets exit code, output and error output."""
-        self._under_way[name] = _Errand(done)
+        self._under_way[name] = _Command(done)
 
     def wrote(self, name: int, stream: str, data: bytes) -> bool:
         """One may have written something; no data: the stream has ended.
@@ -58,7 +58,7 @@ class Errands:
         for name in self.names():
             self.exited(name, 255, text)
 
-    def _settle(self, name: int, errand: _Errand) -> None:
+    def _settle(self, name: int, errand: _Command) -> None:
         """It may be done: it has ended, and so has what it wrote."""
         if errand.code is None or errand.open:
             return

@@ -25,7 +25,7 @@ _CHUNK = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
-class _Viewer:
+class _TopClient:
     """A connection; `since` it came, or was sent what it has not taken yet.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Viewer:
     left: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
-class Viewers:
+class TopServer:
     """Takes them in.
 
     Args:
@@ -54,7 +54,7 @@ class Viewers:
         self, selector: selectors.BaseSelector, changed: Callable[[], None]
     ) -> None:
         self._selector, self._changed = selector, changed
-        self._viewers: list[_Viewer] = []
+        self._viewers: list[_TopClient] = []
         self._listener, self.path = sockets.listen()
         self._owner = os.getpid()
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -71,16 +71,16 @@ class Viewers:
             while len(self._viewers) >= _MOST:
                 self._forget(self._viewers[0])
             sock.setblocking(False)
-            viewer = _Viewer(sock, time.monotonic())
+            viewer = _TopClient(sock, time.monotonic())
             self._viewers.append(viewer)
             self._watch(viewer, selectors.EVENT_READ)
 
-    def _watch(self, viewer: _Viewer, events: int) -> None:
+    def _watch(self, viewer: _TopClient, events: int) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(viewer.sock)
         self._selector.register(viewer.sock, events, lambda: self._turn(viewer))
 
-    def _turn(self, viewer: _Viewer) -> None:
+    def _turn(self, viewer: _TopClient) -> None:
         """They say hello, and then nothing; but they may leave, or take more."""
         try:
             data = viewer.sock.recv(_CHUNK)
@@ -93,7 +93,7 @@ class Viewers:
         elif viewer.left:
             self._write(viewer)
 
-    def _greet(self, viewer: _Viewer, data: bytes) -> bool:
+    def _greet(self, viewer: _TopClient, data: bytes) -> bool:
         """Whether what was said so far may become, or is, a hello."""
         viewer.said += data
         if viewer.said == sockets.HELLO:
@@ -117,7 +117,7 @@ class Viewers:
             elif now - viewer.since > _PATIENCE:
                 self._forget(viewer)
 
-    def _write(self, viewer: _Viewer) -> None:
+    def _write(self, viewer: _TopClient) -> None:
         try:
             viewer.left = viewer.left[viewer.sock.send(viewer.left) :]
         except BlockingIOError:
@@ -128,7 +128,7 @@ class Viewers:
         more = selectors.EVENT_WRITE if viewer.left else 0
         self._watch(viewer, selectors.EVENT_READ | more)
 
-    def _forget(self, viewer: _Viewer) -> None:
+    def _forget(self, viewer: _TopClient) -> None:
         self._viewers.remove(viewer)
         with contextlib.suppress(KeyError):
             self._selector.unregister(viewer.sock)

@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ringjax.run.elastic.seats import Seating
+from ringjax.run.console import Console
+from ringjax.run.elastic.worker_slots import WorkerSlots
+from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Message
-from ringjax.run.hosts.fleet import Fleet
-from ringjax.run.output import Console
-from ringjax.run.workers import Seat, Worker, WorkerTable
+from ringjax.run.workers import Worker, WorkerSlot, WorkerTable
 
 _OWN = ""  # a host that does not come by itself
 _GONE = "ended with the ringrun or the agent that had started it"
 
 
-class Adoption:
+class Takeover:
     """What agents bring along.
 
     Attributes:
@@ -33,8 +33,8 @@ class Adoption:
     def __init__(
         self,
         table: WorkerTable,
-        seating: Seating,
-        fleet: Fleet,
+        seating: WorkerSlots,
+        fleet: AgentPool,
         console: Console,
         tell: Callable[[Worker], None],
     ) -> None:
@@ -76,7 +76,7 @@ class Adoption:
             here = place == _OWN or self._fleet.has_come(place)
             worker = self._table.workers.get(number)
             if here and (worker is None or not worker.seat.host):
-                seat = Seat(place or "localhost", 0, 0)
+                seat = WorkerSlot(place or "localhost", 0, 0)
                 self._ended(number, seat, 128 + signal.SIGKILL, _GONE)
         if unwanted:
             self._fleet.signal(signal.SIGKILL, unwanted)
@@ -84,7 +84,7 @@ class Adoption:
     def _adopt(self, host: str, rank: dict[str, Any]) -> None:
         number, index = rank["id"], rank["seat"]
         if "code" in rank:
-            self._ended(number, Seat(host, index, 0), rank["code"], "")
+            self._ended(number, WorkerSlot(host, index, 0), rank["code"], "")
             return
         seat = self._seating.occupy(host, index, number)
         worker = self._table.adopt(number, seat)
@@ -92,7 +92,7 @@ class Adoption:
         self._console.add(number, seat.number)
         self._tell(worker)
 
-    def _ended(self, number: int, seat: Seat, code: int, text: str) -> None:
+    def _ended(self, number: int, seat: WorkerSlot, code: int, text: str) -> None:
         worker = self._table.adopt(number, seat)
         self._table.ended(worker, code, text, time.monotonic())
         worker.settled = True

@@ -7,26 +7,26 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.elastic.seats import LONGEST_PAUSE, Seating
+from ringjax.run.elastic.worker_slots import LONGEST_PAUSE, WorkerSlots
 from ringjax.run.hosts.blacklist import Blacklist
-from ringjax.run.hosts.slots import Host, assign
-from ringjax.run.workers import Seat
+from ringjax.run.hosts.slots import HostSlots, assign
+from ringjax.run.workers import WorkerSlot
 
-HOSTS = [Host("a", 2), Host("b", 3)]
+HOSTS = [HostSlots("a", 2), HostSlots("b", 3)]
 
 
 def seating(
-    hosts: list[Host] = HOSTS,
+    hosts: list[HostSlots] = HOSTS,
     *,
     first: int = 5,
     most: int = 5,
     least: int = 1,
     blacklist: Blacklist | None = None,
-) -> Seating:
-    return Seating(hosts, first=first, most=most, least=least, blacklist=blacklist)
+) -> WorkerSlots:
+    return WorkerSlots(hosts, first=first, most=most, least=least, blacklist=blacklist)
 
 
-def fill(job: Seating, now: float = 0.0) -> list[Seat]:
+def fill(job: WorkerSlots, now: float = 0.0) -> list[WorkerSlot]:
     """Starts what is due; workers are numbered by their seats."""
     taken = [seat for seat in job.seats if seat.worker is not None]
     started = job.vacant(len(taken), now)
@@ -35,7 +35,7 @@ def fill(job: Seating, now: float = 0.0) -> list[Seat]:
     return started
 
 
-def places(seats: list[Seat]) -> list[tuple[str, int]]:
+def places(seats: list[WorkerSlot]) -> list[tuple[str, int]]:
     return [(seat.host, seat.index) for seat in seats]
 
 
@@ -48,8 +48,8 @@ def test_hosts_are_filled_in_order() -> None:
 
 
 def test_groups_are_started_whole_and_on_as_few_hosts_as_can_be() -> None:
-    hosts = [Host("a", 2), Host("b", 3)]
-    job = Seating(hosts, first=4, most=4, least=2, blacklist=None, group=2)
+    hosts = [HostSlots("a", 2), HostSlots("b", 3)]
+    job = WorkerSlots(hosts, first=4, most=4, least=2, blacklist=None, group=2)
     seats = fill(job)
     assert places(seats) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     job.grow()
@@ -66,7 +66,7 @@ def test_the_first_seats_are_those_of_a_job_of_fixed_size() -> None:
 
 
 def test_a_seat_is_taken_again_at_once_and_then_ever_later() -> None:
-    job = seating([Host("a", 1)], first=1, most=1)
+    job = seating([HostSlots("a", 1)], first=1, most=1)
     [seat] = fill(job)
     pauses = []
     now = 0.0
@@ -132,7 +132,7 @@ def test_cooldown_stays_in_its_range(
 
 
 def test_who_left_in_good_order_is_replaced_only_in_need() -> None:
-    job = seating(first=3, most=3, least=2, hosts=[Host("a", 3)])
+    job = seating(first=3, most=3, least=2, hosts=[HostSlots("a", 3)])
     seats = fill(job)
     job.left(seats[1], asked=False)
     assert fill(job) == []
@@ -145,12 +145,12 @@ def test_who_left_in_good_order_is_replaced_only_in_need() -> None:
 def test_hosts_that_vanish_and_come_back() -> None:
     job = seating()
     fill(job)
-    assert job.update([Host("b", 2), Host("c", 1)]) == [0, 1, 4]
-    assert job.update([Host("b", 2), Host("c", 1)]) == []
+    assert job.update([HostSlots("b", 2), HostSlots("c", 1)]) == [0, 1, 4]
+    assert job.update([HostSlots("b", 2), HostSlots("c", 1)]) == []
     assert places(job.seats) == [("b", 0), ("b", 1), ("c", 0)]
     assert places(job.vacant(2, 0.0)) == [("c", 0)]
     # A host that is back is used once its former workers have left.
-    job.update([Host("b", 2), Host("a", 1)])
+    job.update([HostSlots("b", 2), HostSlots("a", 1)])
     assert places(job.seats) == [("b", 0), ("b", 1), ("a", 0)]
     assert job.vacant(2, 0.0) == []
     job.left(job.seats[2], asked=True)
@@ -164,7 +164,7 @@ def test_a_job_that_finishes_starts_nobody() -> None:
 
 
 def test_all_failed() -> None:
-    job = seating([Host("a", 3)], first=2, most=3)
+    job = seating([HostSlots("a", 3)], first=2, most=3)
     assert not job.all_failed()
     first, second = fill(job)
     job.failed(first, member_for=None, own_fault=True, now=0.0)

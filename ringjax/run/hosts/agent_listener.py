@@ -1,10 +1,11 @@
-"""Hosts that come by themselves: `ringrun --listen`, which agents dial (dialling.py).
+"""`ringrun --listen`: accepts agents that join by themselves (`ringrun --join`).
 
-The third way to know the hosts of a job, beside a list and a script. Whoever proves
-that it knows the job's secret and says hello with a host and slots is a host for as
-long as its connection lasts. If that breaks in an elastic job, the agent has as long to
-come back as anybody may be silent, and nothing is lost; another agent is a new host.
-What is done with hosts, fleet.py and the job know.
+A list (-H), a script (discovery.py) and this listener are the three ways in which a job
+gets its hosts. An agent that proves that it has the job's secret, and then sends a
+hello with the name of its host and its slots, makes that host part of the job for as
+long as the connection lasts. If the connection of an elastic job breaks, the same agent
+may come back within the failure timeout and nothing is lost. Another agent of the same
+name counts as a new host. The other end is joining_agent.py.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from ringjax.control.connecting import watch
 from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
 from ringjax.control.sealing import Keys
 from ringjax.control.tls import offer
+from ringjax.run.hosts.agent_handle import AgentHandle
+from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Channel, Message
-from ringjax.run.hosts.fleet import Fleet
-from ringjax.run.hosts.host_command import Spec
-from ringjax.run.hosts.reached import Agent
-from ringjax.run.hosts.slots import Host, check_name
+from ringjax.run.hosts.job_spec import JobSpec
+from ringjax.run.hosts.slots import HostSlots, check_name
 
 _MOST = 1 << 31  # numbers of workers are less
 _TAKEN = 5.0  # seconds for a ringrun that was there before to let the port go
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
+class _Connection:
     """The other end of one connection.
 
     Attributes:
@@ -45,11 +46,11 @@ class _Guest:
     where: str
     channel: Channel | None = None
     token: str = ""
-    agent: Agent | None = None
+    agent: AgentHandle | None = None
     gone: float = math.inf
 
 
-class Arrivals:
+class AgentListener:
     """Takes agents in.
 
     Args:
@@ -65,12 +66,12 @@ class Arrivals:
         StartupError: it cannot listen there.
     """
 
-    name, trouble, hopeless = "--listen", "", False  # as a `Discovery` has them
+    name, trouble, hopeless = "--listen", "", False  # as a `HostDiscovery` has them
 
     def __init__(
         self,
-        spec: Spec,
-        fleet: Fleet,
+        spec: JobSpec,
+        fleet: AgentPool,
         note: Callable[[str], None],
         welcome: Callable[[str, Message], None] = lambda host, message: None,
         job_for: Callable[[Message], str] | None = None,
@@ -81,7 +82,7 @@ class Arrivals:
         self._job_for = job_for or (lambda memory: "")
         self._patience = listening.patience if job_for else 0.0
         self._own = list(listening.own)
-        self._guests: dict[str, _Guest] = {}  # by host
+        self._guests: dict[str, _Connection] = {}  # by host
         self._slots: dict[str, int] = {}  # of those that do not leave
         self._selector = selectors.EpollSelector()
         offered = offer(spec.tls)
@@ -99,9 +100,9 @@ class Arrivals:
         )
 
     @property
-    def hosts(self) -> list[Host]:
+    def hosts(self) -> list[HostSlots]:
         """The hosts that there are now, in the order in which they came."""
-        return [*self._own, *(Host(*known) for known in self._slots.items())]
+        return [*self._own, *(HostSlots(*known) for known in self._slots.items())]
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -133,7 +134,7 @@ class Arrivals:
     ) -> None:
         del introduction
         watch(sock, self._listening.silence)
-        guest = _Guest(where)
+        guest = _Connection(where)
         descriptor = sock.detach()
         guest.channel = Channel(
             self._fleet.selector,
@@ -144,7 +145,7 @@ class Arrivals:
             keys,
         )
 
-    def _heard(self, guest: _Guest, message: Message) -> None:
+    def _heard(self, guest: _Connection, message: Message) -> None:
         if guest.agent is None:
             self._greet(guest, message)
         elif message.get("is") == "leaving":
@@ -152,7 +153,7 @@ class Arrivals:
         else:
             self._fleet.heard(guest.agent, message)
 
-    def _greet(self, guest: _Guest, message: Message) -> None:
+    def _greet(self, guest: _Connection, message: Message) -> None:
         assert guest.channel is not None
         why, again = self._refuses(message)
         if why:
@@ -181,7 +182,9 @@ class Arrivals:
         self._note(f"host {host} has come, with {count} slot{'s' * (count != 1)}")
         self._welcome(host, message)
 
-    def _come_back(self, before: _Guest, guest: _Guest, message: Message) -> None:
+    def _come_back(
+        self, before: _Connection, guest: _Connection, message: Message
+    ) -> None:
         """Its connection was broken, and nothing else."""
         agent, guest.agent = before.agent, before.agent
         assert before.channel is not None and agent is not None
@@ -217,13 +220,13 @@ class Arrivals:
             return f"{host} is a host of ringrun's own", False
         return "", False
 
-    def _left(self, guest: _Guest) -> None:
+    def _left(self, guest: _Connection) -> None:
         """A connection has ended."""
         guest.gone = time.monotonic()
         if guest.agent is not None and (guest.agent.ended or not self._patience):
             self._lose(guest)
 
-    def _lose(self, guest: _Guest) -> None:
+    def _lose(self, guest: _Connection) -> None:
         assert guest.agent is not None
         host = guest.agent.host
         del self._guests[host]

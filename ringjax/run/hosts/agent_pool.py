@@ -1,9 +1,10 @@
-"""The hosts of a job: their agents, what they are told and what they report.
+"""The agents of a job, one on each host: starts them, sends orders, receives reports.
 
-One agent on this machine (the guardian) owns our ranks, the clients (ssh, srun) of the
-other hosts and every small errand; one behind each client owns the ranks there. When
-the guardian is killed, the clients go on, and the next order here starts another one.
-Knows no rank and no plan: what happens becomes a call of the job, see `Observer`.
+The agent on this machine (the guardian) owns the ranks here, the clients (ssh, srun) of
+the other hosts, and short commands such as a discovery script. Behind each client is
+the agent that owns the ranks of that host. If the guardian is killed, the clients go
+on, and the next order for this machine starts another guardian. This module does not
+decide anything: each event becomes a call of the `ProcessObserver`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ringjax.run import environ, keyboard
-from ringjax.run.hosts import names, processes
+from ringjax.run.console import Console
+from ringjax.run.hosts import name_lookup, processes
+from ringjax.run.hosts.agent_handle import AgentHandle
 from ringjax.run.hosts.channel import Channel, Message
-from ringjax.run.hosts.errands import Errands
-from ringjax.run.hosts.files import Incoming
-from ringjax.run.hosts.host_command import Spec, agent_command, reach
-from ringjax.run.hosts.reached import Agent
+from ringjax.run.hosts.job_spec import JobSpec, agent_command, client_command
+from ringjax.run.hosts.local_commands import LocalCommands
+from ringjax.run.hosts.profile_files import FileReceiver
 from ringjax.run.hosts.slots import is_local
-from ringjax.run.output import Console
 
 _SOON = 10.0  # seconds without an answer of a host until that is said
 _SHELL = "a login script there may wait for something, or replace the shell"
 
 
-class Observer(Protocol):
+class ProcessObserver(Protocol):
     """What a job wants to know of its processes; `name` is its number for one."""
 
     def started(self, name: int, pid: int) -> None:
@@ -50,22 +51,24 @@ class Observer(Protocol):
         """The processes of this name went with their host."""
 
 
-class Fleet:
+class AgentPool:
     """Starts agents and talks to them; `turn` is the job's one loop."""
 
-    def __init__(self, spec: Spec, console: Console, observer: Observer) -> None:
+    def __init__(
+        self, spec: JobSpec, console: Console, observer: ProcessObserver
+    ) -> None:
         self._spec = spec
         self._console = console
         self._observer = observer
         self.selector = selectors.DefaultSelector()
         self._guardian: subprocess.Popen[bytes] | None = None
         self._descriptors: socket.socket | None = None
-        self._local = Agent("localhost", 0)
-        self._remote: dict[str, Agent] = {}
+        self._local = AgentHandle("localhost", 0)
+        self._remote: dict[str, AgentHandle] = {}
         self._own: dict[str, bool] = {}  # host -> whether it is this machine
-        self._clients: dict[int, Agent] = {}  # by the name of their client
-        self._errands = Errands()
-        self._incoming: Incoming | None = None
+        self._clients: dict[int, AgentHandle] = {}  # by the name of their client
+        self._errands = LocalCommands()
+        self._incoming: FileReceiver | None = None
         self._names = 0  # of clients and errands: they count downwards
         self._every = 0.0
         # Takes what a rank tells of itself: its number, a line.
@@ -79,7 +82,7 @@ class Fleet:
             self._guardian.kill()
             self._guardian.wait()
             self._descriptors.close()
-            self._local = Agent("localhost", 0)
+            self._local = AgentHandle("localhost", 0)
         ours, theirs = socket.socketpair()
         self._descriptors = ours
         with theirs:
@@ -116,7 +119,7 @@ class Fleet:
         """The hosts of these that are not this machine."""
         hosts = list(hosts)
         if len(hosts) > 1:  # at the same time
-            names.ask(host.rpartition("@")[2] for host in hosts)
+            name_lookup.ask(host.rpartition("@")[2] for host in hosts)
         return [host for host in hosts if not self.is_local(host)]
 
     @property
@@ -127,7 +130,7 @@ class Fleet:
         back = ours and all(agent.asked_back for agent in agents)
         return "SIGTERM on the other hosts" if back else ""
 
-    def _agent(self, host: str) -> Agent:
+    def _agent(self, host: str) -> AgentHandle:
         """The agent on a host; started if there is none, or none any more."""
         if self.is_local(host):
             return self._here()
@@ -136,18 +139,18 @@ class Fleet:
             agent = self._remote[host] = self._connect(host)
         return agent
 
-    def _here(self) -> Agent:
+    def _here(self) -> AgentHandle:
         """The agent on this machine."""
         if self._local.done:
             self.start()
         return self._local
 
-    def _connect(self, host: str) -> Agent:
+    def _connect(self, host: str) -> AgentHandle:
         here = self._here()
         self._names -= 1
-        argv, env, by_engine = reach(host, self._spec)
+        argv, env, by_engine = client_command(host, self._spec)
         client = os.path.basename(argv[0])
-        agent = Agent(host, self._names, client, by_engine)
+        agent = AgentHandle(host, self._names, client, by_engine)
         self._clients[agent.number] = agent
         self._console.labels[agent.number] = host
         stdin, ours = os.pipe()
@@ -165,12 +168,14 @@ class Fleet:
         self._tell(agent, {"do": "monitor", "every": self._every})
         return agent
 
-    def take(self, host: str, channel: Channel, via: str, names: set[int]) -> Agent:
+    def take(
+        self, host: str, channel: Channel, via: str, names: set[int]
+    ) -> AgentHandle:
         """An agent that has come by itself, and has processes of these names.
 
         `via`: where its ranks find the job, from there.
         """
-        agent = Agent(host, 0, "", True, via, channel, names=names)
+        agent = AgentHandle(host, 0, "", True, via, channel, names=names)
         self._remote[host] = agent
         self._tell(agent, {"do": "monitor", "every": self._every})
         return agent
@@ -194,7 +199,7 @@ class Fleet:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _open(self, agent: Agent, reader: int, writer: int) -> Channel:
+    def _open(self, agent: AgentHandle, reader: int, writer: int) -> Channel:
         return Channel(
             self.selector,
             reader,
@@ -239,7 +244,7 @@ class Fleet:
 
     def _order(
         self,
-        agent: Agent,
+        agent: AgentHandle,
         orders: Sequence[Message],
         env: Mapping[str, str],
         payload: bytes | None,
@@ -290,7 +295,7 @@ class Fleet:
             if agent.rendezvous:
                 self._tell(agent, {"do": "remember", "memory": memory})
 
-    def _tell(self, agent: Agent, message: Message) -> None:
+    def _tell(self, agent: AgentHandle, message: Message) -> None:
         if agent.channel is not None:
             agent.channel.send(message)
 
@@ -320,7 +325,7 @@ class Fleet:
                 agent.noted = True
                 self._console.note(f"{agent.host}: {why} {_SOON:g} s; {_SHELL}")
 
-    def heard(self, agent: Agent, message: Message) -> None:
+    def heard(self, agent: AgentHandle, message: Message) -> None:
         """An agent has said something."""
         agent.answers = True
         name = message.get("id", 0)
@@ -345,7 +350,7 @@ class Fleet:
             case "bye":
                 agent.ended = True
 
-    def _exited(self, agent: Agent, name: int, code: int, text: str) -> None:
+    def _exited(self, agent: AgentHandle, name: int, code: int, text: str) -> None:
         agent.names.discard(name)
         if self._errands.exited(name, code, text):
             return
@@ -356,12 +361,12 @@ class Fleet:
             why = f": {text}" if text else ""
             self.lose(client, f"lost its host, {client.client} ended ({code}){why}")
 
-    def lose(self, agent: Agent, text: str) -> None:
+    def lose(self, agent: AgentHandle, text: str) -> None:
         """The connection of an agent without a client of ours has ended."""
         agent.ended = True
         self._lost_names(agent, text)
 
-    def _closed(self, agent: Agent) -> None:
+    def _closed(self, agent: AgentHandle) -> None:
         if agent.ended:
             return
         if agent is self._local:
@@ -384,7 +389,7 @@ class Fleet:
             processes.kill_group(pid)
         self._errands.fail(text)
 
-    def _lost_names(self, agent: Agent, text: str) -> None:
+    def _lost_names(self, agent: AgentHandle, text: str) -> None:
         names = sorted(agent.names)
         agent.names.clear()
         agent.pids.clear()
@@ -405,7 +410,7 @@ class Fleet:
     def end(self, limit: float) -> None:
         """Have every agent kill what is left, and read the last output."""
         if folder := self._spec.env.get("RINGJAX_PROFILE"):
-            self._incoming = Incoming(folder)
+            self._incoming = FileReceiver(folder)
             agents = list(self._remote.values())
             self._incoming.fetch(agents, self._tell, self.turn, self._console.note)
         remote = list(self._remote.values())
