@@ -77,11 +77,11 @@ def measure(options: argparse.Namespace) -> str:
 
     import ringjax.tensorflow as hvd
     from ringjax import eager
-    from ringjax.tensorflow import kernels, pending
+    from ringjax.tensorflow import kernels, pending_operations
 
     counts = [
         counted(kernels, ["_start", "_finish"]),
-        counted(pending.PendingOperation, ["tell"]),
+        counted(pending_operations.PendingOperation, ["notify"]),
     ]
 
     def python_calls() -> int:

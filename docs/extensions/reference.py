@@ -141,8 +141,8 @@ def _without_frameworks(app: Sphinx, config: object) -> None:
     """Their stand-ins, for as long as this runs; autodoc looks at sources without."""
     _STAND_INS.enter_context(mock(app.config.autodoc_mock_imports))
     # A decorator that TensorFlow's cannot serve.
-    stand_in = types.ModuleType("ringjax.tensorflow.as_written")
-    stand_in.as_written = lambda function: function  # type: ignore[attr-defined]
+    stand_in = types.ModuleType("ringjax.tensorflow.autograph")
+    stand_in.do_not_convert = lambda function: function  # type: ignore[attr-defined]
     sys.modules[stand_in.__name__] = stand_in
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from ringjax.run import environ, task
 from ringjax.run import run as run_here
 from ringjax.run.engine_job import EngineJob
-from ringjax.spark.jobs import launch, session
-from ringjax.spark.task import Rank
+from ringjax.spark.jobs import active_session, launch
+from ringjax.spark.task import RankTask
 
 
 class Distributor:
@@ -71,11 +71,11 @@ class Distributor:
             argv = [sys.executable, "-m", "ringjax.run.task"]
             payload = task.encode(train, args, kwargs)
         if self.local_mode:
-            return self._run_here(train, args, kwargs)
-        spark = session()
+            return self._run_locally(train, args, kwargs)
+        spark = active_session()
         env = {**environ.rank_defaults(), **self._env}
         with EngineJob(self.num_processes, min_size=self.min_processes, env=env) as job:
-            rank = Rank(
+            rank = RankTask(
                 ticket=job.common_ticket(),
                 payload=payload,
                 argv=argv,
@@ -85,7 +85,9 @@ class Distributor:
             )
             return launch(spark, job, rank)[0]
 
-    def _run_here(self, train: Callable[..., Any] | str, args: Any, kwargs: Any) -> Any:
+    def _run_locally(
+        self, train: Callable[..., Any] | str, args: Any, kwargs: Any
+    ) -> Any:
         if isinstance(train, str):
             program, words = train, [train, *map(str, args)]
 

@@ -18,11 +18,11 @@ from pyspark.sql import SparkSession
 from ringjax.errors import LaunchError
 from ringjax.run import environ, task
 from ringjax.run.engine_job import EngineJob
-from ringjax.spark.task import SCHEMA, Rank
+from ringjax.spark.task import SCHEMA, RankTask
 
 log = logging.getLogger("ringjax.spark")
-_LOOK = 0.1  # seconds between two looks at what the workers say
-_PATIENCE = 2.0  # seconds for what was asked to end
+_POLL_INTERVAL = 0.1  # seconds between two looks at what the workers say
+_STOP_TIMEOUT = 2.0  # seconds for what was asked to end
 _jobs = itertools.count()
 
 
@@ -70,10 +70,10 @@ def run(
         >>> ringjax.spark.run(lambda x: x + 1, (1,), num_proc=2)  # doctest: +SKIP
         [2, 2]
     """
-    spark = session()
+    spark = active_session()
     size = num_proc or parallelism(spark)
-    with EngineJob(size, env=_settings(env, nics), note=log.info) as job:
-        rank = Rank(
+    with EngineJob(size, env=_rank_environment(env, nics), note=log.info) as job:
+        rank = RankTask(
             ticket=job.common_ticket(),
             payload=task.encode(fn, args, kwargs or {}),
             argv=[executable or sys.executable, "-m", "ringjax.run.task"],
@@ -126,18 +126,18 @@ def run_elastic(
         LaunchError: the job has failed.
         RuntimeError: there is no Spark session.
     """
-    spark = session()
+    spark = active_session()
     size = num_proc or parallelism(spark)
     least = min_num_proc or min_np or size
     most = max_num_proc or max_np or size
-    settings = _settings(env, nics)
+    settings = _rank_environment(env, nics)
     given = {"START_TIMEOUT": start_timeout, "ELASTIC_TIMEOUT": elastic_timeout}
     for name, seconds in given.items():
         if seconds is not None:
             settings[f"RINGJAX_{name}"] = f"{seconds:g}"
     job = EngineJob(size, min_size=least, max_size=most, env=settings, note=log.info)
     with job:
-        rank = Rank(
+        rank = RankTask(
             ticket=job.common_ticket(),
             payload=task.encode(fn, args, kwargs or {}),
             argv=[sys.executable, "-m", "ringjax.run.task"],
@@ -148,7 +148,7 @@ def run_elastic(
         return launch(spark, job, rank, None, stdout, stderr, reset_limit)
 
 
-def session() -> SparkSession:
+def active_session() -> SparkSession:
     """The session that is there.
 
     Raises:
@@ -171,7 +171,7 @@ def parallelism(spark: SparkSession) -> int:
         return int(parts.selectExpr("max(part) + 1").head()[0])
 
 
-def _settings(
+def _rank_environment(
     env: Mapping[str, str] | None, nics: Sequence[str] | None
 ) -> dict[str, str]:
     names = {"RINGJAX_NETWORK_INTERFACES": ",".join(sorted(nics))} if nics else {}
@@ -181,7 +181,7 @@ def _settings(
 def launch(
     spark: SparkSession,
     job: EngineJob,
-    rank: Rank,
+    rank: RankTask,
     start_timeout: float | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -192,32 +192,32 @@ def launch(
     Raises:
         LaunchError: the job has failed.
     """
-    room = None
+    slots = None
     if start_timeout is not None and not isinstance(spark, SparkSession):
-        room = parallelism(spark)  # Spark Connect only tells while there is room
-    tasks = _Tasks(spark, job, rank, room)
+        slots = parallelism(spark)  # Spark Connect only tells while there is room
+    tasks = _SparkJob(spark, job, rank, slots)
     tasks.start()
-    begin, told = time.monotonic(), False
+    begin, checked = time.monotonic(), False
     try:
-        while not tasks.ended.wait(_LOOK) and not job.stopped:
+        while not tasks.ended.wait(_POLL_INTERVAL) and not job.stopped:
             job.poll()
             if reset_limit is not None and job.resets > reset_limit:
                 job.stop(
                     f"the members have changed {job.resets} times; the reset limit is "
                     f"{reset_limit}"
                 )
-            if not told and time.monotonic() - begin > (start_timeout or 600.0):
-                told = True
-                tasks.check_number(time.monotonic() - begin)
+            if not checked and time.monotonic() - begin > (start_timeout or 600.0):
+                checked = True
+                tasks.check_started(time.monotonic() - begin)
         # Ranks that have just been told may end by themselves, and say more.
-        tasks.ended.wait(_PATIENCE)
+        tasks.ended.wait(_STOP_TIMEOUT)
     finally:
         tasks.end()
     job.poll()
     if tasks.error is not None and not job.stopped:
-        raise LaunchError(f"Spark gave up: {_spark_says(tasks.error)}")
+        raise LaunchError(f"Spark gave up: {_short_reason(tasks.error)}")
     for row in tasks.rows:
-        _write(json.loads(row.output or "[]"), row, stdout, stderr)
+        _forward_output(json.loads(row.output or "[]"), row, stdout, stderr)
         job.runs_on(row.worker, row.node)
         if row.code:
             job.lost(row.worker, row.error)
@@ -227,7 +227,7 @@ def launch(
     return job.results()
 
 
-def _write(
+def _forward_output(
     lines: Sequence[Sequence[str]], row: Any, out: TextIO | None, err: TextIO | None
 ) -> None:
     for stream, line in lines:
@@ -237,7 +237,7 @@ def _write(
             file.write(f"[{number}]<{stream}>:{line}\n")
 
 
-def _spark_says(error: Exception) -> str:
+def _short_reason(error: Exception) -> str:
     """Of what Spark says, which is long, what matters: a rank's error, or no room."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ours = [line for line in lines if "RuntimeError: worker" in line]
@@ -245,7 +245,7 @@ def _spark_says(error: Exception) -> str:
     return (ours or slots or lines or [type(error).__name__])[0][:500]
 
 
-class _Tasks(threading.Thread):
+class _SparkJob(threading.Thread):
     """Spark's job, in a thread: who waits for it can end it.
 
     Attributes:
@@ -255,10 +255,10 @@ class _Tasks(threading.Thread):
     """
 
     def __init__(
-        self, spark: SparkSession, job: EngineJob, rank: Rank, room: int | None
+        self, spark: SparkSession, job: EngineJob, rank: RankTask, slots: int | None
     ) -> None:
         super().__init__(name="spark-job", daemon=True)
-        self._spark, self._job, self._rank, self._room = spark, job, rank, room
+        self._spark, self._job, self._rank, self._slots = spark, job, rank, slots
         self._tag = f"ringjax.spark.run.{next(_jobs)}"
         self.ended = threading.Event()
         self.rows: list[Any] = []
@@ -285,27 +285,27 @@ class _Tasks(threading.Thread):
             with contextlib.suppress(Exception):
                 self._spark.interruptTag(self._tag)
             # While Spark waits for room it cannot be told; nobody waits for that.
-            self.ended.wait(_PATIENCE)
+            self.ended.wait(_STOP_TIMEOUT)
 
-    def check_number(self, seconds: float) -> None:
+    def check_started(self, seconds: float) -> None:
         """Stops the job if Spark has not even started all of its tasks."""
         size = self._rank.size
         if self._job.elastic:
             return
         if isinstance(self._spark, SparkSession):
-            count, room = self._tasks_begun(), parallelism(self._spark)
-        elif self._room is not None and self._room < size:
-            count, room = 0, self._room
+            count, slots = self._count_started(), parallelism(self._spark)
+        elif self._slots is not None and self._slots < size:
+            count, slots = 0, self._slots
         else:
             return
         if count < size:
             self._job.stop(
                 f"Timed out waiting for Spark tasks to start: {count} of {size} have "
-                f"within {seconds:.0f} s, and there is room for {room} at once; are "
+                f"within {seconds:.0f} s, and there is room for {slots} at once; are "
                 "there enough executors and cores?"
             )
 
-    def _tasks_begun(self) -> int:
+    def _count_started(self) -> int:
         """The tasks of this job that have started."""
         tracker = self._spark.sparkContext.statusTracker()
         jobs = map(tracker.getJobInfo, tracker.getJobIdsForGroup(self._tag))

@@ -31,7 +31,7 @@ SCHEMA = (
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankTask:
     """What a task does, for any task of the job.
 
     Attributes:
@@ -66,12 +66,14 @@ class Rank:
             own = {"RINGJAX_WORKER": str(number), "HOROVOD_HOSTNAME": node}
             own |= {"HOROVOD_RANK": str(likely), "HOROVOD_SIZE": str(self.size)}
         else:
-            rank, own = _place(context, node)
+            rank, own = _assign_rank(context, node)
             number = rank
         # What somebody says of GPUs counts more than what Spark has assigned.
         env = {**environ.inherited(), **self._gpus(context), **self.ticket, **own}
         env["PYTHONPATH"] = environ.agent_path()
-        ended = _run(self.argv, env, self.payload, rank if rank >= 0 else number)
+        ended = _run_process(
+            self.argv, env, self.payload, rank if rank >= 0 else number
+        )
         if self.elastic and ended.code:
             # Spark tries it again: a newcomer of the job.
             raise RuntimeError(f"worker {number} (on {node}){ended.why}")
@@ -112,7 +114,7 @@ def host_hash(salt: str | None = None) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
-def _place(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]:
+def _assign_rank(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]:
     """This task's rank: the tasks of a host follow each other."""
     nodes = context.allGather(node)
     order = sorted(range(len(nodes)), key=lambda i: (nodes.index(nodes[i]), i))
@@ -121,7 +123,7 @@ def _place(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]
 
 
 @dataclass
-class _Ended:
+class _ProcessResult:
     """How a rank has ended.
 
     Attributes:
@@ -151,12 +153,12 @@ class _Ended:
         return f" failed: {last_line(text)}\n\n{text}" if text else f": {self.error}"
 
 
-def _run(
+def _run_process(
     argv: Sequence[str], env: Mapping[str, str], payload: bytes | None, name: int
-) -> _Ended:
+) -> _ProcessResult:
     """Runs a rank to its end; its output goes to the executor's log, too."""
     child = processes.start(argv, dict(env), payload=payload)
-    ended = _Ended()
+    ended = _ProcessResult()
     rests = dict.fromkeys(child.pipes, b"")
     with selectors.DefaultSelector() as selector:
         for stream, descriptor in child.pipes.items():
@@ -174,12 +176,12 @@ def _run(
                 if not data and rests[key.data]:
                     lines = [*lines, rests[key.data]]
                 for line in lines:
-                    _say(ended, name, key.data, line.decode(errors="replace"))
+                    _log_line(ended, name, key.data, line.decode(errors="replace"))
     code = child.process.wait()
     ended.code = code if code >= 0 else 128 - code
     return ended
 
 
-def _say(ended: _Ended, name: int, stream: str, line: str) -> None:
+def _log_line(ended: _ProcessResult, name: int, stream: str, line: str) -> None:
     ended.lines.append((stream, line))
     print(f"[{name}]<{stream}>:{line}", file=sys.stderr, flush=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringjax.tensorflow.as_written import as_written
-from ringjax.tensorflow.gradients import divided
+from ringjax.tensorflow.autograph import do_not_convert
+from ringjax.tensorflow.gradients import divide_gradient
 
 _SPARSE = (
     "IndexedSlices are not supported when `backward_passes_per_step` > 1 and "
@@ -60,7 +60,7 @@ class LocalAggregation:
         with tf.init_scope():
             self.counter = self._variable(0, tf.int32, "aggregation_counter")
 
-    @as_written
+    @do_not_convert
     def compute_gradients(
         self, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> list[Any]:
@@ -75,7 +75,7 @@ class LocalAggregation:
         """
         dense = [self._dense(gradient) for gradient in gradients]
         places = [i for i, gradient in enumerate(dense) if gradient is not None]
-        self._make_room(dense, places)
+        self._create_variables(dense, places)
         sums = [self._sums[i] for i in places]
         added = [self._sums[i].assign_add(dense[i]) for i in places]
         with tf.control_dependencies(added):
@@ -92,7 +92,9 @@ class LocalAggregation:
             with tf.control_dependencies(cleared):
                 reduced = self._reduce(whole, variables)
                 divisor = self._passes if self._average else 1
-                return [tf.identity(divided(reduced[i], divisor)) for i in places]
+                return [
+                    tf.identity(divide_gradient(reduced[i], divisor)) for i in places
+                ]
 
         def hold() -> list[Any]:
             return [tf.identity(total.read_value()) for total in sums]
@@ -106,7 +108,7 @@ class LocalAggregation:
             dense[i] = gradient
         return dense
 
-    @as_written
+    @do_not_convert
     def apply_gradients(
         self,
         apply: Callable[[], Any],
@@ -143,7 +145,7 @@ class LocalAggregation:
             raise ValueError(_SPARSE)
         return tf.convert_to_tensor(gradient)
 
-    def _make_room(self, gradients: list[Any], places: list[int]) -> None:
+    def _create_variables(self, gradients: list[Any], places: list[int]) -> None:
         for i in places:
             if i in self._sums:
                 continue

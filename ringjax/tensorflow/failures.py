@@ -1,10 +1,10 @@
-"""What fails, in TensorFlow's exceptions as well as in ringjax's.
+"""Exceptions that are both ringjax's and TensorFlow's.
 
-Horovod's operations raise TensorFlow's errors, so programs catch those: what the ranks
-disagree about is a FailedPreconditionError, a bad argument an InvalidArgumentError, a
-rank that is gone an UnknownError. Outside of a `tf.function` each of them is ringjax's
-exception, too. Inside, only a code and a text come through TensorFlow;
-`ringjax.elastic.run` makes ringjax's exception of those.
+Horovod's operations raise TensorFlow's errors, so programs catch those. A disagreement
+between ranks is a FailedPreconditionError, a bad argument an InvalidArgumentError, and
+a lost rank an UnknownError. Outside of a `tf.function` the exception is an instance of
+ringjax's class, too. TensorFlow passes only a code and a text out of a function;
+`ringjax.elastic.run` makes ringjax's exceptions of these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringjax.errors import Mismatch, NotInitialized, Stalled
 
 
-def _kind_of(error: BaseException) -> Any:
+def _error_class_of(error: BaseException) -> Any:
     if isinstance(error, Mismatch | NotInitialized):
         return tf.errors.FailedPreconditionError
     if isinstance(error, ValueError | TypeError):
@@ -27,43 +27,45 @@ def _kind_of(error: BaseException) -> Any:
     return tf.errors.UnknownError
 
 
-def code_of(error: BaseException) -> int:
-    """TensorFlow's code for an exception with which a node fails."""
-    return int(_kind_of(error)(None, None, "").error_code)
+def error_code_of(error: BaseException) -> int:
+    """Returns TensorFlow's code for the exception of a node."""
+    return int(_error_class_of(error)(None, None, "").error_code)
 
 
 @cache
-def _both(kind: Any, theirs: Any) -> Any:
-    """A class of exceptions that are `kind`, and TensorFlow's `theirs`."""
+def _combined_class(own: Any, theirs: Any) -> Any:
+    """Makes a subclass of `own` and of `theirs`, an error class of TensorFlow."""
 
-    def begin(self: Any, text: str) -> None:
-        # Not through their __init__, which calls that of `kind` with other arguments.
+    def init(self: Any, text: str) -> None:
+        # TensorFlow's __init__ calls the next one, that of `own`, with arguments that
+        # it does not take. Copy the attributes of an error of `theirs` instead.
         vars(self).update(vars(theirs(None, None, text)))
 
-    def text_of(self: Any) -> str:
+    def to_text(self: Any) -> str:
         return str(self.message)
 
-    def reduce(self: Any) -> Any:
-        plain = kind.__new__(kind, str(self))
-        own = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-        vars(plain).update(own)
-        return as_tensorflow, (plain,)
+    def reduce(self: Any) -> tuple[object, tuple[Exception]]:
+        # pickle does not find this class by its name: rebuild it from `own`.
+        plain = own.__new__(own, str(self))
+        state = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        vars(plain).update(state)
+        return to_tensorflow_error, (plain,)
 
     attributes = {
-        "__init__": begin,
-        "__str__": text_of,
+        "__init__": init,
+        "__str__": to_text,
         "__reduce__": reduce,
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
+        "__module__": own.__module__,
+        "__doc__": own.__doc__,
     }
-    return type(kind.__name__, (theirs, kind), attributes)
+    return type(own.__name__, (theirs, own), attributes)
 
 
-def as_tensorflow(error: Exception) -> Exception:
-    """The same failure, such that `except` clauses for TensorFlow's errors see it.
+def to_tensorflow_error(error: Exception) -> Exception:
+    """Returns the same failure as an exception that is an error of TensorFlow, too.
 
     Example:
-        >>> error = as_tensorflow(Mismatch("shapes differ"))
+        >>> error = to_tensorflow_error(Mismatch("shapes differ"))
         >>> isinstance(error, Mismatch), isinstance(error, RuntimeError)
         (True, True)
         >>> isinstance(error, tf.errors.FailedPreconditionError)
@@ -72,8 +74,8 @@ def as_tensorflow(error: Exception) -> Exception:
     already: bool = isinstance(error, tf.errors.OpError)
     if already:
         return error
-    kind: Any = type(error)
-    new: Exception = _both(kind, _kind_of(error))(str(error))
+    own: Any = type(error)
+    new: Exception = _combined_class(own, _error_class_of(error))(str(error))
     for name, value in vars(error).items():
         setattr(new, name, value)
     return new

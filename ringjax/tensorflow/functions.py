@@ -13,13 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from ringjax.eager import objects
-from ringjax.tensorflow.as_written import as_written
-from ringjax.tensorflow.movement import broadcast_together
-from ringjax.tensorflow.variables import listed
+from ringjax.tensorflow.autograph import do_not_convert
+from ringjax.tensorflow.movement import broadcast_group
+from ringjax.tensorflow.variables import as_variable_list
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
-@as_written
+@do_not_convert
 def broadcast_variables(
     variables: Any,
     root_rank: int,
@@ -50,12 +50,12 @@ def broadcast_variables(
         >>> hvd.broadcast_variables([tf.Variable([1.0, 2.0])], root_rank=0)
     """
     del inplace
-    found = listed(variables)
+    found = as_variable_list(variables)
     eager = tf.executing_eagerly()
     if not found:
         return None if eager else tf.no_op()
     values = [tf.convert_to_tensor(variable) for variable in found]
-    sent = broadcast_together(values, root_rank, process_set=process_set)
+    sent = broadcast_group(values, root_rank, process_set=process_set)
     written = [
         variable.assign(value) for variable, value in zip(found, sent, strict=True)
     ]

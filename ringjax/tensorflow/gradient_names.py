@@ -18,7 +18,7 @@ import tensorflow as tf
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TracePosition:
     """Where a function is traced within another one."""
 
     outer: weakref.ref[Any]
@@ -32,7 +32,7 @@ class _Place:
 
 
 @dataclass
-class _Given:
+class _GraphNames:
     """What has been numbered in an outermost graph.
 
     Attributes:
@@ -42,8 +42,8 @@ class _Given:
     """
 
     counter: Counter[str] = field(default_factory=Counter)
-    last: list[_Place] = field(default_factory=list)
-    places: weakref.WeakKeyDictionary[Any, _Place] = field(
+    last: list[_TracePosition] = field(default_factory=list)
+    places: weakref.WeakKeyDictionary[Any, _TracePosition] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
@@ -56,7 +56,7 @@ class _Given:
             path.append(self.places[graph])
         self.last = path
 
-    def _place(self, graph: Any) -> _Place:
+    def _place(self, graph: Any) -> _TracePosition:
         outer, name = graph.outer_graph, str(graph.name)
         calls = _calls(outer)
         for place in self.last:
@@ -64,24 +64,24 @@ class _Given:
                 # Nobody has called that one, and nobody will.
                 self.counter = Counter(place.before)
                 return place
-        return _Place(weakref.ref(outer), name, calls, Counter(self.counter))
+        return _TracePosition(weakref.ref(outer), name, calls, Counter(self.counter))
 
 
-_given: weakref.WeakKeyDictionary[Any, _Given] = weakref.WeakKeyDictionary()
+_given: weakref.WeakKeyDictionary[Any, _GraphNames] = weakref.WeakKeyDictionary()
 
 
-def names(prefix: str) -> Callable[[], str]:
+def gradient_namer(prefix: str) -> Callable[[], str]:
     """Gives names that no other operation in this graph has; none ends in eager mode.
 
     Eager operations have ended before the next begins, and an outermost graph runs
     once at a time.
 
     Example:
-        >>> name = names("step")
+        >>> name = gradient_namer("step")
         >>> name(), name()
         ('step.gradients.1', 'step.gradients.2')
     """
-    given = _Given()
+    given = _GraphNames()
     if not tf.executing_eagerly():
         top, inner = _nested(tf.compat.v1.get_default_graph())
         given = _given.setdefault(top, given)

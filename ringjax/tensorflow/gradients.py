@@ -17,14 +17,14 @@ import tensorflow as tf
 from ringjax import runtime
 from ringjax.horovod.functions import split_list
 from ringjax.ops import Adasum, Average, Sum
-from ringjax.tensorflow import alike
-from ringjax.tensorflow.as_written import as_written
-from ringjax.tensorflow.calls import number_of
+from ringjax.tensorflow import parameter_check
+from ringjax.tensorflow.autograph import do_not_convert
+from ringjax.tensorflow.collective_spec import process_set_id_of
 from ringjax.tensorflow.compression import Compression
-from ringjax.tensorflow.gradient_names import names
+from ringjax.tensorflow.gradient_names import gradient_namer
 from ringjax.tensorflow.movement import process_set_included_op, size_op
 from ringjax.tensorflow.reductions import grouped_allreduce
-from ringjax.tensorflow.variables import key, shape_and_dtype
+from ringjax.tensorflow.variables import shape_and_dtype, variable_key
 from ringjax.world.process_set import ProcessSet, global_process_set
 from ringjax.xla import buckets
 
@@ -32,7 +32,7 @@ _GROUPS = "groups should be a non-negative integer or a list of list of tf.Varia
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
+class GradientSettings:
     """The arguments of Horovod's tapes and optimizers that say how gradients travel.
 
     Attributes:
@@ -94,32 +94,32 @@ def _check_groups(groups: Any) -> None:
         raise ValueError(_GROUPS)
 
 
-class Reduction:
+class GradientReducer:
     """Reduces gradients as `settings` say, all but those of local variables.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
         >>> hvd.init()
-        >>> reduction = Reduction(Settings("example"))
+        >>> reduction = GradientReducer(GradientSettings("example"))
         >>> variables = [tf.Variable([1.0]), tf.Variable([2.0])]
         >>> gradients = [tf.constant([3.0]), None]
         >>> reduction(gradients, variables)[0].shape, reduction.settings.name
         (TensorShape([1]), 'example')
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GradientSettings) -> None:
         self.settings = settings
         self._local: set[Hashable] = set()
 
     def register_local(self, variable: Any) -> None:
         """From now on the gradients of this variable are this rank's own."""
-        self._local.add(key(variable))
+        self._local.add(variable_key(variable))
 
     def is_local(self, variable: Any) -> bool:
         """Whether it was registered."""
-        return bool(self._local) and key(variable) in self._local
+        return bool(self._local) and variable_key(variable) in self._local
 
-    @as_written
+    @do_not_convert
     def __call__(
         self,
         gradients: Sequence[Any],
@@ -158,14 +158,14 @@ class Reduction:
         shared = sorted(set(range(len(gradients))) - set(local))
         held = None if variables is None else [variables[i] for i in shared]
         chosen = [gradients[i] for i in shared]
-        groups = indices_of(self.settings.groups, chosen, held)
+        groups = group_indices(self.settings.groups, chosen, held)
         reduced = reduce_gradients(chosen, groups, self.settings, held)
         for i, gradient in zip(shared, reduced, strict=True):
             gradients[i] = gradient
         if local and self.settings.scale_local_gradients:
-            size = size_op(number_of(self.settings.process_set, "size"))
+            size = size_op(process_set_id_of(self.settings.process_set, "size"))
             for i in local:
-                gradients[i] = divided(gradients[i], size)
+                gradients[i] = divide_gradient(gradients[i], size)
         return gradients
 
 
@@ -179,21 +179,21 @@ def _make_allreduce_grads_fn(
     gradient_predivide_factor: float = 1.0,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
-) -> Reduction:
-    """Horovod's name for a `Reduction`, for programs that make tapes of their own."""
-    settings = Settings(
+) -> GradientReducer:
+    """Makes a `GradientReducer`; Horovod's name, for programs with their own tapes."""
+    settings = GradientSettings(
         *(name, device_dense, device_sparse, compression, sparse_as_dense, op),
         *(gradient_predivide_factor, groups),
         process_set=process_set,
     )
-    return Reduction(settings)
+    return GradientReducer(settings)
 
 
-@as_written
+@do_not_convert
 def reduce_gradients(
     gradients: Sequence[Any],
     groups: Sequence[Sequence[int]],
-    settings: Settings,
+    settings: GradientSettings,
     variables: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Reduces all of these; what is None stays None.
@@ -207,12 +207,12 @@ def reduce_gradients(
             ranks have the same, and a warning if not.
 
     Raises:
-        NotImplementedError, RingjaxError, tf.errors.OpError: as `Reduction`.
+        NotImplementedError, RingjaxError, tf.errors.OpError: as `GradientReducer`.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
         >>> hvd.init()
-        >>> len(reduce_gradients([tf.zeros(2), None], [], Settings("example")))
+        >>> len(reduce_gradients([tf.zeros(2), None], [], GradientSettings("example")))
         2
     """
     made: list[Any] = list(gradients)
@@ -227,15 +227,17 @@ def reduce_gradients(
         )
     present = [i for i, gradient in enumerate(made) if gradient is not None]
     process_set, config = settings.process_set, runtime.config()
-    if not present or (not config.elastic and _alone(process_set)):
+    if not present or (not config.elastic and _has_no_peers(process_set)):
         return made
 
     def reduce() -> list[Any]:
         own = [variables[i] for i in present] if variables else []
-        looks = alike.check(settings.name, own, process_set, config.check_parameters)
+        looks = parameter_check.check(
+            settings.name, own, process_set, config.check_parameters
+        )
         with tf.control_dependencies(looks):
-            cut = units(made, groups, config.bucket_bytes)
-            reduced = _reduced(made, cut, settings)
+            cut = plan_buckets(made, groups, config.bucket_bytes)
+            reduced = _reduce_buckets(made, cut, settings)
         return [reduced[i] for i in present]
 
     def keep() -> list[Any]:
@@ -244,7 +246,7 @@ def reduce_gradients(
     if process_set is global_process_set or not config.elastic:
         found = reduce()
     else:  # a graph outlives changes of the ranks
-        included = process_set_included_op(number_of(process_set, "allreduce"))
+        included = process_set_included_op(process_set_id_of(process_set, "allreduce"))
         found = tf.cond(tf.equal(included, 1), reduce, keep)
         found = list(found) if isinstance(found, list | tuple) else [found]
     for i, gradient in zip(present, found, strict=True):
@@ -252,18 +254,18 @@ def reduce_gradients(
     return made
 
 
-def _alone(process_set: ProcessSet) -> bool:
+def _has_no_peers(process_set: ProcessSet) -> bool:
     """Whether there is nobody to reduce with now."""
     return not process_set.included() or process_set.size() == 1
 
 
-def _reduced(
-    gradients: Sequence[Any], cut: Sequence[Sequence[int]], settings: Settings
+def _reduce_buckets(
+    gradients: Sequence[Any], cut: Sequence[Sequence[int]], settings: GradientSettings
 ) -> dict[int, Any]:
     factor = settings.gradient_predivide_factor
     # The core divides by the size after the sum.
     before, after = (1.0 / factor, factor) if settings.op == Average else (1.0, 1.0)
-    name = names(settings.name)
+    name = gradient_namer(settings.name)
     reduced: dict[int, Any] = {}
     with tf.name_scope(f"{settings.name}_Allreduce"):
         for unit in cut:
@@ -283,7 +285,7 @@ def _reduced(
     return reduced
 
 
-def units(
+def plan_buckets(
     gradients: Sequence[Any], groups: Sequence[Sequence[int]], bucket_bytes: int
 ) -> list[list[int]]:
     """Which gradients are reduced in one operation.
@@ -300,10 +302,10 @@ def units(
     Example:
         >>> import tensorflow as tf
         >>> three = [tf.zeros(3), tf.zeros(4), tf.zeros(3, tf.int32)]
-        >>> units(three, [[0, 1, 2]], 1 << 20)
+        >>> plan_buckets(three, [[0, 1, 2]], 1 << 20)
         [[0, 1], [2]]
     """
-    found = [unit for group in groups for unit in _alike(gradients, group)]
+    found = [unit for group in groups for unit in _split_by_kind(gradients, group)]
     taken = {i for unit in found for i in unit}
     free = [i for i in range(len(gradients)) if i not in taken]
     sparse = [i for i in free if isinstance(gradients[i], tf.IndexedSlices)]
@@ -311,10 +313,10 @@ def units(
     avals = [shape_and_dtype(gradients[i]) for i in dense]
     cuts = buckets.plan(avals, bucket_bytes) if avals else ()
     found += [[dense[i] for i in cut] for cut in cuts]
-    return found + _alike(gradients, sparse)
+    return found + _split_by_kind(gradients, sparse)
 
 
-def _alike(gradients: Sequence[Any], part: Iterable[int]) -> list[list[int]]:
+def _split_by_kind(gradients: Sequence[Any], part: Iterable[int]) -> list[list[int]]:
     """Cut so that dtypes are not mixed, nor dense and sparse ones."""
     kinds: dict[Any, list[int]] = {}
     for i in part:
@@ -325,7 +327,7 @@ def _alike(gradients: Sequence[Any], part: Iterable[int]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def indices_of(
+def group_indices(
     groups: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
 ) -> list[list[int]]:
     """The argument `groups` of Horovod as indices of gradients.
@@ -334,7 +336,7 @@ def indices_of(
         ValueError: a variable is in two groups.
 
     Example:
-        >>> indices_of(2, ["a", None, "b", "c"], None)
+        >>> group_indices(2, ["a", None, "b", "c"], None)
         [[0, 2], [3]]
     """
     if groups is None:
@@ -342,15 +344,17 @@ def indices_of(
     if isinstance(groups, int):
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         return [list(part) for part in split_list(present, groups)]
-    index = {key(variable): i for i, variable in enumerate(variables or ())}
-    found = [[index[k] for k in map(key, group) if k in index] for group in groups]
+    index = {variable_key(variable): i for i, variable in enumerate(variables or ())}
+    found = [
+        [index[k] for k in map(variable_key, group) if k in index] for group in groups
+    ]
     flat = [i for group in found for i in group]
     if len(set(flat)) < len(flat):
         raise ValueError("a variable is in groups more than once")
     return found
 
 
-def divided(gradient: Any, divisor: Any) -> Any:
+def divide_gradient(gradient: Any, divisor: Any) -> Any:
     """A gradient of any kind divided by a number; None stays None."""
     if gradient is None:
         return None

@@ -1,13 +1,14 @@
-"""The nodes that collectives are in a graph, and what TensorFlow calls to run them.
+"""The nodes that a collective is in a graph, and the functions that TensorFlow runs.
 
-RingjaxStart submits an operation and returns at once: a number, and the queue to wait
-with. A reader of TensorFlow's own takes the token from that queue, which occupies no
-thread. RingjaxFinish then finds the results under the number. In sessions, which do not
-see that queue, RingjaxWait takes the place of both. RingjaxNumber reads rank, size and
-the like.
+RingjaxStart submits an operation and returns at once. Its outputs are a number and a
+token queue. A reader of TensorFlow's own takes the token from the queue when the
+operation has ended; that reader occupies no thread. RingjaxFinish then finds the
+results under the number. Sessions do not see our token queues; their graphs have
+RingjaxWait in place of the reader and RingjaxFinish. RingjaxNumber reads numbers such
+as rank and size.
 
-TensorFlow gives an order to stateful nodes without a resource: each would wait for the
-one before. So RingjaxStart has one of its own, the *anchor*, that nobody else uses.
+TensorFlow runs stateful nodes without a resource one after another, in the order of the
+program. RingjaxStart therefore takes a resource that no other node uses, the *anchor*.
 """
 
 from __future__ import annotations
@@ -17,148 +18,153 @@ import itertools
 import re
 import time
 from dataclasses import replace
-from typing import Any
 
-from ringjax.tensorflow import c_api, failures, signals, world
-from ringjax.tensorflow.calls import Call
-from ringjax.tensorflow.completions import Completions
-from ringjax.tensorflow.pending import PendingOperation
+from ringjax.tensorflow import c_api, failures, rank_queries, token_queues
+from ringjax.tensorflow.collective_spec import CollectiveSpec
+from ringjax.tensorflow.completion_threads import CompletionThreads
+from ringjax.tensorflow.kernel_registration import (
+    AsyncKernelRun,
+    register_async_op,
+    register_op,
+)
+from ringjax.tensorflow.pending_operations import PendingOperation
 
-_FORGET_AFTER = 120.0  # seconds for a graph to take a result; then it fell through
-# Iterations of a loop may overlap, ten by default; each needs a name of its own.
-_OVERLAP = 16
+# A graph that has failed takes no results. They are dropped after so many seconds.
+_RESULT_TIMEOUT = 120.0
+# Iterations of a loop overlap, ten at most by default, and each needs its own names.
+_ITERATION_NAMES = 16
 
-_completions = Completions()
-_flights: dict[int, PendingOperation] = {}
+_completions = CompletionThreads()
+_operations: dict[int, PendingOperation] = {}
 _numbers = itertools.count(1)
 
 
-def _start(call: Call, context: int) -> None:
-    # The graph of a function has an anchor and waits with a signal, others do not.
+def _start(call: CollectiveSpec, context: int) -> None:
+    # RingjaxStart has an anchor only in a function, where a token queue does the wait.
     anchors = 0 if call.waits else 1
     tensors = c_api.tensors.inputs(context, c_api.count_inputs(context) - anchors)
     name = call.name
     if c_api.frame_of(context):  # in a loop
-        name = f"{name}@{c_api.turn_of(context) % _OVERLAP}"
-    flight = PendingOperation(
-        call, name, tensors, None if call.waits else signals.take()
-    )
+        name = f"{name}@{c_api.iteration_of(context) % _ITERATION_NAMES}"
+    queue = None if call.waits else token_queues.acquire()
+    operation = PendingOperation(call, name, tensors, queue)
     number = next(_numbers)
     if number % 1024 == 0:
-        forget()
-    _flights[number] = flight
-    if flight.signal is not None:
-        if flight.done():
-            flight.settle()
-            flight.tell()
+        drop_abandoned()
+    _operations[number] = operation
+    if queue is not None:
+        if operation.done():
+            operation.wait_for_end()
+            operation.notify()
         else:
-            _completions.add(flight)
-        c_api.put_handle(context, 1, flight.signal.text)
-    c_api.put_number(context, 0, c_api.INT64, number)
+            _completions.add(operation)
+        c_api.put_handle(context, 1, queue.handle)
+    c_api.put_scalar(context, 0, c_api.INT64, number)
 
 
-def _finish(_: Call, context: int) -> None:
+def _finish(_: CollectiveSpec, context: int) -> None:
     count = c_api.count_inputs(context)
     number, *others = c_api.tensors.inputs(context, count)
     c_api.tensors.delete(others)
-    flight = _flights.pop(c_api.number_of(number))
-    if flight.signal is not None:
-        flight.signal.reuse()
-    c_api.tensors.put(context, 0, flight.results())
+    operation = _operations.pop(c_api.take_scalar(number))
+    if operation.queue is not None:
+        operation.queue.release()
+    c_api.tensors.put(context, 0, operation.results())
 
 
-def _wait(_: Call, node: c_api.Node) -> None:
-    (number,) = c_api.tensors.inputs(node.context, 1)
-    flight = _flights.pop(c_api.number_of(number))
+def _wait(_: CollectiveSpec, run: AsyncKernelRun) -> None:
+    (number,) = c_api.tensors.inputs(run.context, 1)
+    operation = _operations.pop(c_api.take_scalar(number))
 
     def put() -> None:
-        c_api.tensors.put(node.context, 0, flight.results())
+        c_api.tensors.put(run.context, 0, operation.results())
 
-    flight.then = functools.partial(node.end, put)
-    if flight.done() or not node.late:
-        flight.settle()
-        flight.tell()
+    operation.on_end = functools.partial(run.end, put)
+    if operation.done() or not run.outlives_kernel:
+        operation.wait_for_end()
+        operation.notify()
     else:
-        _completions.add(flight)
+        _completions.add(operation)
 
 
-def _number(call: Call, context: int) -> None:
-    value = world.number(call.op, call.process_set_id)
-    c_api.put_number(context, 0, c_api.INT32, value)
+def _read_number(call: CollectiveSpec, context: int) -> None:
+    value = rank_queries.query(call.op, call.process_set_id)
+    c_api.put_scalar(context, 0, c_api.INT32, value)
 
 
-def _read(text: str, node: str) -> Call:
-    call = Call.read(text)
+def _create_spec(text: str, node: str) -> CollectiveSpec:
+    call = CollectiveSpec.from_json(text)
     return replace(call, name=name_on_all_ranks(call, node))
 
 
-def name_on_all_ranks(call: Call, node: str) -> str:
-    """What an operation is called, from the name that its node has in the end.
+def name_on_all_ranks(call: CollectiveSpec, node: str) -> str:
+    """Derives the name of an operation from the final name of its node.
 
-    TensorFlow puts the nodes of functions, branches and loops into the graph that calls
-    them, and the way there into their names. That tells operations apart that are one
-    in the source. Numbers that TensorFlow adds there depend on all other nodes, also on
-    those that only this rank has.
+    TensorFlow inlines the nodes of functions, branches and loops into the graph that
+    calls them, and puts the path to them into their names. The path distinguishes two
+    executions of one line of the source. The path also contains numbers that depend on
+    all other nodes of the graph. This function removes these numbers, because a graph
+    may have nodes that exist on this rank only.
 
     Example:
-        >>> name_on_all_ranks(Call("allreduce"), "cond/then/_13/cond/x")
+        >>> name_on_all_ranks(CollectiveSpec("allreduce"), "cond/then/_13/cond/x")
         'cond/then/cond/x'
-        >>> name_on_all_ranks(Call("allreduce", name="a:0"), "outer_1/a_0")
+        >>> name_on_all_ranks(CollectiveSpec("allreduce", name="a:0"), "outer_1/a_0")
         'outer_1/a:0'
-        >>> name_on_all_ranks(Call("allreduce", "a", bare=True), "outer_1/a")
+        >>> name_on_all_ranks(CollectiveSpec("allreduce", "a", bare=True), "outer_1/a")
         'a'
     """
-    way = re.sub(r"/_\d+(?=/)", "", node)
+    path = re.sub(r"/_\d+(?=/)", "", node)
     if call.bare:
-        return call.name or way.rpartition("/")[2]
-    given = node_name(call.name)
-    if given and way.endswith(given):
-        return way[: -len(given)] + call.name
-    return way
+        return call.name or path.rpartition("/")[2]
+    given = valid_node_name(call.name)
+    if given and path.endswith(given):
+        return path[: -len(given)] + call.name
+    return path
 
 
-def node_name(name: str) -> str:
-    """A name as TensorFlow allows nodes to have it."""
+def valid_node_name(name: str) -> str:
+    """Replaces the characters that TensorFlow does not allow in names of nodes."""
     name = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", name)
     return name if re.match(r"[A-Za-z0-9.]|$", name) else f"x{name}"
 
 
-def under_way() -> int:
-    """How many operations graphs have begun and not finished."""
-    return len(_flights)
+def pending_count() -> int:
+    """Returns how many operations graphs have started and not finished."""
+    return len(_operations)
 
 
-def forget() -> None:
-    """Lets go of what graphs have not taken, because something else in them failed."""
-    late = time.monotonic() - _FORGET_AFTER
-    for number, flight in list(_flights.items()):
-        flight.look()
-        if flight.ended < late:
-            _flights.pop(number, None)
-
-
-def prepare_signal() -> None:
-    """Makes what one more operation waits with."""
-    signals.prepare()
+def drop_abandoned() -> None:
+    """Drops results that no graph has taken, because another node of it has failed."""
+    limit = time.monotonic() - _RESULT_TIMEOUT
+    for number, operation in list(_operations.items()):
+        operation.note_end()
+        if operation.ended < limit:
+            _operations.pop(number, None)
 
 
 @functools.cache
 def ensure_registered() -> None:
-    """Tells TensorFlow of the nodes, once."""
-    signals.ensure_registered()
-    number, tokens = "number: int64", "token: N * int64"
-    of_queue = "signals: M * resource"
-    kinds: tuple[tuple[str, list[str], list[str], Any], ...] = (
-        (
-            "RingjaxStart",
-            ["tensors: T", "anchors: N * resource"],
-            [number, of_queue],
-            _start,
-        ),
-        ("RingjaxFinish", [number, tokens, of_queue], ["results: T"], _finish),
-        ("RingjaxWait", [number], ["results: T"], _wait),
-        ("RingjaxNumber", [], ["number: int32"], _number),
+    """Registers the nodes with TensorFlow, once in a process."""
+    token_queues.ensure_registered()
+    number, tokens, queues = (
+        "number: int64",
+        "token: N * int64",
+        "signals: M * resource",
     )
-    for name, inputs, outputs, compute in kinds:
-        later = compute is _wait
-        c_api.register(name, inputs, outputs, _read, compute, failures.code_of, later)
+    register = functools.partial(
+        register_op, create=_create_spec, error_code_of=failures.error_code_of
+    )
+    inputs = ["tensors: T", "anchors: N * resource"]
+    register("RingjaxStart", inputs, [number, queues], compute=_start)
+    inputs = [number, tokens, queues]
+    register("RingjaxFinish", inputs, ["results: T"], compute=_finish)
+    register_async_op(
+        "RingjaxWait",
+        [number],
+        ["results: T"],
+        create=_create_spec,
+        compute=_wait,
+        error_code_of=failures.error_code_of,
+    )
+    register("RingjaxNumber", [], ["number: int32"], compute=_read_number)

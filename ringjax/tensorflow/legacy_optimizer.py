@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from ringjax.ops import Adasum
 from ringjax.tensorflow.aggregation import LocalAggregation
-from ringjax.tensorflow.as_written import as_written
+from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.gradients import (
-    Reduction,
-    Settings,
-    indices_of,
+    GradientReducer,
+    GradientSettings,
+    group_indices,
     reduce_gradients,
 )
 
@@ -31,12 +31,12 @@ class _Wrapper(tf.compat.v1.train.Optimizer):
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
 
-    @as_written
+    @do_not_convert
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """As the same method of the wrapped optimizer."""
         return list(self._optimizer.compute_gradients(*args, **kwargs))
 
-    @as_written
+    @do_not_convert
     def apply_gradients(
         self, grads_and_vars: _Pairs, global_step: Any = None, name: Any = None
     ) -> Any:
@@ -64,13 +64,13 @@ class _DistributedOptimizer(_Wrapper):
     def __init__(
         self,
         optimizer: Any,
-        settings: Settings,
+        settings: GradientSettings,
         use_locking: bool = False,
         backward_passes_per_step: int = 1,
         average_aggregated_gradients: bool = False,
     ) -> None:
         super().__init__(optimizer, settings.name, use_locking)
-        self._reduction = Reduction(settings)
+        self._reduction = GradientReducer(settings)
         self._agg_helper: LocalAggregation | None = None
         if backward_passes_per_step > 1:
             self._agg_helper = LocalAggregation(
@@ -85,7 +85,7 @@ class _DistributedOptimizer(_Wrapper):
         """The gradients of this variable are this rank's own, and are not reduced."""
         self._reduction.register_local(var)
 
-    @as_written
+    @do_not_convert
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Computes gradients as the wrapped optimizer, and reduces them."""
         pairs = super().compute_gradients(*args, **kwargs)
@@ -97,7 +97,7 @@ class _DistributedOptimizer(_Wrapper):
             reduced = self._reduction(gradients, variables)
         return list(zip(reduced, variables, strict=True))
 
-    @as_written
+    @do_not_convert
     def apply_gradients(
         self, grads_and_vars: _Pairs, global_step: Any = None, name: Any = None
     ) -> Any:
@@ -127,7 +127,7 @@ class _DistributedAdasumOptimizer(_Wrapper):
     def __init__(
         self,
         optimizer: Any,
-        settings: Settings,
+        settings: GradientSettings,
         use_locking: bool = False,
         backward_passes_per_step: int = 1,
     ) -> None:
@@ -137,14 +137,14 @@ class _DistributedAdasumOptimizer(_Wrapper):
         self._steps: Any = None
         self._starts: dict[Any, Any] = {}
 
-    @as_written
+    @do_not_convert
     def apply_gradients(
         self, grads_and_vars: _Pairs, global_step: Any = None, name: Any = None
     ) -> Any:
         """Steps; every `backward_passes_per_step` steps the ranks come together."""
         pairs = list(grads_and_vars)
         moved = [v for gradient, v in pairs if gradient is not None]
-        self._make_room(moved)
+        self._create_variables(moved)
         starts = [self._starts[v.ref()] for v in moved]
         before = self._steps.read_value()
 
@@ -162,7 +162,7 @@ class _DistributedAdasumOptimizer(_Wrapper):
             ends = [v.read_value() for v in moved]
 
             def meet() -> list[Any]:
-                return self._meet(moved, starts, ends)
+                return self._combine_deltas(moved, starts, ends)
 
             def go_on() -> list[Any]:
                 return [tf.identity(end) for end in ends]
@@ -178,12 +178,14 @@ class _DistributedAdasumOptimizer(_Wrapper):
         with tf.control_dependencies(written):
             return tf.group(self._steps.assign_add(1))
 
-    def _meet(self, moved: list[Any], starts: list[Any], ends: list[Any]) -> list[Any]:
+    def _combine_deltas(
+        self, moved: list[Any], starts: list[Any], ends: list[Any]
+    ) -> list[Any]:
         """Where all ranks go on from."""
         deltas = [
             end - start.read_value() for end, start in zip(ends, starts, strict=True)
         ]
-        groups = indices_of(self._settings.groups, deltas, moved)
+        groups = group_indices(self._settings.groups, deltas, moved)
         reduced = reduce_gradients(deltas, groups, self._settings)
         pairs = zip(starts, reduced, strict=True)
         return [
@@ -191,7 +193,7 @@ class _DistributedAdasumOptimizer(_Wrapper):
             for start, delta in pairs
         ]
 
-    def _make_room(self, variables: list[Any]) -> None:
+    def _create_variables(self, variables: list[Any]) -> None:
         """Where each variable was when the ranks were together last, and a counter."""
         with tf.init_scope():
             if self._steps is None:
@@ -216,7 +218,7 @@ def _known(operation: Any) -> list[Any]:
 
 def distributed(
     optimizer: Any,
-    make_settings: Callable[[str], Settings],
+    make_settings: Callable[[str], GradientSettings],
     name: str | None,
     use_locking: bool,
     backward_passes_per_step: int,

@@ -13,22 +13,22 @@ import numpy as np
 import tensorflow as tf
 
 from ringjax.eager import lane
-from ringjax.tensorflow import nodes
-from ringjax.tensorflow.as_written import as_written
+from ringjax.tensorflow import tf_private
+from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.operations import (
-    call_of,
-    gathered,
-    read,
-    reduced,
-    reduction,
-    refused,
+    as_argument_error,
+    make_spec,
+    read_rank_info,
+    reduction_options,
     run,
+    run_allgather,
+    run_allreduce,
 )
-from ringjax.tensorflow.variables import listed
+from ringjax.tensorflow.variables import as_variable_list
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
-@as_written
+@do_not_convert
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -49,10 +49,10 @@ def allgather(
     Derivatives: this rank's rows of the average of all ranks' gradients, as Horovod has
     it.
     """
-    return gathered([tensor], name, process_set, ignore_name_scope)[0]
+    return run_allgather([tensor], name, process_set, ignore_name_scope)[0]
 
 
-@as_written
+@do_not_convert
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -62,10 +62,10 @@ def grouped_allgather(
     """`allgather` of several tensors as one operation; returns a list."""
     if not tensors:
         return []
-    return gathered(tensors, name, process_set, ignore_name_scope)
+    return run_allgather(tensors, name, process_set, ignore_name_scope)
 
 
-@as_written
+@do_not_convert
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -86,13 +86,11 @@ def broadcast(
     Derivatives: on the root the average of all ranks' gradients, as Horovod has it,
     elsewhere zero.
     """
-    return broadcast_together(
-        [tensor], root_rank, name, ignore_name_scope, process_set
-    )[0]
+    return broadcast_group([tensor], root_rank, name, ignore_name_scope, process_set)[0]
 
 
-@as_written
-def broadcast_together(
+@do_not_convert
+def broadcast_group(
     tensors: Sequence[Any],
     root_rank: int,
     name: str | None = None,
@@ -102,20 +100,20 @@ def broadcast_together(
     """`broadcast` of several tensors as one operation; not one of Horovod's."""
 
     def rule(gradients: Sequence[Any], _: Sequence[Any]) -> list[Any]:
-        how = reduction("allreduce", None, None, 1.0, 1.0)
-        means = reduced(gradients, None, process_set, ignore_name_scope, how)
-        here = tf.equal(read("rank"), root_rank)
+        how = reduction_options("allreduce", None, None, 1.0, 1.0)
+        means = run_allreduce(gradients, None, process_set, ignore_name_scope, how)
+        here = tf.equal(read_rank_info("rank"), root_rank)
         return [tf.where(here, mean, tf.zeros_like(mean)) for mean in means]
 
     try:
         lane.root_in_set("broadcast", root_rank, process_set)
-        call = call_of("broadcast", name, process_set, root=int(root_rank))
+        call = make_spec("broadcast", name, process_set, root=int(root_rank))
     except (ValueError, TypeError) as error:
-        raise refused(error) from None
+        raise as_argument_error(error) from None
     return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
 
 
-@as_written
+@do_not_convert
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -133,10 +131,10 @@ def broadcast_(
 
     Raises: as `broadcast`.
     """
-    variables = listed(variables)
+    variables = as_variable_list(variables)
     if not variables:
         return []
-    values = broadcast_together(
+    values = broadcast_group(
         [tf.convert_to_tensor(v) for v in variables],
         root_rank,
         name,
@@ -147,11 +145,11 @@ def broadcast_(
         for variable, value in zip(variables, values, strict=True)
     ]
     # In a graph of TensorFlow 1 a value that is read says when: after this.
-    with tf.control_dependencies([] if nodes.executing_eagerly() else written):
+    with tf.control_dependencies([] if tf_private.executing_eagerly() else written):
         return [variable.read_value() for variable in variables]
 
 
-@as_written
+@do_not_convert
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -187,12 +185,12 @@ def alltoall(
         rest = (None, ignore_name_scope, process_set)
         return [alltoall(gradient, back, *rest)[0]]
 
-    call = call_of("alltoall", name, process_set)
+    call = make_spec("alltoall", name, process_set)
     (out,), (rows,) = run(call, [tensor], rule, splits, ignore_name_scope)
     return out if splits is None else (out, tf.convert_to_tensor(rows, tf.int32))
 
 
-@as_written
+@do_not_convert
 def join() -> Any:
     """Says that this rank has no more data, and waits until all ranks say so.
 
@@ -210,52 +208,52 @@ def join() -> Any:
         >>> int(hvd.join()) in range(hvd.size())
         True
     """
-    if nodes.executing_eagerly():
+    if tf_private.executing_eagerly():
         return tf.constant(lane.join(), tf.int32)
     value = tf.numpy_function(lambda: np.int32(lane.join()), [], tf.int32)
     value.set_shape([])
     return value
 
 
-@as_written
+@do_not_convert
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the set have come here, when the program is run."""
-    call = call_of("barrier", None, process_set)
+    call = make_spec("barrier", None, process_set)
     run(call, [], lambda gradients, _: [])
 
 
-@as_written
+@do_not_convert
 def rank_op(name: str | None = None) -> Any:
     """The rank, an int32 tensor; in a graph, when that runs."""
-    return read("rank", name=name)
+    return read_rank_info("rank", name=name)
 
 
-@as_written
+@do_not_convert
 def local_rank_op(name: str | None = None) -> Any:
     """The rank on this host, an int32 tensor; in a graph, when that runs."""
-    return read("local_rank", name=name)
+    return read_rank_info("local_rank", name=name)
 
 
-@as_written
+@do_not_convert
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """How many ranks a process set has, an int32 tensor; in a graph, when that runs.
 
     Raises:
         tf.errors.InvalidArgumentError: there is no such process set.
     """
-    return read("size", process_set_id, name)
+    return read_rank_info("size", process_set_id, name)
 
 
-@as_written
+@do_not_convert
 def local_size_op(name: str | None = None) -> Any:
     """How many ranks this host has, an int32 tensor; in a graph, when that runs."""
-    return read("local_size", name=name)
+    return read_rank_info("local_size", name=name)
 
 
-@as_written
+@do_not_convert
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Whether this rank is in a process set, 0 or 1; in a graph, when that runs.
 
     -1 before `init`, -2 if there is no such set.
     """
-    return read("process_set_included", process_set_id, name)
+    return read_rank_info("process_set_included", process_set_id, name)

@@ -40,7 +40,7 @@ from ringjax.runtime.build import mpi_threads_supported as mpi_threads_supported
 from ringjax.runtime.build import nccl_built as nccl_built
 from ringjax.runtime.build import rocm_built as rocm_built
 from ringjax.runtime.build import sycl_built as sycl_built
-from ringjax.tensorflow.graph_calls import normalized
+from ringjax.tensorflow.graph_collectives import normalize_name
 from ringjax.tensorflow.movement import allgather as allgather
 from ringjax.tensorflow.movement import alltoall as alltoall
 from ringjax.tensorflow.movement import barrier as barrier
@@ -70,5 +70,5 @@ from ringjax.timeline import start_timeline as start_timeline
 from ringjax.timeline import stop_timeline as stop_timeline
 
 _basics = HorovodBasics()
-_normalize_name = normalized
+_normalize_name = normalize_name
 check_num_rank_power_of_2 = num_rank_is_power_2

@@ -16,9 +16,15 @@ import tensorflow as tf
 
 from ringjax.eager import lane
 from ringjax.ops import Sum
-from ringjax.tensorflow import eager_calls, graph_calls, nodes, world, xla_calls
-from ringjax.tensorflow.calls import Call, number_of
-from ringjax.tensorflow.failures import as_tensorflow
+from ringjax.tensorflow import (
+    eager_collectives,
+    graph_collectives,
+    rank_queries,
+    tf_private,
+    xla_collectives,
+)
+from ringjax.tensorflow.collective_spec import CollectiveSpec, process_set_id_of
+from ringjax.tensorflow.failures import to_tensorflow_error
 from ringjax.world.process_set import ProcessSet
 
 Tensors = Sequence[Any]
@@ -27,7 +33,9 @@ Tensors = Sequence[Any]
 Rule = Callable[[Tensors, Tensors], Tensors]
 
 
-def call_of(op: str, name: str | None, process_set: ProcessSet, **more: Any) -> Call:
+def make_spec(
+    op: str, name: str | None, process_set: ProcessSet, **more: Any
+) -> CollectiveSpec:
     """What an operation says of itself.
 
     Raises:
@@ -36,22 +44,22 @@ def call_of(op: str, name: str | None, process_set: ProcessSet, **more: Any) -> 
     if name is not None and not isinstance(name, str):
         raise TypeError(f"ringjax.{op}: name must be a str, got {name!r}")
     try:
-        number = number_of(process_set, op)
+        number = process_set_id_of(process_set, op)
     except ValueError as error:
-        raise refused(error) from None
-    return Call(op=op, name=name or "", process_set_id=number, **more)
+        raise as_argument_error(error) from None
+    return CollectiveSpec(op=op, name=name or "", process_set_id=number, **more)
 
 
-def refused(error: Exception) -> Exception:
+def as_argument_error(error: Exception) -> Exception:
     """What to raise for a bad argument.
 
     While a function is traced the exception stays as it is: AutoGraph makes another one
     of every exception that comes out, and knows Python's own only.
     """
-    return as_tensorflow(error) if nodes.executing_eagerly() else error
+    return to_tensorflow_error(error) if tf_private.executing_eagerly() else error
 
 
-def reduction(
+def reduction_options(
     op: str, average: bool | None, reduce_op: int | None, prescale: Any, postscale: Any
 ) -> dict[str, Any]:
     """What a reduction says of itself besides.
@@ -68,7 +76,7 @@ def reduction(
 
 
 def run(
-    call: Call,
+    call: CollectiveSpec,
     tensors: Tensors,
     rule: Rule,
     splits: Any = None,
@@ -87,32 +95,36 @@ def run(
     """
     tensors = [
         tensor
-        if isinstance(tensor, nodes.EagerTensor)
+        if isinstance(tensor, tf_private.EagerTensor)
         else tf.convert_to_tensor(tensor)
         for tensor in tensors
     ]
-    if nodes.executing_eagerly():
-        rows = [] if splits is None else _rows(call, splits)
-        outs, received = eager_calls.run(call, tensors, rows)
-        if nodes.may_record():
+    if tf_private.executing_eagerly():
+        rows = [] if splits is None else _splits_as_list(call, splits)
+        outs, received = eager_collectives.run(call, tensors, rows)
+        if tf_private.may_record():
 
             def back(*gradients: Any) -> Tensors:
-                return rule(_filled(gradients, outs), received)
+                return rule(_dense_gradients(gradients, outs), received)
 
-            nodes.record_operation(f"Ringjax_{call.op}", outs, list(tensors), back)
+            tf_private.record_operation(f"Ringjax_{call.op}", outs, list(tensors), back)
         return outs, received
-    return _added(call, tensors, rule, splits, ignore_name_scope)
+    return _add_to_graph(call, tensors, rule, splits, ignore_name_scope)
 
 
-def _added(
-    call: Call, tensors: Tensors, rule: Rule, splits: Any, ignore_name_scope: bool
+def _add_to_graph(
+    call: CollectiveSpec,
+    tensors: Tensors,
+    rule: Rule,
+    splits: Any,
+    ignore_name_scope: bool,
 ) -> tuple[list[Any], list[Any]]:
     call = replace(call, bare=ignore_name_scope)
-    add = graph_calls.run
-    if _compiled():
-        add = xla_calls.run
+    add = graph_collectives.run
+    if _in_xla_function():
+        add = xla_collectives.run
     elif call.op == "alltoall":
-        splits = _splits(splits)
+        splits = _splits_as_tensor(splits)
     if not tensors:
         return add(call, tensors, splits)
 
@@ -123,7 +135,7 @@ def _added(
         outs, received = add(call, inputs, splits)
 
         def back(*gradients: Any) -> Tensors:
-            return rule(_filled(gradients, outs), received)
+            return rule(_dense_gradients(gradients, outs), received)
 
         counts.extend(received)
         return tuple(outs), back
@@ -131,7 +143,7 @@ def _added(
     return list(collective(*tensors)), counts
 
 
-def _filled(gradients: Tensors, outs: Tensors) -> list[Any]:
+def _dense_gradients(gradients: Tensors, outs: Tensors) -> list[Any]:
     """Gradients as dense tensors, also those that TensorFlow leaves out."""
     return [
         tf.zeros_like(out) if gradient is None else tf.convert_to_tensor(gradient)
@@ -139,15 +151,15 @@ def _filled(gradients: Tensors, outs: Tensors) -> list[Any]:
     ]
 
 
-def _rows(call: Call, splits: Any) -> list[int]:
-    given = splits.numpy() if isinstance(splits, nodes.EagerTensor) else splits
+def _splits_as_list(call: CollectiveSpec, splits: Any) -> list[int]:
+    given = splits.numpy() if isinstance(splits, tf_private.EagerTensor) else splits
     try:
         return lane.parse_splits(call.op, call.name, given)
     except ValueError as error:
-        raise as_tensorflow(error) from None
+        raise to_tensorflow_error(error) from None
 
 
-def _splits(splits: Any) -> Any:
+def _splits_as_tensor(splits: Any) -> Any:
     if splits is None:
         return tf.constant([], tf.int32)
     given = tf.convert_to_tensor(splits)
@@ -157,7 +169,7 @@ def _splits(splits: Any) -> Any:
 # -- what several operations share -----------------------------------------------------
 
 
-def packed(
+def run_compressed(
     tensors: Tensors, compression: Any, go: Callable[[Tensors], Tensors]
 ) -> list[Any]:
     """Compresses, runs, decompresses."""
@@ -169,7 +181,7 @@ def packed(
     ]
 
 
-def reduced(
+def run_allreduce(
     tensors: Tensors,
     name: str | None,
     process_set: ProcessSet,
@@ -179,13 +191,13 @@ def reduced(
     """A differentiable allreduce of `tensors` as one operation."""
 
     def rule(gradients: Tensors, _: Tensors) -> Tensors:
-        return reduced(gradients, None, process_set, ignore_name_scope, how)
+        return run_allreduce(gradients, None, process_set, ignore_name_scope, how)
 
-    call = call_of("allreduce", name, process_set, **how)
+    call = make_spec("allreduce", name, process_set, **how)
     return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
 
 
-def scattered(
+def run_reducescatter(
     tensors: Tensors,
     name: str | None,
     process_set: ProcessSet,
@@ -199,13 +211,13 @@ def scattered(
         if how["reduce_op"] == Sum:
             factor *= process_set.size()
         scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        return gathered(scaled, None, process_set, ignore_name_scope)
+        return run_allgather(scaled, None, process_set, ignore_name_scope)
 
-    call = call_of("reducescatter", name, process_set, **how)
+    call = make_spec("reducescatter", name, process_set, **how)
     return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
 
 
-def gathered(
+def run_allgather(
     tensors: Tensors,
     name: str | None,
     process_set: ProcessSet,
@@ -214,9 +226,9 @@ def gathered(
     """A differentiable allgather of `tensors` as one operation."""
 
     def rule(gradients: Tensors, received: Tensors) -> Tensors:
-        how = reduction("allreduce", None, None, 1.0, 1.0)
-        means = reduced(gradients, None, process_set, ignore_name_scope, how)
-        me = own_place(process_set)
+        how = reduction_options("allreduce", None, None, 1.0, 1.0)
+        means = run_allreduce(gradients, None, process_set, ignore_name_scope, how)
+        me = own_set_rank(process_set)
         parts = []
         for mean, rows in zip(means, received, strict=True):
             rows = tf.convert_to_tensor(rows, tf.int32)
@@ -224,27 +236,29 @@ def gathered(
             parts.append(mean[start : start + rows[me]])
         return parts
 
-    call = call_of("allgather", name, process_set)
+    call = make_spec("allgather", name, process_set)
     return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
 
 
-def _compiled() -> bool:
+def _in_xla_function() -> bool:
     """Whether XLA compiles the graph of the moment: then numbers are constants."""
-    return nodes.is_compiled(tf.compat.v1.get_default_graph())
+    return tf_private.is_compiled(tf.compat.v1.get_default_graph())
 
 
-def own_place(process_set: ProcessSet) -> Any:
+def own_set_rank(process_set: ProcessSet) -> Any:
     """This rank's rank in the set, when the program or graph runs."""
-    if nodes.executing_eagerly() or _compiled():
+    if tf_private.executing_eagerly() or _in_xla_function():
         return process_set.rank()
-    return graph_calls.number("set_rank", number_of(process_set, "rank"), None)
+    return graph_collectives.add_query(
+        "set_rank", process_set_id_of(process_set, "rank"), None
+    )
 
 
-def read(what: str, process_set_id: int = 0, name: str | None = None) -> Any:
-    """One of `world.number` as an int32 tensor, read when the program or graph runs."""
-    if not (nodes.executing_eagerly() or _compiled()):
-        return graph_calls.number(what, process_set_id, name)
+def read_rank_info(what: str, process_set_id: int = 0, name: str | None = None) -> Any:
+    """Reads a number of `rank_queries` as an int32 tensor, in a graph when it runs."""
+    if not (tf_private.executing_eagerly() or _in_xla_function()):
+        return graph_collectives.add_query(what, process_set_id, name)
     try:
-        return tf.constant(world.number(what, process_set_id), tf.int32)
+        return tf.constant(rank_queries.query(what, process_set_id), tf.int32)
     except (RuntimeError, ValueError) as error:
-        raise as_tensorflow(error) from None
+        raise to_tensorflow_error(error) from None

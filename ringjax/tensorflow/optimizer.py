@@ -13,7 +13,7 @@ from typing import Any
 from ringjax.ops import Adasum, Average
 from ringjax.tensorflow import legacy_optimizer
 from ringjax.tensorflow.compression import Compression
-from ringjax.tensorflow.gradients import Settings
+from ringjax.tensorflow.gradients import GradientSettings
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
@@ -93,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(optimizer, legacy_optimizer.LegacyOptimizer):
         return legacy_optimizer.distributed(
             optimizer,
-            partial(Settings, **common),
+            partial(GradientSettings, **common),
             name,
             use_locking,
             backward_passes_per_step,

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringjax.ops import ReduceOp, Sum
-from ringjax.tensorflow.as_written import as_written
-from ringjax.tensorflow.operations import reduced, reduction, scattered
+from ringjax.tensorflow.autograph import do_not_convert
+from ringjax.tensorflow.operations import (
+    reduction_options,
+    run_allreduce,
+    run_reducescatter,
+)
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
-@as_written
+@do_not_convert
 def handle_average_backwards_compatibility(
     op: int | None, average: bool | None
 ) -> ReduceOp:
@@ -25,10 +29,10 @@ def handle_average_backwards_compatibility(
         >>> handle_average_backwards_compatibility(None, None).name
         'Average'
     """
-    return ReduceOp(reduction("allreduce", average, op, 1.0, 1.0)["reduce_op"])
+    return ReduceOp(reduction_options("allreduce", average, op, 1.0, 1.0)["reduce_op"])
 
 
-@as_written
+@do_not_convert
 def _allreduce(
     tensor: Any,
     name: str | None = None,
@@ -38,11 +42,11 @@ def _allreduce(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    how = reduction("allreduce", None, op, prescale_factor, postscale_factor)
-    return reduced([tensor], name, process_set, ignore_name_scope, how)[0]
+    how = reduction_options("allreduce", None, op, prescale_factor, postscale_factor)
+    return run_allreduce([tensor], name, process_set, ignore_name_scope, how)[0]
 
 
-@as_written
+@do_not_convert
 def _grouped_allreduce(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -52,11 +56,11 @@ def _grouped_allreduce(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    how = reduction("allreduce", None, op, prescale_factor, postscale_factor)
-    return reduced(tensors, name, process_set, ignore_name_scope, how)
+    how = reduction_options("allreduce", None, op, prescale_factor, postscale_factor)
+    return run_allreduce(tensors, name, process_set, ignore_name_scope, how)
 
 
-@as_written
+@do_not_convert
 def _reducescatter(
     tensor: Any,
     name: str | None = None,
@@ -66,11 +70,13 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    how = reduction("reducescatter", None, op, prescale_factor, postscale_factor)
-    return scattered([tensor], name, process_set, ignore_name_scope, how)[0]
+    how = reduction_options(
+        "reducescatter", None, op, prescale_factor, postscale_factor
+    )
+    return run_reducescatter([tensor], name, process_set, ignore_name_scope, how)[0]
 
 
-@as_written
+@do_not_convert
 def _grouped_reducescatter(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -80,5 +86,7 @@ def _grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    how = reduction("reducescatter", None, op, prescale_factor, postscale_factor)
-    return scattered(tensors, name, process_set, ignore_name_scope, how)
+    how = reduction_options(
+        "reducescatter", None, op, prescale_factor, postscale_factor
+    )
+    return run_reducescatter(tensors, name, process_set, ignore_name_scope, how)

@@ -13,20 +13,20 @@ import tensorflow as tf
 
 from ringjax.eager import lane
 from ringjax.ops import Adasum, Average, Sum
-from ringjax.tensorflow.as_written import as_written
+from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.compression import Compression
 from ringjax.tensorflow.operations import (
-    gathered,
-    packed,
-    read,
-    reduced,
-    reduction,
-    scattered,
+    read_rank_info,
+    reduction_options,
+    run_allgather,
+    run_allreduce,
+    run_compressed,
+    run_reducescatter,
 )
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
-@as_written
+@do_not_convert
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -74,14 +74,14 @@ def allreduce(
     Derivatives: the allreduce of the gradients, with the same op and factors.
     """
     del device_dense, device_sparse
-    how = reduction("allreduce", average, op, prescale_factor, postscale_factor)
+    how = reduction_options("allreduce", average, op, prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices):
         return _side_by_side(tensor, name, process_set, ignore_name_scope, how)
 
     def go(tensors: Sequence[Any]) -> Sequence[Any]:
-        return reduced(tensors, name, process_set, ignore_name_scope, how)
+        return run_allreduce(tensors, name, process_set, ignore_name_scope, how)
 
-    return packed([tensor], compression, go)[0]
+    return run_compressed([tensor], compression, go)[0]
 
 
 def _side_by_side(
@@ -99,19 +99,19 @@ def _side_by_side(
             f"added up only{advice if how['reduce_op'] == Adasum else ''}"
         )
     parts = [tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)]
-    values, indices = gathered(
+    values, indices = run_allgather(
         parts, f"{name}.sparse" if name else None, process_set, ignore_name_scope
     )
     factor = how["prescale"] * how["postscale"]
     if how["reduce_op"] == Average:
-        size = read("size", process_set.process_set_id or 0)
+        size = read_rank_info("size", process_set.process_set_id or 0)
         values = values / tf.cast(size, values.dtype)
     if factor != 1.0:
         values = values * tf.cast(factor, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-@as_written
+@do_not_convert
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -145,15 +145,17 @@ def grouped_allreduce(
             allreduce(tensor, average, device_dense, device_sparse, *how, each, *rest)
             for tensor, each in zip(tensors, names, strict=True)
         ]
-    call = reduction("allreduce", average, op, prescale_factor, postscale_factor)
+    call = reduction_options(
+        "allreduce", average, op, prescale_factor, postscale_factor
+    )
 
     def go(given: Sequence[Any]) -> Sequence[Any]:
-        return reduced(given, name, process_set, ignore_name_scope, call)
+        return run_allreduce(given, name, process_set, ignore_name_scope, call)
 
-    return packed(tensors, compression, go)
+    return run_compressed(tensors, compression, go)
 
 
-@as_written
+@do_not_convert
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -193,7 +195,7 @@ def reducescatter(
     )[0]
 
 
-@as_written
+@do_not_convert
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -208,11 +210,13 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """`reducescatter` of several tensors as one operation; returns a list."""
     del device_dense
-    how = reduction("reducescatter", None, op, prescale_factor, postscale_factor)
+    how = reduction_options(
+        "reducescatter", None, op, prescale_factor, postscale_factor
+    )
     if not tensors:
         return []
 
     def go(given: Sequence[Any]) -> Sequence[Any]:
-        return scattered(given, name, process_set, ignore_name_scope, how)
+        return run_reducescatter(given, name, process_set, ignore_name_scope, how)
 
-    return packed(tensors, compression, go)
+    return run_compressed(tensors, compression, go)

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from ringjax.horovod.functions import local_variables
 from ringjax.ops import Average
-from ringjax.tensorflow.as_written import as_written
+from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.compression import Compression
-from ringjax.tensorflow.gradients import Reduction, Settings
+from ringjax.tensorflow.gradients import GradientReducer, GradientSettings
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 _NAME = "DistributedGradientTape"
@@ -29,7 +29,7 @@ class _DistributedGradientTape(tf.GradientTape):
         scale_local_gradients: whether local gradients are divided by their number.
     """
 
-    _reduction: Reduction
+    _reduction: GradientReducer
     _recorder: tf.GradientTape  # what this one was made from
 
     @property
@@ -49,7 +49,7 @@ class _DistributedGradientTape(tf.GradientTape):
         """The gradients of this source are this rank's own, and are not reduced."""
         self._reduction.register_local(source)
 
-    @as_written
+    @do_not_convert
     def gradient(
         self,
         target: Any,
@@ -77,7 +77,7 @@ class _DistributedGradientTape(tf.GradientTape):
         reduced = self._reduction(gradients, tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(found, reduced)
 
-    @as_written
+    @do_not_convert
     def get_local_and_global_gradients(
         self,
         target: Any,
@@ -103,7 +103,7 @@ class _DistributedGradientTape(tf.GradientTape):
         )
 
 
-@as_written
+@do_not_convert
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -159,7 +159,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         raise TypeError(f"gradtape must be a tf.GradientTape, not {gradtape!r}")
     if isinstance(gradtape, _DistributedGradientTape):
         raise TypeError("gradtape is a DistributedGradientTape already")
-    settings = Settings(
+    settings = GradientSettings(
         name=_NAME,
         device_dense=device_dense,
         device_sparse=device_sparse,
@@ -178,11 +178,11 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     tape: Any = object.__new__(kind)
     tape.__dict__.update(gradtape.__dict__)
     tape._recorder = gradtape
-    tape._reduction = Reduction(settings)
+    tape._reduction = GradientReducer(settings)
     return tape
 
 
-@as_written
+@do_not_convert
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     device_dense: str = "",

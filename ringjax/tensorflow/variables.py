@@ -1,24 +1,26 @@
-"""What a variable is: TensorFlow's own, or one of Keras that holds such a one.
+"""Variables of TensorFlow, and variables of Keras that hold one.
 
-Keras 3 has a class of its own around a `tf.Variable`; everything in ringjax that stores
-variables or writes into them takes either. Imports no Keras.
+Keras 3 wraps a `tf.Variable` in a class of its own. All functions of ringjax that read
+or write variables take either. This module does not import Keras.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from ringjax.tensorflow.tf_types import Variable
 
-def unwrapped(variable: Any) -> Any:
-    """The `tf.Variable` in a variable of Keras; anything else as it is.
+
+def unwrap_variable(variable: object) -> tf.Variable:
+    """Returns the `tf.Variable` in a variable of Keras, or any other object as it is.
 
     Example:
         >>> import tensorflow as tf
         >>> variable = tf.Variable(1.0)
-        >>> unwrapped(variable) is variable
+        >>> unwrap_variable(variable) is variable
         True
     """
     if isinstance(variable, tf.Variable):
@@ -27,31 +29,34 @@ def unwrapped(variable: Any) -> Any:
     return value if isinstance(value, tf.Variable) else variable
 
 
-def key(variable: Any) -> Hashable:
-    """What a variable is known by: equal for a variable of Keras and what it holds.
+def variable_key(variable: Variable) -> Hashable:
+    """Returns a key that is equal for a variable of Keras and the variable inside.
 
-    Keeps the variable alive, so that no other one can take its place.
+    The key keeps the variable alive, so no other variable can get the same key.
 
     Example:
         >>> import tensorflow as tf
         >>> variable = tf.Variable(1.0)
-        >>> key(variable) == key(variable), key(variable) == key(tf.Variable(1.0))
-        (True, False)
+        >>> variable_key(variable) == variable_key(variable)
+        True
+        >>> variable_key(variable) == variable_key(tf.Variable(1.0))
+        False
     """
-    held = unwrapped(variable)
-    ref = getattr(held, "ref", None)
-    return ref() if callable(ref) else id(held)
+    plain = unwrap_variable(variable)
+    ref = getattr(plain, "ref", None)
+    key: Hashable = ref() if callable(ref) else id(plain)
+    return key
 
 
-def listed(variables: Any) -> list[Any]:
-    """The variables as TensorFlow's own, also if it is one alone."""
+def as_variable_list(variables: Iterable[Variable] | Variable) -> list[tf.Variable]:
+    """Returns TensorFlow's own variables of an iterable, or of a single variable."""
     if isinstance(variables, Iterable) and not isinstance(variables, tf.Variable):
-        return [unwrapped(one) for one in variables]
-    return [unwrapped(variables)]
+        return [unwrap_variable(variable) for variable in variables]
+    return [unwrap_variable(variables)]
 
 
-def shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], Any]:
-    """What is known of a tensor before it has a value; () for an unknown shape."""
+def shape_and_dtype(tensor: tf.Tensor) -> tuple[tuple[int, ...], type[np.generic]]:
+    """Returns the static shape, () if it is unknown, and NumPy's dtype of a tensor."""
     shape = tensor.shape
     known = tuple(shape.as_list()) if shape.is_fully_defined() else ()
     return known, tensor.dtype.as_numpy_dtype

@@ -20,10 +20,10 @@ from ringjax.tensorflow.c_api import library
 
 _Pointer = ctypes.c_void_p
 _METADATA = 1  # XLA_FFI_Extension_Metadata
-_LEAST, _NEWEST = (0, 1), (0, 3)  # versions whose structures are these
+_MIN_API, _MAX_API = (0, 1), (0, 3)  # versions whose structures are these
 
 
-class _Version(ctypes.Structure):
+class _ApiVersion(ctypes.Structure):
     _fields_ = (
         *(("struct_size", ctypes.c_size_t), ("extension", _Pointer)),
         *(("major", ctypes.c_int), ("minor", ctypes.c_int)),
@@ -33,27 +33,27 @@ class _Version(ctypes.Structure):
 class _Api(ctypes.Structure):
     _fields_ = (
         *(("struct_size", ctypes.c_size_t), ("extension", _Pointer)),
-        *(("version", _Version), ("internal", _Pointer)),
+        *(("version", _ApiVersion), ("internal", _Pointer)),
         *(("create_error", _Pointer), ("get_message", _Pointer)),
         *(("destroy_error", _Pointer), ("register", _Pointer)),
     )
 
 
-class _Text(ctypes.Structure):
+class _StringView(ctypes.Structure):
     _fields_ = (("data", ctypes.c_char_p), ("length", ctypes.c_size_t))
 
 
-class _Registration(ctypes.Structure):
+class _HandlerRegistration(ctypes.Structure):
     _fields_ = (
         *(("struct_size", ctypes.c_size_t), ("extension", _Pointer)),
-        *(("name", _Text), ("platform", _Text)),
+        *(("name", _StringView), ("platform", _StringView)),
         *(("instantiate", _Pointer), ("prepare", _Pointer)),
         *(("initialize", _Pointer), ("execute", _Pointer)),
         ("traits", ctypes.c_uint32),
     )
 
 
-class _Frame(ctypes.Structure):
+class _CallFrame(ctypes.Structure):
     _fields_ = (("struct_size", ctypes.c_size_t), ("extension", _Pointer))
 
 
@@ -65,11 +65,11 @@ class _Extension(ctypes.Structure):
 
 
 class _Metadata(ctypes.Structure):
-    _fields_ = (("struct_size", ctypes.c_size_t), ("version", _Version))
+    _fields_ = (("struct_size", ctypes.c_size_t), ("version", _ApiVersion))
 
 
 _HANDLER = ctypes.CFUNCTYPE(_Pointer, _Pointer)
-_for_ever: list[Any] = []
+_kept_alive: list[Any] = []
 
 
 @functools.cache
@@ -82,40 +82,42 @@ def ensure_registered() -> None:
     try:
         get = library.XLA_FFI_GetApi
     except AttributeError:
-        raise _refused("it does not let others have XLA's interface") from None
+        raise _unsupported("it does not let others have XLA's interface") from None
     get.restype = _Pointer
     api = _Api.from_address(get())
     version = api.version.major, api.version.minor
-    if not _LEAST <= version <= _NEWEST:
-        raise _refused(f"its XLA has interface {version[0]}.{version[1]}")
-    register = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_Registration))(api.register)
+    if not _MIN_API <= version <= _MAX_API:
+        raise _unsupported(f"its XLA has interface {version[0]}.{version[1]}")
+    register = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_HandlerRegistration))(
+        api.register
+    )
     for name, capsule in _native.ffi_targets().items():
         text = name.encode()
-        handler = _speaking(_address(capsule), api.version.minor)
-        wanted = _Registration(
-            struct_size=ctypes.sizeof(_Registration),
-            name=_Text(text, len(text)),
-            platform=_Text(b"Host", 4),
+        handler = _with_api_version(_capsule_address(capsule), api.version.minor)
+        wanted = _HandlerRegistration(
+            struct_size=ctypes.sizeof(_HandlerRegistration),
+            name=_StringView(text, len(text)),
+            platform=_StringView(b"Host", 4),
             execute=ctypes.cast(handler, _Pointer),
         )
         if register(wanted):
-            raise _refused(f"its XLA does not take the handler {name}")
+            raise _unsupported(f"its XLA does not take the handler {name}")
 
 
-def _refused(why: str) -> errors.RingjaxError:
+def _unsupported(why: str) -> errors.RingjaxError:
     return errors.RingjaxError(
         f"ringjax: TensorFlow {tf.__version__} cannot compile collectives with XLA: "
         f"{why}; use tf.function without jit_compile=True"
     )
 
 
-def _speaking(handler: int, minor: int) -> Any:
+def _with_api_version(handler: int, minor: int) -> Any:
     """The handler, as one that was built for version 0.`minor`."""
     call = _HANDLER(handler)
 
     def speak(frame: int) -> int | None:
         error: int | None = call(frame)
-        extension = _Frame.from_address(frame).extension
+        extension = _CallFrame.from_address(frame).extension
         if extension:
             asked = _Extension.from_address(extension)
             if asked.kind == _METADATA:
@@ -124,11 +126,11 @@ def _speaking(handler: int, minor: int) -> Any:
         return error
 
     spoken = _HANDLER(speak)
-    _for_ever.append((call, spoken))
+    _kept_alive.append((call, spoken))
     return spoken
 
 
-def _address(capsule: Any) -> int:
+def _capsule_address(capsule: Any) -> int:
     python = ctypes.pythonapi
     name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
         ("PyCapsule_GetName", python)

@@ -11,7 +11,7 @@ import pytest
 from engines.parquet_data import ROWS, stored
 
 pa = pytest.importorskip("pyarrow", reason="Spark's extra is not installed")
-from ringjax.spark.common.rows import Rows, decoded  # noqa: E402
+from ringjax.spark.common.parquet_rows import ParquetRows, decode_column  # noqa: E402
 from ringjax.spark.common.store import (  # noqa: E402
     DBFSLocalStore,
     FilesystemStore,
@@ -25,7 +25,9 @@ def store(tmp_path: Path) -> Any:
     return stored(tmp_path)
 
 
-def numbers(rows: Rows, rank: int, size: int, batch: int = 8, **how: Any) -> list[Any]:
+def numbers(
+    rows: ParquetRows, rank: int, size: int, batch: int = 8, **how: Any
+) -> list[Any]:
     batches = rows.batches(rank, size, batch, **how)
     return [(b.columns["number"].tolist() if b.rows else [], b.share) for b in batches]
 
@@ -33,7 +35,7 @@ def numbers(rows: Rows, rank: int, size: int, batch: int = 8, **how: Any) -> lis
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("how", [{}, {"seed": 1}, {"seed": 1, "epoch": 1, "buffer": 5}])
 def test_every_row_goes_to_one_rank(store: Any, size: int, how: dict[str, Any]) -> None:
-    rows = Rows.of(store, store.get_train_data_path(), ["number"])
+    rows = ParquetRows.of(store, store.get_train_data_path(), ["number"])
     assert rows.count == ROWS
     mine = [numbers(rows, rank, size, **how) for rank in range(size)]
     counts = [sum(len(batch) for batch, _ in steps) for steps in mine]
@@ -48,7 +50,7 @@ def test_every_row_goes_to_one_rank(store: Any, size: int, how: dict[str, Any]) 
 
 
 def test_the_order_of_rows(store: Any) -> None:
-    rows = Rows.of(store, store.get_train_data_path(), ["number"])
+    rows = ParquetRows.of(store, store.get_train_data_path(), ["number"])
 
     def order(**how: Any) -> list[int]:
         return [n for batch, _ in numbers(rows, 0, 1, **how) for n in batch]
@@ -60,7 +62,7 @@ def test_the_order_of_rows(store: Any) -> None:
 
 
 def test_too_few_rows(store: Any) -> None:
-    rows = Rows.of(store, store.get_val_data_path(), ["number"])
+    rows = ParquetRows.of(store, store.get_val_data_path(), ["number"])
     with pytest.raises(ValueError, match="20 rows are too few for 21 ranks"):
         next(rows.batches(0, 21, 1))
 
@@ -69,17 +71,17 @@ def test_rows_are_read_piece_by_piece(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank opens the files of its own rows only, and decodes a group once at most."""
-    from ringjax.spark.common import rows as module
+    from ringjax.spark.common import parquet_rows as module
 
     seen: list[int] = []
-    real = module.decoded
+    real = module.decode_column
 
     def noted(array: Any, name: str) -> Any:
         seen.append(len(array))
         return real(array, name)
 
-    monkeypatch.setattr(module, "decoded", noted)
-    rows = Rows.of(store, store.get_train_data_path(), ["number"], keep=True)
+    monkeypatch.setattr(module, "decode_column", noted)
+    rows = ParquetRows.of(store, store.get_train_data_path(), ["number"], keep=True)
     batches = rows.batches(1, 4, 4)
     next(batches)
     assert seen == [1, 8]  # of rows 25 to 50; the second file begins with 34
@@ -121,7 +123,7 @@ DENSE, SPARSE = (1, None, None, [1.0, 0.0, 2.0]), (0, 3, [0, 2], [3.0, 4.0])
     ],
 )
 def test_columns(array: Any, expected: Any) -> None:
-    found = decoded(array)
+    found = decode_column(array)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -130,7 +132,7 @@ def test_columns(array: Any, expected: Any) -> None:
 )
 def test_rows_of_different_lengths(array: Any) -> None:
     with pytest.raises(ValueError, match=r"column x: rows have \d to \d values"):
-        decoded(array, "x")
+        decode_column(array, "x")
 
 
 # -- stores ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from engines.estimators import (
 from engines.local_spark import MARKS
 from engines.parquet_data import ROWS, stored, table
 
-from ringjax.spark.common.rows import Rows
+from ringjax.spark.common.parquet_rows import ParquetRows
 
 pytestmark = MARKS
 
@@ -45,7 +45,7 @@ def test_torch_steps_are_those_of_one_process(store: Any) -> None:
     alone = torch_model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
     names = ["features", "y", "weight"]
-    rows = Rows.of(store, store.get_train_data_path(), names)
+    rows = ParquetRows.of(store, store.get_train_data_path(), names)
     losses = []
     for epoch in range(2):
         total = 0.0

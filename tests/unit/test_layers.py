@@ -47,7 +47,7 @@ MOST_AT_THE_TOP = 16
 JAX = {"jax", "jaxlib", "optax"}
 JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
 # Loaded where the program has loaded JAX, or wants it.
-JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.learners.flax"}
+JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.trainers.flax"}
 JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}
 JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
@@ -60,7 +60,7 @@ MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFr
 ENVIRONMENT_READERS = {
     *("config.py", "settings/misspelt.py", "run/environ.py", "world/devices.py"),
     *("control/launch_environment.py", "membership/rendezvous_lookup.py"),
-    "spark/learners/keras.py",  # says which backend a task's Keras has
+    "spark/trainers/keras.py",  # says which backend a task's Keras has
     "xla/jax_distributed.py",  # gRPC's variables, for the group's own coordinator
     "horovod/functions.py",  # changes it for a while, if a program asks for that
     "runtime/visit.py",  # holds a job's variables in it as long as a call

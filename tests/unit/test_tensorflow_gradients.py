@@ -32,13 +32,13 @@ def slices(tf: Any) -> Any:
 
 
 def test_buckets_have_one_dtype_and_a_size(tf: Any, slices: Any) -> None:
-    from ringjax.tensorflow.gradients import units
+    from ringjax.tensorflow.gradients import plan_buckets
 
     gradients = [
         *(tf.zeros(500), slices, None, tf.zeros(500, tf.float64), tf.zeros(600)),
         *(tf.zeros(400), tf.zeros(2000), slices, tf.zeros(3)),
     ]
-    found = units(gradients, [], 4000)
+    found = plan_buckets(gradients, [], 4000)
     assert sorted(i for unit in found for i in unit) == [0, 1, 3, 4, 5, 6, 7, 8]
     for unit in found:
         kinds = {(type(gradients[i]), gradients[i].dtype) for i in unit}
@@ -47,20 +47,20 @@ def test_buckets_have_one_dtype_and_a_size(tf: Any, slices: Any) -> None:
             size = sum(int(np.prod(gradients[i].shape)) * 4 for i in unit)
             assert len(unit) == 1 or size <= 4000
     assert [1, 7] in found and [6] in found and [5, 4] in found
-    together = units(gradients, [[0, 1, 3, 6], [8, 2]], 4000)
+    together = plan_buckets(gradients, [[0, 1, 3, 6], [8, 2]], 4000)
     assert together[:4] == [[0, 6], [1], [3], [8]]
     assert sorted(i for unit in together for i in unit) == [0, 1, 3, 4, 5, 6, 7, 8]
-    assert units([None, None], [], 4000) == []
+    assert plan_buckets([None, None], [], 4000) == []
 
 
 def test_buckets_of_unknown_shapes(tf: Any) -> None:
-    from ringjax.tensorflow.gradients import units
+    from ringjax.tensorflow.gradients import plan_buckets
 
     found = []
 
     @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec([None, 2])])
     def look(one: Any, two: Any) -> None:
-        found.append(units([one, two], [], 4000))
+        found.append(plan_buckets([one, two], [], 4000))
 
     look.get_concrete_function()
     assert found == [[[1, 0]]]
@@ -68,7 +68,7 @@ def test_buckets_of_unknown_shapes(tf: Any) -> None:
 
 def test_names_do_not_tell_how_often_a_function_was_traced(tf: Any) -> None:
     """One that makes variables is traced twice, on ranks where they are not there."""
-    from ringjax.tensorflow.gradient_names import names
+    from ringjax.tensorflow.gradient_names import gradient_namer
 
     def program(made: list[Any]) -> list[str]:
         last: dict[str, str] = {}
@@ -77,21 +77,21 @@ def test_names_do_not_tell_how_often_a_function_was_traced(tf: Any) -> None:
         def inner(x: Any) -> Any:
             if not made:
                 made.append(tf.Variable(1.0))
-            name = names("step")
+            name = gradient_namer("step")
             last["inner"] = f"{name()} {name()}"
             return x + made[0]
 
         @tf.function
         def other(x: Any) -> Any:
-            last["other"] = names("step")()
+            last["other"] = gradient_namer("step")()
             return x + 1.0
 
         @tf.function
         def outer(x: Any) -> Any:
-            last["outer"] = names("step")()
+            last["outer"] = gradient_namer("step")()
             inner.get_concrete_function(x)
             y = other(inner(x)) + tf.cond(x > 0, lambda: inner(x), lambda: x)
-            last["end"] = names("step")()
+            last["end"] = gradient_namer("step")()
             return y
 
         assert float(outer(tf.constant(1.0))) == 5.0
@@ -109,16 +109,16 @@ def test_names_do_not_tell_how_often_a_function_was_traced(tf: Any) -> None:
 def test_groups_are_found_by_their_variables(tf: Any) -> None:
     import keras
 
-    from ringjax.tensorflow.gradients import indices_of
+    from ringjax.tensorflow.gradients import group_indices
 
     variables = [tf.Variable(1.0), keras.Variable(2.0), tf.Variable(3.0)]
     other = tf.Variable(1.0)
     groups = [[variables[2], other, variables[1].value], []]
-    assert indices_of(groups, [1, 1, 1], variables) == [[2, 1], []]
-    assert indices_of(None, [1, 1, 1], variables) == []
-    assert indices_of(2, [1, None, 1], variables) == [[0], [2]]
+    assert group_indices(groups, [1, 1, 1], variables) == [[2, 1], []]
+    assert group_indices(None, [1, 1, 1], variables) == []
+    assert group_indices(2, [1, None, 1], variables) == [[0], [2]]
     with pytest.raises(ValueError, match="more than once"):
-        indices_of([[other], [other]], [1], [other])
+        group_indices([[other], [other]], [1], [other])
 
 
 BAD = [
@@ -173,10 +173,10 @@ def test_what_is_no_tape_and_no_optimizer(tf: Any) -> None:
 
 
 def test_a_reduction_wants_what_it_needs(tf: Any, slices: Any) -> None:
-    from ringjax.tensorflow.gradients import Reduction, Settings
+    from ringjax.tensorflow.gradients import GradientReducer, GradientSettings
 
     variable = tf.Variable(1.0)
-    reduction = Reduction(Settings("test"))
+    reduction = GradientReducer(GradientSettings("test"))
     assert reduction([None, None]) == [None, None] and reduction([], []) == []
     with pytest.raises(ValueError, match="2 gradients of 1 variables"):
         reduction([None, None], [variable])
@@ -185,7 +185,7 @@ def test_a_reduction_wants_what_it_needs(tf: Any, slices: Any) -> None:
     with pytest.raises(ValueError, match="variables are needed"):
         reduction([tf.ones(2)])
     with pytest.raises(NotImplementedError, match="sparse_as_dense=True"):
-        Reduction(Settings("test", op=ringjax.Adasum))([slices])
+        GradientReducer(GradientSettings("test", op=ringjax.Adasum))([slices])
 
 
 def test_tapes_of_other_classes_and_in_every_state(tf: Any) -> None:
@@ -244,9 +244,9 @@ def test_sums_of_several_passes(tf: Any, slices: Any) -> None:
 
 
 def test_failures_that_come_through_tensorflow(tf: Any) -> None:
-    from ringjax.tensorflow.failures import as_tensorflow
+    from ringjax.tensorflow.failures import to_tensorflow_error
 
-    lost = as_tensorflow(errors.PeerLost("RINGJAX[world]: rank 2 is gone", 2))
+    lost = to_tensorflow_error(errors.PeerLost("RINGJAX[world]: rank 2 is gone", 2))
     assert isinstance(lost, tf.errors.UnknownError) and failure(lost) is lost
     again = copy.copy(lost)  # as pickle makes one
     assert isinstance(again, errors.PeerLost)

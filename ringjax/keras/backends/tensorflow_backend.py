@@ -15,9 +15,9 @@ from ringjax.keras.backends.base_backend import Backend, ReductionOptions
 from ringjax.ops import Min, ReduceOp
 from ringjax.tensorflow import global_variables, movement, reductions
 from ringjax.tensorflow.compression import Compression
-from ringjax.tensorflow.gradients import Settings, reduce_gradients
+from ringjax.tensorflow.gradients import GradientSettings, reduce_gradients
 from ringjax.tensorflow.mpi_ops import size_op
-from ringjax.tensorflow.variables import unwrapped
+from ringjax.tensorflow.variables import unwrap_variable
 from ringjax.world.process_set import ProcessSet
 
 
@@ -36,7 +36,7 @@ class TensorFlowBackend(Backend):
         how: ReductionOptions,
     ) -> list[Any]:
         """See the base class."""
-        settings = Settings(
+        settings = GradientSettings(
             name=how.name,
             compression=_own(how.compression),
             sparse_as_dense=how.sparse_as_dense,
@@ -79,7 +79,7 @@ class TensorFlowBackend(Backend):
             grad_loss: the gradient of the loss; None: 1.
             tape: a `tf.GradientTape`; None where the loss is a function.
         """
-        held = [unwrapped(variable) for variable in variables]
+        held = [unwrap_variable(variable) for variable in variables]
         if callable(loss):
             with tf.GradientTape() as tape:
                 tape.watch(held)

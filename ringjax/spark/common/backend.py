@@ -42,7 +42,7 @@ class SparkBackend(Backend):
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        self._num_proc = num_proc or jobs.parallelism(jobs.session())
+        self._num_proc = num_proc or jobs.parallelism(jobs.active_session())
         self._env, self._options = dict(env or {}), options
 
     def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 import time
 from abc import abstractmethod
@@ -17,22 +16,22 @@ from pyspark.ml.linalg import VectorUDT
 
 from ringjax.spark.common.backend import Backend, SparkBackend
 from ringjax.spark.common.columns import get_spark_df_output_schema
-from ringjax.spark.common.loop import Job
 from ringjax.spark.common.params import EstimatorParams, ModelParams
-from ringjax.spark.common.prepared import (
+from ringjax.spark.common.params_io import PersistentParams
+from ringjax.spark.common.parquet_rows import ParquetRows, decode_column
+from ringjax.spark.common.training_data import (
     Metadata,
     check_validation,
     get_dataset_properties,
     get_simple_meta_from_parquet,
     prepare_data,
 )
-from ringjax.spark.common.rows import Rows, decoded
-from ringjax.spark.common.saving import Saved
+from ringjax.spark.common.training_loop import TrainingJob
 
 Predict = Callable[[Sequence[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
 
 
-class HorovodEstimator(Estimator, EstimatorParams, Saved):
+class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
     """Trains a model on a DataFrame; a framework adds what is its own.
 
     Args:
@@ -58,7 +57,7 @@ class HorovodEstimator(Estimator, EstimatorParams, Saved):
         """The model and what is needed to train it, pickled."""
 
     @abstractmethod
-    def _trainer(self) -> Callable[[Job, bytes], Any]:
+    def _trainer(self) -> Callable[[TrainingJob, bytes], Any]:
         """What each rank calls, with the job and that."""
 
     @abstractmethod
@@ -158,17 +157,17 @@ class HorovodEstimator(Estimator, EstimatorParams, Saved):
         )
         return self._create_model(results[0], run_id, metadata)
 
-    def _job(self, run_id: str, validates: bool, number: int | None) -> Job:
+    def _job(self, run_id: str, validates: bool, number: int | None) -> TrainingJob:
         store, seed = self.getStore(), self.getRandomSeed()
         features, labels = self.getFeatureCols(), self.getLabelCols()
         weight = self.getSampleWeightCol()
         names = list(dict.fromkeys([*features, *labels, *([weight] if weight else [])]))
         paths = [store.get_train_data_path(number), store.get_val_data_path(number)]
         rows, *others = [
-            Rows.of(store, path, names, self.getInMemoryCacheAll())
+            ParquetRows.of(store, path, names, self.getInMemoryCacheAll())
             for path in paths[: 1 + validates]
         ]
-        return Job(
+        return TrainingJob(
             run_id=run_id,
             store=store,
             rows=rows,
@@ -205,7 +204,7 @@ class HorovodEstimator(Estimator, EstimatorParams, Saved):
         return f"{folder}/{self.getStore().get_checkpoint_filename()}"
 
 
-class HorovodModel(Model, ModelParams, Saved):
+class HorovodModel(Model, ModelParams, PersistentParams):
     """A trained model, which adds predictions to a DataFrame.
 
     Args:
@@ -242,15 +241,15 @@ class HorovodModel(Model, ModelParams, Saved):
         several = [False] * len(labels)
         if first:
             outputs = make()(
-                [decoded(first[0].column(name), name) for name in features]
+                [decode_column(first[0].column(name), name) for name in features]
             )
             several = [output[0].size > 1 for output in outputs]
         schema = get_spark_df_output_schema(df.schema, labels, names, metadata, several)
         kinds = [schema[name].dataType for name in names]
-        return df.mapInArrow(_Predictions(make, features, names, kinds), schema)
+        return df.mapInArrow(_PartitionPredictor(make, features, names, kinds), schema)
 
 
-class _Predictions:
+class _PartitionPredictor:
     """What Spark calls in each partition of a DataFrame: adds the outputs.
 
     Args:
@@ -276,16 +275,18 @@ class _Predictions:
             if not batch.num_rows:
                 continue
             predict = predict or self._make()
-            columns = [decoded(batch.column(name), name) for name in self._features]
+            columns = [
+                decode_column(batch.column(name), name) for name in self._features
+            ]
             outputs = predict(columns)
             arrays = list(batch.columns)
             for kind, output in zip(self._kinds, outputs, strict=True):
-                arrays.append(encoded(output.reshape(len(output), -1), kind))
+                arrays.append(encode_output(output.reshape(len(output), -1), kind))
             names = [*batch.schema.names, *self._names]
             yield pa.RecordBatch.from_arrays(arrays, names)
 
 
-def encoded(rows: np.ndarray[Any, Any], kind: Any) -> pa.Array:
+def encode_output(rows: np.ndarray[Any, Any], kind: Any) -> pa.Array:
     """Outputs as Arrow's array for a type of Spark, vectors as Spark has them.
 
     Args:
@@ -315,12 +316,7 @@ def encoded(rows: np.ndarray[Any, Any], kind: Any) -> pa.Array:
     )
 
 
-def pickled(**values: Any) -> bytes:
+def pickle_with_classes(**values: Any) -> bytes:
     """Values with their classes, wherever these are defined."""
     data: bytes = cloudpickle.dumps(values)
     return data
-
-
-def copied(value: Any) -> Any:
-    """A copy that shares nothing with the program's own."""
-    return copy.deepcopy(value)

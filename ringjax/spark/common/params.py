@@ -21,7 +21,7 @@ def _param(name: str, doc: str, converter: Any = None) -> Param:
     return Param(Params._dummy(), name, doc, typeConverter=converter)
 
 
-class Accessible(Params):
+class ParamAccessors(Params):
     """Params that are given by name; each has `getX` and `setX`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ def _setter(name: str) -> Any:
     return put
 
 
-class EstimatorParams(Accessible):
+class EstimatorParams(ParamAccessors):
     """What all estimators take; the value of a Param is what its `getX` returns."""
 
     num_proc = _param("num_proc", "how many ranks")
@@ -160,7 +160,7 @@ class EstimatorParams(Accessible):
         )
 
 
-class ModelParams(HasOutputCols, Accessible):
+class ModelParams(HasOutputCols, ParamAccessors):
     """What all models have."""
 
     history = _param("history", "what was measured in each epoch")

@@ -9,17 +9,17 @@ from typing import Any
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common import loop
+from ringjax.spark.common import training_loop
 from ringjax.spark.common.columns import check_shape_compatibility, to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
-    pickled,
+    pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
-from ringjax.spark.common.prepared import Metadata
-from ringjax.spark.learners import flax as learner
+from ringjax.spark.common.training_data import Metadata
+from ringjax.spark.trainers import flax as trainer
 
 
 class FlaxEstimator(HorovodEstimator):
@@ -59,7 +59,7 @@ class FlaxEstimator(HorovodEstimator):
         if self.getLoss() is None or self.getOptimizer() is None:
             raise ValueError("loss and optimizer must be given")
         count = len(self.getLabelCols())
-        return pickled(
+        return pickle_with_classes(
             model=self.getModel(),
             optimizer=self.getOptimizer(),
             loss=to_list(self.getLoss(), count),
@@ -73,8 +73,8 @@ class FlaxEstimator(HorovodEstimator):
     def _env(self) -> dict[str, str]:
         return super()._env() if self.getUseGpu() else {"JAX_PLATFORMS": "cpu"}
 
-    def _trainer(self) -> Callable[[loop.Job, bytes], Any]:
-        return partial(loop.train, learner.FlaxLearner)
+    def _trainer(self) -> Callable[[training_loop.TrainingJob, bytes], Any]:
+        return partial(training_loop.train, trainer.FlaxModelTrainer)
 
     def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
         history, checkpoint = result
@@ -101,4 +101,4 @@ class FlaxModel(HorovodModel):
 
     def _predictor(self) -> Callable[[], Predict]:
         model = cloudpickle.dumps(self.getModel())
-        return partial(learner.predictor, model, self.getInputShapes())
+        return partial(trainer.predictor, model, self.getInputShapes())

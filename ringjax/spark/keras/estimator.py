@@ -10,21 +10,21 @@ import cloudpickle
 import keras
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common import loop
+from ringjax.spark.common import training_loop
 from ringjax.spark.common.columns import check_shape_compatibility
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
-    pickled,
+    pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
-from ringjax.spark.common.prepared import Metadata
-from ringjax.spark.common.saving import Saved
-from ringjax.spark.learners import keras as learner
+from ringjax.spark.common.params_io import PersistentParams
+from ringjax.spark.common.training_data import Metadata
+from ringjax.spark.trainers import keras as trainer
 
 
-class _Custom(Saved):
+class _CustomObjects(PersistentParams):
     """Is loaded with the program's own classes."""
 
     def _unpickled(self, values: dict[str, bytes]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class _Custom(Saved):
             return super()._unpickled(values)
 
 
-class KerasEstimator(_Custom, HorovodEstimator):
+class KerasEstimator(_CustomObjects, HorovodEstimator):
     """Trains a Keras model on a DataFrame, on the backend that Keras has here.
 
     The learning rate is multiplied by the number of ranks, as Horovod does it.
@@ -87,7 +87,7 @@ class KerasEstimator(_Custom, HorovodEstimator):
         optimizer = self.getOptimizer() or getattr(model, "optimizer", None)
         if self.getLoss() is None or optimizer is None:
             raise ValueError("loss and optimizer must be given")
-        return pickled(
+        return pickle_with_classes(
             model=model,
             optimizer=keras.optimizers.get(optimizer),
             loss=self.getLoss(),
@@ -104,8 +104,8 @@ class KerasEstimator(_Custom, HorovodEstimator):
         backend = {"KERAS_BACKEND": keras.backend.backend()}
         return {**super()._env(), **backend, **(self.getBackendEnv() or {})}
 
-    def _trainer(self) -> Callable[[loop.Job, bytes], Any]:
-        return partial(learner.train, cloudpickle.dumps(self.getCustomObjects() or {}))
+    def _trainer(self) -> Callable[[training_loop.TrainingJob, bytes], Any]:
+        return partial(trainer.train, cloudpickle.dumps(self.getCustomObjects() or {}))
 
     def _load_model_from_checkpoint(self, run_id: str) -> bytes:
         return super()._load_checkpoint(run_id)
@@ -116,7 +116,7 @@ class KerasEstimator(_Custom, HorovodEstimator):
     def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
         history, checkpoint = result
         objects = cloudpickle.dumps(self.getCustomObjects() or {})
-        model = learner.unpickled(cloudpickle.dumps(self.getModel()), objects)
+        model = trainer.unpickle_model(cloudpickle.dumps(self.getModel()), objects)
         model.set_weights(cloudpickle.loads(checkpoint)["weights"])
         return KerasModel(
             history=history,
@@ -130,7 +130,7 @@ class KerasEstimator(_Custom, HorovodEstimator):
         )
 
 
-class KerasModel(_Custom, HorovodModel):
+class KerasModel(_CustomObjects, HorovodModel):
     """A trained Keras model, which adds predictions to a DataFrame.
 
     Args:
@@ -144,4 +144,4 @@ class KerasModel(_Custom, HorovodModel):
     def _predictor(self) -> Callable[[], Predict]:
         model = cloudpickle.dumps(self.getModel())
         objects = cloudpickle.dumps(self.getCustomObjects() or {})
-        return partial(learner.predictor, keras.backend.backend(), model, objects)
+        return partial(trainer.predictor, keras.backend.backend(), model, objects)

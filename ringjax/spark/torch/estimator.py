@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,18 +10,17 @@ from typing import Any
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common import loop
+from ringjax.spark.common import training_loop
 from ringjax.spark.common.columns import check_shape_compatibility, to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
-    copied,
-    pickled,
+    pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
-from ringjax.spark.common.prepared import Metadata
-from ringjax.spark.learners import torch as learner
+from ringjax.spark.common.training_data import Metadata
+from ringjax.spark.trainers import torch as trainer
 
 
 class TorchEstimator(HorovodEstimator):
@@ -70,7 +70,9 @@ class TorchEstimator(HorovodEstimator):
     def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
         """The optimizer, with the parameters of the model."""
         optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
-        return learner.bound(optimizer, model) if model and optimizer else optimizer
+        if model and optimizer:
+            return trainer.bind_optimizer(optimizer, model)
+        return optimizer
 
     def _check_metadata_compatibility(self, metadata: Metadata) -> None:
         check_shape_compatibility(
@@ -86,7 +88,7 @@ class TorchEstimator(HorovodEstimator):
             raise ValueError("loss and optimizer must be given")
         weights = to_list(self.getLossWeights(), count) or [1 / count] * count
         groups = [g if isinstance(g, list) else [g] for g in self.getMetrics() or []]
-        return pickled(
+        return pickle_with_classes(
             model=self.getModel(),
             optimizer=self.getOptimizer(),
             loss=to_list(losses[0], count),
@@ -100,13 +102,13 @@ class TorchEstimator(HorovodEstimator):
             backward_passes_per_step=self.getBackwardPassesPerStep(),
         )
 
-    def _trainer(self) -> Callable[[loop.Job, bytes], Any]:
-        return partial(loop.train, learner.TorchLearner)
+    def _trainer(self) -> Callable[[training_loop.TrainingJob, bytes], Any]:
+        return partial(training_loop.train, trainer.TorchModelTrainer)
 
     def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
         history, checkpoint = result
-        state = learner.load_checkpoint(checkpoint)
-        model, optimizer = copied((self.getModel(), self.getOptimizer()))
+        state = trainer.load_checkpoint(checkpoint)
+        model, optimizer = copy.deepcopy((self.getModel(), self.getOptimizer()))
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return TorchModel(
@@ -139,8 +141,10 @@ class TorchModel(HorovodModel):
     def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
         """The optimizer, with the parameters of the model."""
         optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
-        return learner.bound(optimizer, model) if model and optimizer else optimizer
+        if model and optimizer:
+            return trainer.bind_optimizer(optimizer, model)
+        return optimizer
 
     def _predictor(self) -> Callable[[], Predict]:
         model = cloudpickle.dumps(self.getModel())
-        return partial(learner.predictor, model, self.getInputShapes())
+        return partial(trainer.predictor, model, self.getInputShapes())

@@ -22,7 +22,7 @@ import tensorflow as tf
 from ringjax import elastic, runtime
 from ringjax.control import addresses as address
 from ringjax.ops import Min
-from ringjax.tensorflow.data.directory import ComputeClient, Places
+from ringjax.tensorflow.data.compute_registry import ComputeClient, ServiceAddresses
 from ringjax.tensorflow.reductions import allreduce
 
 _service = tf.data.experimental.service
@@ -53,7 +53,7 @@ class TfDataServiceConfig:
     dispatchers: int
     workers_per_dispatcher: int
     dispatcher_side: str
-    addresses: Places
+    addresses: ServiceAddresses
     key: bytes
     timeout: int = 60
 

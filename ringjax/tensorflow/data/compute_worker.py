@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Sequence
 
 from ringjax import runtime
+from ringjax.tensorflow.data.compute_registry import ComputeService
 from ringjax.tensorflow.data.compute_service import (
     TfDataServiceConfig,
     compute_worker_fn,
 )
-from ringjax.tensorflow.data.directory import ComputeService
 from ringjax.tensorflow.functions import broadcast_object
 
 

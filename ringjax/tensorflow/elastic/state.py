@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ringjax import elastic
 from ringjax.elastic.handlers import StateHandler
-from ringjax.tensorflow.variables import listed, unwrapped
+from ringjax.tensorflow.variables import as_variable_list, unwrap_variable
 
 Values = list[Any]
 
@@ -40,7 +40,7 @@ class VariablesHandler(StateHandler):
 
     def state(self) -> Values:
         """The values now, in the order of the variables."""
-        found = listed(self._variables(self.value))
+        found = as_variable_list(self._variables(self.value))
         if self._session is not None:
             return list(self._session.run(found))
         # Reading shares the memory; who writes to a variable then takes a copy.
@@ -52,7 +52,7 @@ class VariablesHandler(StateHandler):
         Raises:
             ValueError: there are more or fewer variables here.
         """
-        found = listed(self._variables(self.value))
+        found = as_variable_list(self._variables(self.value))
         if len(found) != len(state):
             raise ValueError(
                 f"the state has {len(state)} variables, and here are {len(found)}: "
@@ -84,10 +84,10 @@ def _of_optimizer(optimizer: Any) -> list[Any]:
 
 def handler_of(value: Any) -> StateHandler | None:
     """A handler for a variable, a list of such, a model or an optimizer; or None."""
-    if isinstance(unwrapped(value), tf.Variable):
+    if isinstance(unwrap_variable(value), tf.Variable):
         return VariablesHandler(value, lambda variable: [variable])
     if isinstance(value, list | tuple) and value:
-        if all(isinstance(unwrapped(one), tf.Variable) for one in value):
+        if all(isinstance(unwrap_variable(one), tf.Variable) for one in value):
             return VariablesHandler(value, list)
         return None
     if isinstance(value, tf.compat.v1.train.Optimizer):
@@ -146,7 +146,7 @@ class TensorFlowState(_State):
     def __init__(
         self, variables: Any = None, session: Any = None, **kwargs: Any
     ) -> None:
-        found = listed(
+        found = as_variable_list(
             tf.compat.v1.global_variables() if variables is None else variables
         )
         if not tf.executing_eagerly():

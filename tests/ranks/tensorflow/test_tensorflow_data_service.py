@@ -76,8 +76,8 @@ def test_what_is_refused(world: Any, path: Path) -> None:
 
     from ringjax.errors import StartupError
     from ringjax.tensorflow.data import TfDataServiceConfig, compute_service
+    from ringjax.tensorflow.data.compute_registry import ComputeClient, ComputeService
     from ringjax.tensorflow.data.compute_worker import main, parse
-    from ringjax.tensorflow.data.directory import ComputeClient, ComputeService
 
     with pytest.raises(ValueError, match=r"\(2\) must be a multiple .* \(3\)"):
         main(3, "compute", str(path))

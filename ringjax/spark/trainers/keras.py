@@ -15,13 +15,13 @@ import cloudpickle
 import numpy as np
 
 from ringjax import runtime
-from ringjax.spark.common.loop import Job, initialized
-from ringjax.spark.common.rows import Batch
+from ringjax.spark.common.parquet_rows import Batch
+from ringjax.spark.common.training_loop import TrainingJob, ringjax_initialized
 
 Array = np.ndarray[Any, Any]
 
 
-def unpickled(data: bytes, custom_objects: bytes) -> Any:
+def unpickle_model(data: bytes, custom_objects: bytes) -> Any:
     """A model, or what has one in it, with the program's own classes by name."""
     import keras
 
@@ -30,7 +30,7 @@ def unpickled(data: bytes, custom_objects: bytes) -> Any:
 
 
 def train(
-    custom_objects: bytes, job: Job, data: bytes
+    custom_objects: bytes, job: TrainingJob, data: bytes
 ) -> tuple[dict[str, Any], bytes] | None:
     """What each rank does: compiles the model, and trains it with `fit`.
 
@@ -40,11 +40,11 @@ def train(
     import keras
 
     objects = cloudpickle.loads(custom_objects)
-    with initialized(), keras.saving.custom_object_scope(objects):
+    with ringjax_initialized(), keras.saving.custom_object_scope(objects):
         if job.seeded:
             keras.utils.set_random_seed(job.seed)
         if job.use_gpu:
-            _take_gpu(keras.backend.backend())
+            _select_gpu(keras.backend.backend())
         spec: dict[str, Any] = cloudpickle.loads(data)
         keras.config.set_floatx(spec["floatx"])
         _compile(keras, spec)
@@ -70,7 +70,7 @@ def _compile(keras: Any, spec: dict[str, Any]) -> None:
 
 
 def _fit(
-    keras: Any, job: Job, spec: dict[str, Any]
+    keras: Any, job: TrainingJob, spec: dict[str, Any]
 ) -> tuple[dict[str, Any], bytes] | None:
     hvd = importlib.import_module("ringjax.keras")
     first = 0
@@ -79,7 +79,7 @@ def _fit(
         before = _resume(spec["model"], job.checkpoint)
         first = int(before["epochs"])
     left = job.epochs - first if first < job.epochs else job.epochs
-    keep = _keeper(keras, job, before.get("history", {}))
+    keep = _checkpoint_callback(keras, job, before.get("history", {}))
     folder = job.store.get_local_output_dir_fn(job.run_id)
     with folder() as path:
         callbacks = [
@@ -94,7 +94,7 @@ def _fit(
                 best.filepath = file
                 callbacks.append(best)
             callbacks.append(keep)
-        shaped = _Shaped(spec["model"], job, spec["label_shapes"])
+        shaped = _KerasBatches(spec["model"], job, spec["label_shapes"])
         spec["model"].fit(
             (shaped(batch) for batch in job.stream(first)),
             steps_per_epoch=job.epoch_steps,
@@ -112,7 +112,7 @@ def _fit(
         return keep.history, keep.checkpoint
 
 
-def _validation(keras: Any, job: Job, shaped: _Shaped) -> Any:
+def _validation(keras: Any, job: TrainingJob, shaped: _KerasBatches) -> Any:
     """The same batches in each epoch; a generator would lose what Keras looks at."""
     if job.val_rows is None:
         return None
@@ -135,10 +135,10 @@ def _validation(keras: Any, job: Job, shaped: _Shaped) -> Any:
     return Validation()
 
 
-class _Shaped:
+class _KerasBatches:
     """Batches as `fit` takes them: inputs, labels and weights."""
 
-    def __init__(self, model: Any, job: Job, label_shapes: Any) -> None:
+    def __init__(self, model: Any, job: TrainingJob, label_shapes: Any) -> None:
         self._job = job
         self._inputs = [x.shape[1:] for x in model.inputs]
         self._labels = [x.shape[1:] for x in model.outputs]
@@ -162,11 +162,11 @@ class _Shaped:
         if job.weight is not None:
             weights *= columns[job.weight].astype(np.float32)
         if len(labels) == 1:
-            return _alone(inputs), labels[0], weights
-        return _alone(inputs), tuple(labels), tuple(weights for _ in labels)
+            return _unwrap_single(inputs), labels[0], weights
+        return _unwrap_single(inputs), tuple(labels), tuple(weights for _ in labels)
 
 
-def _alone(arrays: list[Array]) -> Any:
+def _unwrap_single(arrays: list[Array]) -> Any:
     return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 
@@ -189,21 +189,23 @@ def _resume(model: Any, checkpoint: bytes) -> dict[str, Any]:
     state: dict[str, Any] = cloudpickle.loads(checkpoint)
     model.set_weights(state["weights"])
     model.optimizer.build(model.trainable_variables)
-    for variable, value in zip(_lasting(model), state["optimizer"], strict=True):
+    for variable, value in zip(
+        _checkpointed_variables(model), state["optimizer"], strict=True
+    ):
         variable.assign(value)
     return state
 
 
-def _lasting(model: Any) -> list[Any]:
+def _checkpointed_variables(model: Any) -> list[Any]:
     """The variables of its optimizer, without the learning rate, which is scaled."""
     rate = model.optimizer._learning_rate
     return [v for v in model.optimizer.variables if v is not rate]
 
 
-def _keeper(keras: Any, job: Job, history: dict[str, Any]) -> Any:
+def _checkpoint_callback(keras: Any, job: TrainingJob, history: dict[str, Any]) -> Any:
     """Keeps a checkpoint after each epoch, and what was measured."""
 
-    class Keeper(keras.callbacks.Callback):
+    class CheckpointKeeper(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
             self.history = {name: list(values) for name, values in history.items()}
@@ -219,17 +221,17 @@ def _keeper(keras: Any, job: Job, history: dict[str, Any]) -> Any:
             numpy = keras.ops.convert_to_numpy
             state = {
                 "weights": weights,
-                "optimizer": [numpy(v) for v in _lasting(self.model)],
+                "optimizer": [numpy(v) for v in _checkpointed_variables(self.model)],
                 "history": self.history,
                 "epochs": self.epochs,
             }
             self.checkpoint = cloudpickle.dumps(state)
             job.save(self.checkpoint)
 
-    return Keeper()
+    return CheckpointKeeper()
 
 
-def _take_gpu(backend: str) -> None:
+def _select_gpu(backend: str) -> None:
     """Has this rank use one of the GPUs that it sees; JAX's are ringjax's to choose."""
     if backend == "tensorflow":
         config = importlib.import_module("tensorflow").config
@@ -248,12 +250,14 @@ def predictor(
 ) -> Callable[[Sequence[Array]], list[Array]]:
     """A function from columns to the outputs of a pickled model."""
     os.environ["KERAS_BACKEND"] = backend
-    loaded = unpickled(model, custom_objects)
+    loaded = unpickle_model(model, custom_objects)
     shapes = [x.shape[1:] for x in loaded.inputs]
 
     def predict(columns: Sequence[Array]) -> list[Array]:
         pairs = zip(columns, shapes, strict=True)
-        outputs = loaded.predict_on_batch(_alone([shaped(x, s) for x, s in pairs]))
+        outputs = loaded.predict_on_batch(
+            _unwrap_single([shaped(x, s) for x, s in pairs])
+        )
         found = outputs if isinstance(outputs, list | tuple) else [outputs]
         return [np.asarray(output) for output in found]
 

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 from support.frameworks import in_ranks
 
-continuations = in_ranks("ringjax.tensorflow.continuations")
+kernel_registration = in_ranks("ringjax.tensorflow.kernel_registration")
 pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
 Words = ctypes.c_void_p * 4
 
@@ -19,8 +19,8 @@ def test_it_is_moved_away_and_called_from_there() -> None:
     def run(address: int) -> None:
         called.append(list(Words.from_address(address)))
 
-    then = continuations.Continuation(ctypes.addressof(theirs), run)
-    assert then.late
+    then = kernel_registration.DoneCallback(ctypes.addressof(theirs), run)
+    assert then.outlives_kernel
     assert theirs[2] is None  # so its owner destroys nothing
     theirs[0] = 0
     then()
@@ -29,8 +29,8 @@ def test_it_is_moved_away_and_called_from_there() -> None:
 
 def test_unknown_words_are_left_as_they_are() -> None:
     theirs, called = Words(1, 2, 3, 4), []
-    then = continuations.Continuation(ctypes.addressof(theirs), called.append)
-    assert not then.late
+    then = kernel_registration.DoneCallback(ctypes.addressof(theirs), called.append)
+    assert not then.outlives_kernel
     then()
     assert called == [ctypes.addressof(theirs)]
     assert list(theirs) == [1, 2, 3, 4]

@@ -15,7 +15,7 @@ from pyspark.ml.linalg import DenseVector, VectorUDT
 from pyspark.sql.types import BooleanType
 
 from ringjax.spark.common import constants
-from ringjax.spark.common.rows import Rows
+from ringjax.spark.common.parquet_rows import ParquetRows
 
 Metadata = dict[str, dict[str, Any]]
 
@@ -24,7 +24,7 @@ Properties = tuple[int, int, Metadata, float]
 
 
 @dataclass
-class _Prepared:
+class _CachedDataset:
     """A DataFrame's files: their number in the store, and what they are of."""
 
     index: int
@@ -39,7 +39,7 @@ class TrainingDataCache:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._known: dict[tuple[Any, ...], _Prepared] = {}
+        self._known: dict[tuple[Any, ...], _CachedDataset] = {}
 
     @contextlib.contextmanager
     def use(
@@ -71,7 +71,7 @@ class TrainingDataCache:
                 index = next(i for i in range(len(taken) + 1) if i not in taken)
                 known = self._known.items()
                 self._known = {k: p for k, p in known if p.index != index}
-                found = _Prepared(index, frame, columns, write(index))
+                found = _CachedDataset(index, frame, columns, write(index))
                 self._known[key] = found
             found.users += 1
         try:
@@ -198,22 +198,22 @@ def get_simple_meta_from_parquet(
         raise ValueError(f"{path} does not exist in the store")
     names = [*feature_columns, *label_columns, *filter(None, [sample_weight_col])]
     _check_columns(names, store.get_parquet_dataset(path).schema.names)
-    rows = Rows.of(store, path, names)
+    rows = ParquetRows.of(store, path, names)
     if not rows.count:
         raise ValueError(f"no rows in {path}")
     path = store.get_val_data_path(dataset_idx)
     validation_rows = 0
     if validates and store.exists(path):
-        validation_rows = Rows.of(store, path, names).count
+        validation_rows = ParquetRows.of(store, path, names).count
         if not validation_rows and dataset_idx is not None:
             raise ValueError("there are no rows for validation")
     first = next(rows.batches(0, 1, 1)).columns
     types = {} if schema is None else {f.name: f.dataType for f in schema.fields}
-    metadata = {n: _of_column(types.get(n), first[n]) for n in names}
+    metadata = {n: _column_metadata(types.get(n), first[n]) for n in names}
     return rows.count, validation_rows, metadata, rows.row_size
 
 
-def _of_column(kind: Any, row: Any) -> dict[str, Any]:
+def _column_metadata(kind: Any, row: Any) -> dict[str, Any]:
     size = int(row[0].size) if hasattr(row[0], "size") else 1
     vector = isinstance(kind, VectorUDT) or (kind is None and row.ndim > 1)
     if kind is None and not vector:

@@ -1,12 +1,13 @@
-"""What an operation says of itself, and how a node of a graph carries that.
+"""The specification of a collective, and how a node of a graph carries it.
 
-The tensors are not here: they come at run time, see pending.py and eager_calls.py.
+A specification has no tensors: these come at run time, see pending_operations.py.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from ringjax import runtime
 from ringjax.eager import lane
@@ -14,24 +15,27 @@ from ringjax.ops import Sum
 from ringjax.world import timeouts
 from ringjax.world.process_set import ProcessSet, global_process_set
 
+W = TypeVar("W")
 _sets: dict[int, ProcessSet] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One operation, on whatever tensors.
+class CollectiveSpec:
+    """What one collective does, whatever its tensors are.
 
     Attributes:
-        op: a collective's name.
-        name: what it is called on all ranks; empty: it gets a number.
-        process_set_id: the number of the ranks that take part.
+        op: the name of the collective.
+        name: the name of the operation on all ranks; if it is empty, the operation
+            gets a number.
+        process_set_id: the number of the process set.
         reduce_op: a number of `ringjax.ops.ReduceOp`.
         prescale: multiplies each rank's tensor before the reduction.
         postscale: multiplies the result.
         root: the sender's rank in the world.
-        timeout: seconds as `ringjax.collective_timeout` has them here, -1: not given.
-        waits: the node that takes the results waits for them, and no queue does.
-        bare: in a graph the name is as it is, without a scope.
+        timeout: the limit of `ringjax.collective_timeout` here, in seconds; -1: none
+            was given.
+        waits: True in a session, where RingjaxWait waits and no token queue does.
+        bare: in a graph, use `name` without the scope around it.
     """
 
     op: str
@@ -45,33 +49,33 @@ class Call:
     waits: bool = False
     bare: bool = False
 
-    def text(self) -> str:
-        """For an attribute of a node; `read` reads it."""
+    def to_json(self) -> str:
+        """Returns the specification as a text attribute of a node."""
         return json.dumps(asdict(self))
 
     @staticmethod
-    def read(text: str) -> Call:
-        """The call whose `text` that is."""
-        return Call(**json.loads(text))
+    def from_json(text: str) -> CollectiveSpec:
+        """Undoes `to_json`."""
+        return CollectiveSpec(**json.loads(text))
 
-    def members(self) -> ProcessSet:
-        """The ranks that take part.
+    def process_set(self) -> ProcessSet:
+        """Returns the ranks that take part.
 
         Raises:
-            ValueError: there is no such set any more.
+            ValueError: the process set has been removed.
         """
         number = self.process_set_id
         found = _sets.get(number, global_process_set)
         if found.process_set_id == number:
             return found
-        if number == 0:  # an equal set of a world that has ended
+        if number == 0:  # `found` belongs to a world that has ended
             return global_process_set
         raise ValueError(
             f"{lane.title(self.op, self.name)}: there is no process set {number}"
         )
 
-    def details(self, process_set: ProcessSet) -> lane.LaneOptions:
-        """What the lane wants to know besides the tensors."""
+    def lane_arguments(self, process_set: ProcessSet) -> lane.LaneOptions:
+        """Returns the keyword arguments of `lane.submit` for this collective."""
         if self.op == "broadcast":
             return {"root": lane.root_in_set("broadcast", self.root, process_set)}
         if self.op in ("allreduce", "reducescatter"):
@@ -83,18 +87,20 @@ class Call:
         return {}
 
 
-def number_of(process_set: ProcessSet, op: str) -> int:
-    """The number of a process set, by which calls find it again.
+def process_set_id_of(process_set: ProcessSet, op: str) -> int:
+    """Returns the number by which a specification finds a process set again.
 
     Raises:
-        TypeError, ValueError: it is none, or is not registered.
+        TypeError: `process_set` is not a ProcessSet.
+        ValueError: the process set is not registered.
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
         )
     if process_set is global_process_set:
-        _sets[0] = process_set  # not an equal one, which may have a time limit
+        # An equal set in `_sets` may have another time limit: replace it.
+        _sets[0] = process_set
         return 0
     number = process_set.process_set_id
     if number is None:
@@ -106,3 +112,8 @@ def number_of(process_set: ProcessSet, op: str) -> int:
         raise ValueError(f"ringjax.{op}: there is no process set {number}")
     _sets[number] = process_set
     return number
+
+
+def finish_with_work(work: W) -> W:
+    """Makes the native work itself the result of a handle of the lane."""
+    return work

@@ -14,14 +14,14 @@ import numpy as np
 
 from ringjax import eager, runtime
 from ringjax.ops import ReduceOp
-from ringjax.spark.common.rows import Batch, Columns, Rows
+from ringjax.spark.common.parquet_rows import Batch, Columns, ParquetRows
 
 History = list[dict[str, Any]]
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass
-class Job:
+class TrainingJob:
     """What a rank needs to know, beside the model.
 
     Attributes:
@@ -44,8 +44,8 @@ class Job:
 
     run_id: str
     store: Any
-    rows: Rows
-    val_rows: Rows | None
+    rows: ParquetRows
+    val_rows: ParquetRows | None
     features: list[str]
     labels: list[str]
     weight: str | None
@@ -103,16 +103,16 @@ class Job:
             self.store.write(f"{folder}/{name}", checkpoint)
 
 
-class Learner(Protocol):
+class ModelTrainer(Protocol):
     """A model in training, of whatever framework."""
 
-    def learn(self, batch: Batch) -> Sequence[float]:
+    def train_step(self, batch: Batch) -> Sequence[float]:
         """A step; the means of the loss and of all metrics over its rows."""
 
-    def judge(self, batch: Batch) -> Sequence[float]:
+    def validation_step(self, batch: Batch) -> Sequence[float]:
         """The same means without a step."""
 
-    def report(self, means: Sequence[float]) -> dict[str, Any]:
+    def name_means(self, means: Sequence[float]) -> dict[str, Any]:
         """Them with names, for the history."""
 
     def dumps(self, history: History) -> bytes:
@@ -122,7 +122,9 @@ class Learner(Protocol):
         """Goes on from a checkpoint; its history."""
 
 
-def train(make: Callable[..., Learner], job: Job, *args: Any) -> tuple[Any, ...] | None:
+def train(
+    make: Callable[..., ModelTrainer], job: TrainingJob, *args: Any
+) -> tuple[Any, ...] | None:
     """Trains the learner `make(job, *args)`.
 
     A run whose checkpoint has fewer epochs than are asked for makes the rest; one that
@@ -131,9 +133,9 @@ def train(make: Callable[..., Learner], job: Job, *args: Any) -> tuple[Any, ...]
     Returns:
         On rank 0 the history and the last checkpoint.
     """
-    with initialized():
-        learner = make(job, *args)
-        history = learner.loads(job.checkpoint) if job.checkpoint else []
+    with ringjax_initialized():
+        trainer = make(job, *args)
+        history = trainer.loads(job.checkpoint) if job.checkpoint else []
         done = len(history)
         left = job.epochs - done if done < job.epochs else job.epochs
         stream = job.stream(done)
@@ -141,28 +143,28 @@ def train(make: Callable[..., Learner], job: Job, *args: Any) -> tuple[Any, ...]
         for epoch in range(done, done + left):
             batches = itertools.islice(stream, job.epoch_steps)
             entry: dict[str, Any] = {"epoch": epoch}
-            entry["train"] = learner.report(
-                _means(map(_counted(learner.learn), batches))
+            entry["train"] = trainer.name_means(
+                _global_means(map(_times_rows(trainer.train_step), batches))
             )
             if job.val_rows is not None:
-                judged = map(_counted(learner.judge), job.validation())
-                entry["validation"] = learner.report(_means(judged))
+                validated = map(_times_rows(trainer.validation_step), job.validation())
+                entry["validation"] = trainer.name_means(_global_means(validated))
             history.append(entry)
             if runtime.rank() == 0:
-                checkpoint = learner.dumps(history)
+                checkpoint = trainer.dumps(history)
                 job.save(checkpoint)
                 if job.verbose:
                     print(entry)
         return (history, checkpoint) if runtime.rank() == 0 else None
 
 
-def grouped(
+def group_metrics(
     means: Sequence[float], labels: Sequence[str], groups: Sequence[Any]
 ) -> dict[str, Any]:
     """The loss, and each group's metrics by label, as Horovod's history has them.
 
     Example:
-        >>> grouped([0.5, 0.9], ["y"], [["accuracy"]])
+        >>> group_metrics([0.5, 0.9], ["y"], [["accuracy"]])
         {'loss': 0.5, 'all_metrics': [{'group_0_y': 0.9}]}
     """
     loss, *rest = means
@@ -174,29 +176,29 @@ def grouped(
     return {"loss": loss, "all_metrics": metrics}
 
 
-def rowwise(shape: Sequence[int]) -> list[int]:
+def batch_shape(shape: Sequence[int]) -> list[int]:
     """The shape of an array of rows, whether that of a row begins with -1 or not.
 
     Example:
-        >>> rowwise([2]), rowwise([-1, 2])
+        >>> batch_shape([2]), batch_shape([-1, 2])
         ([-1, 2], [-1, 2])
     """
     return [-1, *(shape[1:] if shape and shape[0] == -1 else shape)]
 
 
-class initialized:  # noqa: N801  (used like a function)
+class ringjax_initialized:  # noqa: N801  (used like a function)
     """ringjax, for as long as a with statement, unless it is there already."""
 
     def __enter__(self) -> None:
-        self._mine = not runtime.is_initialized()
+        self._started_here = not runtime.is_initialized()
         runtime.init()
 
     def __exit__(self, *_: object) -> None:
-        if self._mine:
+        if self._started_here:
             runtime.shutdown()
 
 
-def _counted(step: Callable[[Batch], Sequence[float]]) -> Callable[[Batch], Sums]:
+def _times_rows(step: Callable[[Batch], Sequence[float]]) -> Callable[[Batch], Sums]:
     """What a step says, times its rows, and those."""
 
     def counted(batch: Batch) -> Sums:
@@ -205,7 +207,7 @@ def _counted(step: Callable[[Batch], Sequence[float]]) -> Callable[[Batch], Sums
     return counted
 
 
-def _means(sums: Iterator[Sums]) -> list[float]:
+def _global_means(sums: Iterator[Sums]) -> list[float]:
     """Over the rows of all ranks."""
     total = eager.allreduce(sum(sums), ReduceOp.Sum, name="ringjax.spark.means")
     means: list[float] = (total[:-1] / total[-1]).tolist()

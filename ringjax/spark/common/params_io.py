@@ -61,7 +61,7 @@ class HorovodParamsReader(MLReader):
         return found._set(**found._unpickled(pickled))
 
 
-class Saved(MLWritable, MLReadable):
+class PersistentParams(MLWritable, MLReadable):
     """Has `save`, `write`, `load` and `read`."""
 
     def write(self) -> Any:

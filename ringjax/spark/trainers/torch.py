@@ -12,13 +12,18 @@ import numpy as np
 import torch
 
 import ringjax.torch as hvd
-from ringjax.spark.common.loop import History, Job, grouped, rowwise
-from ringjax.spark.common.rows import Batch
+from ringjax.spark.common.parquet_rows import Batch
+from ringjax.spark.common.training_loop import (
+    History,
+    TrainingJob,
+    batch_shape,
+    group_metrics,
+)
 
 Shapes = Sequence[Sequence[int]] | None
 
 
-class TorchLearner:
+class TorchModelTrainer:
     """A model, its optimizer and its losses.
 
     Args:
@@ -26,7 +31,7 @@ class TorchLearner:
         spec: model, optimizer and losses pickled, and the other Params.
     """
 
-    def __init__(self, job: Job, spec: bytes) -> None:
+    def __init__(self, job: TrainingJob, spec: bytes) -> None:
         given: dict[str, Any] = cloudpickle.loads(spec)
         self._job, self._spec = job, given
         if job.seeded:
@@ -37,8 +42,8 @@ class TorchLearner:
             torch.cuda.set_device(number)
             self._device = torch.device("cuda", number)
         self._model = given["model"].to(self._device)
-        plain = bound(given["optimizer"], self._model)
-        plain.load_state_dict(scaled(plain.state_dict(), hvd.size()))
+        plain = bind_optimizer(given["optimizer"], self._model)
+        plain.load_state_dict(scale_learning_rate(plain.state_dict(), hvd.size()))
         compression = given["gradient_compression"]
         self._optimizer = hvd.DistributedOptimizer(
             plain,
@@ -50,41 +55,43 @@ class TorchLearner:
         if given["loss_constructors"]:
             self._losses = [make() for make in given["loss_constructors"]]
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
-        self._minibatch = given["train_minibatch_fn"] or self._pass
+        self._minibatch = given["train_minibatch_fn"] or self._minibatch_step
         self._passes = 0
 
-    def learn(self, batch: Batch) -> list[float]:
+    def train_step(self, batch: Batch) -> list[float]:
         """A step; the means of the loss and of all metrics over its rows."""
         self._model.train()
 
         def loss(outputs: Any, labels: Any, weights: Any = None) -> Any:
             return self._loss(outputs, labels, weights) * batch.share
 
-        given = self._given(batch)
+        given = self._to_tensors(batch)
         outputs, value = self._minibatch(
-            self._model, self._optimizer, self._alike, loss, *given
+            self._model, self._optimizer, self._match_labels, loss, *given
         )
         mean = float(value.detach()) / batch.share if batch.rows else 0.0
-        return [mean, *self._metrics(*self._alike(outputs, given[1]))]
+        return [mean, *self._metrics(*self._match_labels(outputs, given[1]))]
 
-    def judge(self, batch: Batch) -> list[float]:
+    def validation_step(self, batch: Batch) -> list[float]:
         """The same means without a step."""
         self._model.eval()
-        inputs, labels, weights = self._given(batch)
+        inputs, labels, weights = self._to_tensors(batch)
         with torch.no_grad():
-            outputs, labels = self._alike(self._model(*inputs), labels)
+            outputs, labels = self._match_labels(self._model(*inputs), labels)
             mean = float(self._loss(outputs, labels, weights))
         return [mean, *self._metrics(outputs, labels)]
 
-    def report(self, means: Sequence[float]) -> dict[str, Any]:
+    def name_means(self, means: Sequence[float]) -> dict[str, Any]:
         """The loss, and the metrics in their groups."""
-        return grouped(means, self._job.labels, self._spec["metrics"])
+        return group_metrics(means, self._job.labels, self._spec["metrics"])
 
     def dumps(self, history: History) -> bytes:
         """A checkpoint, with the learning rate of one rank."""
         state = {
             "model": _on_cpu(self._model.state_dict()),
-            "optimizer": scaled(_on_cpu(self._optimizer.state_dict()), 1 / hvd.size()),
+            "optimizer": scale_learning_rate(
+                _on_cpu(self._optimizer.state_dict()), 1 / hvd.size()
+            ),
             "history": history,
         }
         file = io.BytesIO()
@@ -95,11 +102,13 @@ class TorchLearner:
         """Goes on from a checkpoint; its history."""
         state = load_checkpoint(checkpoint)
         self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(scaled(state["optimizer"], hvd.size()))
+        self._optimizer.load_state_dict(
+            scale_learning_rate(state["optimizer"], hvd.size())
+        )
         history: History = state["history"]
         return history
 
-    def _pass(
+    def _minibatch_step(
         self,
         model: Any,
         optimizer: Any,
@@ -121,7 +130,7 @@ class TorchLearner:
             optimizer.step()
         return outputs, loss
 
-    def _given(self, batch: Batch) -> tuple[list[Any], list[Any], Any]:
+    def _to_tensors(self, batch: Batch) -> tuple[list[Any], list[Any], Any]:
         columns, job = batch.columns, self._job
         shapes = self._spec["input_shapes"] or [None] * len(job.features)
         inputs = [
@@ -134,13 +143,15 @@ class TorchLearner:
             weights = tensor(columns[job.weight]).to(self._device)
         return inputs, labels, weights
 
-    def _alike(self, outputs: Any, labels: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _match_labels(
+        self, outputs: Any, labels: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
         """Outputs as a list, and labels in the shapes that were given, or in theirs."""
         found = outputs if isinstance(outputs, list | tuple) else [outputs]
         shapes = self._spec["label_shapes"]
         if shapes:
             pairs = zip(labels, shapes, strict=True)
-            return found, [x.reshape(rowwise(shape)) for x, shape in pairs]
+            return found, [x.reshape(batch_shape(shape)) for x, shape in pairs]
         return found, [
             x.reshape(y.shape) if x.numel() == y.numel() else x
             for x, y in zip(labels, found, strict=True)
@@ -155,7 +166,7 @@ class TorchLearner:
             if weights is None:
                 total = total + weight * loss(output, label).mean()
                 continue
-            rows = _by_row(loss, output, label)
+            rows = _row_losses(loss, output, label)
             each = rows.reshape(len(rows), -1).mean(1) if rows.ndim > 1 else rows
             total = total + weight * (each * weights).mean()
         return total
@@ -173,7 +184,7 @@ class TorchLearner:
         return found
 
 
-def _by_row(loss: Any, output: Any, label: Any) -> Any:
+def _row_losses(loss: Any, output: Any, label: Any) -> Any:
     if isinstance(loss, torch.nn.Module):
         loss = copy.copy(loss)
         loss.reduction = "none"
@@ -181,7 +192,7 @@ def _by_row(loss: Any, output: Any, label: Any) -> Any:
     return loss(output, label, reduction="none")
 
 
-def bound(optimizer: Any, model: Any) -> Any:
+def bind_optimizer(optimizer: Any, model: Any) -> Any:
     """The optimizer, or one like it if its parameters are not those of the model."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if own <= {id(parameter) for parameter in model.parameters()}:
@@ -191,7 +202,7 @@ def bound(optimizer: Any, model: Any) -> Any:
     return found
 
 
-def scaled(state: dict[str, Any], factor: float) -> dict[str, Any]:
+def scale_learning_rate(state: dict[str, Any], factor: float) -> dict[str, Any]:
     """An optimizer's state with other learning rates."""
     groups = [{**g, "lr": g["lr"] * factor} for g in state["param_groups"]]
     return {**state, "param_groups": groups}
@@ -216,7 +227,7 @@ def load_checkpoint(checkpoint: bytes) -> dict[str, Any]:
 def tensor(values: np.ndarray[Any, Any], shape: Sequence[int] | None = None) -> Any:
     """Rows as float32, each in a shape."""
     found = torch.from_numpy(np.array(values, np.float32))
-    return found if shape is None else found.reshape(rowwise(shape))
+    return found if shape is None else found.reshape(batch_shape(shape))
 
 
 def predictor(

@@ -14,14 +14,19 @@ from flax import nnx
 
 from ringjax.compression import Compression
 from ringjax.optim import allreduce_grads
-from ringjax.spark.common.loop import History, Job, grouped, rowwise
-from ringjax.spark.common.rows import Batch
+from ringjax.spark.common.parquet_rows import Batch
+from ringjax.spark.common.training_loop import (
+    History,
+    TrainingJob,
+    batch_shape,
+    group_metrics,
+)
 from ringjax.sync import broadcast_parameters
 
 Array = np.ndarray[Any, Any]
 
 
-class FlaxLearner:
+class FlaxModelTrainer:
     """A module and its optimizer; a step is one compiled program.
 
     Args:
@@ -29,7 +34,7 @@ class FlaxLearner:
         spec: module, optimizer and losses pickled, and the other Params.
     """
 
-    def __init__(self, job: Job, spec: bytes) -> None:
+    def __init__(self, job: TrainingJob, spec: bytes) -> None:
         self._job = job
         self._params: Any = None
         self._rest: Any = None
@@ -38,13 +43,13 @@ class FlaxLearner:
         self._tx = optax.chain(
             allreduce_grads(compression=compression), self._spec["optimizer"]
         )
-        self._take(self._spec["model"])
+        self._split_model(self._spec["model"])
         self._state = self._tx.init(self._params)
         self._params = broadcast_parameters(self._params, root_rank=0)
         self._learn = jax.jit(self._step, donate_argnums=(0, 1, 2))
         self._judge = jax.jit(lambda *given: self._forward(self._graph, *given)[0])
 
-    def _take(self, model: Any) -> None:
+    def _split_model(self, model: Any) -> None:
         model.eval()
         self._graph = nnx.split(model)[0]
         model.train()
@@ -52,21 +57,21 @@ class FlaxLearner:
         parts: Any = nnx.split(model, nnx.Param, ...)
         self._params, self._rest = parts[1:]
 
-    def learn(self, batch: Batch) -> list[float]:
+    def train_step(self, batch: Batch) -> list[float]:
         """A step; the means of the loss and of all metrics over its rows."""
-        given = self._given(batch, self._job.batch_size)
+        given = self._to_arrays(batch, self._job.batch_size)
         found: Any = self._learn(self._params, self._rest, self._state, *given)
         self._params, self._rest, self._state, means = found
         return [float(mean) for mean in means]
 
-    def judge(self, batch: Batch) -> list[float]:
+    def validation_step(self, batch: Batch) -> list[float]:
         """The same means without a step."""
-        given = self._given(batch, self._job.val_batch_size)
+        given = self._to_arrays(batch, self._job.val_batch_size)
         return [float(mean) for mean in self._judge(self._params, self._rest, *given)]
 
-    def report(self, means: Sequence[float]) -> dict[str, Any]:
+    def name_means(self, means: Sequence[float]) -> dict[str, Any]:
         """The loss, and the metrics in their groups."""
-        return grouped(means, self._job.labels, self._spec["metrics"])
+        return group_metrics(means, self._job.labels, self._spec["metrics"])
 
     def dumps(self, history: History) -> bytes:
         """A checkpoint."""
@@ -82,12 +87,12 @@ class FlaxLearner:
     def loads(self, checkpoint: bytes) -> History:
         """Goes on from a checkpoint; its history."""
         state = cloudpickle.loads(checkpoint)
-        self._take(state["model"])
+        self._split_model(state["model"])
         self._state = jax.tree.map(jnp.asarray, state["optimizer"])
         history: History = state["history"]
         return history
 
-    def _given(self, batch: Batch, size: int) -> tuple[Any, ...]:
+    def _to_arrays(self, batch: Batch, size: int) -> tuple[Any, ...]:
         """Inputs, labels, weights of the rows, and how many rows count.
 
         Always as many rows as a batch has, so that one program does: copies have no
@@ -131,7 +136,7 @@ class FlaxLearner:
         outputs = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
         labels = [
             x.reshape(y.shape) if x.size == y.size else x
-            for x, y in zip(self._shaped(labels), outputs, strict=True)
+            for x, y in zip(self._shape_labels(labels), outputs, strict=True)
         ]
         count = jnp.maximum(rows, 1.0)
 
@@ -160,12 +165,12 @@ class FlaxLearner:
         parts: Any = nnx.split(model, nnx.Param, ...)
         return means, parts[2]
 
-    def _shaped(self, labels: Sequence[Any]) -> Sequence[Any]:
+    def _shape_labels(self, labels: Sequence[Any]) -> Sequence[Any]:
         shapes = self._spec["label_shapes"]
         if not shapes:
             return labels
         pairs = zip(labels, shapes, strict=True)
-        return [label.reshape(rowwise(shape)) for label, shape in pairs]
+        return [label.reshape(batch_shape(shape)) for label, shape in pairs]
 
 
 def array(values: Array, shape: Sequence[int] | None, rows: int | None = None) -> Array:
@@ -180,7 +185,7 @@ def array(values: Array, shape: Sequence[int] | None, rows: int | None = None) -
     if found.dtype == np.float64:
         found = found.astype(np.float32)
     if shape is not None:
-        found = found.reshape(rowwise(shape))
+        found = found.reshape(batch_shape(shape))
     if rows is not None and rows != len(found):
         found = np.resize(found, (rows, *found.shape[1:]))
     return found

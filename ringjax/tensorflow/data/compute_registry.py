@@ -20,7 +20,7 @@ from ringjax.control.server import Seat, Service
 from ringjax.control.tls import offer
 from ringjax.errors import StartupError
 
-Places = Mapping[str, Sequence[tuple[str, int]]]
+ServiceAddresses = Mapping[str, Sequence[tuple[str, int]]]
 
 
 class ComputeService(Service):
@@ -61,10 +61,10 @@ class ComputeService(Service):
         self._over = False
         self._waiting: list[tuple[Seat, str, int]] = []
         hosts = address.of_interfaces() if hosts is None else hosts
-        super().__init__(key, job_of(key), hosts=hosts, port=0, log=None)
+        super().__init__(key, derive_job_id(key), hosts=hosts, port=0, log=None)
         self.start()
 
-    def places(self) -> Places:
+    def places(self) -> ServiceAddresses:
         """Where clients find it, as a `TfDataServiceConfig` has it."""
         found = [one for text in self.addresses for one in address.parse(text)]
         return {"all": found}
@@ -126,7 +126,9 @@ class ComputeClient:
         verbose: Horovod's; accepted and ignored.
     """
 
-    def __init__(self, addresses: Places, key: bytes, verbose: int = 1) -> None:
+    def __init__(
+        self, addresses: ServiceAddresses, key: bytes, verbose: int = 1
+    ) -> None:
         del verbose
         every = [address.show(*one) for places in addresses.values() for one in places]
         self._addresses = ",".join(every)
@@ -183,7 +185,11 @@ class ComputeClient:
     ) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         caller = Introduction(
-            job_of(self._key), Purpose.RENDEZVOUS, 0, SERVER_RANK, tls=offer("auto")
+            derive_job_id(self._key),
+            Purpose.RENDEZVOUS,
+            0,
+            SERVER_RANK,
+            tls=offer("auto"),
         )
         reached = max(deadline, time.monotonic() + 5.0)
         sock, keys, where = reach(
@@ -211,6 +217,6 @@ def _received(sock: socket.socket, late: str) -> bytes:
         raise TimeoutError(f"{late} in time") from None
 
 
-def job_of(key: bytes) -> str:
+def derive_job_id(key: bytes) -> str:
     """A number for those who have this key."""
     return hashlib.sha256(b"ringjax data service" + key).hexdigest()[:16]

@@ -49,7 +49,7 @@ class Batch:
 
 
 @dataclass
-class Rows:
+class ParquetRows:
     """The rows of Parquet files, and which of them a rank gets.
 
     Attributes:
@@ -68,7 +68,7 @@ class Rows:
     @classmethod
     def of(
         cls, store: FilesystemStore, path: str, names: Sequence[str], keep: bool = False
-    ) -> Rows:
+    ) -> ParquetRows:
         """The rows below a path of a store; reads the ends of all files."""
         groups = [
             RowGroup(fragment.path, group.id, group.num_rows, group.total_byte_size)
@@ -130,11 +130,11 @@ class Rows:
             groups = [groups[i] for i in order]
             own = np.random.default_rng([seed, epoch, rank])
             room = buffer or max(int(_SHUFFLED / self.row_size), batch_size)
-            chunks = _shuffled(self._chunks(groups, first, end), room, own)
+            chunks = _shuffle(self._chunks(groups, first, end), room, own)
         else:
             chunks = self._chunks(groups, first, end)
         counts = np.diff([self.share(r, size)[0] for r in range(size)] + [self.count])
-        pieces = _in_batches(chunks, batch_size)
+        pieces = _rebatch(chunks, batch_size)
         for step in range(self.steps(size, batch_size)):
             there = np.clip(counts - step * batch_size, 0, batch_size)
             mine = int(there[rank])
@@ -162,13 +162,13 @@ class Rows:
             if file is None or path != group.path:
                 path = group.path
                 file = pa.parquet.ParquetFile(self.store.fs.open_input_file(path))
-            found = self._decoded(file, group, low, high)
+            found = self._read_row_group(file, group, low, high)
             if self.keep:
                 self._kept[key] = list(found)
                 found = iter(self._kept[key])
             yield from found
 
-    def _decoded(
+    def _read_row_group(
         self, file: Any, group: RowGroup, low: int, high: int
     ) -> Iterator[Columns]:
         rows = min(max(int(_CHUNK * group.rows / max(group.size, 1)), 1), 1 << 16)
@@ -179,19 +179,21 @@ class Rows:
             part = piece.slice(max(low - begin, 0), max(high - max(begin, low), 0))
             begin += piece.num_rows
             if part.num_rows:
-                yield {name: decoded(part.column(name), name) for name in self.names}
+                yield {
+                    name: decode_column(part.column(name), name) for name in self.names
+                }
             if begin >= high:
                 return
 
 
-def _shuffled(
+def _shuffle(
     chunks: Iterator[Columns], room: int, random: np.random.Generator
 ) -> Iterator[Columns]:
     """The rows in a random order, as far as it can be had with `room` in memory."""
     pool: Columns = {}
     for chunk in chunks:
-        both = _joined([pool, chunk] if pool else [chunk])
-        order = random.permutation(_length(both))
+        both = _concatenate([pool, chunk] if pool else [chunk])
+        order = random.permutation(_row_count(both))
         ready = max(len(order) - room, 0)
         pool = {name: x[order[ready:]] for name, x in both.items()}
         if ready:
@@ -200,34 +202,34 @@ def _shuffled(
         yield pool
 
 
-def _in_batches(chunks: Iterator[Columns], size: int) -> Iterator[Columns]:
+def _rebatch(chunks: Iterator[Columns], size: int) -> Iterator[Columns]:
     rest: list[Columns] = []
     count = 0
     for chunk in chunks:
         rest.append(chunk)
-        count += _length(chunk)
+        count += _row_count(chunk)
         if count < size:
             continue
-        joined = _joined(rest)
+        joined = _concatenate(rest)
         for begin in range(0, count - size + 1, size):
             yield {name: x[begin : begin + size] for name, x in joined.items()}
         rest = [{name: x[count - count % size :] for name, x in joined.items()}]
         count %= size
     if count:
-        yield _joined(rest)
+        yield _concatenate(rest)
 
 
-def _joined(chunks: Sequence[Columns]) -> Columns:
+def _concatenate(chunks: Sequence[Columns]) -> Columns:
     if len(chunks) == 1:
         return chunks[0]
     return {n: np.concatenate([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
 
-def _length(columns: Columns) -> int:
+def _row_count(columns: Columns) -> int:
     return len(next(iter(columns.values())))
 
 
-def decoded(array: Any, name: str = "a column") -> np.ndarray[Any, Any]:
+def decode_column(array: Any, name: str = "a column") -> np.ndarray[Any, Any]:
     """An Arrow array as one of NumPy, with a dimension more for each level of lists.
 
     Args:
@@ -240,38 +242,38 @@ def decoded(array: Any, name: str = "a column") -> np.ndarray[Any, Any]:
 
     Example:
         >>> import pyarrow as pa
-        >>> decoded(pa.array([[1, 2], [3, 4]])).tolist()
+        >>> decode_column(pa.array([[1, 2], [3, 4]])).tolist()
         [[1, 2], [3, 4]]
     """
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
-        return decoded(array.storage, name)
+        return decode_column(array.storage, name)
     if pa.types.is_struct(kind) and {f.name for f in kind} == {
         *("type", "size", "indices", "values")
     }:
-        return _vectors(array, name)
+        return _decode_vectors(array, name)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _lists(array, name)
+        return _decode_lists(array, name)
     if pa.types.is_fixed_size_list(kind):
-        values = decoded(array.flatten(), name)
+        values = decode_column(array.flatten(), name)
         return values.reshape(len(array), kind.list_size, *values.shape[1:])
     found: np.ndarray[Any, Any] = array.to_numpy(zero_copy_only=False)
     return found
 
 
-def _lists(array: Any, name: str) -> np.ndarray[Any, Any]:
-    _check_alike(array.value_lengths().to_numpy(zero_copy_only=False), name)
-    values = decoded(array.flatten(), name)
+def _decode_lists(array: Any, name: str) -> np.ndarray[Any, Any]:
+    _common_length(array.value_lengths().to_numpy(zero_copy_only=False), name)
+    values = decode_column(array.flatten(), name)
     return values.reshape(len(array), -1, *values.shape[1:])
 
 
-def _vectors(array: Any, name: str) -> np.ndarray[Any, Any]:
+def _decode_vectors(array: Any, name: str) -> np.ndarray[Any, Any]:
     dense = array.field("type").to_numpy(zero_copy_only=False) == 1
     lists = array.field("values")
     counts = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
     values: np.ndarray[Any, Any] = lists.flatten().to_numpy(zero_copy_only=False)
     sizes = np.nan_to_num(array.field("size").to_numpy(zero_copy_only=False))
-    width = _check_alike(np.where(dense, counts, sizes), name)
+    width = _common_length(np.where(dense, counts, sizes), name)
     if dense.all():
         return values.reshape(len(array), width)
     # Where each value is in its row: one after the other, or where the vector says.
@@ -284,7 +286,7 @@ def _vectors(array: Any, name: str) -> np.ndarray[Any, Any]:
     return found
 
 
-def _check_alike(lengths: np.ndarray[Any, Any], name: str) -> int:
+def _common_length(lengths: np.ndarray[Any, Any], name: str) -> int:
     found = np.unique(lengths)
     if len(found) != 1:
         raise ValueError(

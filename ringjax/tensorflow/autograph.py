@@ -1,0 +1,26 @@
+"""Keeps AutoGraph away from ringjax's functions.
+
+Inside a `tf.function` AutoGraph rewrites the source of every function that is called.
+For ringjax's functions that takes seconds and changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def do_not_convert(function: F) -> F:
+    """Decorates a public function: AutoGraph leaves it, and all it calls, as it is."""
+    marked = tf.autograph.experimental.do_not_convert(function)
+    # `tf.function(marked)` would look behind the decorator and rewrite the function
+    # that it finds there, so nothing may point to that function.
+    marked.__signature__ = inspect.signature(function)
+    del marked.__wrapped__
+    result: F = marked
+    return result

@@ -1,0 +1,90 @@
+"""Threads that wait for operations of graphs, so that TensorFlow's threads need not.
+
+One thread waits for the oldest operation, and then notifies all that have ended with
+it. Operations may end in any order, so a second thread polls the younger ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+from ringjax import stderr
+
+_POLL_INTERVAL = 0.002  # seconds
+
+
+class Waitable(Protocol):
+    """An operation that ends, and that somebody must be notified of."""
+
+    def done(self) -> bool:
+        """Returns whether `wait_for_end` returns at once."""
+
+    def wait_for_end(self) -> None:
+        """Waits for the end; does not raise if the operation has failed."""
+
+    def notify(self) -> None:
+        """Passes the end on; called once, after `wait_for_end`, in another thread."""
+
+
+class CompletionThreads:
+    """Waits for operations and notifies each one as it ends.
+
+    The two threads start with the first operation and live as long as the process.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[Waitable] = deque()
+        self._changed = threading.Condition()
+        self._started = False
+
+    def add(self, item: Waitable) -> None:
+        """Adds an operation; returns at once."""
+        with self._changed:
+            self._pending.append(item)
+            if len(self._pending) <= 2:
+                self._changed.notify_all()
+            if not self._started:
+                self._started = True
+                for work in (self._wait_for_oldest, self._poll_others):
+                    name = f"ringjax-tensorflow{work.__name__}"
+                    threading.Thread(target=work, name=name, daemon=True).start()
+
+    def _wait_for_oldest(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending:
+                    self._changed.wait()
+                first = self._pending[0]
+            first.wait_for_end()
+            ended = []
+            with self._changed:
+                while self._pending and self._pending[0].done():
+                    ended.append(self._pending.popleft())
+            for item in ended:
+                _notify(item)
+
+    def _poll_others(self) -> None:
+        while True:
+            with self._changed:
+                while len(self._pending) < 2:
+                    self._changed.wait()
+            time.sleep(_POLL_INTERVAL)
+            with self._changed:
+                # Skip the first operation, which the other thread waits for.
+                ended = [item for item in list(self._pending)[1:] if item.done()]
+                for item in ended:
+                    self._pending.remove(item)
+            for item in ended:
+                _notify(item)
+
+
+def _notify(item: Waitable) -> None:
+    try:
+        item.wait_for_end()
+        item.notify()
+    except Exception as error:  # one failed notification must not stop the thread
+        cause = f"{type(error).__name__}: {error}"
+        stderr.line(f"[ringjax] error: a graph of TensorFlow hears nothing: {cause}")

@@ -1,0 +1,174 @@
+"""Operations that one node of a graph has submitted and another node will finish.
+
+Tensors are addresses of TF_Tensor here. How graphs wait is in token_queues.py, and the
+nodes of a graph are in kernels.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringjax.eager import lane
+from ringjax.errors import RingjaxError
+from ringjax.tensorflow import c_api
+from ringjax.tensorflow.collective_spec import CollectiveSpec, finish_with_work
+from ringjax.tensorflow.token_queues import TokenQueue
+from ringjax.world import timeouts
+
+
+class OwnedTensors:
+    """Tensors that are deleted with the last reference to this object."""
+
+    def __init__(self, tensors: Sequence[int]) -> None:
+        self.tensors = list(tensors)
+
+    def __del__(
+        self, delete: Callable[[Sequence[int]], None] = c_api.tensors.delete
+    ) -> None:
+        delete(self.tensors)
+
+
+class PendingOperation:
+    """A submitted operation, until its graph takes the results.
+
+    Args:
+        call: the operation.
+        name: its name on all ranks.
+        tensors: the arguments, and for alltoall the splits after them. This object
+            takes ownership of them.
+        queue: where the graph waits for a token; None: the caller sets `on_end`.
+
+    Attributes:
+        queue: as given.
+        ended: the monotonic time at which the end was noticed; infinity before.
+        on_end: called once when the operation has ended.
+
+    Raises: as `lane.submit`.
+    """
+
+    def __init__(
+        self,
+        call: CollectiveSpec,
+        name: str,
+        tensors: Sequence[int],
+        queue: TokenQueue | None,
+    ) -> None:
+        self.queue = queue
+        self.ended = math.inf
+        self.on_end: Callable[[], None] | None = None
+        # Later code can raise. The tensors must have an owner before that.
+        inputs = OwnedTensors(tensors)
+        self._work: Any = None
+        self._error: RingjaxError | None = None
+        process_set = call.process_set()
+        arguments = call.lane_arguments(process_set)
+        if call.op == "alltoall":
+            *tensors, splits = tensors
+            arguments["splits"] = _integers(splits)
+        described = c_api.tensors.describe(tensors)
+        self._dtypes = [dtype for _, dtype, _ in described]
+        self._pieces = [_lane_piece(call, name, *each) for each in described]
+        self._outs = OwnedTensors([])
+        if call.op in ("allreduce", "broadcast"):
+            self._outs.tensors = c_api.tensors.allocate_like(tensors)
+        elif call.op == "reducescatter":
+            for piece, dtype in zip(self._pieces, self._dtypes, strict=True):
+                shape = lane.scattered_shape(call.op, name, piece, process_set)
+                self._outs.tensors.append(c_api.allocate(dtype, shape))
+        outs = c_api.tensors.describe(self._outs.tensors)
+        with contextlib.ExitStack() as stack:
+            if call.timeout != timeouts.JOBS:
+                stack.enter_context(timeouts.collective_timeout(call.timeout))
+            self._handle = lane.submit(
+                call.op,
+                name,
+                self._pieces,
+                [address for address, _, _ in outs],
+                finish_with_work,
+                process_set,
+                (inputs, self._outs),
+                **arguments,
+            )
+
+    def notify(self) -> None:
+        """Lets the graph go on."""
+        self.ended = time.monotonic()
+        if self.queue is not None:
+            self.queue.put_token()
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
+
+    def note_end(self) -> None:
+        """Notes the end of an operation of a session, for which nobody waits yet."""
+        if self.queue is None and self.ended == math.inf and self.done():
+            self.ended = time.monotonic()
+
+    def done(self) -> bool:
+        """Returns whether the operation has ended."""
+        return self._handle.done()
+
+    def wait_for_end(self) -> None:
+        """Waits for the end; does not raise if the operation has failed."""
+        if self._work is None and self._error is None:
+            try:
+                self._work = self._handle.wait()
+            except RingjaxError as error:
+                self._error = error
+
+    def results(self) -> list[int]:
+        """Returns the results, once; the caller deletes them.
+
+        Raises:
+            RingjaxError: the operation has failed.
+        """
+        self.wait_for_end()
+        if self._error is not None:
+            raise self._error
+        if self._outs.tensors:
+            outs, self._outs.tensors = self._outs.tensors, []
+            return outs
+        results: list[int] = []
+        counts: list[int] = []
+        for i, (_, _, shape) in enumerate(self._pieces):
+            received = self._work.received(i)
+            results.append(c_api.allocate(self._dtypes[i], (sum(received), *shape[1:])))
+            _copy(results[-1], self._work.output(i))
+            counts.append(c_api.allocate(c_api.INT32, (len(received),)))
+            _copy(counts[-1], (ctypes.c_int32 * len(received))(*received))
+        return results + counts
+
+
+def _lane_piece(
+    call: CollectiveSpec, name: str, address: int, dtype: int, shape: tuple[int, ...]
+) -> lane.TensorRef:
+    number = c_api.CORE_DTYPES.get(dtype)
+    if number is None:
+        raise TypeError(
+            f"{lane.title(call.op, name)}: TensorFlow's dtype number {dtype} cannot be "
+            f"sent (shape {list(shape)})"
+        )
+    piece = (address, number, shape)
+    if call.op in ("allgather", "alltoall"):
+        lane.require_rows(call.op, name, piece)
+    return piece
+
+
+def _integers(tensor: int) -> list[int]:
+    kind = ctypes.c_int64 if c_api.type_of(tensor) == c_api.INT64 else ctypes.c_int32
+    count = c_api.bytes_of(tensor) // ctypes.sizeof(kind)
+    if not count:
+        return []
+    return list((kind * count).from_address(c_api.data_of(tensor)))
+
+
+def _copy(tensor: int, memory: Any) -> None:
+    size = c_api.bytes_of(tensor)
+    if size:
+        source = (ctypes.c_char * size).from_buffer(memory)
+        ctypes.memmove(c_api.data_of(tensor), source, size)
