@@ -330,7 +330,7 @@ def test_what_no_graph_takes_is_forgotten(world, monkeypatch) -> None:
         hvd.allreduce(mine(world), name="not.taken")
         session.run([n for n in graph.get_operations() if n.type == "RingjaxStart"])
     assert kernels.pending_count() > 0
-    monkeypatch.setattr(kernels, "_FORGET_AFTER", -1.0)
+    monkeypatch.setattr(kernels, "_RESULT_TIMEOUT", -1.0)
     deadline = time.monotonic() + 20
     while kernels.pending_count() and time.monotonic() < deadline:
         kernels.drop_abandoned()
