@@ -16,7 +16,6 @@ from benchmarks.harness.turns import Case
 
 
 def show(case: Case, ranks: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints what came of a case."""
     if rows:
         print(report.table(f"{ranks} ranks: {case.title}", rows))
         if ratios := report.ratio_table(rows):

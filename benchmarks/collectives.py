@@ -142,7 +142,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def show(case: Case, ranks: int, rows: Sequence[Row]) -> None:
-    """Says that a case is done."""
     found = best(rows).items()
     times = (f"{peer} {statistics.median(rounds_of(row)):.1f}" for peer, row in found)
     print(f"# {case.title}: {', '.join(times)}", flush=True)

@@ -121,7 +121,6 @@ def table(results: dict[str, list[list[float]]]) -> str:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
     p = argparse.ArgumentParser(prog="benchmarks.keras_step", description=__doc__)
     p.add_argument("-np", dest="ranks", type=int, default=2)
     p.add_argument("--rounds", type=int, default=7, help="turns of each kind (7)")

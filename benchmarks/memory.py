@@ -99,7 +99,6 @@ def worst(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def extra_table(rows: Sequence[Row]) -> str:
-    """MiB beyond the gradients."""
     names = ("world", "program", "results", "private", "shared", "mapped", "steady")
     head = f"{'MiB a process, the worst rank':44} {'ranks':>5} {'grads':>7}"
     lines = [head + "".join(f" {n:>8}" for n in (*names, "extra", "nothing"))]
@@ -147,7 +146,6 @@ def growth_table(rows: Sequence[Row]) -> str:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
     p = argparse.ArgumentParser(
         prog="benchmarks.memory",
         description="Memory that ringjax takes beyond the gradients, and its growth.",
@@ -176,7 +174,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One world for each."""
     found = []
     for ranks in options.ranks:
         for name in options.sets:
@@ -190,7 +187,6 @@ def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(case: dict[str, Any], folder: Path, timeout: float) -> Row:
-    """One row."""
     found = run(case["ranks"], case, folder, timeout)
     donated = VARIANTS[case["variant"]][1]
     each: list[dict[str, float]]

@@ -40,7 +40,6 @@ def _seconds(words: list[str], wanted: int) -> float:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--mb", type=int, default=100, help="of all ranks together")

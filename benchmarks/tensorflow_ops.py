@@ -19,7 +19,6 @@ BUCKETS = 16
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
     p = argparse.ArgumentParser(
         prog="benchmarks.tensorflow_ops",
         description="Microseconds that ringjax.tensorflow takes besides the core's.",
@@ -71,7 +70,6 @@ def counted(module: Any, names: Sequence[str]) -> dict[str, int]:
 
 
 def measure(options: argparse.Namespace) -> str:
-    """The table, on every rank."""
     import numpy as np
     import tensorflow as tf
 

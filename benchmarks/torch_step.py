@@ -29,7 +29,6 @@ Rounds = list[float]  # of every round the median, in milliseconds
 
 
 def rounds_of(row: Row) -> Rounds:
-    """From what turns.py reports."""
     return [statistics.median(batches) / 1e3 for batches in row["rounds_us"]]
 
 
@@ -100,7 +99,6 @@ def cases(options: argparse.Namespace) -> list[tuple[Case, Show]]:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
     p = argparse.ArgumentParser(
         prog="benchmarks.torch_step",
         description="Training in PyTorch with ringjax, DDP over Gloo, and Horovod.",
@@ -126,7 +124,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compare(ranks: int, options: argparse.Namespace) -> list[Row]:
-    """All cases with so many ranks."""
     print(f"\n# {ranks} ranks, {options.rounds} rounds", flush=True)
     rows: list[Row] = []
     worlds: list[World] = []

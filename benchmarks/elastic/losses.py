@@ -101,7 +101,6 @@ class Job(ABC):
         return None
 
     def spawn(self, name: str, words: Sequence[object], **env: object) -> None:
-        """Starts a child of ours."""
         told = {
             "LOSSES_FOLDER": self._folder,
             "LOSSES_DEVICES": self.devices,
@@ -280,7 +279,6 @@ def lose(job: Job, chance: random.Random) -> dict[str, float | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.losses")
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--rounds", type=int, default=5)

@@ -24,7 +24,6 @@ PROGRAM = Path(__file__).with_name("recovery_rank.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.recovery")
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument("--kills", type=int, default=100)

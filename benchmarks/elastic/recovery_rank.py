@@ -26,7 +26,6 @@ IN_ONE = 50  # calls in a compiled program, so that dispatch does not count
 
 
 def main() -> None:
-    """Times everything and prints it."""
     ringjax.init()
     found = {}
     for what, size in SIZES.items():

@@ -87,7 +87,6 @@ def rage(chaos: Chaos, options: argparse.Namespace) -> Growth:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.soak")
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--np", type=int, default=4)
@@ -150,7 +149,6 @@ def report(verdict: Verdict, deeds: Mapping[str, int], failures: int) -> str:
 
 
 def summary(what: str, samples: list[float]) -> str:
-    """One line for samples in milliseconds."""
     found = ", ".join(
         f"{name} {quantile(samples, share):.0f}"
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))

@@ -75,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def rate(lines: Path, seconds: float) -> float:
-    """Steps a second from now on."""
     before = len(lines.read_text().splitlines())
     time.sleep(seconds)
     times = [float(line) for line in lines.read_text().splitlines()[before:]]

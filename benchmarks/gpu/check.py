@@ -224,7 +224,6 @@ def limit_of(section: Section, left: float, later: Sequence[Section]) -> float:
 
 
 def run(options: argparse.Namespace, sections: Sequence[Section]) -> list[Outcome]:
-    """All sections in order."""
     started = time.monotonic()
     work: Path = options.work
     site, folder = work / "site", work / "sections"
@@ -299,7 +298,6 @@ def tables(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def markdown(outcomes: Sequence[Outcome], title: str) -> str:
-    """What is pasted into docs/developers/gpu-results.md."""
     every = tables(outcomes)
     parts = [f"## {title}", "", markdown_table(every[-1])]
     parts += [markdown_table(table) for table in every[:-1]]
@@ -307,7 +305,6 @@ def markdown(outcomes: Sequence[Outcome], title: str) -> str:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu.check", description=__doc__.splitlines()[0]
     )

@@ -101,19 +101,16 @@ class Device:
         return free.value
 
     def allocate(self, size: int) -> int:
-        """Device memory; returns its address."""
         pointer = _U64()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), max(size, ALIGNMENT))
         self._blocks.add(pointer.value)
         return pointer.value
 
     def release(self, pointer: int) -> None:
-        """Frees what `allocate` has returned."""
         self._blocks.discard(pointer)
         self._call("cuMemFree_v2", pointer)
 
     def release_all(self) -> None:
-        """Waits, and frees everything."""
         self.synchronize()
         for pointer in list(self._blocks):
             self.release(pointer)
@@ -147,17 +144,14 @@ class Device:
         return event.value or 0
 
     def record(self, event: int) -> None:
-        """Records an event on the stream."""
         self._call("cuEventRecord", event, self.stream)
 
     def seconds(self, start: int, end: int) -> float:
-        """Between two events that have happened."""
         milliseconds = ctypes.c_float()
         self._call("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
         return milliseconds.value / 1e3
 
     def synchronize(self) -> None:
-        """Waits for the stream."""
         self._call("cuStreamSynchronize", self.stream)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -45,7 +45,6 @@ class Story:
             )
 
     def lines(self, event: str) -> dict[int, list[dict[str, Any]]]:
-        """Those of one kind, by worker."""
         found = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             text = path.read_text()
@@ -122,7 +121,6 @@ def check(report: Report, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The section."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=LIMIT)

@@ -31,7 +31,6 @@ PLACES = 16  # for workers
 
 
 def main() -> None:
-    """The story of this worker."""
     folder = Path(sys.argv[1])
     trace = (folder / f"{WORKER}.jsonl").open("a", buffering=1)
 

@@ -75,7 +75,6 @@ def try_example(report: Report, example: Example) -> None:
 
 
 def main() -> None:
-    """Runs them one after the other."""
     with section() as report:
         report.table(
             "Examples, one rank", "example", "reached", "bound", "s", "says", "result"

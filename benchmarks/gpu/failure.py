@@ -58,7 +58,6 @@ def train(parameters: Any, steps: int) -> Any:
 
 
 def main() -> None:
-    """The story of this rank."""
     ringjax.init()
     parameters: Any = {
         "w": jnp.ones((64, 64), jnp.float32),

@@ -82,7 +82,6 @@ def world(report: Report, mode: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """All modes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--scale", type=int, default=1, help="divides every dimension")

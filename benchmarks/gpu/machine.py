@@ -34,7 +34,6 @@ def nvidia_smi() -> str:
 
 
 def packages() -> str:
-    """The versions of what computes."""
     from importlib import metadata
 
     names = (

@@ -90,7 +90,6 @@ def resnet_loss(parameters: Sequence[Any], batch: Any) -> Any:
 
 
 def resnet_batch(batch: int, pixels: int = 224) -> Any:
-    """Random images and labels."""
     import jax
 
     one, two = jax.random.split(jax.random.key(1))

@@ -35,7 +35,6 @@ TARGETS = {
 
 
 def round_up(size: int, to: int) -> int:
-    """The next multiple of `to`."""
     return -(-size // to) * to
 
 
@@ -206,7 +205,6 @@ def take_turns(device: Device, cases: Sequence[Case], rounds: int) -> None:
 
 
 def main() -> None:
-    """All sets and types."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))

@@ -25,7 +25,6 @@ class Spread:
 
     @staticmethod
     def of(samples: Sequence[float]) -> Spread:
-        """From at least one sample."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         return Spread(
@@ -76,7 +75,6 @@ class Report:
         self._write()
 
     def fail(self, text: str) -> None:
-        """Something is wrong."""
         self.failures.append(text)
         self._write()
 
@@ -107,7 +105,6 @@ class Report:
 
 
 def text_table(table: dict[str, Any]) -> str:
-    """A table for the terminal."""
     rows = [table["head"], *table["rows"]]
     width = max(map(len, rows))
     rows = [[*row, *[""] * (width - len(row))] for row in rows]
@@ -121,7 +118,6 @@ def text_table(table: dict[str, Any]) -> str:
 
 
 def markdown_table(table: dict[str, Any]) -> str:
-    """A table for docs/developers/gpu-results.md."""
     lines = [f"### {table['title']}", ""]
     width = max(map(len, [table["head"], *table["rows"]]))
     for number, row in enumerate([table["head"], *table["rows"]]):

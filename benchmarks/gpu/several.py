@@ -129,7 +129,6 @@ def case(cut: bool) -> dict[str, Any]:
 
 
 def run_rank(folder: Path, count: int) -> None:
-    """Writes what each case gave."""
     rank = int(os.environ["RINGJAX_RANK"])
     sharing.prepare(rank, visible(count, rank) if count else None)
     import jax
@@ -161,7 +160,6 @@ def job(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def tabulate(report: Report, said: list[dict[str, Any]], seconds: float) -> None:
-    """A row for each case."""
     devices = said[0]["devices"]
     report.table(f"{RANKS} ranks with {devices} devices each", "parameters", "result")
     for name in CASES:

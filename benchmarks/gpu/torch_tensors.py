@@ -61,7 +61,6 @@ class Rank:
         return values.to(getattr(torch, dtype)).to(self.device)
 
     def equal(self, got: Any, want: Any) -> None:
-        """Same type, place and values."""
         assert got.device == want.device, (got.device, want.device)
         assert got.dtype == want.dtype, (got.dtype, want.dtype)
         assert self.torch.equal(got, want), (got, want)

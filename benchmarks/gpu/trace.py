@@ -62,7 +62,6 @@ def read(path: Path) -> list[Kernel]:
 
 
 def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
-    """As `read`, from the events themselves."""
     events = list(events)
     devices, threads = set(), {}
     for event in events:
@@ -104,7 +103,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """Of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 

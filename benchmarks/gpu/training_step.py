@@ -131,7 +131,6 @@ def take_turns(
 
 
 def show(report: Report, variants: Sequence[Variant], fusion: str, what: str) -> None:
-    """A row for each variant."""
     base = next((v for v in variants if v.name == NONE), None)
     for variant in variants:
         millis = Spread.of([1e3 * s for s in variant.samples])
@@ -165,13 +164,11 @@ def arguments(parser: argparse.ArgumentParser, model: str) -> None:
 
 
 def model_of(options: argparse.Namespace) -> Any:
-    """Parameters, batch, loss."""
     batch = options.batch or (64 if options.model == "resnet50" else 4096)
     return models.build(options.model, batch, options.layers, options.width)
 
 
 def main() -> None:
-    """Compiles, takes turns, shows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments(parser, "resnet50")
     parser.add_argument("--fusion", choices=VARIANTS, default="hybrid")

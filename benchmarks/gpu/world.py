@@ -136,7 +136,6 @@ def compression(w: World) -> None:
 
 
 def broadcast(w: World) -> None:
-    """From the last rank, every dtype."""
     xs = {d: w.draw((3, 5), d) for d in MOVED}
     root = w.size - 1
     out = ringjax.broadcast({d: x[w.rank] for d, x in xs.items()}, root)
@@ -145,7 +144,6 @@ def broadcast(w: World) -> None:
 
 
 def allgather(w: World) -> None:
-    """Ranks give different numbers of rows."""
     xs = {d: w.draw(lambda r: (2 * r + 1, 3), d) for d in MOVED}
     out = ringjax.allgather({d: x[w.rank] for d, x in xs.items()})
     for dtype, got in out.items():
@@ -155,7 +153,6 @@ def allgather(w: World) -> None:
 
 
 def reducescatter(w: World) -> None:
-    """The first ranks take the remainder."""
     bounds = np.cumsum([0, *(7 // w.size + (r < 7 % w.size) for r in range(w.size))])
     mine = slice(bounds[w.rank], bounds[w.rank + 1])
     xs = {d: w.draw((7, 3), d) for d in REDUCED}

@@ -177,7 +177,6 @@ def _mpich_library(folder: Path) -> dict[str, str]:
 
 
 def _path_of(library: str) -> Path:
-    """Where the loader finds it."""
     said = subprocess.run(
         [shutil.which("ldconfig") or "/sbin/ldconfig", "-p"],
         capture_output=True,

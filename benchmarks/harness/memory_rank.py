@@ -49,7 +49,6 @@ class Resident:
 
     @property
     def total(self) -> int:
-        """What is resident."""
         return self.private + self.shared + self.file
 
 

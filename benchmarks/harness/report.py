@@ -29,7 +29,6 @@ def _number(value: float | None) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """The median and its extremes."""
     middle, *ends = statistics.median(values), min(values), max(values)
     low, high = (f"{end:.{digits}f}" for end in ends)
     return f"{middle:.{digits}f} ({low} .. {high})"
@@ -103,7 +102,6 @@ def counts_table(rows: Iterable[Row]) -> str:
 
 
 def about() -> Row:
-    """When and where this is."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": {

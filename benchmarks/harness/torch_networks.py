@@ -38,7 +38,6 @@ class Bottleneck(nn.Module):
             self.around = nn.Sequential(fit, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds what both ways give."""
         return functional.relu(self.path(x) + self.around(x))
 
 
@@ -78,7 +77,6 @@ class Transformer(nn.Module):
         self.mask = nn.Transformer.generate_square_subsequent_mask(length)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of what follows each token."""
         x = self.letters(tokens) + self.places.weight
         for layer in self.layers:
             x = layer(x, src_mask=self.mask, is_causal=True)
@@ -121,7 +119,6 @@ def training(name: str, wrap: Wrap | None) -> Callable[[], Any]:
 
 
 def shapes(name: str) -> list[tuple[int, ...]]:
-    """Of the parameters of a network."""
     with torch.device("meta"):
         network, _, _ = NETWORKS[name]()
     return [tuple(p.shape) for p in network.parameters()]

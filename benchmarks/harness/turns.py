@@ -50,7 +50,6 @@ class Case:
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return BYTES[self.dtype] * count(self.shapes)
 
     def bus_factor(self, ranks: int) -> float:

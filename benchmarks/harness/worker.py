@@ -57,12 +57,10 @@ class Fresh:
         self._step, self._given = step, given
 
     def __call__(self) -> Any:
-        """Runs it once."""
         self._given.fill(0)
         return self._step()
 
     def seconds(self, calls: int) -> float:
-        """What so many calls take."""
         taken = 0.0
         for _ in range(calls):
             self._given.fill(0)
@@ -106,7 +104,6 @@ class Worker:
         self._steps: dict[str, Operation] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Does what a request says."""
         if request["do"] == "prepare":
             self._steps.clear()  # first, so that memory is not held twice
             shapes = [tuple(s) for s in request["shapes"]]

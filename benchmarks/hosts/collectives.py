@@ -223,7 +223,6 @@ def table(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def model_text(row: dict[str, Any]) -> str:
-    """The same for the model."""
     times = ", ".join(
         f"{name} {row[name] * 1e3:.0f}"
         for name in ("none", "in turn", "overlapped", "alone")

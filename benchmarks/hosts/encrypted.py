@@ -58,7 +58,6 @@ def measure(tls: str) -> dict[int, float]:
 
 
 def main() -> None:
-    """Prints one line for each size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds

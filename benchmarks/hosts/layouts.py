@@ -58,12 +58,10 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Ranks altogether."""
         return self.hosts * self.ranks
 
     @property
     def title(self) -> str:
-        """In words."""
         if self.loopback:
             return "2 ranks over loopback TCP, no shared memory"
         rate = self.rate or "links without a limit"

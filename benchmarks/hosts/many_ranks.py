@@ -209,11 +209,9 @@ class Client:
         return True
 
     def say(self, kind: str, **more: Any) -> None:
-        """Sends a message."""
         self.sock.sendall(self.sealer.seal({"type": kind, **more}))
 
     def hear(self) -> Row:
-        """Waits for the next message."""
         while not (found := self.opener.feed(self.sock.recv(1 << 20))):
             pass
         return dict(found[0])
@@ -263,7 +261,6 @@ def _module() -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """In Markdown."""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [
         [f"{v:.3g}" if isinstance(v, float) and v < 100 else f"{v:.0f}" for v in r]
@@ -273,7 +270,6 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--ranks", default="8,64,128,256", help="jobs, comma separated")
     parser.add_argument("--elastic", default="32,64,128", help="jobs that lose a rank")

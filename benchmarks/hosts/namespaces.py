@@ -64,7 +64,6 @@ class Namespaces:
             raise ValueError(f"{hosts} hosts with the tag {tag!r} cannot be named")
 
     def up(self) -> list[list[str]]:
-        """The commands that make the network."""
         words = [f"ip link add {self._bridge} type bridge"]
         words.append(f"ip link set {self._bridge} up")
         for host, (name, link) in enumerate(zip(self.names, self._links, strict=True)):
@@ -90,7 +89,6 @@ class Namespaces:
         return [line.split() for line in (*words, f"ip link del {self._bridge}")]
 
     def left(self) -> list[str]:
-        """What exists of it."""
         links = Path("/sys/class/net")
         found = [n for n in (*self._links, self._bridge) if (links / n).exists()]
         return found + [n for n in self.names if Path("/run/netns", n).exists()]

@@ -46,7 +46,6 @@ class Core:
         self.communicator.execute(*which, [given], [out], counts=rows)
 
     def allreduce(self, array: Any, op: str = "Sum") -> Any:
-        """Reduces a numpy array in place."""
         self.call("allreduce", array, array, op)
         return array
 
@@ -116,7 +115,6 @@ class Streams:
                 job.result()
 
     def close(self) -> None:
-        """Closes the connections."""
         for end, _ in self._ends:
             end.close()
         if self._ends:
@@ -171,7 +169,6 @@ class Item:
         self.exposed.clear()
 
     def result(self) -> dict[str, Any]:
-        """As collectives.py reads it."""
         busy = self.busy / (self.wall * (os.cpu_count() or 1))
         return {
             **self.about,

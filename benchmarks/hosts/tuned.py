@@ -65,7 +65,6 @@ def rank(batch: int) -> None:
 
 
 def main() -> None:
-    """Prints a line for each rate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", type=Layout.parse, default=Layout(2, 1))
     parser.add_argument("--rates", type=parse_rate, nargs="+", default=["1gbit"])

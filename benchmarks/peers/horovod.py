@@ -31,7 +31,6 @@ class Horovod(Peer):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
 
     def total(self, value: float) -> float:
-        """Adds `value` of all ranks."""
         x = self._torch.full((1,), value)
         return float(self._hvd.allreduce(x, op=self._hvd.Sum, name="total")[0])
 
@@ -57,7 +56,6 @@ class Horovod(Peer):
         return step
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function."""
         hvd, tensor = self._hvd, self._torch.from_numpy(given)
         called = f"{name}/{given.size}"
         return {
@@ -80,7 +78,6 @@ class Horovod(Peer):
         return torch_networks.training(network, wrap if variant == "together" else None)
 
     def close(self) -> None:
-        """Leaves the world."""
         self._hvd.shutdown()
 
 

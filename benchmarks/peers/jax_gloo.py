@@ -49,7 +49,6 @@ class JaxGloo(Peer):
         return jax.jit(mapped, donate_argnums=(0,) if donated else ())
 
     def total(self, value: float) -> float:
-        """Adds `value` of all ranks."""
         import jax
 
         add = self._compile(lambda x: jax.lax.psum(x, "ranks"), False)
@@ -57,7 +56,6 @@ class JaxGloo(Peer):
         return float(self.local(out)[0, 0])
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         import jax
 
         reduce = jax.lax.psum if variant.startswith("psum") else jax.lax.pmean
@@ -82,11 +80,9 @@ class JaxGloo(Peer):
         return jit_loop(self._compile(function[name], False), rows, False)
 
     def local(self, result: Any) -> Array:
-        """Its row."""
         return np.asarray(result.addressable_shards[0].data)
 
     def close(self) -> None:
-        """Leaves the world."""
         import jax
 
         jax.distributed.shutdown()  # type: ignore[no-untyped-call]

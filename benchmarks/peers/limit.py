@@ -105,7 +105,6 @@ def build(folder: Path = BUILD) -> Path:
 
 
 def load(library: Path) -> Any:
-    """The functions of limit.cc."""
     native, number, size = ctypes.CDLL(str(library)), ctypes.c_int, ctypes.c_size_t
     pointer = ctypes.c_void_p
     native.limit_join.argtypes = (ctypes.c_char_p, number, number, number)
@@ -130,12 +129,10 @@ class Native:
         self._function, self._words = function, words
 
     def repeat(self, calls: int) -> None:
-        """So many of them."""
         if self._function(*self._words, calls):
             raise ConnectionError("another rank of the limit is missing")
 
     def __call__(self) -> None:
-        """One of them."""
         self.repeat(1)
 
 
@@ -222,7 +219,6 @@ class Limit(Peer):
         self._arrays: tuple[Any, list[Any]] = (None, [])
 
     def total(self, value: float) -> float:
-        """Adds `value` of all ranks."""
         self._total.inputs[0][0] = value
         self._total()
         return float(self._total.outputs[0][0])
@@ -252,5 +248,4 @@ class Limit(Peer):
         return Move(self._native, self._self, name, given, out, self.size)
 
     def close(self) -> None:
-        """Leaves the world."""
         self._native.limit_leave(self._self)

@@ -30,7 +30,6 @@ class Mpi4jax(Peer):
         self._mpi4jax = mpi4jax
 
     def total(self, value: float) -> float:
-        """Adds `value` of all ranks."""
         import jax.numpy as jnp
 
         return float(self._add(jnp.float32(value)))
@@ -51,7 +50,6 @@ class Mpi4jax(Peer):
         return [p.reshape(x.shape) for p, x in zip(parts, arrays, strict=True)]
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         import jax
         import jax.numpy as jnp
 

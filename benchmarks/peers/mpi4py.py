@@ -25,11 +25,9 @@ class Mpi4py(Peer):
         )
 
     def total(self, value: float) -> float:
-        """Adds `value` of all ranks."""
         return float(self._world.allreduce(value))
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         arrays = [np.zeros(s, dtype) for s in shapes]
         averages = variant in self.models
 
@@ -42,7 +40,6 @@ class Mpi4py(Peer):
         return step
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function."""
         world, in_place = self._world, self._mpi.IN_PLACE
         return {
             "allreduce": lambda: world.Allreduce(in_place, out),
@@ -53,5 +50,4 @@ class Mpi4py(Peer):
         }[name]
 
     def close(self) -> None:
-        """Leaves the world."""
         self._mpi.Finalize()

@@ -48,7 +48,6 @@ class Ringjax(Peer):
         self._ops = _native.REDUCE_OPS
 
     def total(self, value: float) -> float:
-        """Adds `value` of all ranks."""
         import jax.numpy as jnp
 
         import ringjax
@@ -56,7 +55,6 @@ class Ringjax(Peer):
         return float(ringjax.allreduce(jnp.float32(value), op=ringjax.Sum))
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         donated = (0, 1) if variant.endswith("donated") else ()
         if variant.startswith("core"):
             return self._core(shapes, dtype)
@@ -105,7 +103,6 @@ class Ringjax(Peer):
         return step
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function."""
         from ringjax import Sum, eager
 
         return {
@@ -119,7 +116,6 @@ class Ringjax(Peer):
         }[name]
 
     def close(self) -> None:
-        """Leaves the world."""
         import ringjax
 
         ringjax.shutdown()
@@ -139,7 +135,6 @@ class RingjaxTcp(Ringjax):
         super().__init__(rank, size, port)
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         return self._core([(shapes[0][0] // 2,)], dtype)
 
 
@@ -153,7 +148,6 @@ class JaxEmpty(Ringjax):
     collectives = ()
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         import jax
         import jax.numpy as jnp
 

@@ -48,7 +48,6 @@ class JaxShards(JaxGloo):
         super().__init__(rank, size, port, devices=DEVICES)
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         import jax
         import jax.numpy as jnp
         from jax.sharding import Mesh, NamedSharding, PartitionSpec

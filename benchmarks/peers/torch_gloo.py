@@ -30,13 +30,11 @@ class TorchGloo(Peer):
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
 
     def total(self, value: float) -> float:
-        """Adds `value` of all ranks."""
         x = self._torch.full((1,), value)
         self._dist.all_reduce(x)
         return float(x[0])
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function."""
         kind = getattr(self._torch, dtype)
         tensors = [self._torch.zeros(s, dtype=kind) for s in shapes]
         if variant in self.arrays:
@@ -46,7 +44,6 @@ class TorchGloo(Peer):
         return self._buckets(tensors) if "buckets" in variant else self._each(tensors)
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function."""
         dist = self._dist
         own, result = map(self._torch.from_numpy, (given, out))
         return {
@@ -142,5 +139,4 @@ class TorchGloo(Peer):
         return step
 
     def close(self) -> None:
-        """Leaves the world."""
         self._dist.destroy_process_group()
