@@ -87,7 +87,8 @@ def _launch(
         except limit.CannotBuild as error:
             raise Absent(str(error)) from None
     if entry.launcher == "ringrun":
-        return Launch([python, "-m", "ringjax.run", "-np", str(ranks)])
+        words = [python, "-m", "ringjax.run", "-np", str(ranks), *entry.options]
+        return Launch(words, environment=dict(entry.environment))
     if entry.launcher == "horovodrun":
         words = [_program("horovodrun", python), "--gloo", "-np", str(ranks)]
         # It is stopped while others have their turn, which must not be a failure.

@@ -137,8 +137,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; ends the process with a message if they are wrong."""
     p = _parser()
     options = p.parse_args(words)
-    if options.peers == ["all"] or "all" in options.peers:
-        options.peers = list(PEERS)
+    if "all" in options.peers:
+        options.peers = [name for name, entry in PEERS.items() if entry.usual]
     if options.full:
         options.dtype = list(BYTES)
     options.python = dict(options.python)

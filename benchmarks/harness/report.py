@@ -28,6 +28,18 @@ def _number(value: float | None) -> str:
     return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Cells as text: the first `left` columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
 def spread(values: Sequence[float], digits: int = 1) -> str:
     middle, *ends = statistics.median(values), min(values), max(values)
     low, high = (f"{end:.{digits}f}" for end in ends)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 
 Shapes = list[tuple[int, ...]]
+# The network `dense`: so many layers of this width, trained on so many rows.
+LAYERS, WIDTH, BATCH = 82, 128, 32
 
 
 def resnet50() -> Shapes:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.harness.shapes import BATCH, LAYERS, WIDTH
+
 Optimizer = torch.optim.Optimizer
 # Makes of a network and its optimizer those that work together with other ranks.
 Wrap = Callable[[nn.Module, Optimizer], tuple[Callable[[Tensor], Tensor], Optimizer]]
@@ -90,9 +92,17 @@ def transformer() -> Network:
     return network, tokens[:, :-1], tokens[:, 1:].flatten()
 
 
+def dense() -> Network:
+    """Dense layers only: 164 tensors of 1.4 million numbers, as in peers/keras.py."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    inputs, labels = torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
+    return nn.Sequential(*layers), inputs, labels
+
+
 NETWORKS: dict[str, Callable[[], Network]] = {
     "resnet50": resnet50,
     "transformer": transformer,
+    "dense": dense,
 }
 
 

@@ -171,6 +171,19 @@ def affordable(counts: Sequence[int], size: int, ranks: int, memory: int) -> int
     return most
 
 
+def able(world: World, case: Case) -> list[str]:
+    """The variants of a peer that a case is for."""
+    if case.dtype not in world.dtypes:
+        return []
+    if case.network and case.network not in world.networks:
+        return []
+    return [
+        name
+        for name in world.variants[case.kind]
+        if case.collective in ("", name.partition(": ")[0])
+    ]
+
+
 class Quiet:
     """Waits for moments in which nobody else works, `patience` seconds in all."""
 
@@ -196,13 +209,7 @@ def measure(
     quiet: Quiet,
 ) -> list[dict[str, Any]]:
     """One case: every variant of every world, in turns; drops worlds that fail."""
-    asked = []
-    for world in worlds:
-        names = world.variants[case.kind]
-        if case.collective:  # each has a case of its own
-            names = [n for n in names if n.partition(": ")[0] == case.collective]
-        if names and case.dtype in world.dtypes:
-            asked.append((world, names))
+    asked = [(world, names) for world in worlds if (names := able(world, case))]
     most = affordable([len(n) for _, n in asked], case.size, ranks, _free_memory())
     if any(len(names) > most for _, names in asked):
         print(f"# only {most} variants of each peer: memory holds no more", flush=True)

@@ -132,7 +132,7 @@ def main() -> None:
     peer = PEERS[options.peer].kind(options.rank, options.size, options.port)
     check(peer)
     worker = Worker(peer)
-    said = ("rank", "version", "dtypes", *KINDS)
+    said = ("rank", "version", "dtypes", "networks", *KINDS)
     hello = {name: getattr(peer, name) for name in said} | {"pid": os.getpid()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(options.socket)

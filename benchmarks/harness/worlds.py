@@ -73,6 +73,7 @@ class World:
         self.version: str = hellos[0]["version"]
         self.variants: dict[str, list[str]] = {k: hellos[0][k] for k in KINDS}
         self.dtypes: list[str] = hellos[0]["dtypes"]
+        self.networks: list[str] = hellos[0]["networks"]
         self._pids = [hello["pid"] for hello in hellos]
         self._rest()
 

@@ -93,6 +93,9 @@ def launch(
     job, secret = secrets.token_hex(8), secrets.token_hex(32)
     python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     common = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": python}
+    common["RINGJAX_CACHE_DIR"] = str(
+        folder / "cache"
+    )  # earlier jobs tuned other links
     ranks: list[subprocess.Popen[bytes]] = []
     logs = [folder / f"{job}.{rank}" for rank in range(layout.size)]
     try:
@@ -225,7 +228,7 @@ def table(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
 def model_text(row: dict[str, Any]) -> str:
     times = ", ".join(
         f"{name} {row[name] * 1e3:.0f}"
-        for name in ("none", "in turn", "overlapped", "alone")
+        for name in ("none", "in turn", "overlapped", "tuned", "alone")
     )
     spread = f"{min(row['hidden_rounds']):.2f} .. {max(row['hidden_rounds']):.2f}"
     return (

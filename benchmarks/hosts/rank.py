@@ -264,7 +264,9 @@ def model(plan: dict[str, Any], core: Core) -> None:
 
     def item(name: str, overlap: bool | None) -> Item:
         change = ringjax.allreduce_grads(
-            overlap=bool(overlap), bucket_bytes=plan["bucket_bytes"]
+            # autotune chooses what is not given.
+            overlap="auto" if name == "tuned" else bool(overlap),
+            bucket_bytes=None if name == "tuned" else plan["bucket_bytes"],
         )
 
         def step(layers: Any, state: Any) -> Any:
@@ -277,17 +279,21 @@ def model(plan: dict[str, Any], core: Core) -> None:
             pairs = zip(layers, gradients, strict=True)
             return [layer - rate * g for layer, g in pairs], state
 
-        compiled = jax.jit(step, donate_argnums=(0, 1))
+        compile_step = ringjax.autotune if name == "tuned" else jax.jit
+        compiled = compile_step(step, donate_argnums=(0, 1))
         layers = parameters()
         held = [layers, change.init(layers)]
 
         def call() -> None:
             held[:] = jax.block_until_ready(compiled(*held))
 
+        while name == "tuned" and compiled._settled is None:
+            call()
         size = sum(int(x.nbytes) for x in layers)
         return Item({"kind": "model", "variant": name, "size": size}, call, 2)
 
     variants = {"none": None, "in turn": False, "overlapped": True, "alone": False}
+    variants["tuned"] = True
     items = [item(name, overlap) for name, overlap in variants.items()]
     in_turns(items, plan["rounds"], core)
 

@@ -31,6 +31,7 @@ class Peer(Protocol):
       streams: names of the variants for bytes over loopback TCP.
       dtypes: what it can add.
       trainings: names of the variants for steps of training a real network.
+      networks: those of torch_networks.py that it trains.
       collectives: those of COLLECTIVES that it has.
     """
 
@@ -42,6 +43,7 @@ class Peer(Protocol):
     streams: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     trainings: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ("resnet50", "transformer", "dense")
     collectives: tuple[str, ...] = ()
 
     def __init__(self, rank: int, size: int, port: int) -> None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -127,12 +126,8 @@ class RingjaxTcp(Ringjax):
     An allreduce of half the bytes sends half of them in either direction.
     """
 
-    arrays = models = collectives = ()
+    arrays = models = ()
     streams = ("allreduce of half, core",)
-
-    def __init__(self, rank: int, size: int, port: int) -> None:
-        os.environ["RINGJAX_SHM"] = "0"
-        super().__init__(rank, size, port)
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
         return self._core([(shapes[0][0] // 2,)], dtype)

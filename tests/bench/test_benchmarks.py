@@ -21,6 +21,8 @@ from benchmarks.harness import launchers, options, plots, report, shapes, turns
 from benchmarks.harness.turns import Case, Variant
 from benchmarks.peers.table import PEERS, Entry
 
+USUAL = [name for name, entry in PEERS.items() if entry.usual]
+
 # -- shapes and options ----------------------------------------------------------------
 
 
@@ -70,7 +72,7 @@ def test_ranks_that_cannot_be_are_refused(text: str) -> None:
 
 def test_by_default_it_is_short() -> None:
     found = options.parse([])
-    assert found.ranks == [2] and found.peers == list(PEERS)
+    assert found.ranks == [2] and found.peers == USUAL
     kinds = [(c.kind, c.size, len(c.shapes)) for c in options.cases(found, 2)]
     assert kinds == [
         *(("arrays", size, 1) for size in options.SIZES),
@@ -82,7 +84,7 @@ def test_by_default_it_is_short() -> None:
 
 def test_full_is_everything() -> None:
     found = options.parse(["--full", "--peers", "limit", "all"])
-    assert found.ranks == [2, 3, 4, 8] and found.peers == list(PEERS)
+    assert found.ranks == [2, 3, 4, 8] and found.peers == USUAL
     cases = options.cases(found, 4)
     assert {c.dtype for c in cases} == {"float32", "bfloat16"}
     assert len(cases) == 2 * (len(options.FULL_SIZES) + 3)

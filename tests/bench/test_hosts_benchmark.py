@@ -378,6 +378,7 @@ def test_the_model_is_compared_round_by_round() -> None:
         "none": [1.0, 2.0, 1.0],
         "in turn": [1.5, 2.5, 1.5],
         "overlapped": [1.05, 2.05, 1.0],
+        "tuned": [1.0, 2.0, 1.0],
         "alone": [0.4, 0.4, 0.4],
     }
     results = [
