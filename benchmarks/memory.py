@@ -10,40 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report
+from benchmarks.harness import jobs, report
 from benchmarks.harness.memory_rank import VARIANTS
 from benchmarks.harness.options import parse_ranks
 from benchmarks.harness.shapes import SETS
 
-ROOT = Path(__file__).resolve().parent.parent
+RANK = "benchmarks.harness.memory_rank"
 MIB = 1 << 20
 TARGET = 64 * MIB  # beyond the gradients, a process
 GROWN = {"bytes": 1 * MIB, "descriptors": 1, "threads": 1, "maps": 4}  # 10,000 steps
 PER = 10_000
 Row = dict[str, Any]
-
-
-def run(ranks: int, plan: dict[str, Any], folder: Path, timeout: float) -> list[Row]:
-    """What each rank of a world has written."""
-    out = folder / f"{ranks}-{plan['set']}-{list(VARIANTS).index(plan['variant'])}"
-    words = [sys.executable, "-m", "ringjax.run", "-np", str(ranks)]
-    words += [sys.executable, "-m", "benchmarks.harness.memory_rank"]
-    words.append(json.dumps({**plan, "out": str(out)}))
-    done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{plan}: exit {done.returncode}\n{done.stderr[-2000:]}")
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
-
-
-# -- what came of it -------------------------------------------------------------------
 
 
 def _total(level: dict[str, int]) -> int:
@@ -98,21 +79,23 @@ def worst(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 # -- tables ----------------------------------------------------------------------------
 
 
+def title(row: Row) -> list[str]:
+    return [f"{row['set']}: {row['variant']}", str(row["ranks"])]
+
+
 def extra_table(rows: Sequence[Row]) -> str:
     names = ("world", "program", "results", "private", "shared", "mapped", "steady")
-    head = f"{'MiB a process, the worst rank':44} {'ranks':>5} {'grads':>7}"
-    lines = [head + "".join(f" {n:>8}" for n in (*names, "extra", "nothing"))]
+    names += ("extra",)
+    head = ["MiB a process, the worst rank", "ranks", "grads", *names, "nothing", ""]
+    lines = [head]
     for row in rows:
-        most = row["worst"]
-        cells = "".join(f" {most[n] / MIB:8.1f}" for n in (*names, "extra"))
-        alone = row["alone"]
-        cells += f" {'-' if alone is None else f'{alone / MIB:.1f}':>8}"
+        most, alone = row["worst"], row["alone"]
+        sizes = [row["gradients"], *(most[name] for name in names), alone]
+        cells = ["-" if size is None else f"{size / MIB:.1f}" for size in sizes]
         much = most["extra"] - max(0, alone or 0) > TARGET
-        mark = f"  more than {TARGET // MIB}" if much else ""
-        title = f"{row['set']}: {row['variant']}"
-        sizes = f" {row['ranks']:>5} {row['gradients'] / MIB:7.1f}"
-        lines.append(f"{title:44}{sizes}{cells}{mark}")
-    return "\n".join(lines)
+        mark = f"more than {TARGET // MIB}" if much else ""
+        lines.append([*title(row), *cells, mark])
+    return report.columns(lines)
 
 
 def alone(row: Row, rows: Sequence[Row]) -> float | None:
@@ -128,18 +111,24 @@ def alone(row: Row, rows: Sequence[Row]) -> float | None:
 
 def growth_table(rows: Sequence[Row]) -> str:
     """What 10,000 steps add, by least squares."""
-    lines = [f"{'growth in 10,000 steps, the worst rank':44} {'ranks':>5} {'steps':>7}"]
-    lines[0] += "".join(f" {n:>12}" for n in ("KiB", *list(GROWN)[1:]))
+    rest = list(GROWN)[1:]
+    head = [
+        "growth in 10,000 steps, the worst rank",
+        "ranks",
+        "steps",
+        "KiB",
+        *rest,
+        "",
+    ]
+    lines = [head]
     for row in rows:
         most = row["worst"]
-        cells = [f"{most['bytes'] / 1024:12.1f}"]
-        cells += [f"{most[name]:12.2f}" for name in list(GROWN)[1:]]
+        cells = [str(row["steps"]), f"{most['bytes'] / 1024:.1f}"]
+        cells += [f"{most[name]:.2f}" for name in rest]
         grown = [name for name, limit in GROWN.items() if most[name] >= limit]
-        mark = f"  grows: {', '.join(grown)}" if grown else ""
-        title = f"{row['set']}: {row['variant']}"
-        numbers = f" {row['ranks']:>5} {row['steps']:>7} "
-        lines.append(f"{title:44}{numbers}{' '.join(cells)}{mark}")
-    return "\n".join(lines)
+        mark = f"grows: {', '.join(grown)}" if grown else ""
+        lines.append([*title(row), *cells, mark])
+    return report.columns(lines)
 
 
 # -- the command -----------------------------------------------------------------------
@@ -186,8 +175,9 @@ def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [dict(zip(names, case, strict=True)) for case in found]
 
 
-def measure(case: dict[str, Any], folder: Path, timeout: float) -> Row:
-    found = run(case["ranks"], case, folder, timeout)
+def measure(case: dict[str, Any], timeout: float) -> Row:
+    plan = json.dumps(case)
+    found = jobs.run(case["ranks"], RANK, plan, timeout=timeout)
     donated = VARIANTS[case["variant"]][1]
     each: list[dict[str, float]]
     if case["steps"]:
@@ -204,22 +194,22 @@ def main(words: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     about = report.about()
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="ringjax-memory-") as folder:
-        for case in cases(options):
-            try:
-                rows.append(measure(case, Path(folder), options.timeout))
-            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                raise SystemExit(f"benchmarks.memory: {error}") from None
-            if not case["steps"]:
-                rows[-1]["alone"] = alone(rows[-1], rows)
-            table = growth_table if case["steps"] else extra_table
-            head, line = table(rows[-1:]).splitlines()
-            same = len(rows) > 1 and bool(rows[-2]["steps"]) == bool(case["steps"])
-            print(line if same else f"\n{head}\n{line}", flush=True)
-            # After each: a long run that is interrupted has not been for nothing.
-            options.json.write_text(
-                json.dumps({**about, "rows": rows}, indent=1) + "\n"
-            )
+    for case in cases(options):
+        try:
+            rows.append(measure(case, options.timeout))
+        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+            raise SystemExit(f"benchmarks.memory: {error}") from None
+        if not case["steps"]:
+            rows[-1]["alone"] = alone(rows[-1], rows)
+        print(f"# {rows[-1]['set']}: {rows[-1]['variant']}", flush=True)
+        # After each: a long run that is interrupted has not been for nothing.
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    for table, kept in (
+        (extra_table, [row for row in rows if not row["steps"]]),
+        (growth_table, [row for row in rows if row["steps"]]),
+    ):
+        if kept:
+            print(f"\n{table(kept)}")
     print(f"\n# written to {options.json}")
 
 

@@ -1,7 +1,7 @@
 """One rank of `python -m benchmarks.memory`: what a step takes beyond the gradients.
 
 A process of its own for each case, because what a compiler or an allocator has once
-taken is seldom given back. Writes one JSON file. What is printed: memory.py.
+taken is seldom given back. What is printed: memory.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.shapes import SETS
+from benchmarks.harness.jobs import report
+from benchmarks.harness.shapes import SETS, count
 
 WARM = 20  # steps until memory is what it stays
 SAMPLES = 100
@@ -165,7 +166,7 @@ def main() -> None:
     shapes = SETS[plan["set"]][1]()
     if shrink := plan["shrink"]:
         # As many tensors, fewer bytes: what is forgotten in a call does not ask them.
-        shapes = [(max(1, _numbers(s) // shrink),) for s in shapes]
+        shapes = [(max(1, count([shape]) // shrink),) for shape in shapes]
     steps = Steps(shapes)
     found, once = levels(steps, plan["variant"])
     found["gradients"] = sum(x.nbytes for x in steps.gradients)
@@ -177,19 +178,11 @@ def main() -> None:
                 series.append({"step": number, **counts()})
             once()
         found["series"] = [*series, {"step": plan["steps"], **counts()}]
-    rank = os.environ.get("RINGJAX_RANK", "0")
-    Path(f"{plan['out']}.{rank}").write_text(json.dumps(found))
+    report(found)
     if VARIANTS[plan["variant"]][0] is not None:
         import ringjax
 
         ringjax.shutdown()
-
-
-def _numbers(shape: tuple[int, ...]) -> int:
-    numbers = 1
-    for dimension in shape:
-        numbers *= dimension
-    return numbers
 
 
 if __name__ == "__main__":

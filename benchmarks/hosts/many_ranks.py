@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import resource
@@ -23,8 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-MARK = "MANY "  # begins the one line that a child of this program reports
+from benchmarks.harness import jobs, report
+
+MODULE = "benchmarks.hosts.many_ranks"
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 # Ranks that share a core with a hundred others are not dead when they are silent.
 PATIENCE = {
@@ -88,28 +88,16 @@ def rank() -> None:
     first = runtime.rank() == 0
     runtime.shutdown()
     if first:
-        print(MARK + json.dumps(found), flush=True)
+        jobs.report(found)
 
 
 def job(ranks: int, timeout: float) -> Row:
     """Runs a job of that many ranks."""
-    words = [sys.executable, "-m", "ringjax.run", "-np", str(ranks)]
-    words += [sys.executable, "-m", _module(), "--rank"]
     env = {**os.environ, "MANY_BEGAN": str(time.time())}
     for name, seconds in PATIENCE.items():
         env.setdefault(name, str(seconds))
-    done = subprocess.run(
-        words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
-    )
-    row = _report(done.stdout)
-    if done.returncode or row is None:
-        raise RuntimeError(f"{ranks} ranks: {done.returncode}\n{done.stderr[-3000:]}")
+    (row,) = jobs.run(ranks, MODULE, "--rank", env=env, timeout=timeout)
     return row | {"end s": time.time() - row.pop("done")}
-
-
-def _report(text: str) -> Row | None:
-    lines = [line.partition(MARK)[2] for line in text.splitlines() if MARK in line]
-    return dict(json.loads(lines[-1])) if lines else None
 
 
 # -- an elastic job --------------------------------------------------------------------
@@ -117,17 +105,17 @@ def _report(text: str) -> Row | None:
 
 def elastic(ranks: int, timeout: float) -> Row:
     """A worker is killed and replaced; then all steps are computed again."""
-    from benchmarks.elastic.soak import EAGER, Chaos, jobs
+    from benchmarks.elastic import soak
 
     env = {k: os.environ.get(k, str(seconds)) for k, seconds in PATIENCE.items()}
     with (
         tempfile.TemporaryDirectory(prefix="ringjax-many-") as name,
-        jobs(name) as start,
+        soak.jobs(name) as start,
     ):
         folder = Path(name, "traces")
         folder.mkdir()
         times = [time.monotonic()]
-        chaos = Chaos(start, folder, ranks, env=env, program=EAGER)
+        chaos = soak.Chaos(start, folder, ranks, env=env, program=soak.EAGER)
         training = chaos.wait_for(ranks, timeout)
         times.append(time.monotonic())
         chaos.wait_for_steps(20, timeout)
@@ -170,7 +158,7 @@ def serve(ranks: int) -> None:
     found = {"cpu s": used.ru_utime + used.ru_stime}
     server.close()
     found["peak MiB"] = used.ru_maxrss / 1024 - before
-    print(MARK + json.dumps(found), flush=True)
+    jobs.report(found)
 
 
 class Client:
@@ -219,9 +207,9 @@ class Client:
 
 def gather(ranks: int) -> Row:
     """All join it at the same time, talk once, and leave at the same time."""
-    words = [sys.executable, "-m", _module(), "--serve", str(ranks)]
+    words = [sys.executable, "-m", MODULE, "--serve", str(ranks)]
     pipe = subprocess.PIPE
-    server = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    server = subprocess.Popen(words, cwd=jobs.ROOT, stdin=pipe, stdout=pipe, text=True)
     with server:
         assert server.stdout is not None
         host, _, port = server.stdout.readline().strip().rpartition(":")
@@ -250,23 +238,15 @@ def gather(ranks: int) -> Row:
     assert all(value == list(range(ranks)) for value in values)
     gather, exchange, end = (b - a for a, b in itertools.pairwise(times))
     found = {"clients": ranks, "gather s": gather, "exchange s": exchange, "end s": end}
-    return found | (_report(text) or {})
-
-
-def _module() -> str:
-    return "benchmarks.hosts.many_ranks"
-
-
-# -- the tables ------------------------------------------------------------------------
+    return found | jobs.reports(text)[-1]
 
 
 def table(rows: list[Row]) -> str:
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [
+    cells = [
         [f"{v:.3g}" if isinstance(v, float) and v < 100 else f"{v:.0f}" for v in r]
         for r in (row.values() for row in rows)
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return report.columns([list(rows[0]), *cells])
 
 
 def main() -> None:
@@ -284,14 +264,14 @@ def main() -> None:
         return serve(args.serve)
     from ringjax.control import open_files
 
-    clients, jobs, elastics = (
+    clients, sizes, elastics = (
         [int(n) for n in x.split(",") if n]
         for x in (args.clients, args.ranks, args.elastic)
     )
     open_files.allow(max(clients, default=0))
     for rows in (
         map(gather, clients),
-        (job(n, args.timeout) for n in jobs),
+        (job(n, args.timeout) for n in sizes),
         (elastic(n, args.timeout) for n in elastics),
     ):
         found: list[Row] = []
