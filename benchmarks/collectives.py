@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.harness import session
 from benchmarks.harness.options import KIB, MIB, how, parse_bytes, parse_ranks
-from benchmarks.harness.report import bytes_text, ratios, spread
+from benchmarks.harness.report import bytes_text, columns, ratios, spread
 from benchmarks.harness.turns import Case
 from benchmarks.peers.adapter import COLLECTIVES
 from benchmarks.peers.table import MPI, PEERS
@@ -120,11 +120,11 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         lines.setdefault(row["case"], []).append(row)
     peers = list(dict.fromkeys(row["peer"] for row in rows))
-    columns = list(peers)
+    shown = list(peers)
     if {"limit", "ringjax"} <= set(peers):
-        columns.insert(columns.index("ringjax") + 1, SHARE)
+        shown.insert(shown.index("ringjax") + 1, SHARE)
     head = "us (min .. max)" + (" / MPI" if any(p in MPI for p in peers) else "")
-    text = [[head, *columns, "foreign"]]
+    text = [[head, *shown, "foreign"]]
     for case, of_case in lines.items():
         found = best(of_case)
         mpis = [found[peer] for peer in MPI if peer in found]
@@ -134,13 +134,8 @@ def table(rows: Sequence[Row]) -> str:
             cells[SHARE] = f"{share:.2f}"
         foreign = [r["foreign"] for r in found.values() if r["foreign"] is not None]
         last = f"{max(foreign):.2f}" if foreign else "-"
-        text.append([case, *(cells.get(column, "-") for column in columns), last])
-    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
-    return "\n".join(
-        f"{first:{widths[0]}}"
-        + "".join(f"  {c:>{w}}" for c, w in zip(more, widths[1:], strict=True))
-        for first, *more in text
-    )
+        text.append([case, *(cells.get(column, "-") for column in shown), last])
+    return columns(text)
 
 
 def show(case: Case, ranks: int, rows: Sequence[Row]) -> None:

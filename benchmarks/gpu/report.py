@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.report import columns
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -107,14 +109,8 @@ class Report:
 def text_table(table: dict[str, Any]) -> str:
     rows = [table["head"], *table["rows"]]
     width = max(map(len, rows))
-    rows = [[*row, *[""] * (width - len(row))] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(width)]
-    lines = [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join([table["title"], *lines, *(f"* {n}" for n in table["notes"])])
+    text = columns([[*row, *[""] * (width - len(row))] for row in rows], left=width)
+    return "\n".join([table["title"], text, *(f"* {n}" for n in table["notes"])])
 
 
 def markdown_table(table: dict[str, Any]) -> str:

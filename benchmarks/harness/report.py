@@ -53,24 +53,25 @@ def ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
 
 def table(title: str, rows: Sequence[Row]) -> str:
     """The rows of one case as text."""
-    lines = [
-        f"\n{title}",
-        f"{'peer':44} {'median':>10} {'p10':>10} {'p90':>10} {'algbw':>7} {'busbw':>7} "
-        f"{'x ringjax':>9} {'(min .. max)':>17} {'of limit':>8} {'foreign':>7}",
-    ]
+    head = "peer,median,p10,p90,algbw,busbw,x ringjax,(min .. max),of limit,foreign"
+    lines = [head.split(",")]
     for row in rows:
-        spread = ""
+        extremes = ""
         if row["ratio"] is not None:
             ends = (_number(row[name]) for name in ("ratio_min", "ratio_max"))
-            spread = f"({' .. '.join(ends)})"
+            extremes = f"({' .. '.join(ends)})"
         times = (row[name] for name in ("us_median", "us_p10", "us_p90"))
         lines.append(
-            f"{row['peer'] + ': ' + row['variant']:44} "
-            + " ".join(f"{t:10.1f}" if t >= 10 else f"{t:10.3f}" for t in times)
-            + f" {row['algbw']:7.2f} {row['busbw']:7.2f} {_number(row['ratio']):>9} "
-            f"{spread:>17} {_number(row['share']):>8} {_number(row['foreign']):>7}"
+            [
+                f"{row['peer']}: {row['variant']}",
+                *(f"{t:.1f}" if t >= 10 else f"{t:.3f}" for t in times),
+                *(f"{row[name]:.2f}" for name in ("algbw", "busbw")),
+                _number(row["ratio"]),
+                extremes,
+                *(_number(row[name]) for name in ("share", "foreign")),
+            ]
         )
-    return "\n".join(lines)
+    return f"\n{title}\n{columns(lines)}"
 
 
 def ratio_table(rows: Sequence[Row]) -> str:
@@ -79,12 +80,11 @@ def ratio_table(rows: Sequence[Row]) -> str:
     peers = [p for p in (ours[0]["against"] if ours else ()) if p != "ringjax"]
     if not peers:
         return ""
-    lines = [f"{'times faster than the best variant of':44}", ""]
-    lines[0] += "".join(f" {p:>10}" for p in peers)
+    lines = [["times faster than the best variant of", *peers]]
     for row in ours:
-        cells = "".join(f" {_number(row['against'].get(p)):>10}" for p in peers)
-        lines.append(f"{'ringjax: ' + row['variant']:44}{cells}")
-    return "\n".join([lines[0], *lines[2:]])
+        ratios = (_number(row["against"].get(peer)) for peer in peers)
+        lines.append([f"ringjax: {row['variant']}", *ratios])
+    return columns(lines)
 
 
 def counts_table(rows: Iterable[Row]) -> str:
@@ -99,18 +99,13 @@ def counts_table(rows: Iterable[Row]) -> str:
         key = (row["ranks"], row["dtype"], name)
         times.setdefault(key, {})[row["tensors"]] = row["us_median"]
     total = bytes_text(max(row["size"] for row in kept))
-    head = f"{'us by tensors':44} {'ranks':>5} {'dtype':>8}"
-    lines = [f"\n{total} in so many tensors, mean"]
-    lines.append(head + "".join(f" {n:>10}" for n in counts) + f" {'last/first':>10}")
+    lines = [["us by tensors", "ranks", "dtype", *map(str, counts), "last/first"]]
     for (ranks, dtype, name), found in times.items():
         cells = [f"{found[n]:.1f}" if n in found else "-" for n in counts]
         ends = [found.get(n) for n in (counts[0], counts[-1])]
         growth = ends[1] / ends[0] if ends[0] and ends[1] else None
-        lines.append(
-            f"{name:44} {ranks:>5} {dtype:>8}"
-            + "".join(f" {c:>10}" for c in [*cells, _number(growth)])
-        )
-    return "\n".join(lines)
+        lines.append([name, str(ranks), dtype, *cells, _number(growth)])
+    return f"\n{total} in so many tensors, mean\n{columns(lines)}"
 
 
 def about() -> Row:

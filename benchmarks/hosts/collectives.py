@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import secrets
 import signal
 import statistics
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.report import about, columns
 from benchmarks.hosts.layouts import LOOPBACK, Layout, parse_rate, parse_size
 from benchmarks.hosts.namespaces import Namespaces, spawn
 from benchmarks.peers.adapter import COLLECTIVES
@@ -204,25 +204,26 @@ def hidden(none: float, in_turn: float, overlapped: float) -> float:
 
 def table(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
     """The rows of one world as text."""
-    lines = [
-        f"\n{layout.title}",
-        f"{'':13} {'size':>10} {'algorithm':>20} {'ms':>9} {'(min .. max)':>18} "
-        f"{'bound':>8} "
-        f"{'share':>6} {'ring':>6} {'plain':>8} {'share':>6} {'busy':>5}",
-    ]
+    head = ",size,algorithm,ms,(min .. max),bound,share,ring,plain,share,busy"
+    lines = [head.split(",")]
     for row in rows:
         times = [t * 1e3 for t in row["rounds"]]
-        spread = f"({min(times):.1f} .. {max(times):.1f})"
-        plain = min(row["streams"].values()) * 1e3
         lines.append(
-            f"{row['collective']:13} {row['size'] / MIB:6.2f} MiB "
-            f"{row['algorithm']:>20} "
-            f"{row['seconds'] * 1e3:9.2f} {spread:>18} {_ms(row['bound']):>8} "
-            f"{_share(row['share_of_bound']):>6} "
-            f"{_share(row['share_of_ring_bound']):>6} {plain:8.2f} "
-            f"{row['share_of_streams']:6.2f} {row['busy']:5.2f}"
+            [
+                row["collective"],
+                f"{row['size'] / MIB:.2f} MiB",
+                row["algorithm"],
+                f"{row['seconds'] * 1e3:.2f}",
+                f"({min(times):.1f} .. {max(times):.1f})",
+                _ms(row["bound"]),
+                _share(row["share_of_bound"]),
+                _share(row["share_of_ring_bound"]),
+                f"{min(row['streams'].values()) * 1e3:.2f}",
+                f"{row['share_of_streams']:.2f}",
+                f"{row['busy']:.2f}",
+            ]
         )
-    return "\n".join(lines)
+    return f"\n{layout.title}\n{columns(lines)}"
 
 
 def model_text(row: dict[str, Any]) -> str:
@@ -319,18 +320,12 @@ def main(words: Sequence[str] | None = None) -> None:
             if step is not None:
                 print(model_text(step))
             sys.stdout.flush()
-            about = {"layout": layout.title, "hosts": layout.hosts}
-            about |= {"ranks_per_host": layout.ranks, "rate": layout.rate}
-            found.append({**about, "collectives": rows, "model": step})
-    report = {
-        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": {"cpus": os.cpu_count(), "kernel": platform.release()},
-        "congestion_control": control,
-        "rounds": options.rounds,
-        "worlds": found,
-    }
+            where = {"layout": layout.title, "hosts": layout.hosts}
+            where |= {"ranks_per_host": layout.ranks, "rate": layout.rate}
+            found.append({**where, "collectives": rows, "model": step})
+    said = {**about(), "congestion_control": control, "rounds": options.rounds}
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    options.json.write_text(json.dumps({**said, "worlds": found}, indent=1) + "\n")
     print(f"\n# written to {options.json}")
 
 

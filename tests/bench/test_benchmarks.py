@@ -242,7 +242,7 @@ def test_the_table_lines_up() -> None:
     ends = {name: head.index(name) + len(name) for name in ("p90", "busbw", "foreign")}
     assert all(len(line) == ends["foreign"] for line in lines)
     assert all(line[ends["busbw"]] == line[ends["p90"]] == " " for line in lines)
-    assert "2.00    (2.00 .. 4.00)     0.25       -" in lines[-1]
+    assert lines[-1].split()[-6:] == ["2.00", "(2.00", "..", "4.00)", "0.25", "-"]
     faster = report.ratio_table(rows()).splitlines()
     assert faster[0].split()[-2:] == ["limit", "other"]
     assert faster[1].split() == ["ringjax:", "of", "ringjax", "0.50", "2.00"]

@@ -184,7 +184,6 @@ def test_report_tables_and_verdicts(tmp_path: Path) -> None:
     assert text_table(kept["tables"][0]).splitlines() == [
         "Speed",
         "what        GB/s",
-        "----------  ----",
         "pack | f32  4000",
         "* of a run",
     ]
